@@ -1,0 +1,49 @@
+"""composer_fsdp2: training runs written for Composer's FSDP1, on ``torch.distributed.fsdp.fully_shard``.
+
+The engine needs torch only; ``composer_fsdp2.compat`` plugs it into Composer and LLM Foundry.
+"""
+
+from composer_fsdp2.activation_checkpointing import apply_activation_checkpointing
+from composer_fsdp2.apply import apply_plan, reshard
+from composer_fsdp2.clipping import clip_grad_norm_
+from composer_fsdp2.config import ActivationCheckpointing, MeshSpec, Prefetch, ShardingConfig
+from composer_fsdp2.errors import (
+    CheckpointError,
+    ComposerFSDP2Error,
+    ConfigError,
+    IncompatibleVersionError,
+    PlanError,
+    UnsupportedError,
+)
+from composer_fsdp2.findings import Finding, Outcome
+from composer_fsdp2.fsdp1.translate import Translation, translate
+from composer_fsdp2.plan import ShardingPlan, ShardUnit, plan_sharding
+from composer_fsdp2.prepare import prepare_fully_shard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActivationCheckpointing",
+    "CheckpointError",
+    "ComposerFSDP2Error",
+    "ConfigError",
+    "Finding",
+    "IncompatibleVersionError",
+    "MeshSpec",
+    "Outcome",
+    "PlanError",
+    "Prefetch",
+    "ShardUnit",
+    "ShardingConfig",
+    "ShardingPlan",
+    "Translation",
+    "UnsupportedError",
+    "__version__",
+    "apply_activation_checkpointing",
+    "apply_plan",
+    "clip_grad_norm_",
+    "plan_sharding",
+    "prepare_fully_shard",
+    "reshard",
+    "translate",
+]

@@ -1,0 +1,77 @@
+"""Ranks decide together: all go on, or all raise. The first collective after it finds every rank there."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from composer_fsdp2.errors import ConfigError, PlanError
+
+__all__ = ["agree", "gather", "require_process_group"]
+
+T = TypeVar("T")
+
+
+def require_process_group(caller: str) -> None:
+    """Raise unless torch.distributed is initialised.
+
+    Raises:
+        ConfigError: says how to start one.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"{caller} needs a process group, also on one rank: start the script with `composer -n N` or torchrun and "
+            "call composer.utils.dist.initialize_dist or torch.distributed.init_process_group first (Composer's Trainer "
+            "does)"
+        )
+
+
+def gather(value: Any) -> list[Any]:
+    """One small picklable value from every rank, in rank order; called on all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agree(decide: Callable[[], T], fingerprint: Callable[[T], str]) -> T:
+    """Run ``decide`` on every rank; return its value if it succeeded everywhere and its fingerprint is the same.
+
+    Args:
+        decide: Reads only, and does not communicate.
+        fingerprint: Of its value; equal on all ranks if they decided the same.
+    Raises:
+        Whatever ``decide`` raised here; PlanError if it raised on another rank, or the fingerprints differ.
+
+    Called on all ranks; gathers one short string from each (the whole fingerprints only to show a difference).
+    """
+    value: T
+    error: Exception | None = None
+    try:
+        value = decide()
+    except Exception as caught:
+        error = caught
+    text = f"error {type(error).__name__}: {error}" if error else fingerprint(value)
+    said = gather(text if error else hashlib.sha256(text.encode()).hexdigest())
+    if error is not None:
+        raise error
+    failed = [rank for rank, text in enumerate(said) if text.startswith("error ")]
+    if failed:
+        raise PlanError(f"rank {failed[0]} could not go on: {said[failed[0]].removeprefix('error ')}")
+    other = next((rank for rank, digest in enumerate(said) if digest != said[0]), None)
+    if other is not None:
+        said = gather(text)  # long, so only now
+        raise PlanError(
+            f"ranks 0 and {other} decided differently; build the same model and pass the same configuration on every "
+            f"rank\n  rank 0: {_around(said[0], said[other])}\n  rank {other}: {_around(said[other], said[0])}"
+        )
+    return value
+
+
+def _around(text: str, other: str, width: int = 120) -> str:
+    """The part of ``text`` where it first differs from ``other``."""
+    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    start = max(0, at - width // 2)
+    return ("..." if start else "") + text[start : start + width]
+
+

@@ -1,0 +1,72 @@
+"""What became of one setting (``Finding``), and the table of them that a user reads."""
+
+import enum
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Finding", "Outcome", "format_findings"]
+
+
+class Outcome(enum.Enum):
+    """How an FSDP1 setting lives on under FSDP2."""
+
+    EXACT = "exact"
+    APPROXIMATE = "approximate"
+    UNNEEDED = "unneeded"
+    UNSUPPORTED = "unsupported"
+    NEEDS_DECISION = "needs decision"
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a strict translation gives no configuration because of it."""
+        return self in (Outcome.UNSUPPORTED, Outcome.NEEDS_DECISION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What became of one setting: its value, where it went, why, and what the user can do about it."""
+
+    key: str
+    value: object
+    outcome: Outcome
+    target: str
+    reason: str
+    hint: str = ""
+    where: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        value = self.value
+        return {
+            "key": self.key,
+            "value": value if isinstance(value, bool | int | float | str | None) else repr(value),
+            "outcome": self.outcome.value,
+            "target": self.target,
+            "reason": self.reason,
+            "hint": self.hint,
+            "where": self.where,
+        }
+
+    def __str__(self) -> str:
+        hint = f"; {self.hint}" if self.hint else ""
+        where = f"   ({self.where})" if self.where else ""
+        return f"{self.key}: {self.value!r} is {self.outcome.value}: {self.reason}{hint}{where}"
+
+
+def format_findings(findings: Iterable[Finding], width: int = 110) -> str:
+    """The findings as text: one line each (key, value, outcome, target), and the reason below it."""
+    rows = [(f"{f.key}: {_short(f.value)}", f.outcome.value, f.target or "-", f) for f in findings]
+    if not rows:
+        return "  (nothing was set: FSDP1's defaults hold)"
+    first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
+    lines = []
+    for said, outcome, target, finding in rows:
+        lines.append(f"  {said:<{first}}  {outcome:<{second}}  {target}")
+        note = finding.reason + (f" ({finding.hint})" if finding.hint else "")
+        lines.extend(textwrap.wrap(note, width, initial_indent="      ", subsequent_indent="      "))
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,387 @@
+"""THE TABLE: one row per key that an ``fsdp_config`` may hold, and what becomes of it under FSDP2.
+
+The translation, the documentation and the tests read this table; a new key is a new row here and, if it decides
+something, a line in ``translate.py``. Meanings and defaults: Composer 0.32.1 (``composer/utils/parallelism.py``,
+``composer/distributed/dist_strategy.py``), and Composer's history for the legacy keys.
+"""
+
+import difflib
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from composer_fsdp2.findings import Outcome
+
+__all__ = ["KEYS", "KEYS_BY_NAME", "Key", "Kind", "Origin", "nearest_key"]
+
+
+class Origin(enum.Enum):
+    """Who gave a key its meaning."""
+
+    FSDP1 = "Composer's FSDPConfig"
+    FSDP2 = "Composer's FSDP2Config, or fully_shard itself"
+    LEGACY = "a Composer release before 0.32"
+    OURS = "composer_fsdp2"
+
+
+class Kind(enum.Enum):
+    """What values a key takes; checked before anything is translated."""
+
+    BOOL = "true or false"
+    INT = "a whole number"
+    OPTIONAL_INT = "a whole number or null"
+    BOOL_OR_INT = "true, false or a whole number"
+    STR = "a string"
+    OPTIONAL_STR = "a string or null"
+    ANY = "any value"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One row: what a key meant, and its usual fate. A value can have another fate; the finding says so."""
+
+    name: str
+    default: Any
+    meaning: str
+    outcome: Outcome
+    target: str
+    reason: str
+    kind: Kind = Kind.ANY
+    origin: Origin = Origin.FSDP1
+
+
+_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED = (
+    Outcome.EXACT,
+    Outcome.APPROXIMATE,
+    Outcome.UNNEEDED,
+    Outcome.UNSUPPORTED,
+)
+_KEPT = "Composer reads it from the same configuration object, as before"
+
+KEYS: tuple[Key, ...] = (
+    Key(
+        name="activation_checkpointing",
+        kind=Kind.BOOL,
+        default=False,
+        meaning="recompute the activations of the modules that the model's hooks choose",
+        outcome=_EXACT,
+        target="checkpoint_wrapper, applied before fully_shard",
+        reason="the same wrapper inside the unit, as FSDP1 had it: FSDP(AC(block))",
+    ),
+    Key(
+        name="activation_checkpointing_reentrant",
+        kind=Kind.BOOL,
+        default=True,
+        meaning="which of torch's two implementations recomputes",
+        outcome=_EXACT,
+        target="CheckpointImpl.REENTRANT or NO_REENTRANT",
+        reason="both implementations run inside a fully_shard unit",
+    ),
+    Key(
+        name="activation_cpu_offload",
+        kind=Kind.BOOL,
+        default=False,
+        meaning="keep the chosen modules' saved activations in host memory",
+        outcome=_EXACT,
+        target="offload_wrapper, applied before fully_shard",
+        reason="the same wrapper, around the checkpointing one",
+    ),
+    Key(
+        name="auto_wrap",
+        kind=Kind.BOOL,
+        default=True,
+        meaning="only gates load_monolith_rank0_only; wrapping itself never read it",
+        outcome=_UNNEEDED,
+        target="",
+        reason=f"it decides nothing about sharding; {_KEPT}",
+    ),
+    Key(
+        name="backward_prefetch",
+        kind=Kind.STR,
+        default="BACKWARD_POST",
+        meaning="when backward gathers the next unit: NONE, BACKWARD_PRE or BACKWARD_POST",
+        outcome=_EXACT,
+        target="set_modules_to_backward_prefetch",
+        reason="FSDP2 gathers before the gradient computation (PRE) by itself; NONE is an explicit empty choice",
+    ),
+    Key(
+        name="backward_prefetch_limit",
+        kind=Kind.INT,
+        default=1,
+        meaning="how many units ahead backward gathers",
+        outcome=_APPROXIMATE,
+        target="set_modules_to_backward_prefetch, lists of that length",
+        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run",
+    ),
+    Key(
+        name="cpu_offload",
+        kind=Kind.ANY,
+        default=False,
+        meaning="keep parameters, gradients and optimizer state in host memory",
+        outcome=_EXACT,
+        target="CPUOffloadPolicy",
+        reason="works here; Composer refused it under FSDP1 and dropped it under its own FSDP2",
+    ),
+    Key(
+        name="data_parallel_shard_degree",
+        kind=Kind.INT,
+        default=-1,
+        meaning="over how many ranks a parameter is sharded; -1 for what the world size leaves",
+        outcome=_EXACT,
+        target="the mesh's shard axis",
+        reason="the same device mesh",
+    ),
+    Key(
+        name="data_parallel_replicate_degree",
+        kind=Kind.OPTIONAL_INT,
+        default=None,
+        meaning="how many replicas of the sharded model there are",
+        outcome=_EXACT,
+        target="the mesh's replicate axis (HSDP)",
+        reason="the same device mesh",
+    ),
+    Key(
+        name="forward_prefetch",
+        kind=Kind.BOOL,
+        default=False,
+        meaning="gather the next unit explicitly during forward",
+        outcome=_APPROXIMATE,
+        target="set_modules_to_forward_prefetch",
+        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run",
+    ),
+    Key(
+        name="forward_prefetch_limit",
+        kind=Kind.INT,
+        default=1,
+        meaning="how many units ahead forward_prefetch gathers",
+        outcome=_APPROXIMATE,
+        target="set_modules_to_forward_prefetch, lists of that length",
+        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run",
+    ),
+    Key(
+        name="ignored_modules",
+        default=None,
+        meaning="modules whose parameters FSDP leaves alone",
+        outcome=_UNSUPPORTED,
+        target="",
+        reason="not carried over yet",
+    ),
+    Key(
+        name="keep_low_precision_grads",
+        kind=Kind.BOOL,
+        default=False,
+        meaning="leave gradients in the dtype they were reduced in",
+        outcome=_UNSUPPORTED,
+        target="",
+        reason="fully_shard casts gradients to the parameter's own dtype; keep the parameters themselves in that dtype",
+    ),
+    Key(
+        name="limit_all_gathers",
+        kind=Kind.BOOL,
+        default=True,
+        meaning="wait on the CPU so that too many gathers do not pile up in GPU memory",
+        outcome=_UNNEEDED,
+        target="",
+        reason="FSDP2's memory is freed without that wait",
+    ),
+    Key(
+        name="load_monolith_rank0_only",
+        kind=Kind.BOOL,
+        default=False,
+        meaning="read a monolithic checkpoint on rank 0 and send it to the others",
+        outcome=_EXACT,
+        target="",
+        reason=_KEPT,
+    ),
+    Key(
+        name="load_planner",
+        default=None,
+        meaning="the DCP planner for loading",
+        outcome=_EXACT,
+        target="",
+        reason=_KEPT,
+    ),
+    Key(
+        name="mixed_precision",
+        default="DEFAULT",
+        meaning="DEFAULT, PURE, FULL, or a dict of param_dtype, reduce_dtype, buffer_dtype",
+        outcome=_EXACT,
+        target="MixedPrecisionPolicy, and casts of the buffers",
+        reason="same dtypes; inputs are cast at roots only, batch norms stay in fp32, as FSDP1 did",
+    ),
+    Key(
+        name="process_group",
+        default=None,
+        meaning="which ranks share a unit, instead of the mesh",
+        outcome=_UNSUPPORTED,
+        target="",
+        reason="not carried over yet; data_parallel_shard_degree and data_parallel_replicate_degree say the same for "
+        "most layouts",
+    ),
+    Key(
+        name="save_planner",
+        default=None,
+        meaning="the DCP planner for saving",
+        outcome=_EXACT,
+        target="",
+        reason=_KEPT,
+    ),
+    Key(
+        name="sharded_ckpt_prefix_dir",
+        kind=Kind.OPTIONAL_STR,
+        default="ep{epoch}-ba{batch}",
+        meaning="the folder of each sharded checkpoint",
+        outcome=_EXACT,
+        target="",
+        reason=_KEPT,
+    ),
+    Key(
+        name="sharding_strategy",
+        kind=Kind.STR,
+        default="FULL_SHARD",
+        meaning="FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2",
+        outcome=_EXACT,
+        target="the mesh and reshard_after_forward",
+        reason="FULL_SHARD frees parameters after forward, SHARD_GRAD_OP keeps them, HYBRID is a 2-D mesh, NO_SHARD a "
+        "2-D mesh with one rank on its shard axis",
+    ),
+    Key(
+        name="state_dict_type",
+        kind=Kind.OPTIONAL_STR,
+        default="full",
+        meaning="what a checkpoint is: full (one file) or sharded (a DCP folder)",
+        outcome=_EXACT,
+        target="",
+        reason=f"{_KEPT}; FSDP1's default, full, stays",
+    ),
+    Key(
+        name="sync_module_states",
+        kind=Kind.BOOL,
+        default=False,
+        meaning="every rank begins with rank 0's parameters and buffers",
+        outcome=_EXACT,
+        target="a broadcast per unit before it is sharded",
+        reason="parameters and buffers, non-persistent ones included, go out from rank 0",
+    ),
+    Key(
+        name="te_checkpoint_wrapper",
+        kind=Kind.BOOL,
+        default=False,
+        meaning="Transformer Engine's checkpointing, under amp_fp8 only",
+        outcome=_UNNEEDED,
+        target="",
+        reason="FSDP1 read it under precision amp_fp8 only",
+    ),
+    Key(
+        name="te_shard_fp8_weight",
+        kind=Kind.BOOL,
+        default=False,
+        meaning="shard Transformer Engine's fp8 weights, under amp_fp8 only",
+        outcome=_UNNEEDED,
+        target="",
+        reason="FSDP1 read it under precision amp_fp8 only",
+    ),
+    Key(
+        name="use_orig_params",
+        kind=Kind.BOOL,
+        default=True,
+        meaning="show the original parameters (true) or one flat parameter per unit (false)",
+        outcome=_UNNEEDED,
+        target="",
+        reason="fully_shard always keeps the parameters apart; what false forbade (parameter groups, subsets) works",
+    ),
+    Key(
+        name="verbose",
+        kind=Kind.BOOL,
+        default=False,
+        meaning="log what was done",
+        outcome=_EXACT,
+        target="",
+        reason="logs the translation and the plan",
+    ),
+    # FSDP2's own words.
+    Key(
+        name="reshard_after_forward",
+        kind=Kind.BOOL_OR_INT,
+        default=True,
+        origin=Origin.FSDP2,
+        meaning="free a unit's parameters after forward: true, false, or the size of the group to keep them in",
+        outcome=_EXACT,
+        target="reshard_after_forward",
+        reason="the same argument; a root keeps its parameters until backward, as under FSDP1",
+    ),
+    Key(
+        name="device_mesh",
+        default=None,
+        origin=Origin.FSDP2,
+        meaning="a DeviceMesh, 1-D or 2-D",
+        outcome=_EXACT,
+        target="the mesh",
+        reason="the same ranks on the same axes",
+    ),
+    Key(
+        name="mp_policy",
+        default=None,
+        origin=Origin.FSDP2,
+        meaning="a MixedPrecisionPolicy",
+        outcome=_EXACT,
+        target="mp_policy",
+        reason="the same argument",
+    ),
+    Key(
+        name="offload_policy",
+        default=None,
+        origin=Origin.FSDP2,
+        meaning="an OffloadPolicy",
+        outcome=_EXACT,
+        target="offload_policy",
+        reason="the same argument; memory is pinned only where there is an accelerator",
+    ),
+    # What older Composer releases accepted.
+    Key(
+        name="min_params",
+        default=None,
+        origin=Origin.LEGACY,
+        meaning="wrap modules above this size (until 0.15)",
+        outcome=_UNNEEDED,
+        target="",
+        reason="Composer has ignored it since 0.16",
+    ),
+    Key(
+        name="flatten_parameters",
+        default=None,
+        origin=Origin.LEGACY,
+        meaning="flatten a unit's parameters (until 0.17)",
+        outcome=_UNNEEDED,
+        target="",
+        reason="Composer has ignored it since; FSDP2 has no flat parameter",
+    ),
+    Key(
+        name="load_fsdp_monolith_rank0_only",
+        default=None,
+        origin=Origin.LEGACY,
+        meaning="the old name of load_monolith_rank0_only",
+        outcome=_UNNEEDED,
+        target="",
+        reason="Composer ignores it since 0.24; say load_monolith_rank0_only to have the effect",
+    ),
+    # Ours.
+    Key(
+        name="strict",
+        kind=Kind.BOOL,
+        default=True,
+        origin=Origin.OURS,
+        meaning="refuse what cannot be carried over (true), or warn and go on (false)",
+        outcome=_EXACT,
+        target="",
+        reason="true unless said otherwise",
+    ),
+)
+
+KEYS_BY_NAME: dict[str, Key] = {key.name: key for key in KEYS}
+
+
+def nearest_key(name: str, known: tuple[str, ...] = tuple(KEYS_BY_NAME)) -> str | None:
+    """The known key that ``name`` most likely stands for, or None if none is near."""
+    matches = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    return matches[0] if matches else None

@@ -1,0 +1,690 @@
+"""From an FSDP1 configuration to a ``ShardingConfig``: pure, total, and with a finding for every key that was said."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+
+from composer_fsdp2.config import (
+    ActivationCheckpointing,
+    BackwardPrefetch,
+    MeshSpec,
+    Prefetch,
+    ShardingConfig,
+    ShardingStrategy,
+    check_reshard_degree,
+)
+from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError, UnsupportedError
+from composer_fsdp2.findings import Finding, Outcome, format_findings
+from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Kind, nearest_key
+
+__all__ = ["LegacyConfig", "Translation", "UnitSettings", "translate", "translate_unit_settings"]
+
+# The precisions of Composer (composer/core/precision.py) and the dtype that each trains in; fp8 trains in bf16.
+PRECISIONS: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "amp_fp16": torch.float16,
+    "amp_bf16": torch.bfloat16,
+    "amp_fp8": torch.bfloat16,
+}
+# Every spelling of a dtype that Composer accepted in a mixed_precision dict.
+DTYPES: dict[str, torch.dtype] = {
+    **dict.fromkeys(("float32", "torch.float32", "fp32"), torch.float32),
+    **dict.fromkeys(("float16", "torch.float16", "half", "fp16", "amp", "amp_fp16"), torch.float16),
+    **dict.fromkeys(("bfloat16", "bfloat", "torch.bfloat16", "bf16", "amp_bf16"), torch.bfloat16),
+    **dict.fromkeys(("float8", "torch.float8", "fp8", "amp_fp8"), torch.bfloat16),
+}
+STATE_DICT_TYPES = (None, "full", "sharded")
+# Composer's names of devices, and torch's.
+DEVICE_TYPES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegacyConfig:
+    """What a user said: a mapping, or a configuration object read by its attributes.
+
+    ``said`` holds only what was set; a default of the object's class is not a statement, and lies in ``defaults``
+    where it differs from FSDP1's.
+    """
+
+    said: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def read(cls, source: object) -> "LegacyConfig":
+        """Read a mapping (OmegaConf's too) or any object with FSDPConfig's or FSDP2Config's attributes.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if isinstance(source, LegacyConfig):
+            return source
+        if isinstance(source, DictConfig):
+            source = OmegaConf.to_container(source, resolve=True)
+        if isinstance(source, Mapping):
+            said = {str(key): value for key, value in source.items()}
+            return cls(said=said, defaults={}, mesh=said.get("device_mesh"))
+        if not (dataclasses.is_dataclass(source) or hasattr(source, "__dict__")) or isinstance(source, str | type):
+            raise ConfigError(
+                f"fsdp_config is a {type(source).__name__}; give a mapping, a composer FSDPConfig or an FSDP2Config"
+            )
+        return cls._read_object(source)
+
+    @classmethod
+    def _read_object(cls, source: object) -> "LegacyConfig":
+        # Composer's State puts the mesh that it built from the degrees into device_mesh; it restates them.
+        set_here = {key: value for key, value in vars(source).items() if key[0] != "_" and key != "device_mesh"}
+        said = set_here
+        if dataclasses.is_dataclass(source) and all(f.name in vars(source) for f in dataclasses.fields(source)):
+            # A generated __init__ sets every field; what equals the class's default was not said.
+            said = {
+                key: value
+                for key, value in set_here.items()
+                if not _same(value, getattr(type(source), key, _ABSENT))
+            }
+        defaults = {
+            key.name: getattr(source, key.name)
+            for key in KEYS
+            if key.name not in said and hasattr(source, key.name) and key.name != "device_mesh"
+        }
+        return cls(said=said, defaults=defaults, mesh=getattr(source, "device_mesh", None))
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.said:
+            return self.said[name]
+        return self.defaults.get(name, KEYS_BY_NAME[name].default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """The FSDP2 configuration (None if something stands in the way) and what became of each key that was said."""
+
+    config: ShardingConfig | None
+    findings: tuple[Finding, ...]
+
+    def explain(self) -> str:
+        """The report that a user reads."""
+        head = "fsdp_config -> fully_shard" if self.config else "fsdp_config -> fully_shard: not possible as it stands"
+        lines = [head, format_findings(self.findings)]
+        if self.config is not None:
+            config = self.config
+            policy = config.mixed_precision
+            lines.append(
+                f"  mesh: {config.mesh}; reshard_after_forward: {config.reshard_after_forward}; "
+                f"param dtype: {policy.param_dtype or 'as they are'}, reduced in: "
+                f"{policy.reduce_dtype or policy.param_dtype or 'as they are'}"
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, object]:
+        return {"possible": self.config is not None, "findings": [finding.to_json() for finding in self.findings]}
+
+    @property
+    def blocking(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.outcome.blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSettings:
+    """What one module's ``fsdp_wrap_fn`` dict says of its own unit; None where the plan's value holds."""
+
+    reshard_after_forward: bool | int | None = None
+    mixed_precision: MixedPrecisionPolicy | None = None
+    backward_prefetch: int | None = None
+    cpu_offload: bool | None = None
+
+
+def translate(
+    fsdp_config: object,
+    *,
+    precision: object = None,
+    device: object = None,
+    world_size: int | None = None,
+    strict: bool = True,
+) -> Translation:
+    """What an FSDP1 (or FSDP2, or mixed) configuration asks of ``fully_shard``.
+
+    Args:
+        fsdp_config: A mapping, or an object with the attributes of Composer's FSDPConfig or FSDP2Config.
+        precision: Composer's Precision or its string; None is Composer's default for the device.
+        device: Composer's Device, a torch.device or a string; None is CUDA where there is one.
+        world_size: Number of ranks; None leaves a degree of -1 open.
+        strict: Whether what cannot be carried over gives no configuration (True) or only a finding. The key
+            ``strict`` in the configuration itself goes first.
+    Raises:
+        ConfigError: unknown keys, wrong types, values that contradict each other; all of them in one message.
+
+    It reads its arguments only, and does not communicate.
+    """
+    legacy = LegacyConfig.read(fsdp_config)
+    _refuse_bad_keys(legacy)
+    problems = _Problems()
+    precision_name = problems.catch(_precision_name, precision, device)
+    device_type = problems.catch(_device_type, device)
+    mesh = problems.catch(_mesh, legacy, device_type or "cpu", world_size)
+    reshard = problems.catch(_reshard_after_forward, legacy)
+    policy = problems.catch(_mixed_precision, legacy, precision_name or "fp32")
+    offload = problems.catch(_cpu_offload, legacy)
+    prefetch = problems.catch(_prefetch, legacy)
+    problems.catch(_state_dict_type, legacy)
+    problems.catch(_contradictions, legacy)
+    if mesh is not None and reshard is not None:
+        problems.catch(check_reshard_degree, reshard, mesh)
+    problems.raise_all()
+
+    findings = tuple(_findings(legacy, precision_name, mesh, policy))
+    if legacy["strict"] and strict and any(finding.outcome.blocks for finding in findings):
+        return Translation(config=None, findings=findings)
+    config = ShardingConfig(
+        mesh=mesh,
+        reshard_after_forward=reshard,
+        mixed_precision=policy.policy,
+        cast_root_inputs=policy.cast_root_inputs,
+        buffer_dtype=policy.buffer_dtype,
+        cpu_offload=offload,
+        activation_checkpointing=ActivationCheckpointing(
+            checkpoint=legacy["activation_checkpointing"],
+            cpu_offload=legacy["activation_cpu_offload"],
+            reentrant=legacy["activation_checkpointing_reentrant"],
+        ),
+        prefetch=prefetch,
+        sync_module_states=legacy["sync_module_states"],
+        precision=precision_name,
+        verbose=legacy["verbose"],
+    )
+    return Translation(config=config, findings=findings)
+
+
+# What a fsdp_wrap_fn dict may hold, and what each key does; None: nothing that FSDP2 needs.
+UNIT_KEYS: dict[str, str] = {
+    "sharding_strategy": "reshard_after_forward",
+    "reshard_after_forward": "reshard_after_forward",
+    "mixed_precision": "mixed_precision",
+    "mp_policy": "mixed_precision",
+    "backward_prefetch": "backward_prefetch",
+    "cpu_offload": "cpu_offload",
+    "offload_policy": "cpu_offload",
+    "limit_all_gathers": "",
+    "use_orig_params": "",
+    "forward_prefetch": "",
+    "process_group": "unsupported",
+    "device_mesh": "unsupported",
+    "mesh": "unsupported",
+    "sync_module_states": "unsupported",
+    "param_init_fn": "unsupported",
+    "device_id": "unsupported",
+    "ignored_modules": "unsupported",
+}
+
+
+def translate_unit_settings(said: Mapping[str, Any], path: str, config: ShardingConfig) -> UnitSettings:
+    """One module's own settings, as its wrap function gave them in FSDP1's or FSDP2's words.
+
+    Raises:
+        ConfigError: an unknown key, a wrong value or two that contradict each other; names ``path`` and the key.
+        UnsupportedError: a key that cannot differ between modules yet.
+    """
+    for key in said:
+        if key not in UNIT_KEYS:
+            near = nearest_key(str(key), tuple(UNIT_KEYS))
+            hint = f"; did you mean {near}?" if near else f"; known: {', '.join(UNIT_KEYS)}"
+            raise ConfigError(f"unknown key {key!r} in the wrap settings of module {path!r}{hint}")
+        if UNIT_KEYS[key] == "unsupported":
+            raise UnsupportedError(
+                f"{key} for one module ({path!r}) is not supported yet; set it for the whole model, or leave it out"
+            )
+    try:
+        return _unit_settings(said, config, path)
+    except ConfigError as error:
+        raise ConfigError(f"wrap settings of module {path!r}: {error}") from error
+
+
+def _unit_settings(said: Mapping[str, Any], config: ShardingConfig, path: str) -> UnitSettings:
+    reshard: bool | int | None = None
+    if "sharding_strategy" in said:
+        strategy = _strategy(said["sharding_strategy"])
+        if strategy is ShardingStrategy.NO_SHARD:
+            raise ConfigError(
+                "sharding_strategy NO_SHARD for one module needs a mesh of its own, which is not supported yet"
+            )
+        reshard = strategy.reshards_after_forward
+    if "reshard_after_forward" in said:
+        _check_kind("reshard_after_forward", said["reshard_after_forward"], Kind.BOOL_OR_INT)
+        _same_reshard(reshard, said["reshard_after_forward"])
+        reshard = said["reshard_after_forward"]
+        check_reshard_degree(reshard, config.mesh)
+    if "mixed_precision" in said and "mp_policy" in said:
+        raise ConfigError("mixed_precision and mp_policy are both given; keep one")
+    policy = None
+    for key in ("mixed_precision", "mp_policy"):
+        if key in said:
+            policy = parse_mixed_precision(said[key], config.precision).policy
+    prefetch = None
+    if "backward_prefetch" in said:
+        prefetch = 0 if _backward_prefetch(said["backward_prefetch"]) is BackwardPrefetch.NONE else 1
+    offload = None
+    for key in ("cpu_offload", "offload_policy"):
+        if key in said:
+            offload = _offload_value(key, said[key])
+    return UnitSettings(
+        reshard_after_forward=reshard, mixed_precision=policy, backward_prefetch=prefetch, cpu_offload=offload
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading values
+
+
+class _Absent:
+    """Equal to nothing that a user can say."""
+
+
+_ABSENT = _Absent()
+
+
+def _same(value: object, default: object) -> bool:
+    return type(value) is type(default) and bool(value == default)
+
+
+class _Problems:
+    """Collects what is wrong, so that one error names all of it."""
+
+    def __init__(self) -> None:
+        self.errors: list[ComposerFSDP2Error] = []
+
+    def catch(self, read: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return read(*args)
+        except ConfigError as error:
+            self.errors.append(error)
+            return None
+
+    def raise_all(self) -> None:
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise ConfigError("\n".join(str(error) for error in self.errors))
+
+
+def _refuse_bad_keys(legacy: LegacyConfig) -> None:
+    problems = []
+    for name, value in legacy.said.items():
+        if name not in KEYS_BY_NAME:
+            near = nearest_key(name)
+            way_out = f"did you mean {near}?" if near else "no version of Composer knew it; remove it"
+            problems.append(f"unknown key fsdp_config.{name}; {way_out}")
+            continue
+        try:
+            _check_kind(name, value, KEYS_BY_NAME[name].kind)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _check_kind(name: str, value: object, kind: Kind) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    fits = {
+        Kind.BOOL: isinstance(value, bool),
+        Kind.INT: is_int,
+        Kind.OPTIONAL_INT: is_int or value is None,
+        Kind.BOOL_OR_INT: isinstance(value, int),
+        Kind.STR: isinstance(value, str),
+        Kind.OPTIONAL_STR: isinstance(value, str) or value is None,
+        Kind.ANY: True,
+    }[kind]
+    if not fits:
+        raise ConfigError(f"fsdp_config.{name} is {value!r} ({type(value).__name__}); it takes {kind.value}")
+
+
+def _choice(name: str, value: object, choices: Mapping[str, Any]) -> Any:
+    """Parse one of FSDP1's words, in any case; the error names the nearest."""
+    text = str(value).upper()
+    if text not in choices:
+        near = nearest_key(text.lower(), tuple(choice.lower() for choice in choices))
+        hint = f"; did you mean {near.upper()}?" if near else ""
+        raise ConfigError(f"{name} is {value!r}; it is one of {', '.join(choices)}{hint}")
+    return choices[text]
+
+
+def _strategy(value: object) -> ShardingStrategy:
+    """From Composer's string or torch's own ShardingStrategy, which spells its members the same way."""
+    name = getattr(value, "name", value)
+    return _choice("sharding_strategy", name, {strategy.value: strategy for strategy in ShardingStrategy})
+
+
+def _backward_prefetch(value: object) -> BackwardPrefetch:
+    name = "NONE" if value is None else getattr(value, "name", value)
+    return _choice("backward_prefetch", name, {prefetch.value: prefetch for prefetch in BackwardPrefetch})
+
+
+def _device_type(device: object) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    # Composer's Device has .name ('gpu', 'cpu'); a torch.device has .type; a string may carry an index.
+    name = getattr(device, "type", None) or getattr(device, "name", None) or device
+    if not isinstance(name, str) or name.split(":")[0].lower() not in DEVICE_TYPES:
+        raise ConfigError(f"device is {device!r}; sharding runs on 'gpu' ('cuda') or 'cpu'")
+    return DEVICE_TYPES[name.split(":")[0].lower()]
+
+
+def _precision_name(precision: object, device: object) -> str:
+    if precision is None:  # Composer's own default (dist_strategy.py, prepare_fsdp_module)
+        return "amp_fp16" if _device_type(device) == "cuda" else "fp32"
+    name = getattr(precision, "value", precision)
+    if not isinstance(name, str) or name.lower() not in PRECISIONS:
+        near = nearest_key(str(name), tuple(PRECISIONS))
+        hint = f"; did you mean {near}?" if near else ""
+        raise ConfigError(f"precision is {name!r}; it is one of {', '.join(PRECISIONS)}{hint}")
+    return name.lower()
+
+
+def _mesh(legacy: LegacyConfig, device_type: str, world_size: int | None) -> MeshSpec:
+    strategy = _strategy(legacy["sharding_strategy"])
+    if legacy.mesh is not None:
+        spec = _mesh_of(legacy.mesh, device_type)
+    else:
+        spec = MeshSpec(
+            shard=legacy["data_parallel_shard_degree"],
+            replicate=legacy["data_parallel_replicate_degree"],
+            device_type=device_type,
+        )
+    if world_size is not None:
+        spec = spec.resolve(world_size)
+    if strategy is not ShardingStrategy.NO_SHARD:
+        return spec
+    if spec.replicate is not None and spec.shard != 1:
+        raise ConfigError(
+            "sharding_strategy NO_SHARD contradicts data_parallel_replicate_degree "
+            f"{spec.replicate} with data_parallel_shard_degree {spec.shard} (FSDP1 averaged gradients over the first of "
+            "the two axes only, and the replicas drifted apart); leave the degrees out"
+        )
+    return MeshSpec(replicate=spec.size if spec.is_resolved else -1, shard=1, device_type=device_type)
+
+
+def _mesh_of(mesh: object, device_type: str) -> MeshSpec:
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"device_mesh is {mesh!r}; Composer stopped taking lists in 0.24: say data_parallel_shard_degree and "
+            "data_parallel_replicate_degree instead"
+        )
+    if mesh.ndim > 2:
+        raise ConfigError(f"device_mesh has {mesh.ndim} axes; sharding takes one, or two (replicate, shard)")
+    if mesh.mesh.flatten().tolist() != list(range(mesh.size())):
+        raise UnsupportedError(
+            f"device_mesh {mesh} does not hold the ranks 0, 1, ... in order; other layouts are not supported yet"
+        )
+    if mesh.device_type != device_type:
+        raise ConfigError(f"device_mesh lies on {mesh.device_type}, but device is {device_type}")
+    replicate = mesh.size(0) if mesh.ndim == 2 else None
+    return MeshSpec(shard=mesh.size(mesh.ndim - 1), replicate=replicate, device_type=device_type)
+
+
+def _reshard_after_forward(legacy: LegacyConfig) -> bool | int:
+    strategy = _strategy(legacy["sharding_strategy"])
+    if "reshard_after_forward" not in legacy.said:
+        return strategy.reshards_after_forward
+    value = legacy["reshard_after_forward"]
+    if "sharding_strategy" in legacy.said:
+        _same_reshard(strategy.reshards_after_forward, value)
+    elif strategy is not ShardingStrategy.FULL_SHARD:
+        _same_reshard(strategy.reshards_after_forward, value)
+    return value
+
+
+def _same_reshard(of_strategy: bool | None, value: bool | int) -> None:
+    """An integer refines a strategy that reshards; true and false must be the strategy's own."""
+    if of_strategy is None:
+        return
+    if bool(value) != of_strategy:
+        raise ConfigError(
+            f"sharding_strategy says that parameters are {'freed' if of_strategy else 'kept'} after forward, "
+            f"reshard_after_forward {value!r} says otherwise; keep one of the two"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Precision:
+    policy: MixedPrecisionPolicy
+    cast_root_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+
+
+def parse_mixed_precision(value: object, precision: str) -> _Precision:
+    """A ``mixed_precision`` setting in any of its forms, at one of Composer's precisions.
+
+    FSDP1 cast inputs at roots only (torch's MixedPrecision: cast_root_forward_inputs); so do we.
+    """
+    if isinstance(value, MixedPrecisionPolicy):
+        return _Precision(policy=value, cast_root_inputs=value.cast_forward_inputs)
+    if isinstance(value, MixedPrecision):
+        return _Precision(
+            policy=MixedPrecisionPolicy(
+                param_dtype=value.param_dtype,
+                reduce_dtype=value.reduce_dtype,
+                cast_forward_inputs=value.cast_forward_inputs,
+            ),
+            cast_root_inputs=value.cast_root_forward_inputs,
+            buffer_dtype=value.buffer_dtype,
+            keep_low_precision_grads=value.keep_low_precision_grads,
+        )
+    if isinstance(value, Mapping):
+        param, reduce, buffer = _dtypes_of(value)
+    elif isinstance(value, str):
+        low = PRECISIONS[precision]
+        param, reduce, buffer = _choice(
+            "mixed_precision",
+            value,
+            {"FULL": (None, None, None), "DEFAULT": (low, torch.float32, low), "PURE": (low, low, low)},
+        )
+    else:
+        raise ConfigError(
+            f"mixed_precision is {value!r}; it is FULL, DEFAULT, PURE, a dict of param_dtype, reduce_dtype and "
+            "buffer_dtype, a MixedPrecision or a MixedPrecisionPolicy"
+        )
+    return _Precision(
+        policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, cast_forward_inputs=False),
+        buffer_dtype=buffer,
+    )
+
+
+_DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
+# LLM Foundry writes this one into the dict (llmfoundry/utils/config_utils.py, 0.22.0); FSDP1 never read it there.
+_IGNORED_DTYPE_KEY = "keep_low_precision_grads"
+
+
+def _dtypes_of(value: Mapping[str, Any]) -> tuple[torch.dtype | None, ...]:
+    for key in value:
+        if key not in (*_DTYPE_KEYS, _IGNORED_DTYPE_KEY):
+            near = nearest_key(str(key), _DTYPE_KEYS)
+            hint = f"; did you mean {near}?" if near else f"; it takes {', '.join(_DTYPE_KEYS)}"
+            raise ConfigError(f"unknown key mixed_precision.{key}{hint}")
+    return tuple(_dtype(f"mixed_precision.{key}", value.get(key)) for key in _DTYPE_KEYS)
+
+
+def _dtype(name: str, value: object) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    text = getattr(value, "value", value)
+    if text not in DTYPES:
+        near = nearest_key(str(text), tuple(DTYPES))
+        hint = f"; did you mean {near}?" if near else ""
+        raise ConfigError(f"{name} is {value!r}, which is no dtype{hint}")
+    return DTYPES[text]
+
+
+def _mixed_precision(legacy: LegacyConfig, precision: str) -> _Precision:
+    if "mp_policy" in legacy.said and legacy["mp_policy"] is not None:
+        if not isinstance(legacy["mp_policy"], MixedPrecisionPolicy):
+            raise ConfigError(f"mp_policy is {legacy['mp_policy']!r}; give a MixedPrecisionPolicy")
+        return parse_mixed_precision(legacy["mp_policy"], precision)
+    return parse_mixed_precision(legacy["mixed_precision"], precision)
+
+
+def _cpu_offload(legacy: LegacyConfig) -> bool:
+    if legacy.said.get("offload_policy") is not None:
+        return _offload_value("offload_policy", legacy["offload_policy"])
+    return _offload_value("cpu_offload", legacy["cpu_offload"])
+
+
+def _offload_value(name: str, value: object) -> bool:
+    if isinstance(value, CPUOffload):
+        return value.offload_params
+    if isinstance(value, OffloadPolicy):
+        return isinstance(value, CPUOffloadPolicy)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise ConfigError(f"{name} is {value!r}; it is true, false, a CPUOffload or an OffloadPolicy")
+
+
+def _prefetch(legacy: LegacyConfig) -> Prefetch:
+    for name in ("backward_prefetch_limit", "forward_prefetch_limit"):
+        if legacy[name] < 1:
+            raise ConfigError(f"{name} is {legacy[name]}; give 1 or more")
+    backward: int | None = legacy["backward_prefetch_limit"]
+    if _backward_prefetch(legacy["backward_prefetch"]) is BackwardPrefetch.NONE:
+        backward = 0
+    elif backward == 1:
+        backward = None  # FSDP2's own: one ahead, in the order that forward ran in
+    return Prefetch(forward=legacy["forward_prefetch_limit"] if legacy["forward_prefetch"] else None, backward=backward)
+
+
+def _state_dict_type(legacy: LegacyConfig) -> None:
+    value = legacy["state_dict_type"]
+    if value == "local":
+        raise UnsupportedError(
+            "state_dict_type 'local' is gone from Composer (since 0.19) and torch; use 'sharded', which every world "
+            "size can load, or 'full'"
+        )
+    if value not in STATE_DICT_TYPES:
+        raise ConfigError(f"state_dict_type is {value!r}; it is 'full' or 'sharded'")
+
+
+# Two words for one thing; said together they would have to agree, and only one can be meant.
+_SYNONYMS = (
+    ("mixed_precision", "mp_policy"),
+    ("cpu_offload", "offload_policy"),
+    ("data_parallel_shard_degree", "device_mesh"),
+    ("data_parallel_replicate_degree", "device_mesh"),
+)
+
+
+def _contradictions(legacy: LegacyConfig) -> None:
+    problems = [
+        f"fsdp_config.{first} and fsdp_config.{second} are two ways to say one thing; keep one"
+        for first, second in _SYNONYMS
+        if legacy.said.get(first) is not None and legacy.said.get(second) is not None
+    ]
+    if legacy["activation_cpu_offload"] and not legacy["use_orig_params"]:
+        # Composer's State refuses it as well (composer/core/state.py); kept, so that both paths say the same.
+        problems.append("activation_cpu_offload: true contradicts use_orig_params: false; leave use_orig_params out")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Findings
+
+
+def _findings(
+    legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precision: _Precision
+) -> Iterator[Finding]:
+    """One finding per key that was said: the table's row, unless the value has another fate."""
+    exceptions = {
+        "sharding_strategy": lambda: _strategy_finding(legacy, mesh),
+        "backward_prefetch": lambda: _backward_prefetch_finding(legacy),
+        "backward_prefetch_limit": lambda: _same_as_fsdp2(legacy, "backward_prefetch_limit", 1),
+        "forward_prefetch": lambda: _same_as_fsdp2(legacy, "forward_prefetch", False),
+        "forward_prefetch_limit": lambda: _same_as_fsdp2(legacy, "forward_prefetch_limit", 1),
+        "keep_low_precision_grads": lambda: _same_as_fsdp2(legacy, "keep_low_precision_grads", False),
+        "ignored_modules": lambda: _same_as_fsdp2(legacy, "ignored_modules", None),
+        "process_group": lambda: _same_as_fsdp2(legacy, "process_group", None),
+        "te_checkpoint_wrapper": lambda: _te_finding(legacy, "te_checkpoint_wrapper", precision),
+        "te_shard_fp8_weight": lambda: _te_finding(legacy, "te_shard_fp8_weight", precision),
+    }
+    for name in legacy.said:
+        special = exceptions.get(name, lambda: None)()
+        yield special or _finding(legacy, name)
+    if mixed_precision.keep_low_precision_grads:
+        yield _finding(legacy, "keep_low_precision_grads", value=True)
+
+
+def _finding(legacy: LegacyConfig, name: str, **changes: Any) -> Finding:
+    row = KEYS_BY_NAME[name]
+    fields: dict[str, Any] = {
+        "key": name,
+        "value": legacy[name],
+        "outcome": row.outcome,
+        "target": row.target,
+        "reason": row.reason,
+        "where": f"$.fsdp_config.{name}",
+    }
+    return Finding(**(fields | changes))
+
+
+def _same_as_fsdp2(legacy: LegacyConfig, name: str, neutral: object) -> Finding | None:
+    """A key whose neutral value asks for nothing."""
+    if legacy[name] != neutral:
+        return None
+    return _finding(legacy, name, outcome=Outcome.EXACT, target="", reason="this value asks for nothing")
+
+
+def _strategy_finding(legacy: LegacyConfig, mesh: MeshSpec) -> Finding:
+    strategy = _strategy(legacy["sharding_strategy"])
+    if strategy is ShardingStrategy.NO_SHARD:
+        return _finding(
+            legacy,
+            "sharding_strategy",
+            target="2-D mesh with one rank on its shard axis",
+            reason="every rank keeps whole parameters, gradients are averaged by one all-reduce",
+        )
+    reshard = f"reshard_after_forward={legacy.said.get('reshard_after_forward', strategy.reshards_after_forward)}"
+    if strategy.is_hybrid and mesh.replicate is None:
+        return _finding(
+            legacy,
+            "sharding_strategy",
+            outcome=Outcome.APPROXIMATE,
+            target=f"{reshard} on a 1-D mesh",
+            reason="without a replicate degree Composer itself trained this as "
+            + ("FULL_SHARD" if strategy.reshards_after_forward else "SHARD_GRAD_OP"),
+            hint="set data_parallel_replicate_degree for replicas",
+        )
+    return _finding(
+        legacy,
+        "sharding_strategy",
+        target=f"{reshard} on a {'2-D' if mesh.replicate is not None else '1-D'} mesh",
+        reason="parameters are " + ("freed" if strategy.reshards_after_forward else "kept") + " after forward",
+    )
+
+
+def _backward_prefetch_finding(legacy: LegacyConfig) -> Finding:
+    prefetch = _backward_prefetch(legacy["backward_prefetch"])
+    if prefetch is not BackwardPrefetch.BACKWARD_POST:
+        return _finding(legacy, "backward_prefetch")
+    return _finding(
+        legacy,
+        "backward_prefetch",
+        outcome=Outcome.APPROXIMATE,
+        target="FSDP2's own prefetch (as BACKWARD_PRE)",
+        reason="FSDP2 gathers the next unit before a unit's gradients, not after: one more unit in memory at the peak",
+        hint="NONE has the lower peak",
+    )
+
+
+def _te_finding(legacy: LegacyConfig, name: str, precision: str) -> Finding | None:
+    if not legacy[name] or precision != "amp_fp8":
+        return None
+    return _finding(
+        legacy,
+        name,
+        outcome=Outcome.UNSUPPORTED,
+        reason="Transformer Engine's part of fully_shard is not carried over yet",
+        hint="set it to false",
+    )

@@ -1,0 +1,188 @@
+"""Give a unit's parameters and buffers their values on its device, just before it is sharded.
+
+[Note: initialisation] FSDP1 filled meta parameters unit by unit, bottom-up, on full tensors: the direct child's
+``param_init_fn(module)``, else the module's ``reset_parameters()``, for each module that directly owns something on the
+meta device (composer/distributed/dist_strategy.py, 0.32.1). So do we, on every rank from rank 0's random state, so that
+all ranks draw the same values. Where rank 0 has values already and another rank has not, nothing is drawn: rank 0's
+values are sent.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composer_fsdp2.agreement import gather
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.wrap import bound_hook, is_at_or_under
+
+__all__ = ["Initialisation", "Materializer", "breadth_first", "decide_initialisation", "rank_zero_rng"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Initialisation:
+    """What a run does about values: drawn here, sent by rank 0, both or neither."""
+
+    draw: bool
+    broadcast: bool
+
+
+def decide_initialisation(model: nn.Module, sync_module_states: bool) -> Initialisation:
+    """Look at which ranks have real parameters; called on all ranks, gathers one flag from each.
+
+    Raises:
+        PlanError: some ranks have values and some have none, and nobody was told to send them (FSDP1's message), or
+            rank 0 is the one without.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    on_meta: list[bool] = gather(any(tensor.is_meta for tensor in tensors))
+    if not any(on_meta):
+        return Initialisation(draw=False, broadcast=sync_module_states)
+    if all(on_meta):
+        return Initialisation(draw=True, broadcast=sync_module_states)
+    if not sync_module_states:
+        raise PlanError(
+            "Detected mixed initialization where some ranks have model on cpu or gpu and some ranks are on meta "
+            f"(ranks {[rank for rank, is_meta in enumerate(on_meta) if is_meta]}). Set sync_module_states to true, or "
+            "initialise every rank the same way"
+        )
+    if on_meta[0]:
+        raise PlanError("rank 0's model is on meta while others have values; sync_module_states sends rank 0's")
+    return Initialisation(draw=False, broadcast=True)
+
+
+@contextlib.contextmanager
+def rank_zero_rng() -> Iterator[None]:
+    """Draw as rank 0 would; the random state of every rank is put back. Called on all ranks, broadcasts the state."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        states = [torch.get_rng_state() if dist.get_rank() == 0 else None]
+        cuda = [torch.cuda.get_rng_state() if devices and dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(states)
+        dist.broadcast_object_list(cuda)
+        assert states[0] is not None
+        torch.set_rng_state(states[0])
+        if devices and cuda[0] is not None:
+            torch.cuda.set_rng_state(cuda[0])
+        yield
+
+
+class Materializer:
+    """Makes units real, one at a time, bottom-up."""
+
+    def __init__(self, model: nn.Module, device: torch.device, initialisation: Initialisation) -> None:
+        self.device = device
+        self.initialisation = initialisation
+        self.path_of = {module: path for path, module in model.named_modules()}
+        self.children = dict(model.named_children())
+        self.places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.places.setdefault(parameter, []).append((module, name))
+
+    def check(self, model: nn.Module, left_out: set[str]) -> None:
+        """Raise if a meta parameter will never get a value; reads only.
+
+        Raises:
+            PlanError: names the module that has neither ``param_init_fn`` nor ``reset_parameters``, or the parameter
+                that no unit holds.
+        """
+        for path, module in model.named_modules():
+            if not _owns_meta(module):
+                continue
+            outside = [
+                name for name, _ in module.named_parameters(prefix=path, recurse=False) if name in left_out
+            ]
+            if outside:
+                raise PlanError(
+                    f"parameter {outside[0]} is on the meta device, and no unit holds it, so it would never get a "
+                    "value; build that part of the model on a real device"
+                )
+            if self.initialisation.draw and self._init_fn(module) is None:
+                raise PlanError(
+                    f"module {path!r} ({type(module).__name__}) has parameters or buffers on the meta device, and "
+                    "neither it has reset_parameters() nor the direct child above it param_init_fn(module); add one "
+                    "of them, or build the model on the CPU"
+                )
+
+    def make_real(self, modules: Sequence[nn.Module], left_out: Collection[nn.Parameter]) -> None:
+        """Materialise, move and (if asked for) synchronise what the ``modules`` of one unit hold themselves.
+
+        Called on all ranks in the same order; broadcasts the unit's tensors from rank 0 if the initialisation says so.
+        """
+        for module in modules:
+            if _owns_meta(module):
+                self._fill(module)
+        tensors = [tensor for tensor in _own_tensors(modules) if tensor not in left_out]
+        for tensor in tensors:
+            if tensor.device != self.device:
+                tensor.data = tensor.data.to(self.device)
+            if not tensor.is_contiguous():
+                tensor.data = tensor.data.contiguous()  # fully_shard takes no other layout
+        if self.initialisation.broadcast:
+            for tensor in tensors:
+                _broadcast_from_rank_zero(tensor)
+
+    def _fill(self, module: nn.Module) -> None:
+        for parameter in list(module._parameters.values()):
+            if parameter is not None and parameter.is_meta:
+                real = nn.Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
+                real.__dict__.update(parameter.__dict__)
+                for owner, attribute in self.places[parameter]:  # every one, so that ties hold
+                    owner._parameters[attribute] = real
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=self.device)
+        if self.initialisation.draw:
+            init_fn = self._init_fn(module)
+            assert init_fn is not None, "check() ran before"
+            init_fn()
+
+    def _init_fn(self, module: nn.Module) -> Callable[[], object] | None:
+        """How FSDP1 would have initialised the module, or None."""
+        path = self.path_of[module]
+        child = next((c for name, c in self.children.items() if is_at_or_under(path, name)), None)
+        hook = bound_hook(child, "param_init_fn") if child is not None else None
+        if hook is not None:
+            return lambda: hook(module)
+        return bound_hook(module, "reset_parameters")
+
+
+def _owns_meta(module: nn.Module) -> bool:
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in own)
+
+
+def breadth_first(roots: Sequence[nn.Module], nested: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules of one unit, without what lies in ``nested`` ones, in the order in which FSDP1 initialised them."""
+    waiting, seen = deque(roots), set(roots)
+    found = []
+    while waiting:
+        module = waiting.popleft()
+        found.append(module)
+        for child in module.children():
+            if child not in seen and child not in nested:
+                seen.add(child)
+                waiting.append(child)
+    return found
+
+
+def _own_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """Every parameter and buffer that the modules themselves register, once."""
+    found: dict[torch.Tensor, None] = {}
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                found[tensor] = None
+    return list(found)
+
+
+def _broadcast_from_rank_zero(tensor: torch.Tensor) -> None:
+    """As bytes: gloo knows fewer dtypes than torch."""
+    if tensor.numel():
+        dist.broadcast(tensor.data.view(-1).view(torch.uint8), src=0)

@@ -1,0 +1,222 @@
+"""The harness itself: a wrong or slow answer here would make every other multi-rank test worthless."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A class of a test module, to cross the process border in both directions."""
+
+    rank: int
+    tensor: torch.Tensor
+
+
+def check_double(pair: Pair) -> Pair:
+    return Pair(dist.get_rank(), pair.tensor * 2)
+
+
+def check_pid() -> int:
+    return os.getpid()
+
+
+def check_all_reduce() -> float:
+    tensor = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def check_error_on_rank_1() -> None:
+    print("rank", dist.get_rank(), "was here")
+    if dist.get_rank() == 1:
+        raise KeyError("no such parameter")
+    dist.all_reduce(torch.ones(1))
+
+
+def check_death_of_rank_1(number: int) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), number)
+    dist.all_reduce(torch.ones(1))
+
+
+def check_hang() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    dist.all_reduce(torch.ones(1))
+
+
+def check_launch_variables() -> list[str]:
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"
+    return [os.environ[name] for name in names]
+
+
+def check_variables() -> tuple[str | None, str | None]:
+    seen = os.environ.get("FROM_CALL"), os.environ.get("FROM_CHECK")
+    os.environ["FROM_CHECK"] = "left behind"
+    return seen
+
+
+def check_settings() -> tuple[object, ...]:
+    seen = torch.get_default_dtype(), torch.get_num_threads(), torch.rand(1).item(), random.random(), os.getcwd()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2)
+    os.chdir("/")
+    warnings.simplefilter("error")
+    return seen
+
+
+def check_meshes(num_groups_before: int) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for _ in range(num_groups_before):  # Groups are named by number: a later call has none of these names.
+        dist.new_group()
+    root = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("replicate", "shard", "tensor"))
+    meshes = root["replicate"], root["shard", "tensor"]._flatten("flat")
+    return [distribute_tensor(torch.ones(4), mesh, [Shard(0)]).sum().full_tensor().item() for mesh in meshes]
+
+
+def test_results_come_back_in_rank_order():
+    """Values and classes of a test module cross the border, and result i belongs to rank i."""
+    results = run_ranks(check_double, 2, Pair(-1, torch.arange(3)))
+    assert [result.rank for result in results] == [0, 1]
+    assert all(isinstance(result, Pair) for result in results)
+    torch.testing.assert_close(results[1].tensor, torch.tensor([0, 2, 4]))
+
+
+def test_collectives_work_in_consecutive_calls():
+    """Each call has a group of its own: the second does not meet what the first left."""
+    assert [run_ranks(check_all_reduce, 2) for _ in range(2)] == [[3.0, 3.0]] * 2
+
+
+def test_meshes_do_not_outlive_their_call():
+    """A mesh or a DTensor never uses the destroyed groups of an equal mesh in an earlier check."""
+    assert [run_ranks(check_meshes, 2, num) for num in (9, 0)] == [[[4.0, 4.0]] * 2] * 2
+
+
+def test_launch_variables():
+    """Composer's dist module sees the ranks of one node."""
+    assert run_ranks(check_launch_variables, 2) == [["0", "2", "0", "2", "0"], ["1", "2", "1", "2", "0"]]
+
+
+def test_variables_last_for_one_call(monkeypatch):
+    """A test's variables reach its ranks, those of an earlier one do not."""
+    run_ranks(check_variables, 2, env={"FROM_CALL": "1"})
+    assert run_ranks(check_variables, 2) == [(None, None)] * 2
+    monkeypatch.setenv("FROM_CALL", "parent")
+    assert run_ranks(check_variables, 2) == [("parent", None)] * 2
+
+
+def test_settings_are_reset(tmp_path, monkeypatch):
+    """A check that changes global settings does not change the result of the next one."""
+    monkeypatch.chdir(tmp_path)
+    first, second = run_ranks(check_settings, 2), run_ranks(check_settings, 2)
+    assert first == second
+    assert first[0][:2] == (torch.float32, 1)
+    assert first[0][-1] == str(tmp_path)
+
+
+def test_pool_is_reused_and_replaced_after_a_failure():
+    """Tests share the cost of one start, but never the ranks of a failed check."""
+    pids = run_ranks(check_pid, 2)
+    assert run_ranks(check_pid, 2) == pids
+    begin_s = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(check_error_on_rank_1, 2)
+    assert time.monotonic() - begin_s < 10  # Not the time-out of the all_reduce.
+    assert set(run_ranks(check_pid, 2)).isdisjoint(pids)
+
+    message = str(caught.value)
+    assert message.splitlines()[0].endswith("failed first on rank 1 of 2: KeyError: 'no such parameter'")
+    positions = [message.index(part) for part in ("--- rank 1: KeyError", "in check_error_on_rank_1", "--- rank 0")]
+    assert positions == sorted(positions)
+    assert "rank 1 was here" in message
+    assert caught.value.running == [0]
+
+
+def test_timeout_shows_every_stack():
+    """A deadlock names the ranks and the lines they wait in."""
+    with pytest.raises(RankError, match="took more than 3 s; still running: rank 0, 1") as caught:
+        run_ranks(check_hang, 2, timeout_s=3)
+    rank_0, rank_1 = str(caught.value).split("--- rank ")[1:3]
+    assert "in all_reduce" in rank_0 and "in check_hang" in rank_0
+    assert "in all_reduce" not in rank_1 and "in check_hang" in rank_1
+    assert caught.value.running == [0, 1]
+
+
+def test_death_of_a_rank_comes_before_its_peers_errors():
+    """A crash is the first cause, not the closed connection that the other rank reports."""
+    with pytest.raises(RankError, match="first on rank 1 of 2: process died with signal SIGSEGV") as caught:
+        run_ranks(check_death_of_rank_1, 2, signal.SIGSEGV)
+    assert "in check_death_of_rank_1" in caught.value.failures[0].traceback
+
+
+def test_fresh_ranks_are_not_pooled():
+    """A check that needs clean processes gets them, and leaves the pool as it was."""
+    pooled, fresh = run_ranks(check_pid, 1), run_ranks(check_pid, 1, fresh=True)
+    assert fresh != pooled == run_ranks(check_pid, 1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(fresh[0], 0)
+
+
+def test_ranks_that_do_not_start_say_why():
+    """A broken environment shows the interpreter's own message."""
+    with pytest.raises(RankError, match="starting the ranks failed first on rank 0 of 1") as caught:
+        run_ranks(check_pid, 1, env={"PYTHONHOME": "/nowhere"}, fresh=True)
+    assert "No module named 'encodings'" in str(caught.value)
+
+
+def test_ranks_die_with_their_parent(tmp_path):
+    """A killed pytest leaves no process behind, not even one inside a collective."""
+    (tmp_path / "body.py").write_text(
+        "import os, pathlib, time\n"
+        "def check(folder):\n"
+        "    pathlib.Path(folder, str(os.getpid())).touch()\n"
+        "    time.sleep(600)\n"
+    )
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    code = f"import body; from ranks import run_ranks; run_ranks(body.check, 1, {str(pids)!r})"
+    folders = [str(tmp_path), str(Path(sys.modules["ranks"].__file__).parent)]
+    environ = {**os.environ, "PYTHONPATH": ":".join(folders), "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environ)
+    assert _eventually(lambda: list(pids.iterdir()), 60), "the rank did not start"
+    parent.kill()
+    parent.wait()
+    (pid,) = (int(path.name) for path in pids.iterdir())
+    assert _eventually(lambda: not _is_running(pid), 10), f"rank {pid} outlived its parent"
+
+
+def test_local_functions_are_refused():
+    """A closure fails at once with a reason instead of an import error on every rank."""
+    with pytest.raises(ValueError, match="must be a top-level function"):
+        run_ranks(lambda: None, 2)
+
+
+def _eventually(condition, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return bool(condition())
+
+
+def _is_running(pid: int) -> bool:
+    """Whether the process runs; one that nobody has waited for is dead too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

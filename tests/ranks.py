@@ -1,0 +1,408 @@
+"""Run a test's body on several gloo ranks of this machine: ``from ranks import run_ranks``.
+
+Use that import form only; ``pythonpath = ["tests"]`` in pyproject.toml puts this folder on ``sys.path``, and
+the ranks copy the parent's ``sys.path``.
+
+    def check_sum(value):  # top-level, so that a rank can import it
+        tensor = torch.tensor(value + dist.get_rank())
+        dist.all_reduce(tensor)
+        return tensor.item()
+
+    def test_sum():
+        assert run_ranks(check_sum, 2, 10) == [21, 21]
+
+[Note: pooled ranks] Importing torch costs seconds, so one pool of processes per world size lives until the
+session ends or a check fails. Each call gets a new process group, the parent's environment, folder and
+``sys.path``, seed 0 and default torch settings (`_reset`). What still leaks into the next check: imported
+modules and their globals (monkeypatches, registries, "warned once" flags), variables that a library read
+while it was imported, threads, signal handlers. A check that leaves or needs such state takes ``fresh=True``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 180
+CLEANUP_TIMEOUT_S = 60
+PEER_GRACE_S = 1.0  # After a failure: how long other ranks may still report their own.
+STACK_GRACE_S = 0.3  # After SIGUSR1: faulthandler writes from the signal handler, within milliseconds.
+TAIL_CHARS = 4000
+# What a healthy rank raises because its peer is gone or late; never the first cause if there is another error.
+FOLLOW_UP = re.compile(r"closed by peer|reset by peer|broken pipe|connection refused|tim(ed|e)[ -]?out", re.I)
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank's error; ``at_s`` is on the monotonic clock, which all processes of a machine share."""
+
+    rank: int
+    at_s: float
+    error: str  # "ValueError: ..."
+    traceback: str
+
+    @property
+    def headline(self) -> str:
+        return self.error.partition("\n")[0]
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        return bool(FOLLOW_UP.search(self.error)), self.at_s
+
+
+class RankError(AssertionError):
+    """A check failed or timed out; ``failures`` has the first cause first, ``running`` the ranks cut short."""
+
+    def __init__(self, message: str, failures: list[RankFailure], running: list[int]):
+        super().__init__(message)
+        self.failures, self.running = failures, running
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the parent sends to every rank for one check; ``args`` stays pickled until the module is imported."""
+
+    module: str
+    file: str
+    qualname: str
+    args: bytes
+    world_size: int
+    store: str
+    timeout_s: float
+    environ: dict[str, str]
+    sys_path: list[str]
+    folder: str
+
+
+def run_ranks(
+    check: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 180,
+    env: dict[str, str] | None = None,
+    fresh: bool = False,
+) -> list[Any]:
+    """Return ``check(*args)`` of every rank, in rank order.
+
+    The check runs inside an initialised gloo group and may use any collective; all ranks meet in a barrier
+    after it. pytest does not rewrite a check's ``assert`` on the ranks: say the values in a message, or use
+    ``torch.testing.assert_close``.
+
+    Args:
+        check: A top-level function; its arguments and result must pickle (CPU tensors do).
+        timeout_s: Time for the check and the import of its module, not for the start of the ranks.
+        env: Variables for this call only, above the parent's environment and the rank variables.
+        fresh: Start new processes and end them afterwards. See [Note: pooled ranks].
+    Raises:
+        RankError: a rank failed, died or was still running at ``timeout_s``; the pool is then discarded.
+        ValueError: the check cannot be imported by the ranks.
+    Tests call it in the pytest process, from the main thread: ranks die with the thread that started them.
+    """
+    module = sys.modules[check.__module__]
+    if "<" in check.__qualname__ or check.__module__ == "__main__":
+        raise ValueError(f"{check.__module__}.{check.__qualname__} must be a top-level function of a module")
+    environ = {**os.environ, **(env or {})}
+    pool = _Pool(world_size, environ) if fresh else _pooled(world_size)
+    call = _Call(
+        module.__name__, inspect.getfile(module), check.__qualname__, pickle.dumps(args), world_size,
+        str(pool.folder / f"store-{pool.num_calls}"), timeout_s, environ, list(sys.path), os.getcwd(),
+    )  # fmt: skip
+    try:
+        return pool.run(call, env or {})
+    except BaseException:  # KeyboardInterrupt and pytest-timeout too: the ranks are in an unknown state.
+        pool.close()
+        raise
+    finally:
+        if fresh:
+            pool.close()
+
+
+# --- In the parent ---
+
+_pools: dict[int, _Pool] = {}
+
+
+def _pooled(world_size: int) -> _Pool:
+    pool = _pools.get(world_size)
+    if pool is None or not pool.is_alive():
+        close_pools(world_size)
+        pool = _pools[world_size] = _Pool(world_size, dict(os.environ))
+    return pool
+
+
+def close_pools(*world_sizes: int) -> None:
+    """Kill the ranks of these world sizes, or of all; conftest.py and ``atexit`` call it in the parent."""
+    for world_size in world_sizes or tuple(_pools):
+        if pool := _pools.pop(world_size, None):
+            pool.close()
+
+
+atexit.register(close_pools)
+
+
+class _Pool:
+    """``world_size`` rank processes; the parent speaks to each over its own socket pair."""
+
+    def __init__(self, world_size: int, environ: dict[str, str]):
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.num_calls = 0
+        self.processes: list[subprocess.Popen] = []
+        self.connections: list[Connection] = []
+        self.output_start = [0] * world_size
+        try:
+            for rank in range(world_size):
+                self._start(rank, environ)
+            self._collect("starting the ranks", START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int, environ: dict[str, str]) -> None:
+        ours, theirs = Pipe()
+        here = str(Path(__file__).parent)
+        code = f"import sys; sys.path.insert(0, {here!r}); import ranks; ranks._serve(*sys.argv[1:])"
+        arguments = [theirs.fileno(), rank, os.getpid(), self._file(rank, "stack")]
+        self._file(rank, "stack").touch()  # Read even if the rank dies before it opens the file.
+        with theirs, open(self._file(rank, "output"), "wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-c", code, *map(str, arguments)],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env={**environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno()], start_new_session=True,  # Ctrl-C reaches the parent only.
+            )  # fmt: skip
+        self.processes.append(process)
+        self.connections.append(ours)
+
+    def _file(self, rank: int, kind: str) -> Path:
+        return self.folder / f"rank{rank}.{kind}"
+
+    def is_alive(self) -> bool:
+        return self.folder.exists() and all(process.poll() is None for process in self.processes)
+
+    def run(self, call: _Call, env: dict[str, str]) -> list[Any]:
+        """Have every rank run the check, then leave the group once all have passed the barrier."""
+        self.num_calls += 1
+        self.output_start = [self._file(rank, "output").stat().st_size for rank in range(call.world_size)]
+        name = f"{call.module}.{call.qualname}"
+        for rank, connection in enumerate(self.connections):
+            environ = {**call.environ, **_rank_variables(rank, call.world_size), **env}
+            self._send(connection, pickle.dumps(_Call(**{**vars(call), "environ": environ})))
+        results = self._collect(name, call.timeout_s)
+        for connection in self.connections:
+            self._send(connection, b"leave")
+        self._collect(f"cleaning up after {name}", CLEANUP_TIMEOUT_S)
+        return [pickle.loads(result) for result in results]
+
+    def _send(self, connection: Connection, message: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # A dead rank is reported by _collect.
+            connection.send_bytes(message)
+
+    def _collect(self, doing: str, timeout_s: float) -> list[bytes]:
+        """Wait for one answer of every rank; on an error, give the others ``PEER_GRACE_S`` for theirs."""
+        answers: dict[int, bytes | RankFailure] = {}
+        deadline = time.monotonic() + timeout_s
+        timed_out = False
+        while len(answers) < len(self.connections):
+            pending = {c: rank for rank, c in enumerate(self.connections) if rank not in answers}
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                timed_out = not any(isinstance(answer, RankFailure) for answer in answers.values())
+                break
+            for connection in ready:
+                answer = answers[pending[connection]] = self._receive(pending[connection], connection)
+                if isinstance(answer, RankFailure):
+                    deadline = min(deadline, time.monotonic() + PEER_GRACE_S)
+        failures = sorted((a for a in answers.values() if isinstance(a, RankFailure)), key=lambda f: f.order)
+        running = [rank for rank in range(len(self.connections)) if rank not in answers]
+        if failures or running:
+            raise self._error(doing, failures, running, timeout_s if timed_out else None)
+        return [answers[rank] for rank in range(len(answers))]
+
+    def _receive(self, rank: int, connection: Connection) -> bytes | RankFailure:
+        try:
+            answer = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            at_s, code = time.monotonic(), self.processes[rank].wait()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return RankFailure(rank, at_s, f"process died with {how}", self._file(rank, "stack").read_text())
+        return RankFailure(rank, *answer) if isinstance(answer, tuple) else answer
+
+    def _error(self, doing: str, failures: list[RankFailure], running: list[int], timeout_s: float | None) -> RankError:
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        if running:
+            time.sleep(STACK_GRACE_S)
+        names = ", ".join(map(str, running))
+        if timeout_s is None:
+            first = failures[0]
+            lines = [f"{doing} failed first on rank {first.rank} of {len(self.processes)}: {first.headline}"]
+        else:
+            lines = [f"{doing} took more than {timeout_s:g} s; still running: rank {names}"]
+        lines += [f"--- rank {f.rank}: {f.headline}\n{f.traceback.rstrip()}" for f in failures]
+        for rank in running:
+            stack = self._file(rank, "stack").read_text().rstrip()
+            lines.append(f"--- rank {rank} was still running, at:\n{stack or '(no stack: before its start)'}")
+        for rank, start in enumerate(self.output_start):
+            if output := self._file(rank, "output").read_bytes()[start:].decode(errors="replace").strip():
+                lines.append(f"--- output of rank {rank}\n{output[-TAIL_CHARS:]}")
+        return RankError("\n".join(lines), failures, running)
+
+    def close(self) -> None:
+        """Kill the ranks and what they started; nothing is worth a wait, since results are already here."""
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            connection.close()
+        self.processes, self.connections = [], []  # Never signal a process id again that we have given up.
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
+    """The variables of a one-node launch, as composer.utils.dist and torchrun name them."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(world_size), "NODE_RANK": "0",
+        "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",  # For readers; FileStore opens no port.
+        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",  # Host names may not resolve.
+    }  # fmt: skip
+
+
+# --- On the ranks ---
+
+
+def _serve(descriptor: str, rank: str, parent_pid: str, stack_file: str) -> None:
+    """Be rank ``rank`` until the parent dies or kills us; the command line in `_Pool._start` calls it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank in a collective dies as well.
+        if os.getppid() != int(parent_pid):
+            return
+    stack = open(stack_file, "w")  # noqa: SIM115  Open until the process ends; faulthandler writes to it.
+    faulthandler.enable(stack)
+    faulthandler.register(signal.SIGUSR1, stack)
+    connection = Connection(int(descriptor))
+    import torch.distributed  # Here, so that the parent may import this file without torch.
+
+    assert torch.distributed.is_available()
+    gc.freeze()  # Otherwise each call's collection walks all of torch, 0.1 s.
+    with contextlib.suppress(EOFError, BrokenPipeError):  # The parent has gone.
+        _answer(connection, b"")
+        while True:
+            _run_call(connection, int(rank), pickle.loads(connection.recv_bytes()))
+
+
+def _answer(connection: Connection, answer: bytes | tuple[float, str, str]) -> None:
+    # Not Connection.send: torch teaches its pickler to pass tensors as shared memory of this process.
+    connection.send_bytes(pickle.dumps(answer))
+
+
+def _run_call(connection: Connection, rank: int, call: _Call) -> None:
+    """Run one check and answer twice: after the barrier, and when the group is gone. Communicates on gloo."""
+    import torch.distributed as dist
+
+    with warnings.catch_warnings():
+        try:
+            _reset(call)
+            store = dist.FileStore(call.store, call.world_size)
+            # Later than the parent's time-out, which shows every stack.
+            timeout = timedelta(seconds=call.timeout_s + START_TIMEOUT_S)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=call.world_size, timeout=timeout)
+            check = _import_check(call)
+            result = pickle.dumps(check(*pickle.loads(call.args)))
+            if dist.is_initialized():
+                dist.barrier()
+            _answer(connection, result)
+            # A rank that leaves while a peer is still in the barrier would look like a failed peer.
+            assert connection.recv_bytes() == b"leave"
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            gc.collect()
+            _answer(connection, b"")
+        except BaseException as error:  # SystemExit and pytest.skip too: the parent must hear of each.
+            text = "".join(traceback.format_exception_only(error)).strip()
+            _answer(connection, (time.monotonic(), text, traceback.format_exc()))
+            connection.recv_bytes()  # Keep our sockets open until we are killed: peers shall not see them close.
+
+
+def _import_check(call: _Call) -> Callable[..., Any]:
+    """Import the check's module under the parent's name for it, as pickles of its classes refer to that name."""
+    module = sys.modules.get(call.module)
+    if module is None:
+        try:
+            module = importlib.import_module(call.module)
+        except ModuleNotFoundError as error:
+            if not f"{call.module}.".startswith(f"{error.name}."):
+                raise
+    if module is None or not os.path.samefile(inspect.getfile(module), call.file):
+        module = _import_by_path(call.module, call.file)
+    check: Any = module
+    for name in call.qualname.split("."):
+        check = getattr(check, name)
+    return check
+
+
+def _import_by_path(name: str, file: str) -> types.ModuleType:
+    """As pytest's importlib mode does: any name, with empty modules for parents that do not exist."""
+    parts = name.split(".")
+    for parent in (".".join(parts[:end]) for end in range(1, len(parts))):
+        sys.modules.setdefault(parent, types.ModuleType(parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _reset(call: _Call) -> None:
+    """Forget what an earlier check changed, as far as [Note: pooled ranks] promises."""
+    import torch
+
+    os.environ.clear()
+    os.environ.update(call.environ)
+    os.chdir(call.folder)
+    sys.path[:] = call.sys_path
+    warnings.simplefilter("default")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    random.seed(0)
+    torch.manual_seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if device_mesh := sys.modules.get("torch.distributed.device_mesh"):
+        for registry in vars(device_mesh._mesh_resources).values():
+            if hasattr(registry, "clear"):
+                registry.clear()  # A mesh equal to an earlier one would be given that one's destroyed groups.
+    if tensor := sys.modules.get("torch.distributed.tensor"):
+        sharding_cache = tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        sharding_cache.cache.cache_clear()  # Cached outputs hold meshes as well.
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()

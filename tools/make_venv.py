@@ -1,0 +1,120 @@
+"""Make the virtual environment of one stack, unless it is there and current.
+
+    python3.11 tools/make_venv.py official
+    python3.11 tools/make_venv.py engine
+
+Current means: its stamp, which is written last, was made from this pyproject.toml, in this folder, by this
+version of Python, and its interpreter still starts. Anything else, an interrupted install included, is
+removed and made anew. Uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+ROOT = Path(__file__).resolve().parents[1]
+STAMP = "composer-fsdp2.stamp"
+LOG_TAIL_LINES = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """What is installed where, and what that costs."""
+
+    folder: Path
+    requirements: tuple[str, ...]
+    contents: str
+    cost: str
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_name(self.folder.name + ".log")
+
+    def fingerprint(self) -> str:
+        """A digest of all that the environment was made from; the folder is in it, as scripts carry their path."""
+        made_from = (sys.version_info[:2], str(self.folder), self.requirements)
+        return hashlib.sha256(repr(made_from).encode() + (ROOT / "pyproject.toml").read_bytes()).hexdigest()
+
+
+STACKS = {
+    "official": Stack(
+        folder=ROOT / ".venv",
+        requirements=("--editable", ".[composer,foundry,test]"),
+        contents="Composer 0.32.1, LLM Foundry 0.22.0, torch 2.7.0 and the test tools",
+        cost="about 7 minutes and 7 GB",
+    ),
+    "engine": Stack(
+        folder=ROOT / ".venv-engine",
+        requirements=("torch==2.13.0", "--editable", ".[engine-test]"),
+        contents="torch 2.13.0 and the engine's test tools, without Composer",
+        cost="1 to 5 minutes and up to 5 GB",
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the virtual environment of one stack, unless it is current.")
+    parser.add_argument("stack", choices=STACKS)
+    stack = STACKS[parser.parse_args().stack]
+    if sys.version_info[:2] != (3, 11):
+        sys.exit(f"the stack runs on Python 3.11, this is {sys.version.split()[0]}; use make PYTHON=path/to/python3.11")
+    if not is_current(stack):
+        make(stack)
+
+
+def is_current(stack: Stack) -> bool:
+    """Whether the environment may be used as it is."""
+    stamp = stack.folder / STAMP
+    if not stamp.is_file() or stamp.read_text() != stack.fingerprint():
+        return False
+    # Looked up, not imported: importing torch would cost every make target seconds.
+    probe = "import sys, importlib.util as u; sys.exit(not (u.find_spec('torch') and u.find_spec('pytest')))"
+    try:
+        return subprocess.run([stack.python, "-c", probe], capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def make(stack: Stack) -> None:
+    """Build the environment from nothing and stamp it; exits with the end of pip's output if it cannot."""
+    name = stack.folder.name
+    print(f"{name}: installing {stack.contents}; {stack.cost}, once (progress: {stack.log.name})", flush=True)
+    started = time.monotonic()
+    if stack.folder.exists():
+        shutil.rmtree(stack.folder)
+    with stack.log.open("w") as log:
+        if importlib.util.find_spec("ensurepip"):
+            run([sys.executable, "-m", "venv", stack.folder], log, stack)
+        else:
+            # Debian ships ensurepip apart from Python; the pip that runs outside can fill the environment.
+            run([sys.executable, "-m", "venv", "--without-pip", stack.folder], log, stack)
+            run([sys.executable, "-m", "pip", "--python", stack.python, "install", "pip"], log, stack)
+        options = ["--no-input", "--disable-pip-version-check"]
+        run([stack.python, "-m", "pip", "install", *options, *stack.requirements], log, stack)
+    (stack.folder / STAMP).write_text(stack.fingerprint())
+    print(f"{name}: ready after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def run(command: list[str | Path], log: TextIO, stack: Stack) -> None:
+    """Run one step with its output in the log; if it fails, exit with the end of that."""
+    if subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode == 0:
+        return
+    tail = stack.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    sys.exit("\n".join([*tail, f"{stack.folder.name}: failed; the whole output is in {stack.log.name}"]))
+
+
+if __name__ == "__main__":
+    main()
