@@ -1,0 +1,9 @@
+"""Where composer_fsdp2 plugs into Composer and LLM Foundry: within ``fsdp2()``, FSDP1 configurations train on FSDP2."""
+
+if __name__ != "composer_fsdp2.compat":
+    raise ImportError(f"this package is composer_fsdp2.compat; it was imported as {__name__!r}")
+
+from composer_fsdp2.compat.install import fsdp2, install, is_installed, uninstall
+from composer_fsdp2.prepare import prepare_fully_shard as prepare_fsdp_module
+
+__all__ = ["fsdp2", "install", "is_installed", "prepare_fsdp_module", "uninstall"]

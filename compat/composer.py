@@ -1,0 +1,285 @@
+"""Composer's seams: the functions of Composer that must know of a model sharded by ``fully_shard``.
+
+Each entry of ``SEAMS`` says what goes wrong without it (read and measured on Composer 0.32.1).
+"""
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from composer.core import Event, State
+from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig, dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2.apply import reshard
+from composer_fsdp2.clipping import clip_grad_norm_
+from composer_fsdp2.compat.seams import Seam
+from composer_fsdp2.errors import UnsupportedError
+from composer_fsdp2.fsdp1.keys import KEYS, Origin
+from composer_fsdp2.fsdp1.translate import translate
+from composer_fsdp2.prepare import prepare_fully_shard
+
+__all__ = ["SEAMS", "EveryKeyFSDP2Config"]
+
+log = logging.getLogger(__name__)
+
+
+class EveryKeyFSDP2Config(FSDP2Config):
+    """An FSDP2Config that keeps every key it is given.
+
+    Composer's own drops FSDP1's keys with a warning and answers for them with fixed properties, so degrees, planners
+    and folder names are lost. Here they are ordinary attributes with FSDP1's defaults; FSDP2Config's own defaults
+    (``state_dict_type='sharded'``, checkpointing that is not reentrant) stay.
+    """
+
+    def __init__(self, **said: Any) -> None:  # not the dataclass's: what was not said must stay unsaid
+        for key, value in said.items():
+            setattr(self, key, value)
+
+    @classmethod
+    def of(cls, config: FSDP2Config) -> "EveryKeyFSDP2Config":
+        """From a plain FSDP2Config; its mesh becomes degrees, because Composer's State builds the mesh anew."""
+        if isinstance(config, cls):
+            return config
+        said = {
+            key: value
+            for key, value in vars(config).items()
+            if not key.startswith("_") and key != "device_mesh" and value != getattr(FSDP2Config, key)
+        }
+        mesh = config.device_mesh
+        if mesh is not None:
+            said["data_parallel_shard_degree"] = mesh.size(mesh.ndim - 1)
+            if mesh.ndim == 2:
+                said["data_parallel_replicate_degree"] = mesh.size(0)
+        return cls(**said)
+
+
+for _key in KEYS:
+    if _key.origin is Origin.FSDP1 and _key.name not in FSDP2Config.settable_attrs():
+        setattr(EveryKeyFSDP2Config, _key.name, _key.default)
+EveryKeyFSDP2Config.activation_checkpointing_reentrant = False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration
+
+
+def _parse_parallelism_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def parse(self: Any, parallelism_config: Any) -> ParallelismConfig | None:
+        parsed = original(self, parallelism_config)
+        if parsed is not None:
+            if parsed.fsdp2 is not None:
+                _check_early(parsed.fsdp2)
+                parsed.fsdp2 = EveryKeyFSDP2Config.of(parsed.fsdp2)
+            elif parsed.fsdp is not None:
+                _check_early(parsed.fsdp)
+            if parsed.tp is not None and parsed.tp.tensor_parallel_degree != 1:
+                raise _tensor_parallelism_error()
+        return parsed
+
+    return parse
+
+
+def _check_early(config: FSDPConfig | FSDP2Config) -> None:
+    """Bad keys and degrees in our words, before Composer's State asserts something about them in its own."""
+    translate(config, precision="fp32", world_size=dist.get_world_size(), strict=False)
+
+
+def _from_compatible_attrs(original: Any) -> Any:
+    def from_compatible_attrs(cls: type[FSDP2Config], attrs: Mapping[str, Any]) -> FSDP2Config:
+        return EveryKeyFSDP2Config(**attrs)
+
+    return classmethod(from_compatible_attrs)
+
+
+def _prepare_tp_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prepare_tp_module(*args: Any, **kwargs: Any) -> None:
+        raise _tensor_parallelism_error()
+
+    return prepare_tp_module
+
+
+def _tensor_parallelism_error() -> UnsupportedError:
+    return UnsupportedError(
+        "parallelism_config.tp (tensor parallelism) is not supported yet together with FSDP2; leave it out"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sharding
+
+
+def _prepare_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    return prepare_fully_shard
+
+
+def _parallelize_composer_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def parallelize(
+        composer_model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: FSDP2Config,
+        precision: Any = None,
+    ) -> None:
+        prepare_fully_shard(composer_model, optimizer, config, precision)
+
+    return parallelize
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _resharded_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of State that reads or writes the model's parameters."""
+
+    @functools.wraps(original)
+    def method(self: State, *args: Any, **kwargs: Any) -> Any:
+        reshard(self.model)
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _load_optim_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_optim_state(self: State, *args: Any, **kwargs: Any) -> Any:
+        reshard(self.model)
+        if not isinstance(self.fsdp_config, FSDPConfig) or not _is_sharded(self.model):
+            return original(self, *args, **kwargs)
+        with _seen_as_fsdp2(self):
+            return original(self, *args, **kwargs)
+
+    return load_optim_state
+
+
+@contextlib.contextmanager
+def _seen_as_fsdp2(state: State) -> Iterator[None]:
+    """Show the state's FSDP1 configuration as an FSDP2Config, with the same values."""
+    config = state.fsdp_config
+    view = EveryKeyFSDP2Config(**{key.name: getattr(config, key.name) for key in KEYS if hasattr(config, key.name)})
+    state._fsdp2_config = view
+    try:
+        yield
+    finally:
+        state._fsdp2_config = None
+
+
+# After these, callbacks and user code read parameters, and no forward follows that could use the gathered ones.
+_ENDS_OF_FORWARD = (Event.EVAL_END, Event.EVAL_STANDALONE_END, Event.EVAL_AFTER_ALL, Event.PREDICT_END)
+
+
+def _run_event(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run_event(self: Any, event: Event | str) -> Any:
+        if Event(event) in _ENDS_OF_FORWARD:
+            reshard(self.state.model)
+        return original(self, event)
+
+    return run_event
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Clipping
+
+
+def _apply_gradient_clipping(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply_gradient_clipping(
+        model: nn.Module, clipping_type: str, clipping_threshold: float, fsdp_enabled: bool
+    ) -> None:
+        if not _is_sharded(model):
+            original(model, clipping_type, clipping_threshold, fsdp_enabled)
+        elif clipping_type == "norm":
+            clip_grad_norm_(model, clipping_threshold)
+        elif clipping_type == "value":
+            _say_value_clips_norm()
+            clip_grad_norm_(model, clipping_threshold, math.inf)
+        else:
+            raise UnsupportedError(
+                f"clipping type {clipping_type!r} is not supported on a sharded model (FSDP1 refused it too); "
+                "use 'norm' or 'value'"
+            )
+
+    return apply_gradient_clipping
+
+
+@functools.cache
+def _say_value_clips_norm() -> None:
+    log.warning(
+        "clipping_type 'value' scales all gradients by their largest absolute value, as Composer did under FSDP1; it does "
+        "not clip element by element"
+    )
+
+
+_STATE = "composer.core.state"
+SEAMS = (
+    Seam(
+        module="composer.trainer.trainer",
+        name="Trainer._parse_parallelism_config",
+        make=_parse_parallelism_config,
+        why="misspelt keys trained as defaults, and a mesh in FSDP2Config was overwritten by a 1-D one",
+    ),
+    Seam(
+        module="composer.utils.parallelism",
+        name="FSDP2Config.from_compatible_attrs",
+        make=_from_compatible_attrs,
+        why="FSDP_VERSION=2 dropped every FSDP1 key with a warning",
+    ),
+    Seam(
+        module="composer.distributed.dist_strategy",
+        name="prepare_fsdp_module",
+        make=_prepare_fsdp_module,
+        why="the drop-in itself",
+    ),
+    Seam(
+        module="composer.distributed.prepare_distributed",
+        name="parallelize_composer_model",
+        make=_parallelize_composer_model,
+        why="Composer's own FSDP2 raises on tied weights and knows neither replicas nor offload",
+    ),
+    Seam(
+        module="composer.distributed.dist_strategy",
+        name="prepare_tp_module",
+        make=_prepare_tp_module,
+        why="a model split by tensor parallelism cannot be sharded here yet; half of it would be changed by then",
+    ),
+    *(
+        Seam(
+            module=_STATE,
+            name=f"State.{name}",
+            make=_resharded_first,
+            why="after a forward without gradients parameters are plain tensors, and state dicts raise on them",
+        )
+        for name in ("get_model_state_dict", "get_optim_state_dict", "load_model_state")
+    ),
+    Seam(
+        module=_STATE,
+        name="State.load_optim_state",
+        make=_load_optim_state,
+        why="load_monolith_rank0_only with an FSDPConfig waits for ever: rank 0's state is not sent",
+    ),
+    Seam(
+        module="composer.core.engine",
+        name="Engine.run_event",
+        make=_run_event,
+        why="callbacks at the end of an eval read plain tensors instead of the sharded parameters",
+    ),
+    Seam(
+        module="composer.algorithms.gradient_clipping.gradient_clipping",
+        name="apply_gradient_clipping",
+        make=_apply_gradient_clipping,
+        why="with an FSDPConfig it looks for FSDP1 modules, finds none and clips nothing",
+    ),
+)
