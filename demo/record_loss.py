@@ -1,0 +1,35 @@
+"""The LLM Foundry callback ``record_loss``: one line of JSON per batch, loaded by the YAML's ``code_paths``."""
+
+import json
+from pathlib import Path
+
+import torch
+from composer import Callback, Logger, State
+from composer.utils import dist
+from llmfoundry.registry import callbacks
+
+__all__ = ["RecordLoss"]
+
+
+class RecordLoss(Callback):
+    """Write each batch's loss, averaged over the ranks, to ``path``; one all-reduce of a scalar per batch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("")
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        loss = torch.as_tensor(state.total_loss_dict["loss/train/total"], dtype=torch.float64)
+        loss = state.device.tensor_to_device(loss)
+        dist.all_reduce(loss)
+        if dist.get_global_rank() == 0:
+            line = {"batch": int(state.timestamp.batch), "loss": loss.item() / dist.get_world_size()}
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+callbacks.register("record_loss", func=RecordLoss)

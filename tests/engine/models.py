@@ -1,0 +1,205 @@
+"""Models that several test files shard, small enough to compare with the unsharded one to the last digits.
+
+Tests and ranks import it as ``engine.models``; a rank can build only what a module on its path defines.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY, WIDTH = 11, 6  # neither is a multiple of 4, so shards are uneven
+
+
+class Block(nn.Module):
+    """Two layers and a residual, with a buffer that a state dict holds and one that it does not."""
+
+    def __init__(self, width: int = WIDTH, device: Any = None) -> None:
+        super().__init__()
+        self.fc_in = nn.Linear(width, 2 * width, device=device)
+        self.fc_out = nn.Linear(2 * width, width, device=device)
+        self.register_buffer("scale", torch.full((1,), 0.5, device=device))
+        self.register_buffer("offset", torch.full((width,), 0.25, device=device), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc_out(torch.tanh(self.fc_in(x) * self.scale)) + self.offset
+
+    def reset_parameters(self) -> None:
+        """For the buffers alone; the layers have one of their own."""
+        nn.init.constant_(self.scale, 0.5)
+        nn.init.constant_(self.offset, 0.25)
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and head, with the hooks that Composer's models have."""
+
+    def __init__(self, *, num_blocks: int = 2, tied: bool = False, device: Any = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, device=device)
+        self.blocks = nn.ModuleList(Block(device=device) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(WIDTH, device=device)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, device=device)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool | dict[str, Any]:
+        return isinstance(module, Block)
+
+    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Block)
+
+
+class Model(nn.Module):
+    """What a Trainer is given: a model whose direct child does the work."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.decoder = Decoder(**options)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.decoder(tokens)
+
+
+def tokens(seed: int, batch_size: int = 3, length: int = 4) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+
+
+def features(seed: int, batch_size: int = 3, width: int = WIDTH) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch_size, width, generator=generator, dtype=torch.float64).to(torch.get_default_dtype())
+
+
+class Wrapping(nn.Module):
+    """A direct child whose wrap function answers from a table of paths."""
+
+    def __init__(self, answers: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.answers = answers or {}
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> Any:
+        path = next(path for path, found in self.named_modules() if found is module)
+        return self.answers.get(path, False)
+
+
+class Chain(Wrapping):
+    """Runs its children one after the other; ``answers`` says which of them are units."""
+
+    def __init__(self, answers: dict[str, Any] | None = None, **children: nn.Module) -> None:
+        super().__init__(answers)
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def layer(width: int = WIDTH) -> nn.Linear:
+    return nn.Linear(width, width, bias=False)
+
+
+def tie(first: nn.Module, *others: nn.Module) -> None:
+    for other in others:
+        other.weight = first.weight
+
+
+# Random trees ---------------------------------------------------------------------------------------------------------
+
+
+class Leaf(nn.Module):
+    """One square weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(x @ self.weight)
+
+
+class Node(Wrapping):
+    """Calls its children, reaching through containers, and may hold a weight of its own."""
+
+    def __init__(self, width: int, has_weight: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width) if has_weight else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight is not None:
+            x = x + torch.tanh(x @ self.weight)
+        for child in callable_children(self):
+            x = child(x)
+        return x
+
+
+def callable_children(module: nn.Module) -> list[nn.Module]:
+    found = []
+    for child in module._modules.values():  # named_children would hide a module's second place
+        found.extend(callable_children(child) if isinstance(child, nn.ModuleList) else [child])
+    return found
+
+
+def random_model(rng: random.Random, *, width: int = 3, excluded: bool = True) -> Node:
+    """A tree with nesting, containers, modules without parameters or in two places, ties, frozen parameters and every
+    kind of answer that a wrap function may give.
+
+    Args:
+        rng: ``random.Random``, or what hypothesis passes for it.
+        excluded: Whether a direct child may have ``_fsdp_wrap = False``.
+    """
+    model = Node(width, rng.random() < 0.2)
+    made: list[nn.Module] = []
+    for i in range(rng.randint(1, 3)):
+        child = _random_module(rng, width, depth=3, made=made)
+        model.add_module(f"child{i}", child)
+        if excluded and rng.random() < 0.15:
+            child._fsdp_wrap = False
+        if isinstance(child, Node):
+            _choose_answers(rng, child)
+    _tie_some(rng, model)
+    for parameter in model.parameters():
+        parameter.requires_grad_(rng.random() < 0.85)
+    return model
+
+
+def _random_module(rng: random.Random, width: int, depth: int, made: list[nn.Module]) -> nn.Module:
+    kind = rng.choice(["leaf", "leaf", "node", "node", "node", "list", "empty", "again"])
+    if kind == "again" and made:
+        return rng.choice(made)
+    if depth and kind in ("node", "list"):
+        module: nn.Module = Node(width, rng.random() < 0.4) if kind == "node" else nn.ModuleList()
+        for i in range(rng.randint(0, 3)):
+            module.add_module(str(i), _random_module(rng, width, depth - 1, made))
+    else:
+        module = nn.Tanh() if kind == "empty" else Leaf(width)
+    made.append(module)
+    return module
+
+
+def _choose_answers(rng: random.Random, child: Node) -> None:
+    choices: list[Any] = [False, True, {}, {"reshard_after_forward": False}]
+    for path, module in child.named_modules():
+        child.answers[path] = rng.choice(choices)
+        if path and rng.random() < 0.15:
+            module._fsdp_wrap = rng.random() < 0.5
+
+
+def _tie_some(rng: random.Random, model: nn.Module) -> None:
+    owners = [module for module in model.modules() if getattr(module, "weight", None) is not None]
+    for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
+        if len(owners) > 1:
+            tie(*(rng.choice(owners) for _ in range(rng.randint(2, 3))))
+
+
+Build = Callable[[], nn.Module]

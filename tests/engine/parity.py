@@ -1,0 +1,107 @@
+"""Train a sharded model beside the unsharded one and compare outputs, gradients and parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2 import prepare_fully_shard
+
+Inputs = Callable[[int], torch.Tensor]  # from a seed
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, gathered if it is sharded; called on all ranks."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By the names from before activation checkpointing."""
+    return {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def train_alike(
+    build: Callable[[], nn.Module],
+    config: dict[str, Any],
+    inputs: Inputs,
+    *,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    dtype: torch.dtype = torch.float64,
+    num_steps: int = 2,
+    rtol: float = 1e-12,
+    atol: float = 1e-14,
+) -> nn.Module:
+    """Shard what ``build`` makes, train it with another batch on each rank, and compare with the mean over all batches.
+
+    Called on all ranks, with a ``build`` that gives the same values on each. Returns the sharded model.
+    """
+    torch.set_default_dtype(dtype)
+    model = build()
+    reference = copy.deepcopy(model)
+    ours, theirs = optimizer(model), optimizer(reference)
+    prepare_fully_shard(model, ours, config, device="cpu")
+    compare_training(model, reference, ours, theirs, inputs, num_steps=num_steps, rtol=rtol, atol=atol)
+    return model
+
+
+def compare_training(
+    model: nn.Module,
+    reference: nn.Module,
+    ours: torch.optim.Optimizer,
+    theirs: torch.optim.Optimizer,
+    inputs: Inputs,
+    *,
+    num_steps: int = 2,
+    rtol: float = 1e-12,
+    atol: float = 1e-14,
+) -> None:
+    def compare(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(
+            actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"step {step}, {what}: {text}"
+        )
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(num_steps):
+        output = model(inputs(step * world_size + rank))
+        output.square().mean().backward()
+        for peer in range(world_size):
+            expected = reference(inputs(step * world_size + peer))
+            (expected.square().mean() / world_size).backward()
+            if peer == rank:
+                compare("output", output, expected)
+        compare_tensors(model, reference, compare, "gradient", lambda p: p.grad)
+        ours.step()
+        theirs.step()
+        compare_tensors(model, reference, compare, "parameter", lambda p: p)
+        ours.zero_grad()
+        theirs.zero_grad()
+
+
+def compare_tensors(
+    model: nn.Module,
+    reference: nn.Module,
+    compare: Callable[[str, torch.Tensor, torch.Tensor], None],
+    what: str,
+    of: Callable[[nn.Parameter], torch.Tensor | None],
+) -> None:
+    sharded, whole = named_parameters(model), named_parameters(reference)
+    assert sharded.keys() == whole.keys(), f"names differ: {sharded.keys() ^ whole.keys()}"
+    for name, expected in whole.items():
+        ours, theirs = of(sharded[name]), of(expected)
+        assert (ours is None) == (theirs is None), f"{what} of {name}: {ours} and {theirs}"
+        if ours is not None and theirs is not None:
+            compare(f"{what} of {name}", full(ours), theirs.detach())

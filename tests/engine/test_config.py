@@ -1,0 +1,122 @@
+"""The FSDP2 target in plain values: a mesh that does not fit must be refused with numbers that would."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_fsdp2 import ConfigError, MeshSpec, ShardingConfig
+from composer_fsdp2.config import ShardingStrategy, check_reshard_degree
+
+
+@pytest.mark.parametrize(
+    ("spec", "world_size", "shape"),
+    [
+        (MeshSpec(), 8, (8,)),
+        (MeshSpec(shard=8), 8, (8,)),
+        (MeshSpec(replicate=2), 8, (2, 4)),
+        (MeshSpec(shard=2, replicate=-1), 8, (4, 2)),
+        (MeshSpec(shard=1, replicate=-1), 3, (3, 1)),
+        (MeshSpec(replicate=1), 4, (1, 4)),
+    ],
+)
+def test_open_degree_takes_what_the_world_size_leaves(spec: MeshSpec, world_size: int, shape: tuple[int, ...]):
+    """A job keeps its layout when -1 says "the rest"; replicas are the outer axis, as in Composer's mesh."""
+    resolved = spec.resolve(world_size)
+    assert resolved.shape == shape
+    assert resolved.is_resolved and resolved.size == world_size
+    assert resolved.axis_names == ("data_parallel_replicate", "data_parallel_shard")[-len(shape) :]
+
+
+@pytest.mark.parametrize(
+    ("spec", "world_size", "numbers"),
+    [
+        (MeshSpec(shard=8), 12, "1, 2, 3, 4, 6 or 12"),
+        (MeshSpec(replicate=8), 12, "1, 2, 3, 4, 6 or 12"),
+        (MeshSpec(shard=5, replicate=-1), 4, "1, 2 or 4"),
+        (MeshSpec(shard=2, replicate=2), 6, "1, 2, 3 or 6"),
+        (MeshSpec(shard=2), 1, "1"),
+    ],
+)
+def test_degrees_that_do_not_fit_name_those_that_would(spec: MeshSpec, world_size: int, numbers: str):
+    """Somebody who moves to another number of GPUs reads what to write instead of a stack trace of init_device_mesh."""
+    with pytest.raises(ConfigError, match=rf"world size (is )?{world_size}\b.*use {re.escape(numbers)}$"):
+        spec.resolve(world_size)
+
+
+@pytest.mark.parametrize("degrees", [{"shard": 0}, {"shard": -2}, {"replicate": 0}, {"shard": -1, "replicate": -1}])
+def test_impossible_degrees_are_refused_when_written(degrees: dict[str, int]):
+    """A typo in a degree is found on the laptop, not after the job has its GPUs."""
+    with pytest.raises(ConfigError, match="data_parallel_.*_degree"):
+        MeshSpec(**degrees)
+
+
+@given(st.integers(1, 512), st.integers(1, 512) | st.just(-1), st.integers(1, 64) | st.just(-1) | st.none())
+@settings(derandomize=True, deadline=None)
+def test_resolve_fills_the_world_or_refuses(world_size: int, shard: int, replicate: int | None):
+    """No rank is left over and none is counted twice, whatever the degrees."""
+    if shard == replicate == -1:
+        return
+    spec = MeshSpec(shard=shard, replicate=replicate)
+    given_ranks = (1 if shard == -1 else shard) * (1 if replicate in (-1, None) else replicate)
+    is_open = -1 in (shard, replicate)
+    fits = world_size % given_ranks == 0 if is_open else world_size == given_ranks
+    if not fits:
+        with pytest.raises(ConfigError):
+            spec.resolve(world_size)
+        return
+    resolved = spec.resolve(world_size)
+    assert resolved.size == world_size
+    assert shard in (-1, resolved.shard) and replicate in (-1, resolved.replicate)
+
+
+@pytest.mark.parametrize("reshard", [True, False, 1, 2, 4, 8])
+def test_reshard_group_sizes_that_divide_are_accepted(reshard: bool | int):
+    """Every group size that fully_shard itself accepts on 8 ranks can be asked for."""
+    assert ShardingConfig(mesh=MeshSpec(shard=8), reshard_after_forward=reshard).reshard_after_forward is reshard
+
+
+@pytest.mark.parametrize(
+    ("reshard", "message"), [(3, "does not divide the 8 ranks.*use 1, 2, 4 or 8"), (0, "give true"), (-1, "give true")]
+)
+def test_reshard_group_sizes_that_do_not_divide_are_refused(reshard: int, message: str):
+    """An impossible group size is refused before the model is touched."""
+    with pytest.raises(ConfigError, match=message):
+        ShardingConfig(mesh=MeshSpec(shard=8, replicate=2), reshard_after_forward=reshard)
+
+
+def test_reshard_group_size_waits_for_an_open_mesh():
+    """A configuration can be written without knowing the number of ranks; a unit's error names its module."""
+    assert ShardingConfig(mesh=MeshSpec(), reshard_after_forward=3).reshard_after_forward == 3
+    with pytest.raises(ConfigError, match="blocks.0: reshard_after_forward 3"):
+        check_reshard_degree(3, MeshSpec(shard=4), "blocks.0")
+
+
+def test_values_cannot_be_changed():
+    """A plan made from a configuration stays true: nobody can alter the configuration afterwards."""
+    config = ShardingConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.cpu_offload = True
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.mesh.shard = 2
+
+
+def test_strategies_that_free_parameters_after_forward():
+    """Peak memory and traffic are those of the FSDP1 strategy of the same name (torch, ShardingStrategy)."""
+    freed = {strategy.name for strategy in ShardingStrategy if strategy.reshards_after_forward}
+    assert freed == {"FULL_SHARD", "HYBRID_SHARD"}
+    assert {strategy.value for strategy in ShardingStrategy if strategy.is_hybrid} == {
+        "HYBRID_SHARD",
+        "_HYBRID_SHARD_ZERO2",
+    }
+
+
+def test_mesh_reads_as_a_sentence():
+    """The log of a run says how its ranks were laid out."""
+    spec = MeshSpec(shard=4, replicate=2, device_type="cuda")
+    assert str(spec) == "cuda mesh, data_parallel_replicate 2 x data_parallel_shard 4"
+    assert spec.to_json()["shape"] == [2, 4]
