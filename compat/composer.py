@@ -218,8 +218,8 @@ def _apply_gradient_clipping(original: Callable[..., Any]) -> Callable[..., Any]
 @functools.cache
 def _say_value_clips_norm() -> None:
     log.warning(
-        "clipping_type 'value' scales all gradients by their largest absolute value, as Composer did under FSDP1; it does "
-        "not clip element by element"
+        "clipping_type 'value' scales all gradients by their largest absolute value, as Composer did under FSDP1; "
+        "it does not clip element by element"
     )
 
 

@@ -18,9 +18,9 @@ _installed: list[Replacement] = []
 def install() -> None:
     """From here on Composer shards with ``fully_shard`` where it would have used FSDP1 (or its own FSDP2).
 
-    ``Trainer(parallelism_config={'fsdp': ...})``, FSDPConfig and FSDP2Config objects, ``prepare_fsdp_module`` under each
-    of its import paths, ``FSDP_VERSION=2`` and LLM Foundry's ``train_from_yaml`` all come here. Calling it again does
-    nothing; ``uninstall`` undoes it. Call it on every rank, before the Trainer is made; it communicates nothing.
+    ``Trainer(parallelism_config={'fsdp': ...})``, FSDPConfig and FSDP2Config objects, ``prepare_fsdp_module`` under
+    each of its import paths, ``FSDP_VERSION=2`` and LLM Foundry's ``train_from_yaml`` all come here. Calling it again
+    does nothing; ``uninstall`` undoes it. Call it on every rank, before the Trainer is made; it communicates nothing.
 
     Raises:
         IncompatibleVersionError: Composer is missing, or of a version that was not tested.
@@ -71,5 +71,5 @@ def _check_version() -> None:
     if version not in COMPOSER_VERSIONS:
         raise IncompatibleVersionError(
             f"mosaicml {version} is installed; composer_fsdp2 knows {', '.join(COMPOSER_VERSIONS)}: "
-            f"pip install mosaicml=={COMPOSER_VERSIONS[-1]}. prepare_fully_shard works with any version, without install()"
+            f"pip install mosaicml=={COMPOSER_VERSIONS[-1]}. prepare_fully_shard needs no install() and no Composer"
         )

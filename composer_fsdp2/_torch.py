@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
@@ -88,9 +87,10 @@ def _gloo_cannot_average() -> bool:
     """
     if hasattr(_fsdp_collectives._get_gradient_divide_factors, _MARK):
         return False
-    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.AVG
+    c10d: Any = torch._C._distributed_c10d
+    group = c10d.ProcessGroupGloo(c10d.HashStore(), 0, 1)
+    options = c10d.AllreduceOptions()
+    options.reduceOp = c10d.ReduceOp.AVG
     try:
         group.allreduce([torch.ones(1)], options).wait()
     except RuntimeError:
@@ -122,14 +122,15 @@ def _sum_then_divide() -> None:
 def _cpu_events_are_missed() -> bool:
     """Versions that accept no event on the CPU declare the field of ``AllReduceState`` as optional."""
     accepts_none = "None" in str(_fsdp_param_group.AllReduceState.__annotations__["event"])
-    return torch.cpu.Stream().record_event() is None and not accepts_none
+    stream: Any = torch.cpu.Stream()
+    return stream.record_event() is None and not accepts_none
 
 
 def _record_cpu_events() -> None:
     def record_event(self: torch.cpu.Stream, event: Any = None) -> Any:
         return torch.cpu.Event() if event is None else event
 
-    torch.cpu.Stream.record_event = record_event
+    torch.cpu.Stream.record_event = record_event  # type: ignore[method-assign]
 
 
 REPAIRS = (

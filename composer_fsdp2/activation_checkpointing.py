@@ -49,8 +49,8 @@ def apply_activation_checkpointing(
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule | FullyShardedDataParallel):
             raise PlanError(
-                f"module {path or '(the model)'!r} is sharded already: wrapping inside it would leave its unit's hooks on "
-                "the wrong module; call apply_activation_checkpointing before sharding"
+                f"module {path or '(the model)'!r} is sharded already: wrapping inside it would leave its unit's "
+                "hooks on the wrong module; call apply_activation_checkpointing before sharding"
             )
     if not (checkpoint or cpu_offload):
         return []
@@ -69,7 +69,9 @@ def select_checkpointed(model: nn.Module, check_fn: CheckFn | None = None) -> li
     return paths
 
 
-def wrap_activations(model: nn.Module, paths: list[str], *, checkpoint: bool, cpu_offload: bool, reentrant: bool) -> None:
+def wrap_activations(
+    model: nn.Module, paths: list[str], *, checkpoint: bool, cpu_offload: bool, reentrant: bool
+) -> None:
     """Replace the modules at ``paths`` (children before parents) by their wrappers, wherever they are registered."""
     modules = dict(model.named_modules(remove_duplicate=False))
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}

@@ -22,8 +22,8 @@ def require_process_group(caller: str) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
             f"{caller} needs a process group, also on one rank: start the script with `composer -n N` or torchrun and "
-            "call composer.utils.dist.initialize_dist or torch.distributed.init_process_group first (Composer's Trainer "
-            "does)"
+            "call composer.utils.dist.initialize_dist or torch.distributed.init_process_group first (Composer's "
+            "Trainer does)"
         )
 
 
@@ -73,5 +73,3 @@ def _around(text: str, other: str, width: int = 120) -> str:
     at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     start = max(0, at - width // 2)
     return ("..." if start else "") + text[start : start + width]
-
-

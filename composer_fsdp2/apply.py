@@ -82,7 +82,7 @@ def sharded_roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The outermost sharded modules with their paths; the model itself has the path ''."""
     if isinstance(model, FSDPModule):
         return [("", model)]
-    found = []
+    found: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
         found.extend((f"{name}.{path}".rstrip("."), root) for path, root in sharded_roots(child))
     return found
@@ -136,9 +136,7 @@ def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[
     children = {name.split(".")[0] for name in _left_out_names(plan) if "." in name}
     units_at = {path.split(".")[0] for unit in plan.units for path in unit.modules}
     skipped = {modules[name] for name in children - units_at}
-    return {
-        unit.name: breadth_first([modules[path] for path in unit.modules], heads | skipped) for unit in plan.units
-    }
+    return {unit.name: breadth_first([modules[path] for path in unit.modules], heads | skipped) for unit in plan.units}
 
 
 def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_out: set[nn.Parameter]) -> FSDPModule:

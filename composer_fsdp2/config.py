@@ -116,8 +116,8 @@ class MeshSpec:
             raise ConfigError(
                 f"world size {world_size} is not a multiple of {key} {given}; use {_divisors_text(world_size)}"
             )
-        open_axis = "shard" if self.shard == -1 else "replicate"
-        return replace(self, **{open_axis: world_size // given})
+        rest = world_size // given
+        return replace(self, shard=rest) if self.shard == -1 else replace(self, replicate=rest)
 
     def to_json(self) -> dict[str, object]:
         return {"shape": list(self.shape), "axes": list(self.axis_names), "device_type": self.device_type}

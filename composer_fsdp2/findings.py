@@ -55,13 +55,14 @@ class Finding:
 
 def format_findings(findings: Iterable[Finding], width: int = 110) -> str:
     """The findings as text: one line each (key, value, outcome, target), and the reason below it."""
-    rows = [(f"{f.key}: {_short(f.value)}", f.outcome.value, f.target or "-", f) for f in findings]
+    rows = [(f"{finding.key}: {_short(finding.value)}", finding) for finding in findings]
     if not rows:
         return "  (nothing was set: FSDP1's defaults hold)"
-    first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
+    first = max(len(said) for said, _ in rows)
+    second = max(len(finding.outcome.value) for _, finding in rows)
     lines = []
-    for said, outcome, target, finding in rows:
-        lines.append(f"  {said:<{first}}  {outcome:<{second}}  {target}")
+    for said, finding in rows:
+        lines.append(f"  {said:<{first}}  {finding.outcome.value:<{second}}  {finding.target or '-'}")
         note = finding.reason + (f" ({finding.hint})" if finding.hint else "")
         lines.extend(textwrap.wrap(note, width, initial_indent="      ", subsequent_indent="      "))
     return "\n".join(lines)

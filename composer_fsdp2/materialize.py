@@ -95,9 +95,7 @@ class Materializer:
         for path, module in model.named_modules():
             if not _owns_meta(module):
                 continue
-            outside = [
-                name for name, _ in module.named_parameters(prefix=path, recurse=False) if name in left_out
-            ]
+            outside = [name for name, _ in module.named_parameters(prefix=path, recurse=False) if name in left_out]
             if outside:
                 raise PlanError(
                     f"parameter {outside[0]} is on the meta device, and no unit holds it, so it would never get a "

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -86,7 +86,7 @@ class Rebinding:
         for group in self.optimizer.param_groups:
             old_parameters: Iterable[nn.Parameter] = list(group["params"])
             group["params"][:] = [self._new(old) for old in old_parameters]
-        state = self.optimizer.state
+        state = cast(dict[nn.Parameter, dict[str, Any]], self.optimizer.state)
         for old in [parameter for parameter in state if parameter in self.places]:
             new = self._new(old)
             if new is not old:

@@ -1,4 +1,4 @@
-"""The sharding plan: which units, which parameters in each, and what is done with them; decided before anything changes."""
+"""The sharding plan: which units, with which parameters, and what is done with them; decided before any change."""
 
 import hashlib
 import json

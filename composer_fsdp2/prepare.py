@@ -104,5 +104,3 @@ def _report(translation: Translation, plan: ShardingPlan) -> None:
             left.reason,
             left.names[0],
         )
-
-

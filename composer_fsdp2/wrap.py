@@ -20,7 +20,16 @@ from torch import nn
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.tying import ParameterUse, join, parameter_uses
 
-__all__ = ["LeftOut", "Selection", "WrapUnit", "bound_hook", "is_at_or_under", "is_metric", "select_units", "wrapped_children"]
+__all__ = [
+    "LeftOut",
+    "Selection",
+    "WrapUnit",
+    "bound_hook",
+    "is_at_or_under",
+    "is_metric",
+    "select_units",
+    "wrapped_children",
+]
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +87,9 @@ def is_metric(module: nn.Module) -> bool:
 def wrapped_children(model: nn.Module) -> dict[str, nn.Module]:
     """The direct children that FSDP1 wrapped, by name: no metrics, none with ``_fsdp_wrap = False``."""
     return {
-        name: child for name, child in model.named_children() if not is_metric(child) and getattr(child, "_fsdp_wrap", True)
+        name: child
+        for name, child in model.named_children()
+        if not is_metric(child) and getattr(child, "_fsdp_wrap", True)
     }
 
 
@@ -135,7 +146,7 @@ class _Selector:
             notes=tuple(self.notes),
         )
 
-    # What FSDP1 chose -------------------------------------------------------------------------------------------------
+    # What FSDP1 chose
 
     def _collect_candidates(self) -> None:
         wrapped = wrapped_children(self.model)
@@ -149,7 +160,9 @@ class _Selector:
         if module in self.unit_of:
             return  # a module under two direct children belongs to the first
         if _has_forward(module):
-            self._add(WrapUnit((path,), "direct child of the model" if module is child else "member of a container", True))
+            self._add(
+                WrapUnit((path,), "direct child of the model" if module is child else "member of a container", True)
+            )
             self._add_descendants(path, module, child)
             return
         if any(parameter is not None for parameter in module._parameters.values()):
@@ -168,8 +181,9 @@ class _Selector:
             elif settings is None:
                 continue
             elif not _has_forward(module):
+                kind = type(module).__name__
                 self.notes.append(
-                    f"{path} ({type(module).__name__}) was chosen, but has no forward: its parameters stay in the unit above"
+                    f"{path} ({kind}) was chosen, but has no forward: the unit above holds its parameters"
                 )
             else:
                 why = "_fsdp_wrap" if hasattr(module, "_fsdp_wrap") else "fsdp_wrap_fn"
@@ -197,7 +211,7 @@ class _Selector:
             return dict(answer) if answer else None  # an empty dict was False to FSDP1
         return {} if answer else None
 
-    # Ties ---------------------------------------------------------------------------------------------------------------
+    # Ties
 
     def _join_ties(self) -> None:
         """Until every parameter lies in one unit; each step removes a unit, or adds the one that takes two over."""
@@ -273,7 +287,9 @@ class _Selector:
     def _dissolve(self, unit: WrapUnit, into: WrapUnit, use: ParameterUse) -> None:
         self._remove(unit)
         where = into.paths[0] or "the model itself"
-        self.notes.append(f"{', '.join(unit.paths)} is no unit of its own: it shares {use.name}, so {where} gathers both")
+        self.notes.append(
+            f"{', '.join(unit.paths)} is no unit of its own: it shares {use.name}, so {where} gathers both"
+        )
 
     def _gathers_more(self, ancestor: str, first: WrapUnit, second: WrapUnit) -> bool:
         """Whether the ancestor, as their unit, would hold parameters beside those of the two."""
@@ -282,7 +298,9 @@ class _Selector:
                 if not is_at_or_under(path, ancestor):
                     continue
                 owner = self._innermost(path)
-                is_nested = owner is not None and any(p != ancestor and is_at_or_under(p, ancestor) for p in owner.paths)
+                is_nested = owner is not None and any(
+                    p != ancestor and is_at_or_under(p, ancestor) for p in owner.paths
+                )
                 if not is_nested:
                     return True
         return False
@@ -300,7 +318,7 @@ class _Selector:
                     if container is not None and container is not unit:
                         yield container
 
-    # The working set ------------------------------------------------------------------------------------------------
+    # The working set
 
     def _add(self, unit: WrapUnit) -> WrapUnit:
         if self.model in self.unit_of:
@@ -327,7 +345,7 @@ class _Selector:
     def _bottom_up(self) -> list[WrapUnit] | None:
         """Units in an order in which every one comes before those that contain it; None if there is no such order."""
         containers = {unit: set(self._containers(unit)) for unit in self.units}
-        num_inside = {unit: 0 for unit in self.units}
+        num_inside = dict.fromkeys(self.units, 0)
         for above in containers.values():
             for unit in above:
                 num_inside[unit] += 1

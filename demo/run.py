@@ -23,7 +23,7 @@ from rich.table import Table
 from composer_fsdp2 import translate
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (the backend is chosen before)
+import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo" / "out"
@@ -42,10 +42,10 @@ def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
 
     console.rule("1. a tokenizer and a streaming dataset, from this repository's own text")
-    texts = sorted([*ROOT.glob("*.md"), *ROOT.glob("composer_fsdp2/**/*.py"), *ROOT.glob("compat/*.py"), ROOT / "LICENSE"])
-    num_samples = make_data(
-        OUT / "data", texts, vocabulary=config.model.vocab_size, length=config.max_seq_len
+    texts = sorted(
+        [*ROOT.glob("*.md"), *ROOT.glob("composer_fsdp2/**/*.py"), *ROOT.glob("compat/*.py"), ROOT / "LICENSE"]
     )
+    num_samples = make_data(OUT / "data", texts, vocabulary=config.model.vocab_size, length=config.max_seq_len)
     console.print(f"{num_samples} samples of {config.max_seq_len} tokens in {_shown(OUT / 'data')}")
 
     console.rule(f"2. real FSDP1, {num_ranks} {kind}: {last} batches, a checkpoint after {resume_at}")
@@ -53,7 +53,9 @@ def main() -> int:
     fsdp1 = _train("FSDP1", [*launch, "demo/fsdp1.py", str(YAML)], last)
 
     console.rule("3. what becomes of the YAML's fsdp_config")
-    console.print(translate(config.fsdp_config, precision=config.precision, world_size=num_ranks).explain(), soft_wrap=True)
+    console.print(
+        translate(config.fsdp_config, precision=config.precision, world_size=num_ranks).explain(), soft_wrap=True
+    )
 
     checkpoint = OUT / "FSDP1" / f"ep0-ba{resume_at}"
     console.rule(f"4. FSDP2: the same YAML, from the checkpoint that FSDP1 wrote after {resume_at} batches")
@@ -139,8 +141,12 @@ def _draw(fsdp1: dict[int, float], fsdp2: dict[int, float], resume_at: int) -> N
     top.plot(list(fsdp2), list(fsdp2.values()), color="tab:blue", marker="o", markersize=3, label="FSDP2, resumed")
     top.axvline(resume_at, color="tab:gray", linestyle=":")
     top.annotate(
-        "FSDP1's checkpoint", (resume_at, 0.02), xycoords=("data", "axes fraction"), xytext=(4, 0),
-        textcoords="offset points", color="tab:gray",
+        "FSDP1's checkpoint",
+        (resume_at, 0.02),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        color="tab:gray",
     )
     top.set_ylabel("loss")
     top.set_title("One YAML and one checkpoint, on FSDP1 and on FSDP2")

@@ -17,8 +17,8 @@ def run(
 ) -> None:
     """Run a Python SCRIPT with Composer's FSDP1 replaced by FSDP2; all that follows SCRIPT goes to the script.
 
-    With several ranks: composer -n 8 -m composer_fsdp2 run SCRIPT ARGS, or torchrun --nproc-per-node 8 -m composer_fsdp2
-    run SCRIPT ARGS.
+    With several ranks: composer -n 8 -m composer_fsdp2 run SCRIPT ARGS, or
+    torchrun --nproc-per-node 8 -m composer_fsdp2 run SCRIPT ARGS.
     """
     arguments = list(context.args)
     if script == "-m":

@@ -84,9 +84,7 @@ class LegacyConfig:
         if dataclasses.is_dataclass(source) and all(f.name in vars(source) for f in dataclasses.fields(source)):
             # A generated __init__ sets every field; what equals the class's default was not said.
             said = {
-                key: value
-                for key, value in set_here.items()
-                if not _same(value, getattr(type(source), key, _ABSENT))
+                key: value for key, value in set_here.items() if not _same(value, getattr(type(source), key, _ABSENT))
             }
         defaults = {
             key.name: getattr(source, key.name)
@@ -309,7 +307,7 @@ class _Problems:
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
-            raise ConfigError("\n".join(str(error) for error in self.errors))
+            raise ConfigError("\n".join(dict.fromkeys(str(error) for error in self.errors)))
 
 
 def _refuse_bad_keys(legacy: LegacyConfig) -> None:
@@ -399,11 +397,11 @@ def _mesh(legacy: LegacyConfig, device_type: str, world_size: int | None) -> Mes
         spec = spec.resolve(world_size)
     if strategy is not ShardingStrategy.NO_SHARD:
         return spec
-    if spec.replicate is not None and spec.shard != 1:
+    if spec.replicate is not None and spec.shard != 1 and (spec.is_resolved or spec.shard != -1):
         raise ConfigError(
             "sharding_strategy NO_SHARD contradicts data_parallel_replicate_degree "
-            f"{spec.replicate} with data_parallel_shard_degree {spec.shard} (FSDP1 averaged gradients over the first of "
-            "the two axes only, and the replicas drifted apart); leave the degrees out"
+            f"{spec.replicate} with data_parallel_shard_degree {spec.shard} (FSDP1 averaged gradients over the first "
+            "of the two axes only, and the replicas drifted apart); leave the degrees out"
         )
     return MeshSpec(replicate=spec.size if spec.is_resolved else -1, shard=1, device_type=device_type)
 
@@ -430,15 +428,13 @@ def _reshard_after_forward(legacy: LegacyConfig) -> bool | int:
     strategy = _strategy(legacy["sharding_strategy"])
     if "reshard_after_forward" not in legacy.said:
         return strategy.reshards_after_forward
-    value = legacy["reshard_after_forward"]
+    value: bool | int = legacy["reshard_after_forward"]
     if "sharding_strategy" in legacy.said:
-        _same_reshard(strategy.reshards_after_forward, value)
-    elif strategy is not ShardingStrategy.FULL_SHARD:
         _same_reshard(strategy.reshards_after_forward, value)
     return value
 
 
-def _same_reshard(of_strategy: bool | None, value: bool | int) -> None:
+def _same_reshard(of_strategy: bool | int | None, value: bool | int) -> None:
     """An integer refines a strategy that reshards; true and false must be the strategy's own."""
     if of_strategy is None:
         return
@@ -593,9 +589,7 @@ def _contradictions(legacy: LegacyConfig) -> None:
 # Findings
 
 
-def _findings(
-    legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precision: _Precision
-) -> Iterator[Finding]:
+def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precision: _Precision) -> Iterator[Finding]:
     """One finding per key that was said: the table's row, unless the value has another fate."""
     exceptions = {
         "sharding_strategy": lambda: _strategy_finding(legacy, mesh),
@@ -618,12 +612,13 @@ def _findings(
 
 def _finding(legacy: LegacyConfig, name: str, **changes: Any) -> Finding:
     row = KEYS_BY_NAME[name]
+    is_off = row.kind is Kind.BOOL and row.default is False and legacy[name] is False
     fields: dict[str, Any] = {
         "key": name,
         "value": legacy[name],
         "outcome": row.outcome,
-        "target": row.target,
-        "reason": row.reason,
+        "target": "" if is_off else row.target,
+        "reason": "off, as by default" if is_off else row.reason,
         "where": f"$.fsdp_config.{name}",
     }
     return Finding(**(fields | changes))

@@ -42,7 +42,9 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: Key):
         translate({key.name: WRONG_VALUES[key.kind]}, device="cpu")
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key.kind in (Kind.INT, Kind.OPTIONAL_INT)], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    "key", [key for key in KEYS if key.kind in (Kind.INT, Kind.OPTIONAL_INT)], ids=lambda k: k.name
+)
 def test_true_is_no_number(key: Key):
     """`forward_prefetch_limit: true` is a mistake, not 1."""
     with pytest.raises(ConfigError, match=key.name):
@@ -53,8 +55,11 @@ def test_true_is_no_number(key: Key):
 def test_each_row_can_be_read(key: Key):
     """The documentation made from the table has no empty cell where a user looks for the reason."""
     assert key.meaning and key.reason
-    assert key.target or key.outcome in (Outcome.UNNEEDED, Outcome.UNSUPPORTED) or "as before" in key.reason or (
-        key.origin is Origin.OURS or key.name == "verbose"
+    assert (
+        key.target
+        or key.outcome in (Outcome.UNNEEDED, Outcome.UNSUPPORTED)
+        or "as before" in key.reason
+        or (key.origin is Origin.OURS or key.name == "verbose")
     )
 
 

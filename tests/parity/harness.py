@@ -310,9 +310,7 @@ def difference(ours: Trained, reference: Trained, *, leave_out: dict[str, slice]
         parameters=off[worst],
         worst=worst,
         bit_equal=all(torch.equal(ours.parameters[name], p) for name, p in reference.parameters.items()),
-        buffers=max(
-            (_off(ours.buffers[name], buffer) for name, buffer in reference.buffers.items()), default=0.0
-        ),
+        buffers=max((_off(ours.buffers[name], buffer) for name, buffer in reference.buffers.items()), default=0.0),
     )
 
 

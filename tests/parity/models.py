@@ -33,8 +33,8 @@ class Parent(nn.Module):
 class Block(nn.Module):
     def __init__(self, *, batch_norm: bool) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(FEATURES)
-        # Before a batch norm a bias has no gradient but rounding noise.
+        self.norm = nn.LayerNorm(FEATURES, bias=not batch_norm)
+        # A bias before a batch norm has no gradient but rounding noise.
         self.wide = nn.Linear(FEATURES, 13, bias=not batch_norm)
         self.batch_norm = nn.BatchNorm1d(13) if batch_norm else nn.Identity()
         self.narrow = nn.Linear(13, FEATURES)

@@ -140,7 +140,14 @@ def main() -> None:
     )
     trainer.fit()
     if args.out and dist.get_global_rank() == 0:
-        kinds = sorted({cls.__name__ for m in model.modules() for cls in type(m).__mro__ if "FSDP" in cls.__name__ or "FullyS" in cls.__name__})
+        kinds = sorted(
+            {
+                cls.__name__
+                for m in model.modules()
+                for cls in type(m).__mro__
+                if "FSDP" in cls.__name__ or "FullyS" in cls.__name__
+            }
+        )
         with open(args.out, "w") as file:
             json.dump({"losses": record.losses, "types": record.parameter_types, "kinds": kinds}, file)
     raise SystemExit(args.exit_code)

@@ -1,0 +1,829 @@
+"""FSDP1's words in FSDP2's values; the expectations are Composer's code (0.32.1) and torch's documentation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composer_fsdp2 import (
+    ActivationCheckpointing,
+    ComposerFSDP2Error,
+    ConfigError,
+    MeshSpec,
+    Outcome,
+    Prefetch,
+    ShardingConfig,
+    Translation,
+    UnsupportedError,
+    translate,
+)
+from composer_fsdp2.fsdp1.keys import KEYS, Kind
+from composer_fsdp2.fsdp1.translate import translate_unit_settings
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def config_of(fsdp_config: object, **options: Any) -> ShardingConfig:
+    config = translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options}).config
+    assert config is not None
+    return config
+
+
+def finding_of(fsdp_config: dict[str, Any], key: str, **options: Any) -> Any:
+    findings = translate(fsdp_config, **{"device": "cpu", "world_size": 4, "strict": False, **options}).findings
+    return next(finding for finding in findings if finding.key == key)
+
+
+def refused(fsdp_config: object, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options})
+    return str(caught.value)
+
+
+# --- mesh and resharding
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shard", "replicate", "shape", "reshard"),
+    [
+        (None, -1, None, (4,), True),
+        ("FULL_SHARD", -1, None, (4,), True),
+        ("FULL_SHARD", 4, None, (4,), True),
+        ("SHARD_GRAD_OP", -1, None, (4,), False),
+        ("NO_SHARD", -1, None, (4, 1), False),
+        ("NO_SHARD", 4, None, (4, 1), False),
+        ("NO_SHARD", 1, 4, (4, 1), False),
+        ("NO_SHARD", 1, -1, (4, 1), False),
+        # Composer turns a hybrid strategy on a 1-D mesh into the plain one, and a plain one on a 2-D mesh into the
+        # hybrid one (composer/distributed/dist_strategy.py, lines 331 to 344).
+        ("HYBRID_SHARD", -1, None, (4,), True),
+        ("_HYBRID_SHARD_ZERO2", -1, None, (4,), False),
+        ("HYBRID_SHARD", -1, 2, (2, 2), True),
+        ("HYBRID_SHARD", 2, -1, (2, 2), True),
+        ("_HYBRID_SHARD_ZERO2", 2, 2, (2, 2), False),
+        ("FULL_SHARD", -1, 2, (2, 2), True),
+        ("SHARD_GRAD_OP", -1, 2, (2, 2), False),
+        ("FULL_SHARD", -1, 1, (1, 4), True),
+        ("FULL_SHARD", 1, -1, (4, 1), True),
+        ("full_shard", -1, None, (4,), True),
+        ("hybrid_shard", -1, 2, (2, 2), True),
+    ],
+)
+def test_strategy_and_degrees(
+    strategy: str | None, shard: int, replicate: int | None, shape: tuple[int, ...], reshard: bool
+):
+    """Memory and traffic stay what they were: SHARD_GRAD_OP keeps parameters, NO_SHARD replicates, HYBRID is 2-D."""
+    said = {"sharding_strategy": strategy, "data_parallel_shard_degree": shard, "data_parallel_replicate_degree": replicate}
+    config = config_of({key: value for key, value in said.items() if value is not None})
+    assert config.mesh.shape == shape
+    assert config.reshard_after_forward is reshard
+
+
+@pytest.mark.parametrize("strategy", [strategy.name for strategy in ShardingStrategy])
+def test_every_strategy_of_torch_is_known(strategy: str):
+    """No FSDP1 configuration is refused for its strategy."""
+    assert translate({"sharding_strategy": strategy}, device="cpu").config is not None
+
+
+def test_degrees_stay_open_without_a_world_size():
+    """A configuration can be looked at on a machine without ranks."""
+    assert config_of({"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}, world_size=None).mesh == (
+        MeshSpec(replicate=2)
+    )
+    assert config_of({"sharding_strategy": "NO_SHARD"}, world_size=None).mesh == MeshSpec(shard=1, replicate=-1)
+
+
+@pytest.mark.parametrize(
+    ("fsdp_config", "expected"),
+    [
+        ({"reshard_after_forward": False}, False),
+        ({"reshard_after_forward": True}, True),
+        ({"reshard_after_forward": 2}, 2),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2}, 2),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": False}, False),
+    ],
+)
+def test_reshard_after_forward(fsdp_config: dict[str, Any], expected: bool | int):
+    """FSDP2's own word goes through as it is, and an integer keeps parameters within a node."""
+    config = config_of(fsdp_config)
+    assert config.reshard_after_forward is expected or config.reshard_after_forward == expected != 1
+
+
+@pytest.mark.parametrize(
+    ("fsdp_config", "world_size", "parts"),
+    [
+        ({"data_parallel_shard_degree": 8}, 12, ["8", "world size is 12", "1, 2, 3, 4, 6 or 12"]),
+        ({"data_parallel_replicate_degree": 8}, 12, ["world size 12", "replicate_degree 8", "1, 2, 3, 4, 6 or 12"]),
+        ({"data_parallel_shard_degree": 3, "data_parallel_replicate_degree": 3}, 12, ["makes 9 ranks", "12"]),
+        ({"data_parallel_shard_degree": -1, "data_parallel_replicate_degree": -1}, 12, ["both -1"]),
+        ({"data_parallel_shard_degree": 0}, 12, ["data_parallel_shard_degree is 0"]),
+        ({"reshard_after_forward": 3}, 4, ["reshard_after_forward 3", "1, 2 or 4"]),
+        ({"reshard_after_forward": 4, "data_parallel_replicate_degree": 2}, 4, ["does not divide the 2 ranks"]),
+    ],
+)
+def test_degrees_that_do_not_fit(fsdp_config: dict[str, Any], world_size: int, parts: list[str]):
+    """Moving to another number of GPUs says which numbers would do."""
+    message = refused(fsdp_config, world_size=world_size)
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.fixture
+def fake_ranks():
+    """Four ranks of which this process is the first; nothing is sent."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_device_mesh_says_what_the_degrees_said():
+    """Composer's State replaces the degrees by the mesh that it built; the layout stays."""
+    one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    assert config_of({"device_mesh": one}).mesh == MeshSpec(shard=4)
+    assert config_of({"device_mesh": two}).mesh == MeshSpec(shard=2, replicate=2)
+    assert config_of({"device_mesh": one, "sharding_strategy": "NO_SHARD"}).mesh == MeshSpec(shard=1, replicate=4)
+    built = types.SimpleNamespace(data_parallel_replicate_degree=2, device_mesh=two)  # as State leaves it
+    assert config_of(built).mesh == MeshSpec(shard=2, replicate=2)
+    assert finding_of({"device_mesh": one}, "device_mesh").outcome is Outcome.EXACT
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_device_mesh_that_cannot_be_used():
+    """A mesh on other ranks or devices than the run's is refused instead of sharding over the wrong ones."""
+    turned = DeviceMesh("cpu", torch.tensor([1, 0, 2, 3]))
+    cubic = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    assert "in order" in refused({"device_mesh": turned})
+    assert "3 axes" in refused({"device_mesh": cubic})
+    assert "device_mesh lies on cpu, but device is cuda" in refused({"device_mesh": two}, device="cuda")
+    assert "two ways to say one thing" in refused({"device_mesh": two, "data_parallel_shard_degree": 2})
+    assert "world size is 8" in refused({"device_mesh": two}, world_size=8)
+    assert "stopped taking lists in 0.24" in refused({"device_mesh": [2, 2]})
+
+
+# --- mixed precision
+
+LOW = {"fp32": F32, "amp_fp16": F16, "amp_bf16": BF16, "amp_fp8": BF16}
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("mixed_precision", ["FULL", "DEFAULT", "PURE", "default", None])
+def test_mixed_precision_words(mixed_precision: str | None, precision: str):
+    """The dtypes of training are Composer's: get_mixed_precision in composer/distributed/mosaic_parallelism.py."""
+    low = LOW[precision]
+    param, reduce, buffer = {"FULL": (None, None, None), "PURE": (low, low, low)}.get(
+        mixed_precision or "", (low, F32, low)
+    )
+    config = config_of({} if mixed_precision is None else {"mixed_precision": mixed_precision}, precision=precision)
+    assert (config.mixed_precision.param_dtype, config.mixed_precision.reduce_dtype) == (param, reduce)
+    assert config.buffer_dtype == buffer
+    assert config.mixed_precision.output_dtype is None
+
+
+def test_only_roots_cast_their_inputs():
+    """Masks and positions handed to a block keep their dtype, as under FSDP1 (MixedPrecision's defaults)."""
+    config = config_of({}, precision="amp_bf16")
+    assert config.cast_root_inputs and not config.mixed_precision.cast_forward_inputs
+
+
+# Composer's _get_torch_dtype (composer/distributed/mosaic_parallelism.py).
+SPELLINGS = {
+    F32: ["float32", "torch.float32", "fp32", F32],
+    F16: ["float16", "torch.float16", "half", "fp16", "amp", "amp_fp16", F16],
+    BF16: ["bfloat16", "bfloat", "torch.bfloat16", "bf16", "amp_bf16", "amp_fp8", BF16],
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spelling"), [(dtype, text) for dtype, spellings in SPELLINGS.items() for text in spellings]
+)
+def test_mixed_precision_dict_takes_every_spelling(dtype: torch.dtype, spelling: object):
+    """Every dict that Composer understood trains in the same dtypes; what it leaves out stays as it is."""
+    for key in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        config = config_of({"mixed_precision": {key: spelling}})
+        said = {
+            "param_dtype": config.mixed_precision.param_dtype,
+            "reduce_dtype": config.mixed_precision.reduce_dtype,
+            "buffer_dtype": config.buffer_dtype,
+        }
+        assert said == {"param_dtype": None, "reduce_dtype": None, "buffer_dtype": None, key: dtype}
+
+
+def test_mixed_precision_of_torch():
+    """A script that hands over FSDP1's own MixedPrecision keeps each of its fields."""
+    said = MixedPrecision(param_dtype=BF16, reduce_dtype=F32, buffer_dtype=F16, cast_root_forward_inputs=False)
+    config = config_of({"mixed_precision": said})
+    assert config.mixed_precision == MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32, cast_forward_inputs=False)
+    assert config.buffer_dtype == F16
+    assert not config.cast_root_inputs
+    assert config_of({"mixed_precision": MixedPrecision(cast_forward_inputs=True)}).mixed_precision.cast_forward_inputs
+
+
+@pytest.mark.parametrize("key", ["mixed_precision", "mp_policy"])
+def test_mixed_precision_policy_goes_through(key: str):
+    """FSDP2's own policy is not second-guessed: it casts at every unit, root or not, if it says so."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F32)
+    config = config_of({key: policy}, precision="amp_fp16")
+    assert config.mixed_precision == policy
+    assert config.cast_root_inputs
+    assert config.buffer_dtype is None
+
+
+def test_llm_foundry_dict():
+    """LLM Foundry writes keep_low_precision_grads into the dict (llmfoundry/utils/config_utils.py); it trains on."""
+    said = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "bf16", "keep_low_precision_grads": False}
+    assert config_of({"mixed_precision": said}).mixed_precision.param_dtype == BF16
+
+
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        ("PUR", ["FULL, DEFAULT, PURE", "did you mean PURE?"]),
+        (None, ["mixed_precision is None"]),
+        (7, ["mixed_precision is 7"]),
+        ({"param_dtyp": "bf16"}, ["mixed_precision.param_dtyp", "did you mean param_dtype?"]),
+        ({"param_dtype": "bfloat61"}, ["mixed_precision.param_dtype is 'bfloat61'", "did you mean bfloat16?"]),
+    ],
+)
+def test_mixed_precision_that_says_nothing(said: object, parts: list[str]):
+    """A misspelt dtype does not train in fp32 at twice the memory."""
+    message = refused({"mixed_precision": said})
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("precision", "parts"), [("bf16", ["'bf16'", "amp_bf16"]), ("amp_bf61", ["did you mean amp_bf16?"]), (3, ["3"])]
+)
+def test_unknown_precision(precision: object, parts: list[str]):
+    """A precision that Composer does not have names those that it has."""
+    message = refused({}, precision=precision)
+    assert [part for part in [*parts, "fp32, amp_fp16, amp_bf16, amp_fp8"] if part not in message] == []
+
+
+def test_precision_of_no_precision(monkeypatch: pytest.MonkeyPatch):
+    """Without a precision the run trains in Composer's own default for the device: amp_fp16 on CUDA, fp32 on the CPU."""
+    assert config_of({}, device="cpu").precision == "fp32"
+    assert config_of({}, device="cuda").precision == "amp_fp16"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = config_of({}, device=None)
+    assert (config.precision, config.mesh.device_type) == ("amp_fp16", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "device_type"),
+    [
+        ("gpu", "cuda"),
+        ("cuda:1", "cuda"),
+        (torch.device("cuda", 0), "cuda"),
+        (torch.device("cpu"), "cpu"),
+        (types.SimpleNamespace(name="gpu"), "cuda"),  # Composer's Device
+        (types.SimpleNamespace(name="cpu"), "cpu"),
+    ],
+)
+def test_devices(device: object, device_type: str):
+    """Composer's, torch's and plain names of a device all shard on it."""
+    assert config_of({}, device=device, precision="fp32").mesh.device_type == device_type
+
+
+@pytest.mark.parametrize("device", ["tpu", "mps", torch.device("meta"), 3])
+def test_unknown_device(device: object):
+    """A device that FSDP2 cannot shard on is refused by name, not somewhere inside torch."""
+    message = refused({}, device=device)
+    assert "sharding runs on 'gpu' ('cuda') or 'cpu'" in message
+    assert repr(device) in message
+
+
+# --- offload, prefetch, checkpointing, the rest
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, False),
+        ({"cpu_offload": False}, False),
+        ({"cpu_offload": None}, False),
+        ({"cpu_offload": True}, True),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, True),
+        ({"cpu_offload": CPUOffload(offload_params=False)}, False),
+        ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, True),
+        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, True),
+        ({"offload_policy": OffloadPolicy()}, False),
+        ({"offload_policy": None}, False),
+    ],
+)
+def test_cpu_offload(said: dict[str, Any], expected: bool):
+    """Each form of the setting moves parameters to host memory, or does not."""
+    assert config_of(said).cpu_offload is expected
+
+
+@pytest.mark.parametrize("said", [{"cpu_offload": "true"}, {"offload_policy": 1}])
+def test_cpu_offload_of_something_else(said: dict[str, Any]):
+    """`cpu_offload: "false"` does not turn it on."""
+    assert "true, false, a CPUOffload or an OffloadPolicy" in refused(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, Prefetch()),
+        ({"backward_prefetch": "BACKWARD_PRE"}, Prefetch()),
+        ({"backward_prefetch": "backward_post"}, Prefetch()),
+        ({"backward_prefetch": "NONE"}, Prefetch(backward=0)),
+        ({"backward_prefetch": "NONE", "backward_prefetch_limit": 3}, Prefetch(backward=0)),
+        ({"backward_prefetch_limit": 3}, Prefetch(backward=3)),
+        ({"forward_prefetch": True}, Prefetch(forward=1)),
+        ({"forward_prefetch": True, "forward_prefetch_limit": 2}, Prefetch(forward=2)),
+        ({"forward_prefetch_limit": 2}, Prefetch()),  # FSDP1 read the limit only if forward_prefetch was on
+    ],
+)
+def test_prefetch(said: dict[str, Any], expected: Prefetch):
+    """Peak memory and overlap follow the prefetch settings."""
+    assert config_of(said).prefetch == expected
+
+
+def test_backward_post_is_reported_as_an_approximation():
+    """Somebody near the memory limit learns that FSDP2 gathers earlier than BACKWARD_POST did."""
+    finding = finding_of({"backward_prefetch": "BACKWARD_POST"}, "backward_prefetch")
+    assert finding.outcome is Outcome.APPROXIMATE and "NONE" in finding.hint
+    assert finding_of({"backward_prefetch": "BACKWARD_PRE"}, "backward_prefetch").outcome is Outcome.EXACT
+
+
+def test_activation_checkpointing():
+    """FSDP1's default implementation, the reentrant one, stays; each of the three switches is carried."""
+    assert config_of({}).activation_checkpointing == ActivationCheckpointing(
+        checkpoint=False, cpu_offload=False, reentrant=True
+    )
+    said = {
+        "activation_checkpointing": True,
+        "activation_cpu_offload": True,
+        "activation_checkpointing_reentrant": False,
+    }
+    assert config_of(said).activation_checkpointing == ActivationCheckpointing(
+        checkpoint=True, cpu_offload=True, reentrant=False
+    )
+
+
+def test_switches():
+    """Rank 0's values reach the other ranks, and the report is logged, when asked for."""
+    config = config_of({"sync_module_states": True, "verbose": True})
+    assert config.sync_module_states and config.verbose
+    assert not config_of({}).sync_module_states and not config_of({}).verbose
+
+
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        ({"sharding_strategy": "FULL_SHRD"}, ["FULL_SHRD", "did you mean FULL_SHARD?", "_HYBRID_SHARD_ZERO2"]),
+        ({"backward_prefetch": "PRE"}, ["NONE, BACKWARD_PRE, BACKWARD_POST"]),
+        ({"backward_prefetch_limit": 0}, ["backward_prefetch_limit is 0", "1 or more"]),
+        ({"forward_prefetch_limit": -1}, ["forward_prefetch_limit is -1"]),
+        ({"state_dict_type": "local"}, ["'sharded'", "0.19"]),
+        ({"state_dict_type": "whole"}, ["'full' or 'sharded'"]),
+        ({"mp_policy": "PURE"}, ["give a MixedPrecisionPolicy"]),
+    ],
+)
+def test_values_outside_the_choices(said: dict[str, Any], parts: list[str]):
+    """A word that means nothing names the words that do."""
+    message = refused(said)
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, ["freed", "reshard_after_forward False"]),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, ["kept"]),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": 2}, ["kept"]),
+        ({"sharding_strategy": "NO_SHARD", "reshard_after_forward": True}, ["kept"]),
+        ({"mixed_precision": "PURE", "mp_policy": MixedPrecisionPolicy()}, ["mixed_precision", "mp_policy", "keep one"]),
+        ({"cpu_offload": True, "offload_policy": OffloadPolicy()}, ["cpu_offload", "offload_policy", "keep one"]),
+        ({"sharding_strategy": "NO_SHARD", "data_parallel_replicate_degree": 2}, ["NO_SHARD contradicts"]),
+        ({"activation_cpu_offload": True, "use_orig_params": False}, ["use_orig_params"]),
+    ],
+)
+def test_contradictions(said: dict[str, Any], parts: list[str]):
+    """Two settings of which one would silently win are refused by both names."""
+    message = refused(said)
+    assert [part for part in parts if part not in message] == []
+
+
+def test_all_problems_in_one_error():
+    """Ten mistakes are one edit, not ten queued jobs."""
+    message = refused({"sharding_stratgy": "FULL_SHARD", "verbose": "yes", "colour": 1})
+    assert "fsdp_config.sharding_stratgy; did you mean sharding_strategy?" in message
+    assert "fsdp_config.verbose is 'yes'" in message
+    assert "unknown key fsdp_config.colour" in message
+
+    said = {
+        "data_parallel_replicate_degree": 3,
+        "mixed_precision": "HALF",
+        "backward_prefetch_limit": 0,
+        "state_dict_type": "whole",
+        "cpu_offload": "yes",
+        "activation_cpu_offload": True,
+        "use_orig_params": False,
+    }
+    message = refused(said, precision="bf16")
+    for part in ("replicate_degree 3", "HALF", "limit is 0", "'whole'", "'yes'", "use_orig_params", "'bf16'"):
+        assert part in message
+
+
+@pytest.mark.parametrize("said", [{"sharding_strategy": "SHARDED"}, {"backward_prefetch": "LATER"}])
+def test_a_problem_is_named_once(said: dict[str, Any]):
+    """The error is as long as the list of things to mend."""
+    lines = refused(said).splitlines()
+    assert len(lines) == len(set(lines)) == 1
+    assert len(refused({}, device="tpu", precision=None).splitlines()) == 1
+
+
+# --- what is read
+
+
+@dataclass
+class LikeFSDPConfig:
+    """As Composer's FSDPConfig: its __init__ sets what it is given, and nothing else."""
+
+    activation_checkpointing: bool = False
+    sharding_strategy: str = "FULL_SHARD"
+    sync_module_states: bool = False
+    state_dict_type: str = "full"
+    _device_mesh: Any = field(default=None, init=False, repr=False)
+
+    def __init__(self, **given: Any) -> None:
+        for key, value in given.items():
+            setattr(self, key, value)
+
+    @property
+    def device_mesh(self) -> Any:
+        return self._device_mesh
+
+
+@dataclass
+class LikeFSDP2Config:
+    """As Composer's FSDP2Config: a generated __init__ that sets every field."""
+
+    device_mesh: Any = None
+    reshard_after_forward: bool | int = True
+    activation_checkpointing: bool = False
+    state_dict_type: str = "sharded"
+    mixed_precision: str = "DEFAULT"
+    _sync_module_states: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def sync_module_states(self) -> bool:
+        return self._sync_module_states
+
+    @property
+    def use_orig_params(self) -> bool:
+        return True
+
+
+def keys_of(translation: Translation) -> list[str]:
+    return [finding.key for finding in translation.findings]
+
+
+@pytest.mark.parametrize("make", [LikeFSDPConfig, LikeFSDP2Config])
+def test_defaults_of_a_class_were_not_said(make: Any):
+    """The report shows what the user wrote, not what Composer's class fills in."""
+    assert keys_of(translate(make(), device="cpu")) == []
+    assert keys_of(translate(make(activation_checkpointing=True), device="cpu")) == ["activation_checkpointing"]
+    assert translate(make(), device="cpu").config == translate({}, device="cpu").config
+
+
+def test_attributes_are_read_whoever_set_them():
+    """A key that FSDPConfig does not declare is set on it all the same, and a misspelt one is found there too."""
+    config = LikeFSDPConfig(sharding_strategy="SHARD_GRAD_OP", mixed_precision="PURE")
+    config.sync_module_states = True
+    translation = translate(config, device="cpu", precision="amp_bf16")
+    assert translation.config is not None
+    assert translation.config.reshard_after_forward is False
+    assert translation.config.mixed_precision.reduce_dtype == BF16
+    assert translation.config.sync_module_states
+    assert keys_of(translation) == ["sharding_strategy", "mixed_precision", "sync_module_states"]
+    assert "did you mean sharding_strategy?" in refused(LikeFSDPConfig(sharding_stratgy="FULL_SHARD"))
+
+
+def test_properties_of_fsdp2_config_are_read():
+    """Composer switches sync_module_states on by itself, behind a property."""
+    config = LikeFSDP2Config()
+    config._sync_module_states = True
+    assert config_of(config).sync_module_states
+    assert keys_of(translate(config, device="cpu")) == []
+
+
+def test_a_default_that_differs_from_fsdp1_holds():
+    """FSDP2Config's own defaults hold for what the user left out, though they are no statement."""
+
+    @dataclass
+    class Other:
+        reshard_after_forward: bool = False
+        sync_module_states: bool = True
+
+    translation = translate(Other(), device="cpu")
+    assert keys_of(translation) == []
+    assert translation.config is not None and translation.config.sync_module_states
+
+
+def test_said_default_in_a_mapping_is_reported():
+    """What the YAML says is in the report, even if it is the default."""
+    assert keys_of(translate({"verbose": False, "sharding_strategy": "FULL_SHARD"}, device="cpu")) == [
+        "verbose",
+        "sharding_strategy",
+    ]
+
+
+def test_omegaconf():
+    """LLM Foundry's YAML sections are read as they are, interpolations and nested sections included."""
+    tree = OmegaConf.create(
+        {
+            "strategy": "SHARD_GRAD_OP",
+            "fsdp_config": {
+                "sharding_strategy": "${strategy}",
+                "mixed_precision": {"param_dtype": "bf16"},
+                "activation_checkpointing": True,
+            },
+        }
+    )
+    config = config_of(tree.fsdp_config)
+    assert config.reshard_after_forward is False
+    assert config.mixed_precision.param_dtype == BF16
+    assert config.activation_checkpointing.checkpoint
+    assert config_of({"mixed_precision": tree.fsdp_config.mixed_precision}).mixed_precision.param_dtype == BF16
+
+
+def test_omegaconf_that_cannot_be_resolved():
+    """A broken interpolation is our error with its key, not a stack trace of OmegaConf."""
+    assert "nowhere" in refused(OmegaConf.create({"verbose": "${nowhere}"}))
+
+
+@pytest.mark.parametrize("source", ["FULL_SHARD", 3, None, ["verbose"], LikeFSDPConfig, ShardingConfig(), len])
+def test_what_is_no_configuration(source: object):
+    """A wrong argument is named, and never taken for an empty configuration."""
+    assert "give a mapping, a composer FSDPConfig or an FSDP2Config" in refused(source)
+
+
+def test_nothing_is_changed():
+    """A dict that is used again, for a second model or a log, is as it was."""
+    said = {"mixed_precision": {"param_dtype": "bf16"}, "sharding_strategy": "no_shard"}
+    before = json.dumps(said)
+    translate(said, device="cpu", world_size=4)
+    assert json.dumps(said) == before
+    config = LikeFSDPConfig(sharding_strategy="no_shard")
+    attributes = dict(vars(config))
+    translate(config, device="cpu", world_size=4)
+    assert vars(config) == attributes
+
+
+# --- findings and strictness
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("min_params", 1e8),
+        ("flatten_parameters", True),
+        ("load_fsdp_monolith_rank0_only", True),
+        ("limit_all_gathers", False),
+        ("use_orig_params", False),
+        ("auto_wrap", False),
+        ("te_checkpoint_wrapper", True),
+        ("te_shard_fp8_weight", True),
+    ],
+)
+def test_keys_that_fsdp2_does_not_need(key: str, value: object):
+    """An old YAML runs on, and says which of its lines can go."""
+    translation = translate({key: value}, device="cpu", world_size=4, precision="fp32")
+    assert [finding.outcome for finding in translation.findings] == [Outcome.UNNEEDED]
+    assert translation.config == translate({}, device="cpu", world_size=4, precision="fp32").config
+
+
+UNSUPPORTED = [
+    ("keep_low_precision_grads", True, {}),
+    ("ignored_modules", ["a"], {}),
+    ("process_group", "node", {}),
+    ("te_checkpoint_wrapper", True, {"precision": "amp_fp8"}),
+    ("te_shard_fp8_weight", True, {"precision": "amp_fp8"}),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "options"), UNSUPPORTED, ids=[row[0] for row in UNSUPPORTED])
+def test_strict_refuses_what_is_lost_and_not_strict_goes_on(key: str, value: object, options: dict[str, Any]):
+    """Results do not change behind the user's back; who knows better says strict: false, in the call or the file."""
+    options = {"device": "cpu", "world_size": 4, **options}
+    refused_translation = translate({key: value}, **options)
+    assert refused_translation.config is None
+    assert [(f.key, f.outcome) for f in refused_translation.blocking] == [(key, Outcome.UNSUPPORTED)]
+    assert "not possible as it stands" in refused_translation.explain()
+    assert refused_translation.to_json()["possible"] is False
+
+    plain = translate({}, **options).config
+    for lenient in (translate({key: value}, strict=False, **options), translate({key: value, "strict": False}, **options)):
+        assert lenient.config == plain
+        assert [finding.key for finding in lenient.blocking] == [key]
+
+
+def test_the_key_strict_goes_before_the_argument():
+    """The file decides over the caller, in both directions, as the docstring promises."""
+    said = {"ignored_modules": ["a"]}
+    assert translate({**said, "strict": True}, device="cpu", strict=False).config is None
+    assert translate({**said, "strict": False}, device="cpu", strict=True).config is not None
+
+
+@pytest.mark.parametrize(
+    "said", [{"keep_low_precision_grads": False}, {"ignored_modules": None}, {"process_group": None}]
+)
+def test_neutral_values_ask_for_nothing(said: dict[str, Any]):
+    """A YAML that spells out "off" is not refused for a feature that it does not use."""
+    translation = translate(said, device="cpu")
+    assert translation.config is not None
+    assert [finding.outcome for finding in translation.findings] == [Outcome.EXACT]
+
+
+def test_low_precision_gradients_inside_mixed_precision_are_found():
+    """The same loss is reported wherever it was asked for, once."""
+    inside = MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
+    translation = translate({"mixed_precision": inside}, device="cpu")
+    assert translation.config is None
+    assert [finding.key for finding in translation.blocking] == ["keep_low_precision_grads"]
+    both = translate({"mixed_precision": inside, "keep_low_precision_grads": True}, device="cpu")
+    assert sorted(keys_of(both)) == ["keep_low_precision_grads", "mixed_precision"]
+
+
+def test_hybrid_without_replicas_is_reported():
+    """HYBRID_SHARD without a degree has no replicas, which Composer said in a warning only."""
+    finding = finding_of({"sharding_strategy": "HYBRID_SHARD"}, "sharding_strategy")
+    assert finding.outcome is Outcome.APPROXIMATE
+    assert "data_parallel_replicate_degree" in finding.hint
+    with_replicas = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
+    assert finding_of(with_replicas, "sharding_strategy").outcome is Outcome.EXACT
+
+
+def test_report_shows_each_key_and_the_result():
+    """One look at the log tells what became of the YAML."""
+    text = translate({"sharding_strategy": "SHARD_GRAD_OP", "min_params": 1}, device="cpu", world_size=4).explain()
+    for part in ("sharding_strategy: SHARD_GRAD_OP", "min_params: 1", "unneeded", "data_parallel_shard 4"):
+        assert part in text
+    assert "reshard_after_forward: False" in text
+
+
+# --- one module's own settings
+
+
+def unit_settings(said: dict[str, Any], **config: Any) -> Any:
+    return translate_unit_settings(said, "net.block", ShardingConfig(mesh=MeshSpec(shard=4), **config))
+
+
+@pytest.mark.parametrize(
+    ("said", "changed"),
+    [
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, {"reshard_after_forward": False}),
+        ({"sharding_strategy": ShardingStrategy.FULL_SHARD}, {"reshard_after_forward": True}),
+        ({"reshard_after_forward": 2}, {"reshard_after_forward": 2}),
+        ({"backward_prefetch": "NONE"}, {"backward_prefetch": 0}),
+        ({"backward_prefetch": None}, {"backward_prefetch": 0}),
+        ({"backward_prefetch": "BACKWARD_PRE"}, {"backward_prefetch": 1}),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, {"cpu_offload": True}),
+        ({"limit_all_gathers": True, "use_orig_params": False, "forward_prefetch": True}, {}),
+    ],
+)
+def test_unit_settings(said: dict[str, Any], changed: dict[str, Any]):
+    """A model whose fsdp_wrap_fn returns FSDP1's keyword arguments keeps them for that module."""
+    settings_of_unit = dataclasses.asdict(unit_settings(said))
+    nothing = dict.fromkeys(settings_of_unit)
+    assert settings_of_unit == {**nothing, **changed}
+
+
+def test_unit_mixed_precision():
+    """One module in another dtype than the rest: by FSDP1's object, by a word at the run's precision, by FSDP2's."""
+    assert unit_settings({"mixed_precision": MixedPrecision(param_dtype=F16)}).mixed_precision.param_dtype == F16
+    assert unit_settings({"mixed_precision": "PURE"}, precision="amp_bf16").mixed_precision.reduce_dtype == BF16
+    policy = MixedPrecisionPolicy(output_dtype=F32)
+    assert unit_settings({"mp_policy": policy}).mixed_precision == policy
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "parts"),
+    [
+        ({"shard_strategy": "X"}, ConfigError, ["'shard_strategy'", "did you mean sharding_strategy?"]),
+        ({"sharding_strategy": "NO_SHARD"}, ConfigError, ["NO_SHARD", "mesh of its own"]),
+        ({"reshard_after_forward": 3}, ConfigError, ["1, 2 or 4"]),
+        ({"reshard_after_forward": "no"}, ConfigError, ["true, false or a whole number"]),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, ConfigError, ["keep one"]),
+        ({"mixed_precision": "FULL", "mp_policy": MixedPrecisionPolicy()}, ConfigError, ["keep one"]),
+        ({"process_group": "self"}, UnsupportedError, ["process_group"]),
+        ({"device_mesh": object()}, UnsupportedError, ["device_mesh"]),
+        ({"mesh": object()}, UnsupportedError, ["mesh"]),
+    ],
+)
+def test_unit_settings_that_cannot_be(said: dict[str, Any], error: type[Exception], parts: list[str]):
+    """The error names the module whose wrap function asked for it."""
+    with pytest.raises(error) as caught:
+        unit_settings(said)
+    assert [part for part in ["'net.block'", *parts] if part not in str(caught.value)] == []
+
+
+# --- every mapping
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=12)
+    | st.binary(max_size=4)
+    | st.sampled_from([F32, torch.int8, MixedPrecision(), MixedPrecisionPolicy(), CPUOffload(), OffloadPolicy(), object()]),
+    lambda values: st.lists(values, max_size=3)
+    | st.dictionaries(st.sampled_from(["param_dtype", "reduce_dtype", "buffer_dtype", "other"]), values, max_size=3),
+    max_leaves=4,
+)
+SENSIBLE = {
+    "sharding_strategy": st.sampled_from([s.name for s in ShardingStrategy]),
+    "backward_prefetch": st.sampled_from(["NONE", "BACKWARD_PRE", "BACKWARD_POST"]),
+    "mixed_precision": st.sampled_from(["FULL", "DEFAULT", "PURE", {"param_dtype": "bf16"}]),
+    "state_dict_type": st.sampled_from(["full", "sharded", None]),
+    "data_parallel_shard_degree": st.sampled_from([-1, 1, 2, 4]),
+    "data_parallel_replicate_degree": st.sampled_from([None, -1, 1, 2, 4]),
+}
+BY_KIND = {
+    Kind.BOOL: st.booleans(),
+    Kind.INT: st.integers(-2, 5),
+    Kind.OPTIONAL_INT: st.none() | st.integers(-2, 5),
+    Kind.BOOL_OR_INT: st.booleans() | st.sampled_from([1, 2, 4]),
+    Kind.STR: st.text(max_size=5),
+    Kind.OPTIONAL_STR: st.none() | st.text(max_size=5),
+    Kind.ANY: st.none() | st.booleans(),
+}
+ROWS = {key.name: SENSIBLE.get(key.name, BY_KIND[key.kind]) for key in KEYS}
+
+
+@st.composite
+def mappings(draw: Any) -> dict[str, Any]:
+    """Mostly right, so that many are accepted; sometimes any value, sometimes any key."""
+    names = draw(st.lists(st.sampled_from(list(ROWS)), unique=True, max_size=8))
+    is_wild = draw(st.integers(0, 3)) == 0
+    said = {name: draw(ANYTHING if is_wild and draw(st.booleans()) else ROWS[name]) for name in names}
+    if draw(st.integers(0, 9)) == 0:
+        said[draw(st.text(max_size=20))] = draw(ANYTHING)
+    return said
+
+
+def outcome_of(said: dict[str, Any], precision: object, world_size: int | None) -> Translation | str:
+    try:
+        return translate(said, precision=precision, device="cpu", world_size=world_size)
+    except ComposerFSDP2Error as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@given(mappings(), st.sampled_from(["fp32", "amp_bf16", "amp_fp8", None]), st.sampled_from([None, 1, 4]))
+@settings(derandomize=True, deadline=None, max_examples=400)
+def test_every_mapping_has_an_answer(said: dict[str, Any], precision: str | None, world_size: int | None):
+    """Whatever a YAML holds, the answer is a translation that accounts for every line, or one error of ours; twice
+    the same, so that ranks agree."""
+    first, second = (outcome_of(said, precision, world_size) for _ in range(2))
+    assert repr(first) == repr(second)
+    if isinstance(first, Translation):
+        assert sorted(keys_of(first)) == sorted(said)
+        assert (first.config is None) == (bool(first.blocking) and said.get("strict", True))
+        json.dumps(first.to_json())
+        assert first.explain()
+    else:
+        assert first.partition(": ")[2].strip()
+
+
+def test_most_of_those_mappings_are_accepted():
+    """The property above would say little if nearly everything were refused."""
+    accepted = []
+
+    @given(mappings())
+    @settings(derandomize=True, deadline=None, max_examples=300)
+    def count(said: dict[str, Any]) -> None:
+        accepted.append(isinstance(outcome_of(said, "fp32", 4), Translation) and len(said) > 1)
+
+    count()
+    assert sum(accepted) > 30
+
+
+@pytest.mark.timeout(20)
+def test_huge_numbers_are_answered_at_once():
+    """A degree with too many zeros is an error, not a job that hangs at its start."""
+    assert "10000000000000" in refused({"data_parallel_shard_degree": 10**13, "reshard_after_forward": 7}, world_size=None)
+    assert str(10**13) in refused({"data_parallel_shard_degree": 10**13})
