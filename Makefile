@@ -37,10 +37,11 @@ test-all: venv venv-engine ## the slow tests too
 test-engine: venv-engine ## the engine's tests without Composer, on a newer torch
 	$(PY_ENGINE) -m pytest -m "not slow" tests/engine
 
-check: venv ## lint, format, types, and that every test can be collected
+check: venv ## lint, format, types, generated tables, and that every test can be collected
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) tools/generate_docs.py --check
 	$(PY) -m pytest --collect-only -q
 
 docs: venv ## write the generated tables again

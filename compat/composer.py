@@ -15,6 +15,7 @@ from composer.core import Event, State
 from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig, dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.apply import reshard
 from composer_fsdp2.clipping import clip_grad_norm_
@@ -154,26 +155,49 @@ def _resharded_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _load_optim_state(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def load_optim_state(self: State, *args: Any, **kwargs: Any) -> Any:
+    def load_optim_state(self: State, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         reshard(self.model)
         if not isinstance(self.fsdp_config, FSDPConfig) or not _is_sharded(self.model):
-            return original(self, *args, **kwargs)
-        with _seen_as_fsdp2(self):
-            return original(self, *args, **kwargs)
+            return original(self, state_dict, *args, **kwargs)
+        view = _as_fsdp2(self.fsdp_config)
+        if self.load_monolith_rank0_only and _is_offloaded(self.model):
+            # torch would broadcast into CPU tensors, which NCCL cannot (pytorch#148532): send the state whole instead,
+            # and let each rank cut its own part.
+            state_dict = _from_rank_zero(state_dict)
+            view.load_monolith_rank0_only = False
+        with _seen_as_fsdp2(self, view):
+            return original(self, state_dict, *args, **kwargs)
 
     return load_optim_state
 
 
+def _as_fsdp2(config: FSDPConfig) -> EveryKeyFSDP2Config:
+    return EveryKeyFSDP2Config(**{key.name: getattr(config, key.name) for key in KEYS if hasattr(config, key.name)})
+
+
 @contextlib.contextmanager
-def _seen_as_fsdp2(state: State) -> Iterator[None]:
+def _seen_as_fsdp2(state: State, view: FSDP2Config) -> Iterator[None]:
     """Show the state's FSDP1 configuration as an FSDP2Config, with the same values."""
-    config = state.fsdp_config
-    view = EveryKeyFSDP2Config(**{key.name: getattr(config, key.name) for key in KEYS if hasattr(config, key.name)})
     state._fsdp2_config = view
     try:
         yield
     finally:
         state._fsdp2_config = None
+
+
+def _is_offloaded(model: nn.Module) -> bool:
+    """Whether some sharded parameter lies in host memory while its mesh communicates elsewhere."""
+    return any(
+        isinstance(parameter, DTensor) and parameter.to_local().device.type != parameter.device_mesh.device_type
+        for parameter in model.parameters()
+    )
+
+
+def _from_rank_zero(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's ``optimizers`` on every rank; the others read none. Called on all ranks, broadcasts it pickled."""
+    sent = [state_dict["optimizers"] if dist.get_global_rank() == 0 else None]
+    dist.broadcast_object_list(sent, src=0)
+    return {**state_dict, "optimizers": sent[0]}
 
 
 # After these, callbacks and user code read parameters, and no forward follows that could use the gathered ones.

@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_g
 __all__ = [
     "REPAIRS",
     "ActivationWrapper",
+    "BatchNorm",
     "CheckpointImpl",
     "Repair",
     "checkpoint_wrapper",
@@ -30,6 +31,9 @@ __all__ = [
     "offload_wrapper",
     "repair_cpu_collectives",
 ]
+
+# The base of all batch norms, which FSDP1 kept out of mixed precision.
+BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from composer_fsdp2._torch import BatchNorm
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.tying import ParameterUse, join, parameter_uses
 
@@ -176,7 +177,7 @@ class _Selector:
             if module is root or module in self.unit_of:
                 continue
             settings = self._wrap_decision(path, module, child)
-            if self.low_precision and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if self.low_precision and isinstance(module, BatchNorm):
                 self._add(WrapUnit((path,), "batch norm, kept in its own precision", full_precision=True))
             elif settings is None:
                 continue

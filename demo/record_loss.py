@@ -1,4 +1,7 @@
-"""The LLM Foundry callback ``record_loss``: one line of JSON per batch, loaded by the YAML's ``code_paths``."""
+"""The LLM Foundry callback ``record_loss``: a line of JSON per batch, loaded by the YAML's ``code_paths``.
+
+The first line says what shards the model, as torch sees it.
+"""
 
 import json
 from pathlib import Path
@@ -7,6 +10,7 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 from llmfoundry.registry import callbacks
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 __all__ = ["RecordLoss"]
 
@@ -20,7 +24,11 @@ class RecordLoss(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text("")
+            counts = {
+                kind.__name__: sum(isinstance(module, kind) for module in state.model.modules())
+                for kind in (FullyShardedDataParallel, FSDPModule)
+            }
+            self.path.write_text(json.dumps({"modules": counts}) + "\n")
 
     def batch_end(self, state: State, logger: Logger) -> None:
         loss = torch.as_tensor(state.total_loss_dict["loss/train/total"], dtype=torch.float64)

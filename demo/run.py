@@ -110,7 +110,12 @@ def _read(losses: Path) -> dict[int, float]:
     if not losses.exists():
         return {}
     lines = [line for line in losses.read_text().split("\n")[:-1] if line]  # the last line may be half written
-    return {record["batch"]: record["loss"] for record in map(json.loads, lines)}
+    return {record["batch"]: record["loss"] for record in map(json.loads, lines) if "batch" in record}
+
+
+def _sharded_by(name: str) -> str:
+    counts = json.loads((OUT / f"{name}.jsonl").read_text().split("\n")[0])["modules"]
+    return f"{name}: " + ", ".join(f"{count} {kind} modules" for kind, count in counts.items())
 
 
 def _compare(fsdp1: dict[int, float], fsdp2: dict[int, float], resume_at: int) -> int:
@@ -120,6 +125,7 @@ def _compare(fsdp1: dict[int, float], fsdp2: dict[int, float], resume_at: int) -
         shown = ("", "") if other is None else (f"{other:.7f}", f"{other - loss:+.1e}")
         table.add_row(str(batch), f"{loss:.7f}", *shown)
     console.print(table)
+    console.print(_sharded_by("FSDP1"), _sharded_by("FSDP2"), sep="\n")
     expected = [batch for batch in fsdp1 if batch > resume_at]
     if sorted(fsdp2) != expected:
         console.print(f"FSDP2 trained batches {sorted(fsdp2)}, expected were {expected}")

@@ -1,7 +1,7 @@
 """Write the tables that the documents share with the code; ``--check`` only says whether they are current.
 
-``make docs`` runs it. Each table stands between two markers in its file, and comes from ``composer_fsdp2/fsdp1/keys.py``
-and the seams of ``composer_fsdp2.compat``.
+``make docs`` runs it. Each table stands between two markers in its file, and comes from
+``composer_fsdp2/fsdp1/keys.py``.
 """
 
 import sys
@@ -19,7 +19,8 @@ def keys_table(*origins: Origin) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for key in KEYS:
         if key.origin in origins:
-            yield f"| `{key.name}` | `{_default(key)}` | {key.meaning} | **{key.outcome.value}**: {key.reason} | {key.target} |"
+            fate = f"**{key.outcome.value}**: {key.reason}"
+            yield f"| `{key.name}` | `{_default(key)}` | {key.meaning} | {fate} | {key.target} |"
 
 
 def short_table() -> Iterator[str]:
