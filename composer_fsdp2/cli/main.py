@@ -1,9 +1,12 @@
 """``composer-fsdp2``: the verbs and their help."""
 
+import sys
+
 import typer
 
 from composer_fsdp2.cli.run import run
 from composer_fsdp2.cli.train import train
+from composer_fsdp2.errors import IncompatibleVersionError
 
 __all__ = ["app", "main"]
 
@@ -22,4 +25,7 @@ app.command(context_settings=_PASS_THROUGH, options_metavar="")(train)
 
 def main() -> None:
     """The console script. Exit code: the script's own for ``run`` and ``train``, 2 if there is nothing to run."""
-    app(prog_name="composer-fsdp2")
+    try:
+        app(prog_name="composer-fsdp2")
+    except IncompatibleVersionError as error:
+        sys.exit(f"composer-fsdp2: {error}")

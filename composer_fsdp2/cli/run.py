@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 def run(
     context: typer.Context,
-    script: str = typer.Argument(help="A Python file, or -m and a module's name."),
+    script: str = typer.Argument(metavar="SCRIPT [ARGS]...", help="A Python file, or -m and a module's name."),
 ) -> None:
     """Run a Python SCRIPT with Composer's FSDP1 replaced by FSDP2; all that follows SCRIPT goes to the script.
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import typer
 
-from composer_fsdp2.compat import fsdp2
+from composer_fsdp2.compat.llmfoundry import train_from_yaml
 
 __all__ = ["train"]
 
 
 def train(
     context: typer.Context,
-    yaml: str = typer.Argument(help="An LLM Foundry training YAML."),
+    yaml: str = typer.Argument(metavar="YAML [KEY=VALUE]...", help="An LLM Foundry training YAML."),
 ) -> None:
     """Train from an LLM Foundry YAML; what follows it (key=value) overrides the YAML's keys.
 
@@ -19,13 +19,4 @@ def train(
     """
     if not Path(yaml).is_file():
         raise typer.BadParameter(f"no such file: {yaml}", param_hint="YAML")
-    try:
-        from llmfoundry.command_utils import train_from_yaml
-    except ModuleNotFoundError as error:
-        if error.name != "llmfoundry":
-            raise
-        raise typer.BadParameter(
-            "LLM Foundry is not installed: pip install 'composer-fsdp2[foundry]'", param_hint="YAML"
-        ) from error
-    with fsdp2():
-        train_from_yaml(yaml, list(context.args))
+    train_from_yaml(yaml, context.args)

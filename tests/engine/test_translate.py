@@ -262,6 +262,8 @@ def test_llm_foundry_dict():
         (7, ["mixed_precision is 7"]),
         ({"param_dtyp": "bf16"}, ["mixed_precision.param_dtyp", "did you mean param_dtype?"]),
         ({"param_dtype": "bfloat61"}, ["mixed_precision.param_dtype is 'bfloat61'", "did you mean bfloat16?"]),
+        ({"param_dtype": ["bf16"]}, ["mixed_precision.param_dtype is ['bf16']"]),
+        ({3: "bf16"}, ["mixed_precision.3"]),
     ],
 )
 def test_mixed_precision_that_says_nothing(said: object, parts: list[str]):
