@@ -88,7 +88,7 @@ def wrap_activations(
         if cpu_offload:
             wrapper = offload_wrapper(wrapper)
         for parent_module, name in dict.fromkeys(places[module]):
-            parent_module._modules[name] = wrapper
+            setattr(parent_module, name, wrapper)
 
 
 def _is_chosen(path: str, module: nn.Module, *, choose: CheckFn | None) -> bool:

@@ -19,12 +19,11 @@ def cast_buffers(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
     for module in modules:
         originals = {
             name: buffer.dtype
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point() and buffer.dtype != dtype
         }
         for name in originals:
-            buffer = module._buffers[name]
-            assert buffer is not None
+            buffer = getattr(module, name)
             buffer.data = buffer.data.to(dtype)
         if originals:
             module.register_state_dict_post_hook(_Restore(originals))

@@ -81,9 +81,8 @@ class Materializer:
         self.children = dict(model.named_children())
         self.places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self.places.setdefault(parameter, []).append((module, name))
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                self.places.setdefault(parameter, []).append((module, name))
 
     def check(self, model: nn.Module, left_out: set[str]) -> None:
         """Raise if a meta parameter will never get a value; reads only.
@@ -127,15 +126,15 @@ class Materializer:
                 _broadcast_from_rank_zero(tensor)
 
     def _fill(self, module: nn.Module) -> None:
-        for parameter in list(module._parameters.values()):
-            if parameter is not None and parameter.is_meta:
+        for parameter in list(module.parameters(recurse=False)):
+            if parameter.is_meta:
                 real = nn.Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
                 real.__dict__.update(parameter.__dict__)
                 for owner, attribute in self.places[parameter]:  # every one, so that ties hold
-                    owner._parameters[attribute] = real
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=self.device)
+                    setattr(owner, attribute, real)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=self.device))
         if self.initialisation.draw:
             init_fn = self._init_fn(module)
             assert init_fn is not None, "check() ran before"
@@ -152,8 +151,7 @@ class Materializer:
 
 
 def _owns_meta(module: nn.Module) -> bool:
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None and tensor.is_meta for tensor in own)
+    return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 
 def breadth_first(roots: Sequence[nn.Module], nested: Collection[nn.Module]) -> list[nn.Module]:
@@ -174,9 +172,7 @@ def _own_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
     """Every parameter and buffer that the modules themselves register, once."""
     found: dict[torch.Tensor, None] = {}
     for module in modules:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                found[tensor] = None
+        found.update(dict.fromkeys((*module.parameters(recurse=False), *module.buffers(recurse=False))))
     return list(found)
 
 

@@ -94,8 +94,7 @@ class Rebinding:
 
     def _new(self, old: nn.Parameter) -> nn.Parameter:
         module, attribute = self.places[old]
-        parameter = module._parameters[attribute]
-        assert parameter is not None, "sharding keeps every parameter registered"
+        parameter: nn.Parameter = getattr(module, attribute)
         return parameter
 
 

@@ -32,9 +32,8 @@ def parameter_uses(model: nn.Module) -> list[ParameterUse]:
     """Every parameter of ``model`` once, in registration order, with all of its owners."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for path, module in _all_modules(model):
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append((path, attribute))
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append((path, attribute))
     return [ParameterUse(parameter, tuple(places)) for parameter, places in owners.items()]
 
 

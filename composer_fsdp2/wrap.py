@@ -11,7 +11,7 @@ ancestor would; else that ancestor.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,7 @@ class _Selector:
         self.model = model
         self.low_precision = low_precision
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.order = {path: i for i, path in enumerate(_post_order(model))}
+        self.order = {path: i for i, path in enumerate(_post_order(self.modules))}
         self.paths_of: dict[nn.Module, list[str]] = {}
         for path, module in self.modules.items():
             self.paths_of.setdefault(module, []).append(path)
@@ -166,7 +166,7 @@ class _Selector:
             )
             self._add_descendants(path, module, child)
             return
-        if any(parameter is not None for parameter in module._parameters.values()):
+        if next(module.parameters(recurse=False), None) is not None:
             self._need_model_unit(f"{path} has parameters and no forward to gather them in")
         self.notes.append(f"{path} ({type(module).__name__}) has no forward: its members are the roots")
         for name, member in module.named_children():
@@ -380,12 +380,15 @@ def _has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def _post_order(model: nn.Module, path: str = "") -> list[str]:
-    paths = []
-    for name, child in model._modules.items():
-        if child is not None:
-            paths.extend(_post_order(child, join(path, name)))
-    return [*paths, path]
+def _post_order(pre_order: Iterable[str]) -> list[str]:
+    """The same paths with children before their parents."""
+    paths: list[str] = []
+    open_paths: list[str] = []
+    for path in pre_order:
+        while open_paths and not is_at_or_under(path, open_paths[-1]):
+            paths.append(open_paths.pop())
+        open_paths.append(path)
+    return [*paths, *reversed(open_paths)]
 
 
 def _ancestors_or_self(path: str) -> list[str]:

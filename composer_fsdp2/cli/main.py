@@ -28,4 +28,5 @@ def main() -> None:
     try:
         app(prog_name="composer-fsdp2")
     except IncompatibleVersionError as error:
-        sys.exit(f"composer-fsdp2: {error}")
+        print(f"composer-fsdp2: {error}", file=sys.stderr)
+        sys.exit(2)
