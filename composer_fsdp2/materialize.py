@@ -18,7 +18,8 @@ from torch import nn
 
 from composer_fsdp2.agreement import gather
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.wrap import bound_hook, is_at_or_under
+from composer_fsdp2.units import is_at_or_under
+from composer_fsdp2.wrap import bound_hook
 
 __all__ = ["Initialisation", "Materializer", "breadth_first", "decide_initialisation", "rank_zero_rng"]
 

@@ -18,7 +18,8 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.fsdp1.translate import UnitSettings, translate_unit_settings
 from composer_fsdp2.optimizer import Optimizers, check_optimizers
 from composer_fsdp2.tying import ParameterUse
-from composer_fsdp2.wrap import LeftOut, WrapUnit, is_at_or_under, select_units
+from composer_fsdp2.units import WrapUnit, ancestors_or_self
+from composer_fsdp2.wrap import LeftOut, select_units
 
 __all__ = ["ParameterSpec", "ShardUnit", "ShardingPlan", "plan_sharding", "refuse_sharded"]
 
@@ -140,7 +141,7 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
     """Choose the FSDP units of ``model`` without touching it.
 
     Units are ordered bottom-up, the order in which ``fully_shard`` must run. Modules tied by a parameter share one
-    unit, because one group only can all-gather it ([Note: tied parameters] in ``wrap.py``).
+    unit, because one group only can all-gather it ([Note: tied parameters] in ``units.py``).
 
     Args:
         model: Any module tree; parameters may be on the meta device. Its direct children are the roots, and their
@@ -270,31 +271,31 @@ def _with_prefetch(
     A unit is gathered where its forward begins, so forward takes the units in pre-order; its backward begins where its
     forward ended, so backward takes them in reversed bottom-up order.
     """
-    by_root: dict[str, list[ShardUnit]] = {}
-    root_of = {unit.name: _root_name(unit, units) for unit in units}
+    roots = {unit.name for unit in units if unit.is_root}
+    bottom_up: dict[str, list[str]] = {name: [] for name in roots}
     for unit in units:
-        by_root.setdefault(root_of[unit.name], []).append(unit)
-    for unit in units:
-        bottom_up = [other.name for other in by_root[root_of[unit.name]]]
-        in_forward = sorted(bottom_up, key=registration.__getitem__)
-        in_backward = bottom_up[::-1]
-        forward: tuple[str, ...] = ()
-        backward = unit.backward_prefetch
+        root = next(path for path in ancestors_or_self(unit.name) if path in roots)
+        bottom_up[root].append(unit.name)
+    forward: dict[str, tuple[str, ...]] = {}
+    backward: dict[str, tuple[str, ...]] = {}
+    for names in bottom_up.values():
         if prefetch.forward is not None:
-            forward = _following(in_forward, unit.name, prefetch.forward)
-        if backward is None and prefetch.backward is not None:
+            forward |= _following(sorted(names, key=registration.__getitem__), prefetch.forward)
+        if prefetch.backward is not None:
             # Naming itself replaces FSDP2's own choice by none: the unit is gathered by then.
-            backward = _following(in_backward, unit.name, prefetch.backward) or (unit.name,)
-        yield replace(unit, forward_prefetch=forward, backward_prefetch=backward)
+            following = _following(names[::-1], prefetch.backward)
+            backward |= {name: ahead or (name,) for name, ahead in following.items()}
+    for unit in units:
+        yield replace(
+            unit,
+            forward_prefetch=forward.get(unit.name, ()),
+            backward_prefetch=unit.backward_prefetch or backward.get(unit.name),
+        )
 
 
-def _root_name(unit: ShardUnit, units: tuple[ShardUnit, ...]) -> str:
-    return next(root.name for root in units if root.is_root and is_at_or_under(unit.name, root.name))
-
-
-def _following(names: list[str], name: str, count: int) -> tuple[str, ...]:
-    at = names.index(name)
-    return tuple(names[at + 1 : at + 1 + count])
+def _following(names: list[str], count: int) -> dict[str, tuple[str, ...]]:
+    """For each name, the ``count`` names after it."""
+    return {name: tuple(names[i + 1 : i + 1 + count]) for i, name in enumerate(names)}
 
 
 def _explain(plan: ShardingPlan) -> Iterator[str]:

@@ -28,6 +28,7 @@ ORDER = [
     "fsdp1/translate",
     "fsdp1/__init__",
     "tying",
+    "units",
     "wrap",
     "activation_checkpointing",
     "optimizer",

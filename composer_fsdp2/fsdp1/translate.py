@@ -151,7 +151,7 @@ def translate(
     Args:
         fsdp_config: A mapping, or an object with the attributes of Composer's FSDPConfig or FSDP2Config.
         precision: Composer's Precision or its string; None is Composer's default for the device.
-        device: Composer's Device, a torch.device or a string; None is CUDA where there is one.
+        device: Composer's Device, a torch.device or a string; None is the mesh's, or CUDA where there is one.
         world_size: Number of ranks; None leaves a degree of -1 open.
         strict: Whether what cannot be carried over gives no configuration (True) or only a finding. The key
             ``strict`` in the configuration itself goes first.
@@ -162,6 +162,8 @@ def translate(
     """
     legacy = LegacyConfig.read(fsdp_config)
     _refuse_bad_keys(legacy)
+    if device is None and isinstance(legacy.mesh, DeviceMesh):
+        device = legacy.mesh.device_type
     problems = _Problems()
     precision_name = problems.catch(_precision_name, precision, device)
     device_type = problems.catch(_device_type, device)
