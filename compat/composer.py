@@ -22,7 +22,7 @@ from composer_fsdp2.clipping import clip_grad_norm_
 from composer_fsdp2.compat.seams import Seam
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.fsdp1.keys import KEYS, Origin
-from composer_fsdp2.fsdp1.translate import translate
+from composer_fsdp2.fsdp1.translate import FSDP2_DEFAULTS, translate
 from composer_fsdp2.prepare import prepare_fully_shard
 
 __all__ = ["SEAMS", "EveryKeyFSDP2Config"]
@@ -35,7 +35,8 @@ class EveryKeyFSDP2Config(FSDP2Config):
 
     Composer's own drops FSDP1's keys with a warning and answers for them with fixed properties, so degrees, planners
     and folder names are lost. Here they are ordinary attributes with FSDP1's defaults; FSDP2Config's own defaults
-    (``state_dict_type='sharded'``, checkpointing that is not reentrant) stay.
+    (``state_dict_type='sharded'``, checkpointing that is not reentrant, rank 0's values sent where some ranks have
+    none) stay.
     """
 
     def __init__(self, **said: Any) -> None:  # not the dataclass's: what was not said must stay unsaid
@@ -63,7 +64,8 @@ class EveryKeyFSDP2Config(FSDP2Config):
 for _key in KEYS:
     if _key.origin is Origin.FSDP1 and _key.name not in FSDP2Config.settable_attrs():
         setattr(EveryKeyFSDP2Config, _key.name, _key.default)
-EveryKeyFSDP2Config.activation_checkpointing_reentrant = False
+for _name, _default in FSDP2_DEFAULTS.items():
+    setattr(EveryKeyFSDP2Config, _name, _default)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,8 +25,6 @@ def train_from_yaml(yaml_path: str, overrides: Sequence[str] = ()) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "llmfoundry":
             raise
-        raise IncompatibleVersionError(
-            "LLM Foundry is not installed: pip install 'composer-fsdp2[foundry]'"
-        ) from error
+        raise IncompatibleVersionError("LLM Foundry is not installed: pip install 'composer-fsdp2[foundry]'") from error
     with fsdp2():
         return foundry_train_from_yaml(yaml_path, list(overrides))

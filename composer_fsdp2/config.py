@@ -154,7 +154,7 @@ class ShardingConfig:
 
     ``mixed_precision`` holds for every unit; the inputs are cast at roots when ``cast_root_inputs`` (FSDP1's way),
     and at every unit only when the policy's own ``cast_forward_inputs`` says so. ``buffer_dtype``: what floating
-    point buffers are cast to. ``batch_norm_in_fp32``: FSDP1 kept batch norms out of mixed precision.
+    point buffers are cast to. ``sync_module_states`` None: rank 0's values go out only where some ranks have none.
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
@@ -167,7 +167,7 @@ class ShardingConfig:
     cpu_offload: bool = False
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     prefetch: Prefetch = field(default_factory=Prefetch)
-    sync_module_states: bool = False
+    sync_module_states: bool | None = False
     precision: str = "fp32"
     verbose: bool = False
 

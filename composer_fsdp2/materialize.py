@@ -32,7 +32,7 @@ class Initialisation:
     broadcast: bool
 
 
-def decide_initialisation(model: nn.Module, sync_module_states: bool) -> Initialisation:
+def decide_initialisation(model: nn.Module, sync_module_states: bool | None) -> Initialisation:
     """Look at which ranks have real parameters; called on all ranks, gathers one flag from each.
 
     Raises:
@@ -42,10 +42,10 @@ def decide_initialisation(model: nn.Module, sync_module_states: bool) -> Initial
     tensors = (*model.parameters(), *model.buffers())
     on_meta: list[bool] = gather(any(tensor.is_meta for tensor in tensors))
     if not any(on_meta):
-        return Initialisation(draw=False, broadcast=sync_module_states)
+        return Initialisation(draw=False, broadcast=bool(sync_module_states))
     if all(on_meta):
-        return Initialisation(draw=True, broadcast=sync_module_states)
-    if not sync_module_states:
+        return Initialisation(draw=True, broadcast=bool(sync_module_states))
+    if sync_module_states is False:
         raise PlanError(
             "Detected mixed initialization where some ranks have model on cpu or gpu and some ranks are on meta "
             f"(ranks {[rank for rank, is_meta in enumerate(on_meta) if is_meta]}). Set sync_module_states to true, or "

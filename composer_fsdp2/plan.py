@@ -102,7 +102,7 @@ class ShardingPlan:
     left_out: tuple[LeftOut, ...]
     checkpointed: tuple[str, ...]
     activation_checkpointing: ActivationCheckpointing
-    sync_module_states: bool
+    sync_module_states: bool | None
     buffer_dtype: torch.dtype | None
     notes: tuple[str, ...]
 

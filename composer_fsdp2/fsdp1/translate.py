@@ -39,6 +39,9 @@ DTYPES: dict[str, torch.dtype] = {
     **dict.fromkeys(("bfloat16", "bfloat", "torch.bfloat16", "bf16", "amp_bf16"), torch.bfloat16),
     **dict.fromkeys(("float8", "torch.float8", "fp8", "amp_fp8"), torch.bfloat16),
 }
+# What Composer's FSDP2 did without being told (composer/distributed, 0.32.1): it sent rank 0's values where some ranks
+# had none, and its checkpointing was not reentrant.
+FSDP2_DEFAULTS: dict[str, Any] = {"sync_module_states": None, "activation_checkpointing_reentrant": False}
 STATE_DICT_TYPES = (None, "full", "sharded")
 # Composer's names of devices, and torch's.
 DEVICE_TYPES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
@@ -91,6 +94,8 @@ class LegacyConfig:
             for key in KEYS
             if key.name not in said and hasattr(source, key.name) and key.name != "device_mesh"
         }
+        if not hasattr(source, "sharding_strategy"):
+            defaults |= FSDP2_DEFAULTS
         return cls(said=said, defaults=defaults, mesh=getattr(source, "device_mesh", None))
 
     def __getitem__(self, name: str) -> Any:
@@ -194,7 +199,7 @@ def translate(
             reentrant=legacy["activation_checkpointing_reentrant"],
         ),
         prefetch=prefetch,
-        sync_module_states=legacy["sync_module_states"],
+        sync_module_states=_sync_module_states(legacy),
         precision=precision_name,
         verbose=legacy["verbose"],
     )
@@ -552,6 +557,14 @@ def _prefetch(legacy: LegacyConfig) -> Prefetch:
     elif backward == 1:
         backward = None  # FSDP2's own: one ahead, in the order that forward ran in
     return Prefetch(forward=legacy["forward_prefetch_limit"] if legacy["forward_prefetch"] else None, backward=backward)
+
+
+def _sync_module_states(legacy: LegacyConfig) -> bool | None:
+    """Rank 0 alone reads a monolithic checkpoint, so the others need what it read."""
+    if "sync_module_states" not in legacy.said and legacy["load_monolith_rank0_only"]:
+        return True
+    value: bool | None = legacy["sync_module_states"]
+    return value
 
 
 def _state_dict_type(legacy: LegacyConfig) -> None:
