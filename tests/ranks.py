@@ -12,10 +12,11 @@ the ranks copy the parent's ``sys.path``.
         assert run_ranks(check_sum, 2, 10) == [21, 21]
 
 [Note: pooled ranks] Importing torch costs seconds, so one pool of processes per world size lives until the
-session ends or a check fails. Each call gets a new process group, the parent's environment, folder and
-``sys.path``, seed 0 and default torch settings (`_reset`). What still leaks into the next check: imported
-modules and their globals (monkeypatches, registries, "warned once" flags), variables that a library read
-while it was imported, threads, signal handlers. A check that leaves or needs such state takes ``fresh=True``.
+session ends or a check fails. Its process group lives as long: where ranks end a gloo group, the last one sometimes
+waits for ever (torch 2.7.0, 3 of 100 times). Each call gets the parent's environment, folder and ``sys.path``, seed 0
+and default torch settings (`_reset`). What still leaks into the next check: groups, meshes, imported modules and their
+globals (monkeypatches, registries, "warned once" flags), variables that a library read while it was imported, threads,
+signal handlers. A check that leaves or needs such state takes ``fresh=True``.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 180
-CLEANUP_TIMEOUT_S = 60
-MAX_CALLS = 100  # Each call leaves a group's threads and sockets behind, see _OLD_GROUPS.
+MAX_CALLS = 60  # A check leaves the groups of its meshes behind, with their threads.
 PEER_GRACE_S = 1.0  # After a failure: how long other ranks may still report their own.
 STACK_GRACE_S = 0.3  # After SIGUSR1: faulthandler writes from the signal handler, within milliseconds.
 TAIL_CHARS = 4000
@@ -206,7 +206,7 @@ class _Pool:
         return self.folder.exists() and all(process.poll() is None for process in self.processes)
 
     def run(self, call: _Call, env: dict[str, str]) -> list[Any]:
-        """Have every rank run the check, then leave the group once all have passed the barrier."""
+        """Have every rank run the check; each answers once all have passed the barrier."""
         self.num_calls += 1
         self.output_start = [self._file(rank, "output").stat().st_size for rank in range(call.world_size)]
         name = f"{call.module}.{call.qualname}"
@@ -214,9 +214,6 @@ class _Pool:
             environ = {**call.environ, **_rank_variables(rank, call.world_size), **env}
             self._send(connection, pickle.dumps(_Call(**{**vars(call), "environ": environ})))
         results = self._collect(name, call.timeout_s)
-        for connection in self.connections:
-            self._send(connection, b"leave")
-        self._collect(f"cleaning up after {name}", CLEANUP_TIMEOUT_S)
         return [pickle.loads(result) for result in results]
 
     def _send(self, connection: Connection, message: bytes) -> None:
@@ -225,11 +222,12 @@ class _Pool:
 
     def _collect(self, doing: str, timeout_s: float) -> list[bytes]:
         """Wait for one answer of every rank; on an error, give the others ``PEER_GRACE_S`` for theirs."""
+        asked = range(len(self.connections))
         answers: dict[int, bytes | RankFailure] = {}
         deadline = time.monotonic() + timeout_s
         timed_out = False
-        while len(answers) < len(self.connections):
-            pending = {c: rank for rank, c in enumerate(self.connections) if rank not in answers}
+        while len(answers) < len(asked):
+            pending = {self.connections[rank]: rank for rank in asked if rank not in answers}
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
                 timed_out = not any(isinstance(answer, RankFailure) for answer in answers.values())
@@ -239,10 +237,10 @@ class _Pool:
                 if isinstance(answer, RankFailure):
                     deadline = min(deadline, time.monotonic() + PEER_GRACE_S)
         failures = sorted((a for a in answers.values() if isinstance(a, RankFailure)), key=lambda f: f.order)
-        running = [rank for rank in range(len(self.connections)) if rank not in answers]
+        running = [rank for rank in asked if rank not in answers]
         if failures or running:
             raise self._error(doing, failures, running, timeout_s if timed_out else None)
-        return [answers[rank] for rank in range(len(answers))]
+        return [answers[rank] for rank in asked]
 
     def _receive(self, rank: int, connection: Connection) -> bytes | RankFailure:
         try:
@@ -319,39 +317,30 @@ def _serve(descriptor: str, rank: str, parent_pid: str, stack_file: str) -> None
             _run_call(connection, int(rank), pickle.loads(connection.recv_bytes()))
 
 
-# The groups of earlier checks, alive until the process is killed: where two ranks end a gloo group at the same moment,
-# its destructor sometimes waits for ever (torch 2.7.0: in 3 of 100 checks that do next to nothing).
-_OLD_GROUPS: list[Any] = []
-
-
 def _answer(connection: Connection, answer: bytes | tuple[float, str, str]) -> None:
     # Not Connection.send: torch teaches its pickler to pass tensors as shared memory of this process.
     connection.send_bytes(pickle.dumps(answer))
 
 
 def _run_call(connection: Connection, rank: int, call: _Call) -> None:
-    """Run one check and answer twice: after the barrier, and when the group is gone. Communicates on gloo."""
+    """Run one check and answer after the barrier that ends it. Communicates on gloo."""
     import torch.distributed as dist
 
     with warnings.catch_warnings():
         try:
             _reset(call)
-            store = dist.FileStore(call.store, call.world_size)
-            # Later than the parent's time-out, which shows every stack.
-            timeout = timedelta(seconds=call.timeout_s + START_TIMEOUT_S)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=call.world_size, timeout=timeout)
+            if not dist.is_initialized():
+                store = dist.FileStore(call.store, call.world_size)
+                # The parent's time-out comes first, and shows every stack.
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=call.world_size, timeout=timedelta(hours=1)
+                )
             check = _import_check(call)
             result = pickle.dumps(check(*pickle.loads(call.args)))
             if dist.is_initialized():
                 dist.barrier()
-            _answer(connection, result)
-            # A rank that leaves while a peer is still in the barrier would look like a failed peer.
-            assert connection.recv_bytes() == b"leave"
-            if dist.is_initialized():
-                _OLD_GROUPS.extend(dist.distributed_c10d._world.pg_map)
-                dist.destroy_process_group()
             gc.collect()
-            _answer(connection, b"")
+            _answer(connection, result)
         except BaseException as error:  # SystemExit and pytest.skip too: the parent must hear of each.
             text = "".join(traceback.format_exception_only(error)).strip()
             _answer(connection, (time.monotonic(), text, traceback.format_exc()))
@@ -405,11 +394,3 @@ def _reset(call: _Call) -> None:
     torch.manual_seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
-    if device_mesh := sys.modules.get("torch.distributed.device_mesh"):
-        for registry in vars(device_mesh._mesh_resources).values():
-            if hasattr(registry, "clear"):
-                registry.clear()  # A mesh equal to an earlier one would be given that one's destroyed groups.
-    if tensor := sys.modules.get("torch.distributed.tensor"):
-        sharding_cache = tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-        sharding_cache.cache.cache_clear()  # Cached outputs hold meshes as well.
-        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
