@@ -71,8 +71,10 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
         for unit in plan.units:
             materializer.make_real(unit_modules[unit.name], left_out)
             sharded[unit.name] = _shard(model, unit, mesh, left_out)
-            if plan.buffer_dtype is not None and unit.mixed_precision.output_dtype is None:
-                cast_buffers(unit_modules[unit.name], plan.buffer_dtype)
+    if plan.buffer_dtype is not None:
+        cast_buffers(
+            [m for unit in plan.units if unit.casts_buffers for m in unit_modules[unit.name]], plan.buffer_dtype
+        )
     _set_prefetch(plan, sharded)
     _open_entry_points(model)
     _verify(model, plan)

@@ -16,17 +16,20 @@ def cast_buffers(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
     (torch/distributed/fsdp/_runtime_utils.py, 2.7); what is lost in the cast stays lost, then as now. Does not
     communicate.
     """
-    for module in modules:
-        originals = {
+    originals = {
+        module: {
             name: buffer.dtype
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.is_floating_point() and buffer.dtype != dtype
         }
-        for name in originals:
+        for module in modules
+    }
+    for module, dtypes in originals.items():  # noted first: modules may share a buffer
+        for name in dtypes:
             buffer = getattr(module, name)
             buffer.data = buffer.data.to(dtype)
-        if originals:
-            module.register_state_dict_post_hook(_Restore(originals))
+        if dtypes:
+            module.register_state_dict_post_hook(_Restore(dtypes))
 
 
 class _Restore:

@@ -1,7 +1,6 @@
 """The FSDP2 target in plain, frozen values: what ``fully_shard`` is to be given, one field per decision."""
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -194,5 +193,7 @@ def check_reshard_degree(reshard_after_forward: bool | int, mesh: MeshSpec, wher
 
 
 def _divisors_text(number: int) -> str:
-    divisors: Sequence[int] = [d for d in range(1, number + 1) if number % d == 0]
+    if number > 2**16:  # no cluster that exists; a list would take for ever
+        return f"a divisor of {number}"
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
     return ", ".join(map(str, divisors[:-1])) + (" or " if len(divisors) > 1 else "") + str(divisors[-1])

@@ -62,6 +62,7 @@ class ShardUnit:
     cpu_offload: bool
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] | None = None
+    casts_buffers: bool = True
     reason: str
 
     @property
@@ -88,6 +89,7 @@ class ShardUnit:
             "cpu_offload": self.cpu_offload,
             "forward_prefetch": list(self.forward_prefetch),
             "backward_prefetch": None if self.backward_prefetch is None else list(self.backward_prefetch),
+            "casts_buffers": self.casts_buffers,
             "reason": self.reason,
         }
 
@@ -228,6 +230,7 @@ def _unit(unit: WrapUnit, uses: list[ParameterUse], config: ShardingConfig) -> S
         mixed_precision=policy,
         cpu_offload=offload,
         backward_prefetch=own_prefetch,
+        casts_buffers=not unit.full_precision,
         reason=unit.reason,
     )
 

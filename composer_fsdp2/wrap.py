@@ -44,7 +44,7 @@ def select_units(model: nn.Module, *, low_precision: bool = False) -> Selection:
 
     Args:
         model: Any module tree; parameters may be on the meta device.
-        low_precision: Whether parameters are gathered in a lower dtype, so that batch norms get units of their own.
+        low_precision: Whether parameters or buffers are in a lower dtype, so that batch norms get units of their own.
     Raises:
         PlanError: a wrap function raised or returned something else than a bool or a dict; names the module.
 
@@ -146,7 +146,7 @@ def _selection(tree: UnitTree, excluded: Mapping[str, str], low_precision: bool)
     """What the tree holds, without empty units.
 
     A root without parameters of its own stays where units lie below it, which share their streams and their clipping
-    through it, and where inputs are cast, which FSDP1's root did.
+    through it, and where inputs are cast, which FSDP1's root did; so does a batch norm without weights.
     """
     ordered = tree.bottom_up()
     members: dict[WrapUnit, list[int]] = {unit: [] for unit in ordered}
@@ -157,7 +157,11 @@ def _selection(tree: UnitTree, excluded: Mapping[str, str], low_precision: bool)
             outside.setdefault(_why_outside(use, excluded), []).append(use.name)
         else:
             members[unit].append(index)
-    kept = [unit for unit in ordered if members[unit] or (unit.is_root and (low_precision or tree.has_inside(unit)))]
+    kept = [
+        unit
+        for unit in ordered
+        if members[unit] or unit.full_precision or (unit.is_root and (low_precision or tree.has_inside(unit)))
+    ]
     return Selection(
         units=tuple(kept),
         uses=tree.uses,

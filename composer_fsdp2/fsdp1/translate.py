@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
 
@@ -69,11 +70,14 @@ class LegacyConfig:
         if isinstance(source, LegacyConfig):
             return source
         if isinstance(source, DictConfig):
-            source = OmegaConf.to_container(source, resolve=True)
+            try:
+                source = OmegaConf.to_container(source, resolve=True)
+            except OmegaConfBaseException as error:
+                raise ConfigError(f"fsdp_config cannot be resolved: {error}") from error
         if isinstance(source, Mapping):
             said = {str(key): value for key, value in source.items()}
             return cls(said=said, defaults={}, mesh=said.get("device_mesh"))
-        if not (dataclasses.is_dataclass(source) or hasattr(source, "__dict__")) or isinstance(source, str | type):
+        if not hasattr(source, "__dict__") or isinstance(source, str | type) or callable(source):
             raise ConfigError(
                 f"fsdp_config is a {type(source).__name__}; give a mapping, a composer FSDPConfig or an FSDP2Config"
             )
@@ -84,7 +88,9 @@ class LegacyConfig:
         # Composer's State puts the mesh that it built from the degrees into device_mesh; it restates them.
         set_here = {key: value for key, value in vars(source).items() if key[0] != "_" and key != "device_mesh"}
         said = set_here
-        if dataclasses.is_dataclass(source) and all(f.name in vars(source) for f in dataclasses.fields(source)):
+        if dataclasses.is_dataclass(source) and all(
+            f.name in vars(source) for f in dataclasses.fields(source) if f.init
+        ):
             # A generated __init__ sets every field; what equals the class's default was not said.
             said = {
                 key: value for key, value in set_here.items() if not _same(value, getattr(type(source), key, _ABSENT))
@@ -95,7 +101,7 @@ class LegacyConfig:
             if key.name not in said and hasattr(source, key.name) and key.name != "device_mesh"
         }
         if not hasattr(source, "sharding_strategy"):
-            defaults |= FSDP2_DEFAULTS
+            defaults |= {name: defaults.get(name) or default for name, default in FSDP2_DEFAULTS.items()}
         return cls(said=said, defaults=defaults, mesh=getattr(source, "device_mesh", None))
 
     def __getitem__(self, name: str) -> Any:
@@ -184,7 +190,7 @@ def translate(
     problems.raise_all()
 
     findings = tuple(_findings(legacy, precision_name, mesh, policy))
-    if legacy["strict"] and strict and any(finding.outcome.blocks for finding in findings):
+    if legacy.said.get("strict", strict) and any(finding.outcome.blocks for finding in findings):
         return Translation(config=None, findings=findings)
     config = ShardingConfig(
         mesh=mesh,
@@ -516,7 +522,7 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
     if value is None or isinstance(value, torch.dtype):
         return value
     text = getattr(value, "value", value)
-    if text not in DTYPES:
+    if not isinstance(text, str) or text not in DTYPES:
         near = nearest_key(str(text), tuple(DTYPES))
         hint = f"; did you mean {near}?" if near else ""
         raise ConfigError(f"{name} is {value!r}, which is no dtype{hint}")
@@ -621,7 +627,7 @@ def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precis
     for name in legacy.said:
         special = exceptions.get(name, lambda: None)()
         yield special or _finding(legacy, name)
-    if mixed_precision.keep_low_precision_grads:
+    if mixed_precision.keep_low_precision_grads and "keep_low_precision_grads" not in legacy.said:
         yield _finding(legacy, "keep_low_precision_grads", value=True)
 
 
