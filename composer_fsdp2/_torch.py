@@ -137,6 +137,28 @@ def _record_cpu_events() -> None:
     torch.cpu.Stream.record_event = record_event  # type: ignore[method-assign]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# A gather that was prefetched for a unit whose backward never ran (its inputs need no gradient) is waited for on
+# torch.accelerator's current stream, which does not exist without an accelerator.
+
+
+def _unused_gather_asks_for_an_accelerator() -> bool:
+    finalize = _fsdp_param_group.FSDPParamGroup.finalize_backward
+    return not has_accelerator() and "accelerator" in finalize.__code__.co_names
+
+
+def _forget_events_of_unused_gathers() -> None:
+    original = _fsdp_param_group.FSDPParamGroup.finalize_backward
+
+    def finalize_backward(self: Any) -> None:
+        gather = self._all_gather_result
+        if gather is not None and self.device.type == "cpu":
+            self._all_gather_result = gather._replace(all_gather_event=None)  # the work itself is waited for
+        original(self)
+
+    _fsdp_param_group.FSDPParamGroup.finalize_backward = finalize_backward  # type: ignore[method-assign]
+
+
 REPAIRS = (
     Repair(
         name="gloo averages",
@@ -153,5 +175,13 @@ REPAIRS = (
         why="fully_shard on a 2-D CPU mesh fails an assertion without an event",
         is_needed=_cpu_events_are_missed,
         apply=_record_cpu_events,
+    ),
+    Repair(
+        name="unused gathers on the CPU",
+        seen_on=("2.7.0",),
+        not_on=(),
+        why="backward fails where a frozen unit was gathered ahead and no accelerator is there",
+        is_needed=_unused_gather_asks_for_an_accelerator,
+        apply=_forget_events_of_unused_gathers,
     ),
 )

@@ -23,7 +23,7 @@ from composer_fsdp2.wrap import LeftOut, select_units
 
 __all__ = ["ParameterSpec", "ShardUnit", "ShardingPlan", "plan_sharding", "refuse_sharded"]
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_LOW_PRECISION = {torch.float16, torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
     """
     refuse_sharded(model)
     check_optimizers(model, optimizers)
-    low_precision = config.mixed_precision.param_dtype in _LOW_PRECISION
+    low_precision = bool({config.mixed_precision.param_dtype, config.buffer_dtype} & _LOW_PRECISION)
     selection = select_units(model, low_precision=low_precision)
     units = tuple(
         _unit(unit, [selection.uses[i] for i in members], config)

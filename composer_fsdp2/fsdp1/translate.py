@@ -88,9 +88,8 @@ class LegacyConfig:
         # Composer's State puts the mesh that it built from the degrees into device_mesh; it restates them.
         set_here = {key: value for key, value in vars(source).items() if key[0] != "_" and key != "device_mesh"}
         said = set_here
-        if dataclasses.is_dataclass(source) and all(
-            f.name in vars(source) for f in dataclasses.fields(source) if f.init
-        ):
+        fields = dataclasses.fields(source) if dataclasses.is_dataclass(source) else ()
+        if fields and all(field.name in vars(source) for field in fields if field.init):
             # A generated __init__ sets every field; what equals the class's default was not said.
             said = {
                 key: value for key, value in set_here.items() if not _same(value, getattr(type(source), key, _ABSENT))
@@ -440,7 +439,8 @@ def _mesh_of(mesh: object, device_type: str) -> MeshSpec:
 def _reshard_after_forward(legacy: LegacyConfig) -> bool | int:
     strategy = _strategy(legacy["sharding_strategy"])
     if "reshard_after_forward" not in legacy.said:
-        return strategy.reshards_after_forward
+        of_class: bool | int | None = legacy.defaults.get("reshard_after_forward")
+        return strategy.reshards_after_forward if of_class is None or "sharding_strategy" in legacy.said else of_class
     value: bool | int = legacy["reshard_after_forward"]
     if "sharding_strategy" in legacy.said:
         _same_reshard(strategy.reshards_after_forward, value)
