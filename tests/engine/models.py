@@ -6,7 +6,6 @@ Tests and ranks import it as ``engine.models``; a rank can build only what a mod
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,6 +113,17 @@ def tie(first: nn.Module, *others: nn.Module) -> None:
         other.weight = first.weight
 
 
+class FakeMetric(nn.Module):
+    """What torchmetrics.Metric is to the engine: a class of that name in that package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layer()
+
+
+FakeMetric.__name__, FakeMetric.__module__ = "Metric", "torchmetrics.metric"
+
+
 # Random trees ---------------------------------------------------------------------------------------------------------
 
 
@@ -160,10 +170,10 @@ def random_model(rng: random.Random, *, width: int = 3, excluded: bool = True) -
     """
     model = Node(width, rng.random() < 0.2)
     made: list[nn.Module] = []
-    for i in range(rng.randint(1, 3)):
+    for i in range(rng.choice([1, 1, 2, 3])):
         child = _random_module(rng, width, depth=3, made=made)
         model.add_module(f"child{i}", child)
-        if excluded and rng.random() < 0.15:
+        if excluded and rng.random() < 0.1:
             child._fsdp_wrap = False
         if isinstance(child, Node):
             _choose_answers(rng, child)
@@ -174,12 +184,12 @@ def random_model(rng: random.Random, *, width: int = 3, excluded: bool = True) -
 
 
 def _random_module(rng: random.Random, width: int, depth: int, made: list[nn.Module]) -> nn.Module:
-    kind = rng.choice(["leaf", "leaf", "node", "node", "node", "list", "empty", "again"])
+    kind = rng.choice(["leaf", "leaf", "leaf", "node", "node", "list", "empty", "again"] if made else ["node", "list"])
     if kind == "again" and made:
         return rng.choice(made)
     if depth and kind in ("node", "list"):
         module: nn.Module = Node(width, rng.random() < 0.4) if kind == "node" else nn.ModuleList()
-        for i in range(rng.randint(0, 3)):
+        for i in range(rng.randint(0, 4)):
             module.add_module(str(i), _random_module(rng, width, depth - 1, made))
     else:
         module = nn.Tanh() if kind == "empty" else Leaf(width)
@@ -188,7 +198,7 @@ def _random_module(rng: random.Random, width: int, depth: int, made: list[nn.Mod
 
 
 def _choose_answers(rng: random.Random, child: Node) -> None:
-    choices: list[Any] = [False, True, {}, {"reshard_after_forward": False}]
+    choices: list[Any] = [False, True, True, True, {}, {"reshard_after_forward": False}]
     for path, module in child.named_modules():
         child.answers[path] = rng.choice(choices)
         if path and rng.random() < 0.15:
@@ -197,9 +207,6 @@ def _choose_answers(rng: random.Random, child: Node) -> None:
 
 def _tie_some(rng: random.Random, model: nn.Module) -> None:
     owners = [module for module in model.modules() if getattr(module, "weight", None) is not None]
-    for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
+    for _ in range(rng.choice([0, 1, 1, 2, 2, 3])):
         if len(owners) > 1:
             tie(*(rng.choice(owners) for _ in range(rng.randint(2, 3))))
-
-
-Build = Callable[[], nn.Module]

@@ -15,10 +15,17 @@ from composer_fsdp2 import prepare_fully_shard
 
 Inputs = Callable[[int], torch.Tensor]  # from a seed
 
+# FSDP1's default casts to the precision, and fp32 is the highest that Composer has.
+FULL = {"mixed_precision": "FULL"}
+
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, gathered if it is sharded; called on all ranks."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def assert_close(what: str, actual: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float) -> None:
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -41,20 +48,24 @@ def train_alike(
     *,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
     num_steps: int = 2,
     rtol: float = 1e-12,
     atol: float = 1e-14,
 ) -> nn.Module:
     """Shard what ``build`` makes, train it with another batch on each rank, and compare with the mean over all batches.
 
-    Called on all ranks, with a ``build`` that gives the same values on each. Returns the sharded model.
+    Called on all ranks, with a ``build`` that gives the same values on each. Nothing is cast unless ``config`` says so.
+    Returns the sharded model.
     """
     torch.set_default_dtype(dtype)
     model = build()
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model).to(device)
     ours, theirs = optimizer(model), optimizer(reference)
-    prepare_fully_shard(model, ours, config, device="cpu")
-    compare_training(model, reference, ours, theirs, inputs, num_steps=num_steps, rtol=rtol, atol=atol)
+    prepare_fully_shard(model, ours, FULL | config, device=device)
+    compare_training(
+        model, reference, ours, theirs, lambda seed: inputs(seed).to(device), num_steps=num_steps, rtol=rtol, atol=atol
+    )
     return model
 
 
@@ -70,9 +81,7 @@ def compare_training(
     atol: float = 1e-14,
 ) -> None:
     def compare(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        torch.testing.assert_close(
-            actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"step {step}, {what}: {text}"
-        )
+        assert_close(f"step {step}, {what}", actual.to(expected.device), expected, rtol=rtol, atol=atol)
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for step in range(num_steps):

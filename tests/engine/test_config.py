@@ -51,7 +51,7 @@ def test_degrees_that_do_not_fit_name_those_that_would(spec: MeshSpec, world_siz
 @pytest.mark.parametrize("degrees", [{"shard": 0}, {"shard": -2}, {"replicate": 0}, {"shard": -1, "replicate": -1}])
 def test_impossible_degrees_are_refused_when_written(degrees: dict[str, int]):
     """A typo in a degree is found on the laptop, not after the job has its GPUs."""
-    with pytest.raises(ConfigError, match="data_parallel_.*_degree"):
+    with pytest.raises(ConfigError, match=r"data_parallel_.*_degree"):
         MeshSpec(**degrees)
 
 
@@ -92,7 +92,7 @@ def test_reshard_group_sizes_that_do_not_divide_are_refused(reshard: int, messag
 def test_reshard_group_size_waits_for_an_open_mesh():
     """A configuration can be written without knowing the number of ranks; a unit's error names its module."""
     assert ShardingConfig(mesh=MeshSpec(), reshard_after_forward=3).reshard_after_forward == 3
-    with pytest.raises(ConfigError, match="blocks.0: reshard_after_forward 3"):
+    with pytest.raises(ConfigError, match=r"blocks\.0: reshard_after_forward 3"):
         check_reshard_degree(3, MeshSpec(shard=4), "blocks.0")
 
 

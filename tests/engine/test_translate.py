@@ -92,7 +92,11 @@ def test_strategy_and_degrees(
     strategy: str | None, shard: int, replicate: int | None, shape: tuple[int, ...], reshard: bool
 ):
     """Memory and traffic stay what they were: SHARD_GRAD_OP keeps parameters, NO_SHARD replicates, HYBRID is 2-D."""
-    said = {"sharding_strategy": strategy, "data_parallel_shard_degree": shard, "data_parallel_replicate_degree": replicate}
+    said = {
+        "sharding_strategy": strategy,
+        "data_parallel_shard_degree": shard,
+        "data_parallel_replicate_degree": replicate,
+    }
     config = config_of({key: value for key, value in said.items() if value is not None})
     assert config.mesh.shape == shape
     assert config.reshard_after_forward is reshard
@@ -106,9 +110,9 @@ def test_every_strategy_of_torch_is_known(strategy: str):
 
 def test_degrees_stay_open_without_a_world_size():
     """A configuration can be looked at on a machine without ranks."""
-    assert config_of({"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}, world_size=None).mesh == (
-        MeshSpec(replicate=2)
-    )
+    assert config_of(
+        {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}, world_size=None
+    ).mesh == (MeshSpec(replicate=2))
     assert config_of({"sharding_strategy": "NO_SHARD"}, world_size=None).mesh == MeshSpec(shard=1, replicate=-1)
 
 
@@ -282,7 +286,7 @@ def test_unknown_precision(precision: object, parts: list[str]):
 
 
 def test_precision_of_no_precision(monkeypatch: pytest.MonkeyPatch):
-    """Without a precision the run trains in Composer's own default for the device: amp_fp16 on CUDA, fp32 on the CPU."""
+    """Without a precision the run trains in Composer's default for the device: amp_fp16 on CUDA, fp32 on the CPU."""
     assert config_of({}, device="cpu").precision == "fp32"
     assert config_of({}, device="cuda").precision == "amp_fp16"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -416,7 +420,10 @@ def test_values_outside_the_choices(said: dict[str, Any], parts: list[str]):
         ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, ["kept"]),
         ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": 2}, ["kept"]),
         ({"sharding_strategy": "NO_SHARD", "reshard_after_forward": True}, ["kept"]),
-        ({"mixed_precision": "PURE", "mp_policy": MixedPrecisionPolicy()}, ["mixed_precision", "mp_policy", "keep one"]),
+        (
+            {"mixed_precision": "PURE", "mp_policy": MixedPrecisionPolicy()},
+            ["mixed_precision", "mp_policy", "keep one"],
+        ),
         ({"cpu_offload": True, "offload_policy": OffloadPolicy()}, ["cpu_offload", "offload_policy", "keep one"]),
         ({"sharding_strategy": "NO_SHARD", "data_parallel_replicate_degree": 2}, ["NO_SHARD contradicts"]),
         ({"activation_cpu_offload": True, "use_orig_params": False}, ["use_orig_params"]),
@@ -508,7 +515,20 @@ def test_defaults_of_a_class_were_not_said(make: Any):
     """The report shows what the user wrote, not what Composer's class fills in."""
     assert keys_of(translate(make(), device="cpu")) == []
     assert keys_of(translate(make(activation_checkpointing=True), device="cpu")) == ["activation_checkpointing"]
-    assert translate(make(), device="cpu").config == translate({}, device="cpu").config
+
+
+def test_defaults_of_fsdp1_config():
+    """An FSDPConfig without a word trains as an empty section of a YAML."""
+    assert translate(LikeFSDPConfig(), device="cpu").config == translate({}, device="cpu").config
+
+
+def test_defaults_of_fsdp2_config():
+    """An FSDP2Config without a word trains as under Composer's own FSDP2: checkpointing is not reentrant, and rank 0's
+    values go out where other ranks have none (composer/distributed, 0.32.1)."""
+    expected = dataclasses.replace(
+        config_of({}), activation_checkpointing=ActivationCheckpointing(reentrant=False), sync_module_states=None
+    )
+    assert config_of(LikeFSDP2Config()) == expected
 
 
 def test_attributes_are_read_whoever_set_them():
@@ -528,21 +548,23 @@ def test_properties_of_fsdp2_config_are_read():
     """Composer switches sync_module_states on by itself, behind a property."""
     config = LikeFSDP2Config()
     config._sync_module_states = True
-    assert config_of(config).sync_module_states
+    assert config_of(config).sync_module_states is True
     assert keys_of(translate(config, device="cpu")) == []
 
 
-def test_a_default_that_differs_from_fsdp1_holds():
-    """FSDP2Config's own defaults hold for what the user left out, though they are no statement."""
+def test_a_default_of_ones_own_class_holds():
+    """A subclass with other defaults means them, though they are no statement."""
 
     @dataclass
-    class Other:
-        reshard_after_forward: bool = False
-        sync_module_states: bool = True
+    class Other(LikeFSDP2Config):
+        reshard_after_forward: bool | int = False
+        activation_checkpointing: bool = True
 
     translation = translate(Other(), device="cpu")
     assert keys_of(translation) == []
-    assert translation.config is not None and translation.config.sync_module_states
+    assert translation.config is not None
+    assert translation.config.activation_checkpointing.checkpoint
+    assert translation.config.reshard_after_forward is False
 
 
 def test_said_default_in_a_mapping_is_reported():
@@ -638,7 +660,10 @@ def test_strict_refuses_what_is_lost_and_not_strict_goes_on(key: str, value: obj
     assert refused_translation.to_json()["possible"] is False
 
     plain = translate({}, **options).config
-    for lenient in (translate({key: value}, strict=False, **options), translate({key: value, "strict": False}, **options)):
+    for lenient in (
+        translate({key: value}, strict=False, **options),
+        translate({key: value, "strict": False}, **options),
+    ):
         assert lenient.config == plain
         assert [finding.key for finding in lenient.blocking] == [key]
 
@@ -752,9 +777,13 @@ ANYTHING = st.recursive(
     | st.floats()
     | st.text(max_size=12)
     | st.binary(max_size=4)
-    | st.sampled_from([F32, torch.int8, MixedPrecision(), MixedPrecisionPolicy(), CPUOffload(), OffloadPolicy(), object()]),
-    lambda values: st.lists(values, max_size=3)
-    | st.dictionaries(st.sampled_from(["param_dtype", "reduce_dtype", "buffer_dtype", "other"]), values, max_size=3),
+    | st.sampled_from(
+        [F32, torch.int8, MixedPrecision(), MixedPrecisionPolicy(), CPUOffload(), OffloadPolicy(), object()]
+    ),
+    lambda values: (
+        st.lists(values, max_size=3)
+        | st.dictionaries(st.sampled_from(["param_dtype", "reduce_dtype", "buffer_dtype", "other"]), values, max_size=3)
+    ),
     max_leaves=4,
 )
 SENSIBLE = {
@@ -827,5 +856,7 @@ def test_most_of_those_mappings_are_accepted():
 @pytest.mark.timeout(20)
 def test_huge_numbers_are_answered_at_once():
     """A degree with too many zeros is an error, not a job that hangs at its start."""
-    assert "10000000000000" in refused({"data_parallel_shard_degree": 10**13, "reshard_after_forward": 7}, world_size=None)
+    assert "10000000000000" in refused(
+        {"data_parallel_shard_degree": 10**13, "reshard_after_forward": 7}, world_size=None
+    )
     assert str(10**13) in refused({"data_parallel_shard_degree": 10**13})

@@ -1,11 +1,11 @@
-"""Which modules become units; the expectations are how Composer 0.32.1 wrapped for FSDP1, and what fully_shard takes."""
+"""Which modules become units; the expectations are how Composer 0.32.1 wrapped for FSDP1."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from engine.models import Chain, Model, Node, layer, tie
+from engine.models import Chain, FakeMetric, Model, Node, layer, tie
 from torch import nn
 
 from composer_fsdp2 import PlanError
@@ -45,7 +45,12 @@ def test_wrap_function_of_the_direct_child_decides_below_it():
     units = units_of(model)
     assert list(units) == ["decoder.blocks.0", "decoder.blocks.1", "decoder"]
     assert units["decoder.blocks.1"] == [f"decoder.blocks.1.{n}" for n, _ in model.decoder.blocks[1].named_parameters()]
-    assert units["decoder"] == ["decoder.embed.weight", "decoder.norm.weight", "decoder.norm.bias", "decoder.head.weight"]
+    assert units["decoder"] == [
+        "decoder.embed.weight",
+        "decoder.norm.weight",
+        "decoder.norm.bias",
+        "decoder.head.weight",
+    ]
     assert roots_of(select_units(model)) == ["decoder"]
 
 
@@ -110,17 +115,6 @@ def test_own_parameters_of_the_model_are_left_out():
     model.own = nn.Parameter(nn.init.ones_(layer().weight.data))
     assert "decoder" in units_of(model)
     assert left_out_of(model) == {"own": "the model's own parameter: FSDP1 wrapped its children only"}
-
-
-class FakeMetric(nn.Module):
-    """What torchmetrics.Metric is to us: a class of that name in that package."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = layer()
-
-
-FakeMetric.__name__, FakeMetric.__module__ = "Metric", "torchmetrics.metric"
 
 
 def test_metrics_are_skipped():
@@ -189,7 +183,7 @@ def test_root_without_parameters_still_casts_its_inputs():
 
 
 def test_batch_norms_are_units_of_their_own_in_low_precision():
-    """Running statistics are kept in fp32 (FSDP1's MixedPrecision._module_classes_to_ignore); with fp32, nothing changes."""
+    """Running statistics are kept in fp32 (FSDP1's MixedPrecision._module_classes_to_ignore); fp32 needs no unit."""
     model = Chain(child=Chain({}, first=layer(), norm=nn.BatchNorm1d(6)))
     assert list(units_of(model)) == ["child"]
     assert list(units_of(model, low_precision=True)) == ["child.norm", "child"]
@@ -224,7 +218,9 @@ def test_a_wrap_function_that_raises():
         def fsdp_wrap_fn(self, module: nn.Module) -> bool:
             raise KeyError("no such layer")
 
-    with pytest.raises(PlanError, match=r"raised KeyError for module 'child.inner' \(Linear\).*no such layer") as caught:
+    with pytest.raises(
+        PlanError, match=r"raised KeyError for module 'child.inner' \(Linear\).*no such layer"
+    ) as caught:
         select_units(Chain(child=Broken(inner=layer())))
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -272,7 +268,7 @@ def test_common_ancestor_without_forward_is_passed_over():
     model.child.blocks = nn.ModuleList([layer(), layer()])
     tie(*model.child.blocks)
     units = units_of(model)
-    assert [names for names in units.values()] == [["child.blocks.0.weight"]]
+    assert list(units.values()) == [["child.blocks.0.weight"]]
     assert "child.blocks" not in units
 
 
@@ -332,7 +328,10 @@ def test_tie_across_levels_of_nesting():
     inner = Chain(middle=Chain(tied=layer()), deep=Chain(rest=layer()))
     model = Chain(
         child=Chain(
-            {"inner": True, "inner.middle": True, "inner.deep": True, "head": True}, inner=inner, head=layer(), rest=layer()
+            {"inner": True, "inner.middle": True, "inner.deep": True, "head": True},
+            inner=inner,
+            head=layer(),
+            rest=layer(),
         )
     )
     tie(model.child.head, inner.middle.tied)

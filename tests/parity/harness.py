@@ -1,6 +1,7 @@
-"""Train one model twice from the same seed on the same data, with Composer's FSDP1 and with ours, and compare.
+"""Train a model from the same seed on the same data: with Composer's FSDP1, with ours, or on one process.
 
-``from parity.harness import Run, train, difference``; everything here but the values runs on the ranks.
+``from parity.harness import Run, Sharding, train``. ``train`` runs on the ranks; Composer, Transformers and LLM Foundry
+are imported there only.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 from unittest import mock
 
@@ -21,8 +22,33 @@ STEPS = 10
 EVAL_AFTER = (2, 6)
 # Far enough below the norms of these models that most steps are clipped.
 THRESHOLDS = {"norm": 0.3, "value": 0.05}
-HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {"sharding_strategy": "FULL_SHARD"},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+    # The number of replicas behind a colon; without replicas the mesh has two axes all the same.
+    "HYBRID_SHARD:1": {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 1},
+    "HYBRID_SHARD:2": {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2},
+    "_HYBRID_SHARD_ZERO2:2": {"sharding_strategy": "_HYBRID_SHARD_ZERO2", "data_parallel_replicate_degree": 2},
+    # FSDP2's own key, which FSDP1 does not see: freed after forward to shards of two ranks.
+    "reshard:2": {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2},
+}
+
+BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16", "buffer_dtype": "bf16"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "prefetch-pre": {"backward_prefetch": "BACKWARD_PRE"},
+    "prefetch-none": {"backward_prefetch": "NONE", "limit_all_gathers": False},
+    "prefetch-far": {"forward_prefetch": True, "forward_prefetch_limit": 2, "backward_prefetch_limit": 2},
+    "flat": {"use_orig_params": False},
+    "bf16": {"mixed_precision": BF16},
+    "bf16-reduced-in-fp32": {"mixed_precision": BF16 | {"reduce_dtype": "fp32"}},
+    "reduced-in-bf16": {"mixed_precision": {"reduce_dtype": "bf16"}},
+    "sync_module_states": {"sync_module_states": True},
+    "cpu_offload": {"cpu_offload": True},
+}
 
 
 class Sharding(enum.Enum):
@@ -30,6 +56,7 @@ class Sharding(enum.Enum):
 
     FSDP1 = "Composer's prepare_fsdp_module"
     FSDP2 = "composer_fsdp2.prepare_fully_shard"
+    NONE = "nobody: each process trains the whole model on the batches of all ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,92 +65,116 @@ class Run:
 
     Args:
         optimizer: ``sgd`` (with momentum) or ``adamw`` in fp32, ``sgd64`` or ``adamw64`` in float64.
-        replicate: The replicate degree of a 2-D mesh, or None for a 1-D one.
-        checkpointing: Words of ``reentrant``, ``non-reentrant`` and ``offload`` joined by ``+``, or ``off``.
-        groups: ``one``, ``several`` (decayed or not, at two rates), ``subset`` (the first block has none), ``frozen``.
-        clipping: Composer's clipping type (``value`` clips by the largest absolute value of a root), or None.
-        more: Other FSDPConfig fields.
+        strategy: A name in ``STRATEGIES``.
+        checkpointing: ``reentrant``, ``non-reentrant`` and ``offload`` joined by ``+``, or ``off``.
+        groups: ``one``, ``several`` (matrices, and the rest undecayed at half the rate), ``subset`` (without the first
+            block) or ``frozen`` (the first block's matrices need no gradient).
+        clipping: ``off`` or Composer's clipping type; ``value`` clips by the largest absolute value under a root.
+        settings: A name in ``SETTINGS``.
     """
 
     model: str = "mlp"
     tied: bool = False
     optimizer: str = "sgd"
     strategy: str = "FULL_SHARD"
-    replicate: int | None = None
     checkpointing: str = "off"
     groups: str = "one"
-    clipping: str | None = None
+    clipping: str = "off"
     microbatches: int = 1
     evaluate: bool = False
     dropout: bool = True
-    more: tuple[tuple[str, Any], ...] = ()
+    settings: str = "default"
+
+    def __str__(self) -> str:
+        """What is not default, as a test's id; bare where the value speaks for itself."""
+        words = [self.model]
+        for entry in fields(self)[1:]:
+            value = getattr(self, entry.name)
+            if value != entry.default:
+                words.append(entry.name if value is True else f"no-{entry.name}" if value is False else str(value))
+        return "-".join(words)
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.optimizer.endswith("64") else torch.float32
 
+    @property
+    def is_adamw(self) -> bool:
+        return self.optimizer.startswith("adamw")
+
+    @property
+    def lr(self) -> float:
+        return 0.001 if self.is_adamw else 0.02
+
+    def num_replicas(self, world_size: int) -> int:
+        """How many ranks hold the same shard."""
+        if self.strategy == "NO_SHARD":
+            return world_size
+        return STRATEGIES[self.strategy].get("data_parallel_replicate_degree", 1)
+
     def fsdp_config(self) -> dict[str, Any]:
         """The section ``fsdp_config`` of this run's YAML."""
-        ways = set(self.checkpointing.split("+"))
-        section: dict[str, Any] = {
-            "sharding_strategy": self.strategy,
-            "activation_checkpointing": bool(ways & {"reentrant", "non-reentrant"}),
+        ways = self.checkpointing.split("+")
+        section = {
+            "activation_checkpointing": "reentrant" in ways or "non-reentrant" in ways,
             "activation_checkpointing_reentrant": "non-reentrant" not in ways,
             "activation_cpu_offload": "offload" in ways,
             "mixed_precision": "FULL" if self.dtype == torch.float64 else "DEFAULT",
         }
-        if self.replicate is not None:
-            section["data_parallel_replicate_degree"] = self.replicate
-        return section | dict(self.more)
+        return section | STRATEGIES[self.strategy] | SETTINGS[self.settings]
 
 
 @dataclass(kw_only=True)
 class Trained:
     """What one rank saw of a run. Names are the model's own, without wrappers."""
 
-    losses: list[float] = field(default_factory=list)  # of this rank
+    losses: list[float] = field(default_factory=list)  # of this rank, in training and evaluation
     mean_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of all gradients, before clipping
-    clip_norms: list[list[float]] = field(default_factory=list)  # of each root, as clipping gave them; ours only
+    clip_norms: list[list[float]] = field(default_factory=list)  # of each root, as our clipping returned them
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)  # of the last step; not FSDP1's
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of this rank
-    last_grads: dict[str, torch.Tensor] = field(default_factory=dict)  # ours only
+    left_out: list[str] = field(default_factory=list)  # parameters that are whole on every rank; not FSDP1's
     units: list[str] = field(default_factory=list)
+    unit_classes: set[type] = field(default_factory=set)
     roots: list[str] = field(default_factory=list)
     checkpointed: list[str] = field(default_factory=list)
     groups: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
 
 
 def train(run: Run, sharding: Sharding, *, gradient_scale: float = 1.0) -> Trained:
-    """Build, shard and train; called on all ranks. ``gradient_scale`` is the wrong factor of a negative control."""
+    """Build, shard and train; called on all ranks.
+
+    Args:
+        gradient_scale: A wrong factor before the gradients, for negative controls.
+    """
     model = build(run.model, tied=run.tied, dtype=run.dtype, dropout=run.dropout)
+    if run.settings == "sync_module_states" and sharding is not Sharding.NONE:
+        _scatter(model)
     optimizer = make_optimizer(run, model)
     shard(run, sharding, model, optimizer)
     trained = Trained()
     _describe(model, optimizer, trained)
-    torch.manual_seed(100 + dist.get_rank())  # Each rank has its own dropout, the same under both.
+    torch.manual_seed(100 + dist.get_rank())  # Each rank has its own dropout, the same whoever shards.
+    if run.evaluate:
+        _evaluate(model, 0, trained)  # Before anything is trained, as a user's trainer.eval() may be.
     for step in range(STEPS):
-        loss = 0.0
         optimizer.zero_grad()
+        losses = []
         for microbatch in range(run.microbatches):
-            part = model.loss(batch_of(model, dist.get_rank(), step, microbatch)) / run.microbatches
-            (part * gradient_scale).backward()
-            loss += part.item()
-        _record_loss(trained, loss)
-        trained.norms.append(_gradient_norm(run, model))
+            loss, mean = _forward(run, sharding, model, step, microbatch)
+            (mean * gradient_scale).backward()
+            losses.append(loss)
+        trained.losses.append(sum(losses))
+        trained.norms.append(_gradient_squares(model))
         _clip(run, sharding, model, trained)
         optimizer.step()
         if run.evaluate and step in EVAL_AFTER:
-            model.eval()
-            with torch.no_grad():
-                _record_loss(trained, model.loss(batch_of(model, dist.get_rank(), 1000 + step, 0)).item())
-            model.train()
+            _evaluate(model, 1 + step, trained)
+    _reduce_numbers(run, sharding, trained)
     _collect(sharding, model, trained)
     return trained
-
-
-def batch_of(model: Parent, rank: int, step: int, microbatch: int) -> torch.Tensor:
-    return model.batch(torch.Generator().manual_seed(1 + rank + 10 * microbatch + 100 * step))
 
 
 def make_optimizer(run: Run, model: Parent) -> torch.optim.Optimizer:
@@ -131,27 +182,24 @@ def make_optimizer(run: Run, model: Parent) -> torch.optim.Optimizer:
     first_block = set(model.blocks[0].parameters())
     if run.groups == "frozen":
         for parameter in first_block:
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(parameter.ndim <= 1)  # One unit holds both kinds, as with LoRA.
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [{"params": parameters}]
     if run.groups == "several":
         matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-        others = [parameter for parameter in parameters if parameter.ndim <= 1]
-        scale = 0.5
-        groups = [{"params": matrices}, {"params": others, "lr": _lr(run) * scale, "weight_decay": 0.0}]
+        rest = [parameter for parameter in parameters if parameter.ndim <= 1]
+        groups = [{"params": matrices}, {"params": rest, "lr": run.lr / 2, "weight_decay": 0.0}]
     if run.groups == "subset":
         groups = [{"params": [parameter for parameter in parameters if parameter not in first_block]}]
-    if run.optimizer.startswith("adamw"):
-        return torch.optim.AdamW(groups, lr=_lr(run), weight_decay=0.1)
-    return torch.optim.SGD(groups, lr=_lr(run), momentum=0.9, weight_decay=0.01)
-
-
-def _lr(run: Run) -> float:
-    return 0.003 if run.optimizer.startswith("adamw") else 0.05
+    if run.is_adamw:
+        return torch.optim.AdamW(groups, lr=run.lr, weight_decay=0.1)
+    return torch.optim.SGD(groups, lr=run.lr, momentum=0.9, weight_decay=0.01)
 
 
 def shard(run: Run, sharding: Sharding, model: Parent, optimizer: torch.optim.Optimizer) -> None:
     """As Composer's State does it: the config gets its mesh, then the list of optimizers goes along."""
+    if sharding is Sharding.NONE:
+        return
     from composer.core.state import _create_device_mesh
     from composer.devices import DeviceCPU
     from composer.utils.parallelism import FSDPConfig
@@ -172,47 +220,93 @@ def shard(run: Run, sharding: Sharding, model: Parent, optimizer: torch.optim.Op
         prepare_fsdp_module(model, [optimizer], config, "fp32", "cpu", False)
 
 
-def _record_loss(trained: Trained, loss: float) -> None:
-    trained.losses.append(loss)
-    mean = torch.tensor(loss, dtype=torch.float64) / dist.get_world_size()
-    dist.all_reduce(mean)
-    trained.mean_losses.append(mean.item())
-
-
-def _gradient_norm(run: Run, model: nn.Module) -> float:
-    """From the shards as they lie there, so that neither side's own arithmetic measures itself."""
-    from torch.distributed.tensor import DTensor
-
-    squares = torch.zeros((), dtype=torch.float64)
-    for parameter in model.parameters():
-        grad = parameter.grad
-        if grad is not None:
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            squares += local.double().square().sum()
-    dist.all_reduce(squares)
-    replicas = dist.get_world_size() if run.strategy == "NO_SHARD" else run.replicate or 1
-    return math.sqrt(squares.item() / replicas)
-
-
-def _clip(run: Run, sharding: Sharding, model: nn.Module, trained: Trained) -> None:
-    if run.clipping is None:
-        return
-    threshold = THRESHOLDS[run.clipping]
-    if sharding is Sharding.FSDP2:
-        from composer_fsdp2 import clip_grad_norm_
-
-        norms = clip_grad_norm_(model, threshold, 2.0 if run.clipping == "norm" else math.inf)
-        trained.clip_norms.append([norm.item() for norm in norms.values()])
-        return
-    from composer.algorithms.gradient_clipping import apply_gradient_clipping
-
-    apply_gradient_clipping(model, run.clipping, threshold, fsdp_enabled=True)
-
-
 def clean(name: str) -> str:
+    """A parameter's or module's name without FSDP1's and the checkpointing wrappers'."""
     for wrapper in WRAPPERS:
         name = f"{name}.".replace(wrapper, "").removesuffix(".")
     return name
+
+
+def _scatter(model: Parent) -> None:
+    """Other values on every rank but the first, which rank 0's are to replace."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data += dist.get_rank()
+
+
+def _batch(model: Parent, rank: int, step: int, number: int) -> torch.Tensor:
+    return model.batch(torch.Generator().manual_seed(1 + rank + 10 * number + 100 * step))
+
+
+def _forward(run: Run, sharding: Sharding, model: Parent, step: int, microbatch: int) -> tuple[float, torch.Tensor]:
+    """This rank's loss, and what to differentiate: FSDP averages gradients, one process averages losses."""
+    rank = dist.get_rank()
+    if sharding is not Sharding.NONE:
+        loss = model(_batch(model, rank, step, microbatch)) / run.microbatches
+        return loss.item(), loss
+    assert not run.dropout, "one process cannot draw every rank's dropout"
+    ranks = range(dist.get_world_size())
+    losses = [model(_batch(model, each, step, microbatch)) / run.microbatches for each in ranks]
+    return losses[rank].item(), torch.stack(losses).mean()
+
+
+def _evaluate(model: Parent, step: int, trained: Trained) -> None:
+    """Two batches: the second finds the roots as a forward without gradients left them."""
+    model.eval()
+    with torch.no_grad():
+        for number in range(2):
+            trained.losses.append(model(_batch(model, dist.get_rank(), 1000 + step, number)).item())
+    model.train()
+
+
+def _gradient_squares(model: nn.Module) -> float:
+    """From the shards as they lie there, so that nobody's own arithmetic measures itself."""
+    grads = [_local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return sum(grad.double().square().sum().item() for grad in grads)
+
+
+def _reduce_numbers(run: Run, sharding: Sharding, trained: Trained) -> None:
+    """What ranks have noted, made the run's: mean losses, and norms of all gradients. Two collectives for a run."""
+    world_size = dist.get_world_size()
+    num_replicas = world_size if sharding is Sharding.NONE else run.num_replicas(world_size)
+    trained.mean_losses = [total / world_size for total in _sum_over_ranks(trained.losses)]
+    trained.norms = [math.sqrt(total / num_replicas) for total in _sum_over_ranks(trained.norms)]
+
+
+def _sum_over_ranks(values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _clip(run: Run, sharding: Sharding, model: nn.Module, trained: Trained) -> None:
+    if run.clipping == "off":
+        return
+    threshold, norm_type = THRESHOLDS[run.clipping], 2.0 if run.clipping == "norm" else math.inf
+    if sharding is Sharding.FSDP2:
+        from composer_fsdp2 import clip_grad_norm_
+
+        norms = clip_grad_norm_(model, threshold, norm_type)
+        trained.clip_norms.append([norm.item() for norm in norms.values()])
+    elif sharding is Sharding.FSDP1:
+        from composer.algorithms.gradient_clipping import apply_gradient_clipping
+
+        apply_gradient_clipping(model, run.clipping, threshold, fsdp_enabled=True)
+    else:
+        for child in model.children():
+            nn.utils.clip_grad_norm_(child.parameters(), threshold, norm_type)
 
 
 def _describe(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
@@ -221,35 +315,45 @@ def _describe(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Train
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     for path, module in model.named_modules():
-        if isinstance(module, FSDPModule | FullyShardedDataParallel) and _holds_parameters(module):
-            trained.units.append(clean(path))
+        if _is_unit(module):
+            trained.unit_classes.add(FSDPModule if isinstance(module, FSDPModule) else FullyShardedDataParallel)
+            if _holds_parameters(module):
+                trained.units.append(clean(path))
         if isinstance(module, ActivationWrapper):
             trained.checkpointed.append(clean(path))
-    trained.roots = [clean(path) for path, _ in _roots(model)]
+    trained.roots = list(_roots(model))
     names = {parameter: clean(name) for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         trained.groups.append((options, [names[parameter] for parameter in group["params"]]))
 
 
+def _is_unit(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return isinstance(module, FSDPModule | FullyShardedDataParallel)
+
+
 def _holds_parameters(unit: nn.Module) -> bool:
-    """Whether the unit itself gathers something. FSDP1 made units of modules without parameters too, such as dropouts."""
+    """Whether the unit itself gathers something; FSDP1 made units of modules without parameters too, as of dropouts.
+
+    Batch norms do not count: FSDP1 gave them units of their own wherever a dtype was named, fp32 too, which changes no
+    number.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(unit, FSDPModule):
-        return unit._get_fsdp_state()._fsdp_param_group is not None
-    # FSDP1 gave batch norms units of their own wherever a dtype was named, fp32 too; that changes no number.
+        return unit._get_fsdp_state()._fsdp_param_group is not None and not isinstance(unit, nn.BatchNorm1d)
     return unit._handle is not None and not isinstance(unit.module, nn.BatchNorm1d)
 
 
-def _roots(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
+def _roots(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Those with parameters: FSDP1 wrapped a loss function as well."""
     for name, child in model.named_children():
-        if isinstance(child, FSDPModule | FullyShardedDataParallel):
-            yield f"{prefix}{name}", child
-        else:
+        if not _is_unit(child):
             yield from _roots(child, f"{prefix}{name}.")
+        elif next(child.parameters(), None) is not None:
+            yield f"{prefix}{name}"
 
 
 def _collect(sharding: Sharding, model: nn.Module, trained: Trained) -> None:
@@ -257,66 +361,18 @@ def _collect(sharding: Sharding, model: nn.Module, trained: Trained) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
+    trained.buffers = {clean(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
     if sharding is Sharding.FSDP1:
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            trained.parameters = {clean(name): p.detach().clone() for name, p in model.named_parameters()}
-    else:
+            trained.parameters = {clean(name): _full(parameter) for name, parameter in model.named_parameters()}
+        return
+    if sharding is Sharding.FSDP2:
         from composer_fsdp2 import reshard
 
-        reshard(model)
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor), f"{name} is not sharded"
-            trained.parameters[clean(name)] = parameter.detach().full_tensor()
-            if parameter.grad is not None:
-                assert isinstance(parameter.grad, DTensor)
-                trained.last_grads[clean(name)] = parameter.grad.full_tensor()
-    trained.buffers = {clean(name): buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """How far two runs are apart on one rank: relative for losses and norms, of a tensor's largest value for the rest."""
-
-    losses: float
-    norms: float
-    parameters: float
-    worst: str  # the parameter that is furthest off
-    bit_equal: bool
-    buffers: float
-
-
-def difference(ours: Trained, reference: Trained, *, leave_out: dict[str, slice] | None = None) -> Difference:
-    """Compare number by number.
-
-    Args:
-        leave_out: By the end of a parameter's name, the part of it that is not compared.
-    """
-    assert ours.parameters.keys() == reference.parameters.keys(), "the two have different parameters"
-    assert len(ours.losses) == len(reference.losses)
-    off = {}
-    for name, theirs in reference.parameters.items():
-        deviation = (ours.parameters[name] - theirs).abs()
-        for ending, part in (leave_out or {}).items():
-            if name.endswith(ending):
-                deviation[part] = 0
-        off[name] = (deviation.max() / theirs.abs().max()).item()
-    worst = max(off, key=off.__getitem__)
-    return Difference(
-        losses=max(
-            _relative(ours.losses, reference.losses),
-            _relative(ours.mean_losses, reference.mean_losses),
-        ),
-        norms=_relative(ours.norms, reference.norms),
-        parameters=off[worst],
-        worst=worst,
-        bit_equal=all(torch.equal(ours.parameters[name], p) for name, p in reference.parameters.items()),
-        buffers=max((_off(ours.buffers[name], buffer) for name, buffer in reference.buffers.items()), default=0.0),
-    )
-
-
-def _relative(ours: list[float], reference: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, reference, strict=True))
-
-
-def _off(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((ours.double() - reference.double()).abs().max() / reference.double().abs().max().clamp_min(1e-30)).item()
+        reshard(model)  # An evaluation leaves the roots gathered.
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            trained.left_out.append(clean(name))
+        trained.parameters[clean(name)] = _full(parameter)
+        if parameter.grad is not None:
+            trained.grads[clean(name)] = _full(parameter.grad)

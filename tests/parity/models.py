@@ -1,11 +1,12 @@
 """Small models as Composer's Trainer sees them: a parent whose direct children become FSDP1's roots.
 
-Nothing is downloaded. Sizes are odd on purpose: shards are uneven on 2 and 4 ranks, and some are empty.
+Nothing is downloaded. Sizes are odd on purpose: shards are uneven on 2 and on 4 ranks, and some are empty.
 """
 
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +15,20 @@ from torch.nn import functional
 VOCABULARY = 67
 SEQUENCE = 7
 FEATURES = 10
+WIDTH = 16
+
+# A key's bias shifts all scores of a query alike, and softmax forgets it: its gradient is rounding noise, which Adam
+# scales up to full steps. The key is the second of three parts. By model, the end of a name and the part of the tensor.
+NOISE = {
+    "gpt2": {"attn.c_attn.bias": slice(WIDTH, 2 * WIDTH)},
+    "mpt": {"attn.Wqkv.bias": slice(WIDTH, 2 * WIDTH)},
+}
 
 
 class Parent(nn.Module):
-    """What stands for the ComposerModel: never sharded itself, its children are."""
+    """What stands for the ComposerModel, whose children are sharded. Its output is the loss."""
 
-    def loss(self, batch: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    dtype = torch.float32
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:
         raise NotImplementedError
@@ -33,8 +41,8 @@ class Parent(nn.Module):
 class Block(nn.Module):
     def __init__(self, *, batch_norm: bool) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(FEATURES, bias=not batch_norm)
         # A bias before a batch norm has no gradient but rounding noise.
+        self.norm = nn.LayerNorm(FEATURES, bias=not batch_norm)
         self.wide = nn.Linear(FEATURES, 13, bias=not batch_norm)
         self.batch_norm = nn.BatchNorm1d(13) if batch_norm else nn.Identity()
         self.narrow = nn.Linear(13, FEATURES)
@@ -61,7 +69,7 @@ class Backbone(nn.Module):
             x = block(x)
         return self.outer(x)
 
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool | dict[str, Any]:
         return isinstance(module, Block)
 
     def activation_checkpointing_fn(self, module: nn.Module) -> bool:
@@ -69,24 +77,151 @@ class Backbone(nn.Module):
 
 
 class MLP(Parent):
-    """Two direct children, so two roots: FSDP1 clipped each by its own norm."""
+    """Two direct children with parameters, so two roots: FSDP1 clipped each by its own norm."""
 
     def __init__(self, *, tied: bool, batch_norm: bool) -> None:
         super().__init__()
         self.backbone = Backbone(tied=tied, batch_norm=batch_norm)
         self.head = nn.Linear(FEATURES, 3)
+        self.criterion = nn.MSELoss()
 
-    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.backbone(x)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
         x, target = batch[:, :FEATURES], batch[:, FEATURES:]
-        return functional.mse_loss(self.head(self.backbone(x)), target)
+        return self.criterion(self.head(self.features(x)), target)
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:
         x = torch.randn(6, FEATURES, generator=generator, dtype=torch.float64)
-        return torch.cat([x, x[:, :3].sin() + x[:, 3:4]], dim=1).to(next(self.parameters()).dtype)
+        return torch.cat([x, x[:, :3].sin() + x[:, 3:4]], dim=1).to(self.dtype)
 
     @property
     def blocks(self) -> list[nn.Module]:
         return list(self.backbone.blocks)
+
+
+class Skipped(MLP):
+    """FSDP1 left the head alone: whole on every rank, and nobody averages its gradients."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.head._fsdp_wrap = False
+
+
+class Unused(MLP):
+    """A unit that no forward runs, and a parameter of a used unit that no forward reads."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.backbone.spare = Block(batch_norm=False)
+        self.backbone.blocks[1].spare = nn.Linear(FEATURES, 3)
+
+
+class Branch(MLP):
+    """Parameters that only some batches read, not the same ones on every rank, as the experts of a mixture."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.backbone.shift = nn.Parameter(torch.zeros(FEATURES))
+        self.backbone.scale = nn.Parameter(torch.ones(FEATURES))
+        self.backbone.register_forward_hook(self.branch)
+
+    @staticmethod
+    def branch(backbone: nn.Module, args: tuple[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if args[0].sum() > 0:
+            return x + backbone.shift
+        return x * backbone.scale
+
+
+class Nested(MLP):
+    """Units within units, one of which is kept after forward by its own settings."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        keep = self.backbone.blocks[1]
+
+        def wrap(module: nn.Module) -> bool | dict[str, Any]:
+            if module is keep:
+                return {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "BACKWARD_PRE"}
+            return isinstance(module, Block | nn.Linear)
+
+        self.backbone.fsdp_wrap_fn = wrap
+
+
+class Twice(MLP):
+    """Two forwards before one backward, as for a chosen and a rejected answer."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().forward(batch) + 0.5 * super().forward(batch.flip(0) * 0.9)
+
+
+class Convolution(MLP):
+    """Weights that lie in memory as Composer's ChannelsLast puts them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.stem = nn.Conv2d(1, 3, 3, padding=1)
+        self.stem.to(memory_format=torch.channels_last)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return super().features(self.stem(x.view(-1, 1, 2, 5)).mean(dim=1).flatten(1))
+
+
+class Shared(MLP):
+    """One block that is registered and run twice: FSDP1 wrapped it at its first place only, and forward failed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.backbone.blocks[1] = self.backbone.blocks[0]
+
+
+class TiedUnits(MLP):
+    """Two units that share a weight: FSDP1's forward failed on the second one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.backbone.blocks[1].wide.weight = self.backbone.blocks[0].wide.weight
+
+
+class TiedChildren(MLP):
+    """Two direct children that share a weight: FSDP1's forward failed on the second one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.tail = nn.Linear(FEATURES, FEATURES)
+        self.tail.weight = self.backbone.inner.weight
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(super().features(x))
+
+
+class Container(MLP):
+    """A direct child without a forward, whose members the parent calls: FSDP1 trained it, but could not gather it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.layers = nn.ModuleList([self.backbone.inner, *self.backbone.blocks, self.backbone.outer])
+        del self.backbone
+        for layer in self.layers:
+            layer._fsdp_wrap = True
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return [layer for layer in self.layers if isinstance(layer, Block)]
+
+
+MLPS: dict[str, type[MLP]] = {
+    cls.__name__.lower(): cls
+    for cls in (
+        MLP, Skipped, Unused, Branch, Nested, Twice, Convolution, Shared, TiedUnits, TiedChildren, Container
+    )
+}  # fmt: skip
 
 
 class LanguageModel(Parent):
@@ -97,7 +232,7 @@ class LanguageModel(Parent):
         self.model = model
         self.block_type = block_type
 
-    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
         logits = self.model(input_ids=batch, attention_mask=torch.ones_like(batch, dtype=torch.bool)).logits
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
@@ -112,12 +247,17 @@ class LanguageModel(Parent):
 def build(name: str, *, tied: bool, dtype: torch.dtype = torch.float32, dropout: bool = True) -> Parent:
     """The model of this name with the values that seed 0 gives, on the CPU."""
     torch.manual_seed(0)
-    if name == "mlp":
+    if name in MLPS:
         # FSDP1 casts the input of a batch norm to fp32, also where everything else is float64, and fails.
-        model: Parent = MLP(tied=tied, batch_norm=dtype != torch.float64)
+        model: Parent = MLPS[name](tied=tied, batch_norm=dtype != torch.float64)
     else:
         model = _language_model(name, tied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim <= 1:  # Zeros and ones would hide what is done to them.
+                parameter.add_(0.1 * torch.randn_like(parameter))
     model = model.to(dtype)
+    model.dtype = dtype
     if not dropout:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -131,25 +271,29 @@ def _language_model(name: str, tied: bool) -> LanguageModel:
         from llmfoundry.models.mpt.modeling_mpt import MPTBlock, MPTConfig, MPTForCausalLM
 
         config = MPTConfig(
-            d_model=16, n_heads=2, n_layers=2, expansion_ratio=2, max_seq_len=SEQUENCE, vocab_size=VOCABULARY,
+            d_model=WIDTH, n_heads=2, n_layers=2, expansion_ratio=2, max_seq_len=SEQUENCE, vocab_size=VOCABULARY,
             resid_pdrop=0.1, emb_pdrop=0.1, norm_type="layernorm", tie_word_embeddings=tied,
             attn_config={"attn_impl": "torch"},
         )  # fmt: skip
         return LanguageModel(MPTForCausalLM(config), MPTBlock)
-    if name == "gpt2":
+    if name in ("gpt2", "gpt2-embeddings"):
         from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2Config, GPT2LMHeadModel
 
         config = GPT2Config(
-            n_embd=16, n_head=2, n_layer=2, n_positions=SEQUENCE, vocab_size=VOCABULARY, use_cache=False,
+            n_embd=WIDTH, n_head=2, n_layer=2, n_positions=SEQUENCE, vocab_size=VOCABULARY, use_cache=False,
             tie_word_embeddings=tied,
         )  # fmt: skip
-        return _with_hooks(GPT2LMHeadModel(config), GPT2Block)
+        model = GPT2LMHeadModel(config)
+        if name == "gpt2-embeddings":  # Tied and wrapped each by itself, which LLM Foundry forbids for FSDP1's sake.
+            model.transformer.wte._fsdp_wrap = model.lm_head._fsdp_wrap = True
+        return _with_hooks(model, GPT2Block)
     if name == "llama":
         from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 
         config = LlamaConfig(
-            hidden_size=16, intermediate_size=26, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, use_cache=False, tie_word_embeddings=tied,
+            hidden_size=WIDTH, intermediate_size=26, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, use_cache=False,
+            tie_word_embeddings=tied,
         )  # fmt: skip
         return _with_hooks(LlamaForCausalLM(config), LlamaDecoderLayer)
     raise ValueError(f"no model {name!r}")

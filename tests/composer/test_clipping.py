@@ -1,0 +1,138 @@
+"""GradientClipping on a sharded model clips, and by FSDP1's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from trainers import FSDP1, FSDP2, build_model, fit, full_parameters, largest_difference, make_trainer
+
+pytestmark = pytest.mark.composer
+
+NO_MOMENTUM_LR = 0.1
+
+
+def two_roots() -> Any:
+    """A model with two direct children, which FSDP1 wrapped, and clipped, each for itself."""
+    model = build_model()
+    torch.manual_seed(4)
+    model.scale = nn.Linear(13, 13)
+    forward = model.forward
+    model.forward = lambda batch: model.scale(forward(batch))
+    return model
+
+
+BUILDS = {"one root": build_model, "two roots": two_roots}
+# One that clips these models' gradients (the test sees to it), and one that does not.
+THRESHOLDS = {"norm": (0.05, 1e6), "value": (0.01, 1e6)}
+
+
+def check_like_fsdp1() -> None:
+    for name, build in BUILDS.items():
+        unclipped = fit(FSDP2, {}, model=build())
+        for kind, (low, high) in THRESHOLDS.items():
+            for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+                what = f"{kind} {low}, {strategy}, {name}"
+                keys = {"sharding_strategy": strategy}
+                theirs = fit(FSDP1, dict(keys), model=build(), clip=(kind, low))
+                ours = fit(FSDP2, dict(keys), model=build(), clip=(kind, low))
+                assert largest_difference(theirs.losses, unclipped.losses) > 0.01, f"{what}: clips nothing"
+                difference = largest_difference(ours.losses, theirs.losses)
+                assert difference <= 1e-6, f"{what}: {difference}: {ours.losses}, FSDP1 {theirs.losses}"
+                for parameter, value in theirs.parameters.items():
+                    torch.testing.assert_close(ours.parameters[parameter], value, rtol=1e-5, atol=1e-6)
+            assert fit(FSDP2, {}, model=build(), clip=(kind, high)).losses == unclipped.losses, f"{kind}, {name}"
+
+
+def test_clipping_is_fsdp1s():
+    """Same norm, same threshold, same curve, also where a model has several roots, which FSDP1 clipped one by one."""
+    run_ranks(check_like_fsdp1, 2)
+
+
+def moved(keys: dict[str, Any], clip: tuple[str, float] | None) -> float:
+    """How far one step of plain gradient descent moves the parameters."""
+    model = build_model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=NO_MOMENTUM_LR)
+    trained = fit(FSDP2, keys, model=model, optimizer=optimizer, clip=clip, batches=1)
+    steps = [(trained.parameters[name] - value).flatten() for name, value in before.items()]
+    return torch.cat(steps).norm().item()
+
+
+def check_tiny_threshold() -> None:
+    from composer.utils import FSDP2Config
+
+    for keys in ({}, {"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}, FSDP2Config()):
+        free = moved(keys, None)
+        assert free > 1e-3, free
+        for threshold in (1e-6, 1e-3):
+            far = moved(keys, ("norm", threshold))
+            # The norm is divided by itself plus 1e-6, as FSDP1 did, and parameters are rounded to fp32.
+            assert far == pytest.approx(NO_MOMENTUM_LR * threshold, rel=0.05, abs=2e-8), f"{keys}: {far}"
+
+
+def test_a_tiny_threshold_stops_the_model():
+    """With an FSDPConfig over FSDP2, Composer's clipping looked for FSDP1's modules, found none and did nothing."""
+    run_ranks(check_tiny_threshold, 2)
+
+
+def check_offload() -> None:
+    for clip in (("norm", 0.05), ("value", 0.01)):
+        on_device = fit(FSDP2, {}, clip=clip, eval_interval="2ba")
+        offloaded = fit(FSDP2, {"cpu_offload": True}, clip=clip, eval_interval="2ba")
+        assert offloaded.losses == on_device.losses, clip
+        for name, parameter in on_device.parameters.items():
+            assert torch.equal(offloaded.parameters[name], parameter), f"{clip}, {name}"
+
+
+def test_clipping_with_cpu_offload():
+    """Gradients that lie in host memory are clipped as the others are."""
+    run_ranks(check_offload, 2)
+
+
+def check_function() -> None:
+    """composer.functional.apply_gradient_clipping, in a training loop of the user's own."""
+    import composer.functional
+
+    with FSDP2():
+        trainer = make_trainer({})
+        model = trainer.state.model
+        batch = [torch.arange(10).reshape(2, 5)]
+        for is_fsdp in (True, False):  # what people pass here depends on what they think they run
+            model.zero_grad()
+            model.loss(model(batch), batch).backward()
+            composer.functional.apply_gradient_clipping(model, "norm", 1e-3, is_fsdp)
+            grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
+            norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
+            assert norm == pytest.approx(1e-3, rel=0.01), f"fsdp_enabled={is_fsdp}: {norm}"
+        trainer.close()
+
+
+def test_the_function_clips_too():
+    """Training loops without the algorithm call composer.functional, imported before the shim came."""
+    run_ranks(check_function, 2)
+
+
+def check_adaptive() -> str:
+    from composer_fsdp2 import ComposerFSDP2Error
+
+    with FSDP2():
+        trainer = make_trainer({}, clip=("adaptive", 0.1))
+        before = full_parameters(trainer.state.model)
+        with pytest.raises(ComposerFSDP2Error) as refusal:
+            trainer.fit()
+        assert isinstance(refusal.value, ValueError)  # as FSDP1's was
+        after = full_parameters(trainer.state.model)
+        assert all(torch.equal(after[name], value) for name, value in before.items()), "a step was made"
+        trainer.close()
+    return str(refusal.value)
+
+
+def test_adaptive_clipping_is_refused():
+    """Per-parameter clipping needs whole parameters; on shards it would train something else without a word."""
+    for message in run_ranks(check_adaptive, 2):
+        assert "'adaptive'" in message
+        assert "'norm' or 'value'" in message

@@ -1,0 +1,258 @@
+"""install(), uninstall() and fsdp2(): Composer is switched over everywhere, and afterwards it is Composer again."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+from ranks import run_ranks
+
+pytestmark = pytest.mark.composer
+
+Bindings = dict[tuple[str, str], Any]
+
+
+def bindings() -> Bindings:
+    """What every name of every module, and every attribute of every class of Composer's, stands for."""
+    found: Bindings = {}
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, types.ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            found[module_name, name] = value
+            if module_name.startswith("composer.") and isinstance(value, type):
+                for attribute, member in vars(value).items():
+                    found[module_name, f"{name}.{attribute}"] = member
+    return found
+
+
+def changed(before: Bindings, after: Bindings) -> list[str]:
+    """The names that stand for another function, class or property; an equal copy is not Composer's own."""
+    different = {key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)}
+    return sorted(".".join(key) for key in different if is_code(before.get(key)) or is_code(after.get(key)))
+
+
+def is_code(value: Any) -> bool:
+    return callable(value) or isinstance(value, property | classmethod | staticmethod)
+
+
+def assert_unchanged(before: Bindings, what: str = "") -> None:
+    left = changed(before, bindings())
+    assert not left, f"{what}: not as before: {left}"
+
+
+def import_composer() -> None:
+    """All that the shim touches or is imported by the first install, so that only bindings can differ."""
+    import composer
+    import composer.checkpoint.load
+    import composer.functional  # noqa: F401
+
+    import composer_fsdp2.compat.composer  # noqa: F401
+
+
+def check_uninstall() -> None:
+    import_composer()
+    from composer_fsdp2.compat import install, is_installed, uninstall
+    from composer_fsdp2.compat.composer import SEAMS
+
+    before = bindings()
+    install()
+    inside = bindings()
+    assert is_installed()
+    moved = changed(before, inside)
+    for seam in SEAMS:
+        assert f"{seam.module}.{seam.name}" in moved, f"{seam.module}.{seam.name} was not replaced: {moved}"
+    uninstall()
+    assert not is_installed()
+    assert_unchanged(before)
+
+
+def test_uninstall_puts_every_name_back():
+    """A notebook that trains one model on FSDP2 goes on with Composer as it was, our own functions included."""
+    run_ranks(check_uninstall, 2)
+
+
+# --- who shards
+
+
+def shards_with(prepare: Callable[..., Any]) -> str:
+    """FSDP1 or FSDP2: what a function called ``prepare_fsdp_module`` makes of a small model."""
+    from composer.core import Precision
+    from composer.devices import DeviceCPU
+    from composer.utils import FSDPConfig
+    from torch import nn
+    from trainers import FSDP1, shards
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    config = FSDPConfig()
+    arguments = model, [], config, Precision.FP32, DeviceCPU(), False
+    if prepare.__module__.startswith("composer."):
+        from composer.core.state import _create_device_mesh
+
+        config.device_mesh = _create_device_mesh(DeviceCPU(), config, None)
+        with FSDP1():
+            prepare(*arguments)
+    else:
+        prepare(*arguments)
+    (by,) = shards(model)
+    return {"FullyShardedDataParallel": "FSDP1", "FSDPModule": "FSDP2"}[by]
+
+
+@contextlib.contextmanager
+def user_module(name: str, source: str) -> Iterator[types.ModuleType]:
+    """A module of the user's that has run ``source``."""
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(source, vars(module))
+    try:
+        yield module
+    finally:
+        del sys.modules[name]
+
+
+IMPORT_PATHS = (
+    ("composer.distributed", "prepare_fsdp_module"),
+    ("composer.distributed.dist_strategy", "prepare_fsdp_module"),
+    ("composer.checkpoint.load", "prepare_fsdp_module"),
+    ("users_early", "p"),
+    ("users_early", "prepare_fsdp_module"),
+)
+USER = "from composer.distributed import prepare_fsdp_module, prepare_fsdp_module as p"
+
+
+def check_import_paths() -> None:
+    import_composer()
+    import composer.distributed
+
+    import composer_fsdp2
+    from composer_fsdp2.compat import fsdp2, prepare_fsdp_module
+
+    original = composer.distributed.prepare_fsdp_module
+    ours = [composer_fsdp2.prepare_fully_shard, prepare_fsdp_module]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(user_module("users_early", USER))
+        for time in ("first", "second"):
+            with fsdp2():
+                for module, name in IMPORT_PATHS:
+                    by = shards_with(getattr(sys.modules[module], name))
+                    assert by == "FSDP2", f"{module}.{name} shards with {by} the {time} time"
+                late = stack.enter_context(user_module(f"users_{time}", USER))
+                assert shards_with(late.p) == "FSDP2"
+            paths = [*IMPORT_PATHS, (late.__name__, "p"), (late.__name__, "prepare_fsdp_module")]
+            kept = [f"{module}.{name}" for module, name in paths if getattr(sys.modules[module], name) is not original]
+            assert not kept, f"not Composer's again the {time} time: {kept}"
+            assert shards_with(late.p) == "FSDP1"
+            # Ours under their own names are no part of the shim.
+            assert [shards_with(prepare) for prepare in ours] == ["FSDP2", "FSDP2"]
+            now = [composer_fsdp2.prepare_fully_shard, composer_fsdp2.compat.prepare_fsdp_module]
+            assert [*map(id, now)] == [*map(id, ours)], f"uninstall rebound our own names: {now}"
+
+
+def test_prepare_fsdp_module_is_ours_under_every_import_path():
+    """A script that imported the function at its top, or under another name, would go on training with FSDP1."""
+    run_ranks(check_import_paths, 2)
+
+
+# --- how often, and what if something fails
+
+
+def check_nesting() -> None:
+    import_composer()
+    from composer_fsdp2.compat import fsdp2, install, is_installed, uninstall
+
+    before = bindings()
+    uninstall()  # nothing to undo
+    install()
+    once = bindings()
+    install()
+    assert_unchanged(once, "after a second install")
+    with fsdp2():
+        pass
+    assert_unchanged(once, "after fsdp2() inside an install")
+    uninstall()
+    assert_unchanged(before)
+
+    with fsdp2():
+        with fsdp2():
+            assert is_installed()
+        assert is_installed(), "the inner block ended the outer one"
+    assert_unchanged(before)
+
+    with contextlib.suppress(ZeroDivisionError), fsdp2():
+        _ = 1 / 0
+    assert_unchanged(before, "after an error in the block")
+
+
+def test_install_twice_and_nested_blocks():
+    """A library that installs inside the user's own block must neither double the wrappers nor end the block."""
+    run_ranks(check_nesting, 2)
+
+
+def check_rollback() -> None:
+    import_composer()
+    from composer_fsdp2.compat import composer as seams
+    from composer_fsdp2.compat import install, is_installed
+    from composer_fsdp2.compat.seams import Seam
+
+    def fail(original: Any) -> Any:
+        raise ZeroDivisionError
+
+    before = bindings()
+    bad = {
+        "a module that is gone": Seam(module="composer.no_such_module", name="f", make=fail, why=""),
+        "a class that is gone": Seam(module="composer.core.state", name="NoState.f", make=fail, why=""),
+        "a method that is gone": Seam(module="composer.core.state", name="State.no_method", make=fail, why=""),
+        "a wrapper that fails": Seam(module="composer.core.state", name="State.state_dict", make=fail, why=""),
+    }
+    for what, seam in bad.items():
+        with mock.patch.object(seams, "SEAMS", (*seams.SEAMS, seam)):
+            try:
+                install()
+            except Exception:
+                assert not is_installed(), what
+            else:
+                raise AssertionError(f"{what}: install() did not fail")
+        assert_unchanged(before, what)
+
+
+def test_a_seam_that_fails_leaves_nothing_behind():
+    """Half a shim would clip nothing or hang in a load; an install that fails leaves Composer whole."""
+    run_ranks(check_rollback, 2)
+
+
+def check_versions() -> list[str]:
+    import importlib.metadata
+
+    import_composer()
+    from composer_fsdp2 import ComposerFSDP2Error, IncompatibleVersionError
+    from composer_fsdp2.compat import fsdp2, install, is_installed
+
+    before = bindings()
+    messages = []
+    missing = importlib.metadata.PackageNotFoundError("mosaicml")
+    for version in (["0.33.0"], ["0.31.0"], missing):
+        for enter in (install, lambda: fsdp2().__enter__()):
+            other_version = mock.patch("importlib.metadata.version", side_effect=version)
+            with other_version, pytest.raises(IncompatibleVersionError) as refusal:
+                enter()
+            assert isinstance(refusal.value, ComposerFSDP2Error)
+            assert isinstance(refusal.value, ImportError)
+            messages.append(str(refusal.value))
+            assert not is_installed()
+            assert_unchanged(before)
+    return messages
+
+
+def test_other_versions_of_composer_are_refused():
+    """Seams of a release that nobody read would be patched blindly; the error says which release to install."""
+    messages = run_ranks(check_versions, 2)[0]
+    for message, version in zip(messages[:4], ["0.33.0", "0.33.0", "0.31.0", "0.31.0"], strict=True):
+        assert version in message
+        assert "pip install mosaicml==0.32.1" in message
+    for message in messages[4:]:
+        assert "not installed" in message
+        assert "pip install" in message

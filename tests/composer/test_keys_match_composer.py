@@ -1,0 +1,174 @@
+"""The table of keys against the installed Composer: a new release fails here, with the name of the file to mend."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Precision
+from composer.devices import DeviceCPU, DeviceGPU
+from composer.distributed.mosaic_parallelism import _get_torch_dtype, get_mixed_precision
+from composer.utils import FSDP2Config, FSDPConfig
+
+from composer_fsdp2 import ConfigError, Outcome, ShardingConfig, translate
+from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Origin
+from composer_fsdp2.fsdp1.translate import DTYPES, PRECISIONS
+
+pytestmark = pytest.mark.composer
+
+MEND = "composer_fsdp2/fsdp1/keys.py no longer matches the installed Composer"
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def fields_of(config_class: type) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(config_class) if field.name[0] != "_"}
+
+
+def fsdp2_config(**said: Any) -> FSDP2Config:
+    with warnings.catch_warnings():  # it calls itself experimental on every construction
+        warnings.simplefilter("ignore", UserWarning)
+        return FSDP2Config(**said)
+
+
+def config_of(fsdp_config: object, **options: Any) -> ShardingConfig:
+    config = translate(fsdp_config, **{"device": DeviceCPU(), "world_size": 4, **options}).config
+    assert config is not None
+    return config
+
+
+# --- the table
+
+
+def test_every_field_of_fsdp_config_has_its_row():
+    """A key that a new Composer reads is neither refused as unknown nor translated with another default."""
+    rows = {key.name: key.default for key in KEYS if key.origin is Origin.FSDP1}
+    assert rows == fields_of(FSDPConfig), MEND
+
+
+def test_every_field_of_fsdp2_config_has_its_row():
+    """A configuration written for Composer's own FSDP2 is understood in full."""
+    fields = fields_of(FSDP2Config)
+    assert set(fields) <= set(KEYS_BY_NAME), MEND
+    own = {key.name: key.default for key in KEYS if key.origin is Origin.FSDP2 and key.name in fields}
+    assert own == {"reshard_after_forward": fields["reshard_after_forward"], "device_mesh": fields["device_mesh"]}, MEND
+    differing = {name for name, default in fields.items() if KEYS_BY_NAME[name].default != default}
+    assert differing == {"state_dict_type"}, MEND
+
+
+def test_every_property_of_fsdp2_config_has_its_row():
+    """What FSDP2Config answers for FSDP1's sake is read under the same names."""
+    properties = {name for name, _ in inspect.getmembers(FSDP2Config, lambda member: isinstance(member, property))}
+    assert properties <= set(KEYS_BY_NAME), MEND
+
+
+def test_every_precision_is_known():
+    """A new precision of Composer fails here and not in a user's run."""
+    assert set(PRECISIONS) == {precision.value for precision in Precision}, (
+        "PRECISIONS in composer_fsdp2/fsdp1/translate.py no longer matches composer.core.Precision"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:We use torch.bfloat16 by default for amp_fp8")
+@pytest.mark.parametrize("spelling", DTYPES)
+def test_every_spelling_of_a_dtype_means_the_same(spelling: str):
+    """A dict of dtypes trains in the dtypes that Composer's own function gives."""
+    assert DTYPES[spelling] == _get_torch_dtype(spelling)
+
+
+@pytest.mark.filterwarnings("ignore:We use torch.bfloat16 by default for amp_fp8")
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("said", ["FULL", "DEFAULT", "PURE", "pure", {"param_dtype": "bf16"}, {"buffer_dtype": "half"}])
+def test_mixed_precision_is_composers(said: str | dict[str, str], precision: Precision):
+    """The dtypes of each precision are asked of Composer itself."""
+    _, param, reduce, buffer = get_mixed_precision(precision, said)
+    config = config_of(FSDPConfig(mixed_precision=said), precision=precision)
+    assert (config.mixed_precision.param_dtype, config.mixed_precision.reduce_dtype, config.buffer_dtype) == (
+        param,
+        reduce,
+        buffer,
+    )
+
+
+# --- real objects
+
+
+def keys_said(fsdp_config: object) -> list[str]:
+    return [finding.key for finding in translate(fsdp_config, device="cpu").findings]
+
+
+def test_fsdp_config_without_a_word():
+    """An FSDPConfig() is an empty section."""
+    assert keys_said(FSDPConfig()) == []
+    assert config_of(FSDPConfig()) == config_of({})
+
+
+def test_fsdp2_config_without_a_word():
+    """Composer's defaults for FSDP2 are not reported as the user's words."""
+    assert keys_said(fsdp2_config()) == []
+    config = config_of(fsdp2_config())
+    assert config.reshard_after_forward is True
+    assert config.mixed_precision.param_dtype == F32
+
+
+SAID: dict[str, Any] = {
+    "sharding_strategy": "SHARD_GRAD_OP",
+    "mixed_precision": "PURE",
+    "activation_checkpointing": True,
+    "activation_checkpointing_reentrant": False,
+    "sync_module_states": True,
+    "data_parallel_replicate_degree": 2,
+    "forward_prefetch": True,
+    "state_dict_type": "sharded",
+    "min_params": 1e9,
+}
+
+
+def test_an_object_says_what_a_mapping_says():
+    """FSDPConfig(**section) and the section itself are carried over alike, legacy keys included."""
+    by_object = translate(FSDPConfig(**SAID), device=DeviceCPU(), precision=Precision.AMP_BF16, world_size=4)
+    by_mapping = translate(SAID, device="cpu", precision="amp_bf16", world_size=4)
+    assert by_object == by_mapping
+    assert by_object.config is not None
+    assert by_object.config.mesh.shape == (2, 2)
+    assert by_object.config.mixed_precision.reduce_dtype == BF16
+    assert {f.key: f.outcome for f in by_object.findings}["min_params"] is Outcome.UNNEEDED
+
+
+def test_fsdp2_config_says():
+    """What a user sets on FSDP2Config is carried over."""
+    said = {"reshard_after_forward": False, "activation_checkpointing": True, "mixed_precision": "FULL"}
+    config = config_of(fsdp2_config(**said), precision=Precision.AMP_BF16)
+    assert config.reshard_after_forward is False
+    assert config.activation_checkpointing.checkpoint
+    assert config.mixed_precision.param_dtype is None
+    assert keys_said(fsdp2_config(**said)) == list(said)
+
+
+def test_sync_module_states_of_fsdp2_config():
+    """Composer sets it behind a property."""
+    config = fsdp2_config()
+    config.sync_module_states = True
+    assert config_of(config).sync_module_states is True
+
+
+def test_a_misspelt_attribute():
+    """FSDPConfig takes any keyword; the misspelt one is found all the same."""
+    with pytest.raises(ConfigError, match="sharding_stratgy; did you mean sharding_strategy"):
+        translate(FSDPConfig(sharding_stratgy="SHARD_GRAD_OP"))
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_precision_members(precision: Precision):
+    """The Trainer's Precision and its string are one."""
+    assert config_of({}, precision=precision) == config_of({}, precision=precision.value)
+
+
+def test_devices():
+    """The Trainer's Device objects say where to shard; DeviceGPU cannot be made without a GPU, its class tells."""
+    assert config_of({}, device=DeviceCPU(), precision="fp32").mesh.device_type == "cpu"
+    gpu = DeviceGPU.__new__(DeviceGPU)
+    assert config_of({}, device=gpu, precision="fp32").mesh.device_type == "cuda"

@@ -1,0 +1,522 @@
+"""Trainer inside fsdp2(): every way to ask for FSDP goes to FSDP2, with FSDP1's losses, defaults and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from trainers import (
+    FSDP1,
+    FSDP2,
+    Trained,
+    build_model,
+    build_on_rank_0,
+    build_optimizer,
+    build_unlike_on_rank_1,
+    fit,
+    full_parameters,
+    largest_difference,
+    make_trainer,
+    result,
+    shards,
+)
+
+pytestmark = pytest.mark.composer
+
+CLIPPED_WITH_EVALS: dict[str, Any] = {"batches": 6, "clip": ("norm", 0.1), "eval_interval": "2ba"}
+
+
+# --- every way to ask
+
+Ask = Callable[[dict[str, Any]], Any]
+
+
+def ways() -> dict[str, Ask]:
+    """From FSDP1's keys to what a user may pass to the Trainer."""
+    from composer.utils import FSDPConfig, ParallelismConfig
+
+    return {
+        "dict": dict,
+        "FSDPConfig": lambda keys: FSDPConfig(**keys),
+        "ParallelismConfig": lambda keys: ParallelismConfig(fsdp=FSDPConfig(**keys)),
+        "FSDP_VERSION=2": dict,
+    }
+
+
+@contextlib.contextmanager
+def environment_of(way: str) -> Iterator[None]:
+    """``FSDP_VERSION=2`` where the way says so, and no warning from Composer that it drops a key."""
+    version = {"FSDP_VERSION": "2"} if way == "FSDP_VERSION=2" else {}
+    with mock.patch.dict("os.environ", version), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*will be ignored.*")
+        yield
+
+
+def assert_alike(ours: Trained, theirs: Trained, what: str, tolerance: float = 1e-6) -> None:
+    assert ours.shards == {"FSDPModule"}, f"{what}: sharded by {ours.shards}"
+    difference = largest_difference(ours.losses, theirs.losses)
+    assert difference <= tolerance, f"{what}: losses differ by {difference}\n{ours.losses}\n{theirs.losses}"
+    assert ours.parameters.keys() == theirs.parameters.keys(), what
+    for name, parameter in theirs.parameters.items():
+        torch.testing.assert_close(
+            ours.parameters[name], parameter, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{what}, {n}: {text}"
+        )
+
+
+def look_at_blocks() -> Any:
+    """A callback that notes whether the blocks hold their whole parameters when the model's forward has ended."""
+    from composer import Callback
+    from torch.distributed.tensor import DTensor
+
+    class Look(Callback):
+        def __init__(self) -> None:
+            self.kept: set[bool] = set()
+
+        def after_forward(self, state: Any, logger: Any) -> None:
+            parameters = state.model.model.blocks.parameters()
+            self.kept |= {not isinstance(parameter, DTensor) for parameter in parameters}
+
+    return Look()
+
+
+def check_ways() -> None:
+    for strategy, keeps in (("FULL_SHARD", False), ("SHARD_GRAD_OP", True)):
+        keys = {"sharding_strategy": strategy, "data_parallel_shard_degree": 2}
+        theirs = fit(FSDP1, dict(keys), **CLIPPED_WITH_EVALS)
+        assert theirs.shards == {"FullyShardedDataParallel"}
+        for way, ask in ways().items():
+            what = f"{strategy} as {way}"
+            look = look_at_blocks()
+            with environment_of(way):
+                ours = fit(FSDP2, ask(keys), callbacks=[look], **CLIPPED_WITH_EVALS)
+            assert_alike(ours, theirs, what)
+            assert look.kept == {keeps}, f"{what}: blocks kept whole after forward: {look.kept}"
+
+
+def test_every_way_to_ask_trains_on_fsdp2_with_fsdp1s_losses():
+    """A dict, an FSDPConfig, a ParallelismConfig, FSDP_VERSION=2: the strategy is honoured and the curve is FSDP1's."""
+    run_ranks(check_ways, 2)
+
+
+def check_fsdp2_config() -> None:
+    from composer.utils import FSDP2Config, ParallelismConfig
+
+    theirs = fit(FSDP1, {}, **CLIPPED_WITH_EVALS)
+    for keeps in (False, True):
+        for wrap in (lambda config: config, lambda config: ParallelismConfig(fsdp2=config)):
+            look = look_at_blocks()
+            config = FSDP2Config(reshard_after_forward=not keeps, activation_checkpointing=True)
+            ours = fit(FSDP2, wrap(config), callbacks=[look], **CLIPPED_WITH_EVALS)
+            assert_alike(ours, theirs, f"FSDP2Config, reshard_after_forward={not keeps}")
+            assert look.kept == {keeps}
+
+
+def test_fsdp2_config_comes_to_ours():
+    """Composer's own FSDP2 cannot shard this model, because its embedding is tied; its config object can stay."""
+    run_ranks(check_fsdp2_config, 2)
+
+
+def check_reuse() -> None:
+    from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig
+
+    for config in (
+        FSDPConfig(),
+        FSDP2Config(),
+        ParallelismConfig(fsdp=FSDPConfig()),
+        ParallelismConfig(fsdp2=FSDP2Config()),
+    ):
+        first, second = fit(FSDP2, config), fit(FSDP2, config)
+        assert first.shards == second.shards == {"FSDPModule"}
+        assert first.losses == second.losses
+        if isinstance(config, ParallelismConfig):
+            assert type(config.fsdp2) in (FSDP2Config, type(None)), "the user's own object was given another class"
+    theirs = fit(FSDP1, config := FSDPConfig())
+    assert_alike(fit(FSDP2, config), theirs, "a configuration that FSDP1 had before")
+    assert fit(FSDP1, config).shards == {"FullyShardedDataParallel"}
+
+
+def test_one_configuration_serves_several_trainers():
+    """A sweep that passes the same object to each Trainer gets the same run each time."""
+    run_ranks(check_reuse, 2)
+
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+RECOMPUTING: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation_checkpointing": True},
+    {"activation_checkpointing": True, "activation_checkpointing_reentrant": False},
+    {"activation_cpu_offload": True},
+)
+
+
+def check_losses() -> None:
+    for strategy in STRATEGIES:
+        for recomputing in RECOMPUTING:
+            keys = {"sharding_strategy": strategy, **recomputing}
+            theirs = fit(FSDP1, dict(keys), **CLIPPED_WITH_EVALS)
+            ours = fit(FSDP2, dict(keys), **CLIPPED_WITH_EVALS)
+            assert_alike(ours, theirs, str(keys))
+
+
+def test_losses_are_fsdp1s():
+    """Whoever moves a run must see the same curve, whatever the strategy and the treatment of activations."""
+    run_ranks(check_losses, 2)
+
+
+def check_initialisation() -> None:
+    from composer.utils import FSDP2Config
+
+    expected = fit(FSDP2, {})
+    trained = {
+        "FSDP1's keys": fit(FSDP2, {"sync_module_states": True}, model=build_on_rank_0()),
+        "FSDP2Config": fit(FSDP2, FSDP2Config(), model=build_on_rank_0()),
+    }
+    with environment_of("FSDP_VERSION=2"):
+        trained["FSDP_VERSION=2"] = fit(FSDP2, {}, model=build_on_rank_0())
+    told = FSDP2Config()
+    told.sync_module_states = True  # the constructor does not take it
+    trained["FSDP2Config, told to"] = fit(FSDP2, told, model=build_unlike_on_rank_1())
+    for what, run in trained.items():
+        assert run.losses == expected.losses, f"{what}: {run.losses}, {expected.losses}"
+
+
+def test_values_of_rank_0_alone():
+    """Only rank 0 has the memory for the whole model; FSDP2Config cannot say sync_module_states and need not."""
+    run_ranks(check_initialisation, 2)
+
+
+# --- replicas
+
+
+def check_replicas() -> None:
+    from composer.utils import FSDP2Config
+    from torch.distributed.device_mesh import init_device_mesh
+
+    degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
+    zero2 = {"sharding_strategy": "_HYBRID_SHARD_ZERO2", **degrees}
+    zero3 = {"sharding_strategy": "HYBRID_SHARD", **degrees}
+    for keys, asked in ((zero2, ["FSDP_VERSION=2"]), (zero3, ["dict", "FSDP_VERSION=2"])):
+        theirs = fit(FSDP1, dict(keys), **CLIPPED_WITH_EVALS)
+        for way in asked:
+            with environment_of(way):
+                check_mesh_and_curve(ways()[way](keys), theirs, f"{keys} as {way}", keeps=keys is zero2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    check_mesh_and_curve(FSDP2Config(device_mesh=mesh), theirs, "FSDP2Config", keeps=False)
+
+
+def check_mesh_and_curve(parallelism: Any, theirs: Trained, what: str, *, keeps: bool) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    look = look_at_blocks()
+    with FSDP2():
+        trainer = make_trainer(parallelism, callbacks=[look], **CLIPPED_WITH_EVALS)
+        weight = trainer.state.model.model.wte.weight
+        assert weight.placements == (Replicate(), Shard(0)), f"{what}: {weight.placements}"
+        assert weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]], f"{what}: {weight.device_mesh}"
+        trainer.fit()
+        ours = result(trainer)
+        trainer.close()
+    assert_alike(ours, theirs, what)
+    assert look.kept == {keeps}, f"{what}: blocks kept whole after forward: {look.kept}"
+
+
+def test_replica_degrees_become_a_2d_mesh():
+    """HYBRID_SHARD keeps its replicas; Composer's own FSDP2 dropped them, and overrode a mesh that it was given."""
+    run_ranks(check_replicas, 4)
+
+
+# --- defaults
+
+
+class Counting:
+    """DCP planners that count what they plan."""
+
+    @staticmethod
+    def make() -> tuple[Any, Any]:
+        from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+
+        class Save(DefaultSavePlanner):
+            num_plans = 0
+
+            def create_local_plan(self) -> Any:
+                self.num_plans += 1
+                return super().create_local_plan()
+
+        class Load(DefaultLoadPlanner):
+            num_plans = 0
+
+            def create_local_plan(self) -> Any:
+                self.num_plans += 1
+                return super().create_local_plan()
+
+        return Save(), Load()
+
+
+def check_planners(folder: str) -> None:
+    for way, ask in ways().items():
+        save, load = Counting.make()
+        keys = {"state_dict_type": "sharded", "save_planner": save, "load_planner": load}
+        path = f"{folder}/{way}"
+        with environment_of(way):
+            fit(FSDP2, ask(keys), batches=2, save_folder=path, save_interval="1ba")
+            assert (save.num_plans, load.num_plans) == (2, 0), f"{way}: {save.num_plans} saves, {load.num_plans} loads"
+            fit(FSDP2, ask(keys), batches=3, load_path=f"{path}/ep0-ba2")
+            assert (save.num_plans, load.num_plans) == (2, 1), f"{way}: {save.num_plans} saves, {load.num_plans} loads"
+
+
+def test_own_planners_save_and_load(tmp_path: Path):
+    """A planner that renames or filters keys is used, not dropped as Composer's FSDP2 drops it."""
+    run_ranks(check_planners, 2, str(tmp_path))
+
+
+def check_defaults() -> dict[str, str]:
+    from composer.utils import FSDP2Config
+
+    asked = {way: ask({}) for way, ask in ways().items()} | {"FSDP2Config": FSDP2Config()}
+    types = {}
+    for way, parallelism in asked.items():
+        with environment_of(way), FSDP2():
+            trainer = make_trainer(parallelism)
+            config = trainer.state.fsdp_config
+            assert config.sharded_ckpt_prefix_dir == "ep{epoch}-ba{batch}", way
+            assert (config.load_planner, config.save_planner) == (None, None), way
+            types[way] = config.state_dict_type
+            trainer.close()
+    return types
+
+
+def test_state_dict_type_defaults():
+    """FSDP1's configurations go on writing one full file; only who asked for FSDP2 gets FSDP2Config's own default."""
+    types = run_ranks(check_defaults, 2)[0]
+    assert types == {
+        "dict": "full",
+        "FSDPConfig": "full",
+        "ParallelismConfig": "full",
+        "FSDP_VERSION=2": "sharded",
+        "FSDP2Config": "sharded",
+    }
+
+
+def check_names(folder: str) -> None:
+    sharded = {"state_dict_type": "sharded"}
+    prefixed = {**sharded, "sharded_ckpt_prefix_dir": "at-{batch}-of-{run_name}"}
+    saving = {"batches": 2, "save_interval": "1ba", "run_name": "tiny"}
+    for under in (FSDP1, FSDP2):
+        fit(under, dict(sharded), save_folder=f"{folder}/{under.__name__}/sharded", **saving)
+        fit(under, dict(prefixed), save_folder=f"{folder}/{under.__name__}/prefixed", **saving)
+    with environment_of("FSDP_VERSION=2"):
+        fit(FSDP2, dict(prefixed), save_folder=f"{folder}/FSDP_VERSION=2/prefixed", **saving)
+    fit(FSDP2, {}, save_folder=f"{folder}/FSDP2/full", **saving)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()}
+
+
+def test_folders_and_files_keep_their_names(tmp_path: Path):
+    """Scripts that look for a checkpoint, and autoresume, find it where FSDP1 put it."""
+    run_ranks(check_names, 2, str(tmp_path))
+    for kind in ("sharded", "prefixed"):
+        assert files(tmp_path / "FSDP2" / kind) == files(tmp_path / "FSDP1" / kind)
+    assert "at-2-of-tiny/__1_0.distcp" in files(tmp_path / "FSDP2/prefixed")
+    assert files(tmp_path / "FSDP_VERSION=2/prefixed") == files(tmp_path / "FSDP1/prefixed")
+    # FSDP1 cannot save a full file on the CPU; these are Composer's defaults.
+    assert files(tmp_path / "FSDP2/full") == {"ep0-ba1-rank0.pt", "ep0-ba2-rank0.pt", "latest-rank0.pt"}
+
+
+# --- bad input
+
+
+class Untouched:
+    """Remembers a model and its optimizer, and tells what an error left changed."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.before = self.look()
+        self.values = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def look(self) -> tuple[Any, ...]:
+        return (
+            [(name, id(module), type(module)) for name, module in self.model.named_modules()],
+            [(name, id(parameter)) for name, parameter in self.model.named_parameters()],
+            [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups],
+        )
+
+    def check(self, what: str) -> None:
+        assert self.look() == self.before, f"{what}: the model or the optimizer was changed"
+        for parameter, value in zip(self.model.parameters(), self.values, strict=True):
+            torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
+
+
+# What is wrong: the keys, and what the error must name.
+BAD_KEYS: dict[str, tuple[dict[str, Any], str]] = {
+    "a misspelt key": ({"sharding_stratgy": "FULL_SHARD"}, "sharding_strategy"),
+    "two of them": ({"mixd_precision": "PURE", "stat_dict_type": "full"}, "state_dict_type"),
+    "degrees that make 4 ranks": (
+        {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2},
+        "world size is 2",
+    ),
+    "a degree that does not divide": ({"data_parallel_replicate_degree": 3}, "data_parallel_replicate_degree 3"),
+    "two open degrees": ({"data_parallel_shard_degree": -1, "data_parallel_replicate_degree": -1}, "only one"),
+    "an unknown strategy": ({"sharding_strategy": "FULL_SHART"}, "FULL_SHARD"),
+    "an unknown mixed precision": ({"mixed_precision": "HALF"}, "PURE"),
+    "an unknown dtype": ({"mixed_precision": {"param_dtype": "bf61"}}, "bf16"),
+    "a string for a bool": ({"activation_checkpointing": "yes"}, "activation_checkpointing"),
+    "local state dicts": ({"state_dict_type": "local"}, "sharded"),
+    "what is not carried over": ({"process_group": "node"}, "process_group"),
+    "two words for one thing": ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "keep one"),
+}
+
+
+def error_of(act: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The message of the ComposerFSDP2Error that the call raises."""
+    from composer_fsdp2 import ComposerFSDP2Error
+
+    with pytest.raises(ComposerFSDP2Error) as raised:
+        act(*arguments, **options)
+    return str(raised.value)
+
+
+def check_bad_keys() -> dict[str, str]:
+    from composer.core import Precision
+    from composer.devices import DeviceCPU
+    from composer.utils import FSDPConfig
+
+    from composer_fsdp2.compat import prepare_fsdp_module
+
+    messages = {}
+    for problem, (keys, _) in BAD_KEYS.items():
+        for way in ("dict", "FSDP_VERSION=2"):
+            what = f"{problem} as {way}"
+            model = build_model()
+            optimizer = build_optimizer("sgd", model)
+            untouched = Untouched(model, optimizer)
+            with environment_of(way), FSDP2():
+                messages[what] = error_of(make_trainer, keys, model=model, optimizer=optimizer)
+            untouched.check(what)
+        what = f"{problem} in prepare_fsdp_module"
+        config = FSDPConfig(**keys)
+        arguments = model, [optimizer], config, Precision.FP32, DeviceCPU()
+        messages[what] = error_of(prepare_fsdp_module, *arguments)
+        untouched.check(what)
+    return messages
+
+
+def test_bad_keys_are_named_before_anything_is_changed():
+    """A typo trained as FULL_SHARD without a word; now every rank says which key, and what was meant."""
+    for messages in run_ranks(check_bad_keys, 2):
+        for what, message in messages.items():
+            named = next(named for problem, (_, named) in BAD_KEYS.items() if what.startswith(f"{problem} "))
+            assert named in message, f"{what}: {message}"
+
+
+def check_bad_models() -> dict[str, str]:
+    import torch.distributed as dist
+    from composer.utils import FSDPConfig, ParallelismConfig, TPConfig
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def wrapped() -> Any:
+        model = build_model()
+        model.model.blocks[1] = FullyShardedDataParallel(model.model.blocks[1], device_id=torch.device("cpu"))
+        return model
+
+    def failing_on_rank_1() -> Any:
+        model = build_model()
+        if dist.get_rank() == 1:
+            model.model.fsdp_wrap_fn = lambda module: "yes"
+        return model
+
+    tp = ParallelismConfig(fsdp=FSDPConfig(), tp=TPConfig(tensor_parallel_degree=2))
+    cases: dict[str, tuple[Callable[[], Any], Any]] = {
+        "tensor parallelism": (build_model, tp),
+        "FSDP1 inside": (wrapped, {}),
+        "another model's optimizer": (build_model, {}),
+        "a wrap function that fails on one rank": (failing_on_rank_1, {}),
+    }
+    messages = {}
+    for what, (build, parallelism) in cases.items():
+        model = build()
+        optimizer = build_optimizer("sgd", build_model() if what == "another model's optimizer" else model)
+        untouched = Untouched(model, optimizer)
+        with FSDP2():
+            messages[what] = error_of(make_trainer, parallelism, model=model, optimizer=optimizer)
+        untouched.check(what)
+    return messages
+
+
+def test_what_cannot_be_sharded_is_refused_on_every_rank():
+    """A rank that goes on alone waits for ever; a model that is half sharded can be neither used nor saved."""
+    first, second = run_ranks(check_bad_models, 2)
+    for messages in (first, second):
+        assert "parallelism_config.tp" in messages["tensor parallelism"]
+        assert "model.blocks.1" in messages["FSDP1 inside"]
+        assert "FSDP1" in messages["FSDP1 inside"]
+        assert "same model must be passed" in messages["another model's optimizer"]
+    assert "rank 1" in first["a wrap function that fails on one rank"]
+    assert "'yes'" in second["a wrap function that fails on one rank"]
+
+
+def check_bad_arguments() -> dict[str, str]:
+    from composer.core import Precision
+    from composer.utils import FSDPConfig
+
+    from composer_fsdp2 import prepare_fully_shard
+
+    cases: dict[str, dict[str, Any]] = {
+        "precision": {"precision": "amp_bf61"},
+        "device": {"device": "tpu"},
+        "auto microbatching": {"precision": Precision.FP32, "auto_microbatching": True},
+        "two optimizers": {"optimizers": 2},
+    }
+    messages = {}
+    for what, arguments in cases.items():
+        model = build_model()
+        optimizer = build_optimizer("sgd", model)
+        untouched = Untouched(model, optimizer)
+        optimizers = [optimizer] * arguments.pop("optimizers", 1)
+        messages[what] = error_of(prepare_fully_shard, model, optimizers, FSDPConfig(), **arguments)
+        untouched.check(what)
+    return messages
+
+
+def test_bad_arguments_of_the_drop_in():
+    """Scripts that call prepare_fsdp_module themselves learn what is wrong with an argument from the first line."""
+    for messages in run_ranks(check_bad_arguments, 2):
+        assert "amp_bf16" in messages["precision"]
+        assert "tpu" in messages["device"]
+        assert "device_train_microbatch_size" in messages["auto microbatching"]
+        assert "one optimizer" in messages["two optimizers"]
+
+
+# --- runs that are not sharded
+
+
+def check_unsharded() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    curves, parameters = [], []
+    for under in (contextlib.nullcontext, FSDP2):
+        with under():
+            trainer = make_trainer(None, batches=3, clip=("norm", 0.1))
+            trainer.fit()
+            assert isinstance(trainer.state.model, DistributedDataParallel)
+            assert shards(trainer.state.model) == set()
+            curves.append(result(trainer).losses)
+            parameters.append(full_parameters(trainer.state.model))
+            trainer.close()
+    assert curves[0] == curves[1]
+    for name, parameter in parameters[0].items():
+        torch.testing.assert_close(parameters[1][name], parameter, rtol=0, atol=0)
+
+
+def test_runs_without_fsdp_are_left_alone():
+    """install() at the top of a shared script must not change what its DDP users get, clipping included."""
+    run_ranks(check_unsharded, 2)

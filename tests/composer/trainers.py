@@ -1,0 +1,183 @@
+"""Runs of the real Composer Trainer on the ranks: ``from trainers import FSDP1, FSDP2, fit, make_trainer``.
+
+Imports Composer only when called, so that collecting the tests stays cheap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+Under = Callable[[], AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def FSDP1() -> Iterator[None]:
+    """Composer as it is; FSDP1 asks for a CUDA device even where there is none, and takes any."""
+    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
+        yield
+
+
+@contextlib.contextmanager
+def FSDP2() -> Iterator[None]:
+    """Composer with the shim."""
+    from composer_fsdp2.compat import fsdp2
+
+    with fsdp2():
+        yield
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left behind; the same on every rank."""
+
+    losses: list[float]  # of every batch, averaged over ranks
+    eval_parameters: list[list[str]]  # the types of the parameters at the end of each eval
+    shards: set[str]  # who sharded: FSDPModule, FullyShardedDataParallel
+    parameters: dict[str, torch.Tensor]  # whole, by the model's own names
+
+
+def make_trainer(
+    parallelism: Any,
+    *,
+    model: nn.Module | None = None,
+    tied: bool = True,
+    optimizer: str | torch.optim.Optimizer = "sgd",
+    clip: tuple[str, float] | None = None,
+    batches: int = 4,
+    eval_interval: str | None = None,
+    algorithms: Iterable[Any] = (),
+    callbacks: Iterable[Any] = (),
+    **options: Any,
+) -> Any:
+    """A Trainer over the model and data of ``scripts/train_with_trainer.py``, two microbatches to a batch.
+
+    ``parallelism`` is an fsdp_config (a dict or an object), or a ParallelismConfig. Called on all ranks.
+    """
+    from composer import Trainer
+    from composer.algorithms import GradientClipping
+    from composer.utils import ParallelismConfig, dist
+    from scripts.train_with_trainer import Record, data
+    from torch.utils.data import DataLoader
+
+    model = build_model(tied=tied) if model is None else model
+    train, evaluation = data(), data(16)
+    return Trainer(
+        model=model,
+        optimizers=build_optimizer(optimizer, model) if isinstance(optimizer, str) else optimizer,
+        train_dataloader=DataLoader(train, batch_size=4, sampler=dist.get_sampler(train, shuffle=True, drop_last=True)),
+        eval_dataloader=DataLoader(evaluation, batch_size=4, sampler=dist.get_sampler(evaluation))
+        if eval_interval
+        else None,
+        eval_interval=eval_interval or 1,
+        max_duration=f"{batches}ba",
+        device="cpu",
+        device_train_microbatch_size=2,
+        parallelism_config=parallelism if isinstance(parallelism, ParallelismConfig) else {"fsdp": parallelism},
+        algorithms=[*([GradientClipping(*clip)] if clip else []), *algorithms],
+        callbacks=[Record(), *callbacks],
+        progress_bar=False,
+        log_to_console=False,
+        seed=17,
+        **options,
+    )
+
+
+def build_model(*, tied: bool = True) -> Any:
+    """The script's model, with or without its tie."""
+    from scripts.train_with_trainer import Model
+
+    model = Model()
+    if not tied:
+        model.model.lm_head.weight = nn.Parameter(model.model.lm_head.weight.detach().clone())
+    return model
+
+
+def build_on_rank_0() -> Any:
+    """The script's model; on the other ranks it is on the meta device."""
+    import torch.distributed as dist
+
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        return build_model()
+
+
+def build_unlike_on_rank_1() -> Any:
+    """The script's model with other values on rank 1, so that what rank 0 does not send shows."""
+    import torch.distributed as dist
+
+    model = build_model()
+    if dist.get_rank() == 1:
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 7.0)
+    return model
+
+
+def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def fit(under: Under, parallelism: Any, **options: Any) -> Trained:
+    """Train under FSDP1 or FSDP2, close the Trainer, and return what it left. Called on all ranks."""
+    with under():
+        trainer = make_trainer(parallelism, **options)
+        trainer.fit()
+        trained = result(trainer)
+        trainer.close()
+    return trained
+
+
+def result(trainer: Any) -> Trained:
+    """What is to be compared of a Trainer after ``fit``. Called on all ranks."""
+    record = next(callback for callback in trainer.state.callbacks if type(callback).__name__ == "Record")
+    model = trainer.state.model
+    return Trained(record.losses, record.parameter_types, shards(model), full_parameters(model))
+
+
+def shards(model: nn.Module) -> set[str]:
+    """Who sharded the model: the names of FSDP's base classes found in it."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return {
+        kind.__name__
+        for module in model.modules()
+        for kind in (FSDPModule, FullyShardedDataParallel)
+        if isinstance(module, kind)
+    }
+
+
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter, whole, by the name it had before any wrapping. Called on all ranks."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return {own_name(name): p.detach().clone() for name, p in model.named_parameters()}
+    return {
+        own_name(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def own_name(name: str) -> str:
+    """The name of a parameter without those of the wrappers around its modules."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def largest_difference(ours: list[float], theirs: list[float]) -> float:
+    """The largest relative difference of two curves."""
+    assert len(ours) == len(theirs) > 0, f"{ours} and {theirs}"
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def close(ours: list[float], theirs: list[float], tolerance: float = 1e-6) -> bool:
+    return largest_difference(ours, theirs) <= tolerance

@@ -1,0 +1,102 @@
+"""Ranks decide together: whoever cannot go on takes all others along, before any of them waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from composer_fsdp2 import ConfigError, PlanError
+from composer_fsdp2.agreement import agree, gather, require_process_group
+
+
+def check_agree(values: list[str]) -> Any:
+    try:
+        return agree(lambda: values[dist.get_rank()], lambda value: value)
+    except PlanError as error:
+        return str(error)
+
+
+def test_equal_decisions_are_returned():
+    """The usual case: every rank goes on with what it decided."""
+    assert run_ranks(check_agree, 2, ["same", "same"]) == ["same", "same"]
+
+
+def test_different_decisions_show_where_they_differ():
+    """A model that was built differently on one rank is found with both versions, out of thousands of characters."""
+    common = "x" * 5000
+    for message in run_ranks(check_agree, 2, [f"{common} 3 layers {common}", f"{common} 4 layers {common}"]):
+        assert "ranks 0 and 1 decided differently" in message
+        assert "3 layers" in message and "4 layers" in message
+        assert len(message) < 1000
+
+
+def test_a_longer_decision_is_a_different_one():
+    """One rank's text may be the beginning of the other's."""
+    for message in run_ranks(check_agree, 2, ["units a", "units a, b"]):
+        assert "decided differently" in message
+
+
+def check_one_rank_fails() -> tuple[str, str]:
+    def decide() -> str:
+        if dist.get_rank() == 1:
+            raise KeyError("no such layer")
+        return "fine"
+
+    try:
+        agree(decide, str)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_error_on_one_rank_is_raised_on_all():
+    """The others do not wait in a collective until NCCL gives up; they say whose error it was."""
+    (kind_0, text_0), (kind_1, text_1) = run_ranks(check_one_rank_fails, 2)
+    assert kind_1 == "KeyError" and "no such layer" in text_1
+    assert kind_0 == "PlanError"
+    assert "rank 1 could not go on: KeyError" in text_0 and "no such layer" in text_0
+
+
+def check_all_fail() -> str:
+    def decide() -> None:
+        raise ConfigError(f"error of rank {dist.get_rank()}")
+
+    try:
+        agree(decide, str)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_each_rank_raises_its_own_error():
+    """The type of the error, which a script may catch, is the original one."""
+    assert run_ranks(check_all_fail, 2) == ["error of rank 0", "error of rank 1"]
+
+
+def check_text_that_begins_as_an_error() -> str:
+    return agree(lambda: "error of measurement", lambda value: value)
+
+
+def test_a_decision_about_errors_is_no_error():
+    """What a plan says cannot be mistaken for a failure."""
+    assert run_ranks(check_text_that_begins_as_an_error, 2) == ["error of measurement"] * 2
+
+
+def check_gather() -> list[tuple[int, str]]:
+    return gather((dist.get_rank(), "a"))
+
+
+def test_gather_is_in_rank_order():
+    """Messages that name ranks name the right ones."""
+    assert run_ranks(check_gather, 2) == [[(0, "a"), (1, "a")]] * 2
+
+
+def test_without_a_process_group():
+    """The error tells each way to start one, and who needs it."""
+    with pytest.raises(ConfigError) as caught:
+        require_process_group("prepare_fully_shard")
+    for part in ("prepare_fully_shard needs a process group", "composer -n N", "torchrun", "init_process_group"):
+        assert part in str(caught.value)

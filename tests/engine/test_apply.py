@@ -1,0 +1,632 @@
+"""A sharded model trains as the unsharded one does: outputs, gradients, parameters, to the last digits of float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import Block, Chain, Decoder, Model, Node, features, layer, random_model, tie, tokens
+from engine.parity import FULL, adamw, full, named_parameters, sgd, train_alike
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2 import (
+    ActivationCheckpointing,
+    ConfigError,
+    MeshSpec,
+    PlanError,
+    Prefetch,
+    ShardingConfig,
+    apply_plan,
+    plan_sharding,
+    prepare_fully_shard,
+    reshard,
+)
+from composer_fsdp2.apply import sharded_roots
+
+# --- every setting
+
+AC = {"activation_checkpointing": True}
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "default": (2, {}),
+    "one rank": (1, {}),
+    "SHARD_GRAD_OP": (2, {"sharding_strategy": "SHARD_GRAD_OP"}),
+    "NO_SHARD": (2, {"sharding_strategy": "NO_SHARD"}),
+    "2 replicas of one rank": (2, {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}),
+    "1 replica of two ranks": (2, {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 1}),
+    "reshard to 1": (2, {"reshard_after_forward": 1}),
+    "reshard to all": (2, {"reshard_after_forward": 2}),
+    "cpu_offload": (2, {"cpu_offload": True}),
+    "sync_module_states": (2, {"sync_module_states": True}),
+    "forward_prefetch": (2, {"forward_prefetch": True}),
+    "forward_prefetch of 2": (2, {"forward_prefetch": True, "forward_prefetch_limit": 2}),
+    "backward_prefetch NONE": (2, {"backward_prefetch": "NONE"}),
+    "backward_prefetch of 2": (2, {"backward_prefetch_limit": 2}),
+    "all prefetch": (2, {"forward_prefetch": True, "forward_prefetch_limit": 3, "backward_prefetch_limit": 3}),
+    "reentrant": (2, AC),
+    "not reentrant": (2, {**AC, "activation_checkpointing_reentrant": False}),
+    "activations offloaded": (2, {"activation_cpu_offload": True}),
+    "reentrant, offloaded": (2, {**AC, "activation_cpu_offload": True}),
+    "not reentrant, offloaded": (
+        2,
+        {**AC, "activation_cpu_offload": True, "activation_checkpointing_reentrant": False},
+    ),
+    "reentrant, prefetch, SHARD_GRAD_OP": (2, {**AC, "forward_prefetch": True, "sharding_strategy": "SHARD_GRAD_OP"}),
+    "reentrant, cpu_offload": (2, {**AC, "cpu_offload": True}),
+    "4 ranks": (4, {}),
+    "4 ranks, reshard to 2": (4, {"reshard_after_forward": 2}),
+    "4 ranks, NO_SHARD": (4, {"sharding_strategy": "NO_SHARD"}),
+    "HYBRID_SHARD 2 x 2": (4, {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}),
+    "_HYBRID_SHARD_ZERO2 2 x 2": (
+        4,
+        {
+            "sharding_strategy": "_HYBRID_SHARD_ZERO2",
+            "data_parallel_shard_degree": 2,
+            "data_parallel_replicate_degree": 2,
+        },
+    ),
+}
+
+
+def check_setting(name: str, tied: bool) -> None:
+    train_alike(lambda: Model(num_blocks=3, tied=tied), SETTINGS[name][1], tokens)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_trains_as_unsharded(name: str, tied: bool):
+    """No setting changes what is learnt."""
+    run_ranks(check_setting, SETTINGS[name][0], name, tied)
+
+
+def check_adamw() -> None:
+    train_alike(Model, {}, tokens, optimizer=adamw, rtol=1e-9, atol=1e-12, num_steps=3)
+
+
+def test_adamw():
+    """The optimizer of nearly every run steps on shards as it would on whole parameters."""
+    run_ranks(check_adamw, 2)
+
+
+def check_float32(config: dict[str, Any]) -> None:
+    train_alike(Model, config, tokens, dtype=torch.float32, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config"),
+    [
+        (2, {}),
+        (2, {"sharding_strategy": "NO_SHARD"}),
+        (4, {"data_parallel_replicate_degree": 2}),
+        (1, {}),
+        (1, {"sharding_strategy": "NO_SHARD"}),
+    ],
+)
+def test_gradients_are_means_in_fp32(world_size: int, config: dict[str, Any]):
+    """On torch 2.7 gloo sums fp32 gradients in silence, and raises on 2-D meshes: CPU runs would train with a learning
+    rate that grows with the number of ranks. (float64, as above, takes another path in torch.)"""
+    run_ranks(check_float32, world_size, config)
+
+
+def check_accumulation() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, reference = Model(), Model()
+    reference.load_state_dict(model.state_dict())
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    for seed in range(2):
+        model(tokens(2 * seed + dist.get_rank())).square().mean().backward()
+        for rank in range(2):
+            (reference(tokens(2 * seed + rank)).square().mean() / 2).backward()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(full(model.get_parameter(name).grad), parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_accumulate_over_microbatches():
+    """Two microbatches before a step add up, as they did."""
+    run_ranks(check_accumulation, 2)
+
+
+# --- what the settings do
+
+
+def check_after_forward(config: dict[str, Any]) -> tuple[list[int], int]:
+    """How much of a block's weight this rank holds before a forward, after it and after a reshard; its full size."""
+    model = Model()
+    prepare_fully_shard(model, None, config, device="cpu")
+    weight = lambda: model.decoder.blocks[0].fc_in.weight  # noqa: E731  looked up again: FSDP2 swaps it
+
+    def held() -> int:
+        value = weight()
+        return (value.to_local() if isinstance(value, DTensor) else value).numel()
+
+    seen = [held()]
+    model(tokens(0))
+    seen.append(held())
+    reshard(model)
+    seen.append(held())
+    return seen, weight().numel()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config", "fractions"),
+    [
+        (2, {}, [2, 2, 2]),
+        (2, {"sharding_strategy": "SHARD_GRAD_OP"}, [2, 1, 2]),
+        (2, {"sharding_strategy": "NO_SHARD"}, [1, 1, 1]),
+        (4, {"reshard_after_forward": 2}, [4, 2, 4]),
+        (4, {"data_parallel_replicate_degree": 2}, [2, 2, 2]),
+        (4, {"data_parallel_replicate_degree": 2, "sharding_strategy": "_HYBRID_SHARD_ZERO2"}, [2, 1, 2]),
+    ],
+)
+def test_memory_held_after_forward(world_size: int, config: dict[str, Any], fractions: list[int]):
+    """SHARD_GRAD_OP keeps parameters for backward, FULL_SHARD frees them, an integer keeps a part; a plan that ran out
+    of memory or out of speed would be the first sign of a mix-up."""
+    for held, numel in run_ranks(check_after_forward, world_size, config):
+        assert held == [numel // fraction for fraction in fractions]
+
+
+class OnlyBlocks(nn.Module):
+    """A direct child that is nothing but chosen blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Chain({"a": True, "b": True}, a=Block(), b=Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def check_only_blocks() -> list[bool]:
+    model = train_alike(OnlyBlocks, {}, features)
+    model(features(0))
+    return [isinstance(parameter, DTensor) for parameter in model.parameters()]
+
+
+def test_blocks_without_a_parameter_above_them_are_freed_after_forward():
+    """torch never frees a root: if each block were one, FULL_SHARD would hold the whole model after forward."""
+    assert all(all(freed) for freed in run_ranks(check_only_blocks, 2))
+
+
+def check_unit_settings() -> tuple[bool, bool]:
+    class Net(Chain):
+        pass
+
+    answers = {"a": {"reshard_after_forward": False}, "b": True}
+    model = Chain(net=Net(answers, a=layer(), b=layer(), rest=layer()))
+    prepare_fully_shard(model, None, {}, device="cpu")
+    model(features(0))
+    return isinstance(model.net.a.weight, DTensor), isinstance(model.net.b.weight, DTensor)
+
+
+def test_settings_of_one_module_hold_for_it():
+    """A wrap function's dict changes its own module and no other."""
+    assert run_ranks(check_unit_settings, 2) == [(False, True)] * 2
+
+
+def check_offload() -> set[str]:
+    model = train_alike(Model, {"cpu_offload": True}, tokens)
+    return {str(parameter.device) for parameter in model.parameters()}
+
+
+def test_cpu_offload_keeps_parameters_on_the_cpu():
+    """Offload trains where no host memory can be pinned, too; torch's own default policy fails there."""
+    assert run_ranks(check_offload, 2) == [{"cpu"}] * 2
+
+
+def record_prefetch(config: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    model = Model()
+    forward: dict[str, list[str]] = {}
+    backward: dict[str, list[str]] = {}
+    originals = FSDPModule.set_modules_to_forward_prefetch, FSDPModule.set_modules_to_backward_prefetch
+    path_of = lambda module: next(path for path, found in model.named_modules() if found is module)  # noqa: E731
+    try:
+        for seen, name in ((forward, "forward"), (backward, "backward")):
+            setattr(
+                FSDPModule,
+                f"set_modules_to_{name}_prefetch",
+                lambda self, modules, seen=seen: seen.update({path_of(self): list(map(path_of, modules))}),
+            )
+        prepare_fully_shard(model, None, config, device="cpu")
+    finally:
+        FSDPModule.set_modules_to_forward_prefetch, FSDPModule.set_modules_to_backward_prefetch = originals
+    return forward, backward
+
+
+def test_prefetch_reaches_torch():
+    """The limits are handed to FSDP2 for the units that are meant; without them its own order stays."""
+    assert run_ranks(record_prefetch, 1, {}) == [({}, {})]
+    said = {"forward_prefetch": True, "forward_prefetch_limit": 2, "backward_prefetch": "NONE"}
+    blocks = ["decoder.blocks.0", "decoder.blocks.1"]
+    ((forward, backward),) = run_ranks(record_prefetch, 1, said)
+    assert forward == {"decoder": blocks, blocks[0]: blocks[1:]}
+    assert backward == {path: [path] for path in [*blocks, "decoder"]}
+
+
+# --- ties
+
+
+def parent_and_child() -> nn.Module:
+    model = Chain(net=Chain({"inner": True}, inner=Chain(tied=layer(), more=layer()), head=layer()))
+    tie(model.net.inner.tied, model.net.head)
+    return model
+
+
+def siblings() -> nn.Module:
+    model = Chain(net=Chain({"a": True, "b": True, "c": True}, a=layer(), b=Block(), c=layer(), rest=layer()))
+    tie(model.net.a, model.net.c)
+    return model
+
+
+def siblings_and_nothing_else() -> nn.Module:
+    model = Chain(net=Chain({"a": True, "b": True, "c": True}, a=layer(), b=layer(), c=layer()))
+    tie(model.net.a, model.net.c)
+    return model
+
+
+def common_ancestor() -> nn.Module:
+    pair = Chain(a=layer(), b=layer())
+    model = Chain(net=Chain({"pair.a": True, "pair.b": True}, pair=pair, rest=layer()))
+    tie(pair.a, pair.b)
+    return model
+
+
+def three() -> nn.Module:
+    model = Chain(net=Chain({"a": True, "b": True, "c": True}, a=layer(), x=layer(), b=layer(), y=layer(), c=layer()))
+    tie(model.net.a, model.net.b, model.net.c)
+    return model
+
+
+def chained() -> nn.Module:
+    parts = {name: Chain(left=layer(), right=layer()) for name in "abc"}
+    model = Chain(net=Chain(dict.fromkeys(parts, True), **parts, rest=layer()))
+    tie(parts["a"].right, parts["b"].left)
+    tie(parts["b"].right, parts["c"].left)
+    return model
+
+
+def across_children() -> nn.Module:
+    model = Chain(a=Chain({"inner": True}, inner=Block(), tied=layer()), b=Chain(tied=layer()), c=layer())
+    tie(model.a.tied, model.b.tied)
+    return model
+
+
+def with_an_excluded_child() -> nn.Module:
+    model = Chain(kept=Chain(tied=layer(), own=layer()), left=Chain(tied=layer()))
+    model.left._fsdp_wrap = False
+    tie(model.kept.tied, model.left.tied)
+    return model
+
+
+def with_the_model() -> nn.Module:
+    model = Node(6, has_weight=True)
+    model.net = Chain({"inner": True}, inner=Block(), tied=layer())
+    model.net.tied.weight = model.weight
+    return model
+
+
+def nested_units_between() -> nn.Module:
+    inner = Chain(middle=Chain(tied=layer(), deep=Block()), other=layer())
+    answers = {"inner": True, "inner.middle": True, "inner.middle.deep": True, "head": True}
+    model = Chain(net=Chain(answers, inner=inner, between=layer(), head=layer(), rest=layer()))
+    tie(inner.middle.tied, model.net.head)
+    return model
+
+
+def module_in_two_places() -> nn.Module:
+    shared = Block()
+    return Chain(net=Chain({"a": True, "c": True}, a=shared, b=layer(), c=Chain(again=shared, more=layer())))
+
+
+TIES: dict[str, Callable[[], nn.Module]] = {
+    build.__name__: build
+    for build in (
+        parent_and_child,
+        siblings,
+        siblings_and_nothing_else,
+        common_ancestor,
+        three,
+        chained,
+        across_children,
+        with_an_excluded_child,
+        with_the_model,
+        nested_units_between,
+        module_in_two_places,
+    )
+}
+
+
+def check_ties(name: str, config: dict[str, Any]) -> int:
+    torch.manual_seed(0)
+    groups = plan_sharding(TIES[name](), ShardingConfig()).tie_groups
+    model = train_alike(TIES[name], config, features, num_steps=3)
+    for names in groups:
+        assert len({id(model.get_parameter(name)) for name in names}) == 1, f"{names} came apart"
+    return len(groups)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, AC | {"sync_module_states": True}],
+    ids=["", "ZeRO-2", "sync"],
+)
+@pytest.mark.parametrize("name", TIES)
+def test_tied_parameters_stay_tied(name: str, config: dict[str, Any]):
+    """Two modules that share a weight share it after sharding, and learn it together (torch 2.7 alone unties them)."""
+    assert all(run_ranks(check_ties, 2, name, config))
+
+
+# --- every tree
+
+
+def random_tree(seed: int) -> nn.Module:
+    """Without what FSDP1 left out: gradients there are not averaged, so nothing could be compared."""
+    torch.manual_seed(seed)
+    model = random_model(random.Random(seed), excluded=False)
+    if model.weight is not None:
+        model.weight.requires_grad_(False)
+    return model
+
+
+def is_trainable(seed: int) -> bool:
+    model = random_tree(seed)
+    return any(parameter.requires_grad for child in model.children() for parameter in child.parameters())
+
+
+def check_random_trees(seeds: list[int]) -> None:
+    for seed in seeds:
+        config: dict[str, Any] = random.Random(seed).choice([{}, {"sharding_strategy": "SHARD_GRAD_OP"}, AC])
+        try:
+            train_alike(lambda seed=seed: random_tree(seed), config, lambda i: features(i, width=3))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {config}: {random_tree(seed)}") from error
+
+
+def test_random_trees_train_as_unsharded():
+    """Whatever is nested, shared, tied, frozen or chosen, the plan is one that torch can carry out."""
+    run_ranks(check_random_trees, 2, [seed for seed in range(60) if is_trainable(seed)])
+
+
+# --- what stays as it was
+
+
+def check_names(config: dict[str, Any]) -> None:
+    model = Model(tied=True)
+    keys = list(model.state_dict())
+    modules = {path: (type(module).__name__, type(module).__module__) for path, module in model.named_modules()}
+    prepare_fully_shard(model, None, config, device="cpu")
+    assert list(model.state_dict()) == keys
+    assert list(named_parameters(model)) == [
+        name for name in keys if "scale" not in name and name != "decoder.head.weight"
+    ]
+    if not config:
+        now = {path: (type(module).__name__, type(module).__module__) for path, module in model.named_modules()}
+        assert now == modules, "a class has another name"
+        assert type(model.decoder).__qualname__ == "Decoder"
+    assert isinstance(model.decoder, Decoder) and isinstance(model.decoder, FSDPModule)
+
+
+@pytest.mark.parametrize("config", [{}, AC, {**AC, "activation_cpu_offload": True}])
+def test_names_stay(config: dict[str, Any]):
+    """Checkpoints have the same keys; Hugging Face's `architectures` and user code see the model's own class names."""
+    run_ranks(check_names, 2, config)
+
+
+def check_nesting(config: dict[str, Any]) -> list[str]:
+    model = Model()
+    prepare_fully_shard(model, None, config, device="cpu")
+    module, seen = model.decoder.blocks[0], []
+    while True:
+        kinds = [kind for kind in (CheckpointWrapper, OffloadWrapper, Block) if isinstance(module, kind)]
+        seen.append(("FSDP " if isinstance(module, FSDPModule) else "") + kinds[0].__name__)
+        if isinstance(module, Block):
+            return seen
+        module = module._checkpoint_wrapped_module
+
+
+@pytest.mark.parametrize(
+    ("config", "nesting"),
+    [
+        ({}, ["FSDP Block"]),
+        (AC, ["FSDP CheckpointWrapper", "Block"]),
+        ({"activation_cpu_offload": True}, ["FSDP OffloadWrapper", "Block"]),
+        ({**AC, "activation_cpu_offload": True}, ["FSDP OffloadWrapper", "CheckpointWrapper", "Block"]),
+    ],
+)
+def test_the_unit_surrounds_the_checkpointing(config: dict[str, Any], nesting: list[str]):
+    """FSDP(AC(block)), FSDP1's nesting: the other way round recomputes in the wrong dtype (pytorch#159359)."""
+    assert run_ranks(check_nesting, 1, config) == [nesting]
+
+
+def check_reshard() -> None:
+    model = Model()
+    prepare_fully_shard(model, None, {"sharding_strategy": "SHARD_GRAD_OP"}, device="cpu")
+    with torch.no_grad():
+        model(tokens(0))
+    assert not all(isinstance(parameter, DTensor) for parameter in model.parameters()), "torch has changed"
+    reshard(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    output = model(tokens(0))
+    output.sum().backward()
+
+
+def test_reshard_after_evaluation():
+    """After an evaluation torch leaves whole tensors in place of the shards, which checkpoints and optimizers must not
+    see; training goes on afterwards."""
+    run_ranks(check_reshard, 2)
+
+
+# --- entry points beside forward
+
+
+class Entered(Chain):
+    """Its children share a weight, so it is a unit itself; Composer enters it through these methods."""
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) + 1
+
+    def eval_forward(self, batch: torch.Tensor, outputs: torch.Tensor | None = None) -> torch.Tensor:
+        return self.a(batch) + 2
+
+
+def check_entry_points() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, reference = (Entered(a=layer(), b=layer()) for _ in range(2))
+    tie(model.a, model.b)
+    tie(reference.a, reference.b)
+    reference.load_state_dict(model.state_dict())
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    x = features(0)
+    with torch.no_grad():
+        for enter in (lambda m: m.eval_forward(x), lambda m: m.generate(x), lambda m: m(x)):
+            torch.testing.assert_close(enter(model), enter(reference), rtol=1e-12, atol=1e-14)
+
+
+def test_other_ways_into_a_model_that_is_a_unit():
+    """Evaluation and generation of a model with tied children find whole parameters, not shards."""
+    run_ranks(check_entry_points, 2)
+
+
+def check_children_by_themselves() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, reference = (Chain(a=Block(), b=Block()) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    x = features(0)
+    torch.testing.assert_close(model.b(model.a(x)), reference(x), rtol=1e-12, atol=1e-14)
+    assert [path for path, _ in sharded_roots(model)] == ["a", "b"]
+
+
+def test_children_may_be_called_one_by_one():
+    """A ComposerModel's eval_forward or loss may use one of its networks alone: each is a root."""
+    run_ranks(check_children_by_themselves, 2)
+
+
+# --- awkward parameters
+
+
+class Awkward(nn.Module):
+    """Transposed and strided weights, one of a single row and one without elements beside usual ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(6, 4).t())  # 4 x 6, strides of its transpose
+        self.strided = nn.Parameter(torch.randn(4, 12)[:, ::2])
+        self.row = nn.Parameter(torch.randn(1, 6))
+        self.gain = nn.Parameter(torch.randn(1))
+        self.conv = nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
+        assert not self.turned.is_contiguous() and not self.strided.is_contiguous()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.turned.t() @ self.strided + self.row * self.gain
+        return y.sum(-1) + self.conv(y[:, None, None].expand(-1, 1, 2, -1)).mean((1, 2, 3))
+
+
+def check_awkward(config: dict[str, Any]) -> None:
+    train_alike(lambda: Chain(net=Awkward()), config, features)
+
+
+@pytest.mark.parametrize("config", [{}, {"sync_module_states": True}, {"sharding_strategy": "SHARD_GRAD_OP"}])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_awkward_layouts_and_sizes(world_size: int, config: dict[str, Any]):
+    """A transposed weight, a channels_last convolution and a parameter with fewer rows than ranks need no change of
+    the model; fully_shard by itself refuses the first two."""
+    run_ranks(check_awkward, world_size, config)
+
+
+# --- errors before anything has happened
+
+
+def check_another_models_plan() -> list[str]:
+    small, planned = Model(num_blocks=1), Model(num_blocks=2)
+    plan = plan_sharding(planned, ShardingConfig())
+    messages = []
+    others = [small, Model(num_blocks=3), Model(num_blocks=2, tied=True), Model(num_blocks=2).half()]
+    for model in others:
+        types = [type(module) for module in model.modules()]
+        parameters = list(model.parameters())
+        try:
+            apply_plan(model, plan)
+        except PlanError as error:
+            messages.append(str(error))
+        assert [type(module) for module in model.modules()] == types
+        assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
+    return messages
+
+
+def test_plan_of_another_model():
+    """A plan that was kept while the model changed is refused by the first difference, and the model is untouched."""
+    for messages in run_ranks(check_another_models_plan, 2):
+        assert len(messages) == 4
+        parts = ["no module 'decoder.blocks.1'", "decoder.blocks.2", "decoder.embed.weight", "torch.float16"]
+        assert all("made for another model" in message for message in messages)
+        assert [part for part, message in zip(parts, messages, strict=True) if part not in message] == []
+
+
+def check_plan_and_apply() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, reference = Model(), Model()
+    reference.load_state_dict(model.state_dict())
+    config = ShardingConfig(
+        prefetch=Prefetch(forward=1), activation_checkpointing=ActivationCheckpointing(checkpoint=True, reentrant=False)
+    )
+    apply_plan(model, plan_sharding(model, config))
+    torch.testing.assert_close(model(tokens(0)), reference(tokens(0)), rtol=1e-12, atol=1e-14)
+    try:
+        apply_plan(model, plan_sharding(reference, config))
+    except PlanError as error:
+        assert "sharded already, by FSDP2" in str(error)  # noqa: PT017  on a rank, without pytest
+    else:
+        raise AssertionError("sharded twice")
+
+
+def test_plan_then_apply():
+    """The two steps by themselves, without prepare_fully_shard, do the same; a second time is refused."""
+    run_ranks(check_plan_and_apply, 2)
+
+
+def check_wrong_world() -> str:
+    model = Model()
+    plan = plan_sharding(model, ShardingConfig(mesh=MeshSpec(shard=3)))
+    try:
+        apply_plan(model, plan)
+    except ConfigError as error:
+        assert not any(isinstance(module, FSDPModule) for module in model.modules())
+        return str(error)
+    return ""
+
+
+def test_plan_for_another_number_of_ranks():
+    """A plan made for 3 ranks is not carried out on 2."""
+    assert all("makes 3 ranks, but the world size is 2" in message for message in run_ranks(check_wrong_world, 2))
+
+
+def test_apply_needs_a_process_group():
+    """A script that forgot to start its ranks reads how to."""
+    model = Model()
+    with pytest.raises(ConfigError, match=r"apply_plan needs a process group.*composer -n N.*torchrun"):
+        apply_plan(model, plan_sharding(model, ShardingConfig()))
+
+
+def check_left_out_gradients() -> tuple[bool, bool]:
+    torch.set_default_dtype(torch.float64)
+    model = Chain(kept=layer(), left=layer())
+    model.left._fsdp_wrap = False
+    left = model.left.weight
+    optimizer = sgd(model)
+    prepare_fully_shard(model, optimizer, FULL, device="cpu")
+    model(features(dist.get_rank())).square().mean().backward()
+    gradients = [torch.empty_like(left.grad) for _ in range(2)]
+    dist.all_gather(gradients, left.grad)
+    return model.left.weight is left, torch.equal(*gradients)
+
+
+def test_left_out_parameters_are_left_alone():
+    """What FSDP1 did not wrap is the user's own: the same object, not sharded, its gradients not averaged."""
+    assert run_ranks(check_left_out_gradients, 2) == [(True, False)] * 2

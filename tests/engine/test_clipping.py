@@ -1,0 +1,173 @@
+"""Clipping a sharded model scales as clipping the whole one does; each root has a norm of its own, as under FSDP1."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import Block, Chain, Model, features, layer, tie, tokens
+from engine.parity import FULL, Inputs, assert_close, full
+from ranks import run_ranks
+from torch import nn
+
+from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+
+
+class Thin(nn.Module):
+    """Parameters with a single row: most ranks hold nothing of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.randn(1, 6))
+        self.gain = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.row * self.gain
+
+
+def one_root() -> nn.Module:
+    return Model(tied=True)
+
+
+def thin() -> nn.Module:
+    return Chain(net=Thin())
+
+
+def several_roots() -> nn.Module:
+    return Chain(a=Block(), b=Thin(), c=nn.Tanh(), d=Chain({"inner": True}, inner=layer(), rest=layer()))
+
+
+def model_is_the_root() -> nn.Module:
+    model = Chain(a=layer(), b=layer(), c=Block())
+    tie(model.a, model.b)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
+    "one root": (one_root, tokens),
+    "thin": (thin, features),
+    "several roots": (several_roots, features),
+    "the model is the root": (model_is_the_root, features),
+}
+
+
+def gradients(name: str, config: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    """A sharded model and its whole copy after one backward over the same data."""
+    torch.set_default_dtype(torch.float64)
+    build, inputs = MODELS[name]
+    model = build()
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, None, FULL | config, device="cpu")
+    world_size = dist.get_world_size()
+    (100 * model(inputs(dist.get_rank())).square().mean()).backward()
+    for rank in range(world_size):
+        (100 * reference(inputs(rank)).square().mean() / world_size).backward()
+    return model, reference
+
+
+def check_clipping(name: str, config: dict[str, Any], max_norm: float, norm_type: float) -> list[str]:
+    model, reference = gradients(name, config)
+    norms = clip_grad_norm_(model, max_norm, norm_type)
+    roots = (
+        [""] if name == "the model is the root" else [n for n, c in reference.named_children() if list(c.parameters())]
+    )
+    assert list(norms) == roots, norms
+    for root in roots:
+        module = reference.get_submodule(root)
+        expected = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)
+        assert_close(f"norm of {root}", norms[root], expected, rtol=1e-12, atol=0)
+        assert norms[root].dim() == 0
+    for path, parameter in reference.named_parameters():
+        actual = full(model.get_parameter(path).grad)
+        assert_close(path, actual, parameter.grad, rtol=1e-12, atol=1e-14)
+    return roots
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("max_norm", [1e-3, 1e6], ids=["clips", "lets through"])
+@pytest.mark.parametrize("name", MODELS)
+def test_clips_as_the_unsharded_model(name: str, max_norm: float, norm_type: float):
+    """The norm that is logged and the step that is taken are those of torch.nn.utils.clip_grad_norm_ on each root;
+    a rank with an empty shard neither fails (torch's own does, for inf) nor makes others wait."""
+    run_ranks(check_clipping, 2, name, {}, max_norm, norm_type)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config"),
+    [
+        (4, {"data_parallel_replicate_degree": 2}),
+        (4, {}),
+        (2, {"sharding_strategy": "NO_SHARD"}),
+        (2, {"data_parallel_replicate_degree": 1}),
+        (2, {"cpu_offload": True}),
+        (1, {}),
+    ],
+)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_meshes_and_offload(world_size: int, config: dict[str, Any], norm_type: float):
+    """Replicas are not counted twice, and offloaded gradients are counted at all."""
+    for name in ("one root", "thin", "several roots"):
+        run_ranks(check_clipping, world_size, name, config, 1e-3, norm_type)
+
+
+def check_left_out() -> tuple[list[str], bool]:
+    torch.manual_seed(0)
+    model = Chain(net=layer(), left=layer())
+    model.left._fsdp_wrap = False
+    prepare_fully_shard(model, None, {}, device="cpu")
+    model(features(0)).sum().backward()
+    before = model.left.weight.grad.clone()
+    return list(clip_grad_norm_(model, 1e-3)), torch.equal(model.left.weight.grad, before)
+
+
+def test_parameters_outside_every_root_are_not_touched():
+    """FSDP1 clipped what it wrapped; the rest is the user's."""
+    assert run_ranks(check_left_out, 2) == [(["net"], True)] * 2
+
+
+def check_without_gradients() -> dict[str, float]:
+    model = Chain(a=layer(), b=layer())
+    prepare_fully_shard(model, None, {}, device="cpu")
+    model.a(features(dist.get_rank())).sum().backward()
+    return {path: norm.item() for path, norm in clip_grad_norm_(model, 1.0).items()}
+
+
+def test_a_root_without_gradients_has_norm_zero():
+    """A network that this step did not use neither fails nor leaves a rank waiting."""
+    for norms in run_ranks(check_without_gradients, 2):
+        assert norms["b"] == 0.0 and norms["a"] > 0
+
+
+def check_low_precision() -> None:
+    """Gradients in bf16: summed in fp32, so that thousands of small ones are not lost."""
+    model = Chain(net=nn.Linear(4096, 4, bias=False).bfloat16())
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    model(torch.full((1, 4096), 0.01, dtype=torch.bfloat16)).sum().backward()
+    (norm,) = clip_grad_norm_(model, 1e9).values()
+    expected = torch.tensor(0.01, dtype=torch.bfloat16).double().item() * math.sqrt(4 * 4096)
+    assert norm.dtype == torch.float32
+    assert math.isclose(norm.item(), expected, rel_tol=1e-5), (norm, expected)
+
+
+def test_norms_of_low_precision_gradients():
+    """The norm of a bf16 model is as exact as FSDP1's."""
+    run_ranks(check_low_precision, 2)
+
+
+def check_not_finite() -> tuple[bool, bool]:
+    model = Chain(net=layer())
+    prepare_fully_shard(model, None, {}, device="cpu")
+    scale = math.inf if dist.get_rank() == 1 else 1.0
+    (model(features(0)).sum() * scale).backward()
+    (norm,) = clip_grad_norm_(model, 1.0).values()
+    return bool(torch.isfinite(norm)), bool(torch.isfinite(full(model.net.weight.grad)).all())
+
+
+def test_an_overflow_is_seen_on_every_rank():
+    """A loss scaler's check sees the same norm everywhere; nobody steps alone."""
+    assert run_ranks(check_not_finite, 2) == [(False, False)] * 2

@@ -1,0 +1,375 @@
+"""The front door: FSDP1's signature, and every bad input refused on every rank before anything is touched."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import Block, Chain, Model, layer, tokens
+from engine.parity import sgd
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_fsdp2 import (
+    ComposerFSDP2Error,
+    ConfigError,
+    PlanError,
+    UnsupportedError,
+    prepare_fully_shard,
+)
+
+# --- what it gives back
+
+
+def check_result() -> tuple[Any, bool, str]:
+    model = Model()
+    config = {"sharding_strategy": "SHARD_GRAD_OP", "mixed_precision": {"param_dtype": "bf16"}}
+    said = repr(config)
+    result = prepare_fully_shard(model, [sgd(model)], config, "fp32", "cpu", False, 1234)
+    assert repr(config) == said
+    return result, all(isinstance(p, DTensor) for p in model.parameters()), type(model.decoder).__name__
+
+
+def test_signature_and_result_of_prepare_fsdp_module():
+    """Composer calls it with these positions and unpacks a list and a dict."""
+    assert run_ranks(check_result, 2) == [(([], {}), True, "Decoder")] * 2
+
+
+def check_config_forms() -> list[list[torch.Size]]:
+    forms = [
+        {"data_parallel_replicate_degree": 2},
+        types.SimpleNamespace(data_parallel_replicate_degree=2, sharding_strategy="FULL_SHARD"),
+    ]
+    shapes = []
+    for config in forms:
+        model = Model()
+        prepare_fully_shard(model, None, config, device=torch.device("cpu"), precision="fp32")
+        shapes.append([parameter.to_local().shape for parameter in model.parameters()])
+    return shapes
+
+
+def test_mapping_or_object():
+    """A YAML section and a configuration object with the same words shard alike."""
+    for by_mapping, by_object in run_ranks(check_config_forms, 2):
+        assert by_mapping == by_object
+        assert by_mapping[0] == (11, 6)  # two replicas of one rank each: whole parameters
+
+
+def check_log(config: dict[str, Any]) -> list[tuple[str, str]]:
+    records: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
+    logger = logging.getLogger("composer_fsdp2.prepare")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        model = Model()
+        model.own = nn.Parameter(torch.ones(2))
+        prepare_fully_shard(model, None, config, device="cpu")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    return records
+
+
+def test_what_is_logged():
+    """Rank 0 alone warns of what is not as it was (each once), and shows translation and plan when verbose."""
+    config = {"backward_prefetch": "BACKWARD_POST", "sharding_strategy": "FULL_SHARD", "min_params": 5, "verbose": True}
+    records, others = run_ranks(check_log, 2, config)
+    assert others == []
+    warnings = [text for level, text in records if level == "WARNING"]
+    assert len(warnings) == 2
+    assert "backward_prefetch" in warnings[0] and "approximate" in warnings[0]
+    assert "1 parameters are in no unit" in warnings[1] and "own" in warnings[1]
+    (report,) = [text for level, text in records if level == "INFO"]
+    for part in ("min_params", "decoder.blocks.1", "data_parallel_shard 2"):
+        assert part in report
+
+
+def test_a_clean_configuration_is_silent():
+    """No warning is shown to somebody whose run is carried over exactly, so that the others are read."""
+    records, _ = run_ranks(check_log, 2, {"sharding_strategy": "FULL_SHARD"})
+    assert [text for level, text in records if level == "WARNING" and "own" not in text] == []
+
+
+def check_not_strict() -> tuple[str, bool]:
+    config = {"ignored_modules": ["a"]}
+    model = Model()
+    try:
+        prepare_fully_shard(model, None, config, device="cpu")
+    except UnsupportedError as error:
+        message = str(error)
+    prepare_fully_shard(model, None, config | {"strict": False}, device="cpu")
+    return message, isinstance(model.decoder, FSDPModule)
+
+
+def test_strict_false_goes_on():
+    """The error names the key and the way on, and that way works on the same model."""
+    for message, is_sharded in run_ranks(check_not_strict, 2):
+        assert "ignored_modules" in message and "strict: false" in message
+        assert is_sharded
+
+
+# --- bad input
+
+
+def footprint(model: nn.Module, optimizers: Any) -> list[Any]:
+    """Everything that a refused call must leave as it was: objects by identity, tensors by value."""
+    seen: list[Any] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        hooks = [len(value) for name, value in sorted(vars(module).items()) if name.endswith("_hooks")]
+        seen.append((path, id(module), type(module), hooks, sorted(vars(module))))
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        seen.append((name, id(tensor), str(tensor.device), tensor.dtype, value.detach().clone().tolist()))
+    for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+        if optimizer is not None:
+            seen.append((id(optimizer.param_groups), [id(group) for group in optimizer.param_groups]))
+            seen.append([[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups])
+            seen.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+            seen.append([(id(parameter), repr(state)) for parameter, state in optimizer.state.items()])
+    return seen
+
+
+class Wrapping(Chain):
+    """Its wrap function gives, or raises, what it was told."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__(inner=Block(), rest=layer())
+        self.answer = answer
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def wrapping(answer: Any) -> Callable[[], nn.Module]:
+    return lambda: Chain(net=Wrapping(answer))
+
+
+def cpu_mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def sharded_by_fsdp2() -> nn.Module:
+    model = Model()
+    fully_shard(model.decoder.blocks[0], mesh=cpu_mesh())
+    return model
+
+
+def wrapped_by_fsdp1() -> nn.Module:
+    model = Model()
+    model.decoder = FullyShardedDataParallel(model.decoder, device_id=torch.device("cpu"))
+    return model
+
+
+def wrapped_by_ddp() -> nn.Module:
+    model = Model()
+    model.decoder = DistributedDataParallel(model.decoder)
+    return model
+
+
+def with_a_dtensor() -> nn.Module:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = Model()
+    weight = model.decoder.head.weight
+    model.decoder.head.weight = nn.Parameter(distribute_tensor(weight.data, cpu_mesh(), [Shard(0)]))
+    return model
+
+
+def with_a_scalar() -> nn.Module:
+    model = Model()
+    model.decoder.temperature = nn.Parameter(torch.tensor(1.0))
+    return model
+
+
+def two_dtypes() -> nn.Module:
+    model = Model()
+    model.decoder.head.to(torch.bfloat16)
+    return model
+
+
+def nothing_to_shard() -> nn.Module:
+    return layer()
+
+
+def none(model: nn.Module) -> None:
+    return None
+
+
+def of_another_model(model: nn.Module) -> Any:
+    return sgd(Model())
+
+
+def two_optimizers(model: nn.Module) -> Any:
+    return [sgd(model), sgd(model)]
+
+
+Case = tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dict[str, Any], dict[str, Any], type[Exception], str]
+
+BAD_INPUTS: dict[str, Case] = {
+    "unknown key": (Model, sgd, {"sharding_stratgy": "X"}, {}, ConfigError, "did you mean sharding_strategy"),
+    "wrong type": (Model, sgd, {"sync_module_states": "no"}, {}, ConfigError, "true or false"),
+    "no configuration": (Model, sgd, "FULL_SHARD", {}, ConfigError, "give a mapping"),
+    "degrees": (Model, sgd, {"data_parallel_shard_degree": 3}, {}, ConfigError, "world size is 2"),
+    "both degrees open": (
+        Model,
+        sgd,
+        {"data_parallel_shard_degree": -1, "data_parallel_replicate_degree": -1},
+        {},
+        ConfigError,
+        "both -1",
+    ),
+    "contradiction": (
+        Model,
+        sgd,
+        {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False},
+        {},
+        ConfigError,
+        "keep one of the two",
+    ),
+    "precision": (Model, sgd, {}, {"precision": "bf16"}, ConfigError, "amp_bf16"),
+    "device": (Model, sgd, {}, {"device": "tpu"}, ConfigError, "'tpu'"),
+    "unsupported key": (Model, sgd, {"process_group": "node"}, {}, NotImplementedError, "process_group"),
+    "state_dict_type": (Model, sgd, {"state_dict_type": "local"}, {}, UnsupportedError, "'sharded'"),
+    "auto_microbatching": (
+        Model,
+        sgd,
+        {},
+        {"auto_microbatching": True},
+        NotImplementedError,
+        "device_train_microbatch_size",
+    ),
+    "sharded by FSDP2": (sharded_by_fsdp2, none, {}, {}, PlanError, "'decoder.blocks.0' is sharded already, by FSDP2"),
+    "wrapped by FSDP1": (wrapped_by_fsdp1, none, {}, {}, PlanError, "'decoder' is sharded already, by FSDP1"),
+    "wrapped by DDP": (wrapped_by_ddp, none, {}, {}, PlanError, "DistributedDataParallel"),
+    "tensor parallel": (with_a_dtensor, none, {}, {}, PlanError, "decoder.head.weight is a DTensor already"),
+    "optimizer of another model": (Model, of_another_model, {}, {}, PlanError, "The same model must be passed"),
+    "two optimizers": (Model, two_optimizers, {}, {}, NotImplementedError, "Only one optimizer"),
+    "wrap function raises": (wrapping(KeyError("ffn")), sgd, {}, {}, PlanError, "KeyError for module 'net.inner'"),
+    "wrap function returns a string": (wrapping("yes"), sgd, {}, {}, PlanError, "returned 'yes'"),
+    "wrap settings": (wrapping({"shard": 1}), sgd, {}, {}, ConfigError, "unknown key 'shard'"),
+    "process group of a module": (
+        wrapping({"process_group": "node"}),
+        sgd,
+        {},
+        {},
+        NotImplementedError,
+        "process_group",
+    ),
+    "mesh of a module": (wrapping({"device_mesh": 1}), sgd, {}, {}, NotImplementedError, "device_mesh"),
+    "scalar": (with_a_scalar, sgd, {}, {}, PlanError, "decoder.temperature is a scalar"),
+    "two dtypes": (two_dtypes, sgd, {}, {}, PlanError, "one unit gathers one dtype"),
+    "nothing to shard": (nothing_to_shard, sgd, {}, {}, PlanError, "nothing to shard"),
+}
+
+
+def check_bad_input(name: str) -> tuple[list[str], str, bool]:
+    build, make_optimizers, config, options, _, _ = BAD_INPUTS[name]
+    model = build()
+    optimizers = make_optimizers(model)
+    before = footprint(model, optimizers)
+    try:
+        prepare_fully_shard(model, optimizers, config, **{"device": "cpu", "precision": "fp32", **options})
+    except Exception as error:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        return kinds, str(error), footprint(model, optimizers) == before
+    return [], "not refused", False
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_input_is_refused_and_nothing_is_touched(name: str):
+    """The caller may mend the input and call again on the same model: every rank raised the documented error, which
+    names the culprit, and no parameter, hook, class or group of the optimizer is another."""
+    *_, kind, part = BAD_INPUTS[name]
+    for kinds, message, is_untouched in run_ranks(check_bad_input, 2, name):
+        assert part in message
+        assert ComposerFSDP2Error.__name__ in kinds and "ValueError" in kinds and kind.__name__ in kinds
+        assert is_untouched
+
+
+def check_one_rank_only(what: str) -> tuple[str, str, bool, bool]:
+    """One rank's model or configuration is another; whatever differs, all ranks raise."""
+    is_odd = dist.get_rank() == 1
+    config: dict[str, Any] = {}
+    model: nn.Module = Model(num_blocks=2)
+    if what == "wrap function":
+        model = Chain(net=Wrapping(RuntimeError("out of luck") if is_odd else True))
+    elif what == "layers":
+        model = Model(num_blocks=3 if is_odd else 2)
+    elif what == "setting":
+        config = {"reshard_after_forward": not is_odd}
+    elif what == "shape":
+        model = Chain(net=layer(7 if is_odd else 6))
+    elif what == "optimizer":
+        optimizer = sgd(Model() if is_odd else model)
+    optimizer = optimizer if what == "optimizer" else sgd(model)
+    before = footprint(model, optimizer)
+    try:
+        prepare_fully_shard(model, optimizer, config, device="cpu")
+    except ComposerFSDP2Error as error:
+        # All ranks are here: a collective finds them.
+        dist.barrier()
+        return type(error).__name__, str(error), footprint(model, optimizer) == before, True
+    return "", "not refused", False, False
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("wrap function", ["rank 1 could not go on", "out of luck", "'net.inner'"]),
+        ("optimizer", ["rank 1 could not go on", "The same model must be passed"]),
+        ("layers", ["ranks 0 and 1 decided differently", "rank 0:", "rank 1:", "decoder.blocks.2"]),
+        ("setting", ["ranks 0 and 1 decided differently", "reshard_after_forward"]),
+        ("shape", ["ranks 0 and 1 decided differently", "7"]),
+    ],
+)
+def test_a_difference_between_ranks_is_an_error_on_each(what: str, parts: list[str]):
+    """A job whose ranks disagree ends at once with both versions in the message, not after a time-out of NCCL."""
+    (kind_0, message_0, untouched_0, _), (_, message_1, untouched_1, _) = run_ranks(check_one_rank_only, 2, what)
+    assert kind_0 == "PlanError"
+    assert [part for part in parts if part not in message_0] == []
+    assert untouched_0 and untouched_1
+    if "decided differently" in message_0:
+        assert message_1 == message_0
+
+
+def test_without_a_process_group():
+    """A single-process script reads how to start ranks, and its model is untouched."""
+    model = Model()
+    optimizer = sgd(model)
+    before = footprint(model, optimizer)
+    with pytest.raises(
+        ConfigError, match=r"prepare_fully_shard needs a process group, also on one rank.*composer -n N"
+    ):
+        prepare_fully_shard(model, optimizer, {}, device="cpu")
+    assert footprint(model, optimizer) == before
+
+
+def check_again() -> str:
+    model = Model()
+    prepare_fully_shard(model, None, {}, device="cpu")
+    model(tokens(0)).sum().backward()
+    try:
+        prepare_fully_shard(model, None, {}, device="cpu")
+    except PlanError as error:
+        model(tokens(0)).sum().backward()
+        return str(error)
+    return ""
+
+
+def test_a_second_call_is_refused_and_the_model_trains_on():
+    """Sharding twice by accident does not break the run."""
+    assert all("'decoder' is sharded already, by FSDP2" in message for message in run_ranks(check_again, 2))

@@ -1,0 +1,197 @@
+"""Each repair of torch: the bug exists where we say so, is gone afterwards, and is gone upstream where we say so."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import Decoder
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+from composer_fsdp2._torch import REPAIRS, Repair, keep_class_name, repair_cpu_collectives
+
+VERSION = torch.__version__.partition("+")[0]
+REPAIRS_BY_NAME = {repair.name: repair for repair in REPAIRS}
+
+
+def gradient_over_mean(shape: tuple[int, ...], dtype: torch.dtype) -> float | str:
+    """torch alone, none of our code: how many times too large a gradient is on a mesh of ``shape``, or the error.
+
+    y = w * x with x = rank + 1: the mean of the gradients over ranks is the mean of x.
+    """
+    names = ("replicate", "shard")[-len(shape) :]
+    model = nn.Linear(1, 4, bias=False).to(dtype)
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    try:
+        model(torch.full((1, 1), dist.get_rank() + 1.0, dtype=dtype)).sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    mean = (dist.get_world_size() + 1) / 2
+    return model.weight.grad.full_tensor()[0].item() / mean
+
+
+class Group:
+    """What the divide factors ask of a process group."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+def factors(device_type: str) -> list[Any]:
+    groups = [(Group(8), None), (Group(4), Group(2)), (Group(1), None), (Group(1), Group(3))]
+    return [
+        repr(_fsdp_collectives._get_gradient_divide_factors(*pair, dtype, device_type))
+        for pair in groups
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    ]
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SHAPES = ((2,), (1, 2), (2, 1))
+
+
+def check_repairs() -> dict[str, Any]:
+    """In fresh processes: is each repair asked for; how does torch behave before, and after."""
+    seen: dict[str, Any] = {"needed": {repair.name: repair.is_needed() for repair in REPAIRS}}
+    factors_before = {device_type: factors(device_type) for device_type in ("cuda", "mtia", "cpu")}
+    seen["before"] = {shape: gradient_over_mean(shape, torch.float32) for shape in SHAPES}
+    seen["after the first"] = None
+    if seen["needed"]["gloo averages"]:
+        REPAIRS_BY_NAME["gloo averages"].apply()
+        seen["after the first"] = gradient_over_mean((2, 1), torch.float32)
+    repair_cpu_collectives()
+    repair_cpu_collectives()
+    seen["after"] = {(shape, str(dtype)): gradient_over_mean(shape, dtype) for shape in SHAPES for dtype in DTYPES}
+    seen["factors"] = factors_before, {device_type: factors(device_type) for device_type in factors_before}
+    seen["needed again"] = [repair.name for repair in REPAIRS if repair.is_needed()]
+    return seen
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    first, second = run_ranks(check_repairs, 2, fresh=True)
+    assert first == second
+    return first
+
+
+def is_listed(versions: tuple[str, ...]) -> bool:
+    return any(version == VERSION or VERSION.startswith(f"{version}.") for version in versions)
+
+
+@pytest.mark.parametrize("repair", REPAIRS, ids=lambda repair: repair.name)
+def test_the_probe_agrees_with_the_list(repair: Repair, seen: dict[str, Any]):
+    """A repair that is applied where it is not needed, or left out where it is, changes gradients in silence."""
+    if is_listed(repair.seen_on):
+        assert seen["needed"][repair.name]
+    elif is_listed(repair.not_on):
+        assert not seen["needed"][repair.name]
+    else:
+        pytest.skip(f"torch {VERSION} stands in neither list of the repair")
+
+
+def test_gradients_were_sums(seen: dict[str, Any]):
+    """The bug itself: on 2 ranks a gradient is exactly twice the mean (pytorch#162338), and 2-D meshes raise."""
+    if not seen["needed"]["gloo averages"]:
+        assert seen["before"][(2,)] == 1.0
+        return
+    assert seen["before"][(2,)] == 2.0
+    assert "ReduceOp.AVG" in str(seen["before"][(2, 1)]) and "ReduceOp.AVG" in str(seen["before"][(1, 2)])
+
+
+def test_two_dimensional_meshes_missed_an_event(seen: dict[str, Any]):
+    """The second bug shows once the first is repaired: an assertion that the CPU's streams can never meet."""
+    if not seen["needed"]["CPU streams record events"]:
+        assert seen["before"][(2, 1)] == seen["before"][(1, 2)] == 1.0
+        return
+    assert str(seen["after the first"]).startswith("AssertionError")
+
+
+def test_gradients_are_means_afterwards(seen: dict[str, Any]):
+    """After the repair every dtype on every mesh has the mean, exactly; repairing twice is repairing once."""
+    assert {case: value for case, value in seen["after"].items() if value != 1.0} == {}
+    assert seen["needed again"] == []
+
+
+def check_frozen_unit_ahead() -> list[float]:
+    """A unit that backward gathers ahead and never uses: its input needs no gradient, its parameters are frozen."""
+    repair_cpu_collectives()
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_gather_that_nobody_waits_for():
+    """Frozen first layers (LoRA, say) train on the CPU: no stream of an accelerator is asked for that is not there."""
+    for first, second in run_ranks(check_frozen_unit_ahead, 2):
+        assert first == second
+
+
+def test_other_devices_keep_their_division(seen: dict[str, Any]):
+    """A process that shards something on the CPU does not change what its GPU training computes."""
+    before, after = seen["factors"]
+    assert after["cuda"] == before["cuda"] and after["mtia"] == before["mtia"]
+    assert (after["cpu"] != before["cpu"]) == seen["needed"]["gloo averages"]
+
+
+def test_no_repair_outlives_its_bug():
+    """A repair that no supported torch needs any more is removed, not carried along."""
+    pyproject = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
+    (lowest,) = [
+        match[1] for line in pyproject["project"]["dependencies"] if (match := re.match(r"torch>=([\d.]+)", line))
+    ]
+    for repair in REPAIRS:
+        needed_on = [version for version in repair.seen_on if f"{version}.".startswith(f"{lowest}.")]
+        assert needed_on, (
+            f"{repair.name} was seen on {repair.seen_on}, the lowest torch we support is {lowest}: remove it"
+        )
+        assert not set(repair.seen_on) & set(repair.not_on)
+        assert repair.why
+
+
+def check_class_names() -> list[Any]:
+    class Fresh(Decoder):
+        """Known to no earlier check: fully_shard makes one class for each, once."""
+
+    mesh = init_device_mesh("cpu", (1,))
+    first, second, plain = Fresh(), Fresh(), Fresh()
+    fully_shard(first, mesh=mesh)
+    assert type(first).__name__ != "Fresh", "torch has changed"
+    keep_class_name(first)
+    fully_shard(second, mesh=mesh)
+    keep_class_name(second)
+    keep_class_name(plain)
+    cls = type(first)
+    assert cls is type(second) is not Fresh and issubclass(cls, Fresh)
+    assert type(plain) is Fresh
+    return [
+        cls.__name__,
+        cls.__qualname__ == Fresh.__qualname__,
+        cls.__module__ == Fresh.__module__,
+        type(cls(num_blocks=1)) is Fresh,
+    ]
+
+
+def test_class_names():
+    """`architectures` in a saved config and the metadata of a checkpoint name the user's class; `type(m)(...)` builds
+    an unsharded one; unsharded models keep theirs."""
+    assert run_ranks(check_class_names, 1) == [["Fresh", True, True, True]]

@@ -1,0 +1,341 @@
+"""LLM Foundry's train_from_yaml inside fsdp2(): the YAML of an FSDP1 run trains on FSDP2 as it stands."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+
+pytestmark = pytest.mark.foundry
+
+ROOT = Path(__file__).resolve().parents[2]
+YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"
+BATCHES, SAVED_AT = 4, 2
+
+Under = Callable[[], AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def FSDP1() -> Iterator[None]:
+    """Composer as it is, on the CPU: it asks for a CUDA device, also to fill meta tensors, and FSDP1 takes any."""
+    to_empty = nn.Module.to_empty
+
+    def to_empty_on_cpu(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        return to_empty(self, device="cpu", recurse=recurse)
+
+    with (
+        mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")),
+        mock.patch.object(nn.Module, "to_empty", to_empty_on_cpu),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def FSDP2() -> Iterator[None]:
+    from composer_fsdp2.compat import fsdp2
+
+    with fsdp2():
+        yield
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left behind; the same on every rank."""
+
+    losses: list[float]
+    shards: set[str]  # FSDPModule, FullyShardedDataParallel
+    classes: set[str]  # of the model's modules
+    metrics: dict[str, float]  # of the last eval
+
+
+def train(
+    under: Under,
+    yaml: Path,
+    folder: str,
+    name: str,
+    *overrides: str,
+    after: Callable[[Any], None] = lambda trainer: None,
+) -> Trained:
+    """One run of Foundry's training, to its end, and ``after(trainer)``. Called on all ranks."""
+    from llmfoundry.command_utils import train_from_yaml
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    losses = Path(folder) / f"{name}.jsonl"
+    with under():
+        trainer = train_from_yaml(str(yaml), [*surroundings(folder, losses), *overrides])
+        modules = list(trainer.state.model.modules())
+        metrics = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics.get("eval", {}).items()}
+        after(trainer)
+        trainer.close()
+    dist.barrier()
+    kinds = {
+        kind.__name__ for kind in (FSDPModule, FullyShardedDataParallel) if any(isinstance(m, kind) for m in modules)
+    }
+    return Trained(read_losses(losses), kinds, {type(module).__name__ for module in modules}, metrics)
+
+
+def surroundings(folder: str, losses: Path) -> list[str]:
+    """Where the YAML finds its data and leaves its losses, and how long it trains."""
+    return [
+        f"variables.data={folder}/data",
+        f"variables.losses={losses}",
+        f"code_paths=[{ROOT}/demo/record_loss.py]",
+        f"max_duration={BATCHES}ba",
+        f"save_interval={SAVED_AT}ba",
+    ]
+
+
+def read_losses(path: Path) -> list[float]:
+    return [record["loss"] for record in map(json.loads, path.read_text().splitlines()) if "loss" in record]
+
+
+def largest_difference(ours: list[float], theirs: list[float]) -> float:
+    assert len(ours) == len(theirs) > 0, f"{ours} and {theirs}"
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def assert_alike(ours: Trained, theirs: Trained, what: str) -> None:
+    assert theirs.shards == {"FullyShardedDataParallel"}, f"{what}: the reference is sharded by {theirs.shards}"
+    assert ours.shards == {"FSDPModule"}, f"{what}: sharded by {ours.shards}"
+    difference = largest_difference(ours.losses, theirs.losses)
+    assert difference <= 1e-6, f"{what}: {difference}: {ours.losses}, FSDP1 {theirs.losses}"
+
+
+# --- data
+
+
+def make(folder: str) -> None:
+    """A tokenizer and a streaming dataset, as the demo makes them."""
+    sys.path.append(str(ROOT / "demo"))
+    from data import make_data
+
+    if dist.get_rank() == 0:
+        make_data(Path(folder) / "data", [ROOT / "LICENSE"], vocabulary=512, length=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("foundry")
+    with mock.patch.dict("os.environ", {"TOKENIZERS_PARALLELISM": "false"}):
+        run_ranks(make, 2, str(made))
+        yield str(made)
+
+
+# --- MPT from the repository's YAML
+
+
+def check_mpt(folder: str) -> None:
+    evals = [
+        "eval_first=true",
+        "eval_interval=2ba",
+        "eval_subset_num_batches=2",
+        "eval_loader={name: text, drop_last: false, num_workers: 1, dataset: {local: "
+        + f"{folder}/data/mds, shuffle: false, max_seq_len: 64, eos_token_id: 0}}}}",
+    ]
+    theirs = train(FSDP1, YAML, folder, "fsdp1", f"save_folder={folder}/fsdp1", *evals)
+    ours = train(FSDP2, YAML, folder, "fsdp2", f"save_folder={folder}/fsdp2", *evals)
+    assert_alike(ours, theirs, "the YAML")
+    assert "LanguageCrossEntropy" in theirs.metrics
+    assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-6)
+    for kind in ("fsdp1", "fsdp2"):  # a checkpoint of either resumes on ours
+        resumed = train(FSDP2, YAML, folder, f"from-{kind}", f"load_path={folder}/{kind}/ep0-ba{SAVED_AT}")
+        difference = largest_difference(resumed.losses, theirs.losses[SAVED_AT:])
+        assert difference <= 1e-6, f"from {kind}: {resumed.losses}, {theirs.losses}"
+    with mock.patch.dict("os.environ", {"FSDP_VERSION": "2"}):
+        assert_alike(train(FSDP2, YAML, folder, "version2"), theirs, "FSDP_VERSION=2")
+
+
+def test_yaml_trains_with_fsdp1s_losses(folder: str):
+    """MPT with tied embeddings, recomputed blocks, clipping and streaming data: the curve and the checkpoint stay."""
+    run_ranks(check_mpt, 2, folder)
+    names = {path.relative_to(f"{folder}/fsdp1") for path in Path(folder, "fsdp1").rglob("*")}
+    assert names == {path.relative_to(f"{folder}/fsdp2") for path in Path(folder, "fsdp2").rglob("*")}
+
+
+def check_mixed(folder: str) -> None:
+    # FSDP1 cannot broadcast CPU tensors, so the measure is its run with every rank's model on the CPU.
+    theirs = train(FSDP1, YAML, folder, "cpu")
+    for state_dict_type in ("sharded", "full"):  # with full, Foundry sets load_monolith_rank0_only
+        overrides = ["model.init_device=mixed", f"fsdp_config.state_dict_type={state_dict_type}"]
+        what = f"mixed-{state_dict_type}"
+        ours = train(FSDP2, YAML, folder, what, *overrides, f"save_folder={folder}/{what}")
+        assert_alike(ours, theirs, what)
+    resumed = train(FSDP2, YAML, folder, "monolith", *overrides, f"load_path={folder}/{what}/ep0-ba{SAVED_AT}-rank0.pt")
+    difference = largest_difference(resumed.losses, theirs.losses[SAVED_AT:])
+    assert difference <= 1e-6, f"{resumed.losses}, {theirs.losses}"
+
+
+def test_mixed_initialisation(folder: str):
+    """Rank 0 alone builds the model and reads the file, as the YAMLs of large models ask."""
+    run_ranks(check_mixed, 2, folder)
+
+
+def check_meta(folder: str) -> None:
+    theirs = train(FSDP1, YAML, folder, "meta-fsdp1", "model.init_device=meta")
+    ours = train(FSDP2, YAML, folder, "meta-fsdp2", "model.init_device=meta")
+    assert_alike(ours, theirs, "meta")
+
+
+def test_meta_initialisation(folder: str):
+    """A model that was never built whole begins with the very values that FSDP1 would have drawn."""
+    run_ranks(check_meta, 2, folder)
+
+
+# --- Hugging Face
+
+PROMPT = [5, 17, 200, 3]
+
+
+def write_llama(folder: str) -> Path:
+    """The YAML with a small Llama, built from its configuration; nothing is downloaded."""
+    from omegaconf import OmegaConf
+    from transformers import LlamaConfig
+
+    place = Path(folder) / "llama"
+    config = OmegaConf.load(YAML)
+    config.model = {
+        "name": "hf_causal_lm",
+        "pretrained_model_name_or_path": str(place),
+        "pretrained": False,
+        "init_device": "cpu",
+        "use_flash_attention_2": False,
+    }
+    if dist.get_rank() == 0:
+        LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            vocab_size=512,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+        ).save_pretrained(place)
+        OmegaConf.save(config, place / "run.yaml")
+    dist.barrier()
+    return place / "run.yaml"
+
+
+def check_llama(folder: str) -> None:
+    yaml = write_llama(folder)
+    theirs = train(FSDP1, yaml, folder, "llama-fsdp1")
+    for init_device in ("cpu", "mixed"):
+
+        def generate(trainer: Any, path: str = f"{folder}/llama-{init_device}.json") -> None:
+            tokens = trainer.state.model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
+            if dist.get_rank() == 0:
+                Path(path).write_text(json.dumps(tokens.tolist()))
+
+        ours = train(
+            FSDP2,
+            yaml,
+            folder,
+            f"llama-{init_device}",
+            f"model.init_device={init_device}",
+            "fsdp_config.state_dict_type=full",
+            f"save_folder={folder}/llama-{init_device}",
+            f"callbacks.hf_checkpointer.save_folder={folder}/llama-{init_device}-hf",
+            f"callbacks.hf_checkpointer.save_interval={BATCHES}ba",
+            after=generate,
+        )
+        assert_alike(ours, theirs, f"Llama, {init_device}")
+        assert {"LlamaForCausalLM", "LlamaDecoderLayer", "LlamaRMSNorm"} <= ours.classes
+        assert not [name for name in ours.classes if name.startswith("FSDP")], ours.classes
+
+
+def check_llamas_files(folder: str) -> None:
+    from composer.models import HuggingFaceModel
+    from transformers import AutoModelForCausalLM
+
+    for init_device in ("cpu", "mixed"):
+        path = Path(folder, f"llama-{init_device}", f"ep0-ba{BATCHES}-rank0.pt")
+        saved = torch.load(path, weights_only=False)["state"]
+        config = saved["integrations"]["huggingface"]["model"]["config"]
+        assert config["class"] == "transformers.models.llama.modeling_llama.LlamaForCausalLM", config["class"]
+        assert config["content"]["architectures"] == ["LlamaForCausalLM"], config["content"]["architectures"]
+        model, _ = HuggingFaceModel.hf_from_composer_checkpoint(str(path))
+        assert type(model).__name__ == "LlamaForCausalLM", type(model)
+        (exported,) = Path(folder, f"llama-{init_device}-hf").rglob("config.json")
+        architectures = json.loads(exported.read_text())["architectures"]
+        assert architectures == ["LlamaForCausalLM"], architectures
+        again = AutoModelForCausalLM.from_pretrained(exported.parent)
+        for name, parameter in again.named_parameters():
+            assert torch.equal(parameter, saved["model"][f"model.{name}"]), name
+        tokens = again.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False).tolist()
+        assert tokens == json.loads(Path(folder, f"llama-{init_device}.json").read_text())
+
+
+def test_hugging_face_model_keeps_its_name(folder: str):
+    """What was trained generates, and loads elsewhere: its files say LlamaForCausalLM, and no class of FSDP's."""
+    run_ranks(check_llama, 2, folder)
+    run_ranks(check_llamas_files, 2, folder)
+
+
+# --- the command
+
+FASTER = "optimizer.lr=6.0e-3"
+
+
+def check_command(folder: str) -> None:
+    from composer_fsdp2.cli.main import main
+    from composer_fsdp2.compat import is_installed
+
+    theirs = train(FSDP1, YAML, folder, "command-fsdp1", FASTER).losses
+    losses = Path(folder) / "command.jsonl"
+    arguments = ["composer-fsdp2", "train", str(YAML), *surroundings(folder, losses), FASTER]
+    with mock.patch.object(sys, "argv", arguments), pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code, end.value.code
+    assert not is_installed()
+    dist.barrier()
+    assert_command(losses, theirs)
+
+
+def assert_command(losses: Path, theirs: list[float]) -> None:
+    difference = largest_difference(read_losses(losses), theirs)
+    assert difference <= 1e-6, f"{read_losses(losses)}, FSDP1 {theirs}"
+    modules = json.loads(losses.read_text().splitlines()[0])["modules"]
+    assert modules["FullyShardedDataParallel"] == 0 < modules["FSDPModule"], modules
+
+
+def test_command_trains_with_overrides(folder: str):
+    """``composer-fsdp2 train run.yaml key=value`` takes the place of Foundry's own train script."""
+    run_ranks(check_command, 2, folder)
+
+
+def check_reference(folder: str) -> list[float]:
+    return train(FSDP1, YAML, folder, "launched-fsdp1", FASTER).losses
+
+
+@pytest.mark.slow  # each launched rank imports all of LLM Foundry
+def test_launched_command(folder: str):
+    """``composer -n 2 -m composer_fsdp2 train run.yaml key=value``: Foundry's launch line, with our word in it."""
+    theirs = run_ranks(check_reference, 2, folder)[0]
+    losses = Path(folder) / "launched.jsonl"
+    command = [Path(sys.executable).parent / "composer", "-n", "2", "-m", "composer_fsdp2", "train", YAML]
+    done = subprocess.run(
+        [*map(str, command), *surroundings(folder, losses), FASTER],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert_command(losses, theirs)

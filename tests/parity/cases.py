@@ -1,0 +1,147 @@
+"""Which runs are compared: every pair of settings at least once, or all combinations.
+
+[Note: pairs] Most mistakes need one setting or two to show. ``pairwise`` finds few runs in which each two values of
+different axes meet; the full product is left to the slow tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parity.harness import Run
+
+Axes = Mapping[str, Sequence[Any]]
+Pair = frozenset[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Values of two axes that FSDP1 does not take together, and why."""
+
+    first: tuple[str, tuple[Any, ...]]
+    second: tuple[str, tuple[Any, ...]]
+    reason: str
+
+    def covers(self, case: Mapping[str, Any]) -> bool:
+        return all(case.get(axis) in values for axis, values in (self.first, self.second))
+
+
+REFUSED = (
+    Refused(
+        ("optimizer", ("sgd64", "adamw64")), ("clipping", ("norm", "value")),
+        "FSDP1 takes norms in fp32, which torch refuses for gradients in float64",
+    ),
+    Refused(
+        ("settings", ("flat",)), ("groups", ("several", "subset")),
+        "Composer cannot find the parameters of a group within flat parameters",
+    ),
+    Refused(
+        ("settings", ("flat",)), ("groups", ("frozen",)),
+        "a flat parameter needs a gradient or needs none",
+    ),
+    Refused(
+        ("settings", ("flat",)), ("checkpointing", ("offload", "reentrant+offload", "non-reentrant+offload")),
+        "Composer's State refuses activation_cpu_offload without use_orig_params",
+    ),
+)  # fmt: skip
+
+CHECKPOINTING = ("off", "reentrant", "non-reentrant", "offload", "reentrant+offload", "non-reentrant+offload")
+
+# AdamW in float64 compares everything; in fp32 what `NOISE` leaves of it, where FSDP1 has no float64.
+TWO_RANKS: Axes = {
+    "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD:1"),
+    "checkpointing": CHECKPOINTING,
+    "optimizer": ("sgd", "adamw", "adamw64"),
+    "clipping": ("off", "norm", "value"),
+    "groups": ("one", "several", "subset", "frozen"),
+    "tied": (True, False),
+    "microbatches": (1, 3),
+    "evaluate": (False, True),
+}
+
+# For a model with two roots, and for one whose root holds no parameter.
+TWO_RANKS_AND_SETTINGS: Axes = {
+    **TWO_RANKS,
+    "settings": ("default", "prefetch-pre", "prefetch-none", "prefetch-far", "flat"),
+}
+
+# AdamW in fp32 turns rounding into steps wherever a gradient is near zero: after 10 steps 2e-6 of a weight's largest
+# value, with sums in another order. test_unsharded.py has AdamW with clipping on 4 ranks, in float64.
+FOUR_RANKS: Axes = {
+    "model": ("mlp", "gpt2", "llama", "mpt"),
+    **TWO_RANKS,
+    "strategy": (
+        "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD:2", "_HYBRID_SHARD_ZERO2:2", "reshard:2"
+    ),
+    "checkpointing": ("off", "reentrant", "non-reentrant", "non-reentrant+offload"),
+    "optimizer": ("sgd", "adamw64"),
+}  # fmt: skip
+
+# What the issue names; each value of the other axes is met by the pairs above.
+FULL_PRODUCT: Axes = {
+    "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
+    "checkpointing": ("off", "reentrant", "non-reentrant", "offload", "non-reentrant+offload"),
+    "optimizer": ("sgd", "adamw", "adamw64"),
+    "clipping": ("off", "norm", "value"),
+    "groups": ("one", "several", "subset"),
+    "tied": (True, False),
+    "microbatches": (1, 3),
+    "evaluate": (False, True),
+}
+
+
+def is_refused(case: Mapping[str, Any]) -> bool:
+    return any(row.covers(case) for row in REFUSED)
+
+
+def pairs(case: Mapping[str, Any]) -> Iterator[Pair]:
+    """Every two values of a case, or of the part of it that is chosen."""
+    return (frozenset(pair) for pair in itertools.combinations(case.items(), 2))
+
+
+def possible_pairs(axes: Axes) -> list[Pair]:
+    """In the order of the axes, without those that FSDP1 refuses."""
+    found = []
+    for (first, firsts), (second, seconds) in itertools.combinations(axes.items(), 2):
+        for values in itertools.product(firsts, seconds):
+            case = dict(zip((first, second), values, strict=True))
+            if not is_refused(case):
+                found.append(frozenset(case.items()))
+    return found
+
+
+def pairwise(axes: Axes) -> list[dict[str, Any]]:
+    """Cases in which every possible pair occurs; the same ones each time.
+
+    Greedy: a case starts from the first pair that is missing, and each other axis takes the value that adds the most
+    missing pairs.
+    """
+    missing = dict.fromkeys(possible_pairs(axes))
+    cases = []
+    while missing:
+        case = dict(next(iter(missing)))
+        for axis in sorted(axes, key=lambda axis: -len(axes[axis])):
+            if axis not in case:
+                options = [{**case, axis: value} for value in axes[axis]]
+                allowed = [option for option in options if not is_refused(option)]
+                case = max(allowed, key=lambda option: sum(pair in missing for pair in pairs(option)))
+        for pair in pairs(case):
+            missing.pop(pair, None)
+        cases.append({axis: case[axis] for axis in axes})
+    return cases
+
+
+def product(axes: Axes) -> Iterator[dict[str, Any]]:
+    """All combinations that FSDP1 takes; AdamW once, in float64 where FSDP1 has it."""
+    for values in itertools.product(*axes.values()):
+        case = dict(zip(axes, values, strict=True))
+        is_double = case["optimizer"] == "adamw" and case["clipping"] == "off"
+        if not is_refused(case) and not is_double:
+            yield case
+
+
+def runs(cases: Iterable[Mapping[str, Any]], **fixed: Any) -> list[Run]:
+    return [Run(**{**case, **fixed}) for case in cases]

@@ -1,0 +1,165 @@
+"""Compare two runs number by number; what is allowed is in one place, and comes from the issue."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from parity.harness import STRATEGIES, THRESHOLDS, Run, Sharding, Trained, train
+from parity.models import NOISE
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+# Relative for losses and norms, of the tensor's largest value for parameters and buffers.
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far two runs are apart on one rank."""
+
+    losses: float
+    norms: float
+    parameters: float
+    worst: str  # the parameter that is furthest off
+    buffers: float
+    is_bit_equal: bool  # all parameters
+
+    def __str__(self) -> str:
+        parameters = "parameters equal" if self.is_bit_equal else f"parameters {self.parameters:.1e} ({self.worst})"
+        return f"losses {self.losses:.1e}, norms {self.norms:.1e}, {parameters}, buffers {self.buffers:.1e}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What a rank reports: how far off the run is, and what of it is more than allowed."""
+
+    difference: Difference
+    problems: tuple[str, ...]
+
+
+def compare(run: Run) -> Comparison:
+    """Ours against Composer's FSDP1; called on all ranks."""
+    theirs, ours = train(run, Sharding.FSDP1), train(run, Sharding.FSDP2)
+    assert theirs.unit_classes == {FullyShardedDataParallel}, theirs.unit_classes
+    assert ours.unit_classes == {FSDPModule}, ours.unit_classes
+    found = difference(ours, theirs, run)
+    problems = [*_numeric_problems(found), *_structural_problems(run, ours, theirs), *_clipping_problems(run, ours)]
+    if keeps_order_of_sums(run, dist.get_world_size()) and not found.is_bit_equal:
+        problems.append(f"parameters are not bit for bit equal: {found}")
+    return Comparison(difference=found, problems=tuple(problems))
+
+
+def compare_all(runs: list[Run]) -> list[Comparison]:
+    """``compare`` for one run after the other, without going back to the parent in between."""
+    return [compare(run) for run in runs]
+
+
+def compare_with_unsharded(run: Run) -> Comparison:
+    """Ours against one process that averages the losses of all ranks; called on all ranks."""
+    expected, ours = train(run, Sharding.NONE), train(run, Sharding.FSDP2)
+    assert expected.unit_classes == set(), expected.unit_classes
+    assert ours.unit_classes == {FSDPModule}, ours.unit_classes
+    found = difference(ours, expected, run)
+    return Comparison(difference=found, problems=(*_numeric_problems(found), *_clipping_problems(run, ours)))
+
+
+def keeps_order_of_sums(run: Run, world_size: int) -> bool:
+    """Whether SGD must give bit for bit FSDP1's parameters: every sum over ranks has two terms, which have no order.
+
+    Left over are sums that FSDP1 took over other terms than we do. The norm that gradients are clipped by is a sum over
+    all elements, which it took over flat shards; the largest absolute value is the same in any order. With NO_SHARD it
+    reduced the gradients of all microbatches so far again after each one. And where elements lie in memory decides
+    which of them a vector instruction rounds, which AdamW's longer formula shows.
+    """
+    num_replicas = run.num_replicas(world_size)
+    has_two_terms = num_replicas <= 2 and world_size // num_replicas <= 2
+    reduces_again = run.strategy == "NO_SHARD" and run.microbatches > 1
+    return has_two_terms and not reduces_again and run.clipping != "norm" and not run.is_adamw
+
+
+def difference(ours: Trained, reference: Trained, run: Run) -> Difference:
+    """With AdamW in fp32, the parts of ``NOISE`` are not compared."""
+    assert ours.parameters.keys() == reference.parameters.keys(), "the two have different parameters"
+    assert len(ours.losses) == len(reference.losses), "the two have not trained alike"
+    noise = NOISE.get(run.model, {}) if run.optimizer == "adamw" else {}
+    off = {}
+    for name, parameter in reference.parameters.items():
+        deviation = (ours.parameters[name] - parameter).abs()
+        for ending, part in noise.items():
+            if name.endswith(ending):
+                deviation[part] = 0
+        off[name] = (deviation.max() / parameter.abs().max()).item()
+    worst = max(off, key=off.__getitem__)
+    return Difference(
+        losses=max(
+            _relative(ours.losses, reference.losses),
+            _relative(ours.mean_losses, reference.mean_losses),
+        ),
+        norms=_relative(ours.norms, reference.norms),
+        parameters=off[worst],
+        worst=worst,
+        buffers=max((_off(ours.buffers[name], buffer) for name, buffer in reference.buffers.items()), default=0.0),
+        is_bit_equal=all(torch.equal(ours.parameters[name], each) for name, each in reference.parameters.items()),
+    )
+
+
+def _relative(ours: list[float], reference: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, reference, strict=True))
+
+
+def _off(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """Of the tensor's largest value; a number that is not one is as far off as can be."""
+    deviation = (ours.double() - reference.double()).abs().max() / reference.double().abs().max().clamp_min(1e-30)
+    return math.inf if deviation.isnan() else deviation.item()
+
+
+def _numeric_problems(found: Difference) -> list[str]:
+    # Not "> TOLERANCE": nothing compares with NaN.
+    return [
+        f"{name} differ by {value:.2e}, allowed is {TOLERANCE:.0e}{where}"
+        for name, value, where in (
+            ("losses", found.losses, ""),
+            ("gradient norms", found.norms, ""),
+            ("parameters", found.parameters, f", at {found.worst}"),
+            ("buffers", found.buffers, ""),
+        )
+        if not value <= TOLERANCE
+    ]
+
+
+def _structural_problems(run: Run, ours: Trained, theirs: Trained) -> list[str]:
+    """The same units, the same wrappers inside them, the same parameters in the same optimizer groups."""
+    names = ["units", "roots", "checkpointed"]
+    if run.settings != "flat":  # FSDP1's optimizer then has flat parameters, which belong to no one name
+        names.append("groups")
+    return [
+        f"{name} differ: {getattr(ours, name)} here, {getattr(theirs, name)} under FSDP1"
+        for name in names
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+
+
+def _clipping_problems(run: Run, ours: Trained) -> list[str]:
+    """Something was clipped, and the norms that our clipping returned are those of the gradients."""
+    if run.clipping == "off":
+        return []
+    problems = []
+    if not max(map(max, ours.clip_norms)) > THRESHOLDS[run.clipping]:
+        problems.append(f"nothing was clipped: norms {ours.clip_norms}")
+    if run.clipping == "norm" and not ours.left_out:
+        returned = [math.hypot(*norms) for norms in ours.clip_norms]
+        if not _relative(returned, ours.norms) <= TOLERANCE:
+            problems.append(f"clipping returned norms {returned}, the gradients have {ours.norms}")
+    return problems
+
+
+def fsdp1_error(run: Run) -> str:
+    """What FSDP1 says to ``run`` on this rank, or nothing; called on all ranks."""
+    assert run.strategy in STRATEGIES
+    try:
+        train(run, Sharding.FSDP1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,0 +1,61 @@
+"""The cases that are compared: that the small set really meets every pair."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from parity.cases import (
+    FOUR_RANKS,
+    FULL_PRODUCT,
+    REFUSED,
+    TWO_RANKS,
+    TWO_RANKS_AND_SETTINGS,
+    Axes,
+    is_refused,
+    pairs,
+    pairwise,
+    product,
+)
+
+ALL_AXES = pytest.mark.parametrize(
+    "axes",
+    [TWO_RANKS, TWO_RANKS_AND_SETTINGS, FOUR_RANKS, FULL_PRODUCT],
+    ids=["two ranks", "with settings", "four ranks", "full product"],
+)
+
+
+@ALL_AXES
+def test_every_two_values_meet_unless_fsdp1_refuses_them(axes: Axes):
+    """Otherwise two settings that go wrong only together would pass unseen."""
+    met = {pair for case in pairwise(axes) for pair in pairs(case)}
+    missing = []
+    for (first, firsts), (second, seconds) in itertools.combinations(axes.items(), 2):
+        for values in itertools.product(firsts, seconds):
+            case = dict(zip((first, second), values, strict=True))
+            is_in_table = any(row.covers(case) for row in REFUSED)
+            if not is_in_table and frozenset(case.items()) not in met:
+                missing.append(case)
+    assert missing == []
+
+
+@ALL_AXES
+def test_no_case_is_one_that_fsdp1_refuses(axes: Axes):
+    """A case without a reference would fail and say nothing about us."""
+    assert [case for case in pairwise(axes) if is_refused(case)] == []
+
+
+def test_cases_are_few_and_the_same_each_time():
+    """A set that grows unseen would make `make test` slow; one that changes would make failures come and go."""
+    assert pairwise(TWO_RANKS) == pairwise(TWO_RANKS)
+    assert len(pairwise(TWO_RANKS)) <= 26
+    assert len(pairwise(TWO_RANKS_AND_SETTINGS)) <= 32
+    assert len(pairwise(FOUR_RANKS)) <= 30
+
+
+def test_the_product_has_every_combination_once():
+    """The slow tests promise all combinations of what the issue names."""
+    cases = list(product(FULL_PRODUCT))
+    # SGD with each clipping, AdamW with each: in float64 without clipping, in fp32 with it.
+    assert len(cases) == 3 * 5 * (3 + 3) * 3 * 2 * 2 * 2
+    assert len({tuple(case.items()) for case in cases}) == len(cases)
