@@ -120,7 +120,12 @@ def _tensor_parallelism_error() -> UnsupportedError:
 
 
 def _prepare_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    return prepare_fully_shard
+    # A function of its own: uninstall puts the original wherever it finds this one, and must leave ours alone.
+    @functools.wraps(prepare_fully_shard)
+    def prepare_fsdp_module(*args: Any, **kwargs: Any) -> tuple[list[Any], dict[str, nn.Module]]:
+        return prepare_fully_shard(*args, **kwargs)
+
+    return prepare_fsdp_module
 
 
 def _parallelize_composer_model(original: Callable[..., Any]) -> Callable[..., Any]:

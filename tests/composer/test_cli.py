@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -65,7 +66,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in taken} | more
 
 
-def run_all(commands: dict[str, list[Any]], folder: Path, *, timeout_s: float = 240) -> dict[str, Ended]:
+def run_all(commands: dict[str, list[Any]], folder: Path, *, timeout_s: float = 400) -> dict[str, Ended]:
     """Commands side by side, because each spends seconds on imports."""
     started: dict[str, subprocess.Popen] = {}
     try:
@@ -78,12 +79,14 @@ def run_all(commands: dict[str, list[Any]], folder: Path, *, timeout_s: float = 
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                start_new_session=True,
             )
         outputs = {name: process.communicate(timeout=timeout_s) for name, process in started.items()}
         return {name: Ended(started[name].returncode, *output) for name, output in outputs.items()}
     finally:
         for process in started.values():
-            process.kill()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # a launcher alone would leave its ranks behind
 
 
 # --- the script's surroundings

@@ -63,12 +63,13 @@ def test_loading_keeps_the_dtype_of_computation():
     assert model.third.dtype == BF16 and model.third.item() == 2.0
 
 
-def test_one_buffer_in_two_modules():
+def test_one_buffer_under_several_names():
     """A table of positions that all layers share is saved in its own dtype under each of its names."""
     first, second = nn.Module(), nn.Module()
     table = torch.ones(2)
     first.register_buffer("table", table)
     second.register_buffer("table", table)
+    second.register_buffer("again", table)
     model = nn.ModuleList([first, second])
     cast_buffers(model.modules(), BF16)
     assert first.table is second.table and first.table.dtype == BF16

@@ -691,8 +691,10 @@ def test_low_precision_gradients_inside_mixed_precision_are_found():
     translation = translate({"mixed_precision": inside}, device="cpu")
     assert translation.config is None
     assert [finding.key for finding in translation.blocking] == ["keep_low_precision_grads"]
-    both = translate({"mixed_precision": inside, "keep_low_precision_grads": True}, device="cpu")
-    assert sorted(keys_of(both)) == ["keep_low_precision_grads", "mixed_precision"]
+    for outside in (True, False):  # one says it: it is lost whatever the other says
+        both = translate({"mixed_precision": inside, "keep_low_precision_grads": outside}, device="cpu")
+        assert sorted(keys_of(both)) == ["keep_low_precision_grads", "mixed_precision"]
+        assert [finding.key for finding in both.blocking] == ["keep_low_precision_grads"]
 
 
 def test_hybrid_without_replicas_is_reported():

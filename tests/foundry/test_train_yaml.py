@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -328,14 +329,20 @@ def test_launched_command(folder: str):
     theirs = run_ranks(check_reference, 2, folder)[0]
     losses = Path(folder) / "launched.jsonl"
     command = [Path(sys.executable).parent / "composer", "-n", "2", "-m", "composer_fsdp2", "train", YAML]
-    done = subprocess.run(
+    launcher = subprocess.Popen(
         [*map(str, command), *surroundings(folder, losses), FASTER],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        start_new_session=True,
     )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    try:
+        output, _ = launcher.communicate(timeout=400)
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)  # the launcher alone would leave its ranks behind
+    assert launcher.returncode == 0, output
     assert_command(losses, theirs)
