@@ -19,7 +19,7 @@ def cast_buffers(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
     originals = {
         module: {
             name: buffer.dtype
-            for name, buffer in module.named_buffers(recurse=False)
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
             if buffer.is_floating_point() and buffer.dtype != dtype
         }
         for module in modules

@@ -618,7 +618,7 @@ def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precis
         "backward_prefetch_limit": lambda: _same_as_fsdp2(legacy, "backward_prefetch_limit", 1),
         "forward_prefetch": lambda: _same_as_fsdp2(legacy, "forward_prefetch", False),
         "forward_prefetch_limit": lambda: _same_as_fsdp2(legacy, "forward_prefetch_limit", 1),
-        "keep_low_precision_grads": lambda: _same_as_fsdp2(legacy, "keep_low_precision_grads", False),
+        "keep_low_precision_grads": lambda: _low_precision_grads_finding(legacy, mixed_precision),
         "ignored_modules": lambda: _same_as_fsdp2(legacy, "ignored_modules", None),
         "process_group": lambda: _same_as_fsdp2(legacy, "process_group", None),
         "te_checkpoint_wrapper": lambda: _te_finding(legacy, "te_checkpoint_wrapper", precision),
@@ -628,7 +628,7 @@ def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precis
         special = exceptions.get(name, lambda: None)()
         yield special or _finding(legacy, name)
     if mixed_precision.keep_low_precision_grads and "keep_low_precision_grads" not in legacy.said:
-        yield _finding(legacy, "keep_low_precision_grads", value=True)
+        yield _low_precision_grads_finding(legacy, mixed_precision)
 
 
 def _finding(legacy: LegacyConfig, name: str, **changes: Any) -> Finding:
@@ -646,10 +646,18 @@ def _finding(legacy: LegacyConfig, name: str, **changes: Any) -> Finding:
 
 
 def _same_as_fsdp2(legacy: LegacyConfig, name: str, neutral: object) -> Finding | None:
-    """A key whose neutral value asks for nothing."""
-    if legacy[name] != neutral:
-        return None
+    return _neutral_finding(legacy, name) if legacy[name] == neutral else None
+
+
+def _neutral_finding(legacy: LegacyConfig, name: str) -> Finding:
     return _finding(legacy, name, outcome=Outcome.EXACT, target="", reason="this value asks for nothing")
+
+
+def _low_precision_grads_finding(legacy: LegacyConfig, mixed_precision: _Precision) -> Finding:
+    """A MixedPrecision object carries the key as well, and was what FSDP1 read whatever stood beside it."""
+    name = "keep_low_precision_grads"
+    asked = mixed_precision.keep_low_precision_grads or legacy[name]
+    return _finding(legacy, name, value=True) if asked else _neutral_finding(legacy, name)
 
 
 def _strategy_finding(legacy: LegacyConfig, mesh: MeshSpec) -> Finding:
