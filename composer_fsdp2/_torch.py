@@ -26,6 +26,7 @@ __all__ = [
     "CheckpointImpl",
     "Repair",
     "checkpoint_wrapper",
+    "fill_unused_gradients",
     "has_accelerator",
     "keep_class_name",
     "offload_wrapper",
@@ -65,6 +66,45 @@ def keep_class_name(module: nn.Module) -> None:
     original = cls.__mro__[2]  # 0 is the class that fully_shard made, 1 is FSDPModule
     for attribute in ("__name__", "__qualname__", "__module__"):
         setattr(cls, attribute, getattr(original, attribute))
+
+
+def fill_unused_gradients(module: FSDPModule) -> None:
+    """Give the parameters of one unit that a backward did not reach gradients of zero, once any of the unit has one.
+
+    FSDP1's flat parameter had its gradient whole. ``fully_shard`` reduces those that are there: ranks whose batches
+    read different parameters (experts, branches) would then add up the gradients of different ones, without an error.
+    torch 2.13 has a switch for it, off by default, that fills units without any gradient as well, on which FSDP1 left
+    the optimizer nothing to decay.
+    """
+    state = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    for group in groups:
+        if group is not None:  # a unit without parameters of its own
+            group.post_backward = _FillThenReduce(group)
+
+
+class _FillThenReduce:
+    """In place of the bound method, on one group; torch calls it wherever a unit's backward ends."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __call__(self, *unused: Any) -> None:
+        trainable = [
+            parameter
+            for parameter in self.group.fsdp_params
+            if hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad
+        ]
+        missing = [parameter for parameter in trainable if not _has_gradient(parameter)]
+        if 0 < len(missing) < len(trainable):
+            for parameter in missing:
+                unsharded = parameter._unsharded_param
+                unsharded.grad = torch.zeros_like(unsharded)
+        type(self.group).post_backward(self.group, *unused)
+
+
+def _has_gradient(parameter: Any) -> bool:
+    return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
 
 
 def repair_cpu_collectives() -> None:
@@ -135,19 +175,15 @@ def _record_cpu_events() -> None:
         return torch.cpu.Event() if event is None else event
 
     torch.cpu.Stream.record_event = record_event  # type: ignore[method-assign]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A gather that was prefetched for a unit whose backward never ran (its inputs need no gradient) is waited for on
-# torch.accelerator's current stream, which does not exist without an accelerator.
-
-
-def _unused_gather_asks_for_an_accelerator() -> bool:
-    finalize = _fsdp_param_group.FSDPParamGroup.finalize_backward
-    return not has_accelerator() and "accelerator" in finalize.__code__.co_names
+    _forget_events_of_unused_gathers()
 
 
 def _forget_events_of_unused_gathers() -> None:
+    """Undo for one caller what the event above does.
+
+    A gather ahead for a unit whose backward never runs (frozen, and its inputs need no gradient) is waited for at the
+    end of backward: by its event, if it has one, on a stream of torch.accelerator, which a machine without one lacks.
+    """
     original = _fsdp_param_group.FSDPParamGroup.finalize_backward
 
     def finalize_backward(self: Any) -> None:
@@ -175,13 +211,5 @@ REPAIRS = (
         why="fully_shard on a 2-D CPU mesh fails an assertion without an event",
         is_needed=_cpu_events_are_missed,
         apply=_record_cpu_events,
-    ),
-    Repair(
-        name="unused gathers on the CPU",
-        seen_on=("2.7.0",),
-        not_on=(),
-        why="backward fails where a frozen unit was gathered ahead and no accelerator is there",
-        is_needed=_unused_gather_asks_for_an_accelerator,
-        apply=_forget_events_of_unused_gathers,
     ),
 )

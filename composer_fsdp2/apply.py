@@ -17,7 +17,12 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from composer_fsdp2._torch import has_accelerator, keep_class_name, repair_cpu_collectives
+from composer_fsdp2._torch import (
+    fill_unused_gradients,
+    has_accelerator,
+    keep_class_name,
+    repair_cpu_collectives,
+)
 from composer_fsdp2.activation_checkpointing import wrap_activations
 from composer_fsdp2.agreement import agree, require_process_group
 from composer_fsdp2.buffers import cast_buffers
@@ -156,6 +161,7 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_out: set[nn
         keep_class_name(target)
     head = targets[0]
     assert isinstance(head, FSDPModule)
+    fill_unused_gradients(head)
     return head
 
 

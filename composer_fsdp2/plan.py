@@ -160,7 +160,8 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
     """
     refuse_sharded(model)
     check_optimizers(model, optimizers)
-    low_precision = bool({config.mixed_precision.param_dtype, config.buffer_dtype} & _LOW_PRECISION)
+    policy = config.mixed_precision
+    low_precision = bool({policy.param_dtype, policy.reduce_dtype, config.buffer_dtype} & _LOW_PRECISION)
     selection = select_units(model, low_precision=low_precision)
     units = tuple(
         _unit(unit, [selection.uses[i] for i in members], config)

@@ -44,7 +44,8 @@ def select_units(model: nn.Module, *, low_precision: bool = False) -> Selection:
 
     Args:
         model: Any module tree; parameters may be on the meta device.
-        low_precision: Whether parameters or buffers are in a lower dtype, so that batch norms get units of their own.
+        low_precision: Whether parameters, gradients or buffers are in a lower dtype, so that batch norms get units of
+            their own.
     Raises:
         PlanError: a wrap function raised or returned something else than a bool or a dict; names the module.
 

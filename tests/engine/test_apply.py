@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Chain, Decoder, Model, Node, features, layer, random_model, tie, tokens
-from engine.parity import FULL, adamw, full, named_parameters, sgd, train_alike
+from engine.models import WIDTH, Block, Chain, Decoder, Model, Node, features, layer, random_model, tie, tokens
+from engine.parity import FULL, adamw, assert_close, full, named_parameters, sgd, train_alike
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
@@ -538,6 +538,44 @@ def test_awkward_layouts_and_sizes(world_size: int, config: dict[str, Any]):
     """A transposed weight, a channels_last convolution and a parameter with fewer rows than ranks need no change of
     the model; fully_shard by itself refuses the first two."""
     run_ranks(check_awkward, world_size, config)
+
+
+class Experts(nn.Module):
+    """Rank 0 and rank 1 read different parameters of one unit; ``idle`` is read by none, ``spare`` is a unit unread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.idle = nn.Parameter(torch.ones(3))
+        self.spare = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[dist.get_rank()](x)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Block)
+
+
+def check_experts(config: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    model, inputs = nn.Sequential(Experts()), [features(0), features(1)]
+    prepare_fully_shard(model, None, FULL | config, device="cpu")
+    for _ in range(2):  # two microbatches
+        model(inputs[dist.get_rank()]).sum().backward()
+    grads = {name: None if p.grad is None else full(p.grad) for name, p in named_parameters(model).items()}
+    for rank, x in enumerate(inputs):
+        # d sum(x W^T) / dW has the sum of x over the batch in each row; the other rank adds nothing to the mean.
+        expected = x.sum(0).expand(WIDTH, WIDTH) * 2 / 2
+        assert_close(f"expert {rank}", grads[f"0.experts.{rank}.weight"], expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(grads["0.idle"], torch.zeros(3)), grads["0.idle"]
+    assert all(grad is None for name, grad in grads.items() if name.startswith("0.spare."))
+
+
+@pytest.mark.parametrize("config", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "NO_SHARD"}])
+def test_ranks_that_read_different_parameters(config: dict[str, Any]):
+    """The gradient of one expert would be added to another's, in silence; FSDP1 gave those unread one of zero, and the
+    parameters of an unread unit none."""
+    run_ranks(check_experts, 2, config)
 
 
 # --- errors before anything has happened
