@@ -4,6 +4,7 @@ Each entry of ``SEAMS`` says what goes wrong without it (read and measured on Co
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -53,6 +54,8 @@ class EveryKeyFSDP2Config(FSDP2Config):
             for key, value in vars(config).items()
             if not key.startswith("_") and key != "device_mesh" and value != getattr(FSDP2Config, key)
         }
+        if config.sync_module_states:  # set on the object: the constructor does not take it
+            said["sync_module_states"] = True
         mesh = config.device_mesh
         if mesh is not None:
             said["data_parallel_shard_degree"] = mesh.size(mesh.ndim - 1)
@@ -79,7 +82,8 @@ def _parse_parallelism_config(original: Callable[..., Any]) -> Callable[..., Any
         if parsed is not None:
             if parsed.fsdp2 is not None:
                 _check_early(parsed.fsdp2)
-                parsed.fsdp2 = EveryKeyFSDP2Config.of(parsed.fsdp2)
+                # A copy: it may be the user's own object, which serves the next Trainer too.
+                parsed = dataclasses.replace(parsed, fsdp2=EveryKeyFSDP2Config.of(parsed.fsdp2))
             elif parsed.fsdp is not None:
                 _check_early(parsed.fsdp)
             if parsed.tp is not None and parsed.tp.tensor_parallel_degree != 1:

@@ -1,6 +1,7 @@
 """``composer-fsdp2``: the verbs and their help."""
 
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -25,8 +26,16 @@ app.command(context_settings=_PASS_THROUGH, options_metavar="")(train)
 
 def main() -> None:
     """The console script. Exit code: the script's own for ``run`` and ``train``, 2 if there is nothing to run."""
+    # A verb leaves its work here, to be done outside of typer, which would answer a script's EOFError or Ctrl-C with
+    # "Aborted." in place of the traceback.
+    work: list[Callable[[], object]] = []
     try:
-        app(prog_name="composer-fsdp2")
+        app(prog_name="composer-fsdp2", obj=work)
+    except SystemExit:
+        if not work:
+            raise
+    try:
+        work.pop()()
     except IncompatibleVersionError as error:
         print(f"composer-fsdp2: {error}", file=sys.stderr)
         sys.exit(2)

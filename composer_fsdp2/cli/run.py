@@ -1,8 +1,12 @@
 """``composer-fsdp2 run SCRIPT [ARGS...]``: a script as it is, with FSDP2 under it."""
 
+import os
 import runpy
 import sys
+from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 import typer
 
@@ -24,23 +28,41 @@ def run(
     if script == "-m":
         if not arguments:
             raise typer.BadParameter("-m needs the name of a module", param_hint="SCRIPT")
-        _run_module(arguments[0], arguments[1:])
+        context.obj.append(partial(_run_module, arguments[0], arguments[1:]))
         return
     if not Path(script).is_file():
         raise typer.BadParameter(f"no such file: {script}", param_hint="SCRIPT")
-    _run_file(script, arguments)
+    context.obj.append(partial(_run_file, script, arguments))
 
 
 def _run_file(script: str, arguments: list[str]) -> None:
-    """As ``python script arguments``: its own argv and folder on the path."""
+    """As ``python script arguments``: its own argv, folder on the path, and ``__main__``.
+
+    ``runpy.run_path`` would give another ``__package__`` and ``__file__``, and take ``__main__`` away again before
+    what runs at exit.
+    """
+    path = os.path.abspath(script)
+    loader = SourceFileLoader("__main__", path)
+    code = loader.get_code("__main__")
+    assert code is not None
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=path, __loader__=loader, __package__=None, __cached__=None, __builtins__=__builtins__)
+    _set_first_on_path(os.path.dirname(os.path.realpath(script)))
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    sys.modules["__main__"] = main
     with fsdp2():
-        runpy.run_path(script, run_name="__main__")
+        exec(code, main.__dict__)
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
+    """As ``python -m name arguments``."""
+    _set_first_on_path(os.getcwd())
     sys.argv = [name, *arguments]
-    sys.path.insert(0, str(Path.cwd()))
     with fsdp2():
         runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _set_first_on_path(folder: str) -> None:
+    """In place of what Python put there for the command: the folder of the console script, or where it was called."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder

@@ -1,5 +1,6 @@
 """``composer-fsdp2 train run.yaml [overrides...]``: LLM Foundry's training from a YAML, on FSDP2."""
 
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -19,4 +20,4 @@ def train(
     """
     if not Path(yaml).is_file():
         raise typer.BadParameter(f"no such file: {yaml}", param_hint="YAML")
-    train_from_yaml(yaml, context.args)
+    context.obj.append(partial(train_from_yaml, yaml, context.args))
