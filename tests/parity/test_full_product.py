@@ -1,6 +1,6 @@
 """Every combination of strategy, checkpointing, optimizer, clipping, groups, ties, microbatches and evaluation.
 
-2160 runs for each model, about half an hour a model on two cores; one test for each strategy and checkpointing.
+1152 runs for each model; one test for each strategy and checkpointing.
 """
 
 from __future__ import annotations
