@@ -76,7 +76,7 @@ def fill_unused_gradients(module: FSDPModule) -> None:
     torch 2.13 has a switch for it, off by default, that fills units without any gradient as well, on which FSDP1 left
     the optimizer nothing to decay.
     """
-    state = module._get_fsdp_state()
+    state: Any = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     for group in groups:
         if group is not None:  # a unit without parameters of its own

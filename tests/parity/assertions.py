@@ -9,7 +9,6 @@ from parity.comparison import Comparison, Difference, compare
 from parity.harness import Run
 from ranks import run_ranks
 
-
 # Of each run that was compared in this session, the worst rank's; conftest.py sums them up.
 SEEN: dict[tuple[str, int], list[tuple[Run, Difference]]] = {}
 
