@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from composer_fsdp2._torch import REPAIRS, Repair, keep_class_name, repair_cpu_collectives
+from composer_fsdp2._torch import REPAIRS, Repair, fill_unused_gradients, keep_class_name, repair_cpu_collectives
 
 VERSION = torch.__version__.partition("+")[0]
 REPAIRS_BY_NAME = {repair.name: repair for repair in REPAIRS}
@@ -144,6 +144,39 @@ def test_a_gather_that_nobody_waits_for():
     """Frozen first layers (LoRA, say) train on the CPU: no stream of an accelerator is asked for that is not there."""
     for first, second in run_ranks(check_frozen_unit_ahead, 2):
         assert first == second
+
+
+class Reader(nn.Module):
+    """Reads one of its two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(2)) for _ in range(2))
+
+    def forward(self, which: int) -> torch.Tensor:
+        return self.weights[which].sum() * (which + 1)
+
+
+def check_unread_parameters() -> list[list[float | None]]:
+    """Each rank reads another weight, whose gradient there is 1 or 2: this rank's gradients by torch alone and ours."""
+    repair_cpu_collectives()
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for fills in (False, True):
+        model = Reader()
+        fully_shard(model, mesh=mesh)
+        if fills:
+            fill_unused_gradients(model)
+        model(dist.get_rank()).backward()
+        found.append([None if weight.grad is None else weight.grad.to_local().item() for weight in model.weights])
+    return found
+
+
+def test_unread_parameters_were_left_out_of_the_sum():
+    """By torch alone each rank ends with a gradient for its own weight only, the mean over both, (1 + 2) / 2. If torch
+    keeps them apart one day, `fill_unused_gradients` can go."""
+    torch_alone, ours = zip(*run_ranks(check_unread_parameters, 2), strict=True)
+    assert torch_alone == ([1.5, None], [None, 1.5])
+    assert ours == ([0.5, 1.0], [0.5, 1.0])
 
 
 def test_other_devices_keep_their_division(seen: dict[str, Any]):
