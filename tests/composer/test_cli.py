@@ -6,25 +6,20 @@ import contextlib
 import io
 import json
 import os
-import signal
-import subprocess
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from commands import BIN, LAUNCHERS, PYTHON, SCRIPT, Ended, run_all
 from ranks import run_ranks
 from trainers import FSDP1, largest_difference
 
 pytestmark = pytest.mark.composer
 
-SCRIPT = Path(__file__).parent / "scripts" / "train_with_trainer.py"
-BIN = Path(sys.executable).parent
-PYTHON = [sys.executable]
 COMMAND = [str(BIN / "composer-fsdp2")]
 AS_MODULE = [*PYTHON, "-m", "composer_fsdp2"]
 # What must reach the script as it is: flags that are also ours, a terminator, a space.
@@ -43,50 +38,6 @@ if ours is not None:
 print(json.dumps({"seen": seen, "shim": seen_shim if ours else None}))
 sys.exit(7)
 """
-
-
-@dataclass
-class Ended:
-    """A command that has ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def last(self) -> Any:
-        """The JSON in the last line of its output."""
-        return json.loads(self.out.splitlines()[-1])
-
-
-def environment() -> dict[str, str]:
-    # One thread each; a terminal of a known width; gloo must not look the host's name up.
-    more = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    taken = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in taken} | more
-
-
-def run_all(commands: dict[str, list[Any]], folder: Path, *, timeout_s: float = 400) -> dict[str, Ended]:
-    """Commands side by side, because each spends seconds on imports."""
-    started: dict[str, subprocess.Popen] = {}
-    try:
-        for name, command in commands.items():
-            started[name] = subprocess.Popen(
-                [*map(str, command)],
-                cwd=folder,
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
-        outputs = {name: process.communicate(timeout=timeout_s) for name, process in started.items()}
-        return {name: Ended(started[name].returncode, *output) for name, output in outputs.items()}
-    finally:
-        for process in started.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # a launcher alone would leave its ranks behind
 
 
 # --- the script's surroundings
@@ -277,19 +228,6 @@ def fsdp1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     trained = json.loads(out.read_text())
     assert "FullyShardedDataParallel" in trained["kinds"]
     return trained
-
-
-LAUNCHERS = {
-    "composer": [BIN / "composer", "-n", "2", "-m", "composer_fsdp2"],
-    "torchrun": [
-        BIN / "torchrun",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        "--nproc-per-node=2",
-        "-m",
-        "composer_fsdp2",
-    ],
-}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -75,7 +75,7 @@ class Record(Callback):
         self.losses, self.parameter_types = [], []
 
     def batch_end(self, state, logger):
-        loss = torch.as_tensor(state.total_loss_dict["loss/train/total"])
+        loss = state.device.tensor_to_device(torch.as_tensor(state.total_loss_dict["loss/train/total"]))
         dist.all_reduce(loss)
         self.losses.append(loss.item() / dist.get_world_size())
 
@@ -91,10 +91,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out")
     parser.add_argument("--fsdp", default="{}")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--clip", type=float)
     parser.add_argument("--clip-type", default="norm")
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--save-folder")
+    parser.add_argument("--save-interval", type=int)
     parser.add_argument("--save-weights-only", action="store_true")
     parser.add_argument("--load-path")
     parser.add_argument("--eval", action="store_true")
@@ -125,13 +127,13 @@ def main() -> None:
         else None,
         eval_interval="3ba" if args.eval else 1,
         max_duration=f"{args.batches}ba",
-        device="cpu",
+        device=args.device,
         device_train_microbatch_size=args.microbatch,
         parallelism_config={"fsdp": json.loads(args.fsdp)},
         algorithms=[GradientClipping(args.clip_type, args.clip)] if args.clip else [],
         callbacks=[record],
         save_folder=args.save_folder,
-        save_interval=f"{args.batches}ba",
+        save_interval=f"{args.save_interval or args.batches}ba",
         save_weights_only=args.save_weights_only,
         load_path=args.load_path,
         progress_bar=False,

@@ -1,0 +1,59 @@
+"""CPU offload under the Trainer: what Composer's FSDP1 refused trains, clips, saves and resumes with FSDP1's curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import BIN, SCRIPT, run_all
+from trainers import largest_difference
+
+BATCHES, SAVED_AT = 6, 3
+COMMON = ["--batches", BATCHES, "--microbatch", "2", "--optimizer", "adamw", "--clip", "0.1"]
+
+# Without a GPU only the wiring shows: parameters and communication share the CPU.
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CASES = [
+    ("cpu", "full"),
+    pytest.param("cpu", "sharded", marks=pytest.mark.slow),
+    pytest.param("gpu", "full", marks=ON_GPU),
+    pytest.param("gpu", "sharded", marks=ON_GPU),
+]
+
+
+def launched(device: str, *command: Any) -> list[Any]:
+    num_ranks = 2 if device == "cpu" else min(2, torch.cuda.device_count())
+    return [BIN / "composer", "-n", num_ranks, *command, "--device", device, *COMMON]
+
+
+@pytest.mark.composer
+@pytest.mark.parametrize(("device", "state_dict_type"), CASES)
+def test_offloaded_run_saves_and_resumes_with_fsdp1s_curve(tmp_path: Path, device: str, state_dict_type: str):
+    """A model too large for the device trains from host memory over plain NCCL, which knows no CPU tensors."""
+    offloaded = json.dumps({"cpu_offload": True, "state_dict_type": state_dict_type})
+    ours = launched(device, "-m", "composer_fsdp2", "run", SCRIPT, "--fsdp", offloaded)
+    done = run_all(
+        {
+            "fsdp1": [
+                "env",
+                f"FSDP1_ON_CPU={'1' if device == 'cpu' else ''}",
+                *launched(device, SCRIPT),
+                "--out",
+                "fsdp1.json",
+            ],
+            "whole": [*ours, "--out", "whole.json", "--save-folder", "saved", "--save-interval", SAVED_AT],
+        },
+        tmp_path,
+    )
+    checkpoint = f"saved/ep0-ba{SAVED_AT}" + ("-rank0.pt" if state_dict_type == "full" else "")
+    done |= run_all({"resumed": [*ours, "--out", "resumed.json", "--load-path", checkpoint]}, tmp_path)
+    assert [each.code for each in done.values()] == [0, 0, 0], "\n".join(each.err for each in done.values())
+    fsdp1, whole, resumed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in done)
+    assert "FullyShardedDataParallel" in fsdp1["kinds"] and "FSDPModule" in whole["kinds"]
+    # On the GPU the default precision is a low one, whose sums depend on where they are taken.
+    tolerance = 1e-6 if device == "cpu" else 1e-2
+    assert largest_difference(whole["losses"], fsdp1["losses"]) <= tolerance, f"{whole['losses']}, {fsdp1['losses']}"
+    assert resumed["losses"] == whole["losses"][SAVED_AT:]
