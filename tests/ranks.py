@@ -13,10 +13,11 @@ the ranks copy the parent's ``sys.path``.
 
 [Note: pooled ranks] Importing torch costs seconds, so one pool of processes per world size lives until the
 session ends or a check fails. Its process group lives as long: where ranks end a gloo group, the last one sometimes
-waits for ever (torch 2.7.0, 3 of 100 times). Each call gets the parent's environment, folder and ``sys.path``, seed 0
-and default torch settings (`_reset`). What still leaks into the next check: groups, meshes, imported modules and their
-globals (monkeypatches, registries, "warned once" flags), variables that a library read while it was imported, threads,
-signal handlers. A check that leaves or needs such state takes ``fresh=True``.
+waits for ever (torch 2.7.0, 3 of 100 times), and one that is left behind keeps its threads. So the group of a mesh
+is made once for the same ranks, and handed out again (`_reuse_groups`). Each call gets the parent's environment,
+folder and ``sys.path``, seed 0 and default torch settings (`_reset`). What still leaks into the next check: groups,
+imported modules and their globals (monkeypatches, registries, "warned once" flags), variables that a library read
+while it was imported, threads, signal handlers. A check that leaves or needs such state takes ``fresh=True``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 180
-MAX_CALLS = 60  # A check leaves the groups of its meshes behind, with their threads.
+MAX_CALLS = 200  # Then new processes: something always leaks.
 PEER_GRACE_S = 1.0  # After a failure: how long other ranks may still report their own.
 STACK_GRACE_S = 0.3  # After SIGUSR1: faulthandler writes from the signal handler, within milliseconds.
 TAIL_CHARS = 4000
@@ -310,11 +311,32 @@ def _serve(descriptor: str, rank: str, parent_pid: str, stack_file: str) -> None
     import torch.distributed  # Here, so that the parent may import this file without torch.
 
     assert torch.distributed.is_available()
+    _reuse_groups()
     gc.freeze()  # Otherwise each call's collection walks all of torch, 0.1 s.
     with contextlib.suppress(EOFError, BrokenPipeError):  # The parent has gone.
         _answer(connection, b"")
         while True:
             _run_call(connection, int(rank), pickle.loads(connection.recv_bytes()))
+
+
+def _reuse_groups() -> None:
+    """Give a mesh that is made again the groups of the first one; the pool's own group must be the same, too."""
+    import torch
+    from torch.distributed import device_mesh, distributed_c10d
+
+    original = distributed_c10d.new_group
+    made: dict[Any, Any] = {}
+
+    def new_group(ranks: Any = None, *args: Any, **options: Any) -> Any:
+        described = {name: value for name, value in options.items() if name != "group_desc"}
+        members = None if ranks is None else tuple(ranks)
+        key = (id(distributed_c10d._get_default_group()), members, args, tuple(sorted(described.items())))
+        if key not in made:
+            made[key] = original(ranks, *args, **options)
+        return made[key]
+
+    for module in (torch.distributed, distributed_c10d, device_mesh):
+        module.new_group = new_group
 
 
 def _answer(connection: Connection, answer: bytes | tuple[float, str, str]) -> None:

@@ -9,10 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
+from oracle import FSDP1, FSDP2
 from ranks import run_ranks
 from trainers import (
-    FSDP1,
-    FSDP2,
     build_model,
     build_on_rank_0,
     build_unlike_on_rank_1,

@@ -15,8 +15,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from commands import BIN, LAUNCHERS, PYTHON, SCRIPT, Ended, run_all
+from oracle import FSDP1
 from ranks import run_ranks
-from trainers import FSDP1, largest_difference
+from trainers import largest_difference
 
 pytestmark = pytest.mark.composer
 

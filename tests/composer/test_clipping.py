@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import FSDP1, FSDP2
 from ranks import run_ranks
 from torch import nn
-from trainers import FSDP1, FSDP2, build_model, fit, full_parameters, largest_difference, make_trainer
+from trainers import build_model, fit, full_parameters, largest_difference, make_trainer
 
 pytestmark = pytest.mark.composer
 

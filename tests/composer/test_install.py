@@ -85,8 +85,9 @@ def shards_with(prepare: Callable[..., Any]) -> str:
     from composer.core import Precision
     from composer.devices import DeviceCPU
     from composer.utils import FSDPConfig
+    from oracle import FSDP1
     from torch import nn
-    from trainers import FSDP1, shards
+    from trainers import shards
 
     model = nn.Sequential(nn.Linear(2, 2))
     config = FSDPConfig()

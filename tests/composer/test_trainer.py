@@ -11,11 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
+from oracle import FSDP1, FSDP2
 from ranks import run_ranks
 from torch import nn
 from trainers import (
-    FSDP1,
-    FSDP2,
     Trained,
     build_model,
     build_on_rank_0,

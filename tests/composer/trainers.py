@@ -1,37 +1,17 @@
-"""Runs of the real Composer Trainer on the ranks: ``from trainers import FSDP1, FSDP2, fit, make_trainer``.
+"""Runs of the real Composer Trainer on the ranks: ``from trainers import fit, make_trainer``.
 
 Imports Composer only when called, so that collecting the tests stays cheap.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
+from oracle import Under
 from torch import nn
-
-Under = Callable[[], AbstractContextManager[None]]
-
-
-@contextlib.contextmanager
-def FSDP1() -> Iterator[None]:
-    """Composer as it is; FSDP1 asks for a CUDA device even where there is none, and takes any."""
-    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
-        yield
-
-
-@contextlib.contextmanager
-def FSDP2() -> Iterator[None]:
-    """Composer with the shim."""
-    from composer_fsdp2.compat import fsdp2
-
-    with fsdp2():
-        yield
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from oracle import FSDP1
 from parity.models import Parent, build
 from torch import nn
 
@@ -215,8 +215,7 @@ def shard(run: Run, sharding: Sharding, model: Parent, optimizer: torch.optim.Op
         return
     from composer.distributed import prepare_fsdp_module
 
-    # FSDP1 runs on gloo if it is given the CPU as its device; Composer asks CUDA for it.
-    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
+    with FSDP1():
         prepare_fsdp_module(model, [optimizer], config, "fp32", "cpu", False)
 
 

@@ -1,0 +1,41 @@
+"""Composer with FSDP1, the reference, on the CPU; and with ours: ``from oracle import FSDP1, FSDP2``.
+
+Imports Composer only when used on the ranks, so that collecting the tests stays cheap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+Under = Callable[[], AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def FSDP1() -> Iterator[None]:
+    """Composer as it is: it asks for a CUDA device, also to fill meta tensors, and FSDP1 takes any."""
+    to_empty = nn.Module.to_empty
+
+    def to_empty_on_cpu(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        return to_empty(self, device="cpu", recurse=recurse)
+
+    with (
+        mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")),
+        mock.patch.object(nn.Module, "to_empty", to_empty_on_cpu),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def FSDP2() -> Iterator[None]:
+    """Composer with the shim."""
+    from composer_fsdp2.compat import fsdp2
+
+    with fsdp2():
+        yield
