@@ -43,8 +43,7 @@ def _run_file(script: str, arguments: list[str]) -> None:
     """
     path = os.path.abspath(script)
     loader = SourceFileLoader("__main__", path)
-    code = loader.get_code("__main__")
-    assert code is not None
+    code = loader.source_to_code(loader.get_data(path), path)  # not get_code, which leaves a __pycache__ there
     main = ModuleType("__main__")
     main.__dict__.update(__file__=path, __loader__=loader, __package__=None, __cached__=None, __builtins__=__builtins__)
     _set_first_on_path(os.path.dirname(os.path.realpath(script)))

@@ -27,7 +27,7 @@ AS_MODULE = [*PYTHON, "-m", "composer_fsdp2"]
 ARGUMENTS = ["--help", "-m", "--exit-code", "7", "key=value", "--", "a b"]
 
 PROBE = """
-import json, sys
+import json, os, sys
 seen = {"argv": sys.argv, "file": __file__, "name": __name__, "package": __package__,
         "main": vars(sys.modules["__main__"]) is globals(),
         # What can shadow an installed package; imports append to the rest.
@@ -36,7 +36,8 @@ ours = sys.modules.get("composer_fsdp2.compat")
 if ours is not None:
     from composer.distributed import prepare_fsdp_module
     seen_shim = {"installed": ours.is_installed(), "module": prepare_fsdp_module.__module__.split(".")[0]}
-print(json.dumps({"seen": seen, "shim": seen_shim if ours else None}))
+beside = os.listdir(os.path.dirname(__file__))
+print(json.dumps({"seen": seen, "shim": seen_shim if ours else None, "beside": beside}))
 sys.exit(7)
 """
 
@@ -78,6 +79,12 @@ def test_script_sees_what_python_gives(ended: dict[str, Ended], ours: str):
 def test_module_sees_what_python_gives(ended: dict[str, Ended]):
     """``python -m package.train`` becomes ``composer-fsdp2 run -m package.train``."""
     assert ended["our module"].last["seen"] == ended["python module"].last["seen"], ended["our module"].err
+
+
+def test_nothing_is_left_beside_the_script(ended: dict[str, Ended]):
+    """A read-only or version-controlled folder of scripts stays as it was."""
+    for ours in ("our script", "our script by -m"):
+        assert ended[ours].last["beside"] == ["probe.py"]
 
 
 def test_shim_is_in_place_for_the_script(ended: dict[str, Ended]):
