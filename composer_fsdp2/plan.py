@@ -138,6 +138,9 @@ class ShardingPlan:
         """The plan as text: the mesh, one line a unit, ties, what is left out and why."""
         return "\n".join(_explain(self))
 
+    def __str__(self) -> str:
+        return self.explain()
+
 
 def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optimizers = None) -> ShardingPlan:
     """Choose the FSDP units of ``model`` without touching it.

@@ -130,6 +130,9 @@ class Translation:
             )
         return "\n".join(lines)
 
+    def __str__(self) -> str:
+        return self.explain()
+
     def to_json(self) -> dict[str, object]:
         return {"possible": self.config is not None, "findings": [finding.to_json() for finding in self.findings]}
 

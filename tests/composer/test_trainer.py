@@ -170,6 +170,20 @@ def test_losses_are_fsdp1s():
     run_ranks(check_losses, 2)
 
 
+def check_optimizers() -> None:
+    from composer.optim import CosineAnnealingWithWarmupScheduler
+
+    for name in ("decoupled_sgdw", "decoupled_adamw", "groups"):
+        options = {"optimizer": name, "schedulers": CosineAnnealingWithWarmupScheduler("2ba", "1dur")}
+        theirs = fit(FSDP1, {}, **CLIPPED_WITH_EVALS | options)
+        assert_alike(fit(FSDP2, {}, **CLIPPED_WITH_EVALS | options), theirs, name)
+
+
+def test_composers_optimizers_and_schedulers_follow():
+    """A schedule that holds the old groups, or a decay that is lost with them, would bend the curve."""
+    run_ranks(check_optimizers, 2)
+
+
 def check_initialisation() -> None:
     from composer.utils import FSDP2Config
 

@@ -100,9 +100,24 @@ def build_unlike_on_rank_1() -> Any:
 
 
 def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    """By name; ``groups`` is Composer's own AdamW with matrices, and the rest undecayed at half the rate."""
+    from composer.optim import DecoupledAdamW, DecoupledSGDW
+
+    parameters = list(model.parameters())
+    match name:
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        case "adamw":
+            return torch.optim.AdamW(parameters, lr=1e-2)
+        case "decoupled_sgdw":
+            return DecoupledSGDW(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3)
+        case "decoupled_adamw":
+            return DecoupledAdamW(parameters, lr=1e-2, weight_decay=1e-3)
+        case "groups":
+            matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+            rest = {"params": [p for p in parameters if p.ndim <= 1], "lr": 5e-3, "weight_decay": 0.0}
+            return DecoupledAdamW([{"params": matrices}, rest], lr=1e-2, weight_decay=1e-3)
+    raise ValueError(f"no optimizer {name!r}")
 
 
 def fit(under: Under, parallelism: Any, **options: Any) -> Trained:

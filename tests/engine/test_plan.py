@@ -147,7 +147,8 @@ def test_explain_shows_units_ties_and_what_is_left_out():
     model = Model(tied=True)
     model.own = nn.Parameter(torch.ones(2))
     plan = plan_of(model, mesh=MeshSpec(shard=4), activation_checkpointing=ActivationCheckpointing(checkpoint=True))
-    text = plan.explain()
+    text = str(plan)
+    assert text == plan.explain()
     total = sum(parameter.numel() for parameter in model.parameters()) - 2
     for part in (
         f"3 units, {total} parameters on cpu mesh, data_parallel_shard 4",
