@@ -233,6 +233,7 @@ def check_llama(folder: str) -> None:
 
 
 def check_llamas_files(folder: str) -> None:
+    """For one rank: Composer unpacks the tokenizer where ``random`` says, which ranks of one seed do alike."""
     from composer.models import HuggingFaceModel
     from transformers import AutoModelForCausalLM
 
@@ -257,7 +258,7 @@ def check_llamas_files(folder: str) -> None:
 def test_hugging_face_model_keeps_its_name(folder: str):
     """What was trained generates, and loads elsewhere: its files say LlamaForCausalLM, and no class of FSDP's."""
     run_ranks(check_llama, 2, folder)
-    run_ranks(check_llamas_files, 2, folder)
+    run_ranks(check_llamas_files, 1, folder)
 
 
 # --- the command
