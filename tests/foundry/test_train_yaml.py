@@ -237,6 +237,7 @@ def check_llamas_files(folder: str) -> None:
     from composer.models import HuggingFaceModel
     from transformers import AutoModelForCausalLM
 
+    os.chdir(folder)  # it unpacks into the working directory, and leaves it there
     for init_device in ("cpu", "mixed"):
         path = Path(folder, f"llama-{init_device}", f"ep0-ba{BATCHES}-rank0.pt")
         saved = torch.load(path, weights_only=False)["state"]
