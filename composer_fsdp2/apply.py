@@ -60,7 +60,10 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
         repair_cpu_collectives()
     mesh = device_mesh(plan.mesh)
     materializer = Materializer(model, device_of(mesh), initialisation)
-    agree(lambda: materializer.check(model, _left_out_names(plan)), lambda _: "")
+    agree(
+        lambda: materializer.check(model, _left_out_names(plan)),
+        lambda _: json.dumps(_describe_buffers(model) if initialisation.broadcast else []),
+    )
 
     unit_modules = _unit_modules(plan, modules)
     left_out = _left_out_parameters(model, plan)
@@ -76,10 +79,7 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
         for unit in plan.units:
             materializer.make_real(unit_modules[unit.name], left_out)
             sharded[unit.name] = _shard(model, unit, mesh, left_out)
-    if plan.buffer_dtype is not None:
-        cast_buffers(
-            [m for unit in plan.units if unit.casts_buffers for m in unit_modules[unit.name]], plan.buffer_dtype
-        )
+    cast_buffers({module: unit.buffer_dtype for unit in plan.units for module in unit_modules[unit.name]})
     _set_prefetch(plan, sharded)
     _open_entry_points(model)
     _verify(model, plan)
@@ -126,6 +126,11 @@ def _resolve(model: nn.Module, plan: ShardingPlan) -> dict[str, nn.Module]:
     if problems:
         raise PlanError("the plan was made for another model: " + "; ".join(problems[:5]))
     return modules
+
+
+def _describe_buffers(model: nn.Module) -> list[str]:
+    """What ranks must have alike for a broadcast of buffers, which the plan does not list; else one would wait."""
+    return [f"buffer {name} is {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
 
 
 def _left_out_names(plan: ShardingPlan) -> set[str]:

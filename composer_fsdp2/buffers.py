@@ -1,6 +1,6 @@
 """Buffers in a lower dtype for computation, in their own dtype in a state dict: FSDP1's ``buffer_dtype``."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,27 +9,30 @@ from torch import nn
 __all__ = ["cast_buffers"]
 
 
-def cast_buffers(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+def cast_buffers(dtypes: Mapping[nn.Module, torch.dtype | None]) -> None:
     """Cast the floating point buffers that the modules themselves register, and restore the dtype in state dicts.
 
     FSDP1 cast them before the first forward and gave them back in the dtype they were registered with
     (torch/distributed/fsdp/_runtime_utils.py, 2.7); what is lost in the cast stays lost, then as now. Does not
     communicate.
+
+    Args:
+        dtypes: For each module its buffers' dtype, None to leave them. Where modules share a buffer the first decides,
+            so give them in the plan's order, bottom-up: FSDP1 asked the innermost unit.
     """
-    originals = {
-        module: {
-            name: buffer.dtype
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-            if buffer.is_floating_point() and buffer.dtype != dtype
-        }
-        for module in modules
-    }
-    for module, dtypes in originals.items():  # noted first: modules may share a buffer
-        for name in dtypes:
-            buffer = getattr(module, name)
-            buffer.data = buffer.data.to(dtype)
-        if dtypes:
-            module.register_state_dict_post_hook(_Restore(dtypes))
+    decided: dict[torch.Tensor, torch.dtype | None] = {}
+    for module, dtype in dtypes.items():
+        for buffer in module.buffers(recurse=False):
+            if buffer.is_floating_point():
+                decided.setdefault(buffer, dtype)
+    originals = {buffer: buffer.dtype for buffer, dtype in decided.items() if dtype not in (None, buffer.dtype)}
+    for module in dtypes:
+        own = module.named_buffers(recurse=False, remove_duplicate=False)
+        restored = {name: originals[buffer] for name, buffer in own if buffer in originals}
+        if restored:
+            module.register_state_dict_post_hook(_Restore(restored))
+    for buffer in originals:
+        buffer.data = buffer.data.to(decided[buffer])
 
 
 class _Restore:

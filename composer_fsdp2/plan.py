@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_fsdp2.activation_checkpointing import select_checkpointed
 from composer_fsdp2.config import ActivationCheckpointing, MeshSpec, Prefetch, ShardingConfig
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.fsdp1.translate import UnitSettings, translate_unit_settings
+from composer_fsdp2.fsdp1.translate import translate_unit_settings, unit_notes
 from composer_fsdp2.optimizer import Optimizers, check_optimizers
 from composer_fsdp2.tying import ParameterUse
 from composer_fsdp2.units import WrapUnit, ancestors_or_self
@@ -62,7 +62,7 @@ class ShardUnit:
     cpu_offload: bool
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] | None = None
-    casts_buffers: bool = True
+    buffer_dtype: torch.dtype | None = None
     reason: str
 
     @property
@@ -89,7 +89,7 @@ class ShardUnit:
             "cpu_offload": self.cpu_offload,
             "forward_prefetch": list(self.forward_prefetch),
             "backward_prefetch": None if self.backward_prefetch is None else list(self.backward_prefetch),
-            "casts_buffers": self.casts_buffers,
+            "buffer_dtype": None if self.buffer_dtype is None else str(self.buffer_dtype),
             "reason": self.reason,
         }
 
@@ -105,7 +105,6 @@ class ShardingPlan:
     checkpointed: tuple[str, ...]
     activation_checkpointing: ActivationCheckpointing
     sync_module_states: bool | None
-    buffer_dtype: torch.dtype | None
     notes: tuple[str, ...]
 
     @property
@@ -125,7 +124,6 @@ class ShardingPlan:
                 "reentrant": self.activation_checkpointing.reentrant,
             },
             "sync_module_states": self.sync_module_states,
-            "buffer_dtype": None if self.buffer_dtype is None else str(self.buffer_dtype),
             "notes": list(self.notes),
         }
 
@@ -166,9 +164,10 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
     policy = config.mixed_precision
     low_precision = bool({policy.param_dtype, policy.reduce_dtype, config.buffer_dtype} & _LOW_PRECISION)
     selection = select_units(model, low_precision=low_precision)
+    configs = _own_configs(selection.units, config)
     units = tuple(
-        _unit(unit, [selection.uses[i] for i in members], config)
-        for unit, members in zip(selection.units, selection.members, strict=True)
+        _unit(unit, [selection.uses[i] for i in members], own)
+        for unit, members, own in zip(selection.units, selection.members, configs, strict=True)
     )
     if not any(unit.parameters for unit in units):
         raise PlanError(
@@ -176,9 +175,10 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
             "wrapped the children of the model it was given, so pass the module that contains yours"
         )
     _check_parameters(units)
-    if config.prefetch != Prefetch():
+    if any(own.prefetch != Prefetch() for own in configs):
         registration = {path: i for i, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
-        units = tuple(_with_prefetch(units, config.prefetch, registration))
+        prefetch = {unit.name: own.prefetch for unit, own in zip(units, configs, strict=True)}
+        units = tuple(_with_prefetch(units, prefetch, registration))
     checkpointed = tuple(select_checkpointed(model)) if config.activation_checkpointing.enabled else ()
     return ShardingPlan(
         mesh=config.mesh,
@@ -188,8 +188,7 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
         checkpointed=checkpointed,
         activation_checkpointing=config.activation_checkpointing,
         sync_module_states=config.sync_module_states,
-        buffer_dtype=config.buffer_dtype,
-        notes=selection.notes,
+        notes=(*selection.notes, *_notes_of_settings(selection.units)),
     )
 
 
@@ -216,12 +215,25 @@ def refuse_sharded(model: nn.Module) -> None:
             )
 
 
+def _own_configs(units: Sequence[WrapUnit], config: ShardingConfig) -> list[ShardingConfig]:
+    """For each unit the model's configuration as the unit's own settings change it."""
+    own = {unit: translate_unit_settings(unit.settings, unit.paths[0], config) for unit in units}
+    at_path = {path: own[unit] for unit in units if not unit.full_precision for path in unit.paths}
+    for unit in units:
+        if unit.full_precision:
+            # FSDP1 ran batch norms in fp32, whatever was said of them, and gave back what the modules around them work
+            # in (torch's MixedPrecision, _module_classes_to_ignore).
+            around = next((at_path[path] for path in ancestors_or_self(unit.paths[0]) if path in at_path), config)
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.float32, output_dtype=around.mixed_precision.param_dtype, cast_forward_inputs=True
+            )
+            own[unit] = replace(own[unit], mixed_precision=policy, buffer_dtype=None)
+    return [own[unit] for unit in units]
+
+
 def _unit(unit: WrapUnit, uses: list[ParameterUse], config: ShardingConfig) -> ShardUnit:
-    settings = translate_unit_settings(unit.settings, unit.paths[0], config) if unit.settings else UnitSettings()
-    policy = _policy(unit, settings, config)
-    reshard = config.reshard_after_forward if settings.reshard_after_forward is None else settings.reshard_after_forward
-    offload = config.cpu_offload if settings.cpu_offload is None else settings.cpu_offload
-    own_prefetch = (unit.paths[0],) if settings.backward_prefetch == 0 else None
+    """``config`` is the unit's own."""
+    policy = config.mixed_precision
     return ShardUnit(
         modules=unit.paths,
         parameters=tuple(
@@ -230,24 +242,23 @@ def _unit(unit: WrapUnit, uses: list[ParameterUse], config: ShardingConfig) -> S
         is_root=unit.is_root,
         # A root's parameters are used again at once when backward begins: FSDP1 kept them, torch 2.7 does, and later
         # versions do unless told otherwise.
-        reshard_after_forward=False if unit.is_root else reshard,
-        mixed_precision=policy,
-        cpu_offload=offload,
-        backward_prefetch=own_prefetch,
-        casts_buffers=not unit.full_precision,
+        reshard_after_forward=False if unit.is_root else config.reshard_after_forward,
+        mixed_precision=replace(policy, cast_forward_inputs=config.cast_root_inputs) if unit.is_root else policy,
+        cpu_offload=config.cpu_offload,
+        buffer_dtype=config.buffer_dtype,
         reason=unit.reason,
     )
 
 
-def _policy(unit: WrapUnit, settings: UnitSettings, config: ShardingConfig) -> MixedPrecisionPolicy:
-    if unit.full_precision:
-        # FSDP1 ran batch norms in fp32 and gave back what the modules around them work in (torch's MixedPrecision,
-        # _module_classes_to_ignore).
-        return MixedPrecisionPolicy(
-            param_dtype=torch.float32, output_dtype=config.mixed_precision.param_dtype, cast_forward_inputs=True
-        )
-    policy = settings.mixed_precision or config.mixed_precision
-    return replace(policy, cast_forward_inputs=config.cast_root_inputs) if unit.is_root else policy
+def _notes_of_settings(units: Sequence[WrapUnit]) -> Iterator[str]:
+    """One line for each thing to say, however many modules said it."""
+    said: dict[str, list[str]] = {}
+    for unit in units:
+        for note in unit_notes(unit.settings):
+            said.setdefault(note, []).append(unit.paths[0])
+    for note, paths in said.items():
+        where = paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        yield f"in the settings of {where}: {note}"
 
 
 def _check_parameters(units: tuple[ShardUnit, ...]) -> None:
@@ -271,7 +282,7 @@ def _check_parameters(units: tuple[ShardUnit, ...]) -> None:
 
 
 def _with_prefetch(
-    units: tuple[ShardUnit, ...], prefetch: Prefetch, registration: dict[str, int]
+    units: tuple[ShardUnit, ...], prefetch: Mapping[str, Prefetch], registration: Mapping[str, int]
 ) -> Iterator[ShardUnit]:
     """Fill in the explicit prefetch lists: the next units of the same root, in the order of registration.
 
@@ -286,23 +297,20 @@ def _with_prefetch(
     forward: dict[str, tuple[str, ...]] = {}
     backward: dict[str, tuple[str, ...]] = {}
     for names in bottom_up.values():
-        if prefetch.forward is not None:
-            forward |= _following(sorted(names, key=registration.__getitem__), prefetch.forward)
-        if prefetch.backward is not None:
-            # Naming itself replaces FSDP2's own choice by none: the unit is gathered by then.
-            following = _following(names[::-1], prefetch.backward)
-            backward |= {name: ahead or (name,) for name, ahead in following.items()}
+        in_forward = sorted(names, key=registration.__getitem__)
+        forward |= _following(in_forward, {name: prefetch[name].forward for name in names})
+        following = _following(names[::-1], {name: prefetch[name].backward for name in names})
+        # Naming itself replaces FSDP2's own choice by none: the unit is gathered by then.
+        backward |= {name: ahead or (name,) for name, ahead in following.items()}
     for unit in units:
-        yield replace(
-            unit,
-            forward_prefetch=forward.get(unit.name, ()),
-            backward_prefetch=unit.backward_prefetch or backward.get(unit.name),
-        )
+        yield replace(unit, forward_prefetch=forward.get(unit.name, ()), backward_prefetch=backward.get(unit.name))
 
 
-def _following(names: list[str], count: int) -> dict[str, tuple[str, ...]]:
-    """For each name, the ``count`` names after it."""
-    return {name: tuple(names[i + 1 : i + 1 + count]) for i, name in enumerate(names)}
+def _following(names: list[str], counts: Mapping[str, int | None]) -> dict[str, tuple[str, ...]]:
+    """For each name with a count, so many of the names after it."""
+    return {
+        name: tuple(names[i + 1 : i + 1 + count]) for i, name in enumerate(names) if (count := counts[name]) is not None
+    }
 
 
 def _explain(plan: ShardingPlan) -> Iterator[str]:

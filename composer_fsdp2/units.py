@@ -161,8 +161,9 @@ class UnitTree:
     def _dissolve(self, unit: WrapUnit, into: WrapUnit, use: ParameterUse) -> None:
         self._remove(unit)
         where = into.paths[0] or "the model itself"
+        lost = f"; its own settings ({', '.join(unit.settings)}) hold for nothing" if unit.settings else ""
         self.notes.append(
-            f"{', '.join(unit.paths)} is no unit of its own: it shares {use.name}, so {where} gathers both"
+            f"{', '.join(unit.paths)} is no unit of its own: it shares {use.name}, so {where} gathers both{lost}"
         )
 
     def _remove(self, unit: WrapUnit) -> None:

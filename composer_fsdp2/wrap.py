@@ -14,8 +14,9 @@ from torch import nn
 
 from composer_fsdp2._torch import BatchNorm
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.fsdp1.translate import decides_dtypes
 from composer_fsdp2.tying import ParameterUse, join, parameter_uses
-from composer_fsdp2.units import UnitTree, WrapUnit, has_forward
+from composer_fsdp2.units import UnitTree, WrapUnit, has_forward, is_at_or_under
 
 __all__ = ["LeftOut", "Selection", "bound_hook", "is_metric", "select_units", "wrapped_children"]
 
@@ -45,7 +46,7 @@ def select_units(model: nn.Module, *, low_precision: bool = False) -> Selection:
     Args:
         model: Any module tree; parameters may be on the meta device.
         low_precision: Whether parameters, gradients or buffers are in a lower dtype, so that batch norms get units of
-            their own.
+            their own; those in a module whose settings decide on dtypes do anyway.
     Raises:
         PlanError: a wrap function raised or returned something else than a bool or a dict; names the module.
 
@@ -104,17 +105,25 @@ def _add_root(tree: UnitTree, path: str, module: nn.Module, child: nn.Module, lo
 
 
 def _add_descendants(tree: UnitTree, root_path: str, root: nn.Module, child: nn.Module, low_precision: bool) -> None:
+    own_dtypes: list[str] = []
     for path, module in root.named_modules(prefix=root_path):
         if module is root or tree.unit_at(module) is not None:
             continue
         settings = _wrap_decision(path, module, child)
-        if low_precision and isinstance(module, BatchNorm):
-            tree.add(WrapUnit((path,), "batch norm, kept in its own precision", full_precision=True))
+        if settings and decides_dtypes(settings):
+            own_dtypes.append(path)
+        is_low = low_precision or any(is_at_or_under(path, above) for above in own_dtypes)
+        if is_low and isinstance(module, BatchNorm):
+            why = "batch norm, kept in its own precision"
+            tree.add(WrapUnit((path,), why, settings=settings or {}, full_precision=True))
         elif settings is None:
             continue
         elif not has_forward(module):
             kind = type(module).__name__
-            tree.notes.append(f"{path} ({kind}) was chosen, but has no forward: the unit above holds its parameters")
+            lost = f", and its settings ({', '.join(settings)}) hold for nothing" if settings else ""
+            tree.notes.append(
+                f"{path} ({kind}) was chosen, but has no forward: the unit above holds its parameters{lost}"
+            )
         else:
             why = "_fsdp_wrap" if hasattr(module, "_fsdp_wrap") else "fsdp_wrap_fn"
             tree.add(WrapUnit((path,), why, settings=settings))

@@ -1,4 +1,4 @@
-"""A small tokenizer and a streaming dataset, made from this repository's own text; nothing is downloaded."""
+"""A small tokenizer and a streaming dataset, made from local text; nothing is downloaded."""
 
 import shutil
 from pathlib import Path

@@ -4,6 +4,7 @@ Prints what became of each FSDP1 key and the loss of every batch side by side, a
 minute on two cores; on a machine with two or more GPUs it uses up to four of them.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -41,11 +42,8 @@ def main() -> int:
     resume_at, last = _batches(config.save_interval), _batches(config.max_duration)
     OUT.mkdir(parents=True, exist_ok=True)
 
-    console.rule("1. a tokenizer and a streaming dataset, from this repository's own text")
-    texts = sorted(
-        [*ROOT.glob("*.md"), *ROOT.glob("composer_fsdp2/**/*.py"), *ROOT.glob("compat/*.py"), ROOT / "LICENSE"]
-    )
-    num_samples = make_data(OUT / "data", texts, vocabulary=config.model.vocab_size, length=config.max_seq_len)
+    console.rule("1. a tokenizer and a streaming dataset, from the text of Composer's sources")
+    num_samples = make_data(OUT / "data", _texts(), vocabulary=config.model.vocab_size, length=config.max_seq_len)
     console.print(f"{num_samples} samples of {config.max_seq_len} tokens in {_shown(OUT / 'data')}")
 
     console.rule(f"2. real FSDP1, {num_ranks} {kind}: {last} batches, a checkpoint after {resume_at}")
@@ -68,6 +66,13 @@ def main() -> int:
 
 def _batches(duration: str) -> int:
     return int(str(duration).removesuffix("ba"))
+
+
+def _texts() -> list[Path]:
+    """Local text that is the same wherever the pinned stack is installed, so that the losses are, too."""
+    spec = importlib.util.find_spec("composer")
+    assert spec is not None and spec.origin is not None, "`make demo` installs Composer"
+    return sorted((Path(spec.origin).parent / "core").glob("*.py"))
 
 
 def _train(name: str, arguments: Sequence[str], last: int, done: int = 0) -> dict[int, float]:

@@ -100,9 +100,10 @@ KEYS: tuple[Key, ...] = (
         kind=Kind.STR,
         default="BACKWARD_POST",
         meaning="when backward gathers the next unit: NONE, BACKWARD_PRE or BACKWARD_POST",
-        outcome=_EXACT,
-        target="set_modules_to_backward_prefetch",
-        reason="FSDP2 gathers before the gradient computation (PRE) by itself; NONE is an explicit empty choice",
+        outcome=_APPROXIMATE,
+        target="set_modules_to_backward_prefetch; BACKWARD_POST as BACKWARD_PRE",
+        reason="FSDP2 gathers before the gradient computation (PRE) by itself; NONE is an explicit empty choice; "
+        "nothing gathers after it (POST): one more unit in memory at the peak",
     ),
     Key(
         name="backward_prefetch_limit",

@@ -24,7 +24,7 @@ from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError, UnsupportedEr
 from composer_fsdp2.findings import Finding, Outcome, format_findings
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Kind, nearest_key
 
-__all__ = ["LegacyConfig", "Translation", "UnitSettings", "translate", "translate_unit_settings"]
+__all__ = ["LegacyConfig", "Translation", "decides_dtypes", "translate", "translate_unit_settings", "unit_notes"]
 
 # The precisions of Composer (composer/core/precision.py) and the dtype that each trains in; fp8 trains in bf16.
 PRECISIONS: dict[str, torch.dtype] = {
@@ -43,6 +43,9 @@ DTYPES: dict[str, torch.dtype] = {
 # What Composer's FSDP2 did without being told (composer/distributed, 0.32.1): it sent rank 0's values where some ranks
 # had none, and its checkpointing was not reentrant.
 FSDP2_DEFAULTS: dict[str, Any] = {"sync_module_states": None, "activation_checkpointing_reentrant": False}
+_BACKWARD_POST_REASON = (
+    "FSDP2 gathers the next unit before a unit's gradients, not after: one more unit in memory at the peak"
+)
 STATE_DICT_TYPES = (None, "full", "sharded")
 # Composer's names of devices, and torch's.
 DEVICE_TYPES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
@@ -141,16 +144,6 @@ class Translation:
         return tuple(finding for finding in self.findings if finding.outcome.blocks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitSettings:
-    """What one module's ``fsdp_wrap_fn`` dict says of its own unit; None where the plan's value holds."""
-
-    reshard_after_forward: bool | int | None = None
-    mixed_precision: MixedPrecisionPolicy | None = None
-    backward_prefetch: int | None = None
-    cpu_offload: bool | None = None
-
-
 def translate(
     fsdp_config: object,
     *,
@@ -214,18 +207,19 @@ def translate(
     return Translation(config=config, findings=findings)
 
 
-# What a fsdp_wrap_fn dict may hold, and what each key does; None: nothing that FSDP2 needs.
+# What a fsdp_wrap_fn dict may hold, and the part of a ShardingConfig that each key decides; "" for nothing that FSDP2
+# needs (unit_notes says why), "unsupported" for what cannot differ between modules yet.
 UNIT_KEYS: dict[str, str] = {
     "sharding_strategy": "reshard_after_forward",
     "reshard_after_forward": "reshard_after_forward",
-    "mixed_precision": "mixed_precision",
+    "mixed_precision": "mixed_precision, buffer_dtype",
     "mp_policy": "mixed_precision",
-    "backward_prefetch": "backward_prefetch",
+    "backward_prefetch": "prefetch",
+    "forward_prefetch": "prefetch",
     "cpu_offload": "cpu_offload",
     "offload_policy": "cpu_offload",
     "limit_all_gathers": "",
     "use_orig_params": "",
-    "forward_prefetch": "",
     "process_group": "unsupported",
     "device_mesh": "unsupported",
     "mesh": "unsupported",
@@ -234,11 +228,16 @@ UNIT_KEYS: dict[str, str] = {
     "device_id": "unsupported",
     "ignored_modules": "unsupported",
 }
+_UNIT_SYNONYMS = (("mixed_precision", "mp_policy"), ("cpu_offload", "offload_policy"))
 
 
-def translate_unit_settings(said: Mapping[str, Any], path: str, config: ShardingConfig) -> UnitSettings:
-    """One module's own settings, as its wrap function gave them in FSDP1's or FSDP2's words.
+def translate_unit_settings(said: Mapping[str, Any], path: str, config: ShardingConfig) -> ShardingConfig:
+    """What one module's own settings, in FSDP1's or FSDP2's words, make of the model's configuration for its unit.
 
+    Args:
+        said: The dict that the module's wrap function gave.
+        path: The module's, for the errors.
+        config: The model's; what ``said`` does not name stays.
     Raises:
         ConfigError: an unknown key, a wrong value or two that contradict each other; names ``path`` and the key.
         UnsupportedError: a key that cannot differ between modules yet.
@@ -253,41 +252,67 @@ def translate_unit_settings(said: Mapping[str, Any], path: str, config: Sharding
                 f"{key} for one module ({path!r}) is not supported yet; set it for the whole model, or leave it out"
             )
     try:
-        return _unit_settings(said, config, path)
+        return _unit_config(said, config)
     except ConfigError as error:
-        raise ConfigError(f"wrap settings of module {path!r}: {error}") from error
+        raise type(error)(f"wrap settings of module {path!r}: {error}") from error
 
 
-def _unit_settings(said: Mapping[str, Any], config: ShardingConfig, path: str) -> UnitSettings:
-    reshard: bool | int | None = None
+def decides_dtypes(said: Mapping[str, Any]) -> bool:
+    """Whether one module's settings give its unit a mixed precision of its own."""
+    return any("mixed_precision" in UNIT_KEYS.get(key, "") for key in said)
+
+
+def unit_notes(said: Mapping[str, Any]) -> Iterator[str]:
+    """What a report must say of one module's settings: the keys that FSDP2 does not need, or follows nearly."""
+    for key in said:
+        if not UNIT_KEYS[key]:
+            yield f"{key} is not needed: {KEYS_BY_NAME[key].reason}"
+    if isinstance(said.get("mixed_precision"), Mapping) and _UNREAD_DTYPE_KEY in said["mixed_precision"]:
+        yield f"mixed_precision.{_UNREAD_DTYPE_KEY} is not needed: {_UNREAD_DTYPE_REASON}"
+    if "backward_prefetch" in said and _backward_prefetch(said["backward_prefetch"]) is BackwardPrefetch.BACKWARD_POST:
+        yield f"backward_prefetch BACKWARD_POST is BACKWARD_PRE here: {_BACKWARD_POST_REASON}"
+
+
+def _unit_config(said: Mapping[str, Any], config: ShardingConfig) -> ShardingConfig:
+    for first, second in _UNIT_SYNONYMS:
+        if first in said and second in said:
+            raise ConfigError(f"{first} and {second} are both given; keep one")
+    changes: dict[str, Any] = {}
     if "sharding_strategy" in said:
         strategy = _strategy(said["sharding_strategy"])
         if strategy is ShardingStrategy.NO_SHARD:
             raise ConfigError(
                 "sharding_strategy NO_SHARD for one module needs a mesh of its own, which is not supported yet"
             )
-        reshard = strategy.reshards_after_forward
+        changes["reshard_after_forward"] = strategy.reshards_after_forward
     if "reshard_after_forward" in said:
         _check_kind("reshard_after_forward", said["reshard_after_forward"], Kind.BOOL_OR_INT)
-        _same_reshard(reshard, said["reshard_after_forward"])
-        reshard = said["reshard_after_forward"]
-        check_reshard_degree(reshard, config.mesh)
-    if "mixed_precision" in said and "mp_policy" in said:
-        raise ConfigError("mixed_precision and mp_policy are both given; keep one")
-    policy = None
-    for key in ("mixed_precision", "mp_policy"):
-        if key in said:
-            policy = parse_mixed_precision(said[key], config.precision).policy
-    prefetch = None
-    if "backward_prefetch" in said:
-        prefetch = 0 if _backward_prefetch(said["backward_prefetch"]) is BackwardPrefetch.NONE else 1
-    offload = None
+        _same_reshard(changes.get("reshard_after_forward"), said["reshard_after_forward"])
+        changes["reshard_after_forward"] = said["reshard_after_forward"]
+    if "mixed_precision" in said:
+        precision = parse_mixed_precision(said["mixed_precision"], config.precision)
+        if precision.keep_low_precision_grads:
+            row = KEYS_BY_NAME["keep_low_precision_grads"]
+            raise UnsupportedError(f"mixed_precision.keep_low_precision_grads is not supported: {row.reason}")
+        changes |= {"mixed_precision": precision.policy, "buffer_dtype": precision.buffer_dtype}
+    if "mp_policy" in said:  # which knows no buffers, so theirs stays the model's
+        changes["mixed_precision"] = _mp_policy(said["mp_policy"])
     for key in ("cpu_offload", "offload_policy"):
         if key in said:
-            offload = _offload_value(key, said[key])
-    return UnitSettings(
-        reshard_after_forward=reshard, mixed_precision=policy, backward_prefetch=prefetch, cpu_offload=offload
-    )
+            changes["cpu_offload"] = _offload_value(key, said[key])
+    return dataclasses.replace(config, prefetch=_unit_prefetch(said, config.prefetch), **changes)
+
+
+def _unit_prefetch(said: Mapping[str, Any], of_model: Prefetch) -> Prefetch:
+    """The unit's own switches; how many units ahead stays the model's, whose limits had no form for one module."""
+    forward, backward = of_model.forward, of_model.backward
+    if "forward_prefetch" in said:
+        _check_kind("forward_prefetch", said["forward_prefetch"], Kind.BOOL)
+        forward = (forward or 1) if said["forward_prefetch"] else None
+    if "backward_prefetch" in said:
+        is_off = _backward_prefetch(said["backward_prefetch"]) is BackwardPrefetch.NONE
+        backward = 0 if is_off else (backward or None)
+    return Prefetch(forward=forward, backward=backward)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -508,13 +533,14 @@ def parse_mixed_precision(value: object, precision: str) -> _Precision:
 
 
 _DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
-# LLM Foundry writes this one into the dict (llmfoundry/utils/config_utils.py, 0.22.0); FSDP1 never read it there.
-_IGNORED_DTYPE_KEY = "keep_low_precision_grads"
+# LLM Foundry writes this one into the dict (llmfoundry/utils/config_utils.py, 0.22.0).
+_UNREAD_DTYPE_KEY = "keep_low_precision_grads"
+_UNREAD_DTYPE_REASON = "Composer never read it inside this dict; beside mixed_precision it has an effect"
 
 
 def _dtypes_of(value: Mapping[str, Any]) -> tuple[torch.dtype | None, ...]:
     for key in value:
-        if key not in (*_DTYPE_KEYS, _IGNORED_DTYPE_KEY):
+        if key not in (*_DTYPE_KEYS, _UNREAD_DTYPE_KEY):
             near = nearest_key(str(key), _DTYPE_KEYS)
             hint = f"; did you mean {near}?" if near else f"; it takes {', '.join(_DTYPE_KEYS)}"
             raise ConfigError(f"unknown key mixed_precision.{key}{hint}")
@@ -534,10 +560,14 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
 
 def _mixed_precision(legacy: LegacyConfig, precision: str) -> _Precision:
     if "mp_policy" in legacy.said and legacy["mp_policy"] is not None:
-        if not isinstance(legacy["mp_policy"], MixedPrecisionPolicy):
-            raise ConfigError(f"mp_policy is {legacy['mp_policy']!r}; give a MixedPrecisionPolicy")
-        return parse_mixed_precision(legacy["mp_policy"], precision)
+        return parse_mixed_precision(_mp_policy(legacy["mp_policy"]), precision)
     return parse_mixed_precision(legacy["mixed_precision"], precision)
+
+
+def _mp_policy(value: object) -> MixedPrecisionPolicy:
+    if not isinstance(value, MixedPrecisionPolicy):
+        raise ConfigError(f"mp_policy is {value!r}; give a MixedPrecisionPolicy")
+    return value
 
 
 def _cpu_offload(legacy: LegacyConfig) -> bool:
@@ -632,6 +662,15 @@ def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precis
         yield special or _finding(legacy, name)
     if mixed_precision.keep_low_precision_grads and "keep_low_precision_grads" not in legacy.said:
         yield _low_precision_grads_finding(legacy, mixed_precision)
+    if isinstance(legacy["mixed_precision"], Mapping) and _UNREAD_DTYPE_KEY in legacy["mixed_precision"]:
+        yield Finding(
+            key=f"mixed_precision.{_UNREAD_DTYPE_KEY}",
+            value=legacy["mixed_precision"][_UNREAD_DTYPE_KEY],
+            outcome=Outcome.UNNEEDED,
+            target="",
+            reason=_UNREAD_DTYPE_REASON,
+            where=f"$.fsdp_config.mixed_precision.{_UNREAD_DTYPE_KEY}",
+        )
 
 
 def _finding(legacy: LegacyConfig, name: str, **changes: Any) -> Finding:
@@ -692,17 +731,16 @@ def _strategy_finding(legacy: LegacyConfig, mesh: MeshSpec) -> Finding:
 
 
 def _backward_prefetch_finding(legacy: LegacyConfig) -> Finding:
-    prefetch = _backward_prefetch(legacy["backward_prefetch"])
-    if prefetch is not BackwardPrefetch.BACKWARD_POST:
-        return _finding(legacy, "backward_prefetch")
-    return _finding(
-        legacy,
-        "backward_prefetch",
-        outcome=Outcome.APPROXIMATE,
-        target="FSDP2's own prefetch (as BACKWARD_PRE)",
-        reason="FSDP2 gathers the next unit before a unit's gradients, not after: one more unit in memory at the peak",
-        hint="NONE has the lower peak",
-    )
+    said = _backward_prefetch(legacy["backward_prefetch"])
+    if said is BackwardPrefetch.BACKWARD_POST:
+        target, reason = "FSDP2's own prefetch (as BACKWARD_PRE)", _BACKWARD_POST_REASON
+        hint = "NONE has the lower peak"
+        return _finding(legacy, "backward_prefetch", target=target, reason=reason, hint=hint)
+    if said is BackwardPrefetch.NONE:
+        target, reason = "set_modules_to_backward_prefetch", "each unit names itself, so that nothing is gathered ahead"
+    else:
+        target, reason = "FSDP2's own prefetch", "FSDP2 gathers the next unit before a unit's gradients by itself"
+    return _finding(legacy, "backward_prefetch", outcome=Outcome.EXACT, target=target, reason=reason)
 
 
 def _te_finding(legacy: LegacyConfig, name: str, precision: str) -> Finding | None:

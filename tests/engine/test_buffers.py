@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from engine.models import Block
 from torch import nn
@@ -27,7 +28,7 @@ def test_floating_point_buffers_are_cast_in_place():
     """A buffer of a bf16 run is bf16 in forward; counters and masks are not touched, and references stay good."""
     holder = Holder()
     before = dict(holder.named_buffers())
-    cast_buffers([holder], BF16)
+    cast_buffers({holder: BF16})
     dtypes = {name: buffer.dtype for name, buffer in holder.named_buffers()}
     assert dtypes == {
         "third": BF16,
@@ -46,7 +47,7 @@ def test_a_state_dict_holds_the_original_dtypes():
     model = nn.Sequential(nn.Sequential(Holder()), Block())
     keys = list(model.state_dict())
     expected = {key: value.dtype for key, value in model.state_dict().items()}
-    cast_buffers(model.modules(), BF16)
+    cast_buffers(dict.fromkeys(model.modules(), BF16))
     state = model.state_dict(prefix="trainer.")
     assert list(state) == [f"trainer.{key}" for key in keys]
     assert {key.removeprefix("trainer."): value.dtype for key, value in state.items()} == expected
@@ -58,7 +59,7 @@ def test_loading_keeps_the_dtype_of_computation():
     """A resumed run computes in the dtype of the run that was interrupted."""
     model, other = Holder(), Holder()
     other.third.fill_(2.0)
-    cast_buffers([model], BF16)
+    cast_buffers({model: BF16})
     model.load_state_dict(other.state_dict())
     assert model.third.dtype == BF16 and model.third.item() == 2.0
 
@@ -71,13 +72,24 @@ def test_one_buffer_under_several_names():
     second.register_buffer("table", table)
     second.register_buffer("again", table)
     model = nn.ModuleList([first, second])
-    cast_buffers(model.modules(), BF16)
+    cast_buffers(dict.fromkeys(model.modules(), BF16))
     assert first.table is second.table and first.table.dtype == BF16
     assert {value.dtype for value in model.state_dict().values()} == {F32}
 
 
-def test_modules_that_are_not_named_are_not_cast():
-    """Buffers of what FSDP1 left out keep their dtype."""
-    model = nn.Sequential(Holder(), Holder())
-    cast_buffers([model[0]], BF16)
-    assert model[1].third.dtype == F32
+@pytest.mark.parametrize("dtype", [BF16, None])
+def test_the_first_module_decides_on_a_shared_buffer(dtype: torch.dtype | None):
+    """Units in different dtypes that share a table: the innermost had it its way, and the checkpoint is the same."""
+    first, second = nn.Module(), nn.Module()
+    first.register_buffer("table", torch.ones(2))
+    second.register_buffer("table", first.table)
+    cast_buffers({first: dtype, second: torch.float16})
+    assert second.table is first.table and first.table.dtype == (dtype or F32)
+    assert {value.dtype for value in nn.ModuleList([first, second]).state_dict().values()} == {F32}
+
+
+def test_modules_without_a_dtype_are_not_cast():
+    """Buffers of batch norms, and of what FSDP1 left out, keep their dtype."""
+    model = nn.Sequential(Holder(), Holder(), Holder())
+    cast_buffers({model[0]: BF16, model[1]: None})
+    assert model[1].third.dtype == model[2].third.dtype == F32

@@ -212,6 +212,13 @@ def mixed_0() -> nn.Module:
     return mixed([0])
 
 
+def unlike_buffers() -> nn.Module:
+    """A cache whose length is what this rank has seen so far."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("cache", torch.zeros(dist.get_rank() + 1), persistent=False)
+    return model
+
+
 def check_mixed() -> None:
     model = mixed_1()
     expected: list[Any] = [values_of(model) if dist.get_rank() == 0 else None]
@@ -233,10 +240,12 @@ def test_rank_0_loads_and_the_others_wait_on_meta():
         (mixed_1, {}, r"Detected mixed initialization.*ranks \[1\].*sync_module_states"),
         (mixed_0, {}, r"Detected mixed initialization.*ranks \[0\]"),
         (mixed_0, {"sync_module_states": True}, "rank 0's model is on meta"),
+        (unlike_buffers, {"sync_module_states": True}, r"buffer 0.cache is \(1,\)[^\n]*\n.*buffer 0.cache is \(2,\)"),
     ],
 )
 def test_mixed_initialisation_that_cannot_be(build: Callable[[], nn.Module], config: dict[str, Any], message: str):
-    """FSDP1's error in FSDP1's words; a rank without values never trains on what memory held."""
+    """FSDP1's error in FSDP1's words; a rank without values never trains on what memory held, and none waits for a
+    broadcast that does not fit."""
     for text in run_ranks(check_refused, 2, build, config):
         assert text
         with pytest.raises(PlanError, match=message):

@@ -256,6 +256,9 @@ def test_llm_foundry_dict():
     """LLM Foundry writes keep_low_precision_grads into the dict (llmfoundry/utils/config_utils.py); it trains on."""
     said = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "bf16", "keep_low_precision_grads": False}
     assert config_of({"mixed_precision": said}).mixed_precision.param_dtype == BF16
+    finding = finding_of({"mixed_precision": said}, "mixed_precision.keep_low_precision_grads")
+    assert (finding.outcome, finding.value) == (Outcome.UNNEEDED, False)
+    assert "never read it" in finding.reason
 
 
 @pytest.mark.parametrize(
@@ -727,18 +730,33 @@ def unit_settings(said: dict[str, Any], **config: Any) -> Any:
         ({"sharding_strategy": "SHARD_GRAD_OP"}, {"reshard_after_forward": False}),
         ({"sharding_strategy": ShardingStrategy.FULL_SHARD}, {"reshard_after_forward": True}),
         ({"reshard_after_forward": 2}, {"reshard_after_forward": 2}),
-        ({"backward_prefetch": "NONE"}, {"backward_prefetch": 0}),
-        ({"backward_prefetch": None}, {"backward_prefetch": 0}),
-        ({"backward_prefetch": "BACKWARD_PRE"}, {"backward_prefetch": 1}),
+        ({"backward_prefetch": "NONE"}, {"prefetch": Prefetch(backward=0)}),
+        ({"backward_prefetch": None}, {"prefetch": Prefetch(backward=0)}),
+        ({"backward_prefetch": "BACKWARD_PRE"}, {}),
+        ({"forward_prefetch": True}, {"prefetch": Prefetch(forward=1)}),
+        ({"forward_prefetch": False}, {}),
         ({"cpu_offload": CPUOffload(offload_params=True)}, {"cpu_offload": True}),
-        ({"limit_all_gathers": True, "use_orig_params": False, "forward_prefetch": True}, {}),
+        ({"limit_all_gathers": True, "use_orig_params": False}, {}),
     ],
 )
 def test_unit_settings(said: dict[str, Any], changed: dict[str, Any]):
     """A model whose fsdp_wrap_fn returns FSDP1's keyword arguments keeps them for that module."""
-    settings_of_unit = dataclasses.asdict(unit_settings(said))
-    nothing = dict.fromkeys(settings_of_unit)
-    assert settings_of_unit == {**nothing, **changed}
+    assert unit_settings(said) == dataclasses.replace(unit_settings({}), **changed)
+
+
+@pytest.mark.parametrize(
+    ("of_model", "said", "expected"),
+    [
+        (Prefetch(backward=0), {"backward_prefetch": "BACKWARD_PRE"}, Prefetch()),
+        (Prefetch(backward=3), {"backward_prefetch": "BACKWARD_POST"}, Prefetch(backward=3)),
+        (Prefetch(forward=2), {"forward_prefetch": True}, Prefetch(forward=2)),
+        (Prefetch(forward=2), {"forward_prefetch": False}, Prefetch()),
+        (Prefetch(forward=2, backward=3), {"reshard_after_forward": False}, Prefetch(forward=2, backward=3)),
+    ],
+)
+def test_unit_prefetch(of_model: Prefetch, said: dict[str, Any], expected: Prefetch):
+    """A module switches prefetching on or off for itself; the model's limit holds."""
+    assert unit_settings(said, prefetch=of_model).prefetch == expected
 
 
 def test_unit_mixed_precision():
@@ -747,6 +765,18 @@ def test_unit_mixed_precision():
     assert unit_settings({"mixed_precision": "PURE"}, precision="amp_bf16").mixed_precision.reduce_dtype == BF16
     policy = MixedPrecisionPolicy(output_dtype=F32)
     assert unit_settings({"mp_policy": policy}).mixed_precision == policy
+
+
+def test_unit_buffer_dtype():
+    """A MixedPrecision decides on the unit's buffers too, also by not naming them; FSDP2's policy leaves them alone."""
+    for said, expected in (
+        ({"mixed_precision": MixedPrecision(buffer_dtype=BF16)}, BF16),
+        ({"mixed_precision": MixedPrecision(param_dtype=BF16)}, None),
+        ({"mixed_precision": "PURE"}, F16),
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, F32),
+        ({"cpu_offload": True}, F32),
+    ):
+        assert unit_settings(said, precision="amp_fp16", buffer_dtype=F32).buffer_dtype == expected, said
 
 
 @pytest.mark.parametrize(
@@ -758,6 +788,14 @@ def test_unit_mixed_precision():
         ({"reshard_after_forward": "no"}, ConfigError, ["true, false or a whole number"]),
         ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, ConfigError, ["keep one"]),
         ({"mixed_precision": "FULL", "mp_policy": MixedPrecisionPolicy()}, ConfigError, ["keep one"]),
+        ({"cpu_offload": True, "offload_policy": CPUOffloadPolicy()}, ConfigError, ["offload_policy", "keep one"]),
+        ({"mp_policy": "FULL"}, ConfigError, ["mp_policy", "MixedPrecisionPolicy"]),
+        ({"forward_prefetch": "yes"}, ConfigError, ["forward_prefetch", "true or false"]),
+        (
+            {"mixed_precision": MixedPrecision(keep_low_precision_grads=True)},
+            UnsupportedError,
+            ["keep_low_precision_grads", "keep the parameters themselves in that dtype"],
+        ),
         ({"process_group": "self"}, UnsupportedError, ["process_group"]),
         ({"device_mesh": object()}, UnsupportedError, ["device_mesh"]),
         ({"mesh": object()}, UnsupportedError, ["mesh"]),

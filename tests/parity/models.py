@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 from torch.nn import functional
 
 VOCABULARY = 67
@@ -149,6 +150,28 @@ class Nested(MLP):
         self.backbone.fsdp_wrap_fn = wrap
 
 
+class OwnBuffers(MLP):
+    """One block's buffers are cast by the settings of its unit alone."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for block in self.backbone.blocks:
+            block.register_buffer("table", torch.linspace(0.9, 1.1, FEATURES))
+            block.register_forward_hook(self.read)
+        low = self.backbone.blocks[1]
+
+        def wrap(module: nn.Module) -> bool | dict[str, Any]:
+            if module is low:
+                return {"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}
+            return isinstance(module, Block)
+
+        self.backbone.fsdp_wrap_fn = wrap
+
+    @staticmethod
+    def read(block: nn.Module, args: tuple[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return x * block.table
+
+
 class Twice(MLP):
     """Two forwards before one backward, as for a chosen and a rejected answer."""
 
@@ -219,7 +242,7 @@ class Container(MLP):
 MLPS: dict[str, type[MLP]] = {
     cls.__name__.lower(): cls
     for cls in (
-        MLP, Skipped, Unused, Branch, Nested, Twice, Convolution, Shared, TiedUnits, TiedChildren, Container
+        MLP, Skipped, Unused, Branch, Nested, OwnBuffers, Twice, Convolution, Shared, TiedUnits, TiedChildren, Container
     )
 }  # fmt: skip
 

@@ -48,6 +48,12 @@ def test_units_within_units(run: Run):
     assert_parity(run, 2)
 
 
+@each_way("ownbuffers")
+def test_buffers_in_the_dtype_of_their_unit(run: Run):
+    """A unit with its own MixedPrecision would compute with buffers in the model's dtype: its buffer_dtype was lost."""
+    assert_parity(run, 2)
+
+
 @each_way("twice")
 def test_two_forwards_before_one_backward(run: Run):
     """Preference training (a chosen and a rejected answer in one loss) would miss or repeat a gradient."""
