@@ -96,6 +96,8 @@ def _report(translation: Translation, plan: ShardingPlan) -> None:
     for finding in translation.findings:
         if finding.outcome is Outcome.APPROXIMATE or finding.outcome.blocks:
             log.warning("fsdp_config.%s", finding)
+    for note in plan.notes:
+        log.warning("%s", note)
     for left in plan.left_out:
         log.warning(
             "%d parameters are in no unit (%s; the first is %s): they stay whole on every rank and their gradients are "

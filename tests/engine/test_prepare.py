@@ -73,6 +73,7 @@ def check_log(config: dict[str, Any]) -> list[tuple[str, str]]:
     try:
         model = Model()
         model.own = nn.Parameter(torch.ones(2))
+        model.chain = Chain({"kept": {"limit_all_gathers": False}}, kept=layer(), rest=layer())
         prepare_fully_shard(model, None, config, device="cpu")
     finally:
         logger.removeHandler(handler)
@@ -86,9 +87,10 @@ def test_what_is_logged():
     records, others = run_ranks(check_log, 2, config)
     assert others == []
     warnings = [text for level, text in records if level == "WARNING"]
-    assert len(warnings) == 2
+    assert len(warnings) == 3
     assert "backward_prefetch" in warnings[0] and "approximate" in warnings[0]
-    assert "1 parameters are in no unit" in warnings[1] and "own" in warnings[1]
+    assert "in the settings of chain.kept: limit_all_gathers is not needed" in warnings[1]
+    assert "1 parameters are in no unit" in warnings[2] and "own" in warnings[2]
     (report,) = [text for level, text in records if level == "INFO"]
     for part in ("min_params", "decoder.blocks.1", "data_parallel_shard 2"):
         assert part in report
@@ -97,7 +99,9 @@ def test_what_is_logged():
 def test_a_clean_configuration_is_silent():
     """No warning is shown to somebody whose run is carried over exactly, so that the others are read."""
     records, _ = run_ranks(check_log, 2, {"sharding_strategy": "FULL_SHARD"})
-    assert [text for level, text in records if level == "WARNING" and "own" not in text] == []
+    about_the_model = ("own", "chain.kept")
+    warnings = [text for level, text in records if level == "WARNING"]
+    assert [text for text in warnings if not any(part in text for part in about_the_model)] == []
 
 
 def check_not_strict() -> tuple[str, bool]:
