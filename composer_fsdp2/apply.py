@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -60,12 +60,12 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
         repair_cpu_collectives()
     mesh = device_mesh(plan.mesh)
     materializer = Materializer(model, device_of(mesh), initialisation)
+    unit_modules = _unit_modules(plan, modules)
     agree(
         lambda: materializer.check(model, _left_out_names(plan)),
-        lambda _: json.dumps(_describe_buffers(model) if initialisation.broadcast else []),
+        lambda _: json.dumps(_describe_buffers(model, unit_modules) if initialisation.broadcast else []),
     )
 
-    unit_modules = _unit_modules(plan, modules)
     left_out = _left_out_parameters(model, plan)
     wrap_activations(
         model,
@@ -128,9 +128,15 @@ def _resolve(model: nn.Module, plan: ShardingPlan) -> dict[str, nn.Module]:
     return modules
 
 
-def _describe_buffers(model: nn.Module) -> list[str]:
+def _describe_buffers(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[str]:
     """What ranks must have alike for a broadcast of buffers, which the plan does not list; else one would wait."""
-    return [f"buffer {name} is {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+    inside = {module for modules in unit_modules.values() for module in modules}
+    return [
+        f"buffer {name} is {tuple(buffer.shape)} {buffer.dtype}"
+        for path, module in model.named_modules()
+        if module in inside
+        for name, buffer in module.named_buffers(prefix=path, recurse=False)
+    ]
 
 
 def _left_out_names(plan: ShardingPlan) -> set[str]:

@@ -161,7 +161,7 @@ class UnitTree:
     def _dissolve(self, unit: WrapUnit, into: WrapUnit, use: ParameterUse) -> None:
         self._remove(unit)
         where = into.paths[0] or "the model itself"
-        lost = f"; its own settings ({', '.join(unit.settings)}) hold for nothing" if unit.settings else ""
+        lost = f"; its own settings ({', '.join(map(str, unit.settings))}) hold for nothing" if unit.settings else ""
         self.notes.append(
             f"{', '.join(unit.paths)} is no unit of its own: it shares {use.name}, so {where} gathers both{lost}"
         )

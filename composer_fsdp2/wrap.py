@@ -120,7 +120,7 @@ def _add_descendants(tree: UnitTree, root_path: str, root: nn.Module, child: nn.
             continue
         elif not has_forward(module):
             kind = type(module).__name__
-            lost = f", and its settings ({', '.join(settings)}) hold for nothing" if settings else ""
+            lost = f", and its settings ({', '.join(map(str, settings))}) hold for nothing" if settings else ""
             tree.notes.append(
                 f"{path} ({kind}) was chosen, but has no forward: the unit above holds its parameters{lost}"
             )
