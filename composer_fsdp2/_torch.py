@@ -4,11 +4,15 @@ Differences are found by probes, not by comparing versions. Each entry of ``REPA
 was seen; ``tests/engine/test_torch.py`` fails when a version that we support no longer needs one, or needs it again.
 """
 
-from collections.abc import Callable
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
@@ -16,6 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
@@ -25,12 +30,17 @@ __all__ = [
     "BatchNorm",
     "CheckpointImpl",
     "Repair",
+    "average_after_backward",
     "checkpoint_wrapper",
     "fill_unused_gradients",
     "has_accelerator",
+    "is_compiled",
     "keep_class_name",
+    "mesh_of",
+    "note_mesh",
     "offload_wrapper",
     "repair_cpu_collectives",
+    "transformer_engine_checkpoint_wrapper",
 ]
 
 # The base of all batch norms, which FSDP1 kept out of mixed precision.
@@ -47,6 +57,15 @@ class Repair:
     why: str
     is_needed: Callable[[], bool]
     apply: Callable[[], None]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is what ``torch.compile(module)`` returned; ``module.compile()`` leaves the module as it is.
+
+    Does not import the compiler, which takes a second, and of which there is nothing to find if nobody imported it.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def has_accelerator() -> bool:
@@ -68,6 +87,99 @@ def keep_class_name(module: nn.Module) -> None:
         setattr(cls, attribute, getattr(original, attribute))
 
 
+def transformer_engine_checkpoint_wrapper(seed: int) -> Callable[[nn.Module], nn.Module]:
+    """A wrapper that recomputes with Transformer Engine's checkpoint, as Composer set it up under amp_fp8.
+
+    One tracker of random states serves all modules (composer/distributed/dist_strategy.py, 0.32.1).
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+    """
+    te: Any = importlib.import_module("transformer_engine.pytorch")
+    tracker = te.distributed.CudaRNGStatesTracker()
+    tracker.add("fsdp-rng", seed)
+    return functools.partial(
+        checkpoint_wrapper,
+        context_fn=te.distributed.get_activation_recompute_contexts,
+        checkpoint_fn=te.distributed.checkpoint,
+        use_reentrant=False,
+        get_rng_state_tracker=lambda: tracker,
+    )
+
+
+def note_mesh(module: FSDPModule, mesh: DeviceMesh) -> None:
+    """Keep the mesh that a unit was sharded over, also where the unit holds no parameter that could say it."""
+    module._get_fsdp_state()._composer_fsdp2_mesh = mesh  # type: ignore[attr-defined]
+
+
+def mesh_of(module: nn.Module) -> DeviceMesh:
+    """The mesh of a unit that ``apply_plan`` sharded."""
+    assert isinstance(module, FSDPModule)
+    mesh: DeviceMesh = module._get_fsdp_state()._composer_fsdp2_mesh  # type: ignore[attr-defined]
+    return mesh
+
+
+def average_after_backward(module: FSDPModule, parameters: Sequence[nn.Parameter]) -> None:
+    """Average the gradients of ``parameters``, which lie whole on every rank of the unit's mesh, where a backward ends.
+
+    Call it for every unit of a model, also for those without such parameters: torch ends a backward in the unit where
+    it began. A gradient that has been averaged stays the same when it is averaged again, so gradients may accumulate.
+    The ranks of the mesh all-reduce one buffer of these gradients in each backward that reduces the others.
+    """
+    state: Any = module._get_fsdp_state()
+    state._composer_fsdp2_replicated = tuple(parameters)
+    state._root_post_backward_final_callback = _FinishThenAverage(state)
+
+
+class _FinishThenAverage:
+    """In place of the bound method, on one state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self) -> None:
+        type(self.state)._root_post_backward_final_callback(self.state)
+        if not self.state._state_ctx.is_last_backward or not _reduces_gradients(self.state._state_ctx.all_states):
+            return
+        by_mesh: dict[DeviceMesh, dict[nn.Parameter, None]] = {}
+        for state in self.state._state_ctx.all_states:
+            trainable = [p for p in state._composer_fsdp2_replicated if p.requires_grad]
+            by_mesh.setdefault(state._composer_fsdp2_mesh, {}).update(dict.fromkeys(trainable))
+        for mesh, found in by_mesh.items():
+            _average_gradients(list(found), mesh)
+
+
+def _reduces_gradients(states: Sequence[Any]) -> bool:
+    """Whether ``set_requires_gradient_sync`` is on."""
+    return all(group.reduce_grads for state in states for group in _groups_of(state))
+
+
+def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    """In place, in one buffer. A gradient missing here counts as zero, and stays missing if no rank has it."""
+    if not parameters:
+        return
+    dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
+    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+    is_there = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device)
+    buffer = torch.cat([*(gradient.detach().flatten().to(dtype) for gradient in gradients), is_there])
+    for axis in range(mesh.ndim):
+        dist.all_reduce(buffer, group=mesh.get_group(axis))
+    # Read only where something is missing: on a GPU it waits for the reduction.
+    num_there = buffer[-len(parameters) :].tolist() if any(p.grad is None for p in parameters) else None
+    averaged = (buffer[: -len(parameters)] / mesh.size()).split([p.numel() for p in parameters])
+    for number, (parameter, gradient, average) in enumerate(zip(parameters, gradients, averaged, strict=True)):
+        if num_there is None or num_there[number]:
+            parameter.grad = gradient
+            gradient.copy_(average.view_as(gradient))
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The parameter groups of a unit; none without parameters of its own."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def fill_unused_gradients(module: FSDPModule) -> None:
     """Give the parameters of one unit that a backward did not reach gradients of zero, once any of the unit has one.
 
@@ -76,11 +188,8 @@ def fill_unused_gradients(module: FSDPModule) -> None:
     torch 2.13 has a switch for it, off by default, that fills units without any gradient as well, on which FSDP1 left
     the optimizer nothing to decay.
     """
-    state: Any = module._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in groups:
-        if group is not None:  # a unit without parameters of its own
-            group.post_backward = _FillThenReduce(group)
+    for group in _groups_of(module._get_fsdp_state()):
+        group.post_backward = _FillThenReduce(group)
 
 
 class _FillThenReduce:

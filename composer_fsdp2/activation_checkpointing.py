@@ -7,10 +7,17 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from composer_fsdp2._torch import ActivationWrapper, CheckpointImpl, checkpoint_wrapper, offload_wrapper
+from composer_fsdp2._torch import (
+    ActivationWrapper,
+    CheckpointImpl,
+    checkpoint_wrapper,
+    offload_wrapper,
+    transformer_engine_checkpoint_wrapper,
+)
+from composer_fsdp2.config import ActivationCheckpointing
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.tying import join
-from composer_fsdp2.wrap import bound_hook, wrapped_children
+from composer_fsdp2.wrap import bound_hook, outside_compilation, wrapped_children
 
 __all__ = ["apply_activation_checkpointing", "select_checkpointed", "wrap_activations"]
 
@@ -55,23 +62,24 @@ def apply_activation_checkpointing(
     if not (checkpoint or cpu_offload):
         return []
     paths = select_checkpointed(model, check_fn)
-    wrap_activations(model, paths, checkpoint=checkpoint, cpu_offload=cpu_offload, reentrant=reentrant)
+    mode = ActivationCheckpointing(checkpoint=checkpoint, cpu_offload=cpu_offload, reentrant=reentrant)
+    wrap_activations(model, paths, mode)
     return paths
 
 
 def select_checkpointed(model: nn.Module, check_fn: CheckFn | None = None) -> list[str]:
     """The paths that ``apply_activation_checkpointing`` would wrap, children before parents; only reads."""
     paths: list[str] = []
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name, child in wrapped_children(model).items():
         choose = check_fn or bound_hook(child, "activation_checkpointing_fn")
         chosen = partial(_is_chosen, choose=choose)
-        paths.extend(path for path, module in _bottom_up(child, name, set()) if chosen(path, module))
-    return paths
+        found = [path for path, module in _bottom_up(child, name, set()) if chosen(path, module)]
+        paths.extend(outside_compilation(modules, path)[0] for path in found)
+    return list(dict.fromkeys(paths))
 
 
-def wrap_activations(
-    model: nn.Module, paths: list[str], *, checkpoint: bool, cpu_offload: bool, reentrant: bool
-) -> None:
+def wrap_activations(model: nn.Module, paths: list[str], mode: ActivationCheckpointing) -> None:
     """Replace the modules at ``paths`` (children before parents) by their wrappers, wherever they are registered."""
     modules = dict(model.named_modules(remove_duplicate=False))
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
@@ -79,16 +87,23 @@ def wrap_activations(
         parent, _, name = path.rpartition(".")
         if path:
             places.setdefault(module, []).append((modules[parent], name))
+    recompute = _recompute(mode)
     for path in paths:
         module = modules[path]
         wrapper: nn.Module = module
-        if checkpoint:
-            implementation = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-            wrapper = checkpoint_wrapper(wrapper, checkpoint_impl=implementation)
-        if cpu_offload:
+        if mode.checkpoint:
+            wrapper = recompute(wrapper)
+        if mode.cpu_offload:
             wrapper = offload_wrapper(wrapper)
         for parent_module, name in dict.fromkeys(places[module]):
             setattr(parent_module, name, wrapper)
+
+
+def _recompute(mode: ActivationCheckpointing) -> Callable[[nn.Module], nn.Module]:
+    if mode.transformer_engine:
+        return transformer_engine_checkpoint_wrapper(mode.transformer_engine_seed)
+    implementation = CheckpointImpl.REENTRANT if mode.reentrant else CheckpointImpl.NO_REENTRANT
+    return partial(checkpoint_wrapper, checkpoint_impl=implementation)
 
 
 def _is_chosen(path: str, module: nn.Module, *, choose: CheckFn | None) -> bool:

@@ -2,8 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,11 @@ from torch.distributed.fsdp import (
 )
 
 from composer_fsdp2._torch import (
+    average_after_backward,
     fill_unused_gradients,
     has_accelerator,
     keep_class_name,
+    note_mesh,
     repair_cpu_collectives,
 )
 from composer_fsdp2.activation_checkpointing import wrap_activations
@@ -28,14 +29,14 @@ from composer_fsdp2.agreement import agree, require_process_group
 from composer_fsdp2.buffers import cast_buffers
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.materialize import Materializer, breadth_first, decide_initialisation, rank_zero_rng
-from composer_fsdp2.mesh import device_mesh, device_of
+from composer_fsdp2.mesh import device_meshes, device_of
 from composer_fsdp2.plan import ShardingPlan, ShardUnit, refuse_sharded
 from composer_fsdp2.tying import parameter_uses
 
 __all__ = ["apply_plan", "reshard", "sharded_roots"]
 
-# Methods beside forward through which Composer and Hugging Face enter a model; they matter only when the model itself
-# is a unit, since their parameters are then gathered by its hooks.
+# Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
+# encoder first, or the model inside an adapter. Its hooks must gather its parameters there, too.
 _ENTRY_POINTS = ("eval_forward", "generate")
 
 
@@ -44,43 +45,41 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
 
     Args:
         model: The model that the plan was made for, not yet sharded.
-        plan: From ``plan_sharding``; its mesh is made here.
+        plan: From ``plan_sharding``; its meshes are made here.
     Raises:
         PlanError: the plan is another model's, or differs between ranks; nothing has been changed then.
-        ConfigError: there is no process group, or the mesh does not fit the world size.
+        ConfigError: there is no process group, or a mesh does not fit the world size.
 
-    Called on all ranks. It compares the plan across ranks, makes the mesh's process groups, and broadcasts parameters
-    and buffers from rank 0 if the plan says ``sync_module_states`` (or some ranks have no values of their own).
+    Called on all ranks. It compares the plan across ranks, makes the meshes' process groups, and broadcasts parameters
+    and buffers if the plan says ``sync_module_states``: from the first rank of each unit's mesh (or from rank 0, if
+    some ranks have no values of their own).
     """
     require_process_group("apply_plan")
-    plan = replace(plan, mesh=plan.mesh.resolve(dist.get_world_size()))
+    plan = plan.resolve(dist.get_world_size())
     modules = agree(lambda: _resolve(model, plan), lambda _: json.dumps(plan.to_json()))
     initialisation = decide_initialisation(model, plan.sync_module_states)
     if plan.mesh.device_type == "cpu":
         repair_cpu_collectives()
-    mesh = device_mesh(plan.mesh)
-    materializer = Materializer(model, device_of(mesh), initialisation)
+    meshes = dict(zip((unit.name for unit in plan.units), device_meshes([u.mesh for u in plan.units]), strict=True))
     unit_modules = _unit_modules(plan, modules)
+    replicated = _parameters_named(model, {spec.name for spec in plan.replicated})
+    left_alone = _parameters_named(model, plan.unsharded_names) - replicated
+    device = device_of(meshes[plan.units[0].name])
+    materializer = Materializer(model, device, initialisation, left_out=left_alone, kept=replicated)
     agree(
-        lambda: materializer.check(model, _left_out_names(plan)),
+        lambda: materializer.check(model, {module for modules in unit_modules.values() for module in modules}),
         lambda _: json.dumps(_describe_buffers(model, unit_modules) if initialisation.broadcast else []),
     )
 
-    left_out = _left_out_parameters(model, plan)
-    wrap_activations(
-        model,
-        list(plan.checkpointed),
-        checkpoint=plan.activation_checkpointing.checkpoint,
-        cpu_offload=plan.activation_checkpointing.cpu_offload,
-        reentrant=plan.activation_checkpointing.reentrant,
-    )
+    wrap_activations(model, list(plan.checkpointed), plan.activation_checkpointing)
     sharded: dict[str, FSDPModule] = {}
-    with rank_zero_rng() if initialisation.draw else contextlib.nullcontext():
+    with rank_zero_rng() if initialisation.draw else contextlib.nullcontext(), _put_back(_outside(model, unit_modules)):
         for unit in plan.units:
-            materializer.make_real(unit_modules[unit.name], left_out)
-            sharded[unit.name] = _shard(model, unit, mesh, left_out)
+            materializer.make_real(unit_modules[unit.name], meshes[unit.name])
+            sharded[unit.name] = _shard(model, unit, meshes[unit.name], left_alone)
     cast_buffers({module: unit.buffer_dtype for unit in plan.units for module in unit_modules[unit.name]})
     _set_prefetch(plan, sharded)
+    _average_replicated(model, plan, sharded)
     _open_entry_points(model)
     _verify(model, plan)
 
@@ -112,7 +111,7 @@ def _resolve(model: nn.Module, plan: ShardingPlan) -> dict[str, nn.Module]:
     modules = dict(model.named_modules(remove_duplicate=False))
     present = {use.names: use.parameter for use in parameter_uses(model)}
     problems = [f"no module {path!r}" for unit in plan.units for path in unit.modules if path not in modules]
-    for spec in (spec for unit in plan.units for spec in unit.parameters):
+    for spec in (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated)):
         parameter = present.get(spec.names)
         if parameter is None:
             problems.append(f"no parameter {' = '.join(spec.names)}")
@@ -121,7 +120,7 @@ def _resolve(model: nn.Module, plan: ShardingPlan) -> dict[str, nn.Module]:
                 f"parameter {spec.name} is {tuple(parameter.shape)} {parameter.dtype}, planned were {spec.shape} "
                 f"{spec.dtype}"
             )
-    planned = {names for unit in plan.units for spec in unit.parameters for names in spec.names} | _left_out_names(plan)
+    planned = {names for unit in plan.units for spec in unit.parameters for names in spec.names} | plan.unsharded_names
     problems.extend(f"parameter {names[0]} is in no unit" for names in present if planned.isdisjoint(names))
     if problems:
         raise PlanError("the plan was made for another model: " + "; ".join(problems[:5]))
@@ -139,40 +138,52 @@ def _describe_buffers(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.M
     ]
 
 
-def _left_out_names(plan: ShardingPlan) -> set[str]:
-    return {name for left in plan.left_out for name in left.names}
-
-
-def _left_out_parameters(model: nn.Module, plan: ShardingPlan) -> set[nn.Parameter]:
-    names = _left_out_names(plan)
+def _parameters_named(model: nn.Module, names: Collection[str]) -> set[nn.Parameter]:
     return {parameter for name, parameter in model.named_parameters() if name in names}
+
+
+def _outside(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[nn.Module]:
+    """The modules whose own tensors no unit manages: ignored, left out, or the model itself."""
+    inside = {module for modules in unit_modules.values() for module in modules}
+    return [module for module in model.modules() if module not in inside]
+
+
+@contextlib.contextmanager
+def _put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Leave the buffers of ``modules`` where they were: ``fully_shard`` moves all below it to the mesh's device."""
+    buffers = {buffer: buffer.data for module in modules for buffer in module.buffers(recurse=False)}
+    yield
+    for buffer, data in buffers.items():
+        buffer.data = data
 
 
 def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
     """For each unit, the modules whose tensors it holds: those under it that no other unit takes, and none left out."""
     heads = {modules[path] for unit in plan.units for path in unit.modules}
-    children = {name.split(".")[0] for name in _left_out_names(plan) if "." in name}
+    children = {name.split(".")[0] for left in plan.left_out for name in left.names if "." in name}
     units_at = {path.split(".")[0] for unit in plan.units for path in unit.modules}
-    skipped = {modules[name] for name in children - units_at}
+    skipped = {modules[name] for name in children - units_at} | {modules[path] for path in plan.ignored_modules}
     return {unit.name: breadth_first([modules[path] for path in unit.modules], heads | skipped) for unit in plan.units}
 
 
-def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_out: set[nn.Parameter]) -> FSDPModule:
+def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[nn.Parameter]) -> FSDPModule:
     # Looked up again: a checkpointing wrapper may stand at the path by now, and FSDP(AC(block)) is FSDP1's nesting.
     targets = [_at_path(model, path) for path in unit.modules]
+    unsharded = left_alone.union(_parameter_at(model, spec.name) for spec in unit.replicated)
     fully_shard(
         targets if len(targets) > 1 else targets[0],
         mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
         mp_policy=unit.mixed_precision,
         offload_policy=CPUOffloadPolicy(pin_memory=has_accelerator()) if unit.cpu_offload else OffloadPolicy(),
-        ignored_params=left_out or None,
+        ignored_params=unsharded or None,
     )
     for target in targets:
         keep_class_name(target)
     head = targets[0]
     assert isinstance(head, FSDPModule)
     fill_unused_gradients(head)
+    note_mesh(head, mesh)
     return head
 
 
@@ -192,11 +203,19 @@ def _set_prefetch(plan: ShardingPlan, sharded: Mapping[str, FSDPModule]) -> None
             sharded[unit.name].set_modules_to_backward_prefetch([sharded[name] for name in unit.backward_prefetch])
 
 
+def _average_replicated(model: nn.Module, plan: ShardingPlan, sharded: Mapping[str, FSDPModule]) -> None:
+    if not plan.replicated:
+        return
+    for unit in plan.units:
+        parameters = [_parameter_at(model, spec.name) for spec in unit.replicated]
+        average_after_backward(sharded[unit.name], parameters)
+
+
 def _open_entry_points(model: nn.Module) -> None:
-    if isinstance(model, FSDPModule):
+    for _, root in sharded_roots(model):
         for name in _ENTRY_POINTS:
-            if callable(getattr(model, name, None)):
-                register_fsdp_forward_method(model, name)
+            if callable(getattr(root, name, None)):
+                register_fsdp_forward_method(root, name)
 
 
 def _verify(model: nn.Module, plan: ShardingPlan) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from composer_fsdp2._torch import mesh_of
 from composer_fsdp2.apply import sharded_roots
 
 __all__ = ["clip_grad_norm_"]
@@ -28,52 +29,67 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Returns:
         The total norm of each root's gradients by the root's path, a scalar on the mesh's device.
 
-    Called on all ranks; one all-reduce of a scalar for each root and axis that shards.
+    Called on all ranks; one all-reduce of two numbers for each root that shards something (two with replicas, if
+    some parameters are whole).
     """
     norms = {}
     for path, root in sharded_roots(model):
-        grads = [parameter.grad for parameter in root.parameters() if parameter.grad is not None]
-        norms[path] = _clip(grads, float(max_norm), float(norm_type))
+        trainable = [parameter for parameter in root.parameters() if parameter.requires_grad]
+        grads = [parameter.grad for parameter in trainable if parameter.grad is not None]
+        # By the parameters, not the gradients, which a rank may lack: all ranks must communicate alike.
+        any_whole = not all(map(_is_sharded, trainable))
+        total = _total_norm(grads, float(norm_type), mesh_of(root), any_whole=any_whole)
+        _scale(grads, total, float(max_norm))
+        norms[path] = total
     return norms
 
 
-def _clip(grads: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-    total = _total_norm(grads, norm_type)
+def _scale(grads: list[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
     # FSDP1's formula (torch/distributed/fsdp/fully_sharded_data_parallel.py, clip_grad_norm_).
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for grad in grads:
         local = _local(grad)
         local.mul_(scale.to(local.device, local.dtype))
+
+
+def _total_norm(grads: list[torch.Tensor], norm_type: float, mesh: DeviceMesh, *, any_whole: bool) -> torch.Tensor:
+    """One number for all ranks, or they would scale the parts of one parameter differently.
+
+    As FSDP1 did, what is sharded is summed over the root's ranks, also where a unit lies on a group of its own, and of
+    absolute values the largest of all ranks is taken. Gradients that are whole and that nobody averages differ between
+    ranks: their mean counts, where FSDP1 took each rank's own (torch/distributed/fsdp/fully_sharded_data_parallel.py,
+    2.7) and thereby another scale on each.
+    """
+    sharded = [_local(grad) for grad in grads if _is_sharded(grad)]
+    whole = [_local(grad) for grad in grads if not _is_sharded(grad)]
+    if not sharded:
+        return _norm(whole, norm_type)
+    shard_axis = mesh.ndim - 1 if mesh.size(mesh.ndim - 1) > 1 else 0
+    # Replicas agree on what is sharded, but not on what is whole.
+    replicas = mesh.ndim == 2 and any_whole and shard_axis == 1 and mesh.size(0) > 1
+    groups = [mesh.get_group(shard_axis), *([mesh.get_group(0)] if replicas else [])]
+    # Gradients may lie on the CPU while the group is NCCL's: the numbers travel on the mesh's device.
+    device = torch.device(mesh.device_type)
+    norms = torch.stack([part.to(device) for part in (_norm(sharded, norm_type), _norm(whole, norm_type))])
+    if math.isinf(norm_type):
+        for group in groups:
+            dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
+        return norms.max()
+    powers = norms**norm_type
+    for group in groups:
+        dist.all_reduce(powers, group=group)
+    num_replicas = mesh.size(0) if replicas else 1
+    num_ranks = mesh.size(shard_axis) * num_replicas
+    total: torch.Tensor = (powers[0] / num_replicas + powers[1] / num_ranks) ** (1.0 / norm_type)
     return total
 
 
-def _total_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    # Every rank walks the meshes in the same order, that of the parameters, or ranks would wait for each other.
-    by_mesh: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[torch.Tensor]] = {}
-    for grad in grads:
-        by_mesh.setdefault(_sharding_of(grad), []).append(_local(grad))
-    parts = []
-    for sharding, tensors in by_mesh.items():
-        part = _norm(tensors, norm_type)
-        if sharding is not None:
-            mesh, axes = sharding
-            # Gradients may lie on the CPU while the group is NCCL's: the scalar travels on the mesh's device.
-            part = part.to(mesh.device_type)
-            for axis in axes:
-                part = _all_reduce_norm(part, norm_type, mesh.get_group(axis))
-        parts.append(part)
-    if not parts:
-        return torch.zeros(())
-    device = max((part.device for part in parts), key=lambda device: device.type != "cpu")
-    return _norm([part.to(device) for part in parts], norm_type) if len(parts) > 1 else parts[0]
-
-
-def _sharding_of(grad: torch.Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh and its axes over which a gradient is split; replicas hold the same values and are not counted."""
-    if not isinstance(grad, DTensor):
-        return None
-    axes = tuple(axis for axis, placement in enumerate(grad.placements) if isinstance(placement, Shard))
-    return grad.device_mesh, axes
+def _is_sharded(grad: torch.Tensor) -> bool:
+    """Whether other ranks hold other parts of it; a mesh of one rank, or of replicas only, shards nothing."""
+    return isinstance(grad, DTensor) and any(
+        isinstance(placement, Shard) and grad.device_mesh.size(axis) > 1
+        for axis, placement in enumerate(grad.placements)
+    )
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:
@@ -89,13 +105,4 @@ def _norm(tensors: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
             norms.append(torch.linalg.vector_norm(tensor.detach(), norm_type, dtype=dtype))
         else:
             norms.append(torch.zeros((), dtype=dtype, device=tensor.device))
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-def _all_reduce_norm(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
-    if math.isinf(norm_type):
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
-        return norm
-    powered = norm**norm_type
-    dist.all_reduce(powered, group=group)
-    return powered ** (1.0 / norm_type)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())

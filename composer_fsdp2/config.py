@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_fsdp2.errors import ConfigError
@@ -13,8 +14,10 @@ __all__ = [
     "SHARD_AXIS",
     "ActivationCheckpointing",
     "BackwardPrefetch",
+    "GroupRule",
     "MeshSpec",
     "Prefetch",
+    "RankGroups",
     "ShardingConfig",
     "ShardingStrategy",
 ]
@@ -51,23 +54,92 @@ class BackwardPrefetch(enum.Enum):
     BACKWARD_POST = "BACKWARD_POST"
 
 
+class GroupRule(enum.Enum):
+    """How the ranks are divided into groups; the values are Composer's words."""
+
+    CONSECUTIVE = "set"
+    STRIDED = "mod"
+    GIVEN = "given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups:
+    """Along one axis of a mesh, which ranks belong together where not all do: FSDP1's ``process_group``.
+
+    ``number`` is Composer's K: ``setK`` are groups of K consecutive ranks, ``modK`` the K groups of every K-th rank.
+    Under ``GIVEN`` each rank knows its own group only, ``ranks``; those of the others are gathered when the mesh is
+    made.
+    """
+
+    rule: GroupRule
+    number: int = 0
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rule is GroupRule.GIVEN:
+            if not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
+                raise ConfigError(f"process_group {list(self.ranks)} is no list of ranks: give each once, from 0 on")
+        elif self.number < 1:
+            raise ConfigError(f"process_group {self} is no division of the ranks; give a positive number")
+
+    def check(self, world_size: int) -> None:
+        """Raise if a world of this size cannot be divided so.
+
+        Raises:
+            ConfigError: names the numbers that would do, or the rank that does not exist.
+        """
+        if self.rule is GroupRule.GIVEN:
+            if max(self.ranks) >= world_size:
+                raise ConfigError(f"process_group names rank {max(self.ranks)}, but the world size is {world_size}")
+        elif world_size % self.number:
+            raise ConfigError(
+                f"world size {world_size} is not a multiple of process_group {self}; use {self.rule.value} with "
+                f"{_divisors_text(world_size)}"
+            )
+
+    def size(self, world_size: int) -> int:
+        """How many ranks one group has."""
+        return {
+            GroupRule.CONSECUTIVE: self.number,
+            GroupRule.STRIDED: world_size // max(self.number, 1),
+            GroupRule.GIVEN: len(self.ranks),
+        }[self.rule]
+
+    def members(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """The ranks of the group that ``rank`` belongs to, in ascending order."""
+        if self.rule is GroupRule.GIVEN:
+            return tuple(sorted(self.ranks))
+        if self.rule is GroupRule.CONSECUTIVE:
+            first = rank // self.number * self.number
+            return tuple(range(first, first + self.number))
+        return tuple(range(rank % self.number, world_size, self.number))
+
+    def __str__(self) -> str:
+        return "given by each rank" if self.rule is GroupRule.GIVEN else f"{self.rule.value}{self.number}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSpec:
     """Over which ranks parameters are sharded and replicated, as plain numbers.
 
     ``replicate`` None means a 1-D mesh (every rank holds a shard), a number a 2-D one: ``replicate`` groups of
     ``shard`` ranks each. One of the two may be -1: whatever the world size leaves.
+
+    Without ``shard_groups`` the mesh holds all ranks in order, replicas outermost. With them every rank has a mesh of
+    its own group, and nothing passes between groups; a 2-D mesh then has ``replicate_groups``, too.
     """
 
     shard: int = -1
     replicate: int | None = None
     device_type: str = "cpu"
+    shard_groups: RankGroups | None = None
+    replicate_groups: RankGroups | None = None
 
     def __post_init__(self) -> None:
         for key, degree in self._degrees().items():
             if degree != -1 and degree < 1:
                 raise ConfigError(f"{key} is {degree}; give a positive number, or -1 for the rest of the world size")
-        if self.shard == -1 and self.replicate == -1:
+        if self.shard == -1 and self.replicate == -1 and not self.is_grouped:
             raise ConfigError(
                 "data_parallel_shard_degree and data_parallel_replicate_degree are both -1; only one can be left open"
             )
@@ -75,6 +147,28 @@ class MeshSpec:
     def _degrees(self) -> dict[str, int]:
         degrees = {"data_parallel_shard_degree": self.shard}
         return degrees if self.replicate is None else {"data_parallel_replicate_degree": self.replicate, **degrees}
+
+    @classmethod
+    def of_groups(
+        cls, shard: RankGroups, replicate: RankGroups | None = None, *, device_type: str = "cpu"
+    ) -> "MeshSpec":
+        """One mesh for each group of ``shard``; a 2-D one, if ``replicate`` says which ranks hold the same shards."""
+        return cls(
+            shard=-1,
+            replicate=None if replicate is None else -1,
+            device_type=device_type,
+            shard_groups=shard,
+            replicate_groups=replicate,
+        )
+
+    @property
+    def axis_groups(self) -> tuple[RankGroups, ...]:
+        """The groups of each axis, replicas first; empty for the mesh of all ranks."""
+        return tuple(groups for groups in (self.replicate_groups, self.shard_groups) if groups is not None)
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.shard_groups is not None
 
     @property
     def is_resolved(self) -> bool:
@@ -93,12 +187,30 @@ class MeshSpec:
         """How many ranks the mesh has (negative while a degree is open)."""
         return self.shard if self.replicate is None else self.shard * self.replicate
 
+    def without_shards(self) -> "MeshSpec":
+        """The same ranks, each with whole parameters: FSDP1's NO_SHARD.
+
+        Raises:
+            ConfigError: two axes of groups, which have no common group to average in.
+        """
+        if self.replicate_groups is not None:
+            raise ConfigError("sharding_strategy NO_SHARD takes one process_group, not a pair of them")
+        if self.shard_groups is None:
+            return MeshSpec(replicate=self.size if self.is_resolved else -1, shard=1, device_type=self.device_type)
+        alone = RankGroups(rule=GroupRule.CONSECUTIVE, number=1)
+        return replace(self, replicate=self.shard, shard=1, shard_groups=alone, replicate_groups=self.shard_groups)
+
     def resolve(self, world_size: int) -> "MeshSpec":
         """The mesh with -1 filled in.
 
         Raises:
-            ConfigError: the degrees do not give ``world_size``; names the degrees that would.
+            ConfigError: the degrees or groups do not fit ``world_size``; names those that would.
         """
+        if self.shard_groups is not None:
+            for groups in self.axis_groups:
+                groups.check(world_size)
+            replicas = None if self.replicate_groups is None else self.replicate_groups.size(world_size)
+            return replace(self, shard=self.shard_groups.size(world_size), replicate=replicas)
         if self.is_resolved:
             if self.size != world_size:
                 said = " x ".join(f"{key} {degree}" for key, degree in self._degrees().items())
@@ -119,20 +231,34 @@ class MeshSpec:
         return replace(self, shard=rest) if self.shard == -1 else replace(self, replicate=rest)
 
     def to_json(self) -> dict[str, object]:
-        return {"shape": list(self.shape), "axes": list(self.axis_names), "device_type": self.device_type}
+        """Alike on all ranks: a group that each rank gives for itself has no shape here."""
+        is_given = any(groups.rule is GroupRule.GIVEN for groups in self.axis_groups)
+        return {
+            "shape": None if is_given else list(self.shape),
+            "axes": list(self.axis_names),
+            "device_type": self.device_type,
+            "groups": [str(groups) for groups in self.axis_groups],
+        }
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{name} {size}" for name, size in zip(self.axis_names, self.shape, strict=True))
-        return f"{self.device_type} mesh, {sizes}"
+        groups = f" (ranks: {', '.join(map(str, self.axis_groups))})" if self.is_grouped else ""
+        return f"{self.device_type} mesh, {sizes}{groups}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """What is done with the activations of the modules that the model's hooks choose."""
+    """What is done with the activations of the modules that the model's hooks choose.
+
+    ``transformer_engine``: recompute with Transformer Engine's checkpoint, which keeps fp8 state and, beginning with
+    ``transformer_engine_seed``, its own random numbers; never reentrant.
+    """
 
     checkpoint: bool = False
     cpu_offload: bool = False
     reentrant: bool = True
+    transformer_engine: bool = False
+    transformer_engine_seed: int = 1234
 
     @property
     def enabled(self) -> bool:
@@ -154,6 +280,8 @@ class ShardingConfig:
     ``mixed_precision`` holds for every unit; the inputs are cast at roots when ``cast_root_inputs`` (FSDP1's way),
     and at every unit only when the policy's own ``cast_forward_inputs`` says so. ``buffer_dtype``: what floating
     point buffers are cast to. ``sync_module_states`` None: rank 0's values go out only where some ranks have none.
+    ``keep_low_precision_grads``: gradients stay in the dtype they are reduced in; where a plan finds that they cannot,
+    it raises if ``strict``, else says so.
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
@@ -167,6 +295,9 @@ class ShardingConfig:
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     prefetch: Prefetch = field(default_factory=Prefetch)
     sync_module_states: bool | None = False
+    ignored_modules: tuple[nn.Module, ...] = ()
+    keep_low_precision_grads: bool = False
+    strict: bool = True
     precision: str = "fp32"
     verbose: bool = False
 

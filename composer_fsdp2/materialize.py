@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.agreement import gather
 from composer_fsdp2.errors import PlanError
@@ -26,10 +27,14 @@ __all__ = ["Initialisation", "Materializer", "breadth_first", "decide_initialisa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Initialisation:
-    """What a run does about values: drawn here, sent by rank 0, both or neither."""
+    """What a run does about values: drawn here, sent to other ranks, both or neither.
+
+    ``from_rank_zero``: rank 0 alone has any, so all get its; else those of the first rank of a unit's mesh go out.
+    """
 
     draw: bool
     broadcast: bool
+    from_rank_zero: bool = False
 
 
 def decide_initialisation(model: nn.Module, sync_module_states: bool | None) -> Initialisation:
@@ -53,7 +58,7 @@ def decide_initialisation(model: nn.Module, sync_module_states: bool | None) -> 
         )
     if on_meta[0]:
         raise PlanError("rank 0's model is on meta while others have values; sync_module_states sends rank 0's")
-    return Initialisation(draw=False, broadcast=True)
+    return Initialisation(draw=False, broadcast=True, from_rank_zero=True)
 
 
 @contextlib.contextmanager
@@ -73,11 +78,28 @@ def rank_zero_rng() -> Iterator[None]:
 
 
 class Materializer:
-    """Makes units real, one at a time, bottom-up."""
+    """Makes units real, one at a time, bottom-up.
 
-    def __init__(self, model: nn.Module, device: torch.device, initialisation: Initialisation) -> None:
+    Args:
+        model: The whole model; changed by ``make_real`` only.
+        device: Where values are to lie.
+        initialisation: Where they come from.
+        left_out: Parameters that stay as they are.
+        kept: Parameters that stay the same objects, but may move.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        initialisation: Initialisation,
+        left_out: Collection[nn.Parameter] = (),
+        kept: Collection[nn.Parameter] = (),
+    ) -> None:
         self.device = device
         self.initialisation = initialisation
+        self.left_out = left_out
+        self.kept = kept
         self.path_of = {module: path for path, module in model.named_modules()}
         self.children = dict(model.named_children())
         self.places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -85,21 +107,28 @@ class Materializer:
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 self.places.setdefault(parameter, []).append((module, name))
 
-    def check(self, model: nn.Module, left_out: set[str]) -> None:
-        """Raise if a meta parameter will never get a value; reads only.
+    def check(self, model: nn.Module, inside: Collection[nn.Module]) -> None:
+        """Raise if a meta tensor will never get a value; reads only.
 
+        Args:
+            inside: The modules whose tensors units hold.
         Raises:
             PlanError: names the module that has neither ``param_init_fn`` nor ``reset_parameters``, or the parameter
-                that no unit holds.
+                or buffer that no unit holds.
         """
         for path, module in model.named_modules():
             if not _owns_meta(module):
                 continue
-            outside = [name for name, _ in module.named_parameters(prefix=path, recurse=False) if name in left_out]
+            outside = [
+                f"{kind} {name}"
+                for kind, named in (("parameter", module.named_parameters), ("buffer", module.named_buffers))
+                for name, tensor in named(prefix=path, recurse=False)
+                if tensor.is_meta and (module not in inside or tensor in self.left_out)
+            ]
             if outside:
                 raise PlanError(
-                    f"parameter {outside[0]} is on the meta device, and no unit holds it, so it would never get a "
-                    "value; build that part of the model on a real device"
+                    f"{outside[0]} is on the meta device, and no unit holds it, so it would never get a value; build "
+                    "that part of the model on a real device"
                 )
             if self.initialisation.draw and self._init_fn(module) is None:
                 raise PlanError(
@@ -108,31 +137,49 @@ class Materializer:
                     "of them, or build the model on the CPU"
                 )
 
-    def make_real(self, modules: Sequence[nn.Module], left_out: Collection[nn.Parameter]) -> None:
+    def make_real(self, modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
         """Materialise, move and (if asked for) synchronise what the ``modules`` of one unit hold themselves.
 
-        Called on all ranks in the same order; broadcasts the unit's tensors from rank 0 if the initialisation says so.
+        Called on all ranks in the same order; broadcasts the unit's tensors over its ``mesh``, or from rank 0, if the
+        initialisation says so.
         """
         for module in modules:
             if _owns_meta(module):
                 self._fill(module)
-        tensors = [tensor for tensor in _own_tensors(modules) if tensor not in left_out]
-        for tensor in tensors:
-            if tensor.device != self.device:
-                tensor.data = tensor.data.to(self.device)
-            if not tensor.is_contiguous():
-                tensor.data = tensor.data.contiguous()  # fully_shard takes no other layout
+        for tensor in _own_tensors(modules):
+            if tensor not in self.left_out:
+                self._move(tensor)
         if self.initialisation.broadcast:
-            for tensor in tensors:
-                _broadcast_from_rank_zero(tensor)
+            groups = [None] if self.initialisation.from_rank_zero else _groups_of(mesh)
+            for tensor in _own_tensors(modules):
+                if tensor not in self.left_out:
+                    _broadcast(tensor, groups)
+
+    def _move(self, tensor: torch.Tensor) -> None:
+        """To the device, and in the layout that ``fully_shard`` takes.
+
+        A parameter that is to be sharded becomes a new one: the optimizer and others hold the old one until all units
+        are sharded, and with it would hold what is moved here.
+        """
+        value = tensor.data.to(self.device).contiguous()
+        if value.data_ptr() == tensor.data_ptr() and value.device == tensor.device:
+            return
+        if isinstance(tensor, nn.Parameter) and tensor not in self.kept:
+            self._replace(tensor, value)
+        else:
+            tensor.data = value
+
+    def _replace(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """At every place, so that ties hold."""
+        real = nn.Parameter(value, parameter.requires_grad)
+        real.__dict__.update(parameter.__dict__)
+        for owner, attribute in self.places[parameter]:
+            setattr(owner, attribute, real)
 
     def _fill(self, module: nn.Module) -> None:
         for parameter in list(module.parameters(recurse=False)):
             if parameter.is_meta:
-                real = nn.Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
-                real.__dict__.update(parameter.__dict__)
-                for owner, attribute in self.places[parameter]:  # every one, so that ties hold
-                    setattr(owner, attribute, real)
+                self._replace(parameter, torch.empty_like(parameter, device=self.device))
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=self.device))
@@ -177,7 +224,15 @@ def _own_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
     return list(found)
 
 
-def _broadcast_from_rank_zero(tensor: torch.Tensor) -> None:
-    """As bytes: gloo knows fewer dtypes than torch."""
+def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
+    """Over which groups to broadcast so that the whole mesh has its first rank's values; None is all ranks."""
+    if mesh.size() == dist.get_world_size():
+        return [None]
+    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+
+
+def _broadcast(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """From the first rank of each group, one group after the other; as bytes: gloo knows fewer dtypes than torch."""
     if tensor.numel():
-        dist.broadcast(tensor.data.view(-1).view(torch.uint8), src=0)
+        for group in groups:
+            dist.broadcast(tensor.data.view(-1).view(torch.uint8), group=group, group_src=0)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_fsdp2.activation_checkpointing import select_checkpointed
 from composer_fsdp2.config import ActivationCheckpointing, MeshSpec, Prefetch, ShardingConfig
-from composer_fsdp2.errors import PlanError
+from composer_fsdp2.errors import PlanError, UnsupportedError
 from composer_fsdp2.fsdp1.translate import translate_unit_settings, unit_notes
 from composer_fsdp2.optimizer import Optimizers, check_optimizers
 from composer_fsdp2.tying import ParameterUse
 from composer_fsdp2.units import WrapUnit, ancestors_or_self
-from composer_fsdp2.wrap import LeftOut, select_units
+from composer_fsdp2.wrap import LeftOut, main_dtype, select_units
 
 __all__ = ["ParameterSpec", "ShardUnit", "ShardingPlan", "plan_sharding", "refuse_sharded"]
 
@@ -51,11 +51,14 @@ class ShardUnit:
     """The arguments of one ``fully_shard`` call, and the parameters that it will hold.
 
     ``modules`` has one path, or several for a group. ``backward_prefetch`` None leaves the choice to FSDP2; a unit
-    that names itself gathers nothing ahead.
+    that names itself gathers nothing ahead. ``replicated`` are the unit's parameters that cannot be sharded with the
+    others, because they are scalars or of another dtype: whole on every rank, with gradients averaged over ``mesh``.
     """
 
     modules: tuple[str, ...]
     parameters: tuple[ParameterSpec, ...]
+    replicated: tuple[ParameterSpec, ...] = ()
+    mesh: MeshSpec
     is_root: bool
     reshard_after_forward: bool | int
     mixed_precision: MixedPrecisionPolicy
@@ -78,6 +81,8 @@ class ShardUnit:
         return {
             "modules": list(self.modules),
             "parameters": [parameter.to_json() for parameter in self.parameters],
+            "replicated": [parameter.to_json() for parameter in self.replicated],
+            "mesh": self.mesh.to_json(),
             "is_root": self.is_root,
             "reshard_after_forward": self.reshard_after_forward,
             "mixed_precision": [
@@ -101,6 +106,8 @@ class ShardingPlan:
     mesh: MeshSpec
     units: tuple[ShardUnit, ...]
     tie_groups: tuple[tuple[str, ...], ...]
+    ignored_modules: tuple[str, ...]
+    ignored: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     checkpointed: tuple[str, ...]
     activation_checkpointing: ActivationCheckpointing
@@ -116,16 +123,39 @@ class ShardingPlan:
             "mesh": self.mesh.to_json(),
             "units": [unit.to_json() for unit in self.units],
             "tie_groups": [list(names) for names in self.tie_groups],
+            "ignored_modules": list(self.ignored_modules),
+            "ignored": list(self.ignored),
             "left_out": [{"names": list(left.names), "reason": left.reason} for left in self.left_out],
             "checkpointed": list(self.checkpointed),
             "activation_checkpointing": {
                 "checkpoint": self.activation_checkpointing.checkpoint,
                 "cpu_offload": self.activation_checkpointing.cpu_offload,
                 "reentrant": self.activation_checkpointing.reentrant,
+                "transformer_engine": self.activation_checkpointing.transformer_engine,
+                "transformer_engine_seed": self.activation_checkpointing.transformer_engine_seed,
             },
             "sync_module_states": self.sync_module_states,
             "notes": list(self.notes),
         }
+
+    @property
+    def replicated(self) -> tuple[ParameterSpec, ...]:
+        return tuple(spec for unit in self.units for spec in unit.replicated)
+
+    @property
+    def unsharded_names(self) -> set[str]:
+        """The names of all parameters that stay whole on every rank."""
+        names = {name for spec in self.replicated for name in spec.names} | set(self.ignored)
+        return names.union(*(left.names for left in self.left_out))
+
+    def resolve(self, world_size: int) -> "ShardingPlan":
+        """The plan with every mesh's open degrees filled in.
+
+        Raises:
+            ConfigError: a mesh does not fit ``world_size``.
+        """
+        units = tuple(replace(unit, mesh=unit.mesh.resolve(world_size)) for unit in self.units)
+        return replace(self, mesh=self.mesh.resolve(world_size), units=units)
 
     @cached_property
     def digest(self) -> str:
@@ -161,9 +191,10 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
     """
     refuse_sharded(model)
     check_optimizers(model, optimizers)
+    ignored_modules = tuple(_paths_of(model, config.ignored_modules))
     policy = config.mixed_precision
     low_precision = bool({policy.param_dtype, policy.reduce_dtype, config.buffer_dtype} & _LOW_PRECISION)
-    selection = select_units(model, low_precision=low_precision)
+    selection = select_units(model, low_precision=low_precision, ignored_modules=config.ignored_modules)
     configs = _own_configs(selection.units, config)
     units = tuple(
         _unit(unit, [selection.uses[i] for i in members], own)
@@ -174,7 +205,7 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
             f"nothing to shard: {type(model).__name__} has no direct child with parameters that may be wrapped; FSDP1 "
             "wrapped the children of the model it was given, so pass the module that contains yours"
         )
-    _check_parameters(units)
+    notes = list(_check_parameters(units, selection.uses, configs))
     if any(own.prefetch != Prefetch() for own in configs):
         registration = {path: i for i, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
         prefetch = {unit.name: own.prefetch for unit, own in zip(units, configs, strict=True)}
@@ -184,11 +215,13 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
         mesh=config.mesh,
         units=units,
         tie_groups=tuple(use.names for use in selection.uses if len(use.owners) > 1),
+        ignored_modules=ignored_modules,
+        ignored=tuple(name for use in selection.ignored for name in use.names),
         left_out=selection.left_out,
         checkpointed=checkpointed,
         activation_checkpointing=config.activation_checkpointing,
         sync_module_states=config.sync_module_states,
-        notes=(*selection.notes, *_notes_of_settings(selection.units)),
+        notes=(*selection.notes, *_notes_of_settings(selection.units), *notes, *_notes_of_groups(units)),
     )
 
 
@@ -227,27 +260,51 @@ def _own_configs(units: Sequence[WrapUnit], config: ShardingConfig) -> list[Shar
             policy = MixedPrecisionPolicy(
                 param_dtype=torch.float32, output_dtype=around.mixed_precision.param_dtype, cast_forward_inputs=True
             )
-            own[unit] = replace(own[unit], mixed_precision=policy, buffer_dtype=None)
+            own[unit] = replace(own[unit], mixed_precision=policy, buffer_dtype=None, keep_low_precision_grads=False)
     return [own[unit] for unit in units]
+
+
+def _paths_of(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[str]:
+    paths = {module: path for path, module in model.named_modules()}
+    for number, module in enumerate(modules):
+        if module not in paths:
+            raise PlanError(
+                f"ignored_modules[{number}] ({type(module).__name__}) is no part of the model; pass the modules of the "
+                "model that is sharded"
+            )
+        if not paths[module]:
+            raise PlanError("ignored_modules holds the model itself, so there is nothing to shard")
+        yield paths[module]
 
 
 def _unit(unit: WrapUnit, uses: list[ParameterUse], config: ShardingConfig) -> ShardUnit:
     """``config`` is the unit's own."""
     policy = config.mixed_precision
+    if unit.is_root:
+        policy = replace(policy, cast_forward_inputs=config.cast_root_inputs)
+    elif unit.of_other_dtype:
+        # What comes in has the dtype of the modules around, which this one would not have been given to compute with.
+        policy = replace(policy, cast_forward_inputs=policy.param_dtype is not None)
+    dtype = main_dtype(uses)
+    is_sharded = {use: use.parameter.dim() > 0 and use.parameter.dtype == dtype for use in uses}
     return ShardUnit(
         modules=unit.paths,
-        parameters=tuple(
-            ParameterSpec(names=use.names, shape=tuple(use.parameter.shape), dtype=use.parameter.dtype) for use in uses
-        ),
+        parameters=tuple(_spec(use) for use in uses if is_sharded[use]),
+        replicated=tuple(_spec(use) for use in uses if not is_sharded[use]),
+        mesh=config.mesh,
         is_root=unit.is_root,
         # A root's parameters are used again at once when backward begins: FSDP1 kept them, torch 2.7 does, and later
         # versions do unless told otherwise.
         reshard_after_forward=False if unit.is_root else config.reshard_after_forward,
-        mixed_precision=replace(policy, cast_forward_inputs=config.cast_root_inputs) if unit.is_root else policy,
+        mixed_precision=policy,
         cpu_offload=config.cpu_offload,
         buffer_dtype=config.buffer_dtype,
         reason=unit.reason,
     )
+
+
+def _spec(use: ParameterUse) -> ParameterSpec:
+    return ParameterSpec(names=use.names, shape=tuple(use.parameter.shape), dtype=use.parameter.dtype)
 
 
 def _notes_of_settings(units: Sequence[WrapUnit]) -> Iterator[str]:
@@ -257,28 +314,75 @@ def _notes_of_settings(units: Sequence[WrapUnit]) -> Iterator[str]:
         for note in unit_notes(unit.settings):
             said.setdefault(note, []).append(unit.paths[0])
     for note, paths in said.items():
-        where = paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-        yield f"in the settings of {where}: {note}"
+        yield f"in the settings of {_and_more(paths)}: {note}"
 
 
-def _check_parameters(units: tuple[ShardUnit, ...]) -> None:
-    problems = []
+def _notes_of_groups(units: Iterable[ShardUnit]) -> Iterator[str]:
+    said: dict[str, list[str]] = {}
     for unit in units:
-        dtypes = sorted({str(parameter.dtype) for parameter in unit.parameters})
-        if len(dtypes) > 1:
-            example = {str(p.dtype): p.name for p in reversed(unit.parameters)}
-            problems.append(
-                f"unit {unit.name!r} holds parameters of {' and '.join(dtypes)} "
-                f"({', '.join(example[dtype] for dtype in dtypes)}); one unit gathers one dtype: give the modules of "
-                "one of them _fsdp_wrap = True, or cast them"
-            )
-        problems.extend(
-            f"parameter {parameter.name} is a scalar, which cannot be sharded; make it a tensor of one element"
-            for parameter in unit.parameters
-            if not parameter.shape
+        if unit.mesh.is_grouped and (unit.mesh.replicate_groups is None or unit.mesh.shard == 1):
+            said.setdefault(" x ".join(map(str, unit.mesh.axis_groups)), []).append(unit.name or "the model")
+    for groups, names in said.items():
+        yield (
+            f"{_and_more(names)} on groups of ranks ({groups}): nothing is averaged between groups, so their "
+            "parameters drift apart, as they did under FSDP1"
         )
+
+
+def _check_parameters(
+    units: Sequence[ShardUnit], uses: Sequence[ParameterUse], configs: Sequence[ShardingConfig]
+) -> Iterator[str]:
+    """Notes of what is done with unusual parameters.
+
+    Raises:
+        PlanError: parameters that their unit cannot hold.
+        UnsupportedError: gradients that cannot stay in the dtype they are reduced in.
+    """
+    parameters = {use.names: use.parameter for use in uses}
+    problems: list[str] = []
+    cast: list[str] = []
+    for unit, config in zip(units, configs, strict=True):
+        problems.extend(_cannot_replicate(unit))
+        if config.keep_low_precision_grads:
+            cast.extend(_casts_gradients(unit, parameters))
     if problems:
         raise PlanError("\n".join(problems))
+    if cast:
+        text = (
+            f"keep_low_precision_grads: {_and_more(cast)}; fully_shard gives gradients the parameter's own dtype: cast "
+            "the model to the dtype that gradients are reduced in, or leave the key out"
+        )
+        if any(config.strict for config in configs):
+            raise UnsupportedError(f"{text}\n(strict: false in the same configuration turns this into a warning)")
+        yield text
+    copied = [spec.name for unit in units for spec in unit.parameters if not parameters[spec.names].is_contiguous()]
+    if copied:
+        yield f"{_and_more(copied)} not contiguous: fully_shard takes no other layout, so contiguous copies are sharded"
+
+
+def _cannot_replicate(unit: ShardUnit) -> Iterator[str]:
+    """Parameters whose dtype the unit would have to change for computation, which only sharded ones can."""
+    dtype = unit.mixed_precision.param_dtype
+    for spec in unit.replicated:
+        if spec.shape and dtype not in (None, spec.dtype):
+            yield (
+                f"parameter {spec.name} is {spec.dtype}, others of the module that holds it "
+                f"{unit.parameters[0].dtype}, and mixed_precision computes in {dtype}: give it a module of its own, or "
+                "the dtype of the others"
+            )
+
+
+def _casts_gradients(unit: ShardUnit, parameters: Mapping[tuple[str, ...], nn.Parameter]) -> Iterator[str]:
+    policy = unit.mixed_precision
+    for spec in unit.parameters:
+        reduced = policy.reduce_dtype or policy.param_dtype or spec.dtype
+        if parameters[spec.names].requires_grad and reduced != spec.dtype:
+            yield f"{spec.name} is {spec.dtype} and its gradient is reduced in {reduced}"
+
+
+def _and_more(names: Sequence[str]) -> str:
+    """``a``, or ``a and 2 more``."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _with_prefetch(
@@ -319,12 +423,18 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
     for unit in plan.units:
         role = "root" if unit.is_root else f"reshard {unit.reshard_after_forward}"
         offload = ", on the CPU" if unit.cpu_offload else ""
+        mesh = f", {unit.mesh}" if unit.mesh != plan.mesh else ""
         name = " + ".join(unit.modules) if unit.name else "(the model)"
-        yield f"  {name}: {unit.numel:,} parameters, {role}{offload} [{unit.reason}]"
+        yield f"  {name}: {unit.numel:,} parameters, {role}{offload}{mesh} [{unit.reason}]"
     yield from (f"  tied: {' = '.join(names)}" for names in plan.tie_groups)
+    for spec in plan.replicated:
+        why = f"{spec.dtype} beside another dtype" if spec.shape else "a scalar"
+        yield f"  replicated: {spec.name} [{why}]: whole on every rank, gradients averaged"
+    if plan.ignored_modules:
+        modules = _and_more(plan.ignored_modules)
+        yield f"  ignored: {modules} ({len(plan.ignored)} parameters): whole on every rank, gradients not averaged"
     for left in plan.left_out:
-        names = ", ".join(left.names[:3]) + (f" and {len(left.names) - 3} more" if len(left.names) > 3 else "")
-        yield f"  left out: {names} [{left.reason}]: whole on every rank, gradients not averaged across ranks"
+        yield f"  left out: {_and_more(left.names)} [{left.reason}]: whole on every rank, gradients not averaged"
     if plan.checkpointed:
         mode = plan.activation_checkpointing
         kind = " and ".join(
@@ -335,5 +445,6 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
             )
             if is_on
         )
+        kind += " by Transformer Engine" if mode.checkpoint and mode.transformer_engine else ""
         yield f"  activations {kind}: {len(plan.checkpointed)} modules, first {plan.checkpointed[0]}"
     yield from (f"  note: {note}" for note in plan.notes)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def prepare_fully_shard(
         precision: Composer's Precision or its string; None is ``amp_fp16`` on CUDA and ``fp32`` on the CPU.
         device: Composer's Device, a torch.device or a string; None is CUDA where there is one.
         auto_microbatching: Composer's ``device_train_microbatch_size='auto'``; not supported yet.
-        te_rng_seed: Seed of Transformer Engine's checkpointing, which is not supported yet; accepted for the signature.
+        te_rng_seed: Seed of Transformer Engine's checkpointing (``te_checkpoint_wrapper`` under ``amp_fp8``).
     Returns:
         ``(hook_handles, fsdp_modules)``, both empty: they serve automatic microbatching only.
     Raises:
@@ -51,7 +52,7 @@ def prepare_fully_shard(
     """
     require_process_group("prepare_fully_shard")
     translation, plan = agree(
-        lambda: _decide(model, optimizers, fsdp_config, precision, device, auto_microbatching),
+        lambda: _decide(model, optimizers, fsdp_config, precision, device, auto_microbatching, te_rng_seed),
         lambda decided: json.dumps(decided[1].to_json()),
     )
     _report(translation, plan)
@@ -70,6 +71,7 @@ def _decide(
     precision: Any,
     device: Any,
     auto_microbatching: bool,
+    te_rng_seed: int,
 ) -> tuple[Translation, ShardingPlan]:
     if auto_microbatching:
         raise UnsupportedError(
@@ -83,7 +85,10 @@ def _decide(
         raise (UnsupportedError if is_unsupported else ConfigError)(
             f"{blocking}\n(strict: false in the same configuration turns this into a warning)"
         )
-    return translation, plan_sharding(model, translation.config, optimizers=optimizers)
+    config = translation.config
+    checkpointing = replace(config.activation_checkpointing, transformer_engine_seed=te_rng_seed)
+    config = replace(config, activation_checkpointing=checkpointing)
+    return translation, plan_sharding(model, config, optimizers=optimizers)
 
 
 def _report(translation: Translation, plan: ShardingPlan) -> None:

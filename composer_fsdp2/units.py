@@ -30,6 +30,7 @@ class WrapUnit:
     is_root: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     full_precision: bool = False
+    of_other_dtype: bool = False
 
 
 class UnitTree:

@@ -6,19 +6,29 @@ therefore a root of its own; the model becomes the root only when its children s
 and [Note: one root] in ``units.py``).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from composer_fsdp2._torch import BatchNorm
+from composer_fsdp2._torch import BatchNorm, is_compiled
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.fsdp1.translate import decides_dtypes
+from composer_fsdp2.fsdp1.translate import decides_dtypes, decides_mesh
 from composer_fsdp2.tying import ParameterUse, join, parameter_uses
-from composer_fsdp2.units import UnitTree, WrapUnit, has_forward, is_at_or_under
+from composer_fsdp2.units import UnitTree, WrapUnit, ancestors_or_self, has_forward, is_at_or_under
 
-__all__ = ["LeftOut", "Selection", "bound_hook", "is_metric", "select_units", "wrapped_children"]
+__all__ = [
+    "LeftOut",
+    "Selection",
+    "bound_hook",
+    "is_metric",
+    "main_dtype",
+    "outside_compilation",
+    "select_units",
+    "wrapped_children",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +46,21 @@ class Selection:
     units: tuple[WrapUnit, ...]
     uses: tuple[ParameterUse, ...]
     members: tuple[tuple[int, ...], ...]
+    ignored: tuple[ParameterUse, ...]
     left_out: tuple[LeftOut, ...]
     notes: tuple[str, ...]
 
 
-def select_units(model: nn.Module, *, low_precision: bool = False) -> Selection:
+def select_units(
+    model: nn.Module, *, low_precision: bool = False, ignored_modules: Iterable[nn.Module] = ()
+) -> Selection:
     """Choose the units of ``model``, bottom-up, without touching it.
 
     Args:
         model: Any module tree; parameters may be on the meta device.
+        ignored_modules: Modules that stay as they are with all below them, and with every parameter that they share.
         low_precision: Whether parameters, gradients or buffers are in a lower dtype, so that batch norms get units of
-            their own; those in a module whose settings decide on dtypes do anyway.
+            their own; those in a module whose settings decide on dtypes or ranks do anyway.
     Raises:
         PlanError: a wrap function raised or returned something else than a bool or a dict; names the module.
 
@@ -58,11 +72,26 @@ def select_units(model: nn.Module, *, low_precision: bool = False) -> Selection:
         for name, child in model.named_children()
         if name not in wrapped
     }
-    tree = UnitTree(model, parameter_uses(model), excluded)
+    ignored = {below for module in ignored_modules for below in module.modules()}
+    ignored_parameters = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
+    uses = parameter_uses(model)
+    tree = UnitTree(model, [use for use in uses if use.parameter not in ignored_parameters], excluded)
+    hooks = _Hooks(low_precision=low_precision, ignored=frozenset(ignored))
     for name, child in wrapped.items():
-        _add_root(tree, name, child, child, low_precision)
+        _add_root(tree, name, child, child, hooks)
     tree.join()
-    return _selection(tree, excluded, low_precision)
+    _separate_dtypes(tree)
+    tree.join()
+    return _selection(tree, excluded, low_precision, tuple(use for use in uses if use.parameter in ignored_parameters))
+
+
+def main_dtype(uses: Iterable[ParameterUse]) -> torch.dtype | None:
+    """The dtype of most of the elements, which a unit shards; None without any that can be sharded."""
+    numbers: dict[torch.dtype, int] = {}
+    for use in uses:
+        if use.parameter.dim():
+            numbers[use.parameter.dtype] = numbers.get(use.parameter.dtype, 0) + max(use.parameter.numel(), 1)
+    return max(numbers, key=numbers.__getitem__, default=None)
 
 
 def is_metric(module: nn.Module) -> bool:
@@ -82,40 +111,64 @@ def wrapped_children(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def outside_compilation(modules: Mapping[str, nn.Module], path: str) -> tuple[str, nn.Module]:
+    """The module at ``path``, or what ``torch.compile`` put around it: that calls the module itself, past whatever
+    would be put between the two."""
+    parent = path.rpartition(".")[0]
+    if path and is_compiled(modules[parent]):
+        return parent, modules[parent]
+    return path, modules[path]
+
+
 def bound_hook(owner: nn.Module, name: str) -> Callable[..., Any] | None:
     """A hook method of ``owner`` such as ``fsdp_wrap_fn``, or None; FSDP1 ignored what cannot be called."""
     hook = getattr(owner, name, None)
     return hook if callable(hook) else None
 
 
-def _add_root(tree: UnitTree, path: str, module: nn.Module, child: nn.Module, low_precision: bool) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hooks:
+    """What the walk over the modules must know beside their own hooks."""
+
+    low_precision: bool
+    ignored: frozenset[nn.Module]
+
+
+def _add_root(tree: UnitTree, path: str, module: nn.Module, child: nn.Module, hooks: _Hooks) -> None:
     """``module`` as a root; if it is a container, its members. ``child`` is the direct child whose hooks hold."""
-    if tree.unit_at(module) is not None:
+    if tree.unit_at(module) is not None or module in hooks.ignored:
         return  # registered under two direct children: the first has it
     if has_forward(module):
         reason = "direct child of the model" if module is child else "member of a container"
         tree.add(WrapUnit((path,), reason, is_root=True))
-        _add_descendants(tree, path, module, child, low_precision)
+        _add_descendants(tree, path, module, child, hooks)
         return
     if next(module.parameters(recurse=False), None) is not None:
         tree.need_model_unit(f"{path} has parameters and no forward to gather them in")
     tree.notes.append(f"{path} ({type(module).__name__}) has no forward: its members are the roots")
     for name, member in module.named_children():
-        _add_root(tree, join(path, name), member, child, low_precision)
+        _add_root(tree, join(path, name), member, child, hooks)
 
 
-def _add_descendants(tree: UnitTree, root_path: str, root: nn.Module, child: nn.Module, low_precision: bool) -> None:
+def _add_descendants(tree: UnitTree, root_path: str, root: nn.Module, child: nn.Module, hooks: _Hooks) -> None:
     own_dtypes: list[str] = []
+    own_meshes: list[str] = []
     for path, module in root.named_modules(prefix=root_path):
-        if module is root or tree.unit_at(module) is not None:
+        if module is root or module in hooks.ignored or tree.unit_at(module) is not None:
             continue
         settings = _wrap_decision(path, module, child)
+        path, module = outside_compilation(tree.modules, path)
+        if tree.unit_at(module) is not None:
+            continue
         if settings and decides_dtypes(settings):
             own_dtypes.append(path)
-        is_low = low_precision or any(is_at_or_under(path, above) for above in own_dtypes)
-        if is_low and isinstance(module, BatchNorm):
-            why = "batch norm, kept in its own precision"
-            tree.add(WrapUnit((path,), why, settings=settings or {}, full_precision=True))
+        if settings and decides_mesh(settings):
+            own_meshes.append(path)
+        is_low = hooks.low_precision or any(is_at_or_under(path, above) for above in own_dtypes)
+        is_elsewhere = any(is_at_or_under(path, above) for above in own_meshes)
+        if isinstance(module, BatchNorm) and (is_low or is_elsewhere):
+            why = "batch norm, kept in its own precision" if is_low else "batch norm, on the model's ranks"
+            tree.add(WrapUnit((path,), why, settings=settings or {}, full_precision=is_low))
         elif settings is None:
             continue
         elif not has_forward(module):
@@ -152,7 +205,54 @@ def _wrap_decision(path: str, module: nn.Module, child: nn.Module) -> Mapping[st
     return {} if answer else None
 
 
-def _selection(tree: UnitTree, excluded: Mapping[str, str], low_precision: bool) -> Selection:
+def _separate_dtypes(tree: UnitTree) -> None:
+    """Give parameters of another dtype than most of their unit's own units, since a unit gathers one dtype.
+
+    FSDP1 refused such a unit. What cannot be separated, because its module holds both dtypes or has no forward, stays
+    whole on every rank; see ``ShardUnit.replicated``.
+    """
+    held: dict[WrapUnit | None, list[ParameterUse]] = {}
+    for use in tree.uses:
+        (owner,) = tree.owners(use)
+        held.setdefault(owner, []).append(use)
+    for unit, mine in held.items():
+        main = main_dtype(mine)
+        if unit is not None and any(use.parameter.dim() and use.parameter.dtype != main for use in mine):
+            for path, dtype in _modules_of_other_dtypes(tree, unit, mine, main):
+                kept = " and ".join(p or "the model" for p in unit.paths)
+                reason = f"its parameters are {_name(dtype)}, those of {kept} {_name(main)}"
+                tree.add(WrapUnit((path,), reason, settings=unit.settings, of_other_dtype=True))
+
+
+def _modules_of_other_dtypes(
+    tree: UnitTree, unit: WrapUnit, uses: list[ParameterUse], main: torch.dtype | None
+) -> Iterator[tuple[str, torch.dtype]]:
+    """The outermost modules of ``unit`` all of whose parameters have one dtype, another than ``main``."""
+    below: dict[str, list[ParameterUse]] = {}
+    for use in uses:
+        for path, _ in use.owners:
+            for ancestor in ancestors_or_self(path):
+                below.setdefault(ancestor, []).append(use)
+    waiting = list(unit.paths)
+    while waiting:
+        path = waiting.pop(0)
+        module = tree.modules[path]
+        if path not in unit.paths and tree.unit_at(module) is not None:
+            continue  # registered in two places
+        dtypes = {use.parameter.dtype for use in below[path] if use.parameter.dim()}
+        if path not in unit.paths and len(dtypes) == 1 and main not in dtypes and has_forward(module):
+            yield path, dtypes.pop()
+        elif dtypes != {main}:
+            waiting.extend(join(path, name) for name, _ in module.named_children() if join(path, name) in below)
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _selection(
+    tree: UnitTree, excluded: Mapping[str, str], low_precision: bool, ignored: tuple[ParameterUse, ...]
+) -> Selection:
     """What the tree holds, without empty units.
 
     A root without parameters of its own stays where units lie below it, which share their streams and their clipping
@@ -176,6 +276,7 @@ def _selection(tree: UnitTree, excluded: Mapping[str, str], low_precision: bool)
         units=tuple(kept),
         uses=tree.uses,
         members=tuple(tuple(members[unit]) for unit in kept),
+        ignored=ignored,
         left_out=tuple(LeftOut(names=tuple(names), reason=reason) for reason, names in outside.items()),
         notes=tuple(tree.notes),
     )

@@ -162,19 +162,20 @@ KEYS: tuple[Key, ...] = (
     Key(
         name="ignored_modules",
         default=None,
-        meaning="modules whose parameters FSDP leaves alone",
-        outcome=_UNSUPPORTED,
-        target="",
-        reason="not carried over yet",
+        meaning="modules whose parameters and buffers FSDP leaves alone",
+        outcome=_EXACT,
+        target="ignored_params, for everything below them",
+        reason="whole and untouched on every rank, gradients not averaged; clipping and gradient scaling include them",
     ),
     Key(
         name="keep_low_precision_grads",
         kind=Kind.BOOL,
         default=False,
         meaning="leave gradients in the dtype they were reduced in",
-        outcome=_UNSUPPORTED,
-        target="",
-        reason="fully_shard casts gradients to the parameter's own dtype; keep the parameters themselves in that dtype",
+        outcome=_EXACT,
+        target="parameters whose own dtype is reduce_dtype",
+        reason="fully_shard casts gradients to the parameter's own dtype: where that is not the dtype they are reduced "
+        "in, the plan raises and names the parameter",
     ),
     Key(
         name="limit_all_gathers",
@@ -213,11 +214,11 @@ KEYS: tuple[Key, ...] = (
     Key(
         name="process_group",
         default=None,
-        meaning="which ranks share a unit, instead of the mesh",
-        outcome=_UNSUPPORTED,
-        target="",
-        reason="not carried over yet; data_parallel_shard_degree and data_parallel_replicate_degree say the same for "
-        "most layouts",
+        meaning="which ranks share a unit, instead of the mesh: self, node, local_rank_across_nodes, setK, modK, "
+        "ranks, a ProcessGroup, or a pair of these",
+        outcome=_EXACT,
+        target="a device mesh over each group of ranks",
+        reason="gradients are averaged within a group only, as under FSDP1",
     ),
     Key(
         name="save_planner",
@@ -271,7 +272,7 @@ KEYS: tuple[Key, ...] = (
         meaning="Transformer Engine's checkpointing, under amp_fp8 only",
         outcome=_UNNEEDED,
         target="",
-        reason="FSDP1 read it under precision amp_fp8 only",
+        reason="FSDP1 read it under precision amp_fp8 only; there it is the same wrapper, of Transformer Engine",
     ),
     Key(
         name="te_shard_fp8_weight",
@@ -280,7 +281,7 @@ KEYS: tuple[Key, ...] = (
         meaning="shard Transformer Engine's fp8 weights, under amp_fp8 only",
         outcome=_UNNEEDED,
         target="",
-        reason="FSDP1 read it under precision amp_fp8 only",
+        reason="FSDP1 read it under precision amp_fp8 only; there it is unsupported",
     ),
     Key(
         name="use_orig_params",

@@ -1,21 +1,28 @@
 """From an FSDP1 configuration to a ``ShardingConfig``: pure, total, and with a finding for every key that was said."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
 
 from composer_fsdp2.config import (
     ActivationCheckpointing,
     BackwardPrefetch,
+    GroupRule,
     MeshSpec,
     Prefetch,
+    RankGroups,
     ShardingConfig,
     ShardingStrategy,
     check_reshard_degree,
@@ -24,7 +31,15 @@ from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError, UnsupportedEr
 from composer_fsdp2.findings import Finding, Outcome, format_findings
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Kind, nearest_key
 
-__all__ = ["LegacyConfig", "Translation", "decides_dtypes", "translate", "translate_unit_settings", "unit_notes"]
+__all__ = [
+    "LegacyConfig",
+    "Translation",
+    "decides_dtypes",
+    "decides_mesh",
+    "translate",
+    "translate_unit_settings",
+    "unit_notes",
+]
 
 # The precisions of Composer (composer/core/precision.py) and the dtype that each trains in; fp8 trains in bf16.
 PRECISIONS: dict[str, torch.dtype] = {
@@ -164,7 +179,7 @@ def translate(
     Raises:
         ConfigError: unknown keys, wrong types, values that contradict each other; all of them in one message.
 
-    It reads its arguments only, and does not communicate.
+    It reads its arguments only (and LOCAL_WORLD_SIZE, for a process_group by nodes), and does not communicate.
     """
     legacy = LegacyConfig.read(fsdp_config)
     _refuse_bad_keys(legacy)
@@ -178,6 +193,8 @@ def translate(
     policy = problems.catch(_mixed_precision, legacy, precision_name or "fp32")
     offload = problems.catch(_cpu_offload, legacy)
     prefetch = problems.catch(_prefetch, legacy)
+    ignored = problems.catch(_ignored_modules, legacy["ignored_modules"])
+    checkpointing = problems.catch(_activation_checkpointing, legacy, precision_name)
     problems.catch(_state_dict_type, legacy)
     problems.catch(_contradictions, legacy)
     if mesh is not None and reshard is not None:
@@ -185,7 +202,8 @@ def translate(
     problems.raise_all()
 
     findings = tuple(_findings(legacy, precision_name, mesh, policy))
-    if legacy.said.get("strict", strict) and any(finding.outcome.blocks for finding in findings):
+    is_strict = legacy.said.get("strict", strict)
+    if is_strict and any(finding.outcome.blocks for finding in findings):
         return Translation(config=None, findings=findings)
     config = ShardingConfig(
         mesh=mesh,
@@ -194,13 +212,12 @@ def translate(
         cast_root_inputs=policy.cast_root_inputs,
         buffer_dtype=policy.buffer_dtype,
         cpu_offload=offload,
-        activation_checkpointing=ActivationCheckpointing(
-            checkpoint=legacy["activation_checkpointing"],
-            cpu_offload=legacy["activation_cpu_offload"],
-            reentrant=legacy["activation_checkpointing_reentrant"],
-        ),
+        activation_checkpointing=checkpointing,
         prefetch=prefetch,
         sync_module_states=_sync_module_states(legacy),
+        ignored_modules=ignored,
+        keep_low_precision_grads=policy.keep_low_precision_grads or legacy["keep_low_precision_grads"],
+        strict=is_strict,
         precision=precision_name,
         verbose=legacy["verbose"],
     )
@@ -210,7 +227,7 @@ def translate(
 # What a fsdp_wrap_fn dict may hold, and the part of a ShardingConfig that each key decides; "" for nothing that FSDP2
 # needs (unit_notes says why), "unsupported" for what cannot differ between modules yet.
 UNIT_KEYS: dict[str, str] = {
-    "sharding_strategy": "reshard_after_forward",
+    "sharding_strategy": "mesh, reshard_after_forward",
     "reshard_after_forward": "reshard_after_forward",
     "mixed_precision": "mixed_precision, buffer_dtype",
     "mp_policy": "mixed_precision",
@@ -220,15 +237,21 @@ UNIT_KEYS: dict[str, str] = {
     "offload_policy": "cpu_offload",
     "limit_all_gathers": "",
     "use_orig_params": "",
-    "process_group": "unsupported",
-    "device_mesh": "unsupported",
-    "mesh": "unsupported",
+    "process_group": "mesh",
+    "device_mesh": "mesh",
+    "mesh": "mesh",
     "sync_module_states": "unsupported",
     "param_init_fn": "unsupported",
     "device_id": "unsupported",
     "ignored_modules": "unsupported",
 }
-_UNIT_SYNONYMS = (("mixed_precision", "mp_policy"), ("cpu_offload", "offload_policy"))
+_UNIT_SYNONYMS = (
+    ("mixed_precision", "mp_policy"),
+    ("cpu_offload", "offload_policy"),
+    ("device_mesh", "mesh"),
+    ("process_group", "mesh"),
+    ("process_group", "device_mesh"),
+)
 
 
 def translate_unit_settings(said: Mapping[str, Any], path: str, config: ShardingConfig) -> ShardingConfig:
@@ -262,6 +285,13 @@ def decides_dtypes(said: Mapping[str, Any]) -> bool:
     return any("mixed_precision" in UNIT_KEYS.get(key, "") for key in said)
 
 
+def decides_mesh(said: Mapping[str, Any]) -> bool:
+    """Whether one module's settings give its unit other ranks than the model's."""
+    strategy = said.get("sharding_strategy")
+    is_whole = str(getattr(strategy, "name", strategy)).upper() == ShardingStrategy.NO_SHARD.value
+    return is_whole or any(said.get(key) is not None for key, part in UNIT_KEYS.items() if part == "mesh")
+
+
 def unit_notes(said: Mapping[str, Any]) -> Iterator[str]:
     """What a report must say of one module's settings: the keys that FSDP2 does not need, or follows nearly."""
     for key in said:
@@ -277,30 +307,47 @@ def _unit_config(said: Mapping[str, Any], config: ShardingConfig) -> ShardingCon
     for first, second in _UNIT_SYNONYMS:
         if first in said and second in said:
             raise ConfigError(f"{first} and {second} are both given; keep one")
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"mesh": _unit_mesh(said, config.mesh)}
     if "sharding_strategy" in said:
-        strategy = _strategy(said["sharding_strategy"])
-        if strategy is ShardingStrategy.NO_SHARD:
-            raise ConfigError(
-                "sharding_strategy NO_SHARD for one module needs a mesh of its own, which is not supported yet"
-            )
-        changes["reshard_after_forward"] = strategy.reshards_after_forward
+        changes["reshard_after_forward"] = _strategy(said["sharding_strategy"]).reshards_after_forward
     if "reshard_after_forward" in said:
         _check_kind("reshard_after_forward", said["reshard_after_forward"], Kind.BOOL_OR_INT)
         _same_reshard(changes.get("reshard_after_forward"), said["reshard_after_forward"])
         changes["reshard_after_forward"] = said["reshard_after_forward"]
     if "mixed_precision" in said:
         precision = parse_mixed_precision(said["mixed_precision"], config.precision)
-        if precision.keep_low_precision_grads:
-            row = KEYS_BY_NAME["keep_low_precision_grads"]
-            raise UnsupportedError(f"mixed_precision.keep_low_precision_grads is not supported: {row.reason}")
-        changes |= {"mixed_precision": precision.policy, "buffer_dtype": precision.buffer_dtype}
+        changes |= {
+            "mixed_precision": precision.policy,
+            "buffer_dtype": precision.buffer_dtype,
+            "keep_low_precision_grads": precision.keep_low_precision_grads,
+        }
     if "mp_policy" in said:  # which knows no buffers, so theirs stays the model's
         changes["mixed_precision"] = _mp_policy(said["mp_policy"])
     for key in ("cpu_offload", "offload_policy"):
         if key in said:
             changes["cpu_offload"] = _offload_value(key, said[key])
     return dataclasses.replace(config, prefetch=_unit_prefetch(said, config.prefetch), **changes)
+
+
+def _unit_mesh(said: Mapping[str, Any], of_model: MeshSpec) -> MeshSpec:
+    """The unit's own ranks: a process_group or a mesh, else the model's; each rank for itself under NO_SHARD."""
+    spec = of_model
+    strategy = _strategy(said["sharding_strategy"]) if "sharding_strategy" in said else None
+    for key in ("device_mesh", "mesh"):
+        if said.get(key) is not None:
+            spec = _mesh_of(said[key], of_model.device_type, key)
+    if said.get("process_group") is not None:
+        spec = _mesh_of_process_group(said["process_group"], strategy, of_model.device_type)
+    if of_model.is_resolved and not of_model.is_grouped:
+        spec = spec.resolve(of_model.size)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return spec.without_shards()
+    if strategy is not None and strategy.is_hybrid and spec.replicate is None:
+        raise ConfigError(
+            f"sharding_strategy {strategy.value} needs replicas, and the mesh has none: set "
+            "data_parallel_replicate_degree, or a pair of process groups for this module"
+        )
+    return spec
 
 
 def _unit_prefetch(said: Mapping[str, Any], of_model: Prefetch) -> Prefetch:
@@ -425,8 +472,10 @@ def _precision_name(precision: object, device: object) -> str:
 
 def _mesh(legacy: LegacyConfig, device_type: str, world_size: int | None) -> MeshSpec:
     strategy = _strategy(legacy["sharding_strategy"])
-    if legacy.mesh is not None:
-        spec = _mesh_of(legacy.mesh, device_type)
+    if legacy["process_group"] is not None:  # Composer then ignored the mesh (dist_strategy.py)
+        spec = _mesh_of_process_group(legacy["process_group"], strategy, device_type)
+    elif legacy.mesh is not None:
+        spec = _mesh_of(legacy.mesh, device_type, "device_mesh")
     else:
         spec = MeshSpec(
             shard=legacy["data_parallel_shard_degree"],
@@ -437,31 +486,83 @@ def _mesh(legacy: LegacyConfig, device_type: str, world_size: int | None) -> Mes
         spec = spec.resolve(world_size)
     if strategy is not ShardingStrategy.NO_SHARD:
         return spec
-    if spec.replicate is not None and spec.shard != 1 and (spec.is_resolved or spec.shard != -1):
+    if not spec.is_grouped and spec.replicate is not None and spec.shard != 1 and (spec.is_resolved or spec.shard > 1):
         raise ConfigError(
             "sharding_strategy NO_SHARD contradicts data_parallel_replicate_degree "
             f"{spec.replicate} with data_parallel_shard_degree {spec.shard} (FSDP1 averaged gradients over the first "
             "of the two axes only, and the replicas drifted apart); leave the degrees out"
         )
-    return MeshSpec(replicate=spec.size if spec.is_resolved else -1, shard=1, device_type=device_type)
+    return spec.without_shards()
 
 
-def _mesh_of(mesh: object, device_type: str) -> MeshSpec:
+def _mesh_of(mesh: object, device_type: str, key: str) -> MeshSpec:
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
-            f"device_mesh is {mesh!r}; Composer stopped taking lists in 0.24: say data_parallel_shard_degree and "
-            "data_parallel_replicate_degree instead"
+            f"{key} is {mesh!r}; give a DeviceMesh (Composer stopped taking lists in 0.24), or say "
+            "data_parallel_shard_degree and data_parallel_replicate_degree for the whole model instead"
         )
     if mesh.ndim > 2:
-        raise ConfigError(f"device_mesh has {mesh.ndim} axes; sharding takes one, or two (replicate, shard)")
-    if mesh.mesh.flatten().tolist() != list(range(mesh.size())):
-        raise UnsupportedError(
-            f"device_mesh {mesh} does not hold the ranks 0, 1, ... in order; other layouts are not supported yet"
-        )
+        raise ConfigError(f"{key} has {mesh.ndim} axes; sharding takes one, or two (replicate, shard)")
     if mesh.device_type != device_type:
-        raise ConfigError(f"device_mesh lies on {mesh.device_type}, but device is {device_type}")
-    replicate = mesh.size(0) if mesh.ndim == 2 else None
-    return MeshSpec(shard=mesh.size(mesh.ndim - 1), replicate=replicate, device_type=device_type)
+        raise ConfigError(f"{key} lies on {mesh.device_type}, but the model's device is {device_type}")
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"{key} {mesh} does not hold this rank, {dist.get_rank()}")
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks == list(range(dist.get_world_size())):
+        replicate = mesh.size(0) if mesh.ndim == 2 else None
+        return MeshSpec(shard=mesh.size(mesh.ndim - 1), replicate=replicate, device_type=device_type)
+    groups = [_given(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in range(mesh.ndim)]
+    return MeshSpec.of_groups(groups[-1], groups[0] if mesh.ndim == 2 else None, device_type=device_type)
+
+
+_LOCAL_GROUPS = {"node": GroupRule.CONSECUTIVE, "local_rank_across_nodes": GroupRule.STRIDED}
+_PROCESS_GROUPS = (
+    "it is 'self', 'node', 'local_rank_across_nodes', 'setK' (groups of K ranks in a row), 'modK' (K groups of every "
+    "K-th rank), a list of ranks, a ProcessGroup, or a pair of these (shard, replicate) for HYBRID_SHARD"
+)
+
+
+def _mesh_of_process_group(value: object, strategy: ShardingStrategy | None, device_type: str) -> MeshSpec:
+    """FSDP1's process_group in any of Composer's forms (composer/distributed/mosaic_parallelism.py)."""
+    pair = value if isinstance(value, list | tuple) and not all(isinstance(rank, int) for rank in value) else None
+    if strategy is not None and strategy.is_hybrid != (pair is not None):
+        wanted = "a pair, (shard, replicate)," if strategy.is_hybrid else "one group of ranks"
+        raise ConfigError(f"sharding_strategy {strategy.value} takes {wanted} as process_group; it is {value!r}")
+    if pair is None:
+        return MeshSpec.of_groups(_rank_groups(value), device_type=device_type)
+    if len(pair) != 2:
+        raise ConfigError(f"process_group {value!r} has {len(pair)} parts; a pair has two: (shard, replicate)")
+    shard, replicate = map(_rank_groups, pair)
+    return MeshSpec.of_groups(shard, replicate, device_type=device_type)
+
+
+def _rank_groups(value: object) -> RankGroups:
+    if isinstance(value, dist.ProcessGroup):
+        return _given(dist.get_process_group_ranks(value))
+    if isinstance(value, list | tuple) and value and all(type(rank) is int for rank in value):
+        return _given(value)
+    if value == "self":
+        return RankGroups(rule=GroupRule.CONSECUTIVE, number=1)
+    if isinstance(value, str) and value in _LOCAL_GROUPS:
+        return RankGroups(rule=_LOCAL_GROUPS[value], number=_local_world_size(value))
+    matched = re.fullmatch(r"(set|mod)(\d{1,9})", value) if isinstance(value, str) else None
+    if matched is None:
+        raise ConfigError(f"process_group is {value!r}; {_PROCESS_GROUPS}")
+    return RankGroups(rule=GroupRule(matched[1]), number=int(matched[2]))
+
+
+def _given(ranks: Iterable[int]) -> RankGroups:
+    return RankGroups(rule=GroupRule.GIVEN, ranks=tuple(ranks))
+
+
+def _local_world_size(word: str) -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not text.isdecimal():
+        raise ConfigError(
+            f"process_group {word!r} needs to know how many ranks a node has: start the script with `composer` or "
+            "torchrun, which set LOCAL_WORLD_SIZE, or say setK or modK"
+        )
+    return int(text)
 
 
 def _reshard_after_forward(legacy: LegacyConfig) -> bool | int:
@@ -598,6 +699,43 @@ def _prefetch(legacy: LegacyConfig) -> Prefetch:
     return Prefetch(forward=legacy["forward_prefetch_limit"] if legacy["forward_prefetch"] else None, backward=backward)
 
 
+def _ignored_modules(value: object) -> tuple[nn.Module, ...]:
+    if value is None:
+        return ()
+    modules = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | nn.Module | Mapping) else None
+    if modules is None or not all(isinstance(module, nn.Module) for module in modules):
+        raise ConfigError(
+            f"ignored_modules is {_short_repr(value)}; give a list of modules of the model (from a script)"
+        )
+    return modules
+
+
+def _short_repr(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _activation_checkpointing(legacy: LegacyConfig, precision: str) -> ActivationCheckpointing:
+    checkpointing = ActivationCheckpointing(
+        checkpoint=legacy["activation_checkpointing"],
+        cpu_offload=legacy["activation_cpu_offload"],
+        reentrant=legacy["activation_checkpointing_reentrant"],
+        transformer_engine=legacy["te_checkpoint_wrapper"] and precision == "amp_fp8",
+    )
+    if checkpointing.transformer_engine and checkpointing.enabled:
+        if checkpointing.reentrant:
+            raise ConfigError(
+                "te_checkpoint_wrapper needs activation_checkpointing_reentrant: false (Transformer Engine's "
+                "checkpointing works with the non-reentrant implementation only, as under FSDP1)"
+            )
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise ConfigError(
+                "te_checkpoint_wrapper under precision amp_fp8 needs Transformer Engine, which is not installed: "
+                "install transformer-engine, or set te_checkpoint_wrapper to false"
+            )
+    return checkpointing
+
+
 def _sync_module_states(legacy: LegacyConfig) -> bool | None:
     """Rank 0 alone reads a monolithic checkpoint, so the others need what it read."""
     if "sync_module_states" not in legacy.said and legacy["load_monolith_rank0_only"]:
@@ -652,10 +790,12 @@ def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precis
         "forward_prefetch": lambda: _same_as_fsdp2(legacy, "forward_prefetch", False),
         "forward_prefetch_limit": lambda: _same_as_fsdp2(legacy, "forward_prefetch_limit", 1),
         "keep_low_precision_grads": lambda: _low_precision_grads_finding(legacy, mixed_precision),
-        "ignored_modules": lambda: _same_as_fsdp2(legacy, "ignored_modules", None),
+        "ignored_modules": lambda: None if legacy["ignored_modules"] else _neutral_finding(legacy, "ignored_modules"),
         "process_group": lambda: _same_as_fsdp2(legacy, "process_group", None),
-        "te_checkpoint_wrapper": lambda: _te_finding(legacy, "te_checkpoint_wrapper", precision),
-        "te_shard_fp8_weight": lambda: _te_finding(legacy, "te_shard_fp8_weight", precision),
+        "data_parallel_shard_degree": lambda: _degree_finding(legacy, "data_parallel_shard_degree"),
+        "data_parallel_replicate_degree": lambda: _degree_finding(legacy, "data_parallel_replicate_degree"),
+        "te_checkpoint_wrapper": lambda: _te_checkpoint_finding(legacy, precision),
+        "te_shard_fp8_weight": lambda: _te_weight_finding(legacy, precision),
     }
     for name in legacy.said:
         special = exceptions.get(name, lambda: None)()
@@ -743,13 +883,38 @@ def _backward_prefetch_finding(legacy: LegacyConfig) -> Finding:
     return _finding(legacy, "backward_prefetch", outcome=Outcome.EXACT, target=target, reason=reason)
 
 
-def _te_finding(legacy: LegacyConfig, name: str, precision: str) -> Finding | None:
-    if not legacy[name] or precision != "amp_fp8":
+def _degree_finding(legacy: LegacyConfig, name: str) -> Finding | None:
+    if legacy["process_group"] is None or legacy[name] == KEYS_BY_NAME[name].default:
         return None
     return _finding(
         legacy,
         name,
+        outcome=Outcome.UNNEEDED,
+        target="",
+        reason="process_group goes before the degrees, as it did in Composer",
+        hint="leave one of the two out",
+    )
+
+
+def _te_checkpoint_finding(legacy: LegacyConfig, precision: str) -> Finding | None:
+    if not legacy["te_checkpoint_wrapper"] or precision != "amp_fp8":
+        return None
+    return _finding(
+        legacy,
+        "te_checkpoint_wrapper",
+        outcome=Outcome.EXACT,
+        target="transformer_engine.pytorch.distributed.checkpoint, applied before fully_shard",
+        reason="the same wrapper inside the unit; it does nothing without activation_checkpointing",
+    )
+
+
+def _te_weight_finding(legacy: LegacyConfig, precision: str) -> Finding | None:
+    if not legacy["te_shard_fp8_weight"] or precision != "amp_fp8":
+        return None
+    return _finding(
+        legacy,
+        "te_shard_fp8_weight",
         outcome=Outcome.UNSUPPORTED,
-        reason="Transformer Engine's part of fully_shard is not carried over yet",
-        hint="set it to false",
+        reason="Transformer Engine's prepare_te_modules_for_fsdp knows FSDP1's wrapper only",
+        hint="set it to false: fully_shard gathers these weights in param_dtype",
     )

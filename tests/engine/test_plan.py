@@ -260,8 +260,8 @@ def test_settings_of_a_batch_norm():
     ("answer", "error", "message"),
     [
         ({"shard_strategy": "X"}, ConfigError, "'child.inner'; did you mean sharding_strategy?"),
-        ({"process_group": "self"}, UnsupportedError, r"process_group for one module \('child.inner'\)"),
-        ({"device_mesh": None}, UnsupportedError, "device_mesh"),
+        ({"sync_module_states": True}, UnsupportedError, r"sync_module_states for one module \('child.inner'\)"),
+        ({"process_group": 3}, ConfigError, "'child.inner': process_group is 3"),
         ({"reshard_after_forward": 3}, ConfigError, "'child.inner'.*use 1, 2 or 4"),
     ],
 )
@@ -323,31 +323,115 @@ def test_nothing_to_shard():
 
 
 def test_two_dtypes_in_one_unit():
-    """A LoRA adapter in fp32 inside a bf16 block fails here, by name, and not in the first forward inside torch."""
-    model = Chain(child=Chain(base=layer().to(BF16), adapter=layer()))
-    with pytest.raises(
-        PlanError, match=r"'child'.*bfloat16.*float32.*child\.(base|adapter)\.weight.*_fsdp_wrap = True"
-    ):
-        plan_of(model)
-    model.child.adapter._fsdp_wrap = True
-    assert {unit.name for unit in plan_of(model).units} == {"child", "child.adapter"}
+    """A LoRA adapter in fp32 inside a bf16 block gets a unit of its own, instead of failing in the first forward."""
+    model = Chain(child=Chain(base=nn.Linear(6, 8).to(BF16), adapter=layer()))
+    plan = plan_of(model)
+    assert [(unit.name, unit.is_root) for unit in plan.units] == [("child.adapter", False), ("child", True)]
+    assert "its parameters are float32, those of child bfloat16" in plan.units[0].reason
+    assert [{spec.dtype for spec in unit.parameters} for unit in plan.units] == [{torch.float32}, {BF16}]
+
+
+def test_many_of_another_dtype():
+    """A whole tower of another dtype is one unit; in a container, which has no forward, each member is one; a unit
+    inside stays a unit."""
+    tower = Chain(a=layer().to(BF16), b=layer().to(BF16))
+    listed = nn.ModuleDict({"x": layer().to(BF16), "y": layer().to(BF16)})
+    inside = Chain(c=layer().to(BF16), d=layer().to(BF16))
+    inside.c._fsdp_wrap = True
+    model = Chain(child=Chain(big=nn.Linear(6, 60), tower=tower, listed=listed, inside=inside))
+    names = {unit.name for unit in plan_of(model).units}
+    assert names == {"child", "child.tower", "child.listed.x", "child.listed.y", "child.inside", "child.inside.c"}
+
+
+def test_tied_parameters_of_another_dtype():
+    """A tie holds also where the dtypes of its modules separate them from the rest."""
+    model = Chain(child=Chain(big=nn.Linear(6, 60), a=layer().to(BF16), b=layer().to(BF16)))
+    model.child.b.weight = model.child.a.weight
+    plan = plan_of(model)
+    (holder,) = (unit for unit in plan.units if any("child.b.weight" in spec.names for spec in unit.parameters))
+    assert holder.modules == ("child.a", "child.b")
+
+
+def test_two_dtypes_in_one_module():
+    """What no module separates stays whole on every rank, and the report says so."""
+    model = Chain(child=nn.Linear(6, 8))
+    model.child.bias = nn.Parameter(model.child.bias.to(BF16))
+    plan = plan_of(model)
+    assert [spec.name for spec in plan.replicated] == ["child.bias"]
+    assert "replicated: child.bias [torch.bfloat16 beside another dtype]: whole on every rank" in plan.explain()
+    with pytest.raises(PlanError, match=r"child\.bias is torch.bfloat16.*torch.float32.*computes in torch.float16"):
+        plan_of(model, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float16))
 
 
 def test_scalar_parameters():
-    """A 0-dim parameter cannot be cut; it is named before anything is sharded."""
+    """A 0-dim parameter cannot be cut: it stays whole, and nobody has to change the model and its checkpoints."""
     model = Chain(child=layer())
     model.child.temperature = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(PlanError, match=r"child\.temperature is a scalar.*one element"):
-        plan_of(model)
+    plan = plan_of(model)
+    assert [spec.names for spec in plan.replicated] == [("child.temperature",)]
+    assert "child.temperature" not in [spec.name for unit in plan.units for spec in unit.parameters]
+    assert "replicated: child.temperature [a scalar]: whole on every rank, gradients averaged" in plan.explain()
 
 
-def test_all_problems_of_the_parameters_at_once():
-    """Three wrong units are one error to read."""
-    model = Chain(a=Chain(x=layer().to(BF16), y=layer()), b=layer(), c=layer())
-    model.b.t, model.c.t = (nn.Parameter(torch.tensor(1.0)) for _ in range(2))
-    with pytest.raises(PlanError) as caught:
-        plan_of(model)
-    assert [part for part in ("unit 'a'", "b.t", "c.t") if part not in str(caught.value)] == []
+def test_parameters_that_are_not_contiguous():
+    """The copy that is sharded instead is in the report, with the first name."""
+    model = Chain(child=Chain(a=layer(), b=layer()))
+    for linear in (model.child.a, model.child.b):
+        linear.weight = nn.Parameter(linear.weight.detach().t())
+    (note,) = plan_of(model).notes
+    assert note.startswith("child.a.weight and 1 more not contiguous")
+
+
+def test_ignored_modules():
+    """What a user keeps out of FSDP is in no unit, with all below it and all that it shares, and no unit is made
+    inside."""
+    model = Chain(child=Chain({"kept": True, "inner": True}, kept=Chain(inner=layer()), rest=layer(), tied=layer()))
+    model.child.tied.weight = model.child.kept.inner.weight
+    plan = plan_of(model, ignored_modules=(model.child.kept,))
+    assert [unit.name for unit in plan.units] == ["child"]
+    assert plan.ignored_modules == ("child.kept",)
+    assert plan.ignored == ("child.kept.inner.weight", "child.tied.weight")
+    assert [spec.name for spec in plan.units[0].parameters] == ["child.rest.weight"]
+    assert "ignored: child.kept (2 parameters): whole on every rank" in plan.explain()
+
+
+def test_ignored_modules_that_cannot_be():
+    """A module of another model, and the model itself, are named instead of being passed over."""
+    with pytest.raises(PlanError, match=r"ignored_modules\[0\] \(Linear\) is no part of the model"):
+        plan_of(Chain(child=layer()), ignored_modules=(layer(),))
+    model = Chain(child=layer())
+    with pytest.raises(PlanError, match="the model itself"):
+        plan_of(model, ignored_modules=(model,))
+    with pytest.raises(PlanError, match="nothing to shard"):
+        plan_of(model, ignored_modules=(model.child,))
+
+
+def test_gradients_in_low_precision():
+    """Gradients keep their dtype where the parameters have it; where they cannot, the user reads it before training."""
+    low = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
+    plan_of(Chain(child=layer().to(BF16)), mixed_precision=low, keep_low_precision_grads=True)
+    plan_of(Chain(child=layer()), keep_low_precision_grads=True)
+    model = Chain(child=layer())
+    with pytest.raises(UnsupportedError, match=r"child\.weight is torch.float32.*reduced in torch.bfloat16"):
+        plan_of(model, mixed_precision=low, keep_low_precision_grads=True)
+    (note,) = plan_of(model, mixed_precision=low, keep_low_precision_grads=True, strict=False).notes
+    assert "keep_low_precision_grads: child.weight" in note
+    model.child.requires_grad_(False)
+    plan_of(model, mixed_precision=low, keep_low_precision_grads=True)
+
+
+def test_units_with_ranks_of_their_own():
+    """A module's process group or strategy gives its unit a mesh, and the report says what is averaged no longer."""
+    groups = {"a": {"process_group": "set2"}, "b": {"sharding_strategy": "NO_SHARD"}}
+    model = Chain(child=Chain(groups, a=layer(), b=layer(), rest=layer()))
+    plan = plan_of(model, mesh=MeshSpec(shard=4))
+    by_name = {unit.name: unit for unit in plan.units}
+    assert by_name["child.a"].mesh.shape == (2,)
+    assert by_name["child.b"].mesh == MeshSpec(replicate=4, shard=1)
+    assert by_name["child.b"].reshard_after_forward is False
+    assert by_name["child"].mesh == plan.mesh == MeshSpec(shard=4)
+    assert [note for note in plan.notes if "child.a on groups of ranks (set2)" in note]
+    assert "child.a: 36 parameters, reshard True, cpu mesh, data_parallel_shard 2 (ranks: set2)" in plan.explain()
 
 
 def test_optimizer_of_another_model():

@@ -105,20 +105,20 @@ def test_a_clean_configuration_is_silent():
 
 
 def check_not_strict() -> tuple[str, bool]:
-    config = {"ignored_modules": ["a"]}
+    config = {"te_shard_fp8_weight": True}
     model = Model()
     try:
-        prepare_fully_shard(model, None, config, device="cpu")
+        prepare_fully_shard(model, None, config, "amp_fp8", "cpu")
     except UnsupportedError as error:
         message = str(error)
-    prepare_fully_shard(model, None, config | {"strict": False}, device="cpu")
+    prepare_fully_shard(model, None, config | {"strict": False}, "amp_fp8", "cpu")
     return message, isinstance(model.decoder, FSDPModule)
 
 
 def test_strict_false_goes_on():
     """The error names the key and the way on, and that way works on the same model."""
     for message, is_sharded in run_ranks(check_not_strict, 2):
-        assert "ignored_modules" in message and "strict: false" in message
+        assert "te_shard_fp8_weight" in message and "strict: false" in message
         assert is_sharded
 
 
@@ -193,15 +193,9 @@ def with_a_dtensor() -> nn.Module:
     return model
 
 
-def with_a_scalar() -> nn.Module:
-    model = Model()
-    model.decoder.temperature = nn.Parameter(torch.tensor(1.0))
-    return model
-
-
 def two_dtypes() -> nn.Module:
     model = Model()
-    model.decoder.head.to(torch.bfloat16)
+    model.decoder.norm.bias = nn.Parameter(model.decoder.norm.bias.to(torch.bfloat16))
     return model
 
 
@@ -246,7 +240,34 @@ BAD_INPUTS: dict[str, Case] = {
     ),
     "precision": (Model, sgd, {}, {"precision": "bf16"}, ConfigError, "amp_bf16"),
     "device": (Model, sgd, {}, {"device": "tpu"}, ConfigError, "'tpu'"),
-    "unsupported key": (Model, sgd, {"process_group": "node"}, {}, NotImplementedError, "process_group"),
+    "unsupported key": (
+        Model,
+        sgd,
+        {"te_shard_fp8_weight": True},
+        {"precision": "amp_fp8"},
+        NotImplementedError,
+        "te_shard_fp8_weight",
+    ),
+    "Transformer Engine": (
+        Model,
+        sgd,
+        {"te_checkpoint_wrapper": True, "activation_checkpointing": True, "activation_checkpointing_reentrant": False},
+        {"precision": "amp_fp8"},
+        ConfigError,
+        "install transformer-engine",
+    ),
+    "process group": (Model, sgd, {"process_group": "set3"}, {}, ConfigError, "not a multiple of process_group set3"),
+    "process group without this rank": (Model, sgd, {"process_group": [0]}, {}, ConfigError, "without the rank itself"),
+    "ignored modules": (Model, sgd, {"ignored_modules": ["decoder"]}, {}, ConfigError, "list of modules"),
+    "ignored modules of another model": (Model, sgd, {"ignored_modules": [nn.Linear(1, 1)]}, {}, PlanError, "no part"),
+    "low precision gradients": (
+        Model,
+        sgd,
+        {"mixed_precision": "PURE", "keep_low_precision_grads": True},
+        {"precision": "amp_bf16"},
+        NotImplementedError,
+        "keep_low_precision_grads",
+    ),
     "state_dict_type": (Model, sgd, {"state_dict_type": "local"}, {}, UnsupportedError, "'sharded'"),
     "auto_microbatching": (
         Model,
@@ -266,16 +287,15 @@ BAD_INPUTS: dict[str, Case] = {
     "wrap function returns a string": (wrapping("yes"), sgd, {}, {}, PlanError, "returned 'yes'"),
     "wrap settings": (wrapping({"shard": 1}), sgd, {}, {}, ConfigError, "unknown key 'shard'"),
     "process group of a module": (
-        wrapping({"process_group": "node"}),
+        wrapping({"process_group": "nodes"}),
         sgd,
         {},
         {},
-        NotImplementedError,
-        "process_group",
+        ConfigError,
+        "process_group is 'nodes'",
     ),
-    "mesh of a module": (wrapping({"device_mesh": 1}), sgd, {}, {}, NotImplementedError, "device_mesh"),
-    "scalar": (with_a_scalar, sgd, {}, {}, PlanError, "decoder.temperature is a scalar"),
-    "two dtypes": (two_dtypes, sgd, {}, {}, PlanError, "one unit gathers one dtype"),
+    "mesh of a module": (wrapping({"device_mesh": 1}), sgd, {}, {}, ConfigError, "device_mesh is 1"),
+    "two dtypes": (two_dtypes, sgd, {"mixed_precision": "PURE"}, {"precision": "amp_fp16"}, PlanError, "computes in"),
     "nothing to shard": (nothing_to_shard, sgd, {}, {}, PlanError, "nothing to shard"),
 }
 

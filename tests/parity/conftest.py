@@ -36,6 +36,6 @@ def table(seen: dict[tuple[str, int], list[tuple[Run, Difference]]]) -> Iterator
 
 
 def _kind(run: Run) -> str:
-    name = {"sgd": "SGD", "adamw": "AdamW"}[run.optimizer.removesuffix("64")]
+    name = {"sgd": "SGD", "adamw": "AdamW"}[run.optimizer.removesuffix("64").removesuffix("16")]
     is_low = "mixed_precision" in SETTINGS[run.settings]
     return f"{name}, {'mixed with bf16' if is_low else 'float64' if run.optimizer.endswith('64') else 'fp32'}"

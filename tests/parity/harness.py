@@ -34,6 +34,17 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "_HYBRID_SHARD_ZERO2:2": {"sharding_strategy": "_HYBRID_SHARD_ZERO2", "data_parallel_replicate_degree": 2},
     # FSDP2's own key, which FSDP1 does not see: freed after forward to shards of two ranks.
     "reshard:2": {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2},
+    # Groups of ranks that exchange nothing with each other; "given" and "objects" are made on each rank.
+    "self": {"process_group": "self"},
+    "mod1": {"process_group": "mod1"},  # all ranks
+    "set2": {"process_group": "set2"},
+    "mod2": {"process_group": "mod2", "sharding_strategy": "SHARD_GRAD_OP"},
+    "given": {"process_group": "given"},
+    "objects": {"process_group": "objects"},
+    "set2-NO_SHARD": {"process_group": "set2", "sharding_strategy": "NO_SHARD"},
+    # Replicas without a mesh: shards within the first group, all-reduced over the second.
+    "pair": {"process_group": ("set2", "mod2"), "sharding_strategy": "HYBRID_SHARD"},
+    "pair-ZERO2": {"process_group": ("mod2", "set2"), "sharding_strategy": "_HYBRID_SHARD_ZERO2"},
 }
 
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16", "buffer_dtype": "bf16"}
@@ -48,6 +59,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reduced-in-bf16": {"mixed_precision": {"reduce_dtype": "bf16"}},
     "sync_module_states": {"sync_module_states": True},
     "cpu_offload": {"cpu_offload": True},
+    # The modules are the model's own: `Parent.ignored`.
+    "ignored": {"ignored_modules": True},
+    "low-gradients": {"mixed_precision": BF16, "keep_low_precision_grads": True},
 }
 
 
@@ -64,7 +78,8 @@ class Run:
     """One training run; the defaults are FSDP1's own, with SGD on one group.
 
     Args:
-        optimizer: ``sgd`` (with momentum) or ``adamw`` in fp32, ``sgd64`` or ``adamw64`` in float64.
+        optimizer: ``sgd`` (with momentum) or ``adamw`` in fp32, ``sgd64`` or ``adamw64`` in float64, ``sgd16`` on a
+            model in bf16.
         strategy: A name in ``STRATEGIES``.
         checkpointing: ``reentrant``, ``non-reentrant`` and ``offload`` joined by ``+``, or ``off``.
         groups: ``one``, ``several`` (matrices, and the rest undecayed at half the rate), ``subset`` (without the first
@@ -96,7 +111,12 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float64 if self.optimizer.endswith("64") else torch.float32
+        return {"64": torch.float64, "16": torch.bfloat16}.get(self.optimizer[-2:], torch.float32)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether some ranks exchange nothing with each other."""
+        return isinstance(STRATEGIES[self.strategy].get("process_group"), str)
 
     @property
     def is_adamw(self) -> bool:
@@ -104,12 +124,16 @@ class Run:
 
     @property
     def lr(self) -> float:
+        if self.dtype == torch.bfloat16:
+            return 2**-6  # A product that needs no rounding: whether it is rounded depends on where an element lies.
         return 0.001 if self.is_adamw else 0.02
 
     def num_replicas(self, world_size: int) -> int:
         """How many ranks hold the same shard."""
         if self.strategy == "NO_SHARD":
             return world_size
+        if self.strategy.startswith(("pair", "set2-NO_SHARD")):
+            return 2
         return STRATEGIES[self.strategy].get("data_parallel_replicate_degree", 1)
 
     def fsdp_config(self) -> dict[str, Any]:
@@ -193,7 +217,8 @@ def make_optimizer(run: Run, model: Parent) -> torch.optim.Optimizer:
         groups = [{"params": [parameter for parameter in parameters if parameter not in first_block]}]
     if run.is_adamw:
         return torch.optim.AdamW(groups, lr=run.lr, weight_decay=0.1)
-    return torch.optim.SGD(groups, lr=run.lr, momentum=0.9, weight_decay=0.01)
+    weight_decay = 2**-7 if run.dtype == torch.bfloat16 else 0.01
+    return torch.optim.SGD(groups, lr=run.lr, momentum=0.9, weight_decay=weight_decay)
 
 
 def shard(run: Run, sharding: Sharding, model: Parent, optimizer: torch.optim.Optimizer) -> None:
@@ -205,6 +230,8 @@ def shard(run: Run, sharding: Sharding, model: Parent, optimizer: torch.optim.Op
     from composer.utils.parallelism import FSDPConfig
 
     config = FSDPConfig(**run.fsdp_config())
+    config.process_group = _process_group(config.process_group)
+    config.ignored_modules = model.ignored if config.ignored_modules else None
     mesh = _create_device_mesh(DeviceCPU(), config, None)
     assert mesh is not None and mesh.mesh_dim_names is not None
     config.device_mesh = mesh[tuple(mesh.mesh_dim_names)]
@@ -217,6 +244,14 @@ def shard(run: Run, sharding: Sharding, model: Parent, optimizer: torch.optim.Op
 
     with FSDP1():
         prepare_fsdp_module(model, [optimizer], config, "fp32", "cpu", False)
+
+
+def _process_group(value: Any) -> Any:
+    """The pairs of ranks 0 and 3, 1 and 2, as each rank gives them."""
+    if value not in ("given", "objects"):
+        return value
+    own = next(ranks for ranks in ((0, 3), (1, 2)) if dist.get_rank() in ranks)
+    return list(own) if value == "given" else [dist.new_group(ranks) for ranks in ((0, 3), (1, 2))][own == (1, 2)]
 
 
 def clean(name: str) -> str:

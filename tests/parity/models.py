@@ -38,6 +38,12 @@ class Parent(nn.Module):
     def blocks(self) -> list[nn.Module]:
         raise NotImplementedError
 
+    @property
+    def ignored(self) -> list[nn.Module]:
+        """For `ignored_modules`: a whole block, and a part of the next."""
+        first, second = self.blocks[:2]
+        return [first, next(second.children())]
+
 
 class Block(nn.Module):
     def __init__(self, *, batch_norm: bool) -> None:
@@ -172,6 +178,36 @@ class OwnBuffers(MLP):
         return x * block.table
 
 
+class OwnGroups(MLP):
+    """One block alone on its rank, one whole on all ranks. FSDP1 takes this beside a process_group for the rest."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        alone, whole = self.backbone.blocks
+
+        def wrap(module: nn.Module) -> bool | dict[str, Any]:
+            if module is alone:
+                return {"process_group": "self"}
+            return {"sharding_strategy": "NO_SHARD"} if module is whole else False
+
+        self.backbone.fsdp_wrap_fn = wrap
+
+
+class OwnMesh(MLP):
+    """One block in replicas of shards, by a mesh of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        hybrid = self.backbone.blocks[1]
+
+        def wrap(module: nn.Module) -> bool | dict[str, Any]:
+            if module is hybrid:
+                return {"process_group": ("set2", "mod2"), "sharding_strategy": "HYBRID_SHARD"}
+            return isinstance(module, Block)
+
+        self.backbone.fsdp_wrap_fn = wrap
+
+
 class Twice(MLP):
     """Two forwards before one backward, as for a chosen and a rejected answer."""
 
@@ -242,7 +278,8 @@ class Container(MLP):
 MLPS: dict[str, type[MLP]] = {
     cls.__name__.lower(): cls
     for cls in (
-        MLP, Skipped, Unused, Branch, Nested, OwnBuffers, Twice, Convolution, Shared, TiedUnits, TiedChildren, Container
+        MLP, Skipped, Unused, Branch, Nested, OwnBuffers, OwnGroups, OwnMesh, Twice, Convolution, Shared, TiedUnits,
+        TiedChildren, Container
     )
 }  # fmt: skip
 
@@ -271,8 +308,8 @@ def build(name: str, *, tied: bool, dtype: torch.dtype = torch.float32, dropout:
     """The model of this name with the values that seed 0 gives, on the CPU."""
     torch.manual_seed(0)
     if name in MLPS:
-        # FSDP1 casts the input of a batch norm to fp32, also where everything else is float64, and fails.
-        model: Parent = MLPS[name](tied=tied, batch_norm=dtype != torch.float64)
+        # FSDP1 casts the input of a batch norm to fp32, also where everything else is float64 or bf16, and fails.
+        model: Parent = MLPS[name](tied=tied, batch_norm=dtype == torch.float32)
     else:
         model = _language_model(name, tied)
     with torch.no_grad():

@@ -1,0 +1,180 @@
+"""Units on groups of ranks: gradients are averaged within a group, whichever way the group was named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import Block, Chain, features, layer
+from engine.parity import FULL, assert_close, full
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_fsdp2 import ConfigError, clip_grad_norm_, prepare_fully_shard
+
+ALL = ((0, 1, 2, 3),)
+ROWS, COLUMNS, CROSSED = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))
+ALONE = ((0,), (1,), (2,), (3,))
+UNEVEN = ((0,), (1, 2, 3))
+
+
+def own(groups: Sequence[Sequence[int]]) -> list[int]:
+    return list(next(group for group in groups if dist.get_rank() in group))
+
+
+def live(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    made = [dist.new_group(group) for group in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+
+
+def a_mesh(groups: Sequence[Sequence[int]]) -> DeviceMesh:
+    return DeviceMesh.from_group(live(groups), "cpu")
+
+
+def pair_of_meshes() -> DeviceMesh:
+    groups = [live(COLUMNS), live(ROWS)]
+    return DeviceMesh.from_group(groups, "cpu", mesh=torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("a", "b"))
+
+
+# What a configuration says, made on each rank, and which ranks' gradients are averaged.
+FORMS: dict[str, tuple[Any, Sequence[Sequence[int]]]] = {
+    "self": (lambda: {"process_group": "self"}, ALONE),
+    "set": (lambda: {"process_group": "set2"}, ROWS),
+    "set of one": (lambda: {"process_group": "set1"}, ALONE),
+    "mod": (lambda: {"process_group": "mod2"}, COLUMNS),
+    "mod of one": (lambda: {"process_group": "mod1"}, ALL),
+    "ranks": (lambda: {"process_group": own(CROSSED)}, CROSSED),
+    "ranks in another order": (lambda: {"process_group": own(CROSSED)[::-1]}, CROSSED),
+    "groups of two sizes": (lambda: {"process_group": own(UNEVEN)}, UNEVEN),
+    "group": (lambda: {"process_group": live(CROSSED)}, CROSSED),
+    "whole": (lambda: {"process_group": "set2", "sharding_strategy": "NO_SHARD"}, ROWS),
+    "mesh": (lambda: {"device_mesh": a_mesh(CROSSED)}, CROSSED),
+    "mesh of replicas": (lambda: {"device_mesh": pair_of_meshes()}, ALL),
+    "pair": (lambda: {"process_group": ("set2", "mod2"), "sharding_strategy": "HYBRID_SHARD"}, ALL),
+    "pair of ranks": (
+        lambda: {"process_group": (own(CROSSED), own(((0, 1), (3, 2)))), "sharding_strategy": "_HYBRID_SHARD_ZERO2"},
+        ALL,
+    ),
+    "pair of groups": (
+        lambda: {"process_group": [live(ROWS), live(COLUMNS)], "sharding_strategy": "HYBRID_SHARD"},
+        ALL,
+    ),
+}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Chain(net=Chain({"block": True}, block=Block(), rest=layer()))
+
+
+def check_gradients(name: str, where: str) -> tuple[int, float]:
+    """Two backwards; how many elements of the block's first weight lie here, and the norm that clipping found."""
+    form, groups = FORMS[name]
+    torch.set_default_dtype(torch.float64)
+    model = build()
+    reference = copy.deepcopy(model)
+    if where == "model":
+        config = form()
+    else:
+        config = {}
+        settings = form()
+        if "device_mesh" in settings and where == "FSDP2":
+            settings["mesh"] = settings.pop("device_mesh")
+        model.net.fsdp_wrap_fn = lambda module: settings if isinstance(module, Block) else False
+    prepare_fully_shard(model, None, FULL | config, device="cpu")
+    for step in range(2):
+        model(features(10 * step + dist.get_rank())).square().mean().backward()
+        for path, parameter in reference.named_parameters():
+            is_in_group = where == "model" or "block" in path
+            ranks = own(groups) if is_in_group else range(4)
+            for rank in ranks:
+                loss = reference(features(10 * step + rank)).square().mean() / len(ranks)
+                (gradient,) = torch.autograd.grad(loss, [parameter])
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    for path, parameter in reference.named_parameters():
+        assert_close(path, full(model.get_parameter(path).grad), parameter.grad, rtol=1e-12, atol=1e-14)
+    (norm,) = clip_grad_norm_(model, 1e9).values()
+    return model.net.block.fc_in.weight.to_local().numel(), norm.item()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_process_group_of_the_model(name: str):
+    """Each of Composer's forms of process_group averages over the ranks that it names, and over no others."""
+    found = run_ranks(check_gradients, 4, name, "model")
+    for group in FORMS[name][1]:
+        assert len({norm for rank, (_, norm) in enumerate(found) if rank in group}) == 1, "a group clips alike"
+
+
+@pytest.mark.parametrize("where", ["FSDP1", "FSDP2"])
+@pytest.mark.parametrize("name", FORMS)
+def test_process_group_of_one_module(name: str, where: str):
+    """One module lies on ranks of its own, the rest on all; all ranks find one norm."""
+    if where == "FSDP2" and "mesh" not in name:
+        where = "module"
+    found = run_ranks(check_gradients, 4, name, where)
+    norms = [norm for _, norm in found]
+    assert max(norms) - min(norms) < 1e-12 * max(norms)
+
+
+def test_how_much_lies_on_each_rank():
+    """A group of two holds halves, also beside modules on all four ranks."""
+    whole = 6 * 12
+    for name, expected in (("self", whole), ("set", whole // 2), ("mod of one", whole // 4), ("whole", whole)):
+        assert [numel for numel, _ in run_ranks(check_gradients, 4, name, "module")] == [expected] * 4
+
+
+def check_sync() -> list[float]:
+    """Each rank begins with its own number in every parameter and buffer."""
+    model = build()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(dist.get_rank())
+    config = {"sync_module_states": True, "process_group": own(CROSSED)}
+    prepare_fully_shard(model, None, config, device="cpu")
+    return [full(model.net.rest.weight).unique().item(), model.net.block.scale.item()]
+
+
+def test_sync_module_states_within_a_group():
+    """Every group begins with the values of its first rank, as under FSDP1."""
+    assert run_ranks(check_sync, 4) == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+def refused(form: dict[str, Any]) -> str:
+    model = build()
+    before = [(name, id(parameter)) for name, parameter in model.named_parameters()]
+    try:
+        prepare_fully_shard(model, None, form, device="cpu")
+    except ConfigError as error:
+        assert before == [(name, id(parameter)) for name, parameter in model.named_parameters()]
+        return str(error)
+    return ""
+
+
+def check_groups_that_do_not_fit() -> list[str]:
+    rank = dist.get_rank()
+    hybrid = {"sharding_strategy": "HYBRID_SHARD"}
+    return [
+        refused({"process_group": [0, 1]}),
+        refused({"process_group": [0, 1, 2, 3] if rank < 2 else [2, 3]}),
+        refused({"process_group": ("set2", "set2"), **hybrid}),
+        refused({"process_group": (own(ROWS), own(((0, 3), (1, 2)))), **hybrid}),
+        refused({"process_group": [0, 7]}),
+    ]
+
+
+def test_groups_that_do_not_fit():
+    """Groups that contradict each other are named on every rank, instead of ranks that wait for each other."""
+    expected = [
+        "process_group of rank 2 is [0, 1], without the rank itself",
+        "process_group of rank 0 is [0, 1, 2, 3], but rank 2 says [2, 3]; all ranks of a group must name the same",
+        "ranks 0 and 1 are replicas, but hold different shards",
+        "ranks 0 and 3 are replicas, but hold different shards",
+        "process_group names rank 7, but the world size is 4",
+    ]
+    for messages in run_ranks(check_groups_that_do_not_fit, 4):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message
