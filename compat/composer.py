@@ -15,9 +15,12 @@ import torch
 from composer.core import Event, State
 from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig, dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2._torch import ShardedGradScaler
 from composer_fsdp2.apply import reshard
 from composer_fsdp2.clipping import clip_grad_norm_
 from composer_fsdp2.compat.seams import Seam
@@ -164,6 +167,18 @@ def _resharded_first(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _apply_fsdp(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply_fsdp(self: State) -> None:
+        original(self)
+        if type(self.scaler) in (GradScaler, FSDP1GradScaler) and _is_sharded(self.model):
+            scaler = ShardedGradScaler()
+            scaler.load_state_dict(self.scaler.state_dict())
+            self.scaler = scaler
+
+    return apply_fsdp
+
+
 def _load_optim_state(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_optim_state(self: State, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -289,6 +304,12 @@ SEAMS = (
         name="prepare_tp_module",
         make=_prepare_tp_module,
         why="a model split by tensor parallelism cannot be sharded here yet; half of it would be changed by then",
+    ),
+    Seam(
+        module=_STATE,
+        name="State._apply_fsdp",
+        make=_apply_fsdp,
+        why="torch's gradient scalers raise where some gradients are whole (ignored modules, scalars) and some sharded",
     ),
     *(
         Seam(

@@ -3,6 +3,7 @@
 The engine needs torch only; ``composer_fsdp2.compat`` plugs it into Composer and LLM Foundry.
 """
 
+from composer_fsdp2._torch import ShardedGradScaler
 from composer_fsdp2.activation_checkpointing import apply_activation_checkpointing
 from composer_fsdp2.apply import apply_plan, reshard
 from composer_fsdp2.clipping import clip_grad_norm_
@@ -34,6 +35,7 @@ __all__ = [
     "PlanError",
     "Prefetch",
     "ShardUnit",
+    "ShardedGradScaler",
     "ShardingConfig",
     "ShardingPlan",
     "Translation",

@@ -164,7 +164,7 @@ class Materializer:
         value = tensor.data.to(self.device).contiguous()
         if value.data_ptr() == tensor.data_ptr() and value.device == tensor.device:
             return
-        if isinstance(tensor, nn.Parameter) and tensor not in self.kept:
+        if isinstance(tensor, nn.Parameter) and tensor in self.places and tensor not in self.kept:
             self._replace(tensor, value)
         else:
             tensor.data = value

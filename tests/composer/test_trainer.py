@@ -170,6 +170,33 @@ def test_losses_are_fsdp1s():
     run_ranks(check_losses, 2)
 
 
+def check_groups_and_ignored_modules() -> list[str]:
+    from composer_fsdp2 import ShardedGradScaler
+
+    for keys in ({"process_group": "set2"}, {"process_group": "self"}, {"process_group": [0, 1]}):
+        for strategy in ("FULL_SHARD", "NO_SHARD"):
+            said = {"sharding_strategy": strategy, **keys}
+            theirs = fit(FSDP1, dict(said), **CLIPPED_WITH_EVALS)
+            assert_alike(fit(FSDP2, dict(said), **CLIPPED_WITH_EVALS), theirs, str(said))
+    options = {**CLIPPED_WITH_EVALS, "clip": None}
+    runs = {}
+    for under in (FSDP1, FSDP2):
+        model = build_model(tied=True)
+        runs[under] = fit(under, {"ignored_modules": [model.model.blocks[0]]}, model=model, **options)
+    assert_alike(runs[FSDP2], runs[FSDP1], "ignored modules")
+    with FSDP2():
+        trainer = make_trainer({})
+        scaler = trainer.state.scaler
+        trainer.close()
+    return [type(scaler).__name__] if isinstance(scaler, ShardedGradScaler) else []
+
+
+def test_groups_and_ignored_modules():
+    """`process_group` and `ignored_modules` mean in a Trainer what they meant under FSDP1, and its gradient scaler takes
+    whole and sharded gradients together."""
+    assert run_ranks(check_groups_and_ignored_modules, 2) == [["ShardedGradScaler"]] * 2
+
+
 def check_optimizers() -> None:
     from composer.optim import CosineAnnealingWithWarmupScheduler
 

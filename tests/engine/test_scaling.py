@@ -1,0 +1,98 @@
+"""Scaled losses where some gradients are sharded and some are whole."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import Block, Chain, features, layer
+from engine.parity import FULL, adamw, assert_close, full
+from ranks import run_ranks
+from torch import nn
+
+from composer_fsdp2 import ShardedGradScaler, prepare_fully_shard
+
+
+def build() -> nn.Module:
+    """A sharded block, a module on each rank alone, a scalar, and a child that opts out."""
+    torch.manual_seed(0)
+    own = {"alone": {"process_group": "self"}, "block": True}
+    model = Chain(net=Chain(own, block=Block(), kept=layer(), alone=layer()), out=layer())
+    model.net.alone.gain = nn.Parameter(torch.tensor(1.0))
+    model.out._fsdp_wrap = False
+    return model
+
+
+def sharded(optimizer_of: Any = adamw) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module]:
+    torch.set_default_dtype(torch.float64)
+    model = build()
+    whole = copy.deepcopy(model)
+    optimizer = optimizer_of(model)
+    prepare_fully_shard(model, optimizer, FULL | {"ignored_modules": [model.net.kept]}, device="cpu")
+    return model, optimizer, whole
+
+
+def check_scaled() -> tuple[float, float]:
+    """The gradients of a scaled loss, unscaled, are those of the loss."""
+    model, optimizer, _ = sharded()
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    loss = model(features(dist.get_rank())).square().mean()
+    loss.backward(retain_graph=True)
+    expected = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.zero_grad()
+    scaler.scale(model(features(dist.get_rank())).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    for name, gradient in expected.items():
+        assert_close(name, full(model.get_parameter(name).grad), gradient, rtol=1e-12, atol=1e-14)
+    before = full(model.net.block.fc_in.weight).clone()
+    scaler.step(optimizer)
+    scaler.update()
+    return (full(model.net.block.fc_in.weight) - before).abs().max().item(), scaler.get_scale()
+
+
+def test_unscales_whole_and_sharded_gradients():
+    """fp16 runs with ignored modules, scalars or children that opted out raise in torch's scalers."""
+    for change, scale in run_ranks(check_scaled, 2):
+        assert change > 0 and scale == 2048.0
+
+
+def check_overflow(where: str, rank: int) -> tuple[bool, float]:
+    model, optimizer, _ = sharded()
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(features(dist.get_rank())).square().mean()).backward()
+    if dist.get_rank() == rank:
+        gradient = model.get_parameter(where).grad
+        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        local.view(-1)[0] = math.inf
+    before = {name: full(p).clone() for name, p in model.named_parameters()}
+    scaler.step(optimizer)
+    scaler.update()
+    moved = any(not torch.equal(full(p), before[name]) for name, p in model.named_parameters())
+    return moved, scaler.get_scale()
+
+
+@pytest.mark.parametrize("where", ["net.block.fc_in.weight", "net.kept.weight", "net.alone.weight", "out.weight"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_overflow_anywhere_skips_the_step_everywhere(where: str, rank: int):
+    """A rank that steps alone would leave the others behind for good."""
+    assert run_ranks(check_overflow, 2, where, rank) == [(False, 512.0)] * 2
+
+
+def check_torch_raises() -> str:
+    model, optimizer, _ = sharded()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(features(dist.get_rank())).square().mean()).backward()
+    try:
+        scaler.unscale_(optimizer)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_torch_alone_raises():
+    """Why the class is there; if this fails, torch has learned it."""
+    assert all("mixed torch.Tensor and DTensor" in message for message in run_ranks(check_torch_raises, 2))

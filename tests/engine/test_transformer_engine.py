@@ -1,0 +1,87 @@
+"""Transformer Engine's checkpointing under amp_fp8. The package needs CUDA, so a stand-in of its calls is imported here;
+what it computes is torch's own checkpointing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engine.models import Model, tokens
+from ranks import run_ranks
+
+from composer_fsdp2 import ConfigError, prepare_fully_shard, translate
+
+CONFIG = {
+    "activation_checkpointing": True,
+    "activation_checkpointing_reentrant": False,
+    "te_checkpoint_wrapper": True,
+}
+
+STAND_IN = """
+import contextlib
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+CALLS, SEEDS = [], {}
+
+class CudaRNGStatesTracker:
+    def add(self, name, seed):
+        SEEDS[name] = seed
+
+def get_activation_recompute_contexts():
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+def checkpoint(function, *args, use_reentrant, context_fn, get_rng_state_tracker, **kwargs):
+    assert use_reentrant is False
+    CALLS.append((context_fn, get_rng_state_tracker()))
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+"""
+
+
+def write_stand_in(folder: Path) -> None:
+    package = folder / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text("from . import distributed\n")
+    (package / "distributed.py").write_text(STAND_IN)
+
+
+def check_wrapper(folder: str) -> tuple[int, dict[str, int], float]:
+    sys.path.insert(0, folder)
+    gradients = []
+    for config in (CONFIG, {}):
+        torch.manual_seed(0)
+        model = Model()
+        prepare_fully_shard(model, None, config, "amp_fp8", "cpu", te_rng_seed=77)
+        model(tokens(dist.get_rank())).float().square().mean().backward()
+        gradients.append(model.decoder.blocks[0].fc_in.weight.grad.full_tensor())
+    from transformer_engine.pytorch import distributed  # type: ignore[import-not-found]
+
+    assert len({id(tracker) for _, tracker in distributed.CALLS}) == 1, "one tracker serves all modules"
+    return len(distributed.CALLS), distributed.SEEDS, (gradients[0] - gradients[1]).abs().max().item()
+
+
+def test_transformer_engines_checkpoint_is_used(tmp_path: Path):
+    """An fp8 run recomputes with the checkpoint that keeps fp8 state, seeded as Composer seeded it."""
+    write_stand_in(tmp_path)
+    # fresh: the stand-in must not stay importable for other tests.
+    for num_calls, seeds, difference in run_ranks(check_wrapper, 2, str(tmp_path), fresh=True):
+        assert (num_calls, seeds, difference) == (2, {"fsdp-rng": 77}, 0.0)
+
+
+def refusal(config: dict[str, Any]) -> str:
+    try:
+        translate(config, precision="amp_fp8", device="cpu")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_without_transformer_engine():
+    """It is named before anything is sharded; a run that recomputes nothing, or not in fp8, does not need it."""
+    assert "install transformer-engine" in refusal(CONFIG)
+    assert "activation_checkpointing_reentrant: false" in refusal(CONFIG | {"activation_checkpointing_reentrant": True})
+    assert refusal({"te_checkpoint_wrapper": True}) == ""
+    assert translate(CONFIG, precision="amp_bf16", device="cpu").config is not None
