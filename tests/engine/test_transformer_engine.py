@@ -1,5 +1,7 @@
-"""Transformer Engine's checkpointing under amp_fp8. The package needs CUDA, so a stand-in of its calls is imported here;
-what it computes is torch's own checkpointing."""
+"""Transformer Engine's checkpointing under amp_fp8.
+
+The package needs CUDA, so a stand-in of its calls is imported here; what it computes is torch's own checkpointing.
+"""
 
 from __future__ import annotations
 

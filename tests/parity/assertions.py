@@ -15,7 +15,7 @@ SEEN: dict[tuple[str, int], list[tuple[Run, Difference]]] = {}
 
 def needs(model: str) -> list[pytest.MarkDecorator]:
     """The markers of tests that build this model."""
-    return [pytest.mark.foundry] if model == "mpt" else []
+    return [pytest.mark.foundry] if model.startswith("mpt") else []
 
 
 def parametrize_runs(runs: list[Run]) -> pytest.MarkDecorator:

@@ -327,7 +327,7 @@ def build(name: str, *, tied: bool, dtype: torch.dtype = torch.float32, dropout:
 
 def _language_model(name: str, tied: bool) -> LanguageModel:
     # Imported here: the pytest process, which only collects, has no need of them.
-    if name == "mpt":
+    if name in ("mpt", "mpt-kwargs"):
         from llmfoundry.models.mpt.modeling_mpt import MPTBlock, MPTConfig, MPTForCausalLM
 
         config = MPTConfig(
@@ -335,7 +335,12 @@ def _language_model(name: str, tied: bool) -> LanguageModel:
             resid_pdrop=0.1, emb_pdrop=0.1, norm_type="layernorm", tie_word_embeddings=tied,
             attn_config={"attn_impl": "torch"},
         )  # fmt: skip
-        return LanguageModel(MPTForCausalLM(config), MPTBlock)
+        model = MPTForCausalLM(config)
+        if name == "mpt-kwargs":  # What LLM Foundry's own wrap function returns for the module; FSDP1 changes it.
+            low = MixedPrecision(reduce_dtype=torch.bfloat16)
+            for block in model.transformer.blocks:
+                block.ffn._fsdp_kwargs_dict = {"sharding_strategy": "SHARD_GRAD_OP", "mixed_precision": low}
+        return LanguageModel(model, MPTBlock)
     if name in ("gpt2", "gpt2-embeddings"):
         from transformers.models.gpt2.modeling_gpt2 import GPT2Block, GPT2Config, GPT2LMHeadModel
 

@@ -54,6 +54,12 @@ def test_buffers_in_the_dtype_of_their_unit(run: Run):
     assert_parity(run, 2)
 
 
+@parametrize_runs([Run(model="mpt-kwargs", tied=tied, evaluate=True) for tied in (True, False)])
+def test_settings_on_the_module_itself(run: Run):
+    """What LLM Foundry writes on a module (`_fsdp_kwargs_dict`, for its experts) would be dropped, or refused."""
+    assert_parity(run, 2)
+
+
 @each_way("twice")
 def test_two_forwards_before_one_backward(run: Run):
     """Preference training (a chosen and a rejected answer in one loss) would miss or repeat a gradient."""
