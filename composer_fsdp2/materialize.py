@@ -8,9 +8,12 @@ values are sent.
 """
 
 import contextlib
+import random
+import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -63,18 +66,42 @@ def decide_initialisation(model: nn.Module, sync_module_states: bool | None) -> 
 
 @contextlib.contextmanager
 def rank_zero_rng() -> Iterator[None]:
-    """Draw as rank 0 would; the random state of every rank is put back. Called on all ranks, broadcasts the state."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        states = [torch.get_rng_state() if dist.get_rank() == 0 else None]
-        cuda = [torch.cuda.get_rng_state() if devices and dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(states)
-        dist.broadcast_object_list(cuda)
-        assert states[0] is not None
-        torch.set_rng_state(states[0])
-        if devices and cuda[0] is not None:
-            torch.cuda.set_rng_state(cuda[0])
+    """Draw as rank 0 would; the random state of every rank is put back. Called on all ranks, broadcasts the states.
+
+    Of torch, of Python's random and, if anybody uses it, of NumPy's, since an initialisation may draw from any.
+    """
+    sources = _random_sources()
+    own = {name: read() for name, (read, _) in sources.items()}
+    sent = [own if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(sent)
+    assert sent[0] is not None
+    _set_random(sources, sent[0])
+    try:
         yield
+    finally:
+        _set_random(sources, own)
+
+
+RandomSources: TypeAlias = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
+
+
+def _random_sources() -> RandomSources:
+    """How to read and set the state of each generator that is in use here."""
+    sources: RandomSources = {
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+        "random": (random.getstate, random.setstate),
+    }
+    if torch.cuda.is_available():
+        sources["cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        sources["numpy"] = (numpy.random.get_state, numpy.random.set_state)
+    return sources
+
+
+def _set_random(sources: RandomSources, states: Mapping[str, Any]) -> None:
+    for name, (_, write) in sources.items():
+        if name in states:  # one rank may have imported what another has not
+            write(states[name])
 
 
 class Materializer:

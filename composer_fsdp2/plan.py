@@ -52,7 +52,8 @@ class ShardUnit:
 
     ``modules`` has one path, or several for a group. ``backward_prefetch`` None leaves the choice to FSDP2; a unit
     that names itself gathers nothing ahead. ``replicated`` are the unit's parameters that cannot be sharded with the
-    others, because they are scalars or of another dtype: whole on every rank, with gradients averaged over ``mesh``.
+    others, because they are scalars, have no elements or another dtype: whole on every rank, with gradients averaged
+    over ``mesh``.
     """
 
     modules: tuple[str, ...]
@@ -286,7 +287,8 @@ def _unit(unit: WrapUnit, uses: list[ParameterUse], config: ShardingConfig) -> S
         # What comes in has the dtype of the modules around, which this one would not have been given to compute with.
         policy = replace(policy, cast_forward_inputs=policy.param_dtype is not None)
     dtype = main_dtype(uses)
-    is_sharded = {use: use.parameter.dim() > 0 and use.parameter.dtype == dtype for use in uses}
+    # torch shards a parameter without elements, and fails on its gradient.
+    is_sharded = {use: use.parameter.dim() > 0 < use.parameter.numel() and use.parameter.dtype == dtype for use in uses}
     return ShardUnit(
         modules=unit.paths,
         parameters=tuple(_spec(use) for use in uses if is_sharded[use]),
@@ -364,7 +366,7 @@ def _cannot_replicate(unit: ShardUnit) -> Iterator[str]:
     """Parameters whose dtype the unit would have to change for computation, which only sharded ones can."""
     dtype = unit.mixed_precision.param_dtype
     for spec in unit.replicated:
-        if spec.shape and dtype not in (None, spec.dtype):
+        if spec.shape and spec.numel and unit.parameters and dtype not in (None, spec.dtype):
             yield (
                 f"parameter {spec.name} is {spec.dtype}, others of the module that holds it "
                 f"{unit.parameters[0].dtype}, and mixed_precision computes in {dtype}: give it a module of its own, or "
@@ -429,6 +431,7 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
     yield from (f"  tied: {' = '.join(names)}" for names in plan.tie_groups)
     for spec in plan.replicated:
         why = f"{spec.dtype} beside another dtype" if spec.shape else "a scalar"
+        why = why if spec.numel else "no elements"
         yield f"  replicated: {spec.name} [{why}]: whole on every rank, gradients averaged"
     if plan.ignored_modules:
         modules = _and_more(plan.ignored_modules)
