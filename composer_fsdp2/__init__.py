@@ -18,7 +18,8 @@ from composer_fsdp2.errors import (
 )
 from composer_fsdp2.findings import Finding, Outcome
 from composer_fsdp2.fsdp1.translate import Translation, translate
-from composer_fsdp2.plan import ShardingPlan, ShardUnit, plan_sharding
+from composer_fsdp2.plan import ShardingPlan, ShardUnit
+from composer_fsdp2.planning import plan_sharding
 from composer_fsdp2.prepare import prepare_fully_shard
 
 __version__ = "0.1.0"

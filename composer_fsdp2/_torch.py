@@ -24,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +37,6 @@ __all__ = [
     "ShardedGradScaler",
     "average_after_backward",
     "checkpoint_wrapper",
-    "fill_unused_gradients",
     "has_accelerator",
     "is_compiled",
     "keep_class_name",
@@ -44,6 +44,7 @@ __all__ = [
     "note_mesh",
     "offload_wrapper",
     "repair_cpu_collectives",
+    "repair_unit_backward",
     "transformer_engine_checkpoint_wrapper",
 ]
 
@@ -135,6 +136,98 @@ def average_after_backward(module: FSDPModule, parameters: Sequence[nn.Parameter
     state._root_post_backward_final_callback = _FinishThenAverage(state)
 
 
+class _FinishThenAverage:
+    """In place of the bound method, on one state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self) -> None:
+        type(self.state)._root_post_backward_final_callback(self.state)
+        if not self.state._state_ctx.is_last_backward or not _reduces_gradients(self.state._state_ctx.all_states):
+            return
+        by_mesh: dict[DeviceMesh, dict[nn.Parameter, None]] = {}
+        for state in self.state._state_ctx.all_states:
+            trainable = [p for p in getattr(state, "_composer_fsdp2_replicated", ()) if p.requires_grad]
+            if trainable:
+                by_mesh.setdefault(state._composer_fsdp2_mesh, {}).update(dict.fromkeys(trainable))
+        for mesh, found in by_mesh.items():
+            _average_gradients(list(found), mesh)
+
+
+def _reduces_gradients(states: Sequence[Any]) -> bool:
+    """Whether ``set_requires_gradient_sync`` is on."""
+    return all(group.reduce_grads for state in states for group in _groups_of(state))
+
+
+def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    """In place, in one buffer. A gradient missing here counts as zero, and stays missing if no rank has it."""
+    dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
+    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+    is_there = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device)
+    buffer = torch.cat([*(gradient.detach().flatten().to(dtype) for gradient in gradients), is_there])
+    for axis in range(mesh.ndim):
+        dist.all_reduce(buffer, group=mesh.get_group(axis))
+    # Read only where something is missing: on a GPU it waits for the reduction.
+    num_there = buffer[-len(parameters) :].tolist() if any(p.grad is None for p in parameters) else None
+    averaged = (buffer[: -len(parameters)] / mesh.size()).split([p.numel() for p in parameters])
+    for number, (parameter, gradient, average) in enumerate(zip(parameters, gradients, averaged, strict=True)):
+        if num_there is None or num_there[number]:
+            parameter.grad = gradient
+            gradient.copy_(average.view_as(gradient))
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The parameter groups of a unit; none without parameters of its own."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def repair_unit_backward(module: FSDPModule) -> None:
+    """Two things that ``fully_shard`` leaves undone where the backward of one unit ends.
+
+    Parameters that the backward did not reach get gradients of zero, once any of the unit has one. FSDP1's flat
+    parameter had its gradient whole. ``fully_shard`` reduces those that are there: ranks whose batches read different
+    parameters (experts, branches) would then add up the gradients of different ones, without an error. torch 2.13 has a
+    switch for it, off by default, that fills units without any gradient as well, on which FSDP1 left the optimizer
+    nothing to decay.
+
+    And the unit is no longer in its backward. Left so until the whole backward ends, a recomputation that runs the unit
+    once more (it lies inside a checkpointed module that runs twice) would neither gather (2.7 raises) nor reduce its
+    parameters (2.13 loses a gradient, without an error).
+    """
+    state: Any = module._get_fsdp_state()
+    for group in _groups_of(state):
+        group.post_backward = _EndUnitBackward(group, state)
+
+
+class _EndUnitBackward:
+    """In place of the bound method, on one group; torch calls it wherever a unit's backward ends."""
+
+    def __init__(self, group: Any, state: Any) -> None:
+        self.group = group
+        self.state = state
+
+    def __call__(self, *unused: Any) -> None:
+        trainable = [
+            parameter
+            for parameter in self.group.fsdp_params
+            if hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad
+        ]
+        missing = [parameter for parameter in trainable if not _has_gradient(parameter)]
+        if 0 < len(missing) < len(trainable):
+            for parameter in missing:
+                unsharded = parameter._unsharded_param
+                unsharded.grad = torch.zeros_like(unsharded)
+        type(self.group).post_backward(self.group, *unused)
+        self.state._training_state = TrainingState.IDLE
+
+
+def _has_gradient(parameter: Any) -> bool:
+    return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
+
+
 class ShardedGradScaler(FSDP1GradScaler):
     """A gradient scaler for a model in which some gradients are sharded and some are whole, on one mesh or several.
 
@@ -169,91 +262,6 @@ def _shard_with_gradient(gradient: torch.Tensor) -> torch.Tensor:
     holder = local.detach()
     holder.grad = local
     return holder
-
-
-class _FinishThenAverage:
-    """In place of the bound method, on one state."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def __call__(self) -> None:
-        type(self.state)._root_post_backward_final_callback(self.state)
-        if not self.state._state_ctx.is_last_backward or not _reduces_gradients(self.state._state_ctx.all_states):
-            return
-        by_mesh: dict[DeviceMesh, dict[nn.Parameter, None]] = {}
-        for state in self.state._state_ctx.all_states:
-            trainable = [p for p in state._composer_fsdp2_replicated if p.requires_grad]
-            by_mesh.setdefault(state._composer_fsdp2_mesh, {}).update(dict.fromkeys(trainable))
-        for mesh, found in by_mesh.items():
-            _average_gradients(list(found), mesh)
-
-
-def _reduces_gradients(states: Sequence[Any]) -> bool:
-    """Whether ``set_requires_gradient_sync`` is on."""
-    return all(group.reduce_grads for state in states for group in _groups_of(state))
-
-
-def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
-    """In place, in one buffer. A gradient missing here counts as zero, and stays missing if no rank has it."""
-    if not parameters:
-        return
-    dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
-    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-    is_there = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device)
-    buffer = torch.cat([*(gradient.detach().flatten().to(dtype) for gradient in gradients), is_there])
-    for axis in range(mesh.ndim):
-        dist.all_reduce(buffer, group=mesh.get_group(axis))
-    # Read only where something is missing: on a GPU it waits for the reduction.
-    num_there = buffer[-len(parameters) :].tolist() if any(p.grad is None for p in parameters) else None
-    averaged = (buffer[: -len(parameters)] / mesh.size()).split([p.numel() for p in parameters])
-    for number, (parameter, gradient, average) in enumerate(zip(parameters, gradients, averaged, strict=True)):
-        if num_there is None or num_there[number]:
-            parameter.grad = gradient
-            gradient.copy_(average.view_as(gradient))
-
-
-def _groups_of(state: Any) -> list[Any]:
-    """The parameter groups of a unit; none without parameters of its own."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def fill_unused_gradients(module: FSDPModule) -> None:
-    """Give the parameters of one unit that a backward did not reach gradients of zero, once any of the unit has one.
-
-    FSDP1's flat parameter had its gradient whole. ``fully_shard`` reduces those that are there: ranks whose batches
-    read different parameters (experts, branches) would then add up the gradients of different ones, without an error.
-    torch 2.13 has a switch for it, off by default, that fills units without any gradient as well, on which FSDP1 left
-    the optimizer nothing to decay.
-    """
-    for group in _groups_of(module._get_fsdp_state()):
-        group.post_backward = _FillThenReduce(group)
-
-
-class _FillThenReduce:
-    """In place of the bound method, on one group; torch calls it wherever a unit's backward ends."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def __call__(self, *unused: Any) -> None:
-        trainable = [
-            parameter
-            for parameter in self.group.fsdp_params
-            if hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad
-        ]
-        missing = [parameter for parameter in trainable if not _has_gradient(parameter)]
-        if 0 < len(missing) < len(trainable):
-            for parameter in missing:
-                unsharded = parameter._unsharded_param
-                unsharded.grad = torch.zeros_like(unsharded)
-        type(self.group).post_backward(self.group, *unused)
-
-
-def _has_gradient(parameter: Any) -> bool:
-    return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
 
 
 def repair_cpu_collectives() -> None:

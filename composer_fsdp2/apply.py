@@ -18,11 +18,11 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2._torch import (
     average_after_backward,
-    fill_unused_gradients,
     has_accelerator,
     keep_class_name,
     note_mesh,
     repair_cpu_collectives,
+    repair_unit_backward,
 )
 from composer_fsdp2.activation_checkpointing import wrap_activations
 from composer_fsdp2.agreement import agree, require_process_group
@@ -30,7 +30,8 @@ from composer_fsdp2.buffers import cast_buffers
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.materialize import Materializer, breadth_first, decide_initialisation, rank_zero_rng
 from composer_fsdp2.mesh import device_meshes, device_of
-from composer_fsdp2.plan import ShardingPlan, ShardUnit, refuse_sharded
+from composer_fsdp2.plan import ShardingPlan, ShardUnit
+from composer_fsdp2.planning import refuse_sharded
 from composer_fsdp2.tying import parameter_uses
 
 __all__ = ["apply_plan", "reshard", "sharded_roots"]
@@ -182,7 +183,7 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[
         keep_class_name(target)
     head = targets[0]
     assert isinstance(head, FSDPModule)
-    fill_unused_gradients(head)
+    repair_unit_backward(head)
     note_mesh(head, mesh)
     return head
 

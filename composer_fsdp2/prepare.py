@@ -14,7 +14,8 @@ from composer_fsdp2.errors import ConfigError, UnsupportedError
 from composer_fsdp2.findings import Outcome
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.optimizer import Optimizers, Rebinding, the_optimizer
-from composer_fsdp2.plan import ShardingPlan, plan_sharding
+from composer_fsdp2.plan import ShardingPlan
+from composer_fsdp2.planning import plan_sharding
 
 __all__ = ["prepare_fully_shard"]
 

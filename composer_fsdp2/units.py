@@ -123,6 +123,11 @@ class UnitTree:
             if len(roots) > 1:
                 self.need_model_unit(f"{unit.paths[0]} is registered below more than one direct child")
                 return
+            places = [place for path in unit.paths for place in self._paths_of[self.modules[path]]]
+            lonely = next((place for place in places if not self._has_root_above(place)), None)
+            if lonely is not None:
+                self.need_model_unit(f"{unit.paths[0]} is registered outside of its root as well, as {lonely}")
+                return
 
     def _join(self, owners: list[WrapUnit | None], use: ParameterUse) -> None:
         first, second = owners[:2]
@@ -212,6 +217,10 @@ class UnitTree:
             if unit is not None:
                 return unit
         return None
+
+    def _has_root_above(self, path: str) -> bool:
+        units = (self._unit_of.get(self.modules[above]) for above in ancestors_or_self(path))
+        return any(unit is not None and unit.is_root for unit in units)
 
     def _containers(self, unit: WrapUnit) -> Iterator[WrapUnit]:
         """The units above ``unit``, nearest first, under any of its modules' paths."""

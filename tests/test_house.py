@@ -33,6 +33,7 @@ ORDER = [
     "activation_checkpointing",
     "optimizer",
     "plan",
+    "planning",
     "agreement",
     "mesh",
     "materialize",

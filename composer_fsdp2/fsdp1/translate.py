@@ -183,6 +183,8 @@ def translate(
     """
     legacy = LegacyConfig.read(fsdp_config)
     _refuse_bad_keys(legacy)
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise ConfigError(f"world_size is {_short_repr(world_size)}; give the number of ranks, or None")
     if device is None and isinstance(legacy.mesh, DeviceMesh):
         device = legacy.mesh.device_type
     problems = _Problems()
@@ -541,13 +543,14 @@ def _rank_groups(value: object) -> RankGroups:
         return _given(dist.get_process_group_ranks(value))
     if isinstance(value, list | tuple) and value and all(type(rank) is int for rank in value):
         return _given(value)
-    if value == "self":
+    word = value if isinstance(value, str) else ""
+    if word == "self":
         return RankGroups(rule=GroupRule.CONSECUTIVE, number=1)
-    if isinstance(value, str) and value in _LOCAL_GROUPS:
-        return RankGroups(rule=_LOCAL_GROUPS[value], number=_local_world_size(value))
-    matched = re.fullmatch(r"(set|mod)(\d{1,9})", value) if isinstance(value, str) else None
+    if word in _LOCAL_GROUPS:
+        return RankGroups(rule=_LOCAL_GROUPS[word], number=_local_world_size(word))
+    matched = re.fullmatch(r"(set|mod)(\d{1,9})", word)
     if matched is None:
-        raise ConfigError(f"process_group is {value!r}; {_PROCESS_GROUPS}")
+        raise ConfigError(f"process_group is {_short_repr(value)}; {_PROCESS_GROUPS}")
     return RankGroups(rule=GroupRule(matched[1]), number=int(matched[2]))
 
 
@@ -600,6 +603,7 @@ def parse_mixed_precision(value: object, precision: str) -> _Precision:
 
     FSDP1 cast inputs at roots only (torch's MixedPrecision: cast_root_forward_inputs); so do we.
     """
+    _check_dtypes("mixed_precision", value)
     if isinstance(value, MixedPrecisionPolicy):
         return _Precision(policy=value, cast_root_inputs=value.cast_forward_inputs)
     if isinstance(value, MixedPrecision):
@@ -650,13 +654,25 @@ def _dtypes_of(value: Mapping[str, Any]) -> tuple[torch.dtype | None, ...]:
 
 def _dtype(name: str, value: object) -> torch.dtype | None:
     if value is None or isinstance(value, torch.dtype):
-        return value
+        return _floating(name, value)
     text = getattr(value, "value", value)
     if not isinstance(text, str) or text not in DTYPES:
         near = nearest_key(str(text), tuple(DTYPES))
         hint = f"; did you mean {near}?" if near else ""
         raise ConfigError(f"{name} is {value!r}, which is no dtype{hint}")
     return DTYPES[text]
+
+
+def _check_dtypes(name: str, value: object) -> None:
+    if isinstance(value, MixedPrecisionPolicy | MixedPrecision):
+        for part in (*_DTYPE_KEYS, "output_dtype"):
+            _floating(f"{name}.{part}", getattr(value, part, None))
+
+
+def _floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"{name} is {dtype}, in which nothing can be trained; give a floating point dtype")
+    return dtype
 
 
 def _mixed_precision(legacy: LegacyConfig, precision: str) -> _Precision:
@@ -668,6 +684,7 @@ def _mixed_precision(legacy: LegacyConfig, precision: str) -> _Precision:
 def _mp_policy(value: object) -> MixedPrecisionPolicy:
     if not isinstance(value, MixedPrecisionPolicy):
         raise ConfigError(f"mp_policy is {value!r}; give a MixedPrecisionPolicy")
+    _check_dtypes("mp_policy", value)
     return value
 
 
@@ -702,7 +719,7 @@ def _prefetch(legacy: LegacyConfig) -> Prefetch:
 def _ignored_modules(value: object) -> tuple[nn.Module, ...]:
     if value is None:
         return ()
-    modules = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | nn.Module | Mapping) else None
+    modules = tuple(value) if isinstance(value, list | tuple | set | frozenset | nn.ModuleList) else None
     if modules is None or not all(isinstance(module, nn.Module) for module in modules):
         raise ConfigError(
             f"ignored_modules is {_short_repr(value)}; give a list of modules of the model (from a script)"
@@ -791,7 +808,7 @@ def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precis
         "forward_prefetch_limit": lambda: _same_as_fsdp2(legacy, "forward_prefetch_limit", 1),
         "keep_low_precision_grads": lambda: _low_precision_grads_finding(legacy, mixed_precision),
         "ignored_modules": lambda: None if legacy["ignored_modules"] else _neutral_finding(legacy, "ignored_modules"),
-        "process_group": lambda: _same_as_fsdp2(legacy, "process_group", None),
+        "process_group": lambda: _neutral_finding(legacy, "process_group") if legacy["process_group"] is None else None,
         "data_parallel_shard_degree": lambda: _degree_finding(legacy, "data_parallel_shard_degree"),
         "data_parallel_replicate_degree": lambda: _degree_finding(legacy, "data_parallel_replicate_degree"),
         "te_checkpoint_wrapper": lambda: _te_checkpoint_finding(legacy, precision),

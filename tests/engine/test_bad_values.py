@@ -1,0 +1,227 @@
+"""The whole table of keys with wrong types and values: an error of ours, which names the key, or an answer."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.models import Chain, layer
+from omegaconf import OmegaConf
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+
+from composer_fsdp2 import ComposerFSDP2Error, ShardingConfig, Translation, plan_sharding, translate
+from composer_fsdp2.fsdp1.keys import KEYS
+from composer_fsdp2.fsdp1.translate import UNIT_KEYS, translate_unit_settings
+
+WRONG: dict[str, Any] = {
+    "None": None,
+    "true": True,
+    "false": False,
+    "0": 0,
+    "1": 1,
+    "-1": -1,
+    "-2": -2,
+    "7": 7,
+    "huge": 10**40,
+    "1.0": 1.0,
+    "nan": math.nan,
+    "inf": -math.inf,
+    "complex": 1j,
+    "empty string": "",
+    "word": "sideways",
+    "number as a string": "1",
+    "true as a string": "true",
+    "near miss": "FULL_SHRD",
+    "another key's word": "BACKWARD_PRE",
+    "local": "local",
+    "zero byte": "a\0b",
+    "not ASCII": "ﬀ²",
+    "set of none": "set0",
+    "bytes": b"FULL_SHARD",
+    "empty list": [],
+    "list": [1, "a", None],
+    "list of ranks": [0, 0, -1],
+    "nested list": [[[]]],
+    "tuple": (0, 1),
+    "empty dict": {},
+    "dict": {"param_dtype": "sideways"},
+    "dict without strings": {1: 2, None: 3},
+    "dict of dicts": {"param_dtype": {"reduce_dtype": []}},
+    "set": {1},
+    "range": range(3),
+    "generator": "a generator",  # a new one each time, see `wrong`
+    "type": nn.Linear,
+    "function": len,
+    "object": object(),
+    "date": datetime.date(2024, 1, 1),
+    "decimal": decimal.Decimal(1),
+    "slice": slice(1),
+    "ellipsis": ...,
+    "exception": ValueError("no"),
+    "dtype": torch.bfloat16,
+    "integer dtype": torch.int8,
+    "device": torch.device("cpu"),
+    "tensor": torch.ones(2),
+    "scalar tensor": torch.tensor(1),
+    "empty tensor": torch.empty(0),
+    "array": np.ones(2),
+    "numpy number": np.int64(2),
+    "numpy bool": np.bool_(True),
+    "module": layer(),
+    "list of modules": [layer()],
+    "module list": nn.ModuleList([layer()]),
+    "strategy of torch": ShardingStrategy.SHARD_GRAD_OP,
+    "mixed precision": MixedPrecision(),
+    "policy": MixedPrecisionPolicy(),
+    "integer policy": MixedPrecisionPolicy(param_dtype=torch.int8),
+    "offload": CPUOffload(),
+    "offload policy": CPUOffloadPolicy(),
+    "omegaconf dict": OmegaConf.create({"param_dtype": "bf16"}),
+    "omegaconf list": OmegaConf.create([1, 2]),
+}
+
+
+def wrong(case: str) -> Any:
+    return (i for i in range(2)) if case == "generator" else WRONG[case]
+
+
+def error_of(answer: Callable[[], Any]) -> str | None:
+    """The text of our error, if there was one; any other goes through."""
+    try:
+        answer()
+    except ComposerFSDP2Error as error:
+        return str(error)
+    return None
+
+
+def problem_with(check: Callable[[], str | None]) -> str | None:
+    """What the check found, or what escaped from it."""
+    try:
+        return check()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def check_all(check: Callable[[str], str | None]) -> None:
+    """Every wrong value, and all that went wrong at once."""
+    problems = {case: problem_with(lambda case=case: check(case)) for case in WRONG}  # type: ignore[misc]
+    lines = [f"{case} ({WRONG[case]!r:.60}): {problem}" for case, problem in problems.items() if problem]
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+@pytest.mark.parametrize("key", [key.name for key in KEYS])
+def test_of_the_model(key: str, strict: bool):
+    """A typo or a wrong type in a YAML is answered with the name of its key, not with a stack of ours; what is
+    accepted can be planned and reported."""
+
+    def check(case: str) -> str | None:
+        translations: list[Translation] = []
+        options = {"device": "cpu", "world_size": 2, "strict": strict}
+        text = error_of(lambda: translations.append(translate({key: wrong(case)}, **options)))
+        if text is not None:
+            return None if key in text else f"the error does not name the key: {text}"
+        [translation] = translations
+        json.dumps(translation.to_json())
+        assert translation.explain()
+        assert key in {finding.key for finding in translation.findings}
+        if translation.config is None:
+            assert key in {finding.key for finding in translation.blocking}
+        else:
+            error_of(lambda: check_plan(model_with(False), translation.config))
+        return None
+
+    check_all(check)
+
+
+@pytest.mark.parametrize("key", UNIT_KEYS)
+def test_of_one_module(key: str):
+    """What a wrap function's dict says wrongly is named with its key and the module."""
+
+    def check(case: str) -> str | None:
+        of_settings = error_of(lambda: translate_unit_settings({key: wrong(case)}, "net.inner", ShardingConfig()))
+        model = model_with({key: wrong(case)})
+        of_plan = error_of(lambda: check_plan(model, ShardingConfig()))
+        assert (of_settings is None) == (of_plan is None)
+        lost = [name for text in (of_settings, of_plan) if text for name in (key, "net.inner") if name not in text]
+        return f"the error does not name {lost[0]}: {of_settings}" if lost else None
+
+    check_all(check)
+
+
+def test_answers_of_a_wrap_function():
+    """One that forgets its return, or returns a mask, is named with the module that it was asked about."""
+
+    def check(case: str) -> str | None:
+        if case in ("true", "false", "empty dict"):
+            return None
+        text = error_of(lambda: check_plan(model_with(wrong(case)), ShardingConfig()))
+        return None if text and "net.inner" in text else f"the error does not name the module: {text}"
+
+    check_all(check)
+
+
+@pytest.mark.parametrize("argument", ["precision", "device", "world_size"])
+def test_arguments_of_translate(argument: str):
+    """A script that passes the wrong thing beside the configuration is told what it passed."""
+
+    def check(case: str) -> str | None:
+        options = {"device": "cpu", "world_size": 2, argument: wrong(case)}
+        text = error_of(lambda: translate({}, **options).explain())
+        named = text is None or argument in text or argument.replace("_", " ") in text
+        return None if named else f"the error does not name {argument}: {text}"
+
+    check_all(check)
+
+
+def test_keys_that_are_none():
+    """Whatever stands on the left of a colon."""
+
+    def check(case: str) -> str | None:
+        try:
+            hash(WRONG[case])
+        except TypeError:
+            return None  # cannot be a key
+        texts = [
+            error_of(lambda: translate({WRONG[case]: 1}, device="cpu")),
+            error_of(lambda: translate_unit_settings({WRONG[case]: 1}, "net.inner", ShardingConfig())),
+        ]
+        return None if all(texts) else f"accepted: {texts}"
+
+    check_all(check)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("part", ["param_dtype", "reduce_dtype", "buffer_dtype"])
+def test_dtypes_that_nothing_trains_in(part: str, dtype: torch.dtype):
+    """Parameters in whole numbers would fail in the first forward, gradients in the first backward: after the queue."""
+    forms: list[dict[str, Any]] = [
+        {"mixed_precision": {part: dtype}},
+        {"mixed_precision": MixedPrecision(**{part: dtype})},
+    ]
+    if part != "buffer_dtype":
+        forms += [{key: MixedPrecisionPolicy(**{part: dtype})} for key in ("mp_policy", "mixed_precision")]
+    accepted = []
+    for said in forms:
+        of_model = error_of(lambda said=said: translate(said, device="cpu"))  # type: ignore[misc]
+        of_unit = error_of(lambda said=said: translate_unit_settings(said, "net", ShardingConfig()))  # type: ignore[misc]
+        accepted += [said for text in (of_model, of_unit) if text is None or part not in text]
+    assert accepted == []
+
+
+def model_with(answer: Any) -> nn.Module:
+    return Chain(net=Chain({"inner": answer}, inner=layer(), other=layer()))
+
+
+def check_plan(model: nn.Module, config: ShardingConfig) -> None:
+    plan = plan_sharding(model, config)
+    json.dumps(plan.to_json())
+    assert plan.explain()

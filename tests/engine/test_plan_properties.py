@@ -1,0 +1,267 @@
+"""Whatever the model: each parameter has one place in the plan, and every rank makes the same plan."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from engine.random_models import Tree, build, examples, found, ignored_modules, trees
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from composer_fsdp2 import ActivationCheckpointing, PlanError, Prefetch, ShardingConfig, ShardingPlan, plan_sharding
+
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+CONFIGS = st.builds(
+    ShardingConfig,
+    reshard_after_forward=st.sampled_from([True, False, 2]),
+    mixed_precision=st.sampled_from([LOW, MixedPrecisionPolicy(cast_forward_inputs=False)]),
+    prefetch=st.builds(
+        Prefetch, forward=st.sampled_from([None, None, 1, 2]), backward=st.sampled_from([None, None, 0, 1, 3])
+    ),
+    activation_checkpointing=st.sampled_from([ActivationCheckpointing(), ActivationCheckpointing(checkpoint=True)]),
+)
+LEFT_OUT, IGNORED = "left out", "ignored"
+DTYPES = (("float64", "float32"), ("float32", "bfloat16"))
+
+
+def any_tree() -> st.SearchStrategy[Tree]:
+    return trees(batch_norms=True, checkpointed=True, dtypes=DTYPES)
+
+
+def plan_of(tree: Tree, config: ShardingConfig, model: nn.Module | None = None) -> ShardingPlan | None:
+    """The plan, or None if there rightly is none."""
+    model = build(tree) if model is None else model
+    ignored = ignored_modules(tree, model)
+    try:
+        return plan_sharding(model, dataclasses.replace(config, ignored_modules=tuple(ignored)))
+    except PlanError as error:
+        if config.mixed_precision.param_dtype is not None and "give it a module of its own" in str(error):
+            return None  # one module with two dtypes, and a third one to compute in
+        assert "nothing to shard" in str(error)  # noqa: PT017  the only other right answer
+        assert not list(wrapped_parameters(model, ignored))
+        return None
+
+
+def wrapped_parameters(model: nn.Module, ignored: list[nn.Module]) -> Iterator[nn.Parameter]:
+    """What there is to shard: FSDP1 wrapped the children, and a scalar has no dimension to shard."""
+    outside = {parameter for module in ignored for parameter in module.parameters()}
+    for child in model.children():
+        if getattr(child, "_fsdp_wrap", True):
+            yield from (p for p in child.parameters() if p.dim() and p not in outside)
+
+
+def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter] = (*names.get(parameter, ()), name)
+    return names
+
+
+def places(model: nn.Module, plan: ShardingPlan) -> list[tuple[str, tuple[str, ...]]]:
+    """Each mention of a parameter in the plan: where, and under which names."""
+    found = [
+        (f"unit {unit.name!r}", spec.names) for unit in plan.units for spec in (*unit.parameters, *unit.replicated)
+    ]
+    found += [(LEFT_OUT, (name,)) for left in plan.left_out for name in left.names]
+    ignored = set(plan.ignored)
+    assert len(ignored) == len(plan.ignored)
+    for names in names_by_parameter(model).values():
+        if said := tuple(name for name in names if name in ignored):
+            found.append((IGNORED, said))
+            ignored -= set(said)
+    assert not ignored, f"no parameters: {ignored}"
+    return found
+
+
+def footprint(model: nn.Module) -> list[Any]:
+    """What planning must leave alone: modules and tensors themselves, and every attribute of a module."""
+    return [
+        *((path, id(module), type(module), _frozen(vars(module))) for path, module in model.named_modules()),
+        *(
+            (name, id(tensor), tensor.requires_grad, tensor.grad)
+            for name, tensor in model.state_dict(keep_vars=True).items()
+        ),
+    ]
+
+
+def _frozen(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in attributes.items()}
+
+
+@given(any_tree(), CONFIGS)
+@found(lambda tree: (tree, ShardingConfig()))
+@examples(150)
+def test_every_tree_has_a_plan_that_can_be_carried_out(tree: Tree, config: ShardingConfig):
+    """Whatever is nested, shared, tied, ignored or chosen: a parameter that is forgotten would train on each rank for
+    itself, one that lies in two units would come apart, units in another order would be lost; without an error."""
+    model = build(tree)
+    if (plan := plan_of(tree, config, model)) is None:
+        return
+    check_places(model, plan)
+    check_ties(model, plan)
+    check_units_gather_what_runs_in_them(model, plan)
+    check_order(model, plan)
+    check_roots(model, plan)
+
+
+def check_places(model: nn.Module, plan: ShardingPlan) -> None:
+    """Every parameter lies in exactly one unit, or is reported as ignored or left out."""
+    names = names_by_parameter(model)
+    parameter_of = {name: parameter for parameter, all_names in names.items() for name in all_names}
+    place_of: dict[nn.Parameter, str] = {}
+    for place, said in places(model, plan):
+        parameter = parameter_of[said[0]]
+        assert parameter not in place_of, f"{said} is in {place_of[parameter]} and in {place}"
+        known = names[parameter][:1] if place == LEFT_OUT else names[parameter]
+        assert said == known, f"{place} has {said}, the parameter is {known}"
+        place_of[parameter] = place
+    assert place_of.keys() == names.keys(), f"{[names[p] for p in names.keys() - place_of.keys()]} have no place"
+
+
+def check_ties(model: nn.Module, plan: ShardingPlan) -> None:
+    """Tie groups are whole: one that is missing is not looked at again after sharding."""
+    place_of = {said[0]: place for place, said in places(model, plan)}
+    tied = {names for names in names_by_parameter(model).values() if len(names) > 1}
+    assert set(plan.tie_groups) == {names for names in tied if place_of[names[0]] != IGNORED}
+    assert len(set(plan.tie_groups)) == len(plan.tie_groups)
+
+
+def check_units_gather_what_runs_in_them(model: nn.Module, plan: ShardingPlan) -> None:
+    """A unit gathers parameters for its modules and what runs in them, up to the next unit: what another unit holds
+    would be a shard when it is used. That holds at each place where a module or a parameter is registered."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unit_of = {modules[path]: unit for unit in plan.units for path in unit.modules}
+    assert len(unit_of) == sum(len(unit.modules) for unit in plan.units), "a module is in two units"
+    for unit in plan.units:
+        for spec in (*unit.parameters, *unit.replicated):
+            for name in spec.names:
+                above = next(
+                    unit_of[modules[path]] for path in at_or_above(name.rpartition(".")[0]) if modules[path] in unit_of
+                )
+                assert above is unit, f"{name} is in {unit.name!r}, and {above.name!r} is around it"
+
+
+def check_order(model: nn.Module, plan: ShardingPlan) -> None:
+    """Children come before parents: fully_shard gives a parent all that its children have not taken yet."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    below_earlier: set[nn.Module] = set()
+    for unit in plan.units:
+        heads = [modules[path] for path in unit.modules]
+        assert not below_earlier & set(heads), f"{unit.modules} comes after a unit that contains it"
+        below_earlier.update(module for head in heads for module in head.modules())
+
+
+def check_roots(model: nn.Module, plan: ShardingPlan) -> None:
+    """torch finds the root in the first forward; a group there, a container without forward, or a module below two
+    roots would end the run in its first step. What is gathered ahead must lie below the same root, too."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    root_of: dict[str, str] = {}
+    for unit in plan.units:
+        for path in unit.modules:
+            assert type(modules[path]).forward is not nn.Module.forward, f"{path} cannot be called"
+        heads = {modules[path] for path in unit.modules}
+        roots = [root.name for root in plan.roots if not heads.isdisjoint(modules[root.name].modules())]
+        assert len(roots) == 1, f"{unit.modules} is below the roots {roots}"
+        assert not unit.is_root or len(unit.modules) == 1, f"{unit.modules} is a group, and a root"
+        root_of[unit.name] = roots[0]
+        for path, module in modules.items():
+            above = {modules[outer] for outer in at_or_above(path)}
+            assert module not in heads or modules[roots[0]] in above, f"{path} runs outside of its root {roots[0]!r}"
+    for unit in plan.units:
+        for name in (*unit.forward_prefetch, *(unit.backward_prefetch or ())):
+            assert root_of.get(name) == root_of[unit.name], f"{unit.name!r} gathers {name!r} ahead, of another root"
+
+
+def at_or_above(path: str) -> list[str]:
+    """A module's path and those of the modules around it, innermost first; the model's own, '', is the last."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+
+
+@given(any_tree(), CONFIGS)
+@examples(60)
+def test_planning_only_reads_and_repeats_itself(tree: Tree, config: ShardingConfig):
+    """A plan can be looked at before anything is done; planning again, or the same model built again, with values or
+    without, gives the same plan."""
+    model = build(tree)
+    before = footprint(model)
+    if (plan := plan_of(tree, config, model)) is None:
+        assert plan_of(tree, config, model) is None
+        return
+    again = plan_of(tree, config, model)
+    assert footprint(model) == before
+    for other in (again, plan_of(tree, config), plan_of(tree, config, build(tree, "meta"))):
+        assert other == plan
+        assert other is not None and other.digest == plan.digest
+    assert json.loads(json.dumps(plan.to_json())) == plan.to_json()
+    assert plan.explain() == str(plan)
+
+
+@functools.cache
+def some_cases() -> list[tuple[Tree, ShardingConfig]]:
+    cases: list[tuple[Tree, ShardingConfig]] = []
+
+    @given(any_tree(), CONFIGS)
+    @examples(150)
+    def collect(tree: Tree, config: ShardingConfig) -> None:
+        cases.append((tree, config))
+
+    collect()
+    return cases
+
+
+def digests_of(cases: list[tuple[Tree, ShardingConfig]]) -> list[str | None]:
+    plans = (plan_of(*case) for case in cases)
+    return [None if plan is None else plan.digest for plan in plans]
+
+
+def test_ranks_make_the_same_plan():
+    """Ranks that decided differently would wait for each other for ever. Each process has other addresses and hashes,
+    so an order that comes from a set of modules would differ."""
+    cases = some_cases()
+    here = digests_of(cases)
+    for digests in run_ranks(digests_of, 2, cases):
+        differing = [case for case, ours, theirs in zip(cases, here, digests, strict=True) if ours != theirs]
+        assert not differing, f"a rank plans something else for {differing[0]}"
+
+
+def test_the_trees_have_what_the_properties_are_about():
+    """The properties above would say little about trees without ties, groups, containers and left-out parameters."""
+    seen: collections.Counter[str] = collections.Counter()
+    for tree, config in some_cases():
+        model = build(tree)
+        if (plan := plan_of(tree, config, model)) is not None:
+            seen.update(what for what, is_there in features_of(tree, model, plan).items() if is_there)
+            rare = [what for what in features_of(tree, model, plan) if seen[what] < 3]
+    assert not rare, f"seldom {rare}: {seen}"
+
+
+def features_of(tree: Tree, model: nn.Module, plan: ShardingPlan) -> dict[str, bool]:
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    children = [{name.split(".")[0] for name in names} for names in plan.tie_groups]
+    return {
+        "tie": bool(plan.tie_groups),
+        "tie of more than two": any(len(names) > 2 for names in plan.tie_groups),
+        "tie across direct children": any(len(names) > 1 for names in children),
+        "group": any(len(unit.modules) > 1 for unit in plan.units),
+        "the model as a unit": any(not unit.name for unit in plan.units),
+        "left out": bool(plan.left_out),
+        "ignored": bool(plan.ignored),
+        "replicated": bool(plan.replicated),
+        "scalar": any(not spec.shape for spec in plan.replicated),
+        "unit of another dtype": len({spec.dtype for unit in plan.units for spec in unit.parameters}) > 1,
+        "many units": len(plan.units) > 3,
+        "module in two places": len(paths) > sum(1 for _ in model.modules()),
+        "container": any(part.kind in ("list", "dict") for part in tree),
+        "prefetch": any(unit.forward_prefetch or unit.backward_prefetch for unit in plan.units),
+        "frozen": any(not parameter.requires_grad for parameter in model.parameters()),
+    }

@@ -1,0 +1,182 @@
+"""Whatever a configuration says: the answer is the same each time, and accounts for every key."""
+
+from __future__ import annotations
+
+import copy
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from engine.random_models import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+
+from composer_fsdp2 import ConfigError, Outcome, ShardingConfig, Translation, translate
+from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Kind
+
+WORLD_SIZES = [None, 1, 2, 4]
+PRECISIONS = ["fp32", "amp_fp16", "amp_bf16", "amp_fp8", None]
+MODULE = nn.Linear(1, 1)
+
+DTYPE_DICTS = st.dictionaries(
+    st.sampled_from(["param_dtype", "reduce_dtype", "buffer_dtype"]), st.sampled_from(["bf16", "fp16", "fp32", None])
+)
+# What each key takes, where its kind does not say. Plain values can be written in a YAML.
+PLAIN: dict[str, st.SearchStrategy[Any]] = {
+    "sharding_strategy": st.sampled_from(
+        ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "full_shard"]
+    ),
+    "backward_prefetch": st.sampled_from(["NONE", "BACKWARD_PRE", "BACKWARD_POST", "backward_pre"]),
+    "backward_prefetch_limit": st.integers(1, 4),
+    "forward_prefetch_limit": st.integers(1, 4),
+    "mixed_precision": st.sampled_from(["FULL", "DEFAULT", "PURE", "pure"]) | DTYPE_DICTS,
+    "data_parallel_shard_degree": st.sampled_from([-1, -1, 1, 2, 4]),
+    "data_parallel_replicate_degree": st.sampled_from([None, None, -1, 1, 2, 4]),
+    "reshard_after_forward": st.sampled_from([True, False, 1, 2]),
+    "state_dict_type": st.sampled_from([None, "full", "sharded"]),
+    "cpu_offload": st.none() | st.booleans(),
+    "process_group": st.sampled_from([None, None, "self", "set2", "mod2", [0, 1], ["set2", "mod2"]]),
+}
+OBJECTS: dict[str, st.SearchStrategy[Any]] = {
+    "mixed_precision": st.sampled_from(
+        [MixedPrecision(), MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)]
+    ),
+    "mp_policy": st.sampled_from([MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float32)]),
+    "cpu_offload": st.sampled_from([CPUOffload(offload_params=True), CPUOffload()]),
+    "offload_policy": st.sampled_from([OffloadPolicy(), CPUOffloadPolicy()]),
+    "ignored_modules": st.sampled_from([[], [MODULE]]),
+}
+BY_KIND: dict[Kind, st.SearchStrategy[Any]] = {
+    Kind.BOOL: st.booleans(),
+    Kind.INT: st.integers(1, 4),
+    Kind.OPTIONAL_INT: st.none() | st.integers(1, 4),
+    Kind.BOOL_OR_INT: st.booleans() | st.integers(1, 4),
+    Kind.STR: st.text(max_size=5),
+    Kind.OPTIONAL_STR: st.none() | st.text(max_size=5),
+    Kind.ANY: st.none(),
+}
+PLAIN_VALUES = {key.name: PLAIN.get(key.name, BY_KIND[key.kind]) for key in KEYS}
+VALUES = {name: values | OBJECTS.get(name, st.nothing()) for name, values in PLAIN_VALUES.items()}
+
+
+def mappings(values: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    """Some keys, in any order, each with a value that it takes."""
+    names = st.lists(st.sampled_from(sorted(values)), unique=True, max_size=7)
+    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: values[name] for name in chosen}))
+
+
+def answer_to(said: object, **options: Any) -> Translation | str:
+    """The translation, or the one kind of error that there may be."""
+    try:
+        return translate(said, **{"device": "cpu", **options})
+    except ConfigError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def config_of(answer: Translation | str) -> ShardingConfig | None:
+    return answer.config if isinstance(answer, Translation) else None
+
+
+@given(mappings(VALUES), st.sampled_from(PRECISIONS), st.sampled_from(WORLD_SIZES), st.booleans())
+@examples(300)
+def test_no_key_is_lost(said: dict[str, Any], precision: str | None, world_size: int | None, strict: bool):
+    """A setting that is dropped without a word is found in the loss curve, or never: every key that was said has its
+    line in the report, and the run starts unless one of those lines stands in its way."""
+    answer = answer_to(said, precision=precision, world_size=world_size, strict=strict)
+    if isinstance(answer, str):
+        assert any(name in answer for name in said), f"{answer} names nothing that was said"
+        return
+    found = [finding.key for finding in answer.findings]
+    assert [name for name in said if name not in found] == []
+    # A MixedPrecision brings a key of its own along; a part of a value is named after the key that it lies in.
+    brought = {"keep_low_precision_grads"} if isinstance(said.get("mixed_precision"), MixedPrecision) else set()
+    assert {key.partition(".")[0] for key in found} <= said.keys() | brought
+    for finding in answer.findings:
+        assert isinstance(finding.outcome, Outcome)
+        assert finding.reason
+        assert finding.key in finding.where
+        assert finding.key in answer.explain()
+    must_stop = said.get("strict", strict) and any(finding.outcome.blocks for finding in answer.findings)
+    assert (answer.config is None) == must_stop
+    json.dumps(answer.to_json())
+
+
+@given(mappings(VALUES), st.sampled_from(PRECISIONS), st.sampled_from(WORLD_SIZES), st.randoms(use_true_random=False))
+@examples(200)
+def test_the_answer_is_the_same_each_time(
+    said: dict[str, Any], precision: str | None, world_size: int | None, rng: Any
+):
+    """Ranks read the same file and must decide alike; neither the order of its lines nor an earlier reading matters,
+    and the user's own mapping stays as it was."""
+    options = {"precision": precision, "world_size": world_size}
+    before = copy.copy(said), {name: copy.copy(value) for name, value in said.items() if isinstance(value, dict | list)}
+    first = answer_to(said, **options)
+    assert answer_to(said, **options) == first
+    assert list(said.items()) == list(before[0].items())
+    assert all(said[name] == value for name, value in before[1].items())
+    names = list(said)
+    rng.shuffle(names)
+    shuffled = answer_to({name: said[name] for name in names}, **options)
+    if isinstance(first, str):
+        assert isinstance(shuffled, str)
+        assert sorted(shuffled.splitlines()) == sorted(first.splitlines())
+    else:
+        assert isinstance(shuffled, Translation)
+        assert shuffled.config == first.config
+        assert sorted(map(repr, shuffled.findings)) == sorted(map(repr, first.findings))
+
+
+@given(mappings(PLAIN_VALUES), st.sampled_from(PRECISIONS), st.sampled_from(WORLD_SIZES))
+@examples(200)
+def test_every_form_says_the_same(said: dict[str, Any], precision: str | None, world_size: int | None):
+    """A YAML, a dict in a script and a configuration object train alike."""
+    options = {"precision": precision, "world_size": world_size}
+    plain = answer_to(said, **options)
+    assert answer_to(OmegaConf.create(said), **options) == plain
+    # An object without a sharding_strategy is FSDP2's, with other defaults.
+    whole = {"sharding_strategy": "FULL_SHARD"} | said
+    of_mapping, of_object = answer_to(whole, **options), answer_to(SimpleNamespace(**whole), **options)
+    assert config_of(of_object) == config_of(of_mapping)
+    assert isinstance(of_object, str) == isinstance(of_mapping, str)
+
+
+# Saying these has an effect although it is the default: reshard_after_forward and sharding_strategy must not contradict
+# each other, a value of either decides where the other is not said, and load_monolith_rank0_only asks for
+# sync_module_states unless that was said.
+MATTERS_TO_SAY = {"sharding_strategy", "reshard_after_forward", "sync_module_states"}
+# Of two ways to say one thing only one may be said, whatever its value.
+SYNONYMS = {"cpu_offload": "offload_policy", "mixed_precision": "mp_policy"}
+
+
+@given(mappings(VALUES), st.sampled_from(sorted(KEYS_BY_NAME.keys() - MATTERS_TO_SAY)), st.sampled_from(WORLD_SIZES))
+@examples(300)
+def test_a_default_may_be_said(said: dict[str, Any], name: str, world_size: int | None):
+    """Whoever writes every key out trains as if those with their default were left away."""
+    said = {key: value for key, value in said.items() if key not in (name, SYNONYMS.get(name))}
+    options = {"precision": "amp_bf16", "world_size": world_size}
+    without, with_default = (
+        answer_to(mapping, **options) for mapping in (said, said | {name: KEYS_BY_NAME[name].default})
+    )
+    if isinstance(without, str) or isinstance(with_default, str):
+        assert isinstance(without, str) == isinstance(with_default, str), f"{without}; with {name}: {with_default}"
+    else:
+        assert with_default.config == without.config
+
+
+def test_most_mappings_are_accepted():
+    """The properties above would say little if nearly everything were refused, or some key never said."""
+    answers: list[tuple[dict[str, Any], Translation | str]] = []
+
+    @given(mappings(VALUES), st.sampled_from(WORLD_SIZES))
+    @examples(300)
+    def collect(said: dict[str, Any], world_size: int | None) -> None:
+        answers.append((said, answer_to(said, precision="fp32", world_size=world_size)))
+
+    collect()
+    assert sum(config_of(answer) is not None for _, answer in answers) > len(answers) / 3
+    said_in_accepted = {name for said, answer in answers for name in said if isinstance(answer, Translation)}
+    assert said_in_accepted == KEYS_BY_NAME.keys()
