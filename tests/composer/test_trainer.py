@@ -192,8 +192,8 @@ def check_groups_and_ignored_modules() -> list[str]:
 
 
 def test_groups_and_ignored_modules():
-    """`process_group` and `ignored_modules` mean in a Trainer what they meant under FSDP1, and its gradient scaler takes
-    whole and sharded gradients together."""
+    """`process_group` and `ignored_modules` mean in a Trainer what they meant under FSDP1, and its gradient scaler
+    takes whole and sharded gradients together."""
     assert run_ranks(check_groups_and_ignored_modules, 2) == [["ShardedGradScaler"]] * 2
 
 

@@ -274,3 +274,29 @@ def test_ignored_modules_without_values():
     """A module that nobody will fill is named before anything is sharded."""
     for message in run_ranks(check_ignored_on_meta, 2):
         assert "net.kept" in message and "is on the meta device, and no unit holds it" in message
+
+
+# --- parameters without elements
+
+
+class Hollow(nn.Module):
+    """A layer whose adapter has rank zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+        self.down = nn.Parameter(torch.randn(6, 0))
+        self.up = nn.Parameter(torch.randn(0, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + x @ self.down @ self.up
+
+
+def check_hollow() -> list[str]:
+    model = train_alike(lambda: Chain(net=Hollow()), {}, features)
+    return [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+
+
+def test_parameters_without_elements():
+    """An adapter of rank zero trains along; torch fails in the first backward."""
+    assert run_ranks(check_hollow, 2) == [["net.down", "net.up"]] * 2

@@ -1,0 +1,491 @@
+"""Meta models: the values of one process whatever the number of ranks, and never more than one unit whole at a time."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import Block, Chain, Decoder, Model, layer, random_model, tie
+from engine.parity import FULL, full
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from composer_fsdp2 import ShardingConfig, plan_sharding, prepare_fully_shard
+
+SEED = 100
+ODD = 5  # rows that divide by neither 2 nor 4
+
+
+# --- models on the meta device
+
+
+def decoder() -> nn.Module:
+    return Model(num_blocks=3)
+
+
+def tied_decoder() -> nn.Module:
+    return Model(num_blocks=2, tied=True)
+
+
+class Drawn(nn.Module):
+    """Draws parameters and buffers with every kind of generator call, in other orders than they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(ODD, 7))
+        self.low = nn.Parameter(torch.empty(3, 2, dtype=torch.float32), requires_grad=False)
+        self.register_buffer("table", torch.empty(4))
+        self.register_buffer("mask", torch.empty(6, dtype=torch.bool), persistent=False)
+        self.inner = nn.Linear(7, ODD)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x @ self.weight)
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.randperm(4))
+        nn.init.trunc_normal_(self.low, std=0.5)
+        nn.init.orthogonal_(self.weight)
+        self.mask.copy_(torch.rand(6) > 0.5)
+
+
+def nested() -> nn.Module:
+    """Units within units, a layer at two places of one, parameters of units above them."""
+    shared = nn.Linear(ODD, ODD)
+    inner = Chain(drawn=Drawn(), deep=Chain(block=Block(ODD), shared=shared, other=Chain(again=shared)))
+    answers = {"inner": True, "inner.deep": True, "inner.deep.block": True, "last": True}
+    return Chain(net=Chain(answers, first=nn.Linear(ODD, ODD), inner=inner, last=Drawn(), end=Drawn()))
+
+
+def tied_units() -> nn.Module:
+    """Ties of three across units, which become one group."""
+    blocks = {name: Chain(own=Block(ODD), tied=layer(ODD)) for name in "abc"}
+    model = Chain(net=Chain(dict.fromkeys("abc", True), **blocks, rest=nn.Linear(ODD, ODD)))
+    tie(*(each.tied for each in blocks.values()))
+    return model
+
+
+def tied_children() -> nn.Module:
+    """A tie across direct children makes the model the unit; what each child says of its own part still holds."""
+    model = Chain(a=Chain({"block": True}, block=Block(ODD), tied=layer(ODD)), b=Hooked(ODD), c=layer(ODD))
+    tie(model.a.tied, model.b.tied)
+    return model
+
+
+class Hooked(nn.Module):
+    """Its param_init_fn goes before reset_parameters, and draws more for some modules than for others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.tied = layer(width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(self.tied(x))
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Block)
+
+    def param_init_fn(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            spread = 0.02 / len(name) if type(module).__name__ == "Linear" else 1.0
+            nn.init.normal_(parameter, std=spread)
+        for buffer in module.buffers(recurse=False):
+            buffer.copy_(torch.randn(buffer.shape))
+
+
+def hooked() -> nn.Module:
+    return Chain(net=Hooked(ODD), plain=Chain(block=Block(ODD), head=nn.Linear(ODD, ODD)))
+
+
+def partly_real() -> nn.Module:
+    """A part that was loaded keeps its values, and takes nothing from the generator."""
+    with torch.device("cpu"):
+        real = nn.Linear(ODD, ODD)
+        nn.init.constant_(real.weight, 3.0)
+        nn.init.constant_(real.bias, 4.0)
+    return Chain(net=Chain({"later": True}, real=real, later=Block(ODD), head=nn.Linear(ODD, ODD)))
+
+
+class Turned(nn.Module):
+    """Weights whose layout, dtype or shape no unit shards as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.empty(7, ODD).t())
+        self.low = nn.Parameter(torch.empty(ODD, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.empty(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.turned @ self.turned.t() + self.low) * self.scale
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+
+def turned() -> nn.Module:
+    return Chain(net=Chain({"b": True}, a=Turned(), b=Turned(), norm=nn.LayerNorm(ODD)))
+
+
+def draw(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
+
+
+def random_tree(seed: int) -> nn.Module:
+    """Nesting, containers, ties and modules in two places as they come; without what is left out, which is refused."""
+    model = random_model(random.Random(seed), excluded=False)
+    for child in model.children():
+        child.param_init_fn = draw
+    return model
+
+
+def trees() -> list[int]:
+    """The random trees that have something to draw and nothing that no unit holds."""
+    found = []
+    for seed in range(60):
+        with torch.device("meta"):
+            model = random_tree(seed)
+        if getattr(model, "weight", None) is None and any(child.parameters() for child in model.children()):
+            names = [name for child in model.children() for name, _ in child.named_parameters()]
+            if names:
+                found.append(seed)
+    return found
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    build.__name__: build
+    for build in (decoder, tied_decoder, nested, tied_units, tied_children, hooked, partly_real, turned)
+}
+
+
+def build(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return random_tree(int(name)) if name.isdigit() else MODELS[name]()
+
+
+# --- one process
+
+
+def drawn_by_one_process(name: str) -> dict[str, torch.Tensor]:
+    """The reference: FSDP1's lookup (composer/distributed/dist_strategy.py, _param_init_fn) in the order of the plan,
+    breadth first within a unit, on a model that nobody shards."""
+    model = build(name)
+    plan = plan_sharding(model, ShardingConfig())
+    children = dict(model.named_children())
+    order = [path for unit in plan.units for path in breadth_first(model, plan, unit.modules)]
+    torch.manual_seed(SEED)
+    for path in order:
+        module = model.get_submodule(path)
+        if not any(tensor.is_meta for tensor in tensors_of(module)):
+            continue
+        make_empty(model, module)
+        child = children.get(path.split(".")[0])
+        if callable(getattr(child, "param_init_fn", None)):
+            child.param_init_fn(module)
+        else:
+            module.reset_parameters()
+    return values_of(model)
+
+
+def breadth_first(model: nn.Module, plan: Any, paths: tuple[str, ...]) -> list[str]:
+    heads = {model.get_submodule(path) for unit in plan.units for path in unit.modules}
+    waiting, found = deque(paths), []
+    seen = {model.get_submodule(path) for path in paths}
+    while waiting:
+        path = waiting.popleft()
+        found.append(path)
+        for name, child in model.get_submodule(path).named_children():
+            if child not in seen and child not in heads:
+                seen.add(child)
+                waiting.append(f"{path}.{name}" if path else name)
+    return found
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def make_empty(model: nn.Module, module: nn.Module) -> None:
+    """What has no value gets room for one, under all of its names."""
+    for tensor in tensors_of(module):
+        if not tensor.is_meta:
+            continue
+        real: torch.Tensor = torch.empty_like(tensor, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            real = nn.Parameter(real, tensor.requires_grad)
+        for owner in model.modules():
+            for attribute, other in [*owner._parameters.items(), *owner._buffers.items()]:
+                if other is tensor:
+                    setattr(owner, attribute, real)
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: full(tensor).clone() for name, tensor in tensors}
+
+
+# --- any number of ranks
+
+
+def check_values(names: list[str], config: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """All models' values, after checking that the ranks have the same; each rank's own seed is another."""
+    drawn = {}
+    for name in names:
+        model = build(name)
+        torch.manual_seed(SEED + dist.get_rank())
+        expected = torch.get_rng_state()
+        prepare_fully_shard(model, None, FULL | config, device="cpu")
+        assert torch.equal(torch.get_rng_state(), expected), f"{name}: the random state of the run was moved"
+        drawn[name] = values_of(model)
+        assert not any(value.is_meta or value.isnan().any() for value in drawn[name].values()), name
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, drawn)
+    for name, values in drawn.items():
+        for other in everyone:
+            assert_same_bits(name, other[name], values)
+    return drawn
+
+
+def assert_same_bits(name: str, actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys(), name
+    different = [each for each, value in expected.items() if not torch.equal(actual[each], value)]
+    assert not different, f"{name}: {different}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_one_seed_means_one_model(world_size: int):
+    """A run on another number of GPUs starts from the same bits, those that one process draws with FSDP1's lookup:
+    with ties, shared modules, nested units, hooks, random trees."""
+    names = [*MODELS, *map(str, trees()[:12])]
+    expected = {name: drawn_by_one_process(name) for name in names}
+    configs: list[dict[str, Any]] = [{}, {"sync_module_states": True}, {"sharding_strategy": "SHARD_GRAD_OP"}]
+    if world_size == 4:
+        configs = [{}, {"data_parallel_replicate_degree": 2}]
+    for config in configs:
+        for drawn in run_ranks(check_values, world_size, names, config):
+            for name in names:
+                assert_same_bits(f"{name}, {config}", drawn[name], expected[name])
+
+
+def test_the_seed_counts():
+    """The comparison above would also hold for models without a random value."""
+    assert len(trees()) >= 12
+    for name in MODELS:
+        values = drawn_by_one_process(name)
+        assert sum(value.is_floating_point() and value.unique().numel() > 4 for value in values.values()) >= 3, name
+
+
+# --- names that an initialisation reads
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class ByName(nn.Module):
+    """As LLM Foundry initialises Hugging Face's models: it knows a norm by the name of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm(ODD)
+        self.layers = nn.ModuleList(nn.Linear(ODD, ODD) for _ in range(2))
+        self.end = RMSNorm(ODD)
+        self.seen: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.layers:
+            x = self.norm(each(x))
+        return self.end(x)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, RMSNorm | nn.Linear) and module is not self.end
+
+    def param_init_fn(self, module: nn.Module) -> None:
+        self.seen.append(type(module).__name__)
+        self.seen.extend(type(each).__name__ for each in self.children())
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 1.0 if type(module).__name__ == "RMSNorm" else 0.5)
+
+
+def check_names() -> list[str]:
+    with torch.device("meta"):
+        model = Chain(net=ByName())
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    for name, parameter in model.named_parameters():
+        expected = 1.0 if "norm" in name or "end" in name else 0.5
+        assert bool((full(parameter) == expected).all()), name
+    return model.net.seen
+
+
+def test_an_initialisation_by_class_names():
+    """A norm that is a unit would be initialised as something else if its class were called FSDPRMSNorm by then."""
+    for seen in run_ranks(check_names, 2):
+        assert len(seen) == 4 * 4 and set(seen) == {"RMSNorm", "Linear", "ModuleList"}
+
+
+# --- memory
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of the CPU storages that operators have made and somebody still holds."""
+
+    def __init__(self, known: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.now_bytes = self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._alive: dict[int, Any] = {}
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known if not tensor.is_meta}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if isinstance(local, torch.Tensor) and local.device.type == "cpu":
+                self._note(local.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)  # torch keeps one Python object for a storage as long as the storage lives
+        if key in self._sizes or storage.data_ptr() in self._known:
+            return
+        self._sizes[key] = storage.nbytes()
+        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self.now_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def _forget(self, key: int) -> None:
+        self.now_bytes -= self._sizes.pop(key)
+        del self._alive[key]
+
+
+WIDTH = 64
+
+
+class Layers(nn.Module):
+    """Six equal units of four layers, and a smaller one above; ``turned`` weights lie transposed in memory."""
+
+    def __init__(self, *, turned: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Chain(**{name: layer(WIDTH) for name in "abcd"}) for _ in range(6))
+        self.end = layer(WIDTH)
+        if turned:
+            for each in self.modules():
+                if isinstance(each, nn.Linear):
+                    each.weight = nn.Parameter(each.weight.detach().t().contiguous().t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return type(module) is Chain
+
+    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
+        return type(module) is Chain
+
+
+def check_peak(device: str, turned: bool, with_optimizer: bool, config: dict[str, Any]) -> tuple[int, int, int]:
+    """The peak while sharding, this rank's shards, and the largest unit, in bytes."""
+    with torch.device(device):
+        model = nn.Sequential(Layers(turned=turned))
+    optimizer = torch.optim.AdamW(model.parameters()) if with_optimizer else None
+    unit_bytes = 4 * max(unit.numel for unit in plan_sharding(model, ShardingConfig()).units)
+    with LiveStorages([*model.parameters()]) as live:
+        prepare_fully_shard(model, optimizer, FULL | config, device="cpu")
+    shards = [parameter.to_local().untyped_storage() for parameter in model.parameters()]
+    return live.peak_bytes, sum(storage.nbytes() for storage in shards), unit_bytes
+
+
+def assert_one_unit_above_the_shards(world_size: int, device: str, turned: bool, with_optimizer: bool) -> None:
+    for config in ({}, {"sync_module_states": True}, {"activation_checkpointing": True}):
+        # Random states on their way between ranks, 5 KiB each; gloo lets go of what it has sent last a little later.
+        slack_bytes = 16384 + (4 * WIDTH * WIDTH if config.get("sync_module_states") else 0)
+        measured = run_ranks(check_peak, world_size, device, turned, with_optimizer, config)
+        for peak_bytes, shard_bytes, unit_bytes in measured:
+            values = f"peak {peak_bytes}, shards {shard_bytes}, unit {unit_bytes}, {config}"
+            assert peak_bytes <= shard_bytes + unit_bytes + slack_bytes, values
+            assert peak_bytes >= shard_bytes + unit_bytes // 3, f"nothing was measured: {values}"
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True], ids=["", "with an optimizer"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_meta_model_is_whole_one_unit_at_a_time(world_size: int, with_optimizer: bool):
+    """A model that fits on no single GPU can be made on many: at its peak a rank holds its shards and one unit."""
+    assert_one_unit_above_the_shards(world_size, "meta", False, with_optimizer)
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True], ids=["", "with an optimizer"])
+def test_a_model_with_values_moves_unit_by_unit(with_optimizer: bool):
+    """What is moved to the device, or copied because of its layout (which shows on the CPU), is let go with its unit:
+    else a model that was read on the host would lie whole on each GPU, beside its shards, before training begins."""
+    assert_one_unit_above_the_shards(4, "cpu", True, with_optimizer)
+
+
+# --- the models above
+
+
+def test_models_are_what_they_say():
+    """The models that the first test walks over have the shapes that its docstring promises."""
+    notes = {name: plan_sharding(build(name), ShardingConfig()) for name in MODELS}
+    assert [len(unit.modules) for unit in notes["tied_units"].units].count(3) == 1
+    assert [unit.name for unit in notes["tied_children"].roots] == [""]
+    assert isinstance(build("decoder").decoder, Decoder)
+    assert {len(names) for names in notes["nested"].tie_groups} == {2} and len(notes["nested"].units) == 5
+    assert sum(bool(plan_sharding(build(str(seed)), ShardingConfig()).tie_groups) for seed in trees()[:12]) >= 3
+
+
+class DrawnElsewhere(nn.Module):
+    """Initialised from the generators of Python and NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+    def reset_parameters(self) -> None:
+        rows = [[random.random(), numpy.random.standard_normal()] for _ in range(len(self.weight))]
+        with torch.no_grad():
+            self.weight.copy_(torch.tensor(rows))
+
+
+def check_other_generators() -> tuple[list[list[float]], bool]:
+    random.seed(dist.get_rank())
+    numpy.random.seed(dist.get_rank())
+    states = (random.getstate(), numpy.random.get_state()[1].tolist())
+    with torch.device("meta"):
+        model = Chain(net=DrawnElsewhere())
+    prepare_fully_shard(model, None, {}, device="cpu")
+    is_put_back = states == (random.getstate(), numpy.random.get_state()[1].tolist())
+    return model.net.weight.full_tensor().tolist(), is_put_back
+
+
+def expected_of_other_generators() -> list[list[float]]:
+    python, of_numpy = random.Random(0), numpy.random.RandomState(0)
+    return torch.tensor([[python.random(), of_numpy.standard_normal()] for _ in range(8)]).tolist()
+
+
+def test_generators_of_python_and_numpy():
+    """Ranks that are seeded differently would each fill their rows from another model."""
+    assert run_ranks(check_other_generators, 2) == [(expected_of_other_generators(), True)] * 2

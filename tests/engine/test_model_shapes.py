@@ -1,0 +1,786 @@
+"""Model shapes that bite: each learns what the unsharded model does, to the last digits of float64."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import Block, Chain, Decoder, Model, features, layer, tie, tokens
+from engine.parity import FULL, adamw, assert_close, compare_training, full, named_parameters, sgd, train_alike
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard, reshard
+
+ODD = 5  # rows: 3 and 2 on two ranks; 2, 2, 1 and none on four
+ODD_VOCABULARY = 101
+
+AC = {"activation_checkpointing": True}
+NOT_REENTRANT = {**AC, "activation_checkpointing_reentrant": False}
+ZERO_2 = {"sharding_strategy": "SHARD_GRAD_OP"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": ZERO_2,
+    "reentrant": AC,
+    "not reentrant": NOT_REENTRANT,
+    "SHARD_GRAD_OP, not reentrant": ZERO_2 | NOT_REENTRANT,
+}
+
+
+def unit(module: nn.Module, *, recomputed: bool = False) -> Any:
+    """Make it a unit. Reentrant checkpointing finds no gradient for what comes first in a model, so that is not
+    ``recomputed``."""
+    module._fsdp_wrap = True
+    module._activation_checkpointing = recomputed
+    return module
+
+
+def block(width: int = ODD) -> Any:
+    return unit(Block(width), recomputed=True)
+
+
+def odd_features(seed: int) -> torch.Tensor:
+    return features(seed, width=ODD)
+
+
+def odd_tokens(seed: int) -> torch.Tensor:
+    return torch.randint(ODD_VOCABULARY, (3, 4), generator=torch.Generator().manual_seed(seed))
+
+
+def check_shape(
+    build: Callable[[], nn.Module], inputs: Callable[[int], torch.Tensor], settings: dict[str, dict[str, Any]]
+) -> None:
+    for name, config in settings.items():
+        try:
+            train_alike(build, config, inputs, optimizer=adamw, rtol=1e-9, atol=1e-12)
+        except Exception as error:
+            raise AssertionError(f"{build.__name__}, {name}") from error
+
+
+# --- ties
+
+
+class Language(nn.Module):
+    """Embedding, blocks and head, the first and the last with one weight, each a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = unit(nn.Embedding(ODD_VOCABULARY, ODD))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.head = unit(nn.Linear(ODD, ODD_VOCABULARY, bias=False), recomputed=True)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for each in self.blocks:
+            x = each(x)
+        return self.head(x)
+
+
+def tied_units() -> nn.Module:
+    return Chain(net=Language())
+
+
+def tied_children() -> nn.Module:
+    """The same with direct children of the model."""
+    net = Language()
+    return Chain(embed=net.embed, first=net.blocks[0], second=net.blocks[1], head=net.head)
+
+
+class Table(nn.Module):
+    """Another name for the shared weight, which is no module's ``weight``."""
+
+    def __init__(self, table: nn.Parameter) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(functional.linear(x, self.table))
+
+
+def tied_four_times() -> nn.Module:
+    """In three units and the one above them."""
+    first = unit(layer(ODD))
+    others = {"b": unit(layer(ODD), recomputed=True), "c": unit(Table(first.weight), recomputed=True), "d": layer(ODD)}
+    tie(first, others["b"], others["d"])
+    return Chain(net=Chain(a=first, between=block(), **others))
+
+
+def tied_in_many_children() -> nn.Module:
+    """Five direct children hold one weight, and two of them another."""
+    layers = [nn.Linear(ODD, ODD) for _ in range(5)]
+    tie(*layers)
+    layers[4].bias = layers[1].bias
+    return Chain(**{f"child{i}": Chain(own=layer(ODD), tied=each) for i, each in enumerate(layers)})
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [
+        (tied_units, odd_tokens),
+        (tied_children, odd_tokens),
+        (tied_four_times, odd_features),
+        (tied_in_many_children, odd_features),
+    ],
+)
+def test_ties_whose_rows_do_not_divide(build: Callable[[], nn.Module], inputs: Any, world_size: int):
+    """A vocabulary of 101 tied to the head: with fully_shard alone the two come apart on torch 2.7, and the last
+    rank's rows of one of them never learn (pytorch#176076)."""
+    settings = SETTINGS if world_size == 2 else {"4 ranks, not reentrant": NOT_REENTRANT}
+    run_ranks(check_shape, world_size, build, inputs, settings)
+
+
+# --- sizes
+
+
+class Small(nn.Module):
+    """Parameters with one row or two beside a usual one; each rank but the first holds nothing of most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.randn(1, ODD))
+        self.gain = nn.Parameter(torch.randn(1))
+        self.pair = nn.Parameter(torch.randn(2, ODD))
+        self.last = nn.Linear(ODD, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x * self.gain + self.row) @ self.pair.t()
+        return self.last(torch.tanh(x) @ self.pair)
+
+
+def small() -> nn.Module:
+    """Units with nothing but a row, and a unit without a row on any rank but the first."""
+    one = unit(nn.Linear(ODD, 1, bias=False))
+    return Chain(net=Chain(small=unit(Small()), gain=nn.Linear(1, ODD), row=one, bias=nn.Linear(1, 3)))
+
+
+def check_small(config: dict[str, Any], norm_type: float) -> list[int]:
+    """Two steps before sharding, so that the optimizer has state to cut; then clipped ones."""
+    torch.set_default_dtype(torch.float64)
+    model = small()
+    ours = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for seed in range(2):
+        model(odd_features(seed)).square().mean().backward()
+        ours.step()
+        ours.zero_grad()
+    reference, theirs = copy.deepcopy((model, ours))
+    prepare_fully_shard(model, ours, FULL | config, device="cpu")
+    world_size = dist.get_world_size()
+    for step in range(3):
+        model(odd_features(step * world_size + dist.get_rank())).square().mean().backward()
+        for peer in range(world_size):
+            (reference(odd_features(step * world_size + peer)).square().mean() / world_size).backward()
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e-3, norm_type)
+        (norm,) = clip_grad_norm_(model, 1e-3, norm_type).values()
+        assert expected > 1e-2, "nothing to clip"
+        assert_close(f"step {step}, norm", full(norm), expected, rtol=1e-9, atol=0)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, parameter in reference.named_parameters():
+            assert_close(f"step {step}, {name}", full(model.get_parameter(name)), parameter, rtol=1e-9, atol=1e-12)
+    return [parameter.to_local().numel() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parameters_smaller_than_the_world(world_size: int):
+    """A gain of one element lives on one rank: the others neither fail nor wait, when it is gathered, clipped (by a
+    norm, or a largest value, of nothing), stepped on with AdamW's state from before sharding, and read again."""
+    for config in (SETTINGS["FULL_SHARD"], ZERO_2, {"sharding_strategy": "NO_SHARD"}):
+        for norm_type in (2.0, float("inf")):
+            held = run_ranks(check_small, world_size, config, norm_type)
+            is_sharded = config.get("sharding_strategy") != "NO_SHARD"
+            assert (0 in held[-1][:2]) == is_sharded, held
+
+
+# --- frozen
+
+
+class Frozen(nn.Module):
+    """A unit with both kinds, one that is frozen throughout, and a frozen weight in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(ODD, ODD)
+        self.mixed = block()
+        self.still = block()
+        self.outlet = nn.Linear(ODD, ODD)
+        self.mixed.fc_in.weight.requires_grad_(False)
+        self.mixed.fc_out.bias.requires_grad_(False)
+        self.still.requires_grad_(False)
+        self.outlet.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outlet(self.still(self.mixed(self.inlet(x))))
+
+
+def frozen() -> nn.Module:
+    return Chain(net=Frozen())
+
+
+def check_freezing(config: dict[str, Any], evaluate: bool) -> None:
+    """What is trainable changes after each step, and once everything in a unit."""
+    torch.set_default_dtype(torch.float64)
+    model = frozen()
+    reference = copy.deepcopy(model)
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01, weight_decay=0.1) for each in (model, reference))
+    prepare_fully_shard(model, ours, FULL | config, device="cpu")
+    for names, trainable in (
+        ((), False),
+        (("net.mixed.fc_in.bias", "net.outlet.bias"), False),
+        (("net.mixed.fc_out.weight",), False),  # the last of its unit
+        (("net.mixed.fc_in.weight", "net.still.fc_in.weight", "net.outlet.weight"), True),
+    ):
+        if evaluate:
+            with torch.no_grad():
+                model(odd_features(0))
+            reshard(model)
+        for each in (model, reference):
+            parameters = named_parameters(each)
+            for name in names:
+                parameters[name].requires_grad_(trainable)
+        compare_training(model, reference, ours, theirs, odd_features, num_steps=1, rtol=1e-9, atol=1e-12)
+
+
+def check_all_freezing() -> None:
+    for i, (name, config) in enumerate(SETTINGS.items()):
+        try:
+            check_freezing(config, evaluate=i % 2 == 1)
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+def test_frozen_beside_trainable():
+    """Fine-tuning a part of a model: what is frozen stays, also what is frozen or thawed between two steps (Foundry's
+    LayerFreezing), and after an evaluation."""
+    run_ranks(check_shape, 2, frozen, odd_features, SETTINGS)
+    run_ranks(check_all_freezing, 2)
+
+
+# --- modules in several places
+
+
+def twice_in_one_unit() -> nn.Module:
+    """The same layer at two paths, neither of them a unit."""
+    shared = nn.Linear(ODD, ODD)
+    return Chain(net=Chain(inlet=layer(ODD), inner=block(), a=shared, b=Chain(own=layer(ODD), again=shared)))
+
+
+class Pair(nn.Module):
+    def __init__(self, own: nn.Module, shared: nn.Module) -> None:
+        super().__init__()
+        self.own, self.shared = own, shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.shared(self.own(x)))
+
+
+def in_two_units() -> nn.Module:
+    shared = nn.Linear(ODD, ODD)
+    pairs = {name: unit(Pair(layer(ODD), shared), recomputed=True) for name in "ab"}
+    return Chain(net=Chain(inlet=layer(ODD), **pairs, outlet=layer(ODD)))
+
+
+def unit_in_two_units() -> nn.Module:
+    """What is shared is a unit itself, with one inside it."""
+    shared = unit(Pair(layer(ODD), block()))
+    pairs = {name: unit(Pair(layer(ODD), shared), recomputed=name == "b") for name in "ab"}
+    return Chain(net=Chain(inlet=layer(ODD), **pairs, outlet=layer(ODD)))
+
+
+def in_two_children() -> nn.Module:
+    shared = block()
+    return Chain(a=Chain(inlet=layer(ODD), shared=shared), b=Chain(own=layer(ODD), again=shared))
+
+
+class Repeated(nn.Module):
+    """One unit runs three times in a forward, and another before and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = layer(ODD)
+        self.repeated = unit(Pair(layer(ODD), block()))
+        self.around = block()
+        self.outlet = nn.Linear(ODD, ODD)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.around(self.inlet(x))
+        for _ in range(3):
+            x = self.repeated(x)
+        return self.outlet(self.around(x))
+
+
+def repeated() -> nn.Module:
+    return Chain(net=Repeated())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [twice_in_one_unit, in_two_units, unit_in_two_units, in_two_children, repeated],
+    ids=lambda build: build.__name__,
+)
+def test_modules_that_run_more_than_once(build: Callable[[], nn.Module]):
+    """Layers shared across a network (ALBERT, recurrent depth) get the gradients of all their uses, gathered and freed
+    between them, and recomputed."""
+    prefetched = {"prefetch": {"forward_prefetch": True, "backward_prefetch_limit": 2}}
+    run_ranks(check_shape, 2, build, odd_features, SETTINGS | prefetched)
+
+
+# --- parameters that no unit can shard with the others
+
+
+class Scaled(Block):
+    """A block with two scalars, one of which only some batches read."""
+
+    def __init__(self) -> None:
+        super().__init__(ODD)
+        self.gain = nn.Parameter(torch.tensor(0.9))
+        self.positive = nn.Parameter(torch.tensor(1.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x) * self.gain
+        return x * self.positive if x.detach().sum() > 0 else x
+
+
+class Contrastive(nn.Module):
+    """CLIP's temperature in the root, scalars in blocks, one of them shared by two, and one that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.unread = nn.Parameter(torch.tensor(3.0))
+        self.inlet = layer(ODD)
+        self.blocks = nn.ModuleList(unit(Scaled(), recomputed=True) for _ in range(3))
+        self.blocks[2].gain = self.blocks[1].gain
+        self.frozen = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        for each in self.blocks:
+            x = each(x)
+        return x * self.temperature.exp() + self.frozen
+
+
+def contrastive() -> nn.Module:
+    return Chain(net=Contrastive(), end=nn.Linear(ODD, ODD))
+
+
+def check_scalars(config: dict[str, Any]) -> None:
+    """Two microbatches before a step with clipping, from a state that the optimizer had before."""
+    torch.set_default_dtype(torch.float64)
+    model = contrastive()
+    ours = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(odd_features(99)).square().mean().backward()
+    ours.step()
+    ours.zero_grad()
+    reference, theirs = copy.deepcopy((model, ours))
+    scalars = {name: parameter for name, parameter in model.named_parameters() if not parameter.dim()}
+    assert len(scalars) == 8, list(scalars)
+    prepare_fully_shard(model, ours, FULL | config, device="cpu")
+    for name, parameter in scalars.items():
+        assert named_parameters(model)[name] is parameter, f"{name} is another object"
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(2):
+        for microbatch in range(2):
+            seed = 10 * step + 5 * microbatch
+            model(odd_features(seed + rank)).square().mean().backward()
+            for peer in range(world_size):
+                (reference(odd_features(seed + peer)).square().mean() / world_size).backward()
+        norms = clip_grad_norm_(model, 0.1)
+        for path, norm in norms.items():
+            expected = nn.utils.clip_grad_norm_(reference.get_submodule(path).parameters(), 0.1)
+            assert expected > 0.2, "nothing to clip"
+            assert_close(f"step {step}, norm of {path}", full(norm), expected, rtol=1e-9, atol=0)
+        for name, parameter in reference.named_parameters():
+            gradient = named_parameters(model)[name].grad
+            assert (gradient is None) == (parameter.grad is None), name
+            if gradient is not None and parameter.grad is not None:
+                assert_close(f"step {step}, {name}", full(gradient), parameter.grad, rtol=1e-5, atol=1e-12)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, [parameter.item() for parameter in scalars.values()])
+    assert all(values == everyone[0] for values in everyone), f"ranks came apart: {everyone}"
+
+
+def check_all_scalars(settings: dict[str, dict[str, Any]]) -> None:
+    for name, config in settings.items():
+        try:
+            check_scalars(config)
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+def test_scalars():
+    """A temperature stays whole on every rank and has the mean of all ranks' gradients, also where some ranks did not
+    read it: without it each rank would train its own; fully_shard and FSDP1 refuse scalars."""
+    run_ranks(check_shape, 2, contrastive, odd_features, SETTINGS)
+    more = {"NO_SHARD": {"sharding_strategy": "NO_SHARD"}, "cpu_offload": {"cpu_offload": True}}
+    run_ranks(check_all_scalars, 2, {"not reentrant": NOT_REENTRANT, "SHARD_GRAD_OP": ZERO_2} | more)
+    run_ranks(check_all_scalars, 4, {"2 x 2": {"data_parallel_replicate_degree": 2}})
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter in float32, as peft makes them beside a low-precision base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(ODD, ODD).requires_grad_(False)
+        self.down = nn.Linear(ODD, 2, bias=False, dtype=torch.float32)
+        self.up = nn.Linear(2, ODD, bias=False, dtype=torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x.float())).to(x.dtype)
+
+
+class AdaptedInside(nn.Module):
+    """The adapter's matrices lie in the module that has the base weight, so they cannot be a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(ODD, ODD) / ODD, requires_grad=False)
+        self.down = nn.Parameter(torch.randn(2, ODD, dtype=torch.float32))
+        self.up = nn.Parameter(torch.randn(ODD, 2, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + (x.float() @ self.down.t() @ self.up.t()).to(x.dtype)
+
+
+def adapters() -> nn.Module:
+    """In units, in the root, and a norm in float32 beside them, as some models keep theirs."""
+    units = {f"block{i}": unit(Chain(a=Adapted(), b=AdaptedInside()), recomputed=True) for i in range(2)}
+    return Chain(net=Chain(inlet=layer(ODD), **units, in_root=Adapted(), end=layer(ODD)))
+
+
+def check_adapters(settings: dict[str, dict[str, Any]]) -> None:
+    for name, config in settings.items():
+        try:
+            model = train_alike(adapters, config, odd_features, rtol=1e-5, atol=1e-7)
+            dtypes = {each: parameter.dtype for each, parameter in named_parameters(model).items()}
+            assert dtypes["net.block0.a.base.weight"] == torch.float64, dtypes
+            assert dtypes["net.block0.a.down.weight"] == dtypes["net.block0.b.up"] == torch.float32, dtypes
+            assert isinstance(named_parameters(model)["net.block0.a.down.weight"], DTensor)
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+def test_adapters_of_another_dtype():
+    """LoRA in fp32 beside a frozen base in bf16 (here float32 and float64) trains without a cast of either; torch
+    fails in the first forward, and FSDP1 refused it."""
+    run_ranks(check_adapters, 2, SETTINGS | {"NO_SHARD": {"sharding_strategy": "NO_SHARD"}})
+
+
+# --- several forwards
+
+
+def policy() -> nn.Module:
+    return Chain(inlet=layer(ODD), a=unit(Pair(layer(ODD), block())), b=block(), outlet=nn.Linear(ODD, 1))
+
+
+class Preference(nn.Module):
+    """Direct Preference Optimization: one loss of a chosen and a rejected answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = policy()
+
+    def forward(self, pair: torch.Tensor) -> torch.Tensor:
+        chosen, rejected = self.policy(pair[0]), self.policy(pair[1])
+        return functional.logsigmoid(chosen - rejected)
+
+
+def pairs(seed: int) -> torch.Tensor:
+    return torch.stack([odd_features(2 * seed), odd_features(2 * seed + 1)])
+
+
+def check_several_backwards(config: dict[str, Any], is_reversed: bool) -> None:
+    """Two forwards, one without gradients between them, then a backward for each, in either order."""
+    torch.set_default_dtype(torch.float64)
+    model = nn.Sequential(policy())
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, None, FULL | config, device="cpu")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for _ in range(2):
+        for each, ranks in ((model, [rank]), (reference, list(range(world_size)))):
+            losses = []
+            for seed in range(2):
+                outputs = [each(odd_features(10 * seed + peer)) for peer in ranks]
+                losses.append(torch.stack(outputs).square().mean())
+                with torch.no_grad():
+                    each(odd_features(3))
+            for loss in reversed(losses) if is_reversed else losses:
+                loss.backward()
+    for name, parameter in reference.named_parameters():
+        gradient = named_parameters(model)[name].grad
+        assert gradient is not None and parameter.grad is not None, name
+        assert_close(name, full(gradient), parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+def check_all_backwards() -> None:
+    for name, config in SETTINGS.items():
+        for is_reversed in (False, True):
+            try:
+                check_several_backwards(config, is_reversed)
+            except Exception as error:
+                raise AssertionError(f"{name}, reversed {is_reversed}") from error
+
+
+def test_two_forwards_before_one_backward():
+    """Preference training under activation checkpointing, which plain FSDP2 was reported to fail (pytorch#153354,
+    #171779): parameters must be gathered for the recomputation of both forwards."""
+    run_ranks(check_shape, 2, Preference, pairs, SETTINGS)
+
+
+def test_two_forwards_then_two_backwards():
+    """Losses that are differentiated one by one find the parameters gathered again after the first."""
+    run_ranks(check_all_backwards, 2)
+
+
+# --- ways in beside forward
+
+
+class Reader(nn.Module):
+    """A root whose methods use its own layers and its units, before, between and after calls of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ODD_VOCABULARY, ODD)
+        self.body = unit(Projecting(), recomputed=True)
+        self.head = nn.Linear(ODD, ODD_VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(x)))
+
+    def generate(self, x: torch.Tensor, length: int = 3) -> torch.Tensor:
+        """An encoder that is read by itself, as T5's, and then the whole model for each token."""
+        prompt = self.embed(x).mean(1)
+        for _ in range(length):
+            scores = self(x)[:, -1] + self.head(prompt)
+            x = torch.cat([x, scores.argmax(-1, keepdim=True)], dim=1)
+        return torch.cat([x, self.head(self.embed(x)).argmax(-1)])
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        """With gradients, through itself and past itself."""
+        return self(x).mean() + self.head(torch.tanh(self.embed(x))).square().mean() + self(x.flip(0)).square().mean()
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Into a unit by a method of that unit, and by its forward."""
+        return self.head(self.body.project(self.embed(x)) + self.body(self.embed(x)))
+
+
+class Projecting(Block):
+    def __init__(self) -> None:
+        super().__init__(ODD)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.fc_out(self.fc_in(x)))
+
+
+def reader() -> nn.Module:
+    return Chain(reader=Reader())
+
+
+def check_generate(config: dict[str, Any]) -> int:
+    """Before the first step, after it, between evaluations; counts the different tokens, lest there be one only."""
+    torch.set_default_dtype(torch.float64)
+    model = reader()
+    reference = copy.deepcopy(model)
+    ours, theirs = sgd(model), sgd(reference)
+    prepare_fully_shard(model, ours, FULL | config, device="cpu")
+    seen: set[int] = set()
+    for step in range(3):
+        for seed in range(2):
+            x = odd_tokens(100 * step + 10 * seed + dist.get_rank())
+            with torch.no_grad():
+                actual, expected = model.reader.generate(x), reference.reader.generate(x)
+                assert torch.equal(actual, expected), f"step {step}: {actual}, unsharded {expected}"
+                torch.testing.assert_close(model(x), reference(x))
+            seen.update(actual.flatten().tolist())
+        compare_training(model, reference, ours, theirs, odd_tokens, num_steps=1)
+    return len(seen)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_generate_is_a_way_in(world_size: int):
+    """A model that generates through its own layers (T5 runs its encoder first, peft calls the inner model) finds
+    whole parameters without a word from the user, before training and after each step."""
+    for config in SETTINGS.values() if world_size == 2 else [{}]:
+        assert min(run_ranks(check_generate, world_size, config)) > 10
+
+
+def check_registered(config: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    model = reader()
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, None, FULL | config, device="cpu")
+    register_fsdp_forward_method(model.reader, "score")
+    register_fsdp_forward_method(model.reader, "project")
+    register_fsdp_forward_method(model.reader.body, "project")
+    for method in ("score", "project", "score"):
+        getattr(model.reader, method)(odd_tokens(dist.get_rank())).mean().backward()
+        for rank in range(dist.get_world_size()):
+            (getattr(reference.reader, method)(odd_tokens(rank)).mean() / dist.get_world_size()).backward()
+        for name, parameter in reference.named_parameters():
+            gradient = named_parameters(model)[name].grad
+            assert gradient is not None and parameter.grad is not None, f"{method}, {name}"
+            assert_close(f"{method}, {name}", full(gradient), parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+def check_all_registered(settings: list[str]) -> None:
+    for name in settings:
+        try:
+            check_registered(SETTINGS[name])
+        except Exception as error:
+            raise AssertionError(name) from error
+
+
+def test_methods_that_the_user_registers():
+    """torch's register_fsdp_forward_method works on what we sharded, for roots and units, with gradients, and where
+    such a method calls the module itself."""
+    # A checkpointed unit is its wrapper, which has no method of the module's own.
+    run_ranks(check_all_registered, 2, ["FULL_SHARD", "SHARD_GRAD_OP"])
+
+
+# --- compiled
+
+
+def compiled(way: str, backend: Any) -> nn.Module:
+    """The model with its blocks compiled, one of the ways in which a script may do it."""
+    torch.manual_seed(0)
+    model = Model()
+    decoder = model.decoder
+    for i, each in enumerate(decoder.blocks):
+        if way == "in place":
+            each.compile(backend=backend, fullgraph=True)
+        elif way in ("replaced", "replaced and chosen by attribute"):
+            if way != "replaced":
+                unit(each, recomputed=True)
+            decoder.blocks[i] = torch.compile(each, backend=backend, fullgraph=True)
+    if way == "one layer":
+        decoder.head = torch.compile(unit(decoder.head), backend=backend, fullgraph=True)
+    elif way == "the child in place":
+        decoder.compile(backend=backend)
+    elif way == "the child replaced":
+        model.decoder = torch.compile(decoder, backend=backend)
+    return model
+
+
+WAYS_TO_COMPILE = (
+    "in place",
+    "replaced",
+    "replaced and chosen by attribute",
+    "one layer",
+    "the child in place",
+    "the child replaced",
+)
+
+
+def check_compiled(way: str, config: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch._dynamo.reset()
+    num_graphs = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph.forward
+
+    for backend in (count, "aot_eager") if way in ("in place", "replaced") else (count,):
+        model, reference = compiled(way, backend), compiled("not", None)
+        keys, names = list(model.state_dict()), list(dict(model.named_parameters()))
+        ours, theirs = sgd(model), sgd(reference)
+        prepare_fully_shard(model, ours, FULL | config, device="cpu")
+        assert list(model.state_dict()) == keys
+        assert list(named_parameters(model)) == names
+        for step in range(2):
+            output = model(tokens(step, batch_size=2))
+            expected = reference(tokens(step, batch_size=2))
+            assert_close("output", output, expected, rtol=1e-12, atol=1e-14)
+            for each, optimizer, result in ((model, ours, output), (reference, theirs, expected)):
+                result.square().mean().backward()
+                if each is model:
+                    grads = {clean(name): full(p.grad) for name, p in named_parameters(model).items()}
+                optimizer.step()
+            for name, parameter in reference.named_parameters():
+                assert_close(f"gradient of {name}", grads[name], parameter.grad, rtol=1e-12, atol=1e-14)
+            ours.zero_grad()
+            theirs.zero_grad()
+        for name, parameter in named_parameters(model).items():
+            assert_close(name, full(parameter), reference.get_parameter(clean(name)), rtol=1e-12, atol=1e-14)
+        if way not in ("one layer", "the child in place", "the child replaced"):
+            held = model.decoder.blocks[0]
+            assert isinstance(held, FSDPModule), "the unit is inside what is compiled, which passes by it"
+            assert any("heckpoint" in type(each).__name__ for each in held.modules()) == bool(config), "not recomputed"
+    assert num_graphs >= 1, "nothing was compiled"
+
+
+def clean(name: str) -> str:
+    return name.replace("_orig_mod.", "")
+
+
+def check_all_compiled(ways: tuple[str, ...]) -> None:
+    for way in ways:
+        for config in ({}, AC, NOT_REENTRANT):
+            try:
+                check_compiled(way, config)
+            except Exception as error:
+                raise AssertionError(f"{way}, {config}") from error
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("way", WAYS_TO_COMPILE)
+def test_blocks_compiled_before_sharding(way: str):
+    """torch.compile per block, as one graph without breaks: what is compiled must stay inside of the hooks that gather
+    parameters and of the checkpointing, or it computes with shards, or remembers what it should recompute."""
+    run_ranks(check_all_compiled, 2, (way,))
+
+
+# --- what user code sees
+
+
+def check_classes() -> None:
+    model = Model()
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    decoder = model.decoder
+    cls = type(decoder)
+    assert (cls.__name__, cls.__qualname__, cls.__module__) == ("Decoder", "Decoder", Decoder.__module__)
+    assert isinstance(decoder, Decoder) and issubclass(cls, Decoder) and isinstance(decoder, FSDPModule)
+    assert repr(model).startswith("Model(\n  (decoder): Decoder(\n    (embed): Embedding(11, 6)")
+    assert type(model) is Model, "the model itself is no unit"
+    again = cls(num_blocks=1)
+    assert type(again) is Decoder and not isinstance(again, FSDPModule), "a new one is not sharded"
+    assert not any(isinstance(parameter, DTensor) for parameter in again.parameters())
+    # What no longer holds, and is documented.
+    assert cls is not Decoder
+    for action, error in (
+        (lambda: copy.deepcopy(model), AssertionError),
+        (lambda: pickle.dumps(decoder), pickle.PicklingError),
+        (lambda: pickle.dumps(cls), pickle.PicklingError),
+    ):
+        with contextlib.suppress(error):
+            action()
+            raise RuntimeError("torch has changed: tell the users")
+    # What a user does instead.
+    whole = {name: full(value) for name, value in model.state_dict().items()}
+    copied = Model()
+    copied.load_state_dict(pickle.loads(pickle.dumps(whole)))
+    with torch.no_grad():
+        torch.testing.assert_close(copied(tokens(0)), model(tokens(0)))
+
+
+def test_classes():
+    """Code that asks for a class's name or uses isinstance sees the model's own; a class that is compared with ``is``,
+    deepcopy and pickling do not survive, which the migration guide says."""
+    run_ranks(check_classes, 2)
