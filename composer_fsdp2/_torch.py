@@ -43,6 +43,8 @@ __all__ = [
     "mesh_of",
     "note_mesh",
     "offload_wrapper",
+    "own_buffers",
+    "own_parameters",
     "repair_cpu_collectives",
     "repair_unit_backward",
     "transformer_engine_checkpoint_wrapper",
@@ -71,6 +73,22 @@ def is_compiled(module: nn.Module) -> bool:
     """
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that the module itself registers, under each of their names.
+
+    ``named_parameters(recurse=False, remove_duplicate=False)``, without what that spends on finding out that a module
+    has none, as most have: a set-up reads every module several times.
+    """
+    registered = module._parameters
+    return [(name, parameter) for name, parameter in registered.items() if parameter is not None] if registered else []
+
+
+def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that the module itself registers, under each of their names; see ``own_parameters``."""
+    registered = module._buffers
+    return [(name, buffer) for name, buffer in registered.items() if buffer is not None] if registered else []
 
 
 def has_accelerator() -> bool:

@@ -81,6 +81,8 @@ def select_checkpointed(model: nn.Module, check_fn: CheckFn | None = None) -> li
 
 def wrap_activations(model: nn.Module, paths: list[str], mode: ActivationCheckpointing) -> None:
     """Replace the modules at ``paths`` (children before parents) by their wrappers, wherever they are registered."""
+    if not paths:
+        return
     modules = dict(model.named_modules(remove_duplicate=False))
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for path, module in modules.items():

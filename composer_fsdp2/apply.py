@@ -4,7 +4,6 @@ import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,12 +14,14 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch import (
     average_after_backward,
     has_accelerator,
     keep_class_name,
     note_mesh,
+    own_buffers,
     repair_cpu_collectives,
     repair_unit_backward,
 )
@@ -34,7 +35,7 @@ from composer_fsdp2.plan import ShardingPlan, ShardUnit
 from composer_fsdp2.planning import refuse_sharded
 from composer_fsdp2.tying import parameter_uses
 
-__all__ = ["apply_plan", "reshard", "sharded_roots"]
+__all__ = ["apply_agreed_plan", "apply_plan", "reshard", "sharded_roots"]
 
 # Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
 # encoder first, or the model inside an adapter. Its hooks must gather its parameters there, too.
@@ -56,9 +57,15 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
     some ranks have no values of their own).
     """
     require_process_group("apply_plan")
+    agree(lambda: _check_model(model, plan), lambda _: json.dumps(plan.to_json()))
+    apply_agreed_plan(model, plan)
+
+
+def apply_agreed_plan(model: nn.Module, plan: ShardingPlan) -> None:
+    """``apply_plan`` for a plan that was just made for this very model, and compared across ranks."""
     plan = plan.resolve(dist.get_world_size())
-    modules = agree(lambda: _resolve(model, plan), lambda _: json.dumps(plan.to_json()))
-    initialisation = decide_initialisation(model, plan.sync_module_states)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    initialisation = decide_initialisation(modules.values(), plan.sync_module_states)
     if plan.mesh.device_type == "cpu":
         repair_cpu_collectives()
     meshes = dict(zip((unit.name for unit in plan.units), device_meshes([u.mesh for u in plan.units]), strict=True))
@@ -66,15 +73,18 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
     replicated = _parameters_named(model, {spec.name for spec in plan.replicated})
     left_alone = _parameters_named(model, plan.unsharded_names) - replicated
     device = device_of(meshes[plan.units[0].name])
-    materializer = Materializer(model, device, initialisation, left_out=left_alone, kept=replicated)
+    materializer = Materializer(modules, device, initialisation, left_out=left_alone, kept=replicated)
     agree(
-        lambda: materializer.check(model, {module for modules in unit_modules.values() for module in modules}),
+        lambda: materializer.check({module for inside in unit_modules.values() for module in inside}),
         lambda _: json.dumps(_describe_buffers(model, unit_modules) if initialisation.broadcast else []),
     )
 
     wrap_activations(model, list(plan.checkpointed), plan.activation_checkpointing)
     sharded: dict[str, FSDPModule] = {}
-    with rank_zero_rng() if initialisation.draw else contextlib.nullcontext(), _put_back(_outside(model, unit_modules)):
+    with (
+        rank_zero_rng() if initialisation.draw else contextlib.nullcontext(),
+        _put_back(_outside(modules, unit_modules)),
+    ):
         for unit in plan.units:
             materializer.make_real(unit_modules[unit.name], meshes[unit.name])
             sharded[unit.name] = _shard(model, unit, meshes[unit.name], left_alone)
@@ -82,7 +92,7 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
     _set_prefetch(plan, sharded)
     _average_replicated(model, plan, sharded)
     _open_entry_points(model)
-    _verify(model, plan)
+    _verify(modules, plan)
 
 
 def sharded_roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -106,8 +116,9 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _resolve(model: nn.Module, plan: ShardingPlan) -> dict[str, nn.Module]:
-    """The modules that the plan names; raises if the model is not the one that was planned."""
+def _check_model(model: nn.Module, plan: ShardingPlan) -> None:
+    """Raise if the model is not the one that was planned, or the plan does not fit the world size."""
+    plan.resolve(dist.get_world_size())
     refuse_sharded(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     present = {use.names: use.parameter for use in parameter_uses(model)}
@@ -125,7 +136,6 @@ def _resolve(model: nn.Module, plan: ShardingPlan) -> dict[str, nn.Module]:
     problems.extend(f"parameter {names[0]} is in no unit" for names in present if planned.isdisjoint(names))
     if problems:
         raise PlanError("the plan was made for another model: " + "; ".join(problems[:5]))
-    return modules
 
 
 def _describe_buffers(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[str]:
@@ -140,19 +150,19 @@ def _describe_buffers(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.M
 
 
 def _parameters_named(model: nn.Module, names: Collection[str]) -> set[nn.Parameter]:
-    return {parameter for name, parameter in model.named_parameters() if name in names}
+    return {parameter for name, parameter in model.named_parameters() if name in names} if names else set()
 
 
-def _outside(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[nn.Module]:
+def _outside(modules: Mapping[str, nn.Module], unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[nn.Module]:
     """The modules whose own tensors no unit manages: ignored, left out, or the model itself."""
-    inside = {module for modules in unit_modules.values() for module in modules}
-    return [module for module in model.modules() if module not in inside]
+    inside = {module for of_unit in unit_modules.values() for module in of_unit}
+    return [module for module in modules.values() if module not in inside]
 
 
 @contextlib.contextmanager
 def _put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Leave the buffers of ``modules`` where they were: ``fully_shard`` moves all below it to the mesh's device."""
-    buffers = {buffer: buffer.data for module in modules for buffer in module.buffers(recurse=False)}
+    buffers = {buffer: buffer.data for module in modules for _, buffer in own_buffers(module)}
     yield
     for buffer, data in buffers.items():
         buffer.data = data
@@ -219,17 +229,25 @@ def _open_entry_points(model: nn.Module) -> None:
                 register_fsdp_forward_method(root, name)
 
 
-def _verify(model: nn.Module, plan: ShardingPlan) -> None:
-    """Every tie that was planned still holds, and every planned parameter is sharded."""
+def _verify(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
+    """Every tie that was planned still holds, and every planned parameter is sharded.
+
+    ``modules`` are those from before, by path: sharding and checkpointing leave them where parameters are registered.
+    """
+
+    def parameter_at(name: str) -> object:
+        path, _, attribute = name.rpartition(".")
+        return getattr(modules[path], attribute)
+
     for names in plan.tie_groups:
-        tied = {id(_parameter_at(model, name)) for name in names}
+        tied = {id(parameter_at(name)) for name in names}
         if len(tied) > 1:
             raise ComposerFSDP2Error(
                 f"{' = '.join(names)} came apart while sharding; this is a bug of composer_fsdp2, please report it"
             )
     for unit in plan.units:
         for spec in unit.parameters:
-            if not isinstance(_parameter_at(model, spec.name), torch.distributed.tensor.DTensor):
+            if not isinstance(parameter_at(spec.name), DTensor):
                 raise ComposerFSDP2Error(
                     f"{spec.name} was not sharded with {unit.name}; this is a bug of composer_fsdp2, please report it"
                 )

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from composer_fsdp2._torch import own_buffers
+
 __all__ = ["cast_buffers"]
 
 
@@ -22,13 +24,12 @@ def cast_buffers(dtypes: Mapping[nn.Module, torch.dtype | None]) -> None:
     """
     decided: dict[torch.Tensor, torch.dtype | None] = {}
     for module, dtype in dtypes.items():
-        for buffer in module.buffers(recurse=False):
+        for _, buffer in own_buffers(module):
             if buffer.is_floating_point():
                 decided.setdefault(buffer, dtype)
     originals = {buffer: buffer.dtype for buffer, dtype in decided.items() if dtype not in (None, buffer.dtype)}
-    for module in dtypes:
-        own = module.named_buffers(recurse=False, remove_duplicate=False)
-        restored = {name: originals[buffer] for name, buffer in own if buffer in originals}
+    for module in dtypes if originals else ():
+        restored = {name: originals[buffer] for name, buffer in own_buffers(module) if buffer in originals}
         if restored:
             module.register_state_dict_post_hook(_Restore(restored))
     for buffer in originals:

@@ -11,7 +11,7 @@ import contextlib
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composer_fsdp2._torch import own_buffers, own_parameters
 from composer_fsdp2.agreement import gather
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.units import is_at_or_under
+from composer_fsdp2.tying import join
 from composer_fsdp2.wrap import bound_hook
 
 __all__ = ["Initialisation", "Materializer", "breadth_first", "decide_initialisation", "rank_zero_rng"]
@@ -40,15 +41,14 @@ class Initialisation:
     from_rank_zero: bool = False
 
 
-def decide_initialisation(model: nn.Module, sync_module_states: bool | None) -> Initialisation:
-    """Look at which ranks have real parameters; called on all ranks, gathers one flag from each.
+def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool | None) -> Initialisation:
+    """Look at which ranks have real tensors in their ``modules``; called on all ranks, gathers one flag from each.
 
     Raises:
         PlanError: some ranks have values and some have none, and nobody was told to send them (FSDP1's message), or
             rank 0 is the one without.
     """
-    tensors = (*model.parameters(), *model.buffers())
-    on_meta: list[bool] = gather(any(tensor.is_meta for tensor in tensors))
+    on_meta: list[bool] = gather(any(map(_owns_meta, modules)))
     if not any(on_meta):
         return Initialisation(draw=False, broadcast=bool(sync_module_states))
     if all(on_meta):
@@ -108,7 +108,7 @@ class Materializer:
     """Makes units real, one at a time, bottom-up.
 
     Args:
-        model: The whole model; changed by ``make_real`` only.
+        modules: Those of the whole model, by every path; changed by ``make_real`` only.
         device: Where values are to lie.
         initialisation: Where they come from.
         left_out: Parameters that stay as they are.
@@ -117,7 +117,7 @@ class Materializer:
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Mapping[str, nn.Module],
         device: torch.device,
         initialisation: Initialisation,
         left_out: Collection[nn.Parameter] = (),
@@ -127,14 +127,16 @@ class Materializer:
         self.initialisation = initialisation
         self.left_out = left_out
         self.kept = kept
-        self.path_of = {module: path for path, module in model.named_modules()}
-        self.children = dict(model.named_children())
+        self.path_of: dict[nn.Module, str] = {}
+        for path, module in modules.items():
+            self.path_of.setdefault(module, path)
+        self.children = dict(modules[""].named_children())
         self.places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        for module in self.path_of:
+            for name, parameter in own_parameters(module):
                 self.places.setdefault(parameter, []).append((module, name))
 
-    def check(self, model: nn.Module, inside: Collection[nn.Module]) -> None:
+    def check(self, inside: Collection[nn.Module]) -> None:
         """Raise if a meta tensor will never get a value; reads only.
 
         Args:
@@ -143,13 +145,13 @@ class Materializer:
             PlanError: names the module that has neither ``param_init_fn`` nor ``reset_parameters``, or the parameter
                 or buffer that no unit holds.
         """
-        for path, module in model.named_modules():
+        for module, path in self.path_of.items():
             if not _owns_meta(module):
                 continue
             outside = [
-                f"{kind} {name}"
-                for kind, named in (("parameter", module.named_parameters), ("buffer", module.named_buffers))
-                for name, tensor in named(prefix=path, recurse=False)
+                f"{kind} {join(path, name)}"
+                for kind, own in (("parameter", own_parameters(module)), ("buffer", own_buffers(module)))
+                for name, tensor in own
                 if tensor.is_meta and (module not in inside or tensor in self.left_out)
             ]
             if outside:
@@ -204,10 +206,10 @@ class Materializer:
             setattr(owner, attribute, real)
 
     def _fill(self, module: nn.Module) -> None:
-        for parameter in list(module.parameters(recurse=False)):
+        for parameter in dict.fromkeys(parameter for _, parameter in own_parameters(module)):
             if parameter.is_meta:
                 self._replace(parameter, torch.empty_like(parameter, device=self.device))
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+        for name, buffer in own_buffers(module):
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=self.device))
         if self.initialisation.draw:
@@ -218,7 +220,7 @@ class Materializer:
     def _init_fn(self, module: nn.Module) -> Callable[[], object] | None:
         """How FSDP1 would have initialised the module, or None."""
         path = self.path_of[module]
-        child = next((c for name, c in self.children.items() if is_at_or_under(path, name)), None)
+        child = self.children.get(path.partition(".")[0])
         hook = bound_hook(child, "param_init_fn") if child is not None else None
         if hook is not None:
             return lambda: hook(module)
@@ -226,7 +228,8 @@ class Materializer:
 
 
 def _owns_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    tensors = (*own_parameters(module), *own_buffers(module))
+    return any(tensor.is_meta for _, tensor in tensors) if tensors else False
 
 
 def breadth_first(roots: Sequence[nn.Module], nested: Collection[nn.Module]) -> list[nn.Module]:
@@ -247,7 +250,7 @@ def _own_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
     """Every parameter and buffer that the modules themselves register, once."""
     found: dict[torch.Tensor, None] = {}
     for module in modules:
-        found.update(dict.fromkeys((*module.parameters(recurse=False), *module.buffers(recurse=False))))
+        found.update((tensor, None) for _, tensor in (*own_parameters(module), *own_buffers(module)))
     return list(found)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from composer_fsdp2._torch import own_parameters
 from composer_fsdp2.errors import PlanError, UnsupportedError
-from composer_fsdp2.tying import parameter_uses
 
 __all__ = ["Optimizers", "Rebinding", "check_optimizers", "the_optimizer"]
 
@@ -74,11 +74,10 @@ class Rebinding:
 
     @classmethod
     def note(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> "Rebinding":
-        modules = dict(model.named_modules(remove_duplicate=False))
-        places = {}
-        for use in parameter_uses(model):
-            path, attribute = use.owners[0]
-            places[use.parameter] = (modules[path], attribute)
+        places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+        for module in model.modules():
+            for attribute, parameter in own_parameters(module):
+                places.setdefault(parameter, (module, attribute))
         return cls(optimizer, places)
 
     def follow(self) -> None:

@@ -9,19 +9,25 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_fsdp2._torch import own_parameters
 from composer_fsdp2.activation_checkpointing import select_checkpointed
 from composer_fsdp2.config import Prefetch, ShardingConfig
 from composer_fsdp2.errors import PlanError, UnsupportedError
 from composer_fsdp2.fsdp1.translate import translate_unit_settings, unit_notes
 from composer_fsdp2.optimizer import Optimizers, check_optimizers
 from composer_fsdp2.plan import ParameterSpec, ShardingPlan, ShardUnit, and_more
-from composer_fsdp2.tying import ParameterUse
+from composer_fsdp2.tying import ParameterUse, join
 from composer_fsdp2.units import WrapUnit, ancestors_or_self
 from composer_fsdp2.wrap import main_dtype, select_units
 
 __all__ = ["plan_sharding", "refuse_sharded"]
 
 _LOW_PRECISION = {torch.float16, torch.bfloat16}
+_SHARDED_BY: dict[type, str] = {
+    FullyShardedDataParallel: "FSDP1 (FullyShardedDataParallel)",
+    FSDPModule: "FSDP2 (fully_shard)",
+    DistributedDataParallel: "DistributedDataParallel",
+}
 
 
 def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optimizers = None) -> ShardingPlan:
@@ -86,20 +92,16 @@ def refuse_sharded(model: nn.Module) -> None:
         PlanError: names the module and how it was sharded.
     """
     for path, module in model.named_modules():
-        for kind, name in (
-            (FullyShardedDataParallel, "FSDP1 (FullyShardedDataParallel)"),
-            (FSDPModule, "FSDP2 (fully_shard)"),
-            (DistributedDataParallel, "DistributedDataParallel"),
-        ):
-            if isinstance(module, kind):
-                where = f"module {path!r}" if path else "the model"
-                raise PlanError(f"{where} is sharded already, by {name}; pass the model as it was built")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise PlanError(
-                f"parameter {name} is a DTensor already (tensor parallelism?), which is not supported yet; "
-                "pass the model as it was built"
-            )
+        if isinstance(module, tuple(_SHARDED_BY)):
+            name = next(name for kind, name in _SHARDED_BY.items() if isinstance(module, kind))
+            where = f"module {path!r}" if path else "the model"
+            raise PlanError(f"{where} is sharded already, by {name}; pass the model as it was built")
+        for attribute, parameter in own_parameters(module):
+            if isinstance(parameter, DTensor):
+                raise PlanError(
+                    f"parameter {join(path, attribute)} is a DTensor already (tensor parallelism?), which is not "
+                    "supported yet; pass the model as it was built"
+                )
 
 
 def _own_configs(units: Sequence[WrapUnit], config: ShardingConfig) -> list[ShardingConfig]:
@@ -118,8 +120,8 @@ def _own_configs(units: Sequence[WrapUnit], config: ShardingConfig) -> list[Shar
     return [own[unit] for unit in units]
 
 
-def _paths_of(model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[str]:
-    paths = {module: path for path, module in model.named_modules()}
+def _paths_of(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[str]:
+    paths = {module: path for path, module in model.named_modules()} if modules else {}
     for number, module in enumerate(modules):
         if module not in paths:
             raise PlanError(

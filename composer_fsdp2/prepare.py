@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composer_fsdp2.agreement import agree, require_process_group
-from composer_fsdp2.apply import apply_plan
+from composer_fsdp2.apply import apply_agreed_plan
 from composer_fsdp2.errors import ConfigError, UnsupportedError
 from composer_fsdp2.findings import Outcome
 from composer_fsdp2.fsdp1.translate import Translation, translate
@@ -59,7 +59,7 @@ def prepare_fully_shard(
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)
     rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
-    apply_plan(model, plan)
+    apply_agreed_plan(model, plan)
     if rebinding is not None:
         rebinding.follow()
     return [], {}
@@ -89,7 +89,8 @@ def _decide(
     config = translation.config
     checkpointing = replace(config.activation_checkpointing, transformer_engine_seed=te_rng_seed)
     config = replace(config, activation_checkpointing=checkpointing)
-    return translation, plan_sharding(model, config, optimizers=optimizers)
+    plan = plan_sharding(model, config, optimizers=optimizers)
+    return translation, plan.resolve(dist.get_world_size())
 
 
 def _report(translation: Translation, plan: ShardingPlan) -> None:
@@ -98,7 +99,8 @@ def _report(translation: Translation, plan: ShardingPlan) -> None:
         return
     assert translation.config is not None
     level = logging.INFO if translation.config.verbose else logging.DEBUG
-    log.log(level, "%s\n%s", translation.explain(), plan.explain())
+    if log.isEnabledFor(level):
+        log.log(level, "%s\n%s", translation.explain(), plan.explain())
     for finding in translation.findings:
         if finding.outcome is Outcome.APPROXIMATE or finding.outcome.blocks:
             log.warning("fsdp_config.%s", finding)

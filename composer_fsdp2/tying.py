@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from composer_fsdp2._torch import own_parameters
+
 __all__ = ["ParameterUse", "parameter_uses", "tie_groups"]
 
 
@@ -32,7 +34,7 @@ def parameter_uses(model: nn.Module) -> list[ParameterUse]:
     """Every parameter of ``model`` once, in registration order, with all of its owners."""
     owners: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for path, module in _all_modules(model):
-        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        for attribute, parameter in own_parameters(module):
             owners.setdefault(parameter, []).append((path, attribute))
     return [ParameterUse(parameter, tuple(places)) for parameter, places in owners.items()]
 

@@ -116,8 +116,13 @@ class UnitTree:
         Each step removes a unit, or adds the one that takes two over; so it ends.
         """
         tied = [use for use in self.uses if len(use.owners) > 1]
-        while conflict := next(((o, use) for use in tied if len(o := self.owners(use)) > 1), None):
-            self._join(*conflict)
+        is_settled = False
+        while not is_settled:  # what joins one tie may put another apart
+            is_settled = True
+            for use in tied:
+                while len(owners := self.owners(use)) > 1:
+                    self._join(owners, use)
+                    is_settled = False
         for unit in self.units:
             roots = {above for above in (unit, *self._containers(unit)) if above.is_root}
             if len(roots) > 1:

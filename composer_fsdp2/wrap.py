@@ -80,8 +80,8 @@ def select_units(
     for name, child in wrapped.items():
         _add_root(tree, name, child, child, hooks)
     tree.join()
-    _separate_dtypes(tree)
-    tree.join()
+    if _separate_dtypes(tree):
+        tree.join()
     return _selection(tree, excluded, low_precision, tuple(use for use in uses if use.parameter in ignored_parameters))
 
 
@@ -164,9 +164,10 @@ def _add_descendants(tree: UnitTree, root_path: str, root: nn.Module, child: nn.
             own_dtypes.append(path)
         if settings and decides_mesh(settings):
             own_meshes.append(path)
-        is_low = hooks.low_precision or any(is_at_or_under(path, above) for above in own_dtypes)
-        is_elsewhere = any(is_at_or_under(path, above) for above in own_meshes)
-        if isinstance(module, BatchNorm) and (is_low or is_elsewhere):
+        is_norm = isinstance(module, BatchNorm)
+        is_low = is_norm and (hooks.low_precision or any(is_at_or_under(path, above) for above in own_dtypes))
+        is_elsewhere = is_norm and any(is_at_or_under(path, above) for above in own_meshes)
+        if is_low or is_elsewhere:
             why = "batch norm, kept in its own precision" if is_low else "batch norm, on the model's ranks"
             tree.add(WrapUnit((path,), why, settings=settings or {}, full_precision=is_low))
         elif settings is None:
@@ -205,12 +206,14 @@ def _wrap_decision(path: str, module: nn.Module, child: nn.Module) -> Mapping[st
     return {} if answer else None
 
 
-def _separate_dtypes(tree: UnitTree) -> None:
+def _separate_dtypes(tree: UnitTree) -> bool:
     """Give parameters of another dtype than most of their unit's own units, since a unit gathers one dtype.
 
     FSDP1 refused such a unit. What cannot be separated, because its module holds both dtypes or has no forward, stays
-    whole on every rank; see ``ShardUnit.replicated``.
+    whole on every rank; see ``ShardUnit.replicated``. Returns whether there were two dtypes.
     """
+    if len({use.parameter.dtype for use in tree.uses}) <= 1:
+        return False
     held: dict[WrapUnit | None, list[ParameterUse]] = {}
     for use in tree.uses:
         (owner,) = tree.owners(use)
@@ -222,6 +225,7 @@ def _separate_dtypes(tree: UnitTree) -> None:
                 kept = " and ".join(p or "the model" for p in unit.paths)
                 reason = f"its parameters are {_name(dtype)}, those of {kept} {_name(main)}"
                 tree.add(WrapUnit((path,), reason, settings=unit.settings, of_other_dtype=True))
+    return True
 
 
 def _modules_of_other_dtypes(

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from composer_fsdp2._torch import REPAIRS, Repair, fill_unused_gradients, keep_class_name, repair_cpu_collectives
+from composer_fsdp2._torch import REPAIRS, Repair, keep_class_name, repair_cpu_collectives, repair_unit_backward
 
 VERSION = torch.__version__.partition("+")[0]
 REPAIRS_BY_NAME = {repair.name: repair for repair in REPAIRS}
@@ -165,7 +165,7 @@ def check_unread_parameters() -> list[list[float | None]]:
         model = Reader()
         fully_shard(model, mesh=mesh)
         if fills:
-            fill_unused_gradients(model)
+            repair_unit_backward(model)
         model(dist.get_rank()).backward()
         found.append([None if weight.grad is None else weight.grad.to_local().item() for weight in model.weights])
     return found
@@ -173,7 +173,7 @@ def check_unread_parameters() -> list[list[float | None]]:
 
 def test_unread_parameters_were_left_out_of_the_sum():
     """By torch alone each rank ends with a gradient for its own weight only, the mean over both, (1 + 2) / 2. If torch
-    keeps them apart one day, `fill_unused_gradients` can go."""
+    keeps them apart one day, `repair_unit_backward` can go."""
     torch_alone, ours = zip(*run_ranks(check_unread_parameters, 2), strict=True)
     assert torch_alone == ([1.5, None], [None, 1.5])
     assert ours == ([0.5, 1.0], [0.5, 1.0])

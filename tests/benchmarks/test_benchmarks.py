@@ -1,0 +1,84 @@
+"""The benchmarks run, say what they promise to say, and keep the bars that no clock decides."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {"width": 16, "layers": 2, "heads": 2, "vocabulary": 32, "sequence": 8, "batch": 1, "steps": 2, "warmup": 1}
+# Not by import: tests/composer would be found.
+HAS_COMPOSER = any(metadata.distributions(name="mosaicml"))
+
+
+def benchmark(script: str, *arguments: str) -> dict[str, Any]:
+    """What ``--json`` prints; timings of so small a model say nothing, so no bar decides the exit code."""
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--json", "--no-bars", *arguments]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@pytest.fixture(scope="module", params=["FULL_SHARD", "SHARD_GRAD_OP"])
+def step(request: pytest.FixtureRequest) -> dict[str, Any]:
+    sizes = [word for name, size in TINY.items() for word in (f"--{name}", str(size))]
+    return benchmark("step.py", "--device", "cpu", "--strategy", request.param, *sizes)
+
+
+def test_a_step_communicates_what_the_hand_written_loop_does(step: dict[str, Any]):
+    """Nobody pays for the translation in gathers or in bytes; and the numbers count something."""
+    collectives = step["collectives"]
+    assert collectives["ours"] == collectives["hand"]
+    num_layers, num_gathers = TINY["layers"], 1 if step["options"]["strategy"] == "SHARD_GRAD_OP" else 2
+    gathers, reductions = collectives["ours"]["_allgather_base_"], collectives["ours"]["_reduce_scatter_base_"]
+    assert gathers["calls"] == 1 + num_gathers * num_layers
+    assert reductions["calls"] == 1 + num_layers
+    parameters_bytes = step["state_bytes"]["hand"]["optimizer"]  # two moments of half of the parameters
+    assert reductions["bytes"] == pytest.approx(parameters_bytes, rel=0.01)
+    assert step["loss_difference"]["ours"] == 0
+
+
+def test_a_step_needs_the_memory_of_the_hand_written_loop(step: dict[str, Any]):
+    """What we hook into torch keeps no parameter or gradient alive for longer."""
+    ours, hand = step["state_bytes"]["ours"], step["state_bytes"]["hand"]
+    assert ours == hand
+    assert ours["peak"] == sum(size for kind, size in ours.items() if kind != "peak")
+
+
+def test_the_object_of_a_step(step: dict[str, Any]):
+    """Whoever reads the object of another machine finds each variant there, or why it is missing."""
+    variants = {"ours", "fsdp1"} | ({"composer"} if HAS_COMPOSER else set())
+    assert step["ratio"].keys() == step["ratio_quartiles"].keys() == variants
+    assert step["collectives"].keys() == step["state_bytes"].keys() == {"hand"} | variants
+    assert step["missing"].keys() == {"composer"} - variants
+    assert all(bar["promise"] and bar["measured"] for bar in step["bars"])
+    assert all(difference < 1e-6 for difference in step["loss_difference"].values())
+
+
+@pytest.mark.skipif(not HAS_COMPOSER, reason="mosaicml is not installed")
+def test_shard_grad_op_gathers_less_than_composers_fsdp2(step: dict[str, Any]):
+    """Composer's FSDP2 drops sharding_strategy and gathers each block a second time."""
+    ours, theirs = (step["collectives"][name]["_allgather_base_"]["bytes"] for name in ("ours", "composer"))
+    if step["options"]["strategy"] == "SHARD_GRAD_OP":
+        assert ours < theirs
+    else:
+        assert ours == theirs
+
+
+def test_the_object_of_the_set_up():
+    """Each size has its row, and the three parts of our time are all there."""
+    result = benchmark("setup.py", "--modules", "20", "50", "--repeat", "1")
+    sizes = [str(timing["modules"]) for timing in result["timings"]]
+    assert list(result["ratio"]) == list(result["ratio_with_materialising"]) == sizes
+    assert len(sizes) == 2
+    assert len(result["bars"]) == 2
+    for timing in result["timings"]:
+        assert timing["units"] > 1
+        assert all(timing[part] > 0 for part in ("bare_s", "fully_shard_s", "materialising_s", "own_s"))
