@@ -17,7 +17,7 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-engine check docs venv venv-engine clean
+.PHONY: help demo test test-all test-engine bench check docs venv venv-engine clean
 # The two environments install the same folder and would write the same metadata at once.
 .NOTPARALLEL:
 
@@ -31,11 +31,16 @@ test: test-engine venv ## all tests but the slow ones, on both stacks; ARGS="-k 
 	$(PY) -m pytest -m "not slow" $(ARGS)
 
 test-all: venv venv-engine ## the slow tests too
-	$(PY_ENGINE) -m pytest tests/engine
+	$(PY_ENGINE) -m pytest tests/engine tests/benchmarks
 	$(PY) -m pytest $(ARGS)
 
 test-engine: venv-engine ## the engine's tests without Composer, on a newer torch
-	$(PY_ENGINE) -m pytest -m "not slow" tests/engine
+	$(PY_ENGINE) -m pytest -m "not slow" tests/engine tests/benchmarks
+
+bench: venv ## what sharding costs, against fully_shard by hand, Composer's FSDP2 and FSDP1
+	-$(PY) benchmarks/step.py
+	-$(PY) benchmarks/step.py --strategy SHARD_GRAD_OP
+	-$(PY) benchmarks/setup.py
 
 check: venv ## lint, format, types, generated tables, and that every test can be collected
 	$(PY) -m ruff check .

@@ -57,7 +57,7 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
     some ranks have no values of their own).
     """
     require_process_group("apply_plan")
-    agree(lambda: _check_model(model, plan), lambda _: json.dumps(plan.to_json()))
+    agree(lambda: _check_model(model, plan), lambda _: plan.fingerprint)
     apply_agreed_plan(model, plan)
 
 

@@ -109,9 +109,11 @@ class ShardingPlan:
         return tuple(unit for unit in self.units if unit.is_root)
 
     def to_json(self) -> dict[str, object]:
+        return {**self._json_without_units(), "units": [unit.to_json() for unit in self.units]}
+
+    def _json_without_units(self) -> dict[str, object]:
         return {
             "mesh": self.mesh.to_json(),
-            "units": [unit.to_json() for unit in self.units],
             "tie_groups": [list(names) for names in self.tie_groups],
             "ignored_modules": list(self.ignored_modules),
             "ignored": list(self.ignored),
@@ -148,9 +150,16 @@ class ShardingPlan:
         return replace(self, mesh=self.mesh.resolve(world_size), units=units)
 
     @cached_property
+    def fingerprint(self) -> str:
+        """The whole plan as lines of JSON, alike on ranks that will do the same; they compare it before they begin."""
+        # Line by line: the objects of a large plan all at once would set off the garbage collector.
+        parts = (self._json_without_units(), *self.units)
+        return "\n".join(json.dumps(p.to_json() if isinstance(p, ShardUnit) else p, sort_keys=True) for p in parts)
+
+    @cached_property
     def digest(self) -> str:
-        """A hash of the whole plan; ranks compare it before they communicate."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        """A hash of the whole plan."""
+        return hashlib.sha256(self.fingerprint.encode()).hexdigest()
 
     def explain(self) -> str:
         """The plan as text: the mesh, one line a unit, ties, what is left out and why."""

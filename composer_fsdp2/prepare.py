@@ -1,6 +1,5 @@
 """``prepare_fully_shard``: the FSDP1-shaped front door. Translate, plan, agree, apply."""
 
-import json
 import logging
 from dataclasses import replace
 from typing import Any
@@ -54,7 +53,7 @@ def prepare_fully_shard(
     require_process_group("prepare_fully_shard")
     translation, plan = agree(
         lambda: _decide(model, optimizers, fsdp_config, precision, device, auto_microbatching, te_rng_seed),
-        lambda decided: json.dumps(decided[1].to_json()),
+        lambda decided: decided[1].fingerprint,
     )
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)

@@ -1,0 +1,129 @@
+"""A decoder as in Llama, in plain torch, with the hooks that Composer's models have."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+__all__ = ["Block", "Decoder", "Model", "Shape"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a model and of one rank's batch."""
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    batch: int
+
+    @property
+    def hidden(self) -> int:
+        """Llama's 8/3 of the width, to the next multiple of 64."""
+        return -(-self.width * 8 // 192) * 64
+
+    def tokens(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(self.vocabulary, (self.batch, self.sequence), generator=generator)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.num_heads = shape.heads
+        self.query = nn.Linear(shape.width, shape.width, bias=False)
+        self.key = nn.Linear(shape.width, shape.width, bias=False)
+        self.value = nn.Linear(shape.width, shape.width, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            rotate(query, cosine, sine), rotate(key, cosine, sine), value, is_causal=True
+        )
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """One unit: 12 modules, 9 parameters."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.attention = Attention(shape)
+        self.feed_forward_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cosine, sine)
+        out: torch.Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    cosine: torch.Tensor
+    sine: torch.Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_width = shape.width // shape.heads
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.register_buffer("cosine", torch.empty(shape.sequence, self.head_width // 2), persistent=False)
+        self.register_buffer("sine", torch.empty(shape.sequence, self.head_width // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The tables of the rotary embedding; everything else belongs to a module of its own."""
+        device, positions = self.cosine.device, torch.arange(len(self.cosine), device=self.cosine.device)
+        frequencies = 10000 ** -torch.arange(0, 1, 2 / self.head_width, device=device)
+        angles = torch.outer(positions.float(), frequencies)
+        self.cosine.copy_(angles.cos())
+        self.sine.copy_(angles.sin())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, self.cosine, self.sine)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Block)
+
+
+class Model(nn.Module):
+    """What a Trainer is given: a model whose one child does the work. Its output is the loss."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.decoder = Decoder(shape)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.decoder(tokens)
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())

@@ -1,0 +1,268 @@
+"""Sharding a large model, as one rank of 64 does it: by us, and by a bare loop of ``fully_shard`` over the same units.
+
+    python benchmarks/setup.py
+    python benchmarks/setup.py --json
+
+Decoders of about 1,000, 4,000 and 16,000 modules on the meta device, in a fake process group that sends nothing; the
+time is the processor's, which other programs on the machine change less than the clock on the wall. What we do beside
+the calls of ``fully_shard`` is split in two: giving meta parameters values (the bare loop leaves them without any), and
+our own part: translating, planning, comparing, checking, and having an optimizer follow. Exit code 0, or 1 if a bar
+does not hold.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from models import Model, Shape
+from report import Bar, finish, machine, markdown
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2.materialize import Materializer
+
+NUM_RANKS = 64
+NUM_MODULES = (1_000, 4_000, 16_000)
+MODULES_A_LAYER = 12
+MAX_OWN_PART = 0.20
+# Of the power of the number of modules with which our own part grows; 1 is linear, and clocks are not exact.
+MAX_EXPONENT = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds for one model: of the bare loop, and of ours in three parts that add up to the whole call."""
+
+    modules: int
+    units: int
+    bare_s: float
+    fully_shard_s: float
+    materialising_s: float
+    own_s: float
+
+    @property
+    def own_part(self) -> float:
+        return self.own_s / self.bare_s
+
+    @property
+    def part_with_materialising(self) -> float:
+        return (self.own_s + self.materialising_s) / self.bare_s
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    summary, _, details = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--modules", type=int, nargs="+", default=NUM_MODULES, help="sizes, in rising order")
+    parser.add_argument("--repeat", type=int, default=3, help="how often each is timed; the least counts")
+    parser.add_argument("--json", action="store_true", help="one object instead of the table")
+    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # Otherwise the time of idle ones would count.
+    with one_rank_of(NUM_RANKS):
+        time_model(MODULES_A_LAYER * 4)  # What is imported and made at first use is in no row.
+        timings = [
+            least_of([time_model(size, ours_first=number % 2 == 1) for number in range(given.repeat)])
+            for size in given.modules
+        ]
+    bars = _bars(timings)
+    if given.json:
+        print(json.dumps({**_summary(timings), "bars": [asdict(bar) for bar in bars]}))
+    else:
+        print(_text(timings))
+    return finish(bars, enforce=not given.no_bars, show=not given.json)
+
+
+@contextlib.contextmanager
+def one_rank_of(num_ranks: int) -> Iterator[None]:
+    """A process group in which this process is rank 0 and the others do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    # A fake collective leaves its output as it was, so what would be gathered is put there. Its time is not ours: it
+    # is two or three small collectives, whatever the model.
+    with (
+        mock.patch("composer_fsdp2.agreement.gather", _gather_own),
+        mock.patch("composer_fsdp2.materialize.gather", _gather_own),
+    ):
+        yield
+    dist.destroy_process_group()
+
+
+def _gather_own(value: Any) -> list[Any]:
+    return [value] * dist.get_world_size()
+
+
+def build(num_modules: int) -> Model:
+    """A decoder of about so many modules on the meta device.
+
+    Narrow, since the number of modules is what is timed; but one row of each matrix for each rank at least: for a rank
+    without one ``fully_shard`` makes an empty tensor, which would make the bare loop look slow.
+    """
+    layers = max(1, round(num_modules / MODULES_A_LAYER))
+    with torch.device("meta"):
+        return Model(Shape(width=NUM_RANKS, layers=layers, heads=2, vocabulary=NUM_RANKS, sequence=8, batch=1))
+
+
+def time_model(num_modules: int, *, ours_first: bool = False) -> Timing:
+    """A bare and a full set-up of two equal models, one after the other."""
+    if ours_first:
+        ours = _time_ours(num_modules)
+        bare_s, units = _time_bare(num_modules)
+    else:
+        bare_s, units = _time_bare(num_modules)
+        ours = _time_ours(num_modules)
+    modules, shard_clock, materialising_clock, total_s = ours
+    assert shard_clock.calls == units, (shard_clock.calls, units)
+    return Timing(
+        modules=modules,
+        units=units,
+        bare_s=bare_s,
+        fully_shard_s=shard_clock.seconds,
+        materialising_s=materialising_clock.seconds,
+        own_s=total_s - shard_clock.seconds - materialising_clock.seconds,
+    )
+
+
+def _time_bare(num_modules: int) -> tuple[float, int]:
+    model = build(num_modules)
+    seconds = _seconds(lambda: shard_bare(model))
+    return seconds, sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _time_ours(num_modules: int) -> tuple[int, "_Clock", "_Clock", float]:
+    model = build(num_modules)
+    optimizer = torch.optim.AdamW(model.parameters())  # built before sharding, as Composer's users build it
+    with (
+        _timed("composer_fsdp2.apply.fully_shard", fully_shard) as shard_clock,
+        _timed("composer_fsdp2.apply.Materializer.make_real", Materializer.make_real) as materialising_clock,
+    ):
+        total_s = _seconds(lambda: shard_ours(model, optimizer))
+    return sum(1 for _ in model.modules()), shard_clock, materialising_clock, total_s
+
+
+def shard_bare(model: Model) -> None:
+    """The calls that ours makes, with the same arguments, and nothing else."""
+    mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("data_parallel_shard",))
+    below, root = MixedPrecisionPolicy(cast_forward_inputs=False), MixedPrecisionPolicy(cast_forward_inputs=True)
+    for block in model.decoder.blocks:
+        _fully_shard(block, mesh, reshard_after_forward=True, mp_policy=below)
+    _fully_shard(model.decoder, mesh, reshard_after_forward=False, mp_policy=root)
+
+
+def _fully_shard(module: nn.Module, mesh: Any, **options: Any) -> None:
+    fully_shard(module, mesh=mesh, offload_policy=OffloadPolicy(), ignored_params=None, **options)
+
+
+def shard_ours(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    prepare_fully_shard(model, optimizer, {"sharding_strategy": "FULL_SHARD"}, "fp32", "cpu")
+
+
+class _Clock:
+    """How often a function was called and how long that took."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.seconds = 0.0
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.process_time()
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            self.seconds += time.process_time() - start
+            self.calls += 1
+
+
+@contextlib.contextmanager
+def _timed(name: str, function: Callable[..., Any]) -> Iterator[_Clock]:
+    clock = _Clock(function)
+    # A plain function, because an object in its place would not be bound as a method.
+    with mock.patch(name, lambda *args, **kwargs: clock(*args, **kwargs)):
+        yield clock
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    gc.collect()
+    gc.freeze()  # What was built before is in no collection that the call causes.
+    start = time.process_time()
+    call()
+    seconds = time.process_time() - start
+    gc.unfreeze()
+    return seconds
+
+
+def least_of(timings: Sequence[Timing]) -> Timing:
+    """Part by part: the least disturbed one, as nothing makes a call faster than it is."""
+    parts = ("bare_s", "fully_shard_s", "materialising_s", "own_s")
+    least = {part: min(getattr(timing, part) for timing in timings) for part in parts}
+    return Timing(modules=timings[0].modules, units=timings[0].units, **least)
+
+
+def _exponent(timings: Sequence[Timing]) -> float:
+    """Of the power law through the smallest and the largest model."""
+    first, last = timings[0], timings[-1]
+    return math.log(last.own_s / first.own_s) / math.log(last.modules / first.modules)
+
+
+def _bars(timings: Sequence[Timing]) -> list[Bar]:
+    worst = max(timing.own_part for timing in timings)
+    bars = [Bar(f"our own part, {MAX_OWN_PART:.0%} of the bare loop at most", f"{worst:.1%}", worst <= MAX_OWN_PART)]
+    if len(timings) > 1:
+        exponent = _exponent(timings)
+        bars.append(Bar("our own part grows linearly", f"modules ** {exponent:.2f}", exponent <= MAX_EXPONENT))
+    return bars
+
+
+def _summary(timings: Sequence[Timing]) -> dict[str, Any]:
+    return {
+        "machine": machine(),
+        "ranks": NUM_RANKS,
+        "ratio": {str(timing.modules): timing.own_part for timing in timings},
+        "ratio_with_materialising": {str(timing.modules): timing.part_with_materialising for timing in timings},
+        "exponent": _exponent(timings) if len(timings) > 1 else None,
+        "timings": [asdict(timing) for timing in timings],
+    }
+
+
+def _text(timings: Sequence[Timing]) -> str:
+    header = [
+        "modules",
+        "units",
+        "bare loop",
+        "ours: in fully_shard",
+        "giving values",
+        "own part",
+        "own part / bare loop",
+        "with giving values",
+        "own part a module",
+    ]
+    rows = [
+        [
+            f"{timing.modules:,}",
+            f"{timing.units:,}",
+            *(f"{s:.3f} s" for s in (timing.bare_s, timing.fully_shard_s, timing.materialising_s, timing.own_s)),
+            f"{timing.own_part:.1%}",
+            f"{timing.part_with_materialising:.1%}",
+            f"{1e6 * timing.own_s / timing.modules:.0f} µs",
+        ]
+        for timing in timings
+    ]
+    return "\n".join([f"{machine()}; rank 0 of {NUM_RANKS}, fake process group", "", markdown(header, rows), ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

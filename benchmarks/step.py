@@ -1,0 +1,350 @@
+"""One training step, sharded by a hand-written loop, by us, by Composer's own FSDP2 and by FSDP1.
+
+    python benchmarks/step.py
+    python benchmarks/step.py --strategy SHARD_GRAD_OP --json
+
+Time, collectives and memory of a step, as a table. All variants live in the same processes and train the same batches
+from the same values. A round trains one step of each, in an order drawn anew, so that whatever else the machine does
+disturbs all of them alike; the ratios of a round are to the hand-written loop's step of that round. Exit code 0, or 1
+if a bar does not hold.
+"""
+
+import argparse
+import gc
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from counting import Collectives, StateBytes, gathered_bytes
+from launch import on_ranks
+from models import Shape
+from report import Bar, finish, machine, markdown, mib
+from variants import NAMES, STRATEGIES, Setting, Trainee, build, missing
+
+from composer_fsdp2._torch import repair_cpu_collectives
+
+HAND = "hand"
+TITLES = {HAND: "fully_shard by hand", "ours": "composer_fsdp2", "composer": "Composer's FSDP2", "fsdp1": "FSDP1"}
+SHAPES = {
+    "cpu": Shape(width=192, layers=4, heads=4, vocabulary=1024, sequence=64, batch=2),
+    "cuda": Shape(width=2048, layers=18, heads=16, vocabulary=32000, sequence=1024, batch=8),  # 1.04e9 parameters
+}
+MAX_RATIO = 1.02
+# Relative, between losses; on a GPU the order of a kernel's sums may differ from one run to the next.
+MAX_LOSS_DIFFERENCE = {"cpu": 1e-6, "cuda": 1e-2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What one run measures."""
+
+    shape: Shape
+    strategy: str
+    device_type: str
+    variants: tuple[str, ...]
+    ranks: int
+    steps: int
+    warmup: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    options = _options(given)
+    absent = {name: reason for name in options.variants if (reason := missing(name))}
+    options = replace(options, variants=tuple(name for name in options.variants if name not in absent))
+    result = on_ranks(measure, options.ranks, options.device_type, options)
+    bars = _bars(options, result)
+    if given.json:
+        print(json.dumps({**_summary(options, result), "missing": absent, "bars": [asdict(bar) for bar in bars]}))
+    else:
+        print(_text(options, result, absent))
+    return finish(bars, enforce=not given.no_bars, show=not given.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, details = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
+    parser.add_argument("--variants", nargs="+", choices=[name for name in NAMES if name != HAND], default=NAMES[1:])
+    parser.add_argument("--device", choices=tuple(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ranks", type=int, help="default: 1 on a GPU, 2 on the CPU")
+    parser.add_argument("--steps", type=int, help="timed rounds; default: 50 on a GPU, 200 on the CPU")
+    parser.add_argument("--warmup", type=int, default=5, help="rounds before them")
+    parser.add_argument("--json", action="store_true", help="one object instead of the table")
+    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
+    for field in fields(Shape):
+        parser.add_argument(f"--{field.name}", type=int, help="of the model" if field.name != "batch" else "of a rank")
+    return parser
+
+
+def _options(given: argparse.Namespace) -> Options:
+    on_gpu = given.device == "cuda"
+    sizes = {field.name: getattr(given, field.name) for field in fields(Shape)}
+    return Options(
+        shape=replace(SHAPES[given.device], **{name: size for name, size in sizes.items() if size is not None}),
+        strategy=given.strategy,
+        device_type=given.device,
+        variants=(HAND, *(name for name in NAMES if name in given.variants)),
+        ranks=given.ranks or (1 if on_gpu else 2),
+        steps=given.steps or (50 if on_gpu else 200),
+        warmup=given.warmup,
+    )
+
+
+# On the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def measure(options: Options) -> dict[str, dict[str, Any]]:
+    """Everything about each variant, the same on all ranks; called on all ranks."""
+    if options.device_type == "cpu":
+        # For all variants alike, so that they learn the same: by themselves hand and Composer would train on sums.
+        repair_cpu_collectives()
+    on_gpu = options.device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    setting = Setting(shape=options.shape, strategy=options.strategy, device=device, low_precision=on_gpu)
+    runs = {name: _Run(name, setting) for name in options.variants}
+    gc.collect()
+    gc.freeze()  # What is built by now stays; the collections between steps need not look at it again.
+    for run in runs.values():
+        run.count_collectives()
+        run.measure_state()
+    order = list(runs)
+    shuffle = random.Random(0).shuffle  # the same order on all ranks
+    gc.disable()
+    for number in range(options.warmup + options.steps):
+        shuffle(order)
+        for name in order:
+            runs[name].time_step(is_warm=number >= options.warmup)
+    gc.enable()
+    return {name: run.result() for name, run in runs.items()}
+
+
+class _Run:
+    """One variant with what was seen of it on this rank. Each method that trains takes the next batch."""
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        self.setting = setting
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.processor_seconds: list[float] = []
+        self.collectives: dict[str, dict[str, int]] = {}
+        self.state_bytes: dict[str, int] = {}
+        before = self._allocated_bytes()
+        self.trainee: Trainee = build(name, setting)
+        self._train()  # makes the optimizer's state, and whatever else is made at first use
+        self.resident_bytes = self._allocated_bytes() - before
+
+    def count_collectives(self) -> None:
+        mode = Collectives()
+        with mode:
+            self._train()
+        self.collectives = mode.counts
+
+    def measure_state(self) -> None:
+        if self.setting.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            others_bytes = self._allocated_bytes() - self.resident_bytes
+            self._train()
+            self.state_bytes["allocated"] = torch.cuda.max_memory_allocated() - others_bytes
+        mode = StateBytes(self.trainee.model, self.trainee.optimizer)
+        with mode:
+            self._train()
+        self.state_bytes |= {"peak": mode.peak, **mode.at_peak}
+
+    def time_step(self, *, is_warm: bool) -> None:
+        tokens = self._tokens()
+        gc.collect()
+        dist.barrier()
+        self._synchronize()
+        start, processor_start = time.perf_counter(), time.process_time()
+        loss = self.trainee.step(tokens)
+        self._synchronize()
+        seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor_start
+        self.losses.append(loss.item())
+        if is_warm:
+            self.seconds.append(seconds)
+            self.processor_seconds.append(processor_seconds)
+
+    def result(self) -> dict[str, Any]:
+        """A step takes as long as on the slowest rank; bytes are the largest of any rank; losses are means."""
+        return {
+            "seconds": [max(each) for each in zip(*_gather(self.seconds), strict=True)],
+            "processor_seconds": [sum(each) for each in zip(*_gather(self.processor_seconds), strict=True)],
+            "losses": [statistics.fmean(each) for each in zip(*_gather(self.losses), strict=True)],
+            "collectives": self.collectives,
+            "state_bytes": max(_gather(self.state_bytes), key=lambda sizes: sizes["peak"]),
+        }
+
+    def _train(self) -> None:
+        self.losses.append(self.trainee.step(self._tokens()).item())
+
+    def _tokens(self) -> torch.Tensor:
+        """The next batch, another one on each rank, the same for all variants."""
+        seed = len(self.losses) * dist.get_world_size() + dist.get_rank()
+        return self.setting.shape.tokens(seed).to(self.setting.device)
+
+    def _synchronize(self) -> None:
+        if self.setting.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _allocated_bytes(self) -> int:
+        return torch.cuda.memory_allocated() if self.setting.device.type == "cuda" else 0
+
+
+def _gather(value: Any) -> list[Any]:
+    """From every rank, in rank order."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# What is said of it ---------------------------------------------------------------------------------------------------
+
+
+def _ratios(result: dict[str, dict[str, Any]], name: str, clock: str = "seconds") -> list[float]:
+    """Of each round, to the hand-written loop."""
+    return [own / hand for own, hand in zip(result[name][clock], result[HAND][clock], strict=True)]
+
+
+def _loss_difference(result: dict[str, dict[str, Any]], name: str) -> float:
+    """The largest, relative to the hand-written loop's."""
+    pairs: Iterable[tuple[float, float]] = zip(result[name]["losses"], result[HAND]["losses"], strict=True)
+    return max(abs(own - hand) / abs(hand) for own, hand in pairs)
+
+
+def _summary(options: Options, result: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    others = [name for name in result if name != HAND]
+    ratios = {name: _ratios(result, name) for name in others}
+    return {
+        "options": asdict(options),
+        "machine": machine(),
+        "ratio": {name: statistics.median(each) for name, each in ratios.items()},
+        "ratio_quartiles": {name: _quartiles(each) for name, each in ratios.items()},
+        "processor_ratio": {name: statistics.median(_ratios(result, name, "processor_seconds")) for name in others},
+        "step_s": {name: statistics.median(each["seconds"]) for name, each in result.items()},
+        "loss_difference": {name: _loss_difference(result, name) for name in others},
+        "collectives": {name: each["collectives"] for name, each in result.items()},
+        "state_bytes": {name: each["state_bytes"] for name, each in result.items()},
+    }
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    """The first and the third."""
+    if len(values) < 2:
+        return [values[0], values[0]]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return [first, third]
+
+
+def _median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median lies with 95 % confidence, whatever the distribution: two order statistics (a sign test)."""
+    half_width = 0.98 * math.sqrt(len(values))
+    first = max(0, math.floor(len(values) / 2 - half_width))
+    ordered = sorted(values)
+    return ordered[first], ordered[-1 - first]
+
+
+def _bars(options: Options, result: dict[str, dict[str, Any]]) -> list[Bar]:
+    bars = []
+    if "ours" in result:
+        ours, hand = result["ours"]["collectives"], result[HAND]["collectives"]
+        bars.append(
+            Bar(
+                "the collectives and bytes of the hand-written loop",
+                _said(ours) if ours == hand else f"{_said(ours)}; by hand {_said(hand)}",
+                ours == hand,
+            )
+        )
+        difference, limit = _loss_difference(result, "ours"), MAX_LOSS_DIFFERENCE[options.device_type]
+        bars.append(Bar(f"its losses, to {limit:.0e}", f"{difference:.1e}", difference <= limit))
+        ratios = _ratios(result, "ours")
+        ratio, (low, high) = statistics.median(ratios), _median_interval(ratios)
+        measured = f"{ratio:.3f} ({low:.3f} to {high:.3f} with 95 % confidence)"
+        if low <= MAX_RATIO < ratio:
+            measured += ", too noisy to tell: take more --steps, or a machine with nothing else to do"
+        bars.append(Bar(f"its time of a step, times {MAX_RATIO} at most", measured, ratio <= MAX_RATIO))
+    if {"ours", "composer"} <= result.keys() and options.strategy == "SHARD_GRAD_OP":
+        ours_bytes, composer_bytes = (gathered_bytes(result[name]["collectives"]) for name in ("ours", "composer"))
+        bars.append(
+            Bar(
+                "fewer gathered bytes than Composer's FSDP2, which ignores sharding_strategy",
+                f"{mib(ours_bytes)}, Composer's {mib(composer_bytes)}",
+                ours_bytes < composer_bytes,
+            )
+        )
+    return bars
+
+
+def _said(counts: dict[str, dict[str, int]]) -> str:
+    return (
+        "; ".join(f"{count['calls']} {name}, {mib(count['bytes'])} in all" for name, count in counts.items()) or "none"
+    )
+
+
+def _text(options: Options, result: dict[str, dict[str, Any]], absent: dict[str, str]) -> str:
+    shape = options.shape
+    precision = "bf16 (kept in fp32)" if options.device_type == "cuda" else "fp32"
+    lines = [
+        f"{machine()}; {options.ranks} ranks, {options.strategy}, {precision}; {shape.layers} layers of width "
+        f"{shape.width}, vocabulary {shape.vocabulary}, {shape.batch} × {shape.sequence} tokens a rank; "
+        f"{options.steps} rounds",
+        "",
+        _time_table(result),
+        "",
+        _collectives_table(result),
+        "",
+        _state_table(result),
+        "",
+    ]
+    lines.extend(f"without {TITLES[name]}: {reason}" for name, reason in absent.items())
+    return "\n".join(lines)
+
+
+def _time_table(result: dict[str, dict[str, Any]]) -> str:
+    rows = []
+    for name, each in result.items():
+        seconds = statistics.median(each["seconds"])
+        row = [TITLES[name], f"{1000 * seconds:.1f} ms", "1", "", "1", ""]
+        if name != HAND:
+            first, third = _quartiles(_ratios(result, name))
+            row[2:] = [
+                f"{statistics.median(_ratios(result, name)):.3f}",
+                f"{first:.3f} to {third:.3f}",
+                f"{statistics.median(_ratios(result, name, 'processor_seconds')):.3f}",
+                f"{_loss_difference(result, name):.1e}",
+            ]
+        rows.append(row)
+    return markdown(
+        ["a step", "median", "median of ratios", "their quartiles", "of processor time", "losses differ by"],
+        rows,
+    )
+
+
+def _collectives_table(result: dict[str, dict[str, Any]]) -> str:
+    operators = sorted({name for each in result.values() for name in each["collectives"]})
+    rows = []
+    for name, each in result.items():
+        counts = [each["collectives"].get(operator) for operator in operators]
+        rows.append([TITLES[name], *(f"{c['calls']}: {mib(c['bytes'])}" if c else "0" for c in counts)])
+    return markdown(["collectives a step, and their full buffers", *operators], rows)
+
+
+def _state_table(result: dict[str, dict[str, Any]]) -> str:
+    kinds = list(result[HAND]["state_bytes"])
+    rows = [[TITLES[name], *(mib(each["state_bytes"][kind]) for kind in kinds)] for name, each in result.items()]
+    return markdown(["state on a rank, where its sum is largest", *kinds], rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The same model sharded by four hands: ``build(name, setting)``.
+
+All take the units that the model's hooks choose, the same precision and the same AdamW. FSDP1 gets the arguments that
+Composer's ``prepare_fsdp_module`` gives it by default (composer/distributed/dist_strategy.py, 0.32.1), from torch
+itself, so that it needs no Composer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from models import Block, Model, Shape
+from torch import nn
+
+__all__ = ["NAMES", "STRATEGIES", "Setting", "Trainee", "build", "missing"]
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all variants have in common; ``low_precision``: computed and reduced in bf16, kept in fp32."""
+
+    shape: Shape
+    strategy: str
+    device: torch.device
+    low_precision: bool
+
+    @property
+    def fsdp_config(self) -> dict[str, Any]:
+        """The section of a user's YAML."""
+        return {
+            "sharding_strategy": self.strategy,
+            "mixed_precision": "PURE" if self.low_precision else "DEFAULT",
+        }
+
+    @property
+    def precision(self) -> str:
+        return "amp_bf16" if self.low_precision else "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Trainee:
+    """A sharded model with its optimizer."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Train one batch; its loss on this rank. Called on all ranks."""
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(tokens)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def missing(name: str) -> str | None:
+    """Why this environment has no such variant, or None if it has."""
+    if name == "composer" and not any(metadata.distributions(name="mosaicml")):
+        return "mosaicml is not installed"
+    return None
+
+
+def build(name: str, setting: Setting) -> Trainee:
+    """The variant of this name, with the values that seed 0 gives; called on all ranks."""
+    torch.manual_seed(0)
+    with setting.device:
+        model = Model(setting.shape)
+    return _BUILDERS[name](model, setting)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _hand(model: Model, setting: Setting) -> Trainee:
+    """What an expert writes after reading torch's documentation, for this one model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(setting.device.type, (torch.distributed.get_world_size(),))
+    dtype = torch.bfloat16 if setting.low_precision else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    for block in model.decoder.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=setting.strategy == "FULL_SHARD", mp_policy=policy)
+    fully_shard(model.decoder, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    return Trainee(model, _adamw(model))
+
+
+def _ours(model: Model, setting: Setting) -> Trainee:
+    from composer_fsdp2 import prepare_fully_shard
+
+    optimizer = _adamw(model)
+    prepare_fully_shard(model, optimizer, setting.fsdp_config, setting.precision, setting.device)
+    return Trainee(model, optimizer)
+
+
+def _composer(model: Model, setting: Setting) -> Trainee:
+    """As ``parallelize_composer_model`` does it, less the check that the model is a ComposerModel."""
+    from composer.core import Precision
+    from composer.core.state import _create_device_mesh
+    from composer.distributed.fsdp2_utils import generate_composer_model_policy
+    from composer.distributed.param_init import meta_init
+    from composer.distributed.prepare_distributed import parallelize_model
+    from composer.utils.device import get_device
+    from composer.utils.parallelism import FSDP2Config
+
+    config = FSDP2Config.from_compatible_attrs(setting.fsdp_config)
+    device = get_device("gpu" if setting.device.type == "cuda" else "cpu")
+    config.device_mesh = _create_device_mesh(device, config, None)
+    optimizer = _adamw(model)
+    policy: Any = generate_composer_model_policy(model)
+    precision = Precision(setting.precision)
+    parallelize_model(model, config, optimizer, precision, policy, param_init_fn=meta_init)
+    return Trainee(model, optimizer)
+
+
+def _fsdp1(model: Model, setting: Setting) -> Trainee:
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    dtype = torch.bfloat16 if setting.low_precision else torch.float32
+    decoder: Any = FullyShardedDataParallel(
+        model.decoder,
+        sharding_strategy=ShardingStrategy[setting.strategy],
+        auto_wrap_policy=CustomPolicy(lambda module: isinstance(module, Block)),
+        backward_prefetch=BackwardPrefetch.BACKWARD_POST,
+        mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype),
+        device_id=setting.device,
+        limit_all_gathers=True,
+        use_orig_params=True,
+    )
+    model.decoder = decoder
+    return Trainee(model, _adamw(model))
+
+
+_BUILDERS: dict[str, Callable[[Model, Setting], Trainee]] = {
+    "hand": _hand,
+    "ours": _ours,
+    "composer": _composer,
+    "fsdp1": _fsdp1,
+}
+NAMES = tuple(_BUILDERS)
