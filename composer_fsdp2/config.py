@@ -93,8 +93,8 @@ class RankGroups:
                 raise ConfigError(f"process_group names rank {max(self.ranks)}, but the world size is {world_size}")
         elif world_size % self.number:
             raise ConfigError(
-                f"world size {world_size} is not a multiple of process_group {self}; use {self.rule.value} with "
-                f"{_divisors_text(world_size)}"
+                f"world size {world_size} is not a multiple of process_group {self}; use "
+                f"{_divisors_text(world_size, self.rule.value)}"
             )
 
     def size(self, world_size: int) -> int:
@@ -323,8 +323,8 @@ def check_reshard_degree(reshard_after_forward: bool | int, mesh: MeshSpec, wher
         )
 
 
-def _divisors_text(number: int) -> str:
+def _divisors_text(number: int, prefix: str = "") -> str:
     if number > 2**16:  # no cluster that exists; a list would take for ever
-        return f"a divisor of {number}"
-    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-    return ", ".join(map(str, divisors[:-1])) + (" or " if len(divisors) > 1 else "") + str(divisors[-1])
+        return f"{prefix} with a divisor of {number}".strip()
+    divisors = [f"{prefix}{divisor}" for divisor in range(1, number + 1) if number % divisor == 0]
+    return ", ".join(divisors[:-1]) + (" or " if len(divisors) > 1 else "") + divisors[-1]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_fsdp2 import ConfigError, MeshSpec, ShardingConfig
-from composer_fsdp2.config import ShardingStrategy, check_reshard_degree
+from composer_fsdp2.config import GroupRule, RankGroups, ShardingStrategy, check_reshard_degree
 
 
 @pytest.mark.parametrize(
@@ -120,3 +121,45 @@ def test_mesh_reads_as_a_sentence():
     spec = MeshSpec(shard=4, replicate=2, device_type="cuda")
     assert str(spec) == "cuda mesh, data_parallel_replicate 2 x data_parallel_shard 4"
     assert spec.to_json()["shape"] == [2, 4]
+
+
+def test_groups_of_ranks():
+    """Composer's setK are K ranks in a row, modK are K groups; who is with whom decides what is averaged."""
+    rows = RankGroups(rule=GroupRule.CONSECUTIVE, number=2)
+    columns = RankGroups(rule=GroupRule.STRIDED, number=2)
+    assert [rows.members(rank, 6) for rank in range(6)] == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]
+    assert [columns.members(rank, 6) for rank in range(6)] == [(0, 2, 4), (1, 3, 5)] * 3
+    assert (rows.size(6), columns.size(6)) == (2, 3)
+    given = RankGroups(rule=GroupRule.GIVEN, ranks=(5, 1))
+    assert (given.members(1, 6), given.size(6)) == ((1, 5), 2)
+
+
+def test_meshes_of_groups():
+    """A group is a 1-D mesh, a pair a 2-D one, and NO_SHARD keeps the ranks with whole parameters."""
+    rows = RankGroups(rule=GroupRule.CONSECUTIVE, number=2)
+    columns = RankGroups(rule=GroupRule.STRIDED, number=2)
+    assert MeshSpec.of_groups(rows).resolve(6).shape == (2,)
+    assert MeshSpec.of_groups(rows, columns).resolve(6).shape == (3, 2)
+    whole = MeshSpec.of_groups(columns).without_shards().resolve(6)
+    assert (whole.shape, whole.axis_names) == ((3, 1), ("data_parallel_replicate", "data_parallel_shard"))
+    with pytest.raises(ConfigError, match="one process_group"):
+        MeshSpec.of_groups(rows, columns).without_shards()
+    assert MeshSpec(shard=4).without_shards() == MeshSpec(replicate=4, shard=1)
+    assert MeshSpec().without_shards().resolve(4) == MeshSpec(replicate=4, shard=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RankGroups(rule=GroupRule.CONSECUTIVE, number=4).check(6), "use set1, set2, set3 or set6"),
+        (lambda: RankGroups(rule=GroupRule.STRIDED, number=4).check(6), "process_group mod4; use mod1"),
+        (lambda: RankGroups(rule=GroupRule.GIVEN, ranks=(0, 6)).check(6), "rank 6, but the world size is 6"),
+        (lambda: RankGroups(rule=GroupRule.GIVEN, ranks=(1, 1)), "give each once"),
+        (lambda: RankGroups(rule=GroupRule.GIVEN), "give each once"),
+        (lambda: RankGroups(rule=GroupRule.CONSECUTIVE), "set0 is no division"),
+    ],
+)
+def test_groups_that_cannot_be(make: Callable[[], object], message: str):
+    """The error names the numbers that would do, or the rank that is wrong."""
+    with pytest.raises(ConfigError, match=message):
+        make()
