@@ -26,7 +26,8 @@ from composer_fsdp2.clipping import clip_grad_norm_
 from composer_fsdp2.compat.seams import Seam
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.fsdp1.keys import KEYS, Origin
-from composer_fsdp2.fsdp1.translate import FSDP2_DEFAULTS, translate
+from composer_fsdp2.fsdp1.legacy import FSDP2_DEFAULTS
+from composer_fsdp2.fsdp1.translate import translate
 from composer_fsdp2.prepare import prepare_fully_shard
 
 __all__ = ["SEAMS", "EveryKeyFSDP2Config"]

@@ -153,8 +153,8 @@ class ShardingPlan:
     def fingerprint(self) -> str:
         """The whole plan as lines of JSON, alike on ranks that will do the same; they compare it before they begin."""
         # Line by line: the objects of a large plan all at once would set off the garbage collector.
-        parts = (self._json_without_units(), *self.units)
-        return "\n".join(json.dumps(p.to_json() if isinstance(p, ShardUnit) else p, sort_keys=True) for p in parts)
+        units = "\n".join(json.dumps(unit.to_json()) for unit in self.units)
+        return f"{units}\n{json.dumps(self._json_without_units())}"
 
     @cached_property
     def digest(self) -> str:

@@ -13,7 +13,7 @@ from composer_fsdp2._torch import own_parameters
 from composer_fsdp2.activation_checkpointing import select_checkpointed
 from composer_fsdp2.config import Prefetch, ShardingConfig
 from composer_fsdp2.errors import PlanError, UnsupportedError
-from composer_fsdp2.fsdp1.translate import translate_unit_settings, unit_notes
+from composer_fsdp2.fsdp1.unit_settings import translate_unit_settings, unit_notes
 from composer_fsdp2.optimizer import Optimizers, check_optimizers
 from composer_fsdp2.plan import ParameterSpec, ShardingPlan, ShardUnit, and_more
 from composer_fsdp2.tying import ParameterUse, join

@@ -15,7 +15,7 @@ from torch import nn
 
 from composer_fsdp2._torch import BatchNorm, is_compiled
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.fsdp1.translate import decides_dtypes, decides_mesh
+from composer_fsdp2.fsdp1.unit_settings import decides_dtypes, decides_mesh
 from composer_fsdp2.tying import ParameterUse, join, parameter_uses
 from composer_fsdp2.units import UnitTree, WrapUnit, ancestors_or_self, has_forward, is_at_or_under
 

@@ -16,7 +16,7 @@ from composer.utils import FSDP2Config, FSDPConfig
 
 from composer_fsdp2 import ConfigError, Outcome, ShardingConfig, translate
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Origin
-from composer_fsdp2.fsdp1.translate import DTYPES, PRECISIONS
+from composer_fsdp2.fsdp1.values import DTYPES, PRECISIONS
 
 pytestmark = pytest.mark.composer
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision,
 
 from composer_fsdp2 import ComposerFSDP2Error, ShardingConfig, Translation, plan_sharding, translate
 from composer_fsdp2.fsdp1.keys import KEYS
-from composer_fsdp2.fsdp1.translate import UNIT_KEYS, translate_unit_settings
+from composer_fsdp2.fsdp1.unit_settings import UNIT_KEYS, translate_unit_settings
 
 WRONG: dict[str, Any] = {
     "None": None,

@@ -37,7 +37,7 @@ from composer_fsdp2 import (
     translate,
 )
 from composer_fsdp2.fsdp1.keys import KEYS, Kind
-from composer_fsdp2.fsdp1.translate import translate_unit_settings
+from composer_fsdp2.fsdp1.unit_settings import translate_unit_settings
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -1,0 +1,91 @@
+"""What a user said: a configuration in any of its forms, read once."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME
+
+__all__ = ["FSDP2_DEFAULTS", "LegacyConfig"]
+
+# What Composer's FSDP2 did without being told (composer/distributed, 0.32.1): it sent rank 0's values where some ranks
+# had none, and its checkpointing was not reentrant.
+FSDP2_DEFAULTS: dict[str, Any] = {"sync_module_states": None, "activation_checkpointing_reentrant": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegacyConfig:
+    """What a user said: a mapping, or a configuration object read by its attributes.
+
+    ``said`` holds only what was set; a default of the object's class is not a statement, and lies in ``defaults``
+    where it differs from FSDP1's.
+    """
+
+    said: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def read(cls, source: object) -> "LegacyConfig":
+        """Read a mapping (OmegaConf's too) or any object with FSDPConfig's or FSDP2Config's attributes.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if isinstance(source, LegacyConfig):
+            return source
+        if isinstance(source, DictConfig):
+            try:
+                source = OmegaConf.to_container(source, resolve=True)
+            except OmegaConfBaseException as error:
+                raise ConfigError(f"fsdp_config cannot be resolved: {error}") from error
+        if isinstance(source, Mapping):
+            said = {str(key): value for key, value in source.items()}
+            return cls(said=said, defaults={}, mesh=said.get("device_mesh"))
+        if not hasattr(source, "__dict__") or isinstance(source, str | type) or callable(source):
+            raise ConfigError(
+                f"fsdp_config is a {type(source).__name__}; give a mapping, a composer FSDPConfig or an FSDP2Config"
+            )
+        return cls._read_object(source)
+
+    @classmethod
+    def _read_object(cls, source: object) -> "LegacyConfig":
+        # Composer's State puts the mesh that it built from the degrees into device_mesh; it restates them.
+        set_here = {key: value for key, value in vars(source).items() if key[0] != "_" and key != "device_mesh"}
+        said = set_here
+        fields = dataclasses.fields(source) if dataclasses.is_dataclass(source) else ()
+        if fields and all(field.name in vars(source) for field in fields if field.init):
+            # A generated __init__ sets every field; what equals the class's default was not said.
+            said = {
+                key: value for key, value in set_here.items() if not _same(value, getattr(type(source), key, _ABSENT))
+            }
+        defaults = {
+            key.name: getattr(source, key.name)
+            for key in KEYS
+            if key.name not in said and hasattr(source, key.name) and key.name != "device_mesh"
+        }
+        if not hasattr(source, "sharding_strategy"):
+            defaults |= {name: defaults.get(name) or default for name, default in FSDP2_DEFAULTS.items()}
+        return cls(said=said, defaults=defaults, mesh=getattr(source, "device_mesh", None))
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.said:
+            return self.said[name]
+        return self.defaults.get(name, KEYS_BY_NAME[name].default)
+
+
+class _Absent:
+    """Equal to nothing that a user can say."""
+
+
+_ABSENT = _Absent()
+
+
+def _same(value: object, default: object) -> bool:
+    return type(value) is type(default) and bool(value == default)
