@@ -15,7 +15,7 @@ from engine.parity import FULL, adamw, full, train_alike
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2 import ShardedGradScaler, clip_grad_norm_, prepare_fully_shard
 
 if torch.version.cuda is None:
     MISSING = "torch is built without CUDA"
@@ -172,3 +172,56 @@ def check_meta(config: dict[str, Any]) -> None:
 def test_meta_models_are_drawn_on_the_gpu(config: dict[str, Any]):
     """A model too large for the host is drawn on the device, unit by unit, with the values that one GPU would draw."""
     run_on_gpus(check_meta, config)
+
+
+def check_ignored() -> set[str]:
+    model = Model()
+    ignored = model.decoder.blocks[0]
+    prepare_fully_shard(model, None, FULL | {"ignored_modules": [ignored]}, device="gpu")
+    assert {tensor.device.type for tensor in model.decoder.blocks[1].buffers()} == {"cuda"}
+    return {tensor.device.type for tensor in (*ignored.parameters(), *ignored.buffers())}
+
+
+def test_ignored_modules_stay_where_they_are():
+    """A module that a user keeps on the host is not moved to the device, nor are its buffers."""
+    assert all(devices == {"cpu"} for devices in run_on_gpus(check_ignored))
+
+
+def check_peak() -> tuple[int, int]:
+    """In bytes: what sharding allocated at most, and what the shards and the largest unit take."""
+    model = Model(num_blocks=16)
+    model.decoder.blocks = torch.nn.ModuleList(Block(512) for _ in range(16))
+    optimizer = adamw(model)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    prepare_fully_shard(model, optimizer, FULL, device="gpu")
+    sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in model.decoder.blocks]
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    return torch.cuda.max_memory_allocated() - before, whole // dist.get_world_size() + 2 * max(sizes)
+
+
+def test_a_model_with_values_moves_unit_by_unit():
+    """A model that was built on the host is never whole on the device beside its shards, as FSDP1 kept it."""
+    for peak, allowed in run_on_gpus(check_peak):
+        assert peak <= allowed
+
+
+def check_scaled() -> tuple[bool, float]:
+    """fp16 with one module that is whole; so large a scale overflows."""
+    model = Model()
+    optimizer = adamw(model)
+    config = {"ignored_modules": [model.decoder.norm], "mixed_precision": "PURE"}
+    prepare_fully_shard(model, optimizer, config, precision="amp_fp16", device="gpu")
+    model.decoder.norm.cuda()
+    scaler = ShardedGradScaler("cuda", init_scale=2.0**40)
+    with torch.autocast("cuda", torch.float16):
+        scaler.scale(model(tokens(0).cuda()).float().square().mean()).backward()
+    before = full(model.decoder.head.weight).clone()
+    scaler.step(optimizer)
+    scaler.update()
+    return torch.equal(before, full(model.decoder.head.weight)), scaler.get_scale()
+
+
+def test_an_overflow_in_half_precision_skips_the_step():
+    """Sharded gradients and a whole one in one scaler, with NCCL."""
+    assert all(found == (True, 2.0**39) for found in run_on_gpus(check_scaled))
