@@ -210,7 +210,11 @@ class MeshSpec:
             for groups in self.axis_groups:
                 groups.check(world_size)
             replicas = None if self.replicate_groups is None else self.replicate_groups.size(world_size)
-            return replace(self, shard=self.shard_groups.size(world_size), replicate=replicas)
+            resolved = replace(self, shard=self.shard_groups.size(world_size), replicate=replicas)
+            is_given = any(groups.rule is GroupRule.GIVEN for groups in self.axis_groups)
+            if max(resolved.shape) == world_size and not is_given:  # one group, of all ranks
+                return replace(resolved, shard_groups=None, replicate_groups=None)
+            return resolved
         if self.is_resolved:
             if self.size != world_size:
                 said = " x ".join(f"{key} {degree}" for key, degree in self._degrees().items())

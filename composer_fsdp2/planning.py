@@ -181,8 +181,8 @@ def _notes_of_groups(units: Iterable[ShardUnit]) -> Iterator[str]:
             said.setdefault(" x ".join(map(str, unit.mesh.axis_groups)), []).append(unit.name or "the model")
     for groups, names in said.items():
         yield (
-            f"{and_more(names)} on groups of ranks ({groups}): nothing is averaged between groups, so their "
-            "parameters drift apart, as they did under FSDP1"
+            f"{and_more(names)} on groups of ranks ({groups}): gradients are averaged within a group only, so that "
+            "the parameters of different groups drift apart, as they did under FSDP1"
         )
 
 

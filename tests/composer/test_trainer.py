@@ -411,7 +411,7 @@ BAD_KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown dtype": ({"mixed_precision": {"param_dtype": "bf61"}}, "bf16"),
     "a string for a bool": ({"activation_checkpointing": "yes"}, "activation_checkpointing"),
     "local state dicts": ({"state_dict_type": "local"}, "sharded"),
-    "what is not carried over": ({"process_group": "node"}, "process_group"),
+    "no process group": ({"process_group": "nodes"}, "process_group"),
     "two words for one thing": ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "keep one"),
 }
 

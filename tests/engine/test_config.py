@@ -144,6 +144,8 @@ def test_meshes_of_groups():
     assert (whole.shape, whole.axis_names) == ((3, 1), ("data_parallel_replicate", "data_parallel_shard"))
     with pytest.raises(ConfigError, match="one process_group"):
         MeshSpec.of_groups(rows, columns).without_shards()
+    assert MeshSpec.of_groups(rows).resolve(2) == MeshSpec(shard=2), "a node that is alone has all ranks"
+    assert MeshSpec.of_groups(rows).without_shards().resolve(2) == MeshSpec(replicate=2, shard=1)
     assert MeshSpec(shard=4).without_shards() == MeshSpec(replicate=4, shard=1)
     assert MeshSpec().without_shards().resolve(4) == MeshSpec(replicate=4, shard=1)
 
