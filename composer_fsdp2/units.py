@@ -167,7 +167,9 @@ class UnitTree:
         settings = first.settings if first.settings == second.settings else {}
         if first.settings != second.settings:
             self.notes.append(f"{', '.join(paths)} share {use.name}: their own settings differ, the model's hold")
-        self.add(WrapUnit(paths, f"one group, because they share {use.name}", settings=settings))
+        reason = f"one group, because they share {use.name}"
+        is_other = first.of_other_dtype and second.of_other_dtype
+        self.add(WrapUnit(paths, reason, settings=settings, of_other_dtype=is_other))
 
     def _dissolve(self, unit: WrapUnit, into: WrapUnit, use: ParameterUse) -> None:
         self._remove(unit)

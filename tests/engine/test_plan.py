@@ -347,9 +347,10 @@ def test_tied_parameters_of_another_dtype():
     """A tie holds also where the dtypes of its modules separate them from the rest."""
     model = Chain(child=Chain(big=nn.Linear(6, 60), a=layer().to(BF16), b=layer().to(BF16)))
     model.child.b.weight = model.child.a.weight
-    plan = plan_of(model)
+    plan = plan_of(model, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float16, cast_forward_inputs=False))
     (holder,) = (unit for unit in plan.units if any("child.b.weight" in spec.names for spec in unit.parameters))
     assert holder.modules == ("child.a", "child.b")
+    assert holder.mixed_precision.cast_forward_inputs, "what comes in has the dtype of the modules around"
 
 
 def test_two_dtypes_in_one_module():
