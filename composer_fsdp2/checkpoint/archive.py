@@ -1,0 +1,185 @@
+"""The zip archive that ``torch.save`` writes, as a table of uncompressed records in a file.
+
+A ``.pt`` is one such archive; a ``.distcp`` file holds one for each of its entries, one after the other. Records are
+stored as they are, so a part of a tensor is a range of bytes in the file, and each has a CRC32.
+"""
+
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from composer_fsdp2.checkpoint.trust import read_pickle
+from composer_fsdp2.errors import CheckpointError
+
+__all__ = ["Archive", "Blob", "read_at"]
+
+_LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
+_LOCAL_HEADER_MAGIC = 0x04034B50
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A run of bytes in a file; ``crc32`` where the file says one."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    crc32: int | None = None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+
+def read_at(path: Path, offset: int, num_bytes: int) -> bytes:
+    """Exactly these bytes of a file.
+
+    Raises:
+        CheckpointError: the file is missing or too short.
+    """
+    with opened(path) as file:
+        file.seek(offset)
+        data = file.read(num_bytes)
+    if len(data) != num_bytes:
+        raise CheckpointError(f"{path}: ends at {offset + len(data)}, needs {offset + num_bytes} bytes (truncated?)")
+    return data
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file, for reading, with our error where it cannot be opened."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below, where its own errors stay what they are
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    with file:
+        yield file
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """One torch archive: where each record's bytes lie.
+
+    Args:
+        blobs: By record name without the archive's own folder: ``data.pkl``, ``data/0``, ``version``.
+        where: The file, and the entry in it, for messages.
+    """
+
+    where: str
+    blobs: dict[str, Blob]
+
+    @classmethod
+    def open(cls, path: Path, offset: int = 0, num_bytes: int | None = None) -> "Archive":
+        """Read the directory of the archive in these bytes of a file (to its end, if the length is not said).
+
+        Raises:
+            CheckpointError: it is no such archive, or its directory contradicts the file.
+        """
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if num_bytes is None:
+                num_bytes = size - offset
+            where = str(path) if offset == 0 and num_bytes == size else f"{path} at byte {offset}"
+            if num_bytes < 0 or offset + num_bytes > size:
+                raise CheckpointError(f"{where}: needs {num_bytes} bytes, the file ends at {size} (truncated?)")
+            if num_bytes == 0:
+                raise CheckpointError(f"{where}: empty")
+            return cls(where, _blobs(path, file, offset, num_bytes, where))
+
+    def read(self, name: str) -> bytes:
+        """A small record whole, checked against its CRC32."""
+        blob = self.blobs.get(name)
+        if blob is None:
+            raise CheckpointError(f"{self.where}: has no record {name}")
+        data = read_at(blob.path, blob.offset, blob.num_bytes)
+        if zlib.crc32(data) != blob.crc32:
+            raise CheckpointError(
+                f"{self.where}: record {name} is damaged (CRC32 {zlib.crc32(data):08x}, the file says {blob.crc32:08x})"
+            )
+        return data
+
+    def unpickle(self, *, trust: bool, inert: frozenset[str] = frozenset()) -> Any:
+        """What was saved, with ``StoredTensor`` in place of tensors; see ``read_pickle``."""
+        if "byteorder" in self.blobs and self.read("byteorder") != b"little":
+            raise CheckpointError(f"{self.where}: written on a big-endian machine, which is not supported")
+        return read_pickle(
+            self.read("data.pkl"), where=self.where, trust=trust, inert=inert, storages=self._storage_bytes
+        )
+
+    def storage(self, key: str) -> Blob:
+        """The record of a ``Storage``'s key."""
+        return self.blobs[f"data/{key}"]
+
+    def _storage_bytes(self, key: str) -> int:
+        blob = self.blobs.get(f"data/{key}")
+        if blob is None:
+            raise CheckpointError(f"{self.where}: the record of storage {key} is missing")
+        return blob.num_bytes
+
+
+class _Window:
+    """A part of a file as a file, for ``zipfile``."""
+
+    def __init__(self, file: IO[bytes], offset: int, num_bytes: int) -> None:
+        self._file, self._offset, self._size = file, offset, num_bytes
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if at < 0:
+            raise OSError("seek before the start")  # as a file would
+        self._at = at
+        return at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+def _blobs(path: Path, file: IO[bytes], offset: int, num_bytes: int, where: str) -> dict[str, Blob]:
+    try:
+        with zipfile.ZipFile(_Window(file, offset, num_bytes)) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError, struct.error, ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"{where}: not the zip archive that torch.save writes, or truncated ({error})") from error
+    blobs: dict[str, Blob] = {}
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise CheckpointError(
+                f"{where}: record {entry.filename} is compressed; torch.save stores records as they are"
+            )
+        name = entry.filename.partition("/")[2] or entry.filename
+        if name in blobs:
+            raise CheckpointError(f"{where}: record {entry.filename} is there twice")
+        start = offset + entry.header_offset
+        file.seek(start)
+        header = file.read(_LOCAL_HEADER.size).ljust(_LOCAL_HEADER.size, b"\0")
+        magic, *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+        if magic != _LOCAL_HEADER_MAGIC or file.read(name_length) != entry.filename.encode():
+            raise CheckpointError(
+                f"{where}: the directory points to byte {start} for {entry.filename}, and that record is not there"
+            )
+        blobs[name] = Blob(path, start + _LOCAL_HEADER.size + name_length + extra_length, entry.file_size, entry.CRC)
+    last_end = offset
+    for name, blob in sorted(blobs.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        if blob.offset < last_end or blob.end > offset + num_bytes:
+            raise CheckpointError(
+                f"{where}: record {name} at bytes {blob.offset} to {blob.end} overlaps another or ends too late"
+            )
+        last_end = blob.end
+    return blobs

@@ -1,0 +1,181 @@
+"""Any box of any tensor in a checkpoint, read as the bytes that hold it and no others."""
+
+import ctypes
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_fsdp2.checkpoint.archive import Blob, opened
+from composer_fsdp2.checkpoint.inventory import FlatRange, TensorRecord
+from composer_fsdp2.errors import CheckpointError
+
+__all__ = ["SLICE_BYTES", "Part", "Reader", "bytes_of", "materialized"]
+
+# One read: large enough for the disk, small enough that its CRC is computed while it lies in the cache.
+SLICE_BYTES = 4 << 20
+# A strided tensor is read with its gaps, if that is less than this; else run by run.
+_GAP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of a blob that was read (bytes from its start), and its CRC32."""
+
+    blob: Blob
+    start: int
+    end: int
+    crc32: int
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads boxes of tensors and notes what it read, so that it can be checked. Use it in a with block.
+
+    Attributes:
+        num_bytes: Tensor data read so far.
+        parts: Every range read, with its CRC32.
+    """
+
+    num_bytes: int = 0
+    parts: list[Part] = field(default_factory=list)
+    _files: dict[Path, Any] = field(default_factory=dict, repr=False)
+    _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def read(self, record: TensorRecord, offsets: tuple[int, ...], sizes: tuple[int, ...], out: torch.Tensor) -> None:
+        """Fill ``out`` with the box of the tensor at ``offsets``.
+
+        Args:
+            offsets, sizes: In elements, one for each dimension.
+            out: On the CPU, of shape ``sizes`` and the record's dtype; contiguous, or a view of such a tensor.
+        Raises:
+            CheckpointError: a file ends too early, or an entry is not what its metadata says.
+        """
+        assert out.shape == sizes and out.dtype == record.dtype and out.device.type == "cpu", record.name
+        if math.prod(sizes) == 0:
+            return
+        if record.flat is not None:
+            self._read_flat(record, record.flat, offsets, sizes, out)
+            return
+        for chunk in record.chunks:
+            low = tuple(max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True))
+            high = tuple(
+                min(a + s, b + t) for a, s, b, t in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+            )
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            source = chunk.source.locate(chunk, record.dtype)
+            first = source.offset + sum(
+                (a - b) * step for a, b, step in zip(low, chunk.offsets, source.stride, strict=True)
+            )
+            view = out[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
+            self._read_strided(source.blob, first, source.stride, view)
+
+    def read_whole(self, record: TensorRecord) -> torch.Tensor:
+        """The tensor."""
+        out = torch.empty(record.shape, dtype=record.dtype)
+        self.read(record, (0,) * len(record.shape), record.shape, out)
+        return out
+
+    def _read_flat(
+        self, record: TensorRecord, flat: FlatRange, offsets: tuple[int, ...], sizes: tuple[int, ...], out: torch.Tensor
+    ) -> None:
+        for start, view in _runs(record.shape, offsets, sizes, out):
+            run = view.reshape(-1)  # a view: runs of a contiguous tensor are contiguous
+            if run.data_ptr() == view.data_ptr():
+                self.read(flat.flat, (flat.start + start,), (run.numel(),), run)
+            else:
+                copy = torch.empty(run.numel(), dtype=run.dtype)
+                self.read(flat.flat, (flat.start + start,), (run.numel(),), copy)
+                view.copy_(copy.view_as(view))
+
+    def _read_strided(self, blob: Blob, first: int, stride: tuple[int, ...], out: torch.Tensor) -> None:
+        """Elements of a blob, from ``first`` on with these strides, into ``out``."""
+        if out.numel() == 0:
+            return
+        # In the order in which they lie in the file; dimensions of one element say nothing about it.
+        order = sorted((dim for dim in range(out.dim()) if out.shape[dim] > 1), key=lambda dim: -stride[dim])
+        steps = tuple(stride[dim] for dim in order)
+        out = out.permute(order + [dim for dim in range(out.dim()) if dim not in order])
+        out = out.flatten(len(order))[..., 0] if out.dim() > len(order) else out
+        itemsize = out.element_size()
+        span = 1 + sum((size - 1) * step for size, step in zip(out.shape, steps, strict=True))
+        if span == out.numel() and out.is_contiguous():
+            self._read_bytes(blob, first * itemsize, bytes_of(out))
+        elif span * itemsize <= _GAP_BYTES or (span == out.numel() and out.dim() <= 1):
+            buffer = torch.empty(span, dtype=out.dtype)
+            self._read_bytes(blob, first * itemsize, bytes_of(buffer))
+            out.copy_(buffer.as_strided(out.shape, steps))
+        elif out.dim() == 1:  # far apart, or many: piece by piece
+            size = max(1, _GAP_BYTES // itemsize // steps[0])
+            for at in range(0, out.shape[0], size):
+                self._read_strided(blob, first + at * steps[0], steps, out[at : at + size])
+        else:
+            for at in range(out.shape[0]):
+                self._read_strided(blob, first + at * steps[0], steps[1:], out[at])
+
+    def _read_bytes(self, blob: Blob, start: int, out: memoryview) -> None:
+        """``len(out)`` bytes of the blob from its byte ``start`` on."""
+        if start < 0 or start + len(out) > blob.num_bytes:
+            raise CheckpointError(
+                f"{blob.path}: bytes {start} to {start + len(out)} of a record of {blob.num_bytes} bytes are needed"
+            )
+        file = self._files.get(blob.path)
+        if file is None:
+            file = self._files[blob.path] = self._stack.enter_context(opened(blob.path))
+        crc, at = 0, 0
+        while at < len(out):
+            wanted = out[at : at + SLICE_BYTES]
+            num_read = os.preadv(file.fileno(), [wanted], blob.offset + start + at)
+            if num_read == 0:
+                raise CheckpointError(f"{blob.path}: ends at byte {blob.offset + start + at}, needs {blob.end}")
+            crc = zlib.crc32(wanted[:num_read], crc)
+            at += num_read
+        self.num_bytes += len(out)
+        self.parts.append(Part(blob, start, start + len(out), crc))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; writing to it writes to the tensor, which must outlive it."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def materialized(value: Any, reader: Reader) -> Any:
+    """A nested value with tensors in place of its ``TensorRecord``s."""
+    if isinstance(value, TensorRecord):
+        return reader.read_whole(value)
+    if isinstance(value, dict):
+        return {key: materialized(part, reader) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(materialized(part, reader) for part in value)
+    return value
+
+
+def _runs(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], out: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """A box of a contiguous tensor as runs of neighbouring elements: (first element's number, its part of ``out``)."""
+    inner = math.prod(shape[1:])
+    if tuple(sizes[1:]) == tuple(shape[1:]):
+        yield (offsets[0] * inner if shape else 0), out
+        return
+    for row in range(sizes[0]):
+        for start, view in _runs(shape[1:], offsets[1:], sizes[1:], out[row]):
+            yield (offsets[0] + row) * inner + start, view

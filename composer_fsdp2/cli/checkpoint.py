@@ -1,0 +1,9 @@
+"""``composer-fsdp2 checkpoint``: the verbs below it."""
+
+import typer
+
+__all__ = ["checkpoint"]
+
+checkpoint = typer.Typer(
+    name="checkpoint", help="Look into checkpoints, convert them, check them.", no_args_is_help=True
+)
