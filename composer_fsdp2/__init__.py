@@ -6,6 +6,9 @@ The engine needs torch only; ``composer_fsdp2.compat`` plugs it into Composer an
 from composer_fsdp2._torch import ShardedGradScaler
 from composer_fsdp2.activation_checkpointing import apply_activation_checkpointing
 from composer_fsdp2.apply import apply_plan, reshard
+from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
+from composer_fsdp2.checkpoint.load import LoadReport, load_checkpoint
 from composer_fsdp2.clipping import clip_grad_norm_
 from composer_fsdp2.config import ActivationCheckpointing, MeshSpec, Prefetch, ShardingConfig
 from composer_fsdp2.errors import (
@@ -27,10 +30,12 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationCheckpointing",
     "CheckpointError",
+    "CheckpointInventory",
     "ComposerFSDP2Error",
     "ConfigError",
     "Finding",
     "IncompatibleVersionError",
+    "LoadReport",
     "MeshSpec",
     "Outcome",
     "PlanError",
@@ -39,12 +44,15 @@ __all__ = [
     "ShardedGradScaler",
     "ShardingConfig",
     "ShardingPlan",
+    "TensorRecord",
     "Translation",
     "UnsupportedError",
     "__version__",
     "apply_activation_checkpointing",
     "apply_plan",
     "clip_grad_norm_",
+    "inspect_checkpoint",
+    "load_checkpoint",
     "plan_sharding",
     "prepare_fully_shard",
     "reshard",

@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_g
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 __all__ = [
     "REPAIRS",
@@ -39,19 +40,28 @@ __all__ = [
     "checkpoint_wrapper",
     "has_accelerator",
     "is_compiled",
+    "local_box",
     "keep_class_name",
     "mesh_of",
     "note_mesh",
     "offload_wrapper",
     "own_buffers",
     "own_parameters",
+    "rebuild_tensor",
+    "rebuild_untyped_tensor",
     "repair_cpu_collectives",
     "repair_unit_backward",
+    "storage_class",
     "transformer_engine_checkpoint_wrapper",
 ]
 
 # The base of all batch norms, which FSDP1 kept out of mixed precision.
 BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+# What torch.save calls to rebuild a tensor.
+rebuild_tensor = torch._utils._rebuild_tensor_v2
+rebuild_untyped_tensor = torch._utils._rebuild_tensor_v3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +99,20 @@ def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The buffers that the module itself registers, under each of their names; see ``own_parameters``."""
     registered = module._buffers
     return [(name, buffer) for name, buffer in registered.items() if buffer is not None] if registered else []
+
+
+def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which box of the whole tensor this rank holds: (sizes, offsets), in elements."""
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def storage_class(dtype: torch.dtype) -> tuple[type, bool]:
+    """The class that ``torch.save`` names for a tensor's storage, and whether it implies the dtype.
+
+    One that does goes with ``rebuild_tensor``; else ``rebuild_untyped_tensor`` gets the dtype as a further argument.
+    """
+    name = torch.storage._dtype_to_storage_type_map().get(dtype)
+    return (torch.storage.UntypedStorage, False) if name is None else (getattr(torch, name), True)
 
 
 def has_accelerator() -> bool:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError, PlanError
 
 __all__ = ["agree", "gather", "require_process_group"]
 
@@ -28,20 +28,25 @@ def require_process_group(caller: str) -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """One small picklable value from every rank, in rank order; called on all ranks."""
+    """One small picklable value from every rank, in rank order; called on all ranks (alone without a process group)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def agree(decide: Callable[[], T], fingerprint: Callable[[T], str]) -> T:
+def agree(
+    decide: Callable[[], T], fingerprint: Callable[[T], str], error_type: type[ComposerFSDP2Error] = PlanError
+) -> T:
     """Run ``decide`` on every rank; return its value if it succeeded everywhere and its fingerprint is the same.
 
     Args:
         decide: Reads only, and does not communicate.
         fingerprint: Of its value; equal on all ranks if they decided the same.
+        error_type: What to raise for another rank's failure.
     Raises:
-        Whatever ``decide`` raised here; PlanError if it raised on another rank, or the fingerprints differ.
+        Whatever ``decide`` raised here; ``error_type`` if it raised on another rank, or the fingerprints differ.
 
     Called on all ranks; gathers one short string from each (the whole fingerprints only to show a difference).
     """
@@ -57,11 +62,11 @@ def agree(decide: Callable[[], T], fingerprint: Callable[[T], str]) -> T:
         raise error
     failed = [rank for rank, text in enumerate(said) if text.startswith("error ")]
     if failed:
-        raise PlanError(f"rank {failed[0]} could not go on: {said[failed[0]].removeprefix('error ')}")
+        raise error_type(f"rank {failed[0]} could not go on: {said[failed[0]].removeprefix('error ')}")
     other = next((rank for rank, digest in enumerate(said) if digest != said[0]), None)
     if other is not None:
         said = gather(text)  # long, so only now
-        raise PlanError(
+        raise error_type(
             f"ranks 0 and {other} decided differently; build the same model and pass the same configuration on every "
             f"rank\n  rank 0: {_around(said[0], said[other])}\n  rank {other}: {_around(said[other], said[0])}"
         )

@@ -1,0 +1,44 @@
+"""What does not fit between a checkpoint and a model, or another checkpoint: data first, text second."""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Difference", "Kind", "listed"]
+
+
+class Kind(enum.Enum):
+    """What a difference is about; ``is_fatal`` ones are refused also where ``strict`` is false."""
+
+    MISSING = "missing"
+    SURPLUS = "surplus"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    TYPE = "type"
+    TIED = "tied"
+    GROUPS = "param_groups"
+    OPTIMIZER = "optimizer"
+
+    @property
+    def is_fatal(self) -> bool:
+        return self in (Kind.SHAPE, Kind.TYPE, Kind.GROUPS, Kind.OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One entry that is not as it should be."""
+
+    kind: Kind
+    name: str
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}: {self.name}: found {self.found}, expected {self.expected}"
+
+
+def listed(differences: Iterable[Difference], limit: int = 50) -> str:
+    """All of them, a line each; beyond ``limit`` their number."""
+    lines = [f"  {difference}" for difference in differences]
+    more = [f"  ... and {len(lines) - limit} more"] if len(lines) > limit else []
+    return "\n".join(lines[:limit] + more)

@@ -1,0 +1,83 @@
+"""Ranks that hold the same part of a tensor read it once and send it to each other."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.checkpoint.target import Box
+
+__all__ = ["broadcast_replicas", "owners", "replica_of"]
+
+# Below this many bytes a collective costs more than the read that it saves.
+_SMALL_BYTES = 1024
+# What goes through a device's memory at once, where the group cannot send from the host's.
+_BUFFER_BYTES = 64 << 20
+
+
+def owners(boxes: Sequence[tuple[Box, int]]) -> list[int | None]:
+    """Which replica reads each box, so that all read about as much; None where each reads for itself.
+
+    Args:
+        boxes: Each with its element size in bytes; the same on all ranks that share a box.
+    """
+    loads: dict[object, list[int]] = {}
+    chosen: list[int | None] = []
+    for box, itemsize in boxes:
+        num_bytes = box.numel * itemsize
+        if box.num_replicas == 1 or num_bytes <= _SMALL_BYTES:
+            chosen.append(None)
+            continue
+        key = (id(box.like.device_mesh), box.axes) if isinstance(box.like, DTensor) else None
+        load = loads.setdefault(key, [0] * box.num_replicas)
+        owner = load.index(min(load))
+        load[owner] += num_bytes
+        chosen.append(owner)
+    return chosen
+
+
+def replica_of(box: Box) -> int:
+    """This rank's number among those that hold the box."""
+    if not isinstance(box.like, DTensor):
+        return dist.get_rank() if dist.is_initialized() else 0
+    number = 0
+    for axis in box.axes:
+        number = number * box.like.device_mesh.size(axis) + box.like.device_mesh.get_local_rank(axis)
+    return number
+
+
+def broadcast_replicas(local: torch.Tensor, box: Box, owner: int) -> None:
+    """Fill ``local`` on every replica with the owner's; called on all of them, in the same order."""
+    if not isinstance(box.like, DTensor):
+        _broadcast(local, owner, dist.group.WORLD)
+        return
+    mesh = box.like.device_mesh
+    coordinates: list[int] = []
+    for axis in reversed(box.axes):
+        coordinates.insert(0, owner % mesh.size(axis))
+        owner //= mesh.size(axis)
+    for position, axis in enumerate(box.axes):
+        # First along the first axis, among the ranks that stand beside the owner; then each of them along the next.
+        later = zip(box.axes[position + 1 :], coordinates[position + 1 :], strict=True)
+        if all(mesh.get_local_rank(other) == coordinate for other, coordinate in later):
+            group = mesh.get_group(axis)
+            _broadcast(local, dist.get_global_rank(group, coordinates[position]), group)
+
+
+def _broadcast(local: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    if local.numel() == 0:
+        return
+    if sends_from_host(group):
+        dist.broadcast(local, source, group)
+        return
+    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    for part in local.view(-1).split(max(1, _BUFFER_BYTES // local.element_size())):
+        buffer = part.to(device)
+        dist.broadcast(buffer, source, group)
+        part.copy_(buffer)
+
+
+def sends_from_host(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group's backend takes CPU tensors (gloo does, NCCL does not)."""
+    return "cpu:" in str(dist.get_backend_config(group))

@@ -1,0 +1,137 @@
+"""FSDP1's flat parameters (``state_dict_type: local``), taken apart along a model.
+
+Such a file holds one vector for each wrapped module, and neither names nor shapes of what it was made of. The vectors'
+own names say which modules were wrapped, and FSDP1 laid a module's parameters end to end in registration order (torch
+``_init_flat_param``): those of nested wrapped modules apart, shared ones once.
+"""
+
+import math
+from collections.abc import Iterator
+
+from torch import nn
+
+from composer_fsdp2._torch import own_parameters
+from composer_fsdp2.checkpoint.inventory import (
+    MODEL,
+    OPTIMIZERS,
+    CheckpointInventory,
+    EntryPath,
+    FlatRange,
+    ObjectRecord,
+    TensorRecord,
+)
+from composer_fsdp2.checkpoint.names import canonical
+from composer_fsdp2.errors import CheckpointError
+
+__all__ = ["unflattened"]
+
+_FLAT = "_flat_param"
+
+
+def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointInventory:
+    """The same checkpoint with the parameters' own names and shapes.
+
+    Args:
+        model: The model that was saved; sharded or not, on any device. Parameters are looked up, not read.
+    Raises:
+        CheckpointError: a wrapped module is not in the model, or has more or fewer elements than its vector.
+    """
+    if not inventory.flat:
+        return inventory
+    vectors = {name: record for name, record in inventory.model.items() if name.endswith(_FLAT)}
+    units = {canonical(name.removesuffix(_FLAT)).rstrip("."): name for name in vectors}
+    layout = _layout(model, units, inventory)
+    tensors: dict[EntryPath, TensorRecord] = {}
+    for path, record in inventory.tensors.items():
+        flat_name = _flat_name(path)
+        if flat_name is None:
+            tensors[path] = record
+            continue
+        parts = layout[canonical(flat_name.removesuffix(_FLAT)).rstrip(".")]
+        is_model = path[:2] == MODEL
+        for start, name, shape in parts:
+            new_path = (*MODEL, name) if is_model else (*path[:4], name, *path[5:])
+            if is_model or record.shape:
+                if record.numel != (total := sum(math.prod(part[2]) for part in parts)):
+                    raise CheckpointError(_differs(inventory, flat_name, record.numel, total))
+                tensors[new_path] = TensorRecord(
+                    name=f"{name} in {record.name}", shape=shape, dtype=record.dtype, flat=FlatRange(record, start)
+                )
+            else:  # a step count: one for the whole vector
+                tensors[new_path] = record
+    return inventory.replaced(tensors=tensors, objects=_objects(inventory, layout), flat=False)
+
+
+def _objects(
+    inventory: CheckpointInventory, layout: dict[str, list[tuple[int, str, tuple[int, ...]]]]
+) -> dict[EntryPath, ObjectRecord]:
+    """Entries of a vector's optimizer state that are no tensors belong to each of its parameters."""
+    objects: dict[EntryPath, ObjectRecord] = {}
+    for path, record in inventory.objects.items():
+        flat_name = _flat_name(path)
+        if flat_name is None:
+            objects[path] = record
+            continue
+        for _, name, _ in layout[canonical(flat_name.removesuffix(_FLAT)).rstrip(".")]:
+            objects[(*path[:4], name, *path[5:])] = record
+    return objects
+
+
+def _flat_name(path: EntryPath) -> str | None:
+    """The vector that an entry belongs to, in the model or in an optimizer's state."""
+    if path[:2] == MODEL and len(path) == 3:
+        name = str(path[2])
+    elif path[:2] == OPTIMIZERS and len(path) > 5 and path[3] == "state":
+        name = str(path[4])
+    else:
+        return None
+    return name if name.endswith(_FLAT) else None
+
+
+def _layout(
+    model: nn.Module, units: dict[str, str], inventory: CheckpointInventory
+) -> dict[str, list[tuple[int, str, tuple[int, ...]]]]:
+    """For each unit its parameters: (first element, name, shape)."""
+    modules = {
+        canonical(f"{path}.").rstrip("."): module for path, module in model.named_modules(remove_duplicate=False)
+    }
+    unknown = [path for path in units if path not in modules]
+    if unknown:
+        raise CheckpointError(
+            f"{inventory.path}: was saved from flat parameters of {', '.join(map(repr, unknown[:8]))}, which this "
+            f"model has not; its modules are {', '.join(list(modules)[1:8])}, ... Build the model that was saved"
+        )
+    nested = {modules[path] for path in units}
+    layout: dict[str, list[tuple[int, str, tuple[int, ...]]]] = {}
+    taken: set[nn.Parameter] = set()
+    # Innermost first, as FSDP1 wrapped them: a parameter shared with an outer module is the inner one's.
+    for path in sorted(units, key=lambda path: -len(path.split(".")) if path else 0):
+        start, parts = 0, []
+        for name, parameter in _parameters(modules[path], path, nested):
+            if parameter not in taken:
+                taken.add(parameter)
+                parts.append((start, name, tuple(parameter.shape)))
+                start += parameter.numel()
+        record = inventory.model[units[path]]
+        assert isinstance(record, TensorRecord)
+        if start != record.numel:
+            raise CheckpointError(_differs(inventory, units[path], record.numel, start))
+        layout[path] = parts
+    return layout
+
+
+def _parameters(module: nn.Module, path: str, nested: set[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """What a wrapped module flattened, in order: its own and its children's, without wrapped ones."""
+    for name, parameter in own_parameters(module):
+        yield canonical(f"{path}.{name}" if path else name), parameter
+    for name, child in module.named_children():
+        if child not in nested:
+            yield from _parameters(child, f"{path}.{name}" if path else name, nested)
+
+
+def _differs(inventory: CheckpointInventory, name: str, found: int, expected: int) -> str:
+    return (
+        f"{inventory.path}: {name} holds {found} elements, this model's parameters there {expected}. Build the model "
+        "that was saved, with the same fsdp wrapping; a vector that was padded for alignment (use_orig_params=True) "
+        "cannot be taken apart"
+    )

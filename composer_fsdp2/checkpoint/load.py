@@ -1,0 +1,191 @@
+"""A checkpoint of any layout into a model of any sharding: each rank reads what it keeps."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from composer_fsdp2.agreement import agree
+from composer_fsdp2.apply import reshard
+from composer_fsdp2.checkpoint.content import check_content, check_own_content
+from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
+from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory
+from composer_fsdp2.checkpoint.load_plan import LoadPlan, plan_load
+from composer_fsdp2.checkpoint.reading import Reader, materialized
+from composer_fsdp2.checkpoint.staging import Staging
+from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.optimizer import Optimizers, the_optimizer
+
+__all__ = ["LoadReport", "load_checkpoint", "load_inventory", "other_entries"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load did on this rank.
+
+    Args:
+        inventory: The checkpoint, as far as it was taken.
+        loaded: Names of the model's tensors that were filled.
+        optimizer_loaded: Names of parameters whose optimizer state was filled.
+        renamed: From the file's names to the model's.
+        left_out: What the file holds and nothing took.
+        kept: What the model or optimizer kept of its own, because the file does not have it.
+        cast: Tensors whose dtype differed (``strict=False``).
+        num_bytes: Tensor data that this rank read.
+        unchecked_bytes: Read by any rank, without a CRC32 to check it against.
+    """
+
+    inventory: CheckpointInventory
+    loaded: tuple[str, ...]
+    optimizer_loaded: tuple[str, ...]
+    renamed: dict[str, str]
+    left_out: tuple[str, ...]
+    kept: tuple[str, ...]
+    cast: tuple[str, ...]
+    num_bytes: int
+    unchecked_bytes: int
+    seconds: float
+
+    def other_entries(self) -> dict[str, Any]:
+        """Schedulers, timestamp, random states and so on, read now: ``{'state': {...}, 'rng': [...]}``."""
+        return other_entries(self.inventory)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.inventory.path} ({self.inventory.layout}): {len(self.loaded)} tensors, optimizer state of "
+            f"{len(self.optimizer_loaded)} parameters, {self.num_bytes / 2**20:.1f} MiB read here in "
+            f"{self.seconds:.2f} s"
+        ]
+        renamed = tuple(f"{old} -> {new}" for old, new in self.renamed.items())
+        for title, names in (
+            ("renamed", renamed),
+            ("cast", self.cast),
+            ("left out", self.left_out),
+            ("not in the file", self.kept),
+        ):
+            if names:
+                more = f", ... ({len(names)})" if len(names) > 8 else ""
+                lines.append(f"{title}: {', '.join(names[:8])}{more}")
+        if self.unchecked_bytes:
+            lines.append(f"{self.unchecked_bytes / 2**20:.1f} MiB have no CRC32 to be checked against")
+        return "\n".join(lines)
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizers: Optimizers = None,
+    *,
+    strict: bool = True,
+    weights_only: bool = False,
+    trust: bool = False,
+) -> LoadReport:
+    """Load a checkpoint of any layout into ``model`` and its optimizer, whatever sharding wrote it.
+
+    Each rank reads the bytes of its own shards. They are staged and checked against the file's CRC32s, which the ranks
+    put together, before anything is changed; if it fails on one rank, all raise, and model and optimizer are as before.
+
+    Args:
+        path: A file or folder; see ``inspect_checkpoint``.
+        model: Sharded by ``prepare_fully_shard`` or ``apply_plan``, by any plan; a plain or DDP model works too.
+        optimizers: Over the model's parameters. None leaves the optimizer state out.
+        strict: Refuse what is missing, surplus or of another dtype, all of it together. Otherwise the rest is loaded,
+            floating dtypes are cast, and the report names what was not. Shapes must fit in either case.
+        weights_only: Leave the optimizer alone.
+        trust: Read entries that are more than plain data by running their pickle; each is named in a warning.
+    Returns:
+        What was done; ``other_entries()`` reads schedulers, timestamp and random states.
+    Raises:
+        CheckpointError: on all ranks; says what is damaged, missing or does not fit.
+
+    Called on all ranks of the default process group, or in one process without a group. It compares plans, gathers
+    CRC32s and, where several ranks hold the same shard, sends each other what one of them read.
+    """
+    started = time.perf_counter()
+    optimizer = the_optimizer(optimizers)
+    inventory = together(lambda: inspect_checkpoint(path, trust=trust), lambda found: found.layout)
+    return load_inventory(inventory, model, optimizer, strict=strict, weights_only=weights_only, started=started)
+
+
+def load_inventory(
+    inventory: CheckpointInventory,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    strict: bool = True,
+    weights_only: bool = False,
+    started: float | None = None,
+) -> LoadReport:
+    """``load_checkpoint`` of an inventory, from which a caller may have taken entries; the same on every rank."""
+    started = time.perf_counter() if started is None else started
+    reshard(model)
+
+    def decide() -> LoadPlan:
+        plan = plan_load(inventory, model, optimizer, weights_only=weights_only)
+        plan.refuse(strict=strict)
+        return plan
+
+    plan = together(decide, lambda made: made.fingerprint)
+    staging = Staging(plan)
+    with Reader() as reader:
+        together(lambda: staging.read(reader))
+    unchecked = check_content(reader.parts)
+    staging.share()
+    together(staging.commit)
+    return LoadReport(
+        inventory=plan.inventory,
+        loaded=tuple(name for planned in plan.tensors for name in planned.target.names),
+        optimizer_loaded=tuple(state.name for state in plan.optimizer.states) if plan.optimizer else (),
+        renamed=plan.renamed,
+        left_out=plan.left_out,
+        kept=plan.kept,
+        cast=tuple(p.target.name for p in plan.tensors if p.record.dtype != p.target.value.dtype),
+        num_bytes=reader.num_bytes,
+        unchecked_bytes=unchecked,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def other_entries(inventory: CheckpointInventory, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Everything but model and optimizers as plain values, in Composer's form.
+
+    Args:
+        without: Attributes of ``state`` that are not wanted (and not read).
+    Raises:
+        CheckpointError: an entry is damaged, or more than plain data.
+    Does not communicate; every rank reads all of it.
+    """
+    skipped = {MODEL, OPTIMIZERS, *(("state", name) for name in without)}
+    roots = dict.fromkeys(
+        path[:2] if path[0] == "state" else path[:1] for path in (*inventory.objects, *inventory.tensors)
+    )
+    entries: dict[str, Any] = {"state": {}}
+    with Reader() as reader:
+        for root in roots:
+            if root in skipped:
+                continue
+            value = materialized(inventory.tree(root), reader)
+            if len(root) == 2:
+                entries["state"][root[1]] = value
+            else:
+                entries[str(root[0])] = value
+    check_own_content(reader.parts)
+    return entries
+
+
+def together(decide: Callable[[], T], fingerprint: Callable[[T], str] = lambda _: "") -> T:
+    """``decide`` on all ranks; if it raises on one, all raise CheckpointError. See ``agree``."""
+
+    def attempt() -> T:
+        try:
+            return decide()
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or 'reading'}: {error.strerror or error}") from error
+
+    return agree(attempt, fingerprint, CheckpointError)

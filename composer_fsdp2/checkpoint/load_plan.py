@@ -1,0 +1,232 @@
+"""How a checkpoint goes into a model: every tensor matched by name, everything that does not fit named."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.checkpoint.differences import Difference, Kind, listed
+from composer_fsdp2.checkpoint.flat import unflattened
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ObjectRecord, Strided, TensorRecord
+from composer_fsdp2.checkpoint.names import canonical
+from composer_fsdp2.checkpoint.optimizer_plan import OptimizerPlan, plan_optimizer
+from composer_fsdp2.checkpoint.target import ModelTarget, TensorTarget, model_target
+from composer_fsdp2.errors import CheckpointError
+
+__all__ = ["LoadPlan", "PlannedTensor", "plan_load"]
+
+# How the names in a file and a model's may differ as a whole: Composer's models hold the model as an attribute, DDP as
+# another. The first one that fits most names is taken.
+_PREFIXES = ("", "model.", "module.", "module.model.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTensor:
+    """One tensor of the model, and what is read into it."""
+
+    target: TensorTarget
+    record: TensorRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What a load will read, rename and leave out, and what does not fit.
+
+    Args:
+        extra: Extra state by its name: the module that takes it, and the entry.
+        renamed: From the file's names to the model's, where they differ by more than wrappers' prefixes.
+        left_out: Entries of the file that nothing takes, in words.
+        kept: What the model or optimizer keeps of its own, in words.
+        differences: Everything that ``strict`` would refuse, and what is refused anyway.
+    """
+
+    inventory: CheckpointInventory
+    tensors: tuple[PlannedTensor, ...]
+    extra: dict[str, tuple[nn.Module, TensorRecord | ObjectRecord]]
+    optimizer: OptimizerPlan | None
+    renamed: dict[str, str]
+    left_out: tuple[str, ...]
+    kept: tuple[str, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that is equal on two ranks that would load the same."""
+        tensors = [(p.target.name, p.record.name, p.record.shape, str(p.record.dtype)) for p in self.tensors]
+        states = [(s.name, list(s.entries)) for s in self.optimizer.states] if self.optimizer else []
+        sizes = [(path.name, size) for path, size in self.inventory.files]
+        return repr((self.inventory.layout, sizes, tensors, states, self.left_out))
+
+    def refuse(self, *, strict: bool) -> None:
+        """Raise CheckpointError with every difference that may not be."""
+        refused = [d for d in self.differences if strict or d.kind.is_fatal]
+        if not refused:
+            return
+        can_relax = not any(d.kind.is_fatal for d in refused)
+        hint = (
+            "\nstrict=False (load_strict_model_weights: false in a Trainer) loads the rest, casts dtypes, and says what "
+            "it left out"
+            if can_relax
+            else ""
+        )
+        raise CheckpointError(
+            f"{self.inventory.path} does not fit this model{' and optimizer' if self.optimizer else ''}; nothing was "
+            f"changed:\n{listed(refused)}{hint}"
+        )
+
+    def explain(self) -> str:
+        """Whether and how it loads, as text."""
+        num_renamed = f", {len(self.renamed)} renamed" if self.renamed else ""
+        lines = [f"{len(self.tensors)} tensors of the model{num_renamed}"]
+        if self.optimizer is not None:
+            lines.append(f"optimizer state of {len(self.optimizer.states)} parameters")
+        lines += [f"left out: {name}" for name in self.left_out]
+        lines += [f"kept: {name}" for name in self.kept]
+        if self.differences:
+            lines.append(f"does not fit:\n{listed(self.differences)}")
+        return "\n".join(lines)
+
+
+def plan_load(
+    inventory: CheckpointInventory,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    weights_only: bool = False,
+) -> LoadPlan:
+    """Match a checkpoint to a model and an optimizer without touching either.
+
+    Args:
+        model: Sharded by any plan, or not at all; ``reshard`` it before.
+        optimizer: Over the model's present parameters. None leaves optimizer state out, as ``weights_only`` does.
+    Raises:
+        CheckpointError: the checkpoint has no weights, is damaged, or holds flat parameters of another model.
+    Every rank must call this with the same arguments; it does not communicate.
+    """
+    inventory = unflattened(inventory, model)
+    if inventory.flat:
+        raise AssertionError("unflattened")
+    if not inventory.model:
+        raise CheckpointError(f"{inventory.path}: holds no model weights")
+    target = model_target(model)
+    rename = _renaming(map(canonical, inventory.model), frozenset(target.names()))
+    matching = _ModelMatching(inventory, target, rename)
+    matching.match()
+    optimizer_plan: OptimizerPlan | None = None
+    differences, left_out, kept = [*matching.differences], list[str](), list[str]()
+    if optimizer is not None and not weights_only:
+        contents = _contents_for(inventory, optimizer)
+        if contents is None:
+            found = ", ".join(o.name or "one without a name" for o in inventory.optimizers) or "none"
+            differences.append(Difference(Kind.OPTIMIZER, "optimizers", found, type(optimizer).__qualname__))
+        else:
+            optimizer_plan, unlike = plan_optimizer(inventory, contents, optimizer, target, rename)
+            differences += unlike
+            kept += optimizer_plan.kept
+            left_out += [f"optimizer {o.name}" for o in inventory.optimizers if o is not contents]
+    else:
+        left_out += [f"optimizer {o.name}" for o in inventory.optimizers]
+    return LoadPlan(
+        inventory=inventory,
+        tensors=tuple(matching.planned),
+        extra=matching.extra,
+        optimizer=optimizer_plan,
+        renamed=matching.renamed,
+        left_out=(*(d.name for d in differences if d.kind is Kind.SURPLUS), *left_out),
+        kept=(*(d.name for d in differences if d.kind is Kind.MISSING), *kept),
+        differences=tuple(differences),
+    )
+
+
+def _contents_for(inventory: CheckpointInventory, optimizer: torch.optim.Optimizer) -> Any:
+    """The file's optimizer of this class; a file that says no class has one."""
+    by_name = {contents.name: contents for contents in inventory.optimizers}
+    return by_name.get(type(optimizer).__qualname__, by_name.get(""))
+
+
+def _renaming(file_names: Iterable[str], target_names: frozenset[str]) -> Callable[[str], str]:
+    """The change of prefix under which most names of the file are the model's."""
+    names = list(file_names)
+    ways: list[Callable[[str], str]] = []
+    for prefix in _PREFIXES:
+        ways.append(lambda name, prefix=prefix: f"{prefix}{canonical(name)}")  # type: ignore[misc]
+        ways.append(lambda name, prefix=prefix: canonical(name).removeprefix(prefix))  # type: ignore[misc]
+    return max(ways, key=lambda way: sum(way(name) in target_names for name in names))  # the first of the best
+
+
+class _ModelMatching:
+    """The model's tensors against the file's."""
+
+    def __init__(self, inventory: CheckpointInventory, target: ModelTarget, rename: Callable[[str], str]) -> None:
+        self.inventory, self.target, self.rename = inventory, target, rename
+        self.planned: list[PlannedTensor] = []
+        self.extra: dict[str, tuple[nn.Module, TensorRecord | ObjectRecord]] = {}
+        self.renamed: dict[str, str] = {}
+        self.differences: list[Difference] = []
+        self.file: dict[str, TensorRecord | ObjectRecord] = {}
+        for name, record in inventory.model.items():
+            new = rename(name)
+            if new in self.file:
+                self.differ(Kind.SURPLUS, name, "a second entry under that name", "one")
+            self.file[new] = record
+            if new != canonical(name):
+                self.renamed[name] = new
+
+    def differ(self, kind: Kind, name: str, found: object, expected: object) -> None:
+        self.differences.append(Difference(kind, name, str(found), str(expected)))
+
+    def match(self) -> None:
+        used: set[str] = set()
+        for tensor in self.target.tensors:
+            present = [name for name in tensor.names if name in self.file]
+            used.update(present)
+            if not present:
+                self.differ(Kind.MISSING, " = ".join(tensor.names), "nothing", f"{_describe(tensor)}")
+                continue
+            self.check_ties(present)
+            record = self.file[present[0]]
+            if not isinstance(record, TensorRecord):
+                self.differ(Kind.TYPE, present[0], "no tensor", _describe(tensor))
+            elif record.shape != tensor.shape:
+                self.differ(Kind.SHAPE, present[0], record.shape, tensor.shape)
+            else:
+                if record.dtype != tensor.value.dtype:
+                    self.differ(Kind.DTYPE, present[0], record.dtype, tensor.value.dtype)
+                self.planned.append(PlannedTensor(target=tensor, record=record))
+        for name, module in self.target.extra.items():
+            if name in self.file:
+                used.add(name)
+                self.extra[name] = (module, self.file[name])
+            else:
+                self.differ(Kind.MISSING, name, "nothing", "extra state")
+        for name in self.file:
+            if name not in used:
+                self.differ(Kind.SURPLUS, name, "an entry", "nothing of that name in this model")
+
+    def check_ties(self, names: list[str]) -> None:
+        """A parameter that the model shares was stored once or several times; copies must be equal."""
+        contents = {name: _content(self.file[name]) for name in names}
+        known = {name: content for name, content in contents.items() if content is not None}
+        if len(set(known.values())) > 1:
+            self.differ(Kind.TIED, " = ".join(names), "different values", "one parameter, which this model shares")
+
+
+def _describe(tensor: TensorTarget) -> str:
+    return f"{tensor.value.dtype} {tensor.shape}"
+
+
+def _content(record: TensorRecord | ObjectRecord) -> tuple[object, ...] | None:
+    """What tells the contents of two records of one shape apart without reading them; None where nothing does."""
+    if not isinstance(record, TensorRecord) or record.flat is not None:
+        return None
+    parts = []
+    for chunk in record.chunks:
+        source = chunk.source.locate(chunk, record.dtype)
+        assert isinstance(source, Strided)
+        is_whole = source.blob.num_bytes == chunk.numel * record.dtype.itemsize
+        if source.blob.crc32 is None or not is_whole:
+            return None
+        parts.append((chunk.offsets, source.stride, source.blob.crc32))
+    return (record.dtype, *parts)

@@ -1,0 +1,13 @@
+"""One name for a parameter, whatever wrappers it was saved under."""
+
+import re
+
+__all__ = ["canonical"]
+
+# What FSDP1, activation checkpointing and torch.compile put into a module's path.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_orig_mod)\.")
+
+
+def canonical(name: str) -> str:
+    """``model._fsdp_wrapped_module.block._checkpoint_wrapped_module.weight`` as ``model.block.weight``."""
+    return _WRAPPERS.sub("", name)

@@ -1,0 +1,140 @@
+"""What a model wants from a checkpoint: its tensors under all of their names, and this rank's part of each."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from composer_fsdp2._torch import local_box
+from composer_fsdp2.checkpoint.names import canonical
+from composer_fsdp2.tying import tie_groups
+
+__all__ = ["Box", "ModelTarget", "TensorTarget", "model_target"]
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """The part of a tensor that this rank holds, and the ranks that hold the same part.
+
+    Args:
+        offsets, sizes: In elements of the whole tensor.
+        like: A DTensor or tensor whose layout this is.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    like: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Box":
+        if isinstance(tensor, DTensor):
+            sizes, offsets = local_box(tensor)
+            return cls(offsets=tuple(offsets), sizes=tuple(sizes), like=tensor)
+        return cls(offsets=(0,) * tensor.dim(), sizes=tuple(tensor.shape), like=tensor)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of the mesh along which ranks hold the same part."""
+        if not isinstance(self.like, DTensor):
+            return ()
+        mesh = self.like.device_mesh
+        return tuple(
+            axis
+            for axis, placement in enumerate(self.like.placements)
+            if isinstance(placement, Replicate) and mesh.size(axis) > 1
+        )
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold this part. A tensor that is no DTensor lies whole on every rank."""
+        if not isinstance(self.like, DTensor):
+            return dist.get_world_size() if dist.is_initialized() else 1
+        return math.prod(self.like.device_mesh.size(axis) for axis in self.axes)
+
+    def rebuilt(self, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part as a tensor of the same layout; does not communicate."""
+        if not isinstance(self.like, DTensor):
+            return local
+        like = self.like
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorTarget:
+    """One tensor of a model, under every name that it has in ``state_dict()``."""
+
+    names: tuple[str, ...]
+    value: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's memory of it."""
+        return self.value.to_local() if isinstance(self.value, DTensor) else self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTarget:
+    """Everything in a model's ``state_dict()``, without repetition.
+
+    Args:
+        tensors: Parameters and persistent buffers.
+        extra: Names of extra state, and the modules that take it (``set_extra_state``).
+        parameters: By every canonical name.
+    """
+
+    tensors: tuple[TensorTarget, ...]
+    extra: dict[str, nn.Module]
+    parameters: dict[str, nn.Parameter]
+
+    def names(self) -> Iterable[str]:
+        for tensor in self.tensors:
+            yield from tensor.names
+        yield from self.extra
+
+    def names_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        return tuple(name for name, value in self.parameters.items() if value is parameter)
+
+
+def model_target(model: nn.Module) -> ModelTarget:
+    """Read what ``model`` would save, which is what it can load; call ``reshard`` before. Does not communicate."""
+    state: dict[str, Any] = model.state_dict()
+    tied = {canonical(name): tuple(map(canonical, names)) for names in tie_groups(model) for name in names}
+    by_name: dict[str, torch.Tensor] = {}
+    extra: dict[str, nn.Module] = {}
+    modules = {canonical(f"{path}."): module for path, module in model.named_modules(remove_duplicate=False)}
+    for key, value in state.items():
+        name = canonical(key)
+        if name.rpartition(".")[2] == _EXTRA_STATE:
+            extra[name] = modules[name.removesuffix(_EXTRA_STATE)]
+        elif isinstance(value, torch.Tensor):
+            by_name[name] = value
+    groups: dict[tuple[str, ...], torch.Tensor] = {}
+    for name, value in by_name.items():
+        names = tuple(alias for alias in tied.get(name, (name,)) if alias in by_name)
+        groups.setdefault(names, value)
+    return ModelTarget(
+        tensors=tuple(TensorTarget(names=names, value=value) for names, value in groups.items()),
+        extra=extra,
+        parameters={canonical(name): value for name, value in model.named_parameters(remove_duplicate=False)},
+    )

@@ -1,0 +1,107 @@
+"""The model, optimizer and next steps of the runs that wrote ``tests/fixtures/legacy-checkpoints``.
+
+What they computed is given by the files' names and shapes and by the numbers that they noted; written anew here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "legacy-checkpoints"
+# kind -> elements of `scale`: with one, a rank of two holds none of it.
+FULL = {"c172/full": 1, "c220/full": 2}
+SHARDED = {"c172/sharded": 1, "c220/sharded": 2, "c220/sharded-mesh": 1}
+FLAT = {"c172/local-flat": 1}
+KINDS = {**FULL, **SHARDED, **FLAT}
+# FSDP1 on the CPU wrote exp_avg_sq over exp_avg there: weights can be compared, the next steps cannot.
+WITHOUT_OPTIMIZER = ("c220/full",)
+WIDTH, VOCABULARY = 6, 11
+
+
+class Residual(nn.Module):
+    def __init__(self, scale_numel: int) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(scale_numel))
+        self.register_buffer("buf", torch.arange(3.0))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.scale.mean() * self.down(functional.gelu(self.up(self.ln(hidden))))
+
+
+class TiedLM(nn.Module):
+    def __init__(self, scale_numel: int) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Residual(scale_numel) for _ in range(2))
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.wte(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.lm_head(hidden)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Residual)
+
+
+def legacy_model(kind: str, seed: int = 0) -> Any:
+    """A ComposerModel as the run of this kind had it, with other values."""
+    from composer import ComposerModel
+
+    class Model(ComposerModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = TiedLM(KINDS[kind])
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.model(ids)
+
+        def loss(self, outputs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(outputs.flatten(0, 1), ids.flatten())
+
+        def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+            return self.forward(batch) if outputs is None else outputs
+
+    torch.manual_seed(seed)
+    return Model()
+
+
+def legacy_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    from composer.optim import DecoupledAdamW
+
+    return DecoupledAdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=1e-3)
+
+
+def checkpoint_of(kind: str) -> Path:
+    return FOLDER / kind / ("ep0-ba3-rank0.pt" if kind.endswith("full") else "ep0-ba3")
+
+
+def reference(kind: str) -> dict[str, Any]:
+    """What the writing run gave next: logits, and the losses of two more steps."""
+    return torch.load(FOLDER / f"{kind}.ref.pt", weights_only=True)
+
+
+def next_steps(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[torch.Tensor, list[float]]:
+    """The same steps as in the writing run: every rank on the same tokens."""
+    batches = torch.randint(0, VOCABULARY, (3, 4, 5), generator=torch.Generator().manual_seed(7))
+    model.train()
+    with torch.no_grad():
+        logits = model(batches[0]).clone()
+    losses = []
+    for batch in batches[1:] if optimizer is not None else ():
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return logits, losses

@@ -1,0 +1,51 @@
+"""Old files of old Composer versions go on training on FSDP2 as the run that wrote them did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from legacy import KINDS, WITHOUT_OPTIMIZER, checkpoint_of, legacy_model, legacy_optimizer, next_steps, reference
+from ranks import run_ranks
+
+pytestmark = pytest.mark.composer
+
+CONFIGS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{}, {"activation_checkpointing": True}, {"sharding_strategy": "NO_SHARD"}],
+    4: [
+        {},
+        {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
+    ],
+}
+# The writing runs had 2 ranks and older torch; the order of sums is another one at other world sizes.
+LOSS_TOLERANCE = {1: 2e-6, 2: 1e-6, 4: 2e-6}
+
+
+def check_legacy(world_size: int) -> None:
+    from composer_fsdp2 import load_checkpoint, prepare_fully_shard
+
+    for kind in KINDS:
+        for config in CONFIGS[world_size]:
+            what = f"{kind}, {config}"
+            model = legacy_model(kind)
+            optimizer = legacy_optimizer(model)
+            prepare_fully_shard(model, optimizer, dict(config), precision="fp32")
+            report = load_checkpoint(checkpoint_of(kind), model, optimizer)
+            assert report.left_out == (), what
+            assert len(report.loaded) == 18, f"{what}: {report}"
+            assert len(report.optimizer_loaded) == 15, f"{what}: {report}"
+            expected = reference(kind)
+            has_optimizer = kind not in WITHOUT_OPTIMIZER
+            logits, losses = next_steps(model, optimizer if has_optimizer else None)
+            torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=2e-6)
+            if has_optimizer:
+                worst = max(abs(a - b) for a, b in zip(losses, expected["losses"], strict=True))
+                assert worst <= LOSS_TOLERANCE[world_size], f"{what}: {losses}, {expected['losses']}"
+
+
+@pytest.mark.parametrize("world_size", CONFIGS)
+def test_old_files_train_on(world_size: int):
+    """Whoever has a checkpoint of Composer 0.17 or 0.22 goes on with it, at the same world size or another."""
+    run_ranks(check_legacy, world_size, world_size)
