@@ -16,13 +16,13 @@ from composer.core import Event, State
 from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig, dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch import ShardedGradScaler
-from composer_fsdp2.apply import reshard
+from composer_fsdp2.apply import is_sharded, reshard
 from composer_fsdp2.clipping import clip_grad_norm_
+from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
 from composer_fsdp2.compat.seams import Seam
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.fsdp1.keys import KEYS, Origin
@@ -153,10 +153,6 @@ def _parallelize_composer_model(original: Callable[..., Any]) -> Callable[..., A
 # State
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
 def _resharded_first(original: Callable[..., Any]) -> Callable[..., Any]:
     """A method of State that reads or writes the model's parameters."""
 
@@ -172,7 +168,7 @@ def _apply_fsdp(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply_fsdp(self: State) -> None:
         original(self)
-        if type(self.scaler) in (GradScaler, FSDP1GradScaler) and _is_sharded(self.model):
+        if type(self.scaler) in (GradScaler, FSDP1GradScaler) and is_sharded(self.model):
             scaler = ShardedGradScaler()
             scaler.load_state_dict(self.scaler.state_dict())
             self.scaler = scaler
@@ -184,7 +180,7 @@ def _load_optim_state(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_optim_state(self: State, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         reshard(self.model)
-        if not isinstance(self.fsdp_config, FSDPConfig) or not _is_sharded(self.model):
+        if not isinstance(self.fsdp_config, FSDPConfig) or not is_sharded(self.model):
             return original(self, state_dict, *args, **kwargs)
         view = _as_fsdp2(self.fsdp_config)
         if self.load_monolith_rank0_only and _is_offloaded(self.model):
@@ -250,7 +246,7 @@ def _apply_gradient_clipping(original: Callable[..., Any]) -> Callable[..., Any]
     def apply_gradient_clipping(
         model: nn.Module, clipping_type: str, clipping_threshold: float, fsdp_enabled: bool
     ) -> None:
-        if not _is_sharded(model):
+        if not is_sharded(model):
             original(model, clipping_type, clipping_threshold, fsdp_enabled)
         elif clipping_type == "norm":
             clip_grad_norm_(model, clipping_threshold)
@@ -326,6 +322,12 @@ SEAMS = (
         name="State.load_optim_state",
         make=_load_optim_state,
         why="load_monolith_rank0_only with an FSDPConfig waits for ever: rank 0's state is not sent",
+    ),
+    Seam(
+        module="composer.utils.checkpoint",
+        name="load_checkpoint",
+        make=replacement_for_load_checkpoint,
+        why="old checkpoints failed or loaded wrong in silence, and a layout loaded under its own setting only",
     ),
     Seam(
         module="composer.core.engine",

@@ -35,7 +35,7 @@ from composer_fsdp2.plan import ShardingPlan, ShardUnit
 from composer_fsdp2.planning import refuse_sharded
 from composer_fsdp2.tying import parameter_uses
 
-__all__ = ["apply_agreed_plan", "apply_plan", "reshard", "sharded_roots"]
+__all__ = ["apply_agreed_plan", "apply_plan", "is_sharded", "reshard", "sharded_roots"]
 
 # Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
 # encoder first, or the model inside an adapter. Its hooks must gather its parameters there, too.
@@ -103,6 +103,11 @@ def sharded_roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, child in model.named_children():
         found.extend((f"{name}.{path}".rstrip("."), root) for path, root in sharded_roots(child))
     return found
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether some module of ``model`` was sharded by ``fully_shard``."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def reshard(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -25,6 +25,7 @@ __all__ = [
     "EntryPath",
     "ObjectRecord",
     "OptimizerContents",
+    "Packed",
     "Strided",
     "TensorRecord",
     "Writer",
@@ -88,12 +89,32 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """Bytes in a compressed file: they lie nowhere until it is unpacked (``formats.compressed.unpacked``)."""
+
+    path: Path
+
+    def locate(self, chunk: "Chunk", dtype: torch.dtype) -> NoReturn:
+        raise CheckpointError(
+            f"{self.path}: compressed, so its tensors cannot be read in place; unpack it first "
+            "(composer_fsdp2.checkpoint.formats.compressed.unpacked)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A tensor that a caller put into a checkpoint after it was read."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a tensor (offsets and sizes per dimension, in elements) and where its bytes lie."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    source: Strided | Entry
+    source: Strided | Entry | Packed | InMemory
 
     @property
     def numel(self) -> int:
@@ -123,6 +144,13 @@ class TensorRecord:
     dtype: torch.dtype
     chunks: tuple[Chunk, ...] = ()
     flat: FlatRange | None = None
+
+    @classmethod
+    def of_tensor(cls, tensor: torch.Tensor, name: str) -> "TensorRecord":
+        """A record that is read from memory."""
+        shape = tuple(tensor.shape)
+        chunk = Chunk((0,) * tensor.dim(), shape, InMemory(tensor.detach()))
+        return cls(name=name, shape=shape, dtype=tensor.dtype, chunks=(chunk,))
 
     @property
     def numel(self) -> int:
@@ -179,11 +207,13 @@ class ObjectRecord:
     Args:
         load: Reads the value; called once, when it is asked for.
         num_bytes: On disk, where it lies apart; 0 where it is part of a pickle that was read anyway.
+        source: Where it lies apart.
     """
 
     name: str
     load: Callable[[], Any] = field(repr=False)
     num_bytes: int = 0
+    source: Entry | None = None
     _value: Any = field(default=..., repr=False)
 
     def value(self) -> Any:
@@ -232,6 +262,8 @@ class CheckpointInventory:
         files: All files that belong to it, with their sizes in bytes.
         remarks: What is missing or odd; the user should know, and nothing fails.
         optimizer_at_root: torch < 2.3 wrote ``optimizers`` beside ``state``.
+        flat: The model is in FSDP1's flat parameters, without the parameters' names.
+        compressed: Tensors can be read only after ``formats.compressed.unpacked``.
     """
 
     path: Path
@@ -244,6 +276,7 @@ class CheckpointInventory:
     remarks: tuple[str, ...] = ()
     optimizer_at_root: bool = False
     flat: bool = False
+    compressed: bool = False
 
     @property
     def num_bytes(self) -> int:

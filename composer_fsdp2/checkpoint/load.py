@@ -13,7 +13,7 @@ from composer_fsdp2.agreement import agree
 from composer_fsdp2.apply import reshard
 from composer_fsdp2.checkpoint.content import check_content, check_own_content
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
-from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory
+from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory, EntryPath
 from composer_fsdp2.checkpoint.load_plan import LoadPlan, plan_load
 from composer_fsdp2.checkpoint.reading import Reader, materialized
 from composer_fsdp2.checkpoint.staging import Staging
@@ -120,14 +120,19 @@ def load_inventory(
     *,
     strict: bool = True,
     weights_only: bool = False,
+    ignored: frozenset[EntryPath] = frozenset(),
     started: float | None = None,
 ) -> LoadReport:
-    """``load_checkpoint`` of an inventory, from which a caller may have taken entries; the same on every rank."""
+    """``load_checkpoint`` of an inventory; the same on every rank.
+
+    Args:
+        ignored: Weights and parameters' optimizer states that the caller has taken out; they are not missed.
+    """
     started = time.perf_counter() if started is None else started
     reshard(model)
 
     def decide() -> LoadPlan:
-        plan = plan_load(inventory, model, optimizer, weights_only=weights_only)
+        plan = plan_load(inventory, model, optimizer, weights_only=weights_only, ignored=ignored)
         plan.refuse(strict=strict)
         return plan
 

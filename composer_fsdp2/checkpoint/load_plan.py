@@ -9,7 +9,16 @@ from torch import nn
 
 from composer_fsdp2.checkpoint.differences import Difference, Kind, listed
 from composer_fsdp2.checkpoint.flat import unflattened
-from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ObjectRecord, Strided, TensorRecord
+from composer_fsdp2.checkpoint.inventory import (
+    MODEL,
+    OPTIMIZERS,
+    CheckpointInventory,
+    EntryPath,
+    InMemory,
+    ObjectRecord,
+    Strided,
+    TensorRecord,
+)
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.checkpoint.optimizer_plan import OptimizerPlan, plan_optimizer
 from composer_fsdp2.checkpoint.target import ModelTarget, TensorTarget, model_target
@@ -95,34 +104,37 @@ def plan_load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     weights_only: bool = False,
+    ignored: frozenset[EntryPath] = frozenset(),
 ) -> LoadPlan:
     """Match a checkpoint to a model and an optimizer without touching either.
 
     Args:
         model: Sharded by any plan, or not at all; ``reshard`` it before.
+        ignored: Weights and parameters' optimizer states that were taken out of the inventory; the model and optimizer
+            keep their own, and that is no difference.
         optimizer: Over the model's present parameters. None leaves optimizer state out, as ``weights_only`` does.
     Raises:
         CheckpointError: the checkpoint has no weights, is damaged, or holds flat parameters of another model.
     Every rank must call this with the same arguments; it does not communicate.
     """
     inventory = unflattened(inventory, model)
-    if inventory.flat:
-        raise AssertionError("unflattened")
-    if not inventory.model:
+    if not inventory.model and not ignored:
         raise CheckpointError(f"{inventory.path}: holds no model weights")
     target = model_target(model)
     rename = _renaming(map(canonical, inventory.model), frozenset(target.names()))
-    matching = _ModelMatching(inventory, target, rename)
+    ignored_names = frozenset(rename(str(path[2])) for path in ignored if path[:2] == MODEL)
+    ignored_states = frozenset(rename(str(path[4])) for path in ignored if path[:2] == OPTIMIZERS)
+    matching = _ModelMatching(inventory, target, rename, ignored_names)
     matching.match()
     optimizer_plan: OptimizerPlan | None = None
-    differences, left_out, kept = [*matching.differences], list[str](), list[str]()
+    differences, left_out, kept = [*matching.differences], list[str](), matching.kept
     if optimizer is not None and not weights_only:
         contents = _contents_for(inventory, optimizer)
         if contents is None:
             found = ", ".join(o.name or "one without a name" for o in inventory.optimizers) or "none"
             differences.append(Difference(Kind.OPTIMIZER, "optimizers", found, type(optimizer).__qualname__))
         else:
-            optimizer_plan, unlike = plan_optimizer(inventory, contents, optimizer, target, rename)
+            optimizer_plan, unlike = plan_optimizer(inventory, contents, optimizer, target, rename, ignored_states)
             differences += unlike
             kept += optimizer_plan.kept
             left_out += [f"optimizer {o.name}" for o in inventory.optimizers if o is not contents]
@@ -159,11 +171,14 @@ def _renaming(file_names: Iterable[str], target_names: frozenset[str]) -> Callab
 class _ModelMatching:
     """The model's tensors against the file's."""
 
-    def __init__(self, inventory: CheckpointInventory, target: ModelTarget, rename: Callable[[str], str]) -> None:
-        self.inventory, self.target, self.rename = inventory, target, rename
+    def __init__(
+        self, inventory: CheckpointInventory, target: ModelTarget, rename: Callable[[str], str], ignored: frozenset[str]
+    ) -> None:
+        self.target, self.ignored = target, ignored
         self.planned: list[PlannedTensor] = []
         self.extra: dict[str, tuple[nn.Module, TensorRecord | ObjectRecord]] = {}
         self.renamed: dict[str, str] = {}
+        self.kept: list[str] = []
         self.differences: list[Difference] = []
         self.file: dict[str, TensorRecord | ObjectRecord] = {}
         for name, record in inventory.model.items():
@@ -182,6 +197,9 @@ class _ModelMatching:
         for tensor in self.target.tensors:
             present = [name for name in tensor.names if name in self.file]
             used.update(present)
+            if not present and self.ignored.intersection(tensor.names):
+                self.kept.append(f"{tensor.name} (ignored)")
+                continue
             if not present:
                 self.differ(Kind.MISSING, " = ".join(tensor.names), "nothing", f"{_describe(tensor)}")
                 continue
@@ -223,6 +241,8 @@ def _content(record: TensorRecord | ObjectRecord) -> tuple[object, ...] | None:
         return None
     parts = []
     for chunk in record.chunks:
+        if isinstance(chunk.source, InMemory):
+            return None
         source = chunk.source.locate(chunk, record.dtype)
         assert isinstance(source, Strided)
         is_whole = source.blob.num_bytes == chunk.numel * record.dtype.itemsize

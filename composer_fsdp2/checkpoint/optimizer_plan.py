@@ -58,17 +58,19 @@ def plan_optimizer(
     optimizer: torch.optim.Optimizer,
     target: ModelTarget,
     rename: Callable[[str], str],
+    ignored: frozenset[str] = frozenset(),
 ) -> tuple[OptimizerPlan, list[Difference]]:
     """Match the file's state to ``optimizer``, and name everything that does not fit.
 
     Args:
         contents: One of ``inventory.optimizers``.
         rename: From a name in the file to the model's.
+        ignored: The model's names of parameters whose state was taken out.
     Raises:
         CheckpointError: param_groups are damaged.
     Does not communicate; every rank comes to the same result.
     """
-    matching = _Matching(inventory, contents, optimizer, target, rename)
+    matching = _Matching(inventory, contents, optimizer, target, rename, ignored)
     matching.match_states()
     matching.match_groups()
     plan = OptimizerPlan(
@@ -90,8 +92,9 @@ class _Matching:
         optimizer: torch.optim.Optimizer,
         target: ModelTarget,
         rename: Callable[[str], str],
+        ignored: frozenset[str],
     ) -> None:
-        self.contents, self.optimizer = contents, optimizer
+        self.contents, self.optimizer, self.ignored = contents, optimizer, ignored
         self.names: dict[nn.Parameter, tuple[str, ...]] = {}
         for name, parameter in target.parameters.items():
             self.names[parameter] = (*self.names.get(parameter, ()), name)
@@ -145,6 +148,8 @@ class _Matching:
                 if entries:
                     self.check_entries(name, parameter, entries, template)
                     self.states.append(ParameterState(name=name, parameter=parameter, entries=entries))
+                elif self.ignored.intersection(self.names[parameter]):
+                    self.kept.append(f"the state of {name} (ignored)")
                 elif parameter.requires_grad and template != {} and self.contents.state:
                     self.differ(Kind.MISSING, f"the state of {name}", "nothing", "state, as other parameters have")
         for key in self.contents.state:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from composer_fsdp2.checkpoint.archive import Blob, opened
-from composer_fsdp2.checkpoint.inventory import FlatRange, TensorRecord
+from composer_fsdp2.checkpoint.inventory import FlatRange, InMemory, TensorRecord
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["SLICE_BYTES", "Part", "Reader", "bytes_of", "materialized"]
@@ -77,11 +77,17 @@ class Reader:
             )
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            source = chunk.source.locate(chunk, record.dtype)
+            view = out[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
+            if isinstance(chunk.source, InMemory):
+                view.copy_(chunk.source.tensor[tuple(map(slice, low, high))])
+                continue
+            try:
+                source = chunk.source.locate(chunk, record.dtype)
+            except CheckpointError as error:
+                raise CheckpointError(f"{record.name}: {error}") from error
             first = source.offset + sum(
                 (a - b) * step for a, b, step in zip(low, chunk.offsets, source.stride, strict=True)
             )
-            view = out[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
             self._read_strided(source.blob, first, source.stride, view)
 
     def read_whole(self, record: TensorRecord) -> torch.Tensor:

@@ -1,0 +1,241 @@
+"""Composer's checkpoint loading, for a model sharded by ``fully_shard``: every layout, whatever the configuration says.
+
+A Trainer's ``load_path``, ``autoresume``, ``load_weights_only``, ``load_ignore_keys`` and ``load_strict_model_weights``
+come here; Composer's own loader knew only the layout that the run itself would save.
+"""
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from composer.core import State
+from composer.utils.checkpoint import glob_filter
+from composer.utils.misc import partial_format
+
+from composer_fsdp2.apply import is_sharded
+from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
+from composer_fsdp2.checkpoint.inventory import (
+    MODEL,
+    OPTIMIZERS,
+    CheckpointInventory,
+    EntryPath,
+    ObjectRecord,
+    TensorRecord,
+    dotted,
+)
+from composer_fsdp2.checkpoint.load import load_inventory, other_entries, together
+from composer_fsdp2.compat.remote import local_checkpoint
+
+__all__ = ["replacement_for_load_checkpoint"]
+
+log = logging.getLogger(__name__)
+
+# Composer keys an entry by the class that saved it; these are one thing under FSDP1, FSDP2 and closures.
+_SCALERS = ("GradScaler", "ShardedGradScaler", "ClosureGradScaler")
+# Not attributes of State: who wrote the checkpoint, and a tokenizer of maybe 50000 entries.
+_NOT_RESTORED = ("integrations", "metadata")
+
+
+def replacement_for_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``composer.utils.checkpoint.load_checkpoint``, taken over where the model is, or will be, sharded."""
+
+    @functools.wraps(original)
+    def load_checkpoint(
+        path: str,
+        state: State,
+        logger: Any,
+        object_store: Any = None,
+        load_weights_only: bool = False,
+        strict_model_weights: bool = True,
+        progress_bar: bool = True,
+        ignore_keys: list[str] | Callable[[dict[str, Any]], None] | None = None,
+        exclude_algorithms: list[str] | None = None,
+        algorithm_passes: Any = None,
+    ) -> list[dict[str, Any]] | None:
+        if not is_sharded(state.model) and not state.load_monolith_rank0_only:
+            return original(
+                path=path,
+                state=state,
+                logger=logger,
+                object_store=object_store,
+                load_weights_only=load_weights_only,
+                strict_model_weights=strict_model_weights,
+                progress_bar=progress_bar,
+                ignore_keys=ignore_keys,
+                exclude_algorithms=exclude_algorithms,
+                algorithm_passes=algorithm_passes,
+            )
+        loading = _Loading(state, weights_only=load_weights_only, strict=strict_model_weights)
+        with local_checkpoint(partial_format(path, run_name=state.run_name), object_store, progress_bar) as local:
+            loading.read(local, ignore_keys)
+            loading.apply_algorithms(logger, exclude_algorithms, algorithm_passes)
+            loading.into_model()
+            loading.into_state(logger)
+        log.info("%s loaded from %s", "Model weights" if load_weights_only else "Trainer checkpoint", path)
+        return loading.rng
+
+    return load_checkpoint
+
+
+class _Loading:
+    """One load into a Trainer's state, step by step; each is called on all ranks."""
+
+    def __init__(self, state: State, *, weights_only: bool, strict: bool) -> None:
+        self.state, self.weights_only, self.strict = state, weights_only, strict
+        self.inventory: CheckpointInventory
+        self.entries: dict[str, Any] = {}
+        self.ignored: frozenset[EntryPath] = frozenset()
+
+    @property
+    def rng(self) -> list[dict[str, Any]] | None:
+        return None if self.weights_only else self.entries.get("rng")
+
+    def read(self, path: str, ignore_keys: list[str] | Callable[[dict[str, Any]], None] | None) -> None:
+        """Everything but tensors, checked, before anything is changed."""
+
+        def inspect() -> CheckpointInventory:
+            return inspect_checkpoint(path, trust=_trusts(self.state))
+
+        inventory = together(inspect, lambda found: found.layout)
+        # A weights-only load still needs to know which algorithms changed the model.
+        entries = together(lambda: other_entries(inventory, without=_NOT_RESTORED))
+        if ignore_keys:
+            ignore = ignore_keys if callable(ignore_keys) else glob_filter(ignore_keys)
+            inventory, entries, self.ignored = together(lambda: without_ignored(inventory, entries, ignore))
+        self.inventory, self.entries = inventory, entries
+
+    def apply_algorithms(self, logger: Any, exclude: list[str] | None, passes: Any) -> None:
+        """Algorithms that the saving run had, and that change the model, before its tensors are matched."""
+        if "algorithms" in self.entries["state"]:
+            self.state._apply_required_algorithms(self.entries["state"], logger, exclude, passes)
+        if not is_sharded(self.state.model):
+            # load_monolith_rank0_only: Composer loads rank 0's model and shards it then, which needs the memory for it
+            # and left random weights on other ranks. Sharded first, each rank reads its own part.
+            self.state._apply_fsdp()
+
+    def into_model(self) -> None:
+        optimizer = self.optimizer()
+        report = load_inventory(
+            self.inventory,
+            self.state.model,
+            optimizer,
+            strict=self.strict,
+            weights_only=self.weights_only,
+            ignored=self.ignored,
+        )
+        log.info("%s", report)
+        if report.left_out or report.cast:
+            log.warning("%s", report)
+
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The Trainer's optimizer, if the checkpoint has state for it."""
+        optimizers = self.state.optimizers
+        if self.weights_only or not optimizers:
+            return None
+        [optimizer] = optimizers
+        name = type(optimizer).__qualname__
+        if {contents.name for contents in self.inventory.optimizers} & {name, ""}:
+            return optimizer
+        if not any(path[:2] == OPTIMIZERS for path in self.ignored):
+            warnings.warn(f"{name} is not in the state_dict. Its state will not be restored.", stacklevel=2)
+        return None
+
+    def into_state(self, logger: Any) -> None:
+        """Schedulers, timestamp, callbacks and the rest."""
+        if self.weights_only:
+            return
+        rest = {name: value for name, value in self.entries["state"].items() if name != "algorithms" or value}
+        rest["scaler"] = _rekeyed(rest.get("scaler", {}), type(self.state.scaler).__qualname__)
+        if self.state.scaler is None or not rest["scaler"]:
+            del rest["scaler"]
+        self.state.load_state_dict(rest, logger)
+
+
+def _trusts(state: State) -> bool:
+    return bool(getattr(state.fsdp_config, "trust_checkpoint", False))
+
+
+def _rekeyed(scalers: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The gradient scaler's state under the name of the class that this run uses."""
+    if name in scalers or name not in _SCALERS:
+        return dict(scalers)
+    return {name if key in _SCALERS else key: value for key, value in scalers.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# load_ignore_keys
+
+
+def without_ignored(
+    inventory: CheckpointInventory, entries: dict[str, Any], ignore: Callable[[dict[str, Any]], None]
+) -> tuple[CheckpointInventory, dict[str, Any], frozenset[EntryPath]]:
+    """Show ``ignore`` the checkpoint as Composer would, and take out what it takes out.
+
+    Tensors are shown as tensors without data (on the meta device): they can be looked at, renamed, moved and left out.
+    One that ``ignore`` puts in itself is loaded instead.
+    """
+    shown, records = _shown(inventory, entries)
+    before = _paths(shown)
+    ignore(shown)
+    shown.setdefault("state", {})
+    state: dict[str, Any] = shown["state"]
+    tensors: dict[EntryPath, TensorRecord] = {}
+    objects: dict[EntryPath, ObjectRecord] = {}
+
+    def keep(path: EntryPath, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            known = records.get(id(value))
+            tensors[path] = known[1] if known else TensorRecord.of_tensor(value, dotted(path))
+        else:
+            objects[path] = ObjectRecord(dotted(path), lambda: value)
+
+    for name, value in state.get("model", {}).items():
+        keep((*MODEL, name), value)
+    for name, optimizer in state.get("optimizers", {}).items():
+        for parameter, values in optimizer.get("state", {}).items():
+            for key, value in values.items():
+                keep((*OPTIMIZERS, name, "state", parameter, key), value)
+        keep((*OPTIMIZERS, name, "param_groups"), optimizer.get("param_groups", []))
+    left = {**shown, "state": {key: value for key, value in state.items() if key not in ("model", "optimizers")}}
+    return inventory.replaced(tensors=tensors, objects=objects), left, frozenset(before - _paths(shown))
+
+
+def _shown(
+    inventory: CheckpointInventory, entries: dict[str, Any]
+) -> tuple[dict[str, Any], dict[int, tuple[torch.Tensor, TensorRecord]]]:
+    """The checkpoint in Composer's form, and the record behind each of its tensors (which are kept, so ids stay)."""
+    records: dict[int, tuple[torch.Tensor, TensorRecord]] = {}
+
+    def show(record: TensorRecord | ObjectRecord) -> Any:
+        if not isinstance(record, TensorRecord):
+            return record.value()
+        tensor = torch.empty(record.shape, dtype=record.dtype, device="meta")
+        records[id(tensor)] = (tensor, record)
+        return tensor
+
+    state = dict(entries["state"])
+    if inventory.model:
+        state["model"] = {name: show(record) for name, record in inventory.model.items()}
+    if inventory.optimizers:
+        state["optimizers"] = {
+            contents.name: {
+                "state": {p: {k: show(r) for k, r in values.items()} for p, values in contents.state.items()},
+                "param_groups": inventory.groups(contents.name),
+            }
+            for contents in inventory.optimizers
+        }
+    return {**entries, "state": state}, records
+
+
+def _paths(shown: Mapping[str, Any]) -> set[EntryPath]:
+    """Which weights and which parameters' optimizer state are there."""
+    state = shown.get("state", {})
+    weights: set[EntryPath] = {(*MODEL, name) for name in state.get("model", {})}
+    return weights | {
+        (*OPTIMIZERS, name, "state", parameter)
+        for name, optimizer in state.get("optimizers", {}).items()
+        for parameter in optimizer.get("state", {})
+    }
