@@ -8,15 +8,16 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from composer.core import State
 from composer.utils.checkpoint import glob_filter
 from composer.utils.misc import partial_format
 
+from composer_fsdp2.agreement import gather
 from composer_fsdp2.apply import is_sharded
-from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.inventory import (
     MODEL,
     OPTIMIZERS,
@@ -26,8 +27,10 @@ from composer_fsdp2.checkpoint.inventory import (
     TensorRecord,
     dotted,
 )
-from composer_fsdp2.checkpoint.load import load_inventory, other_entries, together
+from composer_fsdp2.checkpoint.load import load_inventory, other_entries
+from composer_fsdp2.checkpoint.opening import together
 from composer_fsdp2.compat.remote import local_checkpoint
+from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["replacement_for_load_checkpoint"]
 
@@ -35,8 +38,8 @@ log = logging.getLogger(__name__)
 
 # Composer keys an entry by the class that saved it; these are one thing under FSDP1, FSDP2 and closures.
 _SCALERS = ("GradScaler", "ShardedGradScaler", "ClosureGradScaler")
-# Not attributes of State: who wrote the checkpoint, and a tokenizer of maybe 50000 entries.
-_NOT_RESTORED = ("integrations", "metadata")
+
+IgnoreKeys: TypeAlias = list[str] | Callable[[dict[str, Any]], None] | None
 
 
 def replacement_for_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,11 +54,12 @@ def replacement_for_load_checkpoint(original: Callable[..., Any]) -> Callable[..
         load_weights_only: bool = False,
         strict_model_weights: bool = True,
         progress_bar: bool = True,
-        ignore_keys: list[str] | Callable[[dict[str, Any]], None] | None = None,
+        ignore_keys: IgnoreKeys = None,
         exclude_algorithms: list[str] | None = None,
         algorithm_passes: Any = None,
     ) -> list[dict[str, Any]] | None:
-        if not is_sharded(state.model) and not state.load_monolith_rank0_only:
+        is_ours = is_sharded(state.model) or state.load_monolith_rank0_only
+        if not is_ours or _has_load_planner(state):
             return original(
                 path=path,
                 state=state,
@@ -68,11 +72,15 @@ def replacement_for_load_checkpoint(original: Callable[..., Any]) -> Callable[..
                 exclude_algorithms=exclude_algorithms,
                 algorithm_passes=algorithm_passes,
             )
-        loading = _Loading(state, weights_only=load_weights_only, strict=strict_model_weights)
-        with local_checkpoint(partial_format(path, run_name=state.run_name), object_store, progress_bar) as local:
-            loading.read(local, ignore_keys)
+        loading = _Loading(state, load_weights_only, strict_model_weights, ignore_keys)
+        path = partial_format(path, run_name=state.run_name)
+        with (
+            local_checkpoint(path, object_store, progress_bar) as checkpoint,
+            checkpoint.opened(trust=_trusts(state), wanted=loading.wants) as inventory,
+        ):
+            loading.read(inventory)
             loading.apply_algorithms(logger, exclude_algorithms, algorithm_passes)
-            loading.into_model()
+            loading.into_model(checkpoint.bring)
             loading.into_state(logger)
         log.info("%s loaded from %s", "Model weights" if load_weights_only else "Trainer checkpoint", path)
         return loading.rng
@@ -83,8 +91,8 @@ def replacement_for_load_checkpoint(original: Callable[..., Any]) -> Callable[..
 class _Loading:
     """One load into a Trainer's state, step by step; each is called on all ranks."""
 
-    def __init__(self, state: State, *, weights_only: bool, strict: bool) -> None:
-        self.state, self.weights_only, self.strict = state, weights_only, strict
+    def __init__(self, state: State, weights_only: bool, strict: bool, ignore_keys: IgnoreKeys) -> None:
+        self.state, self.weights_only, self.strict, self.ignore_keys = state, weights_only, strict, ignore_keys
         self.inventory: CheckpointInventory
         self.entries: dict[str, Any] = {}
         self.ignored: frozenset[EntryPath] = frozenset()
@@ -93,17 +101,21 @@ class _Loading:
     def rng(self) -> list[dict[str, Any]] | None:
         return None if self.weights_only else self.entries.get("rng")
 
-    def read(self, path: str, ignore_keys: list[str] | Callable[[dict[str, Any]], None] | None) -> None:
+    def wants(self, root: EntryPath) -> bool:
+        """Whether an entry beside the model and the optimizers is read."""
+        if self.ignore_keys:
+            return True  # what may be ignored is shown whole, as Composer shows it
+        if self.weights_only:
+            return root == ("state", "algorithms")  # some of them changed the model
+        # Not restored: a tokenizer of maybe 50000 entries, and who wrote the checkpoint.
+        return root not in (("state", "integrations"), ("state", "metadata"))
+
+    def read(self, inventory: CheckpointInventory) -> None:
         """Everything but tensors, checked, before anything is changed."""
-
-        def inspect() -> CheckpointInventory:
-            return inspect_checkpoint(path, trust=_trusts(self.state))
-
-        inventory = together(inspect, lambda found: found.layout)
-        # A weights-only load still needs to know which algorithms changed the model.
-        entries = together(lambda: other_entries(inventory, without=_NOT_RESTORED))
-        if ignore_keys:
-            ignore = ignore_keys if callable(ignore_keys) else glob_filter(ignore_keys)
+        entries = together(lambda: other_entries(inventory, wanted=self.wants))
+        _check_same_step(inventory, entries["state"].get("timestamp"))
+        if self.ignore_keys:
+            ignore = self.ignore_keys if callable(self.ignore_keys) else glob_filter(self.ignore_keys)
             inventory, entries, self.ignored = together(lambda: without_ignored(inventory, entries, ignore))
         self.inventory, self.entries = inventory, entries
 
@@ -116,7 +128,8 @@ class _Loading:
             # and left random weights on other ranks. Sharded first, each rank reads its own part.
             self.state._apply_fsdp()
 
-    def into_model(self) -> None:
+    def into_model(self, bring: Callable[[frozenset[Path]], None]) -> None:
+        """Weights and optimizer state, all or nothing."""
         optimizer = self.optimizer()
         report = load_inventory(
             self.inventory,
@@ -125,10 +138,11 @@ class _Loading:
             strict=self.strict,
             weights_only=self.weights_only,
             ignored=self.ignored,
+            bring=bring,
         )
-        log.info("%s", report)
-        if report.left_out or report.cast:
-            log.warning("%s", report)
+        other_optimizers = {f"optimizer {contents.name}" for contents in self.inventory.optimizers}
+        is_partial = report.cast or {*report.left_out} - other_optimizers or (report.kept and not self.strict)
+        log.log(logging.WARNING if is_partial else logging.INFO, "%s", report)
 
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The Trainer's optimizer, if the checkpoint has state for it."""
@@ -149,19 +163,34 @@ class _Loading:
             return
         rest = {name: value for name, value in self.entries["state"].items() if name != "algorithms" or value}
         rest["scaler"] = _rekeyed(rest.get("scaler", {}), type(self.state.scaler).__qualname__)
-        if self.state.scaler is None or not rest["scaler"]:
-            del rest["scaler"]
         self.state.load_state_dict(rest, logger)
+
+
+def _has_load_planner(state: State) -> bool:
+    """Whether the user has said how a DCP directory is read; that is Composer's, and torch's, to do then."""
+    return state.fsdp_sharded_state_dict_enabled and state.fsdp_config.load_planner is not None
 
 
 def _trusts(state: State) -> bool:
     return bool(getattr(state.fsdp_config, "trust_checkpoint", False))
 
 
+def _check_same_step(inventory: CheckpointInventory, timestamp: Any) -> None:
+    """Machines with disks of their own may have kept checkpoints of different steps after a crash. Gathers the step."""
+    said = gather(repr(timestamp))
+    other = next((rank for rank, text in enumerate(said) if text != said[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{inventory.path}: ranks 0 and {other} found checkpoints of different steps; name one that all ranks have "
+            f"with load_path, and switch autoresume off\n  rank 0: {said[0]}\n  rank {other}: {said[other]}"
+        )
+
+
 def _rekeyed(scalers: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The gradient scaler's state under the name of the class that this run uses."""
+    """The gradient scaler's state under the name of the class that this run uses, if it has any."""
+    scalers = {key: value for key, value in scalers.items() if value}  # one that was switched off saved nothing
     if name in scalers or name not in _SCALERS:
-        return dict(scalers)
+        return scalers
     return {name if key in _SCALERS else key: value for key, value in scalers.items()}
 
 
@@ -188,6 +217,11 @@ def without_ignored(
     def keep(path: EntryPath, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             known = records.get(id(value))
+            if known is None and value.is_meta:
+                raise CheckpointError(
+                    f"{inventory.path}: ignore_keys computed {dotted(path)} from the checkpoint's tensors, which it is "
+                    "shown without their data; it may take them out, rename them, or put in tensors of its own"
+                )
             tensors[path] = known[1] if known else TensorRecord.of_tensor(value, dotted(path))
         else:
             objects[path] = ObjectRecord(dotted(path), lambda: value)

@@ -3,12 +3,11 @@
 Each entry of ``SEAMS`` says what goes wrong without it (read and measured on Composer 0.32.1).
 """
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +16,21 @@ from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig, dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
-from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch import ShardedGradScaler
 from composer_fsdp2.apply import is_sharded, reshard
 from composer_fsdp2.clipping import clip_grad_norm_
 from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
+from composer_fsdp2.compat.saving import (
+    replacement_for_batch_end,
+    replacement_for_fit_end,
+    replacement_for_optim_state_dict,
+    replacement_for_save_checkpoint,
+    replacement_for_save_to_folder,
+    replacement_for_saver,
+    replacement_for_state_dict_context,
+    replacement_for_write,
+)
 from composer_fsdp2.compat.seams import Seam
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.fsdp1.keys import KEYS, Origin
@@ -176,53 +184,6 @@ def _apply_fsdp(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply_fsdp
 
 
-def _load_optim_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_optim_state(self: State, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        reshard(self.model)
-        if not isinstance(self.fsdp_config, FSDPConfig) or not is_sharded(self.model):
-            return original(self, state_dict, *args, **kwargs)
-        view = _as_fsdp2(self.fsdp_config)
-        if self.load_monolith_rank0_only and _is_offloaded(self.model):
-            # torch would broadcast into CPU tensors, which NCCL cannot (pytorch#148532): send the state whole instead,
-            # and let each rank cut its own part.
-            state_dict = _from_rank_zero(state_dict)
-            view.load_monolith_rank0_only = False
-        with _seen_as_fsdp2(self, view):
-            return original(self, state_dict, *args, **kwargs)
-
-    return load_optim_state
-
-
-def _as_fsdp2(config: FSDPConfig) -> EveryKeyFSDP2Config:
-    return EveryKeyFSDP2Config(**{key.name: getattr(config, key.name) for key in KEYS if hasattr(config, key.name)})
-
-
-@contextlib.contextmanager
-def _seen_as_fsdp2(state: State, view: FSDP2Config) -> Iterator[None]:
-    """Show the state's FSDP1 configuration as an FSDP2Config, with the same values."""
-    state._fsdp2_config = view
-    try:
-        yield
-    finally:
-        state._fsdp2_config = None
-
-
-def _is_offloaded(model: nn.Module) -> bool:
-    """Whether some sharded parameter lies in host memory while its mesh communicates elsewhere."""
-    return any(
-        isinstance(parameter, DTensor) and parameter.to_local().device.type != parameter.device_mesh.device_type
-        for parameter in model.parameters()
-    )
-
-
-def _from_rank_zero(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0's ``optimizers`` on every rank; the others read none. Called on all ranks, broadcasts it pickled."""
-    sent = [state_dict["optimizers"] if dist.get_global_rank() == 0 else None]
-    dist.broadcast_object_list(sent, src=0)
-    return {**state_dict, "optimizers": sent[0]}
-
-
 # After these, callbacks and user code read parameters, and no forward follows that could use the gathered ones.
 _ENDS_OF_FORWARD = (Event.EVAL_END, Event.EVAL_STANDALONE_END, Event.EVAL_AFTER_ALL, Event.PREDICT_END)
 
@@ -271,6 +232,7 @@ def _say_value_clips_norm() -> None:
 
 
 _STATE = "composer.core.state"
+_SAVER = "composer.callbacks.checkpoint_saver"
 SEAMS = (
     Seam(
         module="composer.trainer.trainer",
@@ -315,19 +277,61 @@ SEAMS = (
             make=_resharded_first,
             why="after a forward without gradients parameters are plain tensors, and state dicts raise on them",
         )
-        for name in ("get_model_state_dict", "get_optim_state_dict", "load_model_state")
-    ),
-    Seam(
-        module=_STATE,
-        name="State.load_optim_state",
-        make=_load_optim_state,
-        why="load_monolith_rank0_only with an FSDPConfig waits for ever: rank 0's state is not sent",
+        for name in ("get_model_state_dict", "get_optim_state_dict", "load_model_state", "load_optim_state")
     ),
     Seam(
         module="composer.utils.checkpoint",
         name="load_checkpoint",
         make=replacement_for_load_checkpoint,
         why="old checkpoints failed or loaded wrong in silence, and a layout loaded under its own setting only",
+    ),
+    Seam(
+        module="composer.utils.checkpoint",
+        name="_save_checkpoint",
+        make=replacement_for_write,
+        why="a full checkpoint gathered the whole model and optimizer state in rank 0's memory",
+    ),
+    Seam(
+        module="composer.utils.checkpoint",
+        name="save_checkpoint",
+        make=replacement_for_save_checkpoint,
+        why="a checkpoint that is written already is not written again, only linked, uploaded and counted",
+    ),
+    Seam(
+        module=_SAVER,
+        name="CheckpointSaver._save_checkpoint",
+        make=replacement_for_saver,
+        why="a run killed while the latest link was replaced began from nothing; async_save",
+    ),
+    Seam(
+        module=_SAVER,
+        name="CheckpointSaver.batch_end",
+        make=replacement_for_batch_end,
+        why="async_save: links and errors follow once the checkpoint is written",
+    ),
+    Seam(
+        module=_SAVER,
+        name="CheckpointSaver.fit_end",
+        make=replacement_for_fit_end,
+        why="async_save: the last checkpoint is whole when fit returns",
+    ),
+    Seam(
+        module="composer.trainer.trainer",
+        name="Trainer.save_checkpoint_to_save_folder",
+        make=replacement_for_save_to_folder,
+        why="async_save: a script that ends after it would lose the checkpoint",
+    ),
+    Seam(
+        module=_STATE,
+        name="fsdp_state_dict_type_context",
+        make=replacement_for_state_dict_context,
+        why="LLM Foundry's MonolithicCheckpointSaver: KeyError, no FSDP1 module was found",
+    ),
+    Seam(
+        module="torch.distributed.fsdp",
+        name="FullyShardedDataParallel.optim_state_dict",
+        make=replacement_for_optim_state_dict,
+        why="the same callback's optimizer state: AttributeError",
     ),
     Seam(
         module="composer.core.engine",

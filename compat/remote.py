@@ -1,28 +1,318 @@
-"""Checkpoints in object stores: what this node's ranks need of one, in a folder of its own."""
+"""Checkpoints in object stores and behind URLs: what the ranks of a machine need of one, in a folder that they share.
+
+Of a DCP directory ``.metadata`` comes first and then, as they are asked for, the files that a rank of this machine
+reads; of every other layout all files. The ranks of a machine share the downloads between them.
+"""
 
 import contextlib
-import logging
-import os
+import re
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
-from composer.utils import dist
-from composer.utils.checkpoint import download_object_or_file
-from composer.utils.file_helpers import extract_path_from_symlink, get_file
+from composer.utils import dist, maybe_create_object_store_from_uri, parse_uri
+from composer.utils.file_helpers import _get_file
+from composer.utils.retrying import retry
 
-from composer_fsdp2.checkpoint.load import together
+from composer_fsdp2.agreement import gather
+from composer_fsdp2.checkpoint.formats import dcp, per_rank
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, EntryPath
+from composer_fsdp2.checkpoint.load import other_files
+from composer_fsdp2.checkpoint.opening import opened_checkpoint, together
+from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["local_checkpoint"]
+__all__ = ["LocalCheckpoint", "local_checkpoint"]
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_LINK = ".symlink"
+_RANKS = re.compile(r"\{(rank|local_rank|node_rank)\}")
+_MAX_LINKS = 8
+_POLL_S = 0.05
 
 
 @contextlib.contextmanager
-def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterator[str]:
-    """The path of the checkpoint on this node, for the length of a with block; called on all ranks."""
-    if object_store is None:
-        yield path
+def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterator["LocalCheckpoint"]:
+    """A checkpoint, wherever it lies, for the length of a with block. Called on all ranks.
+
+    Args:
+        path: On this machine; a URL or a URI; or an object's name, a prefix of names (a folder), or a ``.symlink``
+            to either, in ``object_store``.
+        object_store: One of Composer's, or a LoggerDestination that can download.
+    Raises:
+        CheckpointError: on all ranks; there is nothing, or it cannot be downloaded. Names the objects.
+    """
+    is_url = path.lower().startswith(("http://", "https://"))
+    if object_store is None and not is_url:
+        object_store = maybe_create_object_store_from_uri(path)
+        path = parse_uri(path)[2] if object_store is not None else path
+    if object_store is None and not is_url:
+        yield LocalCheckpoint(path)
         return
-    raise NotImplementedError
+    source = _Source(object_store, progress_bar)
+    with _this_node() as node:
+        found = node.on_first_rank(lambda: _find(source, path, node.folder))
+        together(lambda: found, lambda said: said.name)  # a link may have changed between two machines' reading
+        remote = _Remote(node, source, found)
+        if found.is_dcp:
+            yield _RemoteDirectory(remote)
+        else:
+            remote.download(list(found.missing))
+            yield LocalCheckpoint(str(found.local))
+
+
+class LocalCheckpoint:
+    """A checkpoint of which this machine's ranks have everything."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    @contextlib.contextmanager
+    def opened(self, *, trust: bool, wanted: Callable[[EntryPath], bool]) -> Iterator[CheckpointInventory]:
+        """What is in it, for the length of a with block. Called on all ranks.
+
+        Args:
+            wanted: As for ``other_entries``, which can be read then.
+        """
+        with opened_checkpoint(self._path, trust=trust) as opened:
+            yield opened.inventory
+
+    def bring(self, files: frozenset[Path]) -> None:
+        """See to it that these files, of which this rank will read something, are there. Called on all ranks."""
+
+
+class _RemoteDirectory(LocalCheckpoint):
+    """A DCP directory of which this machine has ``.metadata``, and then what its ranks ask for."""
+
+    def __init__(self, remote: "_Remote") -> None:
+        super().__init__(str(remote.found.local))
+        self._remote = remote
+        self._brought: set[Path] = set()
+
+    @contextlib.contextmanager
+    def opened(self, *, trust: bool, wanted: Callable[[EntryPath], bool]) -> Iterator[CheckpointInventory]:
+        folder = self._remote.found.local
+        inventory = together(lambda: dcp.read(folder, trust=trust, partial=True))
+        self.bring(other_files(inventory, wanted=wanted))
+        yield together(lambda: dcp.read(folder, trust=trust, partial=True), lambda found: repr(list(found.tensors)))
+
+    def bring(self, files: frozenset[Path]) -> None:
+        wanted = gather(files)
+        of_node = frozenset[Path]().union(*(wanted[rank] for rank in self._remote.node.ranks))
+        missing = sorted(of_node - self._brought)  # and not what is no file yet: that changes while ranks download
+        self._brought.update(missing)
+        self._remote.download(missing)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The store
+
+
+class _Source:
+    """Where objects come from."""
+
+    def __init__(self, object_store: Any, progress_bar: bool) -> None:
+        self._store, self._progress_bar = object_store, progress_bar
+
+    def __str__(self) -> str:
+        return type(self._store).__name__ if self._store is not None else "the server"
+
+    def download(self, name: str, file: Path) -> bool:
+        """Whether there is such an object; it is in ``file`` then.
+
+        Raises:
+            CheckpointError: it could not be downloaded, also after five attempts.
+        """
+        try:
+            return self._download(name, file)
+        except Exception as error:
+            raise CheckpointError(
+                f"{name} could not be downloaded from {self}: {type(error).__name__}: {error}"
+            ) from error
+
+    @retry(num_attempts=5)  # as Composer's download_object_or_file, but not where there is nothing
+    def _download(self, name: str, file: Path) -> bool:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _get_file(name, str(file), self._store, overwrite=True, progress_bar=self._progress_bar)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def names_below(self, folder: str) -> list[str]:
+        """The objects whose names begin with a folder's; none where the store cannot list."""
+        try:
+            return sorted(self._store.list_objects(f"{folder}/"))
+        except (AttributeError, NotImplementedError):
+            return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What a name stands for.
+
+    Args:
+        name: Of the object, or of the folder.
+        local: The same on this machine.
+        is_dcp: A DCP directory, of which only ``.metadata`` is there.
+        missing: Other files on this machine that must be downloaded before it can be read.
+    """
+
+    name: str
+    local: Path
+    is_dcp: bool = False
+    missing: tuple[Path, ...] = ()
+
+    def name_of(self, file: Path) -> str:
+        """The object's name of a file: in the folder that was found, or beside the file that was."""
+        if file.is_relative_to(self.local):
+            return f"{self.name}/{file.relative_to(self.local).as_posix()}"
+        return str(PurePosixPath(self.name).with_name(file.name))
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """A checkpoint in a store, and this machine's copy of it."""
+
+    node: "_Node"
+    source: _Source
+    found: _Found
+
+    def download(self, files: list[Path]) -> None:
+        """Fetch files of the copy. Called on all ranks, with the same files by all of a machine, which divide them."""
+
+        def mine() -> None:
+            for file in files[self.node.rank :: self.node.num_ranks]:
+                name = self.found.name_of(file)
+                if not self.source.download(name, file):
+                    raise CheckpointError(f"{self.source} has no {name}, which belongs to {self.found.name}")
+
+        self.node.on_each_rank(mine)
+
+
+def _find(source: _Source, path: str, folder: Path) -> _Found:
+    """Follow links to an object or a folder, and download the object or the folder's ``.metadata``."""
+    name, tried = _RANKS.sub("0", path).rstrip("/"), list[str]()
+    for _ in range(_MAX_LINKS):
+        if not name.endswith(_LINK):
+            if (found := _object_or_folder(source, name, folder, tried)) is not None:
+                return found
+            name += _LINK
+        tried.append(name)
+        target = _link_target(source, name, folder)
+        if target is None:
+            raise CheckpointError(f"{source} has nothing at {path}; tried {', '.join(tried)}")
+        name = target
+    raise CheckpointError(f"{path} in {source}: more than {_MAX_LINKS} links, one behind the other; the last is {name}")
+
+
+def _link_target(source: _Source, name: str, folder: Path) -> str | None:
+    """The name in a ``.symlink`` object, which Composer writes beside its checkpoints; None if there is none."""
+    file = folder / "link"
+    if not source.download(name, file):
+        return None
+    text = file.read_text().strip()
+    target = (parse_uri(text)[2] if "://" in text else text).rstrip("/")
+    if not target:
+        raise CheckpointError(f"{name} in {source}: a link that names nothing")
+    return target
+
+
+def _object_or_folder(source: _Source, name: str, folder: Path, tried: list[str]) -> _Found | None:
+    file, local = (folder / kind / PurePosixPath(name).name for kind in ("file", "folder"))
+    metadata = f"{name}/{dcp.METADATA}"
+
+    def as_object() -> _Found | None:
+        tried.append(name)
+        if not source.download(name, file):
+            return None
+        others = set(per_rank.all_files(file)) - {file} if per_rank.recognise(file) else ()
+        return _Found(name=name, local=file, missing=tuple(sorted(others)))
+
+    def as_folder() -> _Found | None:
+        tried.append(metadata)
+        if source.download(metadata, local / dcp.METADATA):
+            return _Found(name=name, local=local, is_dcp=True)
+        return _whole_folder(source, name, local)
+
+    # A name with an ending is a file's most often, and each question to a store costs time.
+    ways = (as_object, as_folder) if PurePosixPath(name).suffix else (as_folder, as_object)
+    return ways[0]() or ways[1]()
+
+
+def _whole_folder(source: _Source, name: str, local: Path) -> _Found | None:
+    """Other layouts that are folders: safetensors, and Composer's checkpoint package."""
+    below = {below.removeprefix(f"{name}/"): below for below in source.names_below(name)}
+    if not below:
+        return None
+    if not any(file == "composer_metadata.json" or PurePosixPath(file).suffix == ".safetensors" for file in below):
+        more = f", ... ({len(below)})" if len(below) > 8 else ""
+        raise CheckpointError(
+            f"{name} in {source}: a folder, and no checkpoint; name one in it: {', '.join(list(below)[:8])}{more}"
+        )
+    return _Found(name=name, local=local, missing=tuple(local / file for file in below))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ranks of a machine
+
+
+class _Node:
+    """The ranks of this machine, and a folder that they share."""
+
+    def __init__(self) -> None:
+        self.rank, self.num_ranks = dist.get_local_rank(), dist.get_local_world_size()
+        first = dist.get_global_rank() - self.rank
+        self.ranks = range(first, first + self.num_ranks)
+        made = together(lambda: tempfile.mkdtemp(prefix="checkpoint-") if self.rank == 0 else "")
+        self.folder = Path(gather(made)[first])
+        self._num_meetings = 0
+
+    def on_each_rank(self, work: Callable[[], T]) -> T:
+        """Do something that may take long; if it fails on one rank, all raise. Called on all ranks."""
+
+        def attempt() -> T:
+            try:
+                return work()
+            finally:
+                self._meet()
+
+        return together(attempt)
+
+    def on_first_rank(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives on this machine's first rank, on all of its ranks. Called on all ranks."""
+        value: T = gather(self.on_each_rank(lambda: work() if self.rank == 0 else None))[self.ranks[0]]
+        return value
+
+    def _meet(self) -> None:
+        """Wait for the other ranks in no collective, which would time out while one of them downloads."""
+        self._num_meetings += 1
+        self._sign(self._num_meetings)
+        while not self._all_signed(self._num_meetings):
+            time.sleep(_POLL_S)
+
+    def leave(self) -> None:
+        """Nobody waits here: the last rank that leaves removes the folder."""
+        with contextlib.suppress(OSError):
+            self._sign("left")
+        if self._all_signed("left"):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _sign(self, what: object) -> None:
+        (self.folder / f".{what}-{self.rank}").touch()
+
+    def _all_signed(self, what: object) -> bool:
+        return all((self.folder / f".{what}-{rank}").exists() for rank in range(self.num_ranks))
+
+
+@contextlib.contextmanager
+def _this_node() -> Iterator[_Node]:
+    node = _Node()
+    try:
+        yield node
+    finally:
+        node.leave()

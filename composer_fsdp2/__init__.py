@@ -6,9 +6,14 @@ The engine needs torch only; ``composer_fsdp2.compat`` plugs it into Composer an
 from composer_fsdp2._torch import ShardedGradScaler
 from composer_fsdp2.activation_checkpointing import apply_activation_checkpointing
 from composer_fsdp2.apply import apply_plan, reshard
+from composer_fsdp2.checkpoint.conversion_plan import ConversionPlan
+from composer_fsdp2.checkpoint.convert import ConversionReport, convert_checkpoint
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
 from composer_fsdp2.checkpoint.load import LoadReport, load_checkpoint
+from composer_fsdp2.checkpoint.load_plan import LoadPlan
+from composer_fsdp2.checkpoint.save import save_monolithic
+from composer_fsdp2.checkpoint.verify import VerifyReport, verify_checkpoint
 from composer_fsdp2.clipping import clip_grad_norm_
 from composer_fsdp2.config import ActivationCheckpointing, MeshSpec, Prefetch, ShardingConfig
 from composer_fsdp2.errors import (
@@ -33,8 +38,11 @@ __all__ = [
     "CheckpointInventory",
     "ComposerFSDP2Error",
     "ConfigError",
+    "ConversionPlan",
+    "ConversionReport",
     "Finding",
     "IncompatibleVersionError",
+    "LoadPlan",
     "LoadReport",
     "MeshSpec",
     "Outcome",
@@ -47,14 +55,18 @@ __all__ = [
     "TensorRecord",
     "Translation",
     "UnsupportedError",
+    "VerifyReport",
     "__version__",
     "apply_activation_checkpointing",
     "apply_plan",
     "clip_grad_norm_",
+    "convert_checkpoint",
     "inspect_checkpoint",
     "load_checkpoint",
     "plan_sharding",
     "prepare_fully_shard",
     "reshard",
+    "save_monolithic",
     "translate",
+    "verify_checkpoint",
 ]

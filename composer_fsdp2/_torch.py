@@ -40,8 +40,8 @@ __all__ = [
     "checkpoint_wrapper",
     "has_accelerator",
     "is_compiled",
-    "local_box",
     "keep_class_name",
+    "local_box",
     "mesh_of",
     "note_mesh",
     "offload_wrapper",
@@ -52,6 +52,7 @@ __all__ = [
     "repair_cpu_collectives",
     "repair_unit_backward",
     "storage_class",
+    "storage_info",
     "transformer_engine_checkpoint_wrapper",
 ]
 
@@ -113,6 +114,13 @@ def storage_class(dtype: torch.dtype) -> tuple[type, bool]:
     """
     name = torch.storage._dtype_to_storage_type_map().get(dtype)
     return (torch.storage.UntypedStorage, False) if name is None else (getattr(torch, name), True)
+
+
+def storage_info(file_name: str, offset: int, num_bytes: int) -> Any:
+    """Where an entry of a checkpoint folder lies, as its ``.metadata`` says it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import, and only for writing
+
+    return _StorageInfo(file_name, offset, num_bytes)
 
 
 def has_accelerator() -> bool:

@@ -98,7 +98,7 @@ class Archive:
         if blob is None:
             raise CheckpointError(f"{self.where}: has no record {name}")
         data = read_at(blob.path, blob.offset, blob.num_bytes)
-        if zlib.crc32(data) != blob.crc32:
+        if blob.crc32 is not None and zlib.crc32(data) != blob.crc32:
             raise CheckpointError(
                 f"{self.where}: record {name} is damaged (CRC32 {zlib.crc32(data):08x}, the file says {blob.crc32:08x})"
             )
@@ -114,13 +114,13 @@ class Archive:
 
     def storage(self, key: str) -> Blob:
         """The record of a ``Storage``'s key."""
-        return self.blobs[f"data/{key}"]
-
-    def _storage_bytes(self, key: str) -> int:
         blob = self.blobs.get(f"data/{key}")
         if blob is None:
             raise CheckpointError(f"{self.where}: the record of storage {key} is missing")
-        return blob.num_bytes
+        return blob
+
+    def _storage_bytes(self, key: str) -> int:
+        return self.storage(key).num_bytes
 
 
 class _Window:
@@ -154,10 +154,12 @@ class _Window:
 def _blobs(path: Path, file: IO[bytes], offset: int, num_bytes: int, where: str) -> dict[str, Blob]:
     try:
         with zipfile.ZipFile(_Window(file, offset, num_bytes)) as archive:
-            entries = archive.infolist()
+            entries, records_end = archive.infolist(), offset + archive.start_dir
     except (zipfile.BadZipFile, OSError, struct.error, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"{where}: not the zip archive that torch.save writes, or truncated ({error})") from error
+    has_crcs = any(entry.CRC for entry in entries)  # all are 0 after torch.serialization.set_crc32_options(False)
     blobs: dict[str, Blob] = {}
+    starts: dict[str, int] = {}
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise CheckpointError(
@@ -166,7 +168,9 @@ def _blobs(path: Path, file: IO[bytes], offset: int, num_bytes: int, where: str)
         name = entry.filename.partition("/")[2] or entry.filename
         if name in blobs:
             raise CheckpointError(f"{where}: record {entry.filename} is there twice")
-        start = offset + entry.header_offset
+        starts[name] = start = offset + entry.header_offset
+        if not offset <= start < records_end:
+            raise CheckpointError(f"{where}: the directory points to byte {start} for {entry.filename}")
         file.seek(start)
         header = file.read(_LOCAL_HEADER.size).ljust(_LOCAL_HEADER.size, b"\0")
         magic, *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
@@ -174,10 +178,12 @@ def _blobs(path: Path, file: IO[bytes], offset: int, num_bytes: int, where: str)
             raise CheckpointError(
                 f"{where}: the directory points to byte {start} for {entry.filename}, and that record is not there"
             )
-        blobs[name] = Blob(path, start + _LOCAL_HEADER.size + name_length + extra_length, entry.file_size, entry.CRC)
+        data_start = start + _LOCAL_HEADER.size + name_length + extra_length
+        blobs[name] = Blob(path, data_start, entry.file_size, entry.CRC if has_crcs else None)
     last_end = offset
-    for name, blob in sorted(blobs.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
-        if blob.offset < last_end or blob.end > offset + num_bytes:
+    for name, start in sorted(starts.items(), key=lambda item: item[1]):
+        blob = blobs[name]
+        if start < last_end or blob.end > records_end:
             raise CheckpointError(
                 f"{where}: record {name} at bytes {blob.offset} to {blob.end} overlaps another or ends too late"
             )

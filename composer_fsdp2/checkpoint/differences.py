@@ -4,7 +4,9 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Difference", "Kind", "listed"]
+import torch
+
+__all__ = ["Difference", "Kind", "can_cast", "listed"]
 
 
 class Kind(enum.Enum):
@@ -21,7 +23,7 @@ class Kind(enum.Enum):
 
     @property
     def is_fatal(self) -> bool:
-        return self in (Kind.SHAPE, Kind.TYPE, Kind.GROUPS, Kind.OPTIMIZER)
+        return self not in (Kind.MISSING, Kind.SURPLUS, Kind.DTYPE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,15 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.kind.value}: {self.name}: found {self.found}, expected {self.expected}"
+
+
+def can_cast(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values keep their meaning: floats as floats, whole numbers as whole numbers."""
+
+    def kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+        return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
+
+    return kind(found) == kind(wanted)
 
 
 def listed(differences: Iterable[Difference], limit: int = 50) -> str:

@@ -1,14 +1,16 @@
 """Ranks that hold the same part of a tensor read it once and send it to each other."""
 
+import socket
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.agreement import gather
 from composer_fsdp2.checkpoint.target import Box
 
-__all__ = ["broadcast_replicas", "owners", "replica_of"]
+__all__ = ["broadcast_replicas", "owners", "ranks_of_node", "replica_of", "send_or_receive", "sends_from_host"]
 
 # Below this many bytes a collective costs more than the read that it saves.
 _SMALL_BYTES = 1024
@@ -65,15 +67,39 @@ def broadcast_replicas(local: torch.Tensor, box: Box, owner: int) -> None:
             _broadcast(local, dist.get_global_rank(group, coordinates[position]), group)
 
 
+def ranks_of_node() -> list[int]:
+    """The ranks on this host, in order. Called on all ranks; gathers their hosts' names."""
+    own = socket.gethostname()
+    return [rank for rank, host in enumerate(gather(own)) if host == own]
+
+
+def send_or_receive(data: torch.Tensor, source: int, destination: int) -> None:
+    """Bring ``data`` from one rank to another of the default group; called on these two."""
+    if data.numel() == 0:
+        return
+    is_source, raw = dist.get_rank() == source, data.view(-1).view(torch.uint8)
+    for part in raw.split(_BUFFER_BYTES):
+        buffer = part if sends_from_host(None) else part.to(_device())
+        if is_source:
+            dist.send(buffer, destination)
+        else:
+            dist.recv(buffer, source)
+            if buffer is not part:
+                part.copy_(buffer)
+
+
+def _device() -> torch.device:
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
 def _broadcast(local: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
     if local.numel() == 0:
         return
     if sends_from_host(group):
-        dist.broadcast(local, source, group)
+        dist.broadcast(local.view(-1).view(torch.uint8), source, group)  # gloo knows no fp8
         return
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
-    for part in local.view(-1).split(max(1, _BUFFER_BYTES // local.element_size())):
-        buffer = part.to(device)
+    for part in local.view(-1).view(torch.uint8).split(_BUFFER_BYTES):
+        buffer = part.to(_device())
         dist.broadcast(buffer, source, group)
         part.copy_(buffer)
 

@@ -7,6 +7,7 @@ own names say which modules were wrapped, and FSDP1 laid a module's parameters e
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -65,16 +66,34 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
 def _objects(
     inventory: CheckpointInventory, layout: dict[str, list[tuple[int, str, tuple[int, ...]]]]
 ) -> dict[EntryPath, ObjectRecord]:
-    """Entries of a vector's optimizer state that are no tensors belong to each of its parameters."""
+    """Entries of a vector's optimizer state that are no tensors belong to each of its parameters; so do its groups."""
     objects: dict[EntryPath, ObjectRecord] = {}
     for path, record in inventory.objects.items():
         flat_name = _flat_name(path)
+        if path[:2] == OPTIMIZERS and path[3:] == ("param_groups",):
+            objects[path] = _unflattened_groups(record, layout)
+            continue
         if flat_name is None:
             objects[path] = record
             continue
         for _, name, _ in layout[canonical(flat_name.removesuffix(_FLAT)).rstrip(".")]:
             objects[(*path[:4], name, *path[5:])] = record
     return objects
+
+
+def _unflattened_groups(
+    record: ObjectRecord, layout: dict[str, list[tuple[int, str, tuple[int, ...]]]]
+) -> ObjectRecord:
+    """``param_groups`` of the vectors' parameters; names of parameters stay."""
+
+    def names(key: Any) -> list[Any]:
+        path = canonical(str(key).removesuffix(_FLAT)).rstrip(".")
+        return [name for _, name, _ in layout[path]] if str(key).endswith(_FLAT) and path in layout else [key]
+
+    def load() -> Any:
+        return [{**group, "params": [n for key in group["params"] for n in names(key)]} for group in record.value()]
+
+    return ObjectRecord(record.name, load, record.num_bytes, record.source)
 
 
 def _flat_name(path: EntryPath) -> str | None:

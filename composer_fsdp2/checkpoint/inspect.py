@@ -2,22 +2,54 @@
 
 from pathlib import Path
 
-from composer_fsdp2.checkpoint.formats import formats
-from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.locate import locate
+from torch import nn
+
+from composer_fsdp2.checkpoint.foreign import looks_like
+from composer_fsdp2.checkpoint.formats import Format, formats
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ModelFit
+from composer_fsdp2.checkpoint.load_plan import plan_load
+from composer_fsdp2.checkpoint.locate import NotACheckpointError, find
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["inspect_checkpoint"]
 
 
-def inspect_checkpoint(path: str | Path, *, trust: bool = False) -> CheckpointInventory:
+def inspect_checkpoint(
+    path: str | Path, *, model: nn.Module | None = None, trust: bool = False
+) -> CheckpointInventory:
     """What lies in a checkpoint of any layout, without reading tensor data or running a pickle.
 
+    Tensor data of compressed files is decompressed in passing, and not kept. Does not communicate; any one rank can
+    call it.
+
+    Args:
+        path: A file, a folder, a link or pointer to one, or a run folder, in which the newest is found.
+        model: Say in ``fit`` whether and how the weights load into it; it is looked at, not changed.
+        trust: Let pickles import and run what they name; each name is told in a warning.
     Raises:
-        CheckpointError: there is nothing, it is of no known layout, or its metadata is damaged.
+        NotACheckpointError: there is nothing, or something else; says what it looks like.
+        CheckpointError: a checkpoint, but damaged, incomplete, or with more than plain data and not trusted.
     """
-    located = locate(path)
+    located = find(path)
     for layout in formats():
-        if layout.recognise(located):
-            return layout.read(located, trust=trust)
-    raise CheckpointError(f"{located}: of no layout that Composer wrote")
+        if layout.recognise(located.path):
+            inventory = _read(layout, located.path, trust=trust)
+            inventory = inventory.replaced(remarks=(*located.remarks, *inventory.remarks))
+            return inventory if model is None else inventory.replaced(fit=_fit(inventory, model))
+    raise NotACheckpointError(f"{located.path}: {looks_like(located.path)}")
+
+
+def _fit(inventory: CheckpointInventory, model: nn.Module) -> ModelFit:
+    try:
+        plan = plan_load(inventory, model, weights_only=True)
+    except CheckpointError as error:
+        return ModelFit(fits=False, text=str(error))
+    return ModelFit(fits=not plan.differences, text=plan.explain())
+
+
+def _read(layout: Format, path: Path, *, trust: bool) -> CheckpointInventory:
+    try:
+        return layout.read(path, trust=trust)
+    except (AttributeError, TypeError, KeyError, IndexError, ValueError, RecursionError) as error:
+        # A pickle may hold anything anywhere: a list where Composer has a dict, or itself.
+        raise CheckpointError(f"{path}: {layout.NAME}, but not as Composer writes it ({error!r})") from error

@@ -5,6 +5,7 @@ An inventory has one shape for all layouts, the one of Composer's monolithic fil
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ __all__ = [
     "Chunk",
     "Entry",
     "EntryPath",
+    "ModelFit",
     "ObjectRecord",
     "OptimizerContents",
     "Packed",
@@ -64,11 +66,16 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An archive of its own inside a file of a DCP directory, which holds one tensor or one object."""
+    """An archive of its own inside a file of a DCP directory, which holds one tensor or one object.
+
+    Args:
+        is_remote: The file comes to this machine when it is asked for, and perhaps never.
+    """
 
     path: Path
     offset: int
     num_bytes: int
+    is_remote: bool = False
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> Strided:
         """Open the archive and find the tensor, which must be what the metadata said.
@@ -234,6 +241,14 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFit:
+    """Whether the weights load into a model as they are, and how, in words."""
+
+    fits: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerContents:
     """One optimizer's entries.
 
@@ -277,6 +292,7 @@ class CheckpointInventory:
     optimizer_at_root: bool = False
     flat: bool = False
     compressed: bool = False
+    fit: "ModelFit | None" = None
 
     @property
     def num_bytes(self) -> int:
@@ -289,7 +305,15 @@ class CheckpointInventory:
             *self.tensors.items(),
             *self.objects.items(),
         )
-        return {dotted(path[2:]): record for path, record in entries if path[:2] == MODEL and len(path) > 2}
+        found: dict[str, TensorRecord | ObjectRecord] = {}
+        for path, record in entries:
+            if path[:2] == MODEL and len(path) > 2:
+                whole = _extra_state(path)
+                if whole == path:
+                    found[dotted(path[2:])] = record
+                else:
+                    found[dotted(whole[2:])] = ObjectRecord(dotted(whole), functools.partial(self.tree, whole))
+        return found
 
     @cached_property
     def optimizers(self) -> tuple[OptimizerContents, ...]:
@@ -317,8 +341,8 @@ class CheckpointInventory:
         groups = self.tree((*OPTIMIZERS, optimizer, "param_groups"))
         if groups is None:
             return []
-        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            raise CheckpointError(f"{self.path}: param_groups of {optimizer} is no list of dicts")
+        if not isinstance(groups, list) or not all(map(_is_group, groups)):
+            raise CheckpointError(f"{self.path}: param_groups of {optimizer} is no list of dicts with their 'params'")
         return groups
 
     def tree(self, prefix: EntryPath) -> Any:
@@ -345,6 +369,22 @@ class CheckpointInventory:
     def replaced(self, **changes: Any) -> "CheckpointInventory":
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+def _extra_state(path: EntryPath) -> EntryPath:
+    """The path up to a module's extra state, which DCP takes apart where it is a dict."""
+    for end in range(3, len(path)):
+        if str(path[end - 1]).rpartition(".")[2] == "_extra_state":
+            return path[:end]
+    return path
+
+
+def _is_group(group: Any) -> bool:
+    """A dict; its parameters are names or numbers."""
+    return isinstance(group, dict) and (
+        isinstance(group.get("params", []), list | tuple)
+        and all(isinstance(parameter, str | int) for parameter in group.get("params", []))
+    )
 
 
 def as_tree(leaves: Mapping[EntryPath, Any]) -> Any:

@@ -2,27 +2,24 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from composer_fsdp2.agreement import agree
 from composer_fsdp2.apply import reshard
 from composer_fsdp2.checkpoint.content import check_content, check_own_content
-from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory, EntryPath
 from composer_fsdp2.checkpoint.load_plan import LoadPlan, plan_load
-from composer_fsdp2.checkpoint.reading import Reader, materialized
+from composer_fsdp2.checkpoint.opening import opened_checkpoint, together
+from composer_fsdp2.checkpoint.reading import Reader, files_of, materialized
 from composer_fsdp2.checkpoint.staging import Staging
-from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.optimizer import Optimizers, the_optimizer
+from composer_fsdp2.optimizer import Optimizers, check_optimizers, the_optimizer
 
-__all__ = ["LoadReport", "load_checkpoint", "load_inventory", "other_entries"]
-
-T = TypeVar("T")
+__all__ = ["LoadReport", "load_checkpoint", "load_inventory", "other_entries", "other_files"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +48,11 @@ class LoadReport:
     num_bytes: int
     unchecked_bytes: int
     seconds: float
+    _entries: dict[str, Any] | None = field(default=None, repr=False)
 
     def other_entries(self) -> dict[str, Any]:
         """Schedulers, timestamp, random states and so on, read now: ``{'state': {...}, 'rng': [...]}``."""
-        return other_entries(self.inventory)
+        return other_entries(self.inventory) if self._entries is None else self._entries
 
     def __str__(self) -> str:
         lines = [
@@ -85,6 +83,7 @@ def load_checkpoint(
     strict: bool = True,
     weights_only: bool = False,
     trust: bool = False,
+    one_reader_per_node: bool = False,
 ) -> LoadReport:
     """Load a checkpoint of any layout into ``model`` and its optimizer, whatever sharding wrote it.
 
@@ -99,6 +98,8 @@ def load_checkpoint(
             floating dtypes are cast, and the report names what was not. Shapes must fit in either case.
         weights_only: Leave the optimizer alone.
         trust: Read entries that are more than plain data by running their pickle; each is named in a warning.
+        one_reader_per_node: The first rank of each node reads for the others and sends them their parts: for shared
+            storage that many readers slow down.
     Returns:
         What was done; ``other_entries()`` reads schedulers, timestamp and random states.
     Raises:
@@ -109,8 +110,18 @@ def load_checkpoint(
     """
     started = time.perf_counter()
     optimizer = the_optimizer(optimizers)
-    inventory = together(lambda: inspect_checkpoint(path, trust=trust), lambda found: found.layout)
-    return load_inventory(inventory, model, optimizer, strict=strict, weights_only=weights_only, started=started)
+    with opened_checkpoint(path, trust=trust) as opened:
+        report = load_inventory(
+            opened.inventory,
+            model,
+            optimizer,
+            strict=strict,
+            weights_only=weights_only,
+            one_reader_per_node=one_reader_per_node,
+            started=started,
+        )
+        # What a temporary file holds has to be read now.
+        return replace(report, _entries=report.other_entries()) if opened.is_temporary else report
 
 
 def load_inventory(
@@ -121,27 +132,35 @@ def load_inventory(
     strict: bool = True,
     weights_only: bool = False,
     ignored: frozenset[EntryPath] = frozenset(),
+    one_reader_per_node: bool = False,
+    bring: Callable[[frozenset[Path]], None] = lambda _: None,
     started: float | None = None,
 ) -> LoadReport:
     """``load_checkpoint`` of an inventory; the same on every rank.
 
     Args:
         ignored: Weights and parameters' optimizer states that the caller has taken out; they are not missed.
+        bring: Called on all ranks, each with the files that it will read, before it opens them.
     """
     started = time.perf_counter() if started is None else started
     reshard(model)
 
     def decide() -> LoadPlan:
+        check_optimizers(model, optimizer)
         plan = plan_load(inventory, model, optimizer, weights_only=weights_only, ignored=ignored)
         plan.refuse(strict=strict)
         return plan
 
     plan = together(decide, lambda made: made.fingerprint)
     staging = Staging(plan)
+    bring(staging.files())
     with Reader() as reader:
-        together(lambda: staging.read(reader))
-    unchecked = check_content(reader.parts)
+        one_reader = one_reader_per_node and dist.is_initialized()
+        together(lambda: staging.read_for_node(reader) if one_reader else staging.read(reader))
+    unchecked = check_content(reader.parts, plan.inventory.path)
     staging.share()
+    if staging.copies:  # on all ranks alike
+        together(staging.check_copies)
     together(staging.commit)
     return LoadReport(
         inventory=plan.inventory,
@@ -157,40 +176,47 @@ def load_inventory(
     )
 
 
-def other_entries(inventory: CheckpointInventory, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def other_entries(
+    inventory: CheckpointInventory, *, wanted: Callable[[EntryPath], bool] = lambda _: True
+) -> dict[str, Any]:
     """Everything but model and optimizers as plain values, in Composer's form.
 
     Args:
-        without: Attributes of ``state`` that are not wanted (and not read).
+        wanted: Asked for each root (``('state', 'timestamp')``, ``('rng',)``); the others are not read.
     Raises:
         CheckpointError: an entry is damaged, or more than plain data.
     Does not communicate; every rank reads all of it.
     """
-    skipped = {MODEL, OPTIMIZERS, *(("state", name) for name in without)}
-    roots = dict.fromkeys(
-        path[:2] if path[0] == "state" else path[:1] for path in (*inventory.objects, *inventory.tensors)
-    )
     entries: dict[str, Any] = {"state": {}}
     with Reader() as reader:
-        for root in roots:
-            if root in skipped:
-                continue
+        for root in _other_roots(inventory, wanted):
             value = materialized(inventory.tree(root), reader)
             if len(root) == 2:
                 entries["state"][root[1]] = value
             else:
                 entries[str(root[0])] = value
-    check_own_content(reader.parts)
+    check_own_content(reader.parts, inventory.path)
     return entries
 
 
-def together(decide: Callable[[], T], fingerprint: Callable[[T], str] = lambda _: "") -> T:
-    """``decide`` on all ranks; if it raises on one, all raise CheckpointError. See ``agree``."""
+def other_files(inventory: CheckpointInventory, *, wanted: Callable[[EntryPath], bool]) -> frozenset[Path]:
+    """The files that ``other_entries`` opens, and those that say what the optimizers' groups are."""
+    roots = _other_roots(inventory, wanted)
+    files: set[Path] = set()
+    for path, record in inventory.tensors.items():
+        if _root(path) in roots:
+            files.update(files_of(record, (0,) * len(record.shape), record.shape))
+    for path, entry in inventory.objects.items():
+        if entry.source is not None and (_root(path) in roots or path[3:4] == ("param_groups",)):
+            files.add(entry.source.path)
+    return frozenset(files)
 
-    def attempt() -> T:
-        try:
-            return decide()
-        except OSError as error:
-            raise CheckpointError(f"{error.filename or 'reading'}: {error.strerror or error}") from error
 
-    return agree(attempt, fingerprint, CheckpointError)
+def _other_roots(inventory: CheckpointInventory, wanted: Callable[[EntryPath], bool]) -> dict[EntryPath, None]:
+    """The paths of attributes of ``state`` and of entries beside it, in the file's order; no model, no optimizers."""
+    roots = dict.fromkeys(_root(path) for path in (*inventory.objects, *inventory.tensors))
+    return {root: None for root in roots if root not in (MODEL, OPTIMIZERS) and wanted(root)}
+
+
+def _root(path: EntryPath) -> EntryPath:
+    return path[:2] if path[0] == "state" else path[:1]

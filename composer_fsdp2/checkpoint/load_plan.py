@@ -1,5 +1,6 @@
 """How a checkpoint goes into a model: every tensor matched by name, everything that does not fit named."""
 
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -7,20 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.checkpoint.differences import Difference, Kind, listed
+from composer_fsdp2.checkpoint.differences import Difference, Kind, can_cast, listed
 from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.inventory import (
     MODEL,
     OPTIMIZERS,
     CheckpointInventory,
     EntryPath,
-    InMemory,
     ObjectRecord,
     Strided,
     TensorRecord,
 )
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.checkpoint.optimizer_plan import OptimizerPlan, plan_optimizer
+from composer_fsdp2.checkpoint.same_bytes import same_content
 from composer_fsdp2.checkpoint.target import ModelTarget, TensorTarget, model_target
 from composer_fsdp2.errors import CheckpointError
 
@@ -33,10 +34,15 @@ _PREFIXES = ("", "model.", "module.", "module.model.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTensor:
-    """One tensor of the model, and what is read into it."""
+    """One tensor of the model, and what is read into it.
+
+    Args:
+        copies: The file's other entries for a shared parameter, of which only reading shows that they are equal.
+    """
 
     target: TensorTarget
     record: TensorRecord
+    copies: tuple[TensorRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,7 @@ class LoadPlan:
         left_out: Entries of the file that nothing takes, in words.
         kept: What the model or optimizer keeps of its own, in words.
         differences: Everything that ``strict`` would refuse, and what is refused anyway.
+        contents: A number that differs where the files are of another save, as far as metadata shows.
     """
 
     inventory: CheckpointInventory
@@ -59,6 +66,7 @@ class LoadPlan:
     left_out: tuple[str, ...]
     kept: tuple[str, ...]
     differences: tuple[Difference, ...]
+    contents: int
 
     @property
     def fingerprint(self) -> str:
@@ -66,7 +74,7 @@ class LoadPlan:
         tensors = [(p.target.name, p.record.name, p.record.shape, str(p.record.dtype)) for p in self.tensors]
         states = [(s.name, list(s.entries)) for s in self.optimizer.states] if self.optimizer else []
         sizes = [(path.name, size) for path, size in self.inventory.files]
-        return repr((self.inventory.layout, sizes, tensors, states, self.left_out))
+        return repr((self.inventory.layout, sizes, self.contents, tensors, states, self.left_out))
 
     def refuse(self, *, strict: bool) -> None:
         """Raise CheckpointError with every difference that may not be."""
@@ -75,8 +83,8 @@ class LoadPlan:
             return
         can_relax = not any(d.kind.is_fatal for d in refused)
         hint = (
-            "\nstrict=False (load_strict_model_weights: false in a Trainer) loads the rest, casts dtypes, and says what "
-            "it left out"
+            "\nstrict=False (load_strict_model_weights: false in a Trainer) loads the rest, casts dtypes, and says "
+            "what it left out"
             if can_relax
             else ""
         )
@@ -149,7 +157,21 @@ def plan_load(
         left_out=(*(d.name for d in differences if d.kind is Kind.SURPLUS), *left_out),
         kept=(*(d.name for d in differences if d.kind is Kind.MISSING), *kept),
         differences=tuple(differences),
+        contents=_contents(inventory),
     )
+
+
+def _contents(inventory: CheckpointInventory) -> int:
+    """Of the CRC32s that were read with the inventory, or of the metadata that every DCP save writes anew."""
+    found = 0
+    for record in inventory.tensors.values():
+        for chunk in record.chunks:
+            if isinstance(chunk.source, Strided) and chunk.source.blob.crc32 is not None:
+                found = zlib.crc32(chunk.source.blob.crc32.to_bytes(4, "little"), found)
+    for path, _ in inventory.files:
+        if path.name == ".metadata":
+            found = zlib.crc32(path.read_bytes(), found)
+    return found
 
 
 def _contents_for(inventory: CheckpointInventory, optimizer: torch.optim.Optimizer) -> Any:
@@ -203,7 +225,7 @@ class _ModelMatching:
             if not present:
                 self.differ(Kind.MISSING, " = ".join(tensor.names), "nothing", f"{_describe(tensor)}")
                 continue
-            self.check_ties(present)
+            copies = self.check_ties(present)
             record = self.file[present[0]]
             if not isinstance(record, TensorRecord):
                 self.differ(Kind.TYPE, present[0], "no tensor", _describe(tensor))
@@ -211,8 +233,9 @@ class _ModelMatching:
                 self.differ(Kind.SHAPE, present[0], record.shape, tensor.shape)
             else:
                 if record.dtype != tensor.value.dtype:
-                    self.differ(Kind.DTYPE, present[0], record.dtype, tensor.value.dtype)
-                self.planned.append(PlannedTensor(target=tensor, record=record))
+                    kind = Kind.DTYPE if can_cast(record.dtype, tensor.value.dtype) else Kind.TYPE
+                    self.differ(kind, present[0], record.dtype, tensor.value.dtype)
+                self.planned.append(PlannedTensor(target=tensor, record=record, copies=copies))
         for name, module in self.target.extra.items():
             if name in self.file:
                 used.add(name)
@@ -223,30 +246,20 @@ class _ModelMatching:
             if name not in used:
                 self.differ(Kind.SURPLUS, name, "an entry", "nothing of that name in this model")
 
-    def check_ties(self, names: list[str]) -> None:
+    def check_ties(self, names: list[str]) -> tuple[TensorRecord, ...]:
         """A parameter that the model shares was stored once or several times; copies must be equal."""
-        contents = {name: _content(self.file[name]) for name in names}
-        known = {name: content for name, content in contents.items() if content is not None}
-        if len(set(known.values())) > 1:
-            self.differ(Kind.TIED, " = ".join(names), "different values", "one parameter, which this model shares")
+        copies = []
+        for name in names[1:]:
+            copy = self.file[name]
+            alike = same_content(self.file[names[0]], copy)
+            if alike is False:
+                self.differ(
+                    Kind.TIED, f"{names[0]} = {name}", "different values", "one parameter, which the model shares"
+                )
+            elif alike is None and isinstance(copy, TensorRecord):
+                copies.append(copy)
+        return tuple(copies)
 
 
 def _describe(tensor: TensorTarget) -> str:
     return f"{tensor.value.dtype} {tensor.shape}"
-
-
-def _content(record: TensorRecord | ObjectRecord) -> tuple[object, ...] | None:
-    """What tells the contents of two records of one shape apart without reading them; None where nothing does."""
-    if not isinstance(record, TensorRecord) or record.flat is not None:
-        return None
-    parts = []
-    for chunk in record.chunks:
-        if isinstance(chunk.source, InMemory):
-            return None
-        source = chunk.source.locate(chunk, record.dtype)
-        assert isinstance(source, Strided)
-        is_whole = source.blob.num_bytes == chunk.numel * record.dtype.itemsize
-        if source.blob.crc32 is None or not is_whole:
-            return None
-        parts.append((chunk.offsets, source.stride, source.blob.crc32))
-    return (record.dtype, *parts)

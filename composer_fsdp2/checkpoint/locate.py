@@ -1,15 +1,227 @@
-"""From what a user names to the checkpoint that is meant: links, pointer files, run folders, ``{rank}``."""
+"""From what a user names to the checkpoint that is meant: links, pointer files, ``{rank}``, run folders."""
 
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
+from composer_fsdp2.checkpoint.foreign import listing, looks_like
+from composer_fsdp2.checkpoint.formats import formats, per_rank
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["locate"]
+__all__ = ["Located", "NotACheckpointError", "find", "locate"]
+
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_RANKS = re.compile(r"\{(rank|local_rank|node_rank)\}")
+_STEP = re.compile(r"ep(\d+)-ba(\d+)")
+_FILE = re.compile(r"(\.(pt|tar|tgz)(\.\w+)?|rank\d+)$")
+_LATER_RANK = re.compile(r"rank0*[1-9]\d*")
+_MAX_POINTER_BYTES = 4096
+_MAX_DEPTH = 5  # run name, checkpoints, ep0-ba3, file
+
+
+class NotACheckpointError(CheckpointError):
+    """There is nothing at a path, or something else than a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The file or folder that holds the checkpoint, and what the user should know about how it was found."""
+
+    path: Path
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Candidate:
+    """One step's checkpoint in a run folder; a later one is greater."""
+
+    batch: int
+    epoch: int
+    modified_s: float
+    path: Path
 
 
 def locate(path: str | Path) -> Path:
-    """The file or folder that holds the checkpoint."""
-    found = Path(path)
-    if not found.exists():
-        raise CheckpointError(f"{found}: no such file or folder")
-    return found
+    """The file or folder of the checkpoint behind a path; see ``find``."""
+    return find(path).path
+
+
+def find(path: str | Path) -> Located:
+    """The checkpoint behind a path, and what the user should know about how it was found.
+
+    Followed are links of the file system, Composer's ``.symlink`` files and other small files that hold a relative
+    path (which must stay in their folder), ``{rank}`` (the first rank's), ``file://``; in a run folder the newest
+    complete checkpoint is taken: by batch, then epoch, then time of writing.
+
+    Raises:
+        NotACheckpointError: nothing is there, or a pointer leads nowhere, in circles or out of its folder.
+    """
+    try:
+        found = _follow(_existing(_local(path)))
+        return Located(found) if found.is_file() or _is_checkpoint(found) else _newest(found)
+    except (OSError, ValueError) as error:  # no permission, a name too long or with a NUL, a device
+        raise NotACheckpointError(f"{path}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def _local(path: str | Path) -> Path:
+    text = os.fspath(path)
+    if _URI.match(text) and not os.path.lexists(text):
+        parts = urlsplit(text)
+        if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
+            raise NotACheckpointError(
+                f"{text}: not on this machine; load it with the Trainer's load_path, which fetches it, or download it "
+                "first"
+            )
+        text = unquote(parts.path)
+    return Path(text).expanduser()
+
+
+def _existing(path: Path) -> Path:
+    """The path with the first rank's number in place of ``{rank}``, or Composer's ``.symlink`` file of that name."""
+    if not os.path.lexists(path):
+        path = Path(_RANKS.sub("0", str(path)))
+    if os.path.lexists(path):
+        return path
+    pointer = path.with_name(path.name + ".symlink")
+    if path.name and pointer.is_file():
+        return pointer
+    if "{" in path.name:
+        raise NotACheckpointError(f"{path}: only {{rank}} is filled in; name the folder, and the newest in it is found")
+    if not path.parent.is_dir():
+        raise NotACheckpointError(f"{path}: no such file or folder; {path.parent} does not exist either")
+    raise NotACheckpointError(f"{path}: no such file or folder; {path.parent} holds {listing(path.parent)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pointers
+
+
+def _follow(path: Path) -> Path:
+    """Behind links and pointer files, however many."""
+    seen = set()
+    while True:
+        try:
+            found = path.resolve(strict=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, until Python 3.13
+            leads_to = f" -> {os.readlink(path)}" if path.is_symlink() else ""
+            raise NotACheckpointError(f"{path}{leads_to}: a link to nothing, or in a circle ({error})") from error
+        target = _pointed_to(found)
+        if target is None:
+            return path if not path.is_symlink() else found
+        if found in seen:
+            raise NotACheckpointError(f"{path}: pointer files that lead in a circle")
+        seen.add(found)
+        path = target
+
+
+def _pointed_to(file: Path) -> Path | None:
+    """What a pointer file leads to; None if it is none."""
+    is_declared = file.suffix == ".symlink"
+    if not file.is_file() or file.stat().st_size > _MAX_POINTER_BYTES:
+        return None
+    try:
+        text = file.read_text().strip()
+    except ValueError:
+        return None
+    if not text or len(text.splitlines()) != 1 or not text.isprintable():
+        if is_declared:
+            raise NotACheckpointError(f"{file}: a .symlink file that holds no path")
+        return None
+    if _URI.match(text):
+        raise NotACheckpointError(f"{file}: points to {text}, which is not on this machine")
+    target = _beside(file, Path(text).parts)
+    if target is None:
+        if is_declared:
+            raise NotACheckpointError(f"{file}: points to {text}, which is not beside it")
+        return None
+    if not target.resolve().is_relative_to(file.parent.resolve()):
+        raise NotACheckpointError(f"{file}: points to {text}, outside of its folder; name that checkpoint itself")
+    return target
+
+
+def _beside(file: Path, parts: tuple[str, ...]) -> Path | None:
+    """Where a relative path leads from its file's folder, or from a folder above whose name it begins with.
+
+    Composer writes the object's name from the bucket's root: run/checkpoints/ep0-ba3, in run/checkpoints.
+    """
+    for skipped in range(len(parts)):
+        target = file.parent.joinpath(*parts[skipped:])
+        if (not skipped or file.parent.parts[-skipped:] == parts[:skipped]) and os.path.lexists(target):
+            return target
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Run folders
+
+
+def _newest(folder: Path) -> Located:
+    """The newest complete checkpoint in a run folder."""
+    skipped: list[str] = []
+    for candidate in sorted(_candidates(folder), reverse=True):
+        reason = _incomplete(candidate.path)
+        if reason is None:
+            return Located(candidate.path, tuple(f"skipped a newer one: {text}" for text in skipped))
+        skipped.append(f"{candidate.path.relative_to(folder)}: {reason}")
+    if skipped:
+        raise NotACheckpointError(f"{folder}: no complete checkpoint in it; " + "; ".join(skipped[:8]))
+    return _unnumbered(folder)
+
+
+def _candidates(folder: Path, depth: int = 0) -> Iterator[_Candidate]:
+    """Folders and files named after a step, in this folder and those below."""
+    for entry in sorted(_entries(folder)):
+        step = _STEP.search(entry.name)
+        if step is None:
+            if entry.is_dir() and not entry.is_symlink() and depth < _MAX_DEPTH:
+                yield from _candidates(entry, depth + 1)
+        elif entry.is_dir() or (_FILE.search(entry.name) and not _LATER_RANK.search(entry.name)):
+            epoch, batch = map(int, step.groups())
+            yield _Candidate(batch, epoch, entry.stat().st_mtime, _first_rank_file(entry))
+
+
+def _first_rank_file(entry: Path) -> Path:
+    """Composer 0.15 wrote one file for each rank in a folder of the step's name."""
+    if entry.is_file() or _is_checkpoint(entry):
+        return entry
+    return next((file for file in sorted(_entries(entry)) if per_rank.rank_of(file) == 0), entry)
+
+
+def _unnumbered(folder: Path) -> Located:
+    """What a folder without steps in its names holds: a pointer to the latest, or one checkpoint."""
+    for pointer in sorted(folder.glob("latest*")):
+        if not _LATER_RANK.search(pointer.name) and (found := _follow(pointer)) != pointer:
+            return Located(found)
+    files = [
+        e for e in sorted(_entries(folder)) if e.is_file() and not _LATER_RANK.search(e.name) and _is_checkpoint(e)
+    ]
+    if len(files) == 1:
+        return Located(files[0])
+    if files:
+        raise NotACheckpointError(f"{folder}: holds {len(files)} checkpoints; name one: {listing(folder)}")
+    raise NotACheckpointError(f"{folder}: {looks_like(folder)}")
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [entry for entry in folder.iterdir() if entry.exists()]
+    except OSError as error:
+        raise NotACheckpointError(f"{folder}: {error.strerror or error}") from error
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return any(layout.recognise(path) for layout in formats())
+
+
+def _incomplete(path: Path) -> str | None:
+    for layout in formats():
+        if layout.recognise(path):
+            return layout.incomplete(path)
+    return looks_like(path)

@@ -5,14 +5,15 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.checkpoint.differences import Difference, Kind
+from composer_fsdp2.checkpoint.differences import Difference, Kind, can_cast
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ObjectRecord, OptimizerContents, TensorRecord
+from composer_fsdp2.checkpoint.same_bytes import same_content
 from composer_fsdp2.checkpoint.target import ModelTarget
 
 __all__ = ["OptimizerPlan", "ParameterState", "plan_optimizer"]
@@ -20,11 +21,16 @@ __all__ = ["OptimizerPlan", "ParameterState", "plan_optimizer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterState:
-    """What one parameter's state will be: tensors to read, and values."""
+    """What one parameter's state will be: tensors to read, and values.
+
+    Args:
+        dtypes: Of the tensors when they are loaded: the optimizer's own, where that is known.
+    """
 
     name: str
     parameter: nn.Parameter
     entries: dict[str, TensorRecord | ObjectRecord]
+    dtypes: dict[str, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +53,7 @@ class OptimizerPlan:
 class _Expected:
     """What the optimizer would make for one key of a parameter's state."""
 
-    like_parameter: bool
+    shape: tuple[int, ...] | None  # None: unknown
     dtype: torch.dtype | None  # None: no tensor
     kind: type
 
@@ -136,65 +142,93 @@ class _Matching:
     # State
 
     def match_states(self) -> None:
-        expected = [_expected_state(self.optimizer, group) for group in self.optimizer.param_groups]
         used: set[str | int] = set()
-        for group, template in zip(self.optimizer.param_groups, expected, strict=True):
+        for group in self.optimizer.param_groups:
+            probes: _Probes = {}
             for parameter in group["params"]:
-                key = self.key_of(parameter)
-                name = self.names[parameter][0]
-                if key is not None:
-                    used.update(self.by_name[alias] for alias in self.names[parameter] if alias in self.by_name)
-                entries = self.contents.state.get(key, {}) if key is not None else {}
-                if entries:
-                    self.check_entries(name, parameter, entries, template)
-                    self.states.append(ParameterState(name=name, parameter=parameter, entries=entries))
-                elif self.ignored.intersection(self.names[parameter]):
-                    self.kept.append(f"the state of {name} (ignored)")
-                elif parameter.requires_grad and template != {} and self.contents.state:
-                    self.differ(Kind.MISSING, f"the state of {name}", "nothing", "state, as other parameters have")
+                used.update(self.by_name[name] for name in self.names[parameter] if name in self.by_name)
+                self.match_state(parameter, _expected_state(self.optimizer, group, parameter, probes))
         for key in self.contents.state:
             if key not in used:
                 self.differ(Kind.SURPLUS, f"the state of {key}", "state", "no such parameter in this optimizer")
 
-    def check_entries(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        entries: Mapping[str, TensorRecord | ObjectRecord],
-        template: dict[str, _Expected] | None,
+    def match_state(self, parameter: nn.Parameter, template: dict[str, _Expected] | None) -> None:
+        key, name = self.key_of(parameter), self.names[parameter][0]
+        entries = self.contents.state.get(key, {}) if key is not None else {}
+        if not entries:
+            if self.ignored.intersection(self.names[parameter]):
+                self.kept.append(f"the state of {name} (ignored)")
+            elif parameter.requires_grad and template != {} and self.contents.state:
+                self.differ(Kind.MISSING, f"the state of {name}", "nothing", "state, as other parameters have")
+            return
+        self.check_aliases(parameter, name, entries)
+        self.check_entries(name, entries, template)
+        if template is not None:
+            if not template.keys() <= entries.keys():
+                return  # the optimizer could not go on from a part of it
+            entries = {key: entries[key] for key in template}
+        dtypes = {
+            key: (template[key].dtype if template else None) or record.dtype
+            for key, record in entries.items()
+            if isinstance(record, TensorRecord)
+        }
+        self.states.append(ParameterState(name=name, parameter=parameter, entries=entries, dtypes=dtypes))
+
+    def check_aliases(
+        self, parameter: nn.Parameter, name: str, entries: Mapping[str, TensorRecord | ObjectRecord]
     ) -> None:
-        for key, record in entries.items():
-            wanted = (template or {}).get(key)
-            is_tensor = isinstance(record, TensorRecord)
-            if template is not None and wanted is None:
-                self.differ(Kind.SURPLUS, f"{key} of {name}", "a value", f"{', '.join(template) or 'no state'}")
-            elif wanted is None:
-                continue  # the optimizer's own state is unknown before its first step
-            elif (wanted.dtype is not None) != is_tensor:
+        """The state of a shared parameter may be there under each of its names, if it is the same."""
+        for alias in self.names[parameter]:
+            others = self.contents.state.get(self.by_name.get(alias, ""), entries)
+            unlike = [
+                key
+                for key in {**entries, **others}
+                if key not in entries or key not in others or same_content(entries[key], others[key]) is False
+            ]
+            if unlike:
                 self.differ(
-                    Kind.TYPE, f"{key} of {name}", "a tensor" if is_tensor else "no tensor", wanted.kind.__name__
+                    Kind.TIED,
+                    f"{', '.join(unlike)} of {name} = {alias}",
+                    "different values",
+                    "the same, for one parameter",
                 )
-            elif isinstance(record, TensorRecord):
-                shape = tuple(parameter.shape) if wanted.like_parameter else ()
-                if record.shape != shape:
-                    self.differ(Kind.SHAPE, f"{key} of {name}", record.shape, shape)
+
+    def check_entries(
+        self, name: str, entries: Mapping[str, TensorRecord | ObjectRecord], template: dict[str, _Expected] | None
+    ) -> None:
+        """Each entry is what the optimizer would make, where that is known."""
+        if template is None:
+            return
+        own = ", ".join(template) or "no state"
+        for key, record in entries.items():
+            wanted = template.get(key)
+            if wanted is None:
+                self.differ(Kind.SURPLUS, f"{key} of {name}", "a value", own)
+            elif isinstance(record, TensorRecord) and wanted.dtype is not None:
+                if wanted.shape not in (None, record.shape):
+                    self.differ(Kind.SHAPE, f"{key} of {name}", record.shape, wanted.shape)
                 if record.dtype != wanted.dtype:
-                    self.differ(Kind.DTYPE, f"{key} of {name}", record.dtype, wanted.dtype)
-        for key in template or {}:
+                    kind = Kind.DTYPE if can_cast(record.dtype, wanted.dtype) else Kind.TYPE
+                    self.differ(kind, f"{key} of {name}", record.dtype, wanted.dtype)
+            elif isinstance(record, TensorRecord) or wanted.dtype is not None:
+                found = "a tensor" if isinstance(record, TensorRecord) else "no tensor"
+                self.differ(Kind.TYPE, f"{key} of {name}", found, wanted.kind.__name__)
+        for key in template:
             if key not in entries:
-                self.differ(Kind.MISSING, f"{key} of {name}", "nothing", f"one of {', '.join(template or {})}")
+                self.differ(Kind.MISSING, f"{key} of {name}", "nothing", f"one of {own}")
 
     # Hyperparameters
 
     def match_groups(self) -> None:
         """Each group's hyperparameters from the file's groups of its parameters; they must agree."""
         place = {key: number for number, group in enumerate(self.file_groups) for key in group.get("params", ())}
+        taken_by: dict[int, tuple[int, dict[str, Any]]] = {}  # by the file's group
         for number, group in enumerate(self.optimizer.param_groups):
             keys = {parameter: self.key_of(parameter) for parameter in group["params"]}
             numbers = dict.fromkeys(place[key] for key in keys.values() if key in place)
             own = {key: value for key, value in group.items() if key != "params"}
             if not numbers:
-                if self.file_groups:
+                if self.file_groups and group["params"]:
                     self.differ(Kind.GROUPS, f"group {number}", "none of its parameters", "hyperparameters for them")
                 self.groups.append(own)
                 continue
@@ -212,6 +246,21 @@ class _Matching:
                     )
             self.check_hyperparameters(number, own, found[0])
             self.groups.append({**own, **found[0]})
+            for place_in_file in numbers:
+                self.check_split(taken_by.setdefault(place_in_file, (number, own)), (number, own), place_in_file)
+
+    def check_split(
+        self, first: tuple[int, Mapping[str, Any]], second: tuple[int, Mapping[str, Any]], place: int
+    ) -> None:
+        """Two groups that were one in the file get its hyperparameters, so they must not want to differ."""
+        unlike = [key for key, value in first[1].items() if not _equal(value, second[1].get(key))]
+        if unlike:
+            self.differ(
+                Kind.GROUPS,
+                f"groups {first[0]} and {second[0]} take parameters from the file's group {place}",
+                "one value for both",
+                ", ".join(f"{key} {first[1][key]!r} and {second[1].get(key)!r}" for key in unlike),
+            )
 
     def check_hyperparameters(self, number: int, own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
         for key, value in own.items():
@@ -240,20 +289,45 @@ def _alike(own: Any, found: Any) -> bool:
     return True
 
 
-def _expected_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, _Expected] | None:
-    """The state that the optimizer makes in its first step, by key; None if that cannot be found out.
+# By dtype and number of dimensions: the sizes of the parameter that was tried, and the state that it got.
+_Probes: TypeAlias = dict[tuple[torch.dtype, int], tuple[tuple[int, ...], Mapping[str, Any]] | None]
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
-    Where it has state already, that. Else a copy of the optimizer steps on a parameter of two elements, which no
-    gradient moves; the optimizer and its parameters are not touched.
+
+def _expected_state(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, probes: _Probes
+) -> dict[str, _Expected] | None:
+    """The state that the optimizer has for a parameter or makes in its first step; None if that cannot be found out.
+
+    Args:
+        probes: What was found out for other parameters of the group.
     """
-    for parameter in group["params"]:
-        if optimizer.state.get(parameter):
-            return {key: _expectation(value, parameter.shape) for key, value in optimizer.state[parameter].items()}
-    if not group["params"]:
+    own = optimizer.state.get(parameter)
+    if own:
+        return {key: _expectation(value, tuple(parameter.shape), tuple(parameter.shape)) for key, value in own.items()}
+    kind = (parameter.dtype, parameter.dim())
+    if kind not in probes:
+        probes[kind] = _probe(optimizer, group, parameter)
+    probed = probes[kind]
+    if probed is None:
         return None
-    like = group["params"][0]
+    sizes, state = probed
+    return {key: _expectation(value, sizes, tuple(parameter.shape)) for key, value in state.items()}
+
+
+def _probe(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter
+) -> tuple[tuple[int, ...], Mapping[str, Any]] | None:
+    """Step with a copy of the optimizer on a small parameter of other sizes, which no gradient moves.
+
+    The optimizer and its parameters are not touched. Sizes differ from each other, so that a state's shape shows which
+    of the parameter's it has (Adafactor's are (n, 1) and (1, m)).
+    """
+    if like.dim() > len(_PRIMES):
+        return None
+    sizes = _PRIMES[: like.dim()]
     device = like.to_local().device if isinstance(like, DTensor) else like.device
-    stand_in = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=device))
+    stand_in = nn.Parameter(torch.zeros(sizes, dtype=like.dtype, device=device))
     stand_in.grad = torch.zeros_like(stand_in)
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(
@@ -267,11 +341,15 @@ def _expected_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
         type(optimizer).step(probe)
     except Exception:  # an optimizer that needs more than a gradient to step
         return None
-    state: Mapping[str, Any] = probe.state.get(stand_in, {})
-    return {key: _expectation(value, stand_in.shape) for key, value in state.items()}
+    return sizes, probe.state.get(stand_in, {})
 
 
-def _expectation(value: Any, shape: torch.Size) -> _Expected:
+def _expectation(value: Any, sizes: tuple[int, ...], shape: tuple[int, ...]) -> _Expected:
+    """Of a value that was made for a parameter of ``sizes``, for one of ``shape``."""
     if not isinstance(value, torch.Tensor):
-        return _Expected(False, None, type(value))
-    return _Expected(value.dim() > 0 and value.shape == shape, value.dtype, torch.Tensor)
+        return _Expected(None, None, type(value))
+    if sizes == shape:
+        return _Expected(tuple(value.shape), value.dtype, torch.Tensor)
+    new_size = {1: 1, **dict(zip(sizes, shape, strict=True))}
+    known = all(size in new_size for size in value.shape)
+    return _Expected(tuple(new_size[size] for size in value.shape) if known else None, value.dtype, torch.Tensor)

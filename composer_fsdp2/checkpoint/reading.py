@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from composer_fsdp2.checkpoint.archive import Blob, opened
-from composer_fsdp2.checkpoint.inventory import FlatRange, InMemory, TensorRecord
+from composer_fsdp2.checkpoint.inventory import Chunk, FlatRange, InMemory, Strided, TensorRecord
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["SLICE_BYTES", "Part", "Reader", "bytes_of", "materialized"]
+__all__ = ["SLICE_BYTES", "Part", "Reader", "bytes_of", "files_of", "materialized"]
 
 # One read: large enough for the disk, small enough that its CRC is computed while it lies in the cache.
 SLICE_BYTES = 4 << 20
@@ -41,12 +41,15 @@ class Reader:
     Attributes:
         num_bytes: Tensor data read so far.
         parts: Every range read, with its CRC32.
+        is_in_order: False once a tensor was read that lies in its file in another order than row-major.
     """
 
     num_bytes: int = 0
     parts: list[Part] = field(default_factory=list)
+    is_in_order: bool = True
     _files: dict[Path, Any] = field(default_factory=dict, repr=False)
     _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+    _located: dict[Any, Strided] = field(default_factory=dict, repr=False)
 
     def __enter__(self) -> "Reader":
         return self
@@ -82,13 +85,25 @@ class Reader:
                 view.copy_(chunk.source.tensor[tuple(map(slice, low, high))])
                 continue
             try:
-                source = chunk.source.locate(chunk, record.dtype)
+                source = self._locate(chunk, record.dtype)
             except CheckpointError as error:
                 raise CheckpointError(f"{record.name}: {error}") from error
             first = source.offset + sum(
                 (a - b) * step for a, b, step in zip(low, chunk.offsets, source.stride, strict=True)
             )
             self._read_strided(source.blob, first, source.stride, view)
+
+    def _locate(self, chunk: Chunk, dtype: torch.dtype) -> Strided:
+        """Where a chunk's bytes lie; an archive is opened once, however many boxes are read from it."""
+        assert not isinstance(chunk.source, InMemory)
+        if isinstance(chunk.source, Strided):
+            return chunk.source
+        key = (chunk.source, chunk.sizes, dtype)
+        if key not in self._located:
+            if len(self._located) >= 4096:
+                self._located.clear()
+            self._located[key] = chunk.source.locate(chunk, dtype)
+        return self._located[key]
 
     def read_whole(self, record: TensorRecord) -> torch.Tensor:
         """The tensor."""
@@ -117,14 +132,24 @@ class Reader:
         steps = tuple(stride[dim] for dim in order)
         out = out.permute(order + [dim for dim in range(out.dim()) if dim not in order])
         out = out.flatten(len(order))[..., 0] if out.dim() > len(order) else out
+        if steps and steps[-1] == 0:  # an expanded view: each element is in the file once
+            self._read_strided(blob, first, steps[:-1], out[..., 0])
+            out[..., 1:] = out[..., :1]
+            return
         itemsize = out.element_size()
         span = 1 + sum((size - 1) * step for size, step in zip(out.shape, steps, strict=True))
         if span == out.numel() and out.is_contiguous():
             self._read_bytes(blob, first * itemsize, bytes_of(out))
         elif span * itemsize <= _GAP_BYTES or (span == out.numel() and out.dim() <= 1):
-            buffer = torch.empty(span, dtype=out.dtype)
-            self._read_bytes(blob, first * itemsize, bytes_of(buffer))
-            out.copy_(buffer.as_strided(out.shape, steps))
+            self.is_in_order = False
+            # Ranks that hold columns read overlapping ranges, which no CRC32 can be made of: so all of a small record.
+            is_small = blob.num_bytes <= _GAP_BYTES and blob.num_bytes % itemsize == 0
+            start, numel = (0, blob.num_bytes // itemsize) if is_small else (first, span)
+            buffer = torch.empty(numel, dtype=out.dtype)
+            self._read_bytes(blob, start * itemsize, bytes_of(buffer))
+            if first + span > start + numel:
+                raise CheckpointError(f"{blob.path}: element {first + span} of a record of {numel} elements is needed")
+            out.copy_(buffer.as_strided(out.shape, steps, first - start))
         elif out.dim() == 1:  # far apart, or many: piece by piece
             size = max(1, _GAP_BYTES // itemsize // steps[0])
             for at in range(0, out.shape[0], size):
@@ -152,6 +177,24 @@ class Reader:
             at += num_read
         self.num_bytes += len(out)
         self.parts.append(Part(blob, start, start + len(out), crc))
+
+
+def files_of(record: TensorRecord, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Path]:
+    """The files that ``Reader.read`` opens for a box of a tensor."""
+    if math.prod(sizes) == 0:
+        return
+    if record.flat is not None:
+        strides = [math.prod(record.shape[dim + 1 :]) for dim in range(len(record.shape))]
+        first = sum(offset * step for offset, step in zip(offsets, strides, strict=True))
+        numel = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+        yield from files_of(record.flat.flat, (record.flat.start + first,), (numel,))
+    for chunk in record.chunks:
+        ranges = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+        if all(max(a, b) < min(a + s, b + t) for a, s, b, t in ranges):
+            if isinstance(chunk.source, Strided):
+                yield chunk.source.blob.path
+            elif not isinstance(chunk.source, InMemory):
+                yield chunk.source.path
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -74,10 +74,16 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTarget:
-    """One tensor of a model, under every name that it has in ``state_dict()``."""
+    """One tensor of a model, under every name that it has in ``state_dict()``.
+
+    Args:
+        value: As the state dict shows it, which may be a copy: of buffers in the dtype that they were saved in.
+        live: What the model computes with.
+    """
 
     names: tuple[str, ...]
     value: torch.Tensor
+    live: torch.Tensor
 
     @property
     def name(self) -> str:
@@ -90,7 +96,7 @@ class TensorTarget:
     @property
     def local(self) -> torch.Tensor:
         """This rank's memory of it."""
-        return self.value.to_local() if isinstance(self.value, DTensor) else self.value
+        return self.live.to_local() if isinstance(self.live, DTensor) else self.live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +128,9 @@ def model_target(model: nn.Module) -> ModelTarget:
     tied = {canonical(name): tuple(map(canonical, names)) for names in tie_groups(model) for name in names}
     by_name: dict[str, torch.Tensor] = {}
     extra: dict[str, nn.Module] = {}
-    modules = {canonical(f"{path}."): module for path, module in model.named_modules(remove_duplicate=False)}
+    modules = {
+        canonical(f"{path}." if path else ""): module for path, module in model.named_modules(remove_duplicate=False)
+    }
     for key, value in state.items():
         name = canonical(key)
         if name.rpartition(".")[2] == _EXTRA_STATE:
@@ -133,8 +141,12 @@ def model_target(model: nn.Module) -> ModelTarget:
     for name, value in by_name.items():
         names = tuple(alias for alias in tied.get(name, (name,)) if alias in by_name)
         groups.setdefault(names, value)
+    parameters = {canonical(name): value for name, value in model.named_parameters(remove_duplicate=False)}
+    live = {canonical(name): value for name, value in model.named_buffers(remove_duplicate=False)} | parameters
     return ModelTarget(
-        tensors=tuple(TensorTarget(names=names, value=value) for names, value in groups.items()),
+        tensors=tuple(
+            TensorTarget(names=names, value=value, live=live.get(names[0], value)) for names, value in groups.items()
+        ),
         extra=extra,
-        parameters={canonical(name): value for name, value in model.named_parameters(remove_duplicate=False)},
+        parameters=parameters,
     )

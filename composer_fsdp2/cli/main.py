@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import typer
 
+from composer_fsdp2.cli import checkpoint_convert, checkpoint_inspect, checkpoint_verify  # noqa: F401 - each registers its verb
+from composer_fsdp2.cli.checkpoint import checkpoint
 from composer_fsdp2.cli.run import run
 from composer_fsdp2.cli.train import train
 from composer_fsdp2.errors import IncompatibleVersionError
@@ -22,6 +24,7 @@ app = typer.Typer(
 _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 app.command(context_settings=_PASS_THROUGH, options_metavar="")(run)
 app.command(context_settings=_PASS_THROUGH, options_metavar="")(train)
+app.add_typer(checkpoint)
 
 
 def main() -> None:

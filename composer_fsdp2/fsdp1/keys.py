@@ -369,6 +369,16 @@ KEYS: tuple[Key, ...] = (
     ),
     # Ours.
     Key(
+        name="async_save",
+        kind=Kind.BOOL,
+        default=False,
+        origin=Origin.OURS,
+        meaning="training goes on while a Trainer's checkpoint is written from a copy in host memory",
+        outcome=_EXACT,
+        target="a background thread with a gloo group of its own",
+        reason="read by the Trainer's checkpoint saver; needs host memory for one more shard",
+    ),
+    Key(
         name="strict",
         kind=Kind.BOOL,
         default=True,
@@ -377,6 +387,16 @@ KEYS: tuple[Key, ...] = (
         outcome=_EXACT,
         target="",
         reason="true unless said otherwise",
+    ),
+    Key(
+        name="trust_checkpoint",
+        kind=Kind.BOOL,
+        default=False,
+        origin=Origin.OURS,
+        meaning="load entries of a checkpoint that are more than plain data, by running their pickle",
+        outcome=_EXACT,
+        target="load_checkpoint(trust=True) for the Trainer's load_path",
+        reason="such a pickle can run anything; each class that it names is in a warning",
     ),
 )
 

@@ -82,3 +82,46 @@ def test_the_object_of_the_set_up():
     for timing in result["timings"]:
         assert timing["units"] > 1
         assert all(timing[part] > 0 for part in ("bare_s", "fully_shard_s", "materialising_s", "own_s"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    result = benchmark("checkpoint.py", "--gib", "0.01", "--rounds", "1", "--folder", str(folder), "--beside")
+    assert list(folder.iterdir()) == []  # a checkpoint of 4 GiB would stay behind
+    return result
+
+
+def test_a_load_is_counted_and_right(checkpoint: dict[str, Any]):
+    """Nobody compares the memory and time of loads that left other values, or of which a part was not seen."""
+    digests = checkpoint["digests"]
+    assert digests.keys() == {"file", "ours", "torch"}
+    assert set(digests.values()) == {digests["file"]}
+    whole = checkpoint["file_bytes"]
+    for cache, loads in checkpoint["loads"].items():
+        for loader, [run] in loads.items():
+            of_ranks = run["of_ranks"]
+            assert sum(rank["shard_bytes"] for rank in of_ranks) == pytest.approx(whole, rel=0.05)
+            # AdamW's moments stay: two thirds of what was loaded.
+            assert all(rank["anonymous_bytes"] > 0.6 * rank["shard_bytes"] for rank in of_ranks), loader
+            assert run["seconds"] == max(rank["seconds"] for rank in of_ranks) > 0
+            from_disk = sum(rank["disk_bytes"] for rank in of_ranks)
+            assert (from_disk > 0.9 * whole) == (cache == "cold"), (cache, loader)
+        assert all(rank["read_bytes"] > rank["shard_bytes"] for rank in loads["ours"][0]["of_ranks"])
+        assert sum(rank["read_bytes"] for rank in loads["torch"][0]["of_ranks"]) < whole  # it maps the file
+
+
+def test_conversions_and_verifications_are_counted(checkpoint: dict[str, Any]):
+    """Each has its row beside the speeds of the same disk in the same run; a check reads all that it checks."""
+    assert checkpoint["conversions"].keys() == checkpoint["convert_ratio"].keys()
+    assert len(checkpoint["conversions"]) == 5
+    assert all(usage["seconds"] > 0 for [usage] in checkpoint["conversions"].values())
+    # torch's converters hold the whole checkpoint, so that less would mean that the peak was missed.
+    for converter in ("torch to DCP", "torch to monolithic"):
+        assert checkpoint["conversions"][converter][0]["anonymous_bytes"] > 0.9 * checkpoint["file_bytes"]
+    assert checkpoint["rates"].keys() == {"read", "write", "cache", "crc32"}
+    for cache, [usage] in checkpoint["verifications"].items():
+        assert usage["read_bytes"] >= checkpoint["file_bytes"], cache
+        reference = checkpoint["rates"]["read" if cache == "cold" else "crc32"][0]
+        assert checkpoint["verify_part"][cache] == checkpoint["file_bytes"] / usage["seconds"] / reference
+    assert len(checkpoint["bars"]) == 13

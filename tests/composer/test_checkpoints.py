@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -185,24 +184,6 @@ def check_monolith(folder: str) -> None:
 def test_load_monolith_rank0_only(tmp_path: Path):
     """Only rank 0 has the memory for the whole file; the others get weights and optimizer state, and nobody waits."""
     run_ranks(check_monolith, 2, str(tmp_path), timeout_s=120)
-
-
-def check_monolith_offloaded(folder: str) -> None:
-    continuous = fit(FSDP2, {}, save_folder=folder, **SAVING)
-    keys = {"load_monolith_rank0_only": True, "sync_module_states": True, "cpu_offload": True}
-    # Here the mesh communicates on the CPU too, so the question of where parameters lie is answered for it.
-    with FSDP2(), mock.patch("composer_fsdp2.compat.composer._is_offloaded", return_value=True):
-        trainer = make_trainer(keys, load_path=checkpoint(folder, "full"), **RESUMING)
-        trainer.fit()
-        resumed = result(trainer)
-        trainer.close()
-    assert resumed.losses == continuous.losses[SAVED_AT:], f"{resumed.losses}, {continuous.losses}"
-    assert_same_parameters(resumed.parameters, continuous.parameters, "offloaded")
-
-
-def test_load_monolith_rank0_only_with_cpu_offload(tmp_path: Path):
-    """NCCL cannot broadcast optimizer state into host memory, so rank 0 sends it whole."""
-    run_ranks(check_monolith_offloaded, 2, str(tmp_path), timeout_s=120)
 
 
 def check_monolith_without_file() -> None:

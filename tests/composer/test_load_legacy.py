@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from legacy import KINDS, WITHOUT_OPTIMIZER, checkpoint_of, legacy_model, legacy_optimizer, next_steps, reference
+from fsdp1_checkpoints import assert_same, assert_same_state, optimizer_state
+from legacy import FLAT, KINDS, WITHOUT_OPTIMIZER, checkpoint_of, legacy_model, legacy_optimizer, next_steps, reference
 from ranks import run_ranks
+from trainers import full_parameters
 
 pytestmark = pytest.mark.composer
 
@@ -23,6 +27,25 @@ CONFIGS: dict[int, list[dict[str, Any]]] = {
 LOSS_TOLERANCE = {1: 2e-6, 2: 1e-6, 4: 2e-6}
 
 
+def contents(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights and the optimizer's state, as torch itself reads the file."""
+    path = checkpoint_of(kind)
+    root = torch.load(path, weights_only=False) if path.is_file() else read_directory(path)
+    weights = root["state"]["model"]
+    optimizers = root["state"].get("optimizers") or root["optimizers"]
+    if kind in FLAT:  # no names; the same run saved whole tensors, too
+        weights, _ = contents("c172/full")
+    return weights, optimizers["DecoupledAdamW"]["state"]
+
+
+def read_directory(path: Path) -> Any:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(path, file.name)
+        return torch.load(file.name, weights_only=False)
+
+
 def check_legacy(world_size: int) -> None:
     from composer_fsdp2 import load_checkpoint, prepare_fully_shard
 
@@ -36,6 +59,11 @@ def check_legacy(world_size: int) -> None:
             assert report.left_out == (), what
             assert len(report.loaded) == 18, f"{what}: {report}"
             assert len(report.optimizer_loaded) == 15, f"{what}: {report}"
+            weights, state = contents(kind)
+            assert_same(
+                full_parameters(model), {name: weights[name] for name, _ in legacy_model(kind).named_parameters()}, what
+            )
+            assert_same_state(optimizer_state(model, optimizer), state, what)
             expected = reference(kind)
             has_optimizer = kind not in WITHOUT_OPTIMIZER
             logits, losses = next_steps(model, optimizer if has_optimizer else None)
@@ -47,5 +75,5 @@ def check_legacy(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", CONFIGS)
 def test_old_files_train_on(world_size: int):
-    """Whoever has a checkpoint of Composer 0.17 or 0.22 goes on with it, at the same world size or another."""
+    """Whoever has a checkpoint of Composer 0.17 or 0.22 goes on from its very bits, at that world size or another."""
     run_ranks(check_legacy, world_size, world_size)

@@ -5,6 +5,7 @@ Imports Composer only when called, so that collecting the tests stays cheap.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -160,6 +161,21 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         own_name(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
+    }
+
+
+def full_optimizer_state(trainer: Any) -> dict[str, dict[str, Any]]:
+    """Every parameter's optimizer state, whole, by the parameter's own name. Called on all ranks."""
+    from torch.distributed.tensor import DTensor
+
+    [optimizer] = trainer.state.optimizers
+    return {
+        own_name(name): {
+            key: value.full_tensor() if isinstance(value, DTensor) else copy.deepcopy(value)
+            for key, value in optimizer.state[parameter].items()
+        }
+        for name, parameter in trainer.state.model.named_parameters()
+        if parameter in optimizer.state
     }
 
 

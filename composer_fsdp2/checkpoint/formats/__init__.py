@@ -5,6 +5,7 @@ Each file has::
     NAME = "monolithic"                                 # as inspect says it
     ORDER = 10                                          # asked earlier than those with a higher one
     def recognise(path) -> bool                         # by names and first bytes; never raises for foreign files
+    def incomplete(path) -> str | None                  # of a recognised one: why its save was cut short, at a glance
     def read(path, *, trust) -> CheckpointInventory     # raises CheckpointError
 
 and serves one layout to everything else: load, convert and verify know inventories only.
@@ -27,6 +28,8 @@ class Format(Protocol):
     ORDER: int
 
     def recognise(self, path: Path) -> bool: ...
+
+    def incomplete(self, path: Path) -> str | None: ...
 
     def read(self, path: Path, *, trust: bool) -> CheckpointInventory: ...
 

@@ -1,6 +1,6 @@
 """What all of Composer's layouts share: the state dict's shape, and what its ``metadata`` says."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,20 @@ def file_sizes(*paths: Path) -> tuple[tuple[Path, int], ...]:
 
 def with_records(value: Any, archive: Archive, path: EntryPath = ()) -> Any:
     """A value as it was pickled, with a ``TensorRecord`` for each tensor; containers are new."""
-    if isinstance(value, StoredTensor):
-        return of_stored_tensor(value, archive, dotted(path))
+
+    def record(part: Any, where: EntryPath) -> Any:
+        return of_stored_tensor(part, archive, dotted(where)) if isinstance(part, StoredTensor) else part
+
+    return mapped(value, record, path)
+
+
+def mapped(value: Any, leaf: Callable[[Any, EntryPath], Any], path: EntryPath = ()) -> Any:
+    """A nested value with ``leaf(part, path)`` in place of what is no dict, list or tuple; containers are new."""
     if isinstance(value, dict):
-        return {key: with_records(part, archive, (*path, key)) for key, part in value.items()}
+        return {key: mapped(part, leaf, (*path, key)) for key, part in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(with_records(part, archive, (*path, number)) for number, part in enumerate(value))
-    return value
+        return type(value)(mapped(part, leaf, (*path, number)) for number, part in enumerate(value))
+    return leaf(value, path)
 
 
 def split_state(root: Any, where: str) -> tuple[dict[EntryPath, TensorRecord], dict[EntryPath, ObjectRecord]]:

@@ -6,7 +6,9 @@ and FSDP2 leave the same files: boxes of plain tensors. What differs is how far 
 like were one entry each; from 2.4 on every leaf of every dict is an entry.
 """
 
+import itertools
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from composer_fsdp2.errors import CheckpointError
 NAME = "DCP directory"
 ORDER = 10
 METADATA = ".metadata"
+# Our own entry: the paths of empty dicts, which torch's flattening forgets.
+EMPTY_DICTS: EntryPath = ("composer_fsdp2", "empty_dicts")
 
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 _NEW = "torch.distributed.checkpoint.metadata"
@@ -64,7 +68,17 @@ def recognise(path: Path) -> bool:
     return path.is_dir() and ((path / METADATA).is_file() or any(path.glob("*.distcp")))
 
 
-def read(path: Path, *, trust: bool) -> CheckpointInventory:
+def incomplete(path: Path) -> str | None:
+    metadata = path / METADATA
+    return None if metadata.is_file() and metadata.stat().st_size else f"no {METADATA}, which is written last"
+
+
+def read(path: Path, *, trust: bool, prefix: EntryPath = (), partial: bool = False) -> CheckpointInventory:
+    """A folder with Composer's whole state dict; with a prefix, one with the part that belongs there.
+
+    Args:
+        partial: Files beside ``.metadata`` may not be there yet (a remote checkpoint); those that are get checked.
+    """
     if not (path / METADATA).is_file():
         raise CheckpointError(
             f"{path}: has .distcp files and no {METADATA}, which is written last: the save was cut short, or the "
@@ -77,7 +91,7 @@ def read(path: Path, *, trust: bool) -> CheckpointInventory:
         inert=METADATA_NAMES,
     )
     try:
-        return _Directory(path, metadata, trust).inventory()
+        return _Directory(path, metadata, trust, prefix, partial).inventory()
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
         raise CheckpointError(f"{path / METADATA}: not what torch.distributed.checkpoint writes ({error!r})") from error
 
@@ -85,46 +99,71 @@ def read(path: Path, *, trust: bool) -> CheckpointInventory:
 class _Directory:
     """One ``.metadata``, read into an inventory."""
 
-    def __init__(self, path: Path, metadata: Any, trust: bool) -> None:
+    def __init__(self, path: Path, metadata: Any, trust: bool, prefix: EntryPath, partial: bool) -> None:
         if not isinstance(metadata, Built) or metadata.kind.name != "Metadata":
             raise CheckpointError(f"{path / METADATA}: holds no torch.distributed.checkpoint Metadata")
-        self.path, self.trust = path, trust
+        self.path, self.trust, self.prefix, self.partial = path, trust, prefix, partial
         self.declared: Mapping[str, Built] = metadata.field("state_dict_metadata")
         self.paths: Mapping[str, EntryPath] = metadata.field("planner_data") or {}
         self.storage_meta = metadata.field("storage_meta")
-        self.file_sizes: dict[str, int] = {}
+        self.problems: list[str] = []
+        self.file_sizes: dict[str, int | None] = {}  # by the path in the metadata; None for one that cannot be used
         self.entries: dict[str, dict[tuple[int, ...] | None, Entry]] = {}
         for index, info in metadata.field("storage_data").items():
             if info.field("transform_descriptors"):
                 raise CheckpointError(f"{path}: {index.field('fqn')} is compressed by a DCP extension; not supported")
-            offset = index.field("offset")
-            entry = Entry(self.file(info.field("relative_path")), info.field("offset"), info.field("length"))
-            self.check(entry, index.field("fqn"))
-            self.entries.setdefault(index.field("fqn"), {})[None if offset is None else tuple(offset)] = entry
+            name, offset = index.field("fqn"), index.field("offset")
+            entry = self.entry(name, info.field("relative_path"), info.field("offset"), info.field("length"))
+            if entry is None:
+                continue
+            box = None if offset is None else tuple(offset)
+            if box in self.entries.setdefault(name, {}):
+                self.problems.append(f"{path / METADATA}: says two places for {name} at {box}")
+            self.entries[name][box] = entry
+        self.check_overlaps()
 
-    def file(self, relative_path: Any) -> Path:
-        """A path that the metadata names; it must lie in the folder."""
+    def entry(self, name: str, relative_path: Any, offset: Any, num_bytes: Any) -> Entry | None:
+        """Where an entry lies; None (and a problem) where that cannot be."""
         if not isinstance(relative_path, str):
-            raise CheckpointError(f"{self.path / METADATA}: names {relative_path!r} as a file")
+            raise CheckpointError(f"{self.path / METADATA}: names a {type(relative_path).__name__} as a file")
         file = self.path / relative_path
         if relative_path not in self.file_sizes:
-            if os.path.isabs(relative_path) or not file.resolve().is_relative_to(self.path.resolve()):
-                raise CheckpointError(
-                    f"{self.path / METADATA}: names {relative_path}, which lies outside of the folder"
-                )
-            if not file.is_file():
-                raise CheckpointError(f"{file}: missing; {METADATA} names it")
-            self.file_sizes[relative_path] = file.stat().st_size
-        return file
-
-    def check(self, entry: Entry, name: str) -> None:
-        size = self.file_sizes[str(entry.path.relative_to(self.path))]
-        numbers = (entry.offset, entry.num_bytes)
-        if not all(isinstance(number, int) and number >= 0 for number in numbers) or sum(numbers) > size:
-            raise CheckpointError(
-                f"{entry.path}: {name} should lie at bytes {entry.offset} to {sum(numbers)}; the file has {size} "
+            self.file_sizes[relative_path] = self.file_size(file, relative_path)
+        size = self.file_sizes[relative_path]
+        if size is None:
+            return None
+        if not all(isinstance(n, int) and n >= 0 for n in (offset, num_bytes)) or offset + num_bytes > size:
+            self.problems.append(
+                f"{file}: {name} should lie in {num_bytes} bytes at byte {offset}; the file has {size} bytes "
                 "(truncated, or another run's)"
             )
+            return None
+        return Entry(file, offset, num_bytes, self.partial)
+
+    def file_size(self, file: Path, relative_path: str) -> int | None:
+        """The size of a file that the metadata names; it must lie in the folder."""
+        if os.path.isabs(relative_path) or not file.resolve().is_relative_to(self.path.resolve()):
+            self.problems.append(
+                f"{self.path / METADATA}: names {relative_path}, which lies outside of the folder; it was not opened"
+            )
+        elif file.is_file():
+            return file.stat().st_size
+        elif self.partial:
+            return sys.maxsize
+        else:
+            self.problems.append(f"{file}: missing; {METADATA} names it")
+        return None
+
+    def check_overlaps(self) -> None:
+        """No two entries share a byte: one of them would be read as the other."""
+        placed = sorted(
+            (str(entry.path), entry.offset, entry.num_bytes, name)
+            for name, boxes in self.entries.items()
+            for entry in boxes.values()
+        )
+        for (path, offset, num_bytes, name), (other_path, other_offset, _, other) in itertools.pairwise(placed):
+            if path == other_path and offset + num_bytes > other_offset:
+                self.problems.append(f"{path}: {METADATA} says overlapping bytes for {name} and {other}")
 
     def inventory(self) -> CheckpointInventory:
         tensors: dict[EntryPath, TensorRecord] = {}
@@ -132,20 +171,34 @@ class _Directory:
         for name, declared in self.declared.items():
             path = self.composers_path(name)
             if declared.kind.name == "TensorStorageMetadata":
-                tensors[path] = self.tensor(name, declared)
+                if (record := self.tensor(name, declared)) is not None:
+                    tensors[path] = record
+            elif (entry := self.entries.get(name, {}).get(None)) is not None:
+                objects[path] = self.object(name, entry)
             else:
-                objects[path] = self.object(name)
+                self.problems.append(f"{self.path / METADATA}: says no usable place for {name}")
+        for name in self.entries.keys() - self.declared.keys():
+            self.problems.append(f"{self.path / METADATA}: says where {name} lies, and not what it is")
+        if self.problems:
+            more = [f"... and {len(self.problems) - 50} more"] if len(self.problems) > 50 else []
+            raise CheckpointError("\n".join(self.problems[:50] + more))
+        listed = objects.get(EMPTY_DICTS)
+        if listed is not None and listed.source is not None and listed.source.path.is_file():
+            del objects[EMPTY_DICTS]
+            objects.update(self.empty_dicts(listed))
         first_parts = {path[0] for path in self.paths.values() if path} or {
             name.split(".")[0] for name in self.declared
         }
-        if "state" not in first_parts:
+        if "state" not in first_parts and not self.prefix:
             found = ", ".join(sorted(map(str, first_parts))[:8])
             raise CheckpointError(
                 f"{self.path}: written by torch.distributed.checkpoint, but not by Composer, whose entries lie under "
                 f"'state'; its top-level keys are {found}"
             )
         is_flat = any(str(path[-1]).endswith("_flat_param") for path in tensors if path[:2] == ("state", "model"))
-        files = tuple((file, file.stat().st_size) for file in sorted(self.path.iterdir()) if file.is_file())
+        # What has come already of a remote checkpoint differs between machines, and their ranks compare inventories.
+        present = [self.path / METADATA] if self.partial else sorted(self.path.iterdir())
+        files = tuple((file, file.stat().st_size) for file in present if file.is_file())
         unnamed = [file.name for file, _ in files if file.suffix == ".distcp" and file.name not in self.file_sizes]
         remarks = [*missing_parts(tensors, objects)]
         if unnamed:
@@ -160,48 +213,63 @@ class _Directory:
             optimizer_at_root="optimizers" in first_parts,
             flat=is_flat,
         )
-        writer = writer_of(
-            inventory.tree(("state", "metadata")), self.sharding(tensors, is_flat), torch_version=self.torch_version()
-        )
+        said = None if self.partial else inventory.tree(("state", "metadata"))
+        writer = writer_of(said, self.sharding(tensors, is_flat), torch_version=self.torch_version())
         return inventory.replaced(writer=writer)
 
     def composers_path(self, name: str) -> EntryPath:
         """The entry's path in Composer's state dict, with the optimizers where they are since torch 2.3."""
         path: EntryPath = tuple(self.paths.get(name) or name.split("."))
-        if not all(isinstance(part, str | int) for part in path):
-            raise CheckpointError(f"{self.path / METADATA}: the path of {name} is {path!r}")
+        if not _is_path(path) or dotted(path) != name:
+            raise CheckpointError(f"{self.path / METADATA}: the path of {name} is another's, or none")
+        if self.prefix:
+            return (*self.prefix, *path)
         return ("state", *path) if path[0] == "optimizers" else path
 
-    def tensor(self, name: str, declared: Built) -> TensorRecord:
+    def tensor(self, name: str, declared: Built) -> TensorRecord | None:
+        """What the metadata says of a tensor; None (and a problem) where that cannot be."""
         dtype = _dtype(declared.field("properties"))
-        shape = tuple(declared.field("size"))
+        shape = _sizes(declared.field("size"))
         entries = self.entries.get(name, {})
-        chunks = []
+        chunks, missing = [], []
         for box in declared.field("chunks"):
-            offsets, sizes = tuple(box.field("offsets")), tuple(box.field("sizes"))
+            offsets, sizes = _sizes(box.field("offsets")), _sizes(box.field("sizes"))
             entry = entries.get(offsets) or (entries.get(None) if not any(offsets) else None)
             if 0 in sizes and (entry is None or shape != sizes):
                 continue  # DTensor notes the empty part of a rank beyond the last row
             if entry is None:
-                raise CheckpointError(f"{self.path / METADATA}: says no file for {name} at {offsets}")
-            chunks.append(Chunk(offsets, sizes, entry))
-        record = TensorRecord(
-            name=name, shape=shape, dtype=dtype, chunks=tuple(sorted(chunks, key=lambda c: c.offsets))
-        )
+                missing.append(offsets)
+                continue
+            chunk = Chunk(offsets, sizes, entry)
+            if chunk.numel * dtype.itemsize > entry.num_bytes:
+                self.problems.append(
+                    f"{entry.path}: {name} at {offsets} needs {chunk.numel * dtype.itemsize} bytes ({dtype} of shape "
+                    f"{sizes}), {METADATA} gives it {entry.num_bytes}"
+                )
+            chunks.append(chunk)
+        if missing:
+            self.problems.append(
+                f"{self.path / METADATA}: says no usable place for {name} at {', '.join(map(str, missing[:8]))}"
+            )
+            return None
+        ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offsets))
+        record = TensorRecord(name=name, shape=shape, dtype=dtype, chunks=ordered)
         if (why := record.untiled()) is not None:
-            raise CheckpointError(f"{self.path / METADATA}: {name} of shape {shape} is not whole: {why}")
+            self.problems.append(f"{self.path / METADATA}: {name} of shape {shape} is not whole: {why}")
         return record
 
-    def object(self, name: str) -> ObjectRecord:
-        entry = self.entries.get(name, {}).get(None)
-        if entry is None:
-            raise CheckpointError(f"{self.path / METADATA}: says no file for {name}")
-
+    def object(self, name: str, entry: Entry) -> ObjectRecord:
         def load() -> Any:
             archive = Archive.open(entry.path, entry.offset, entry.num_bytes)
             return with_records(archive.unpickle(trust=self.trust), archive)
 
-        return ObjectRecord(name, load, entry.num_bytes)
+        return ObjectRecord(name, load, entry.num_bytes, entry)
+
+    def empty_dicts(self, listed: ObjectRecord) -> dict[EntryPath, ObjectRecord]:
+        paths = listed.value()
+        if not isinstance(paths, list) or not all(isinstance(path, tuple) and _is_path(path) for path in paths):
+            raise CheckpointError(f"{self.path}: {dotted(EMPTY_DICTS)} is no list of paths")
+        return {path: ObjectRecord(dotted(path), dict) for path in paths}
 
     def torch_version(self) -> str | None:
         """From the classes in the metadata, where ``state.metadata`` does not say."""
@@ -227,12 +295,25 @@ class _Directory:
         return f"{kind}, split into {widest}"
 
 
+def _is_path(path: EntryPath) -> bool:
+    """Whether it can be an entry's; what reads a tree recurses."""
+    return 0 < len(path) <= 100 and all(isinstance(part, str | int) for part in path)
+
+
+def _sizes(said: Any) -> tuple[int, ...]:
+    """A shape or an offset."""
+    sizes = tuple(said)
+    if len(sizes) > 64 or not all(isinstance(size, int) and 0 <= size < 1 << 63 for size in sizes):
+        raise ValueError("sizes or offsets that no tensor has")
+    return sizes
+
+
 def _dtype(properties: Built) -> torch.dtype:
     """TensorProperties are pickled as (dtype, layout, requires_grad, memory format, pin_memory)."""
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) else properties.field("dtype")
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"a tensor of dtype {dtype!r}")
+        raise ValueError(f"a tensor of dtype {type(dtype).__name__}")
     return dtype
 
 

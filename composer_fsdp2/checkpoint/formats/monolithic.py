@@ -1,10 +1,12 @@
 """One ``.pt`` with everything: Composer's ``state_dict_type: full``, and all of DDP's and one device's checkpoints."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.checkpoint.archive import Archive, opened
+from composer_fsdp2.checkpoint.foreign import other_archive
 from composer_fsdp2.checkpoint.formats._composer import (
     file_sizes,
     missing_parts,
@@ -13,7 +15,7 @@ from composer_fsdp2.checkpoint.formats._composer import (
     with_records,
     writer_of,
 )
-from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord, Writer
 from composer_fsdp2.checkpoint.trust import Built, contains_built
 from composer_fsdp2.errors import CheckpointError
 
@@ -25,7 +27,16 @@ def recognise(path: Path) -> bool:
     if not path.is_file():
         return False
     with opened(path) as file:
-        return file.read(4) == b"PK\x03\x04"
+        is_zip = file.read(4) == b"PK\x03\x04"
+    return is_zip and other_archive(path) is None
+
+
+def incomplete(path: Path) -> str | None:
+    try:
+        Archive.open(path)
+    except CheckpointError:
+        return "truncated: its directory, which is written last, is not there"
+    return None
 
 
 def read(path: Path, *, trust: bool) -> CheckpointInventory:
@@ -40,7 +51,7 @@ def inventory_of(root: Any, path: Path) -> CheckpointInventory:
         raise CheckpointError(
             f"{path}: holds a {type(root).__name__}, expected Composer's {{'state': ..., 'rng': ...}}"
         )
-    if not isinstance(root.get("state"), Mapping):
+    if not isinstance(root.get("state"), Mapping) or set(root) == {"state", "param_groups"}:
         root, remarks = _bare(root, path)
     if contains_built(root):
         raise CheckpointError(f"{path}: holds objects that are not plain data")
@@ -53,11 +64,16 @@ def inventory_of(root: Any, path: Path) -> CheckpointInventory:
         files=file_sizes(path),
         remarks=(*remarks, *missing_parts(tensors, objects)),
     )
-    by_id = any(optimizer.keyed_by == "id" for optimizer in inventory.optimizers)
-    named = any(optimizer.state for optimizer in inventory.optimizers)
-    sharding = "not sharded (DDP or one device)" if by_id else "FSDP, gathered" if named else None
-    metadata = inventory.tree(("state", "metadata"))
-    return inventory.replaced(writer=writer_of(metadata, sharding), nested=dict(nested_tensors(objects)))
+    return inventory.replaced(writer=_writer(inventory), nested=dict(nested_tensors(objects)))
+
+
+def _writer(inventory: CheckpointInventory) -> Writer:
+    """Whether it was sharded shows in the optimizer: by position only without FSDP; by name (since 0.19) with both."""
+    writer = writer_of(inventory.tree(("state", "metadata")), None)
+    keyed_by = {optimizer.keyed_by for optimizer in inventory.optimizers if optimizer.state}
+    if "id" in keyed_by or (keyed_by and writer.world_size == 1):
+        return dataclasses.replace(writer, sharding="not sharded")
+    return dataclasses.replace(writer, sharding="FSDP (gathered) or DDP" if keyed_by else None)
 
 
 def _bare(root: Mapping[Any, Any], path: Path) -> tuple[Mapping[Any, Any], tuple[str, ...]]:

@@ -52,6 +52,10 @@ def recognise(path: Path) -> bool:
     return path.suffix == ".safetensors" and path.is_file()
 
 
+def incomplete(path: Path) -> str | None:
+    return None  # transformers writes the index last, and without it a folder of shards is not recognised
+
+
 def read(path: Path, *, trust: bool) -> CheckpointInventory:
     files = _files(path)
     tensors: dict[EntryPath, TensorRecord] = {}
@@ -98,7 +102,7 @@ def _index(path: Path) -> dict[str, str]:
         weights: Any = json.loads((path / INDEX).read_text())["weight_map"]
         if not all(isinstance(name, str) and isinstance(file, str) for name, file in weights.items()):
             raise ValueError("weight_map is not from names to files")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path / INDEX}: damaged ({error!r})") from error
     return dict(weights)
 
@@ -118,7 +122,7 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
         header = json.loads(read_at(path, 8, header_bytes))
         header.pop("__metadata__", None)
         tensors = {name: _tensor(path, name, said, start) for name, said in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged header ({error!r})") from error
     at = start
     for record in sorted(tensors.values(), key=lambda r: (_blob(r).offset, _blob(r).num_bytes)):
@@ -135,7 +139,7 @@ def _tensor(path: Path, name: str, said: dict[str, Any], start: int) -> TensorRe
     begin, end = said["data_offsets"]
     if dtype is None:
         raise CheckpointError(f"{path}: {name} has dtype {said['dtype']}, which this torch does not know")
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)):
+    if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in (*shape, begin, end)):
         raise ValueError(f"{name}: {said}")
     blob = Blob(path, start + begin, end - begin)
     record = TensorRecord(

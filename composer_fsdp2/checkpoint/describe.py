@@ -1,0 +1,263 @@
+"""An inventory as text for people, and as plain data for programs."""
+
+import datetime
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from composer_fsdp2.checkpoint.inventory import (
+    CheckpointInventory,
+    OptimizerContents,
+    TensorRecord,
+    dotted,
+    walk_tensors,
+)
+from composer_fsdp2.errors import CheckpointError
+
+__all__ = ["Section", "as_data", "as_text", "human_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Some lines of the report under a heading, or without one."""
+
+    heading: str
+    lines: tuple[str, ...]
+
+
+def as_text(inventory: CheckpointInventory, *, max_tensors: int | None = None, more: Iterable[Section] = ()) -> str:
+    """The report: what it is, its optimizers, what to know, and its tensors, aligned.
+
+    Args:
+        max_tensors: List no more than these; None for all.
+        more: Sections to put before the tensors.
+    """
+    sections = [_summary(inventory), *_optimizer_sections(inventory), _remarks(inventory), _fit(inventory), *more]
+    sections.append(_tensor_section(inventory, max_tensors))
+    blocks = ["\n".join([*([s.heading] if s.heading else []), *s.lines]) for s in sections if s.lines]
+    return "\n\n".join("\n".join(map(_printable, block.split("\n"))) for block in blocks)
+
+
+def as_data(inventory: CheckpointInventory) -> dict[str, Any]:
+    """Everything that the inventory says, as JSON can hold it."""
+    writer = inventory.writer
+    return {
+        "path": str(inventory.path),
+        "layout": inventory.layout,
+        "num_bytes": inventory.num_bytes,
+        "files": [{"path": str(path), "num_bytes": size} for path, size in inventory.files],
+        "writer": {
+            "composer_version": writer.composer_version,
+            "torch_version": writer.torch_version,
+            "world_size": writer.world_size,
+            "sharding": writer.sharding,
+        },
+        "timestamp": _plain(_read(lambda: inventory.timestamp, {})),
+        "optimizers": [_optimizer_data(inventory, optimizer) for optimizer in inventory.optimizers],
+        "optimizer_at_root": inventory.optimizer_at_root,
+        "flat": inventory.flat,
+        "compressed": inventory.compressed,
+        "remarks": list(inventory.remarks),
+        "fit": None if inventory.fit is None else {"fits": inventory.fit.fits, "text": inventory.fit.text},
+        "tensors": [_tensor_data(record) for record in _all_tensors(inventory)],
+        "objects": [dotted(path) for path in inventory.objects],
+    }
+
+
+def human_bytes(num_bytes: float) -> str:
+    """1536 as ``1.5 KiB``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sections
+
+
+def _summary(inventory: CheckpointInventory) -> Section:
+    writer = inventory.writer
+    model = [record for record in inventory.model.values() if isinstance(record, TensorRecord)]
+    dtypes = Counter(str(record.dtype).removeprefix("torch.") for record in model)
+    written_by = [
+        f"Composer {writer.composer_version}" if writer.composer_version else "",
+        f"torch {writer.torch_version}" if writer.torch_version else "",
+        _counted(writer.world_size, "rank") if writer.world_size else "",
+        writer.sharding or "",
+    ]
+    fields = {
+        "layout": inventory.layout,
+        "written by": ", ".join(filter(None, written_by)) or "not said",
+        "step": _step(inventory),
+        "files": f"{len(inventory.files)}, {human_bytes(inventory.num_bytes)}",
+        "model": f"{len(model)} tensors, {human_bytes(sum(record.num_bytes for record in model))}"
+        + (f" ({', '.join(f'{count} {dtype}' for dtype, count in dtypes.items())})" if model else ""),
+        "also": ", ".join(_other_parts(inventory)) or "nothing",
+    }
+    width = max(map(len, fields)) + 2
+    lines = tuple(f"{name + ':':<{width}}{value}" for name, value in fields.items())
+    return Section(str(inventory.path), lines)
+
+
+def _step(inventory: CheckpointInventory) -> str:
+    timestamp = _read(lambda: inventory.timestamp, None)
+    if timestamp is None:
+        return "cannot be read (see --trust)"
+    units = ("epoch", "batch", "sample", "token")
+    return ", ".join(f"{unit} {timestamp[unit]}" for unit in units if unit in timestamp) or "not said"
+
+
+def _other_parts(inventory: CheckpointInventory) -> list[str]:
+    """What else there is, by Composer's names."""
+    paths = [*inventory.objects, *inventory.tensors]
+    parts = dict.fromkeys(str(path[1]) for path in paths if path[0] == "state" and len(path) > 1)
+    rng = _read(lambda: inventory.tree(("rng",)), None)
+    if isinstance(rng, list):
+        parts[f"random states of {_counted(len(rng), 'rank')}"] = None
+    return [part for part in parts if part not in ("model", "optimizers", "timestamp", "metadata")]
+
+
+def _optimizer_sections(inventory: CheckpointInventory) -> list[Section]:
+    sections = []
+    for optimizer in inventory.optimizers:
+        records = _tensors_of(optimizer)
+        keys = Counter(key for entries in optimizer.state.values() for key in entries)
+        lines = [
+            f"state of {len(optimizer.state)} parameters by {optimizer.keyed_by}: {', '.join(keys) or 'none'}; "
+            f"{human_bytes(sum(record.num_bytes for record in records))}"
+        ]
+        groups = _read(partial(inventory.groups, optimizer.name), None)
+        if groups is None:
+            lines.append("param_groups cannot be read (see --trust)")
+        for number, group in enumerate(groups or []):
+            values = ", ".join(f"{key} {_short(value)}" for key, value in group.items() if _is_set(key, value))
+            lines.append(f"group {number}: {len(group.get('params', []))} parameters; {values}")
+        sections.append(Section(f"optimizer {optimizer.name or '(class not stored)'}", tuple(lines)))
+    return sections
+
+
+def _fit(inventory: CheckpointInventory) -> Section:
+    if inventory.fit is None:
+        return Section("", ())
+    return Section(f"into the model: {'it fits' if inventory.fit.fits else 'it does not fit'}", tuple(inventory.fit.text.split("\n")))
+
+
+def _remarks(inventory: CheckpointInventory) -> Section:
+    remarks = list(inventory.remarks)
+    if inventory.optimizer_at_root:
+        remarks.append("the optimizer lies beside 'state', as torch before 2.3 wrote it")
+    if inventory.flat:
+        remarks.append("flat parameters, without names and shapes: loading and converting need the model")
+    if inventory.compressed:
+        remarks.append("compressed: tensors are not read in place, but unpacked first")
+    return Section("to know" if remarks else "", tuple(f"- {remark}" for remark in remarks))
+
+
+def _tensor_section(inventory: CheckpointInventory, max_tensors: int | None) -> Section:
+    records = _all_tensors(inventory)
+    shown = records if max_tensors is None else records[:max_tensors]
+    rows = [
+        (
+            record.name,
+            str(list(record.shape)),
+            str(record.dtype).removeprefix("torch."),
+            _split(record),
+            human_bytes(record.num_bytes),
+        )
+        for record in shown
+    ]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(5)]
+    lines = [
+        "  ".join([*(text.ljust(width) for text, width in zip(row[:4], widths, strict=False)), row[4].rjust(widths[4])])
+        for row in rows
+    ]
+    if len(records) > len(shown):
+        lines.append(f"... and {len(records) - len(shown)} more (--tensors lists all)")
+    return Section(f"{len(records)} tensors, {human_bytes(sum(record.num_bytes for record in records))}", tuple(lines))
+
+
+def _all_tensors(inventory: CheckpointInventory) -> list[TensorRecord]:
+    return [*inventory.tensors.values(), *inventory.nested.values()]
+
+
+def _split(record: TensorRecord) -> str:
+    """How it was split: along one dimension, or in boxes."""
+    if len(record.chunks) <= 1:
+        return "whole"
+    split = [dim for dim in range(len(record.shape)) if len({chunk.offsets[dim] for chunk in record.chunks}) > 1]
+    return f"{len(record.chunks)} along dim {split[0]}" if len(split) == 1 else f"{len(record.chunks)} boxes"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plain data
+
+
+def _tensor_data(record: TensorRecord) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "shape": list(record.shape),
+        "dtype": str(record.dtype).removeprefix("torch."),
+        "num_bytes": record.num_bytes,
+        "chunks": [{"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)} for chunk in record.chunks],
+    }
+
+
+def _optimizer_data(inventory: CheckpointInventory, optimizer: OptimizerContents) -> dict[str, Any]:
+    return {
+        "class": optimizer.name,
+        "keyed_by": optimizer.keyed_by,
+        "num_parameters": len(optimizer.state),
+        "state_keys": sorted({key for entries in optimizer.state.values() for key in entries}),
+        "num_bytes": sum(record.num_bytes for record in _tensors_of(optimizer)),
+        "param_groups": _plain(_read(partial(inventory.groups, optimizer.name), None)),
+    }
+
+
+def _tensors_of(optimizer: OptimizerContents) -> list[TensorRecord]:
+    records = [record for entries in optimizer.state.values() for record in entries.values()]
+    return [record for record in records if isinstance(record, TensorRecord)]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it: durations in seconds, tensors by shape, the rest as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, TensorRecord):
+        return {"tensor": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    is_plain = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_plain else str(value)
+
+
+def _read(what: Callable[[], Any], otherwise: Any) -> Any:
+    """An entry's value; another where it holds more than plain data, which is no reason to say nothing of the rest."""
+    try:
+        return what()
+    except CheckpointError:
+        return otherwise
+
+
+def _is_set(key: str, value: Any) -> bool:
+    return key != "params" and value is not None and value is not False
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _short(value: Any) -> str:
+    text = "a tensor" if any(walk_tensors(value)) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _printable(line: str) -> str:
+    """Names come from the file: no control characters in a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)

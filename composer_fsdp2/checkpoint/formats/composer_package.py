@@ -1,0 +1,145 @@
+"""The folder of Composer's newer ``composer.checkpoint`` package (0.23.5 on): each part of the state apart.
+
+``model/`` and ``optim/`` hold one ``.pt`` or a DCP directory, ``resumption.pkl`` the small rest, and
+``composer_metadata.json`` says who wrote it. Its state dicts are not nested under ``state``; here they are, as in a
+monolithic file. The optimizer's class is not stored: it is called ''.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from composer_fsdp2.checkpoint.archive import Archive, Blob, read_at
+from composer_fsdp2.checkpoint.formats import dcp
+from composer_fsdp2.checkpoint.formats._composer import (
+    mapped,
+    missing_parts,
+    nested_tensors,
+    split_state,
+    with_records,
+    writer_of,
+)
+from composer_fsdp2.checkpoint.inventory import (
+    MODEL,
+    OPTIMIZERS,
+    CheckpointInventory,
+    Chunk,
+    EntryPath,
+    ObjectRecord,
+    Strided,
+    TensorRecord,
+    dotted,
+)
+from composer_fsdp2.checkpoint.trust import StoredTensor, contains_built, read_pickle
+from composer_fsdp2.errors import CheckpointError
+
+__all__ = ["NAME", "ORDER", "RESUMPTION", "WRITTEN_LAST", "incomplete", "read", "recognise"]
+
+NAME = "composer.checkpoint folder"
+ORDER = 15  # after DCP directories, which its parts may be
+RESUMPTION = "resumption.pkl"
+WRITTEN_LAST = "composer_metadata.json"
+
+# Folder and file of each part, and where it belongs.
+_PARTS: dict[tuple[str, str], EntryPath] = {
+    ("model", "model.pt"): MODEL,
+    ("optim", "optim.pt"): (*OPTIMIZERS, ""),
+}
+
+
+def recognise(path: Path) -> bool:
+    parts = [path / folder / name for folder, file in _PARTS for name in (file, dcp.METADATA)]
+    return path.is_dir() and any(file.is_file() for file in (path / RESUMPTION, path / WRITTEN_LAST, *parts))
+
+
+def incomplete(path: Path) -> str | None:
+    return None if (path / WRITTEN_LAST).is_file() else f"no {WRITTEN_LAST}, which is written last"
+
+
+def read(path: Path, *, trust: bool) -> CheckpointInventory:
+    tensors: dict[EntryPath, TensorRecord] = {}
+    objects: dict[EntryPath, ObjectRecord] = {}
+    writers = []
+    for (folder, name), prefix in _PARTS.items():
+        part = _read_part(path / folder, name, prefix, trust=trust)
+        if part is not None:
+            tensors |= part.tensors
+            objects |= part.objects
+            writers.append(part.writer)
+    metadata = _metadata(path / WRITTEN_LAST)
+    objects |= _resumption(path / RESUMPTION, trust=trust)
+    if metadata:
+        objects["state", "metadata"] = ObjectRecord("state.metadata", lambda: metadata)
+    remarks = [*missing_parts(tensors, objects)]
+    if not any(entry[:2] == MODEL for entry in tensors):
+        remarks.append("no model")
+    if not metadata:
+        remarks.append(f"no {WRITTEN_LAST}, which is written last: the save may have been cut short")
+    sharding = next((writer.sharding for writer in writers if writer.sharding), None)
+    return CheckpointInventory(
+        path=path,
+        layout=NAME,
+        tensors=tensors,
+        objects=objects,
+        nested=dict(nested_tensors({key: entry for key, entry in objects.items() if not entry.num_bytes})),
+        files=tuple((file, file.stat().st_size) for file in sorted(path.rglob("*")) if file.is_file()),
+        writer=writer_of(metadata, sharding or "not sharded"),
+        remarks=tuple(remarks),
+    )
+
+
+def _read_part(folder: Path, name: str, prefix: EntryPath, *, trust: bool) -> CheckpointInventory | None:
+    """The model or the optimizer; None where it was not saved."""
+    if not (folder / name).is_file():
+        return dcp.read(folder, trust=trust, prefix=prefix) if folder.is_dir() else None
+    archive = Archive.open(folder / name)
+    value = with_records(archive.unpickle(trust=trust), archive, prefix)
+    if contains_built(value) or not isinstance(value, dict):
+        raise CheckpointError(f"{folder / name}: holds no state dict of plain data")
+    root = {"model": value} if prefix == MODEL else {"optimizers": {"": value}}
+    tensors, objects = split_state({"state": root}, str(folder / name))
+    return CheckpointInventory(path=folder / name, layout=NAME, tensors=tensors, objects=objects, files=())
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """``composer_metadata.json``, in the form of ``state.metadata``."""
+    if not path.is_file():
+        return {}
+    try:
+        said = json.loads(path.read_text())
+        return {**said, "composer_env_info": dict(said), "world_size": said.get("num_gpus")}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged ({error!r})") from error
+
+
+def _resumption(path: Path, *, trust: bool) -> dict[EntryPath, ObjectRecord]:
+    """``resumption.pkl``: a plain pickle, with the random states' tensors in it."""
+    if not path.is_file():
+        return {}
+    data = read_at(path, 0, path.stat().st_size)
+    value = read_pickle(data, where=str(path), trust=trust)
+    if contains_built(value) or not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds no dict of plain data")
+    value = mapped(value, lambda part, entry: _tensor_in(data, part, path, dotted(entry)))
+    if "timestamp" in value:
+        value["timestamp"] = {"Timestamp": value["timestamp"]}
+    objects: dict[EntryPath, ObjectRecord] = {}
+    for key, part in value.items():
+        entry = (key,) if key == "rng" else ("state", key)
+        objects[entry] = ObjectRecord(dotted(entry), partial(_identity, part))
+    return objects
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _tensor_in(data: bytes, value: Any, path: Path, name: str) -> Any:
+    """A tensor whose bytes the pickle holds, as a range of the pickle's file."""
+    if not isinstance(value, StoredTensor):
+        return value
+    assert value.storage.data is not None  # a plain pickle can hold no others
+    blob = Blob(path, data.index(value.storage.data), value.storage.num_bytes)
+    chunk = Chunk((0,) * len(value.shape), value.shape, Strided(blob, value.dtype, value.offset, value.stride))
+    return TensorRecord(name=name, shape=value.shape, dtype=value.dtype, chunks=(chunk,))

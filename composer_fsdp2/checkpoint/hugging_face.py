@@ -1,0 +1,133 @@
+"""What a Composer checkpoint says of its Hugging Face model: config and tokenizer, and which weights are tied.
+
+``HuggingFaceModel`` keeps both as plain data in ``state.integrations.huggingface`` (Composer's
+``HuggingFaceModel.get_metadata``), and the model itself as its attribute ``model``.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from composer_fsdp2.checkpoint.archive_writer import Slot
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
+from composer_fsdp2.checkpoint.same_bytes import are_one_storage, have_same_bytes
+
+__all__ = ["PREFIX", "HuggingFaceForm", "hugging_face_form", "without_ties"]
+
+PREFIX = "model."  # the attribute of Composer's wrapper
+
+# Where models put the matrix that is tied to the embedding; from_pretrained ties it again.
+_OUTPUT_EMBEDDINGS = ("lm_head.weight", "lm_head.decoder.weight", "embed_out.weight", "predictions.decoder.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceForm:
+    """A model that ``from_pretrained`` loads.
+
+    Args:
+        beside: Files beside the weights: config.json and the tokenizer's.
+        left_out: Files that were not written, with the reason.
+    """
+
+    config: dict[str, Any]
+    beside: dict[str, bytes]
+    left_out: tuple[str, ...]
+
+
+def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None) -> HuggingFaceForm | None:
+    """From ``state.integrations.huggingface``; None where the checkpoint's model is another.
+
+    Args:
+        dtype: What the weights are cast to, for the config; None leaves what it says.
+    """
+    said = inventory.tree(("state", "integrations", "huggingface"))
+    if said is None:
+        integrations = inventory.tree(("state", "integrations"))
+        said = integrations.get("huggingface") if isinstance(integrations, Mapping) else None
+    if not isinstance(said, Mapping):
+        return None
+    model = said.get("model")
+    entry = model.get("config") if isinstance(model, Mapping) else None
+    config = entry.get("content") if isinstance(entry, Mapping) else None
+    if not isinstance(entry, Mapping) or not isinstance(config, Mapping):
+        return None
+    config = dict(config)
+    if not config.get("architectures") and isinstance(entry.get("class"), str):
+        config["architectures"] = [entry["class"].rpartition(".")[2]]
+    if dtype is not None:
+        config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    beside = {"config.json": json.dumps(config, indent=2, sort_keys=True).encode()}
+    left_out = []
+    tokenizer = said.get("tokenizer")
+    for name, file in (tokenizer if isinstance(tokenizer, Mapping) else {}).items():
+        content = _content(name, file)
+        if isinstance(content, str):
+            left_out.append(f"tokenizer file {name!r}: {content}")
+        else:
+            beside[_file_name(name, file)] = content
+    return HuggingFaceForm(config=config, beside=beside, left_out=tuple(left_out))
+
+
+def _file_name(name: str, file: Mapping[str, Any]) -> str:
+    extension = str(file.get("file_extension", ""))
+    return name if name.endswith(extension) else name + extension
+
+
+def _content(name: Any, file: Any) -> bytes | str:
+    """A tokenizer file's bytes, as Composer writes them back; or why not."""
+    if not isinstance(name, str) or not isinstance(file, Mapping) or "content" not in file:
+        return "damaged"
+    if os.path.basename(_file_name(name, file)) != _file_name(name, file) or name.startswith("."):
+        return "its name leads out of the folder"
+    content, extension = file["content"], file.get("file_extension")
+    match extension:
+        case ".json":
+            return json.dumps(content, ensure_ascii=False).encode()
+        case ".txt" if isinstance(content, list):
+            return "\n".join(map(str, content)).encode()
+        case ".jinja" if isinstance(content, str):
+            return content.encode()
+        case ".model" if isinstance(content, bytes):
+            return content
+        case ".py":
+            return "code from a checkpoint is not written"
+    return f"a {extension} file of {type(content).__name__}"
+
+
+def without_ties(weights: Mapping[str, Slot], config: Mapping[str, Any] | None) -> tuple[dict[str, Slot], list[str]]:
+    """The weights with tied ones once, and the names that were left out, as ``a (tied to b)``.
+
+    Tied are names for one storage. Sharded checkpoints and FSDP's full ones hold a copy for each name; there an output
+    embedding that equals an earlier matrix bit for bit is tied, unless the config says no. Others stay: matrices of
+    zeros or ones are equal as well.
+    """
+    may_tie = config is not None and config.get("tie_word_embeddings", True)
+    kept: dict[str, Slot] = {}
+    left_out: list[str] = []
+    # Output embeddings last: what a model is tied to comes under its own name.
+    for name in sorted(weights, key=_is_output):
+        slot = weights[name]
+        twin = next(
+            (other for other, known in kept.items() if _are_tied(known, slot, may_tie and _is_output(name))), None
+        )
+        if twin is None:
+            kept[name] = slot
+        else:
+            left_out.append(f"{name} (tied to {twin})")
+    return {name: slot for name, slot in weights.items() if name in kept}, left_out
+
+
+def _is_output(name: str) -> bool:
+    return f".{name}".endswith(tuple(f".{end}" for end in _OUTPUT_EMBEDDINGS))
+
+
+def _are_tied(a: Slot, b: Slot, copies_count: bool) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    one, other = a.source, b.source
+    assert isinstance(one, TensorRecord) and isinstance(other, TensorRecord)
+    return are_one_storage(one, other) or (copies_count and len(a.shape) == 2 and have_same_bytes(one, other))

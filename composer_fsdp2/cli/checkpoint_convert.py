@@ -1,0 +1,155 @@
+"""``composer-fsdp2 checkpoint convert SOURCE DESTINATION --to LAYOUT``: a checkpoint in another layout."""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from composer_fsdp2.cli.checkpoint import checkpoint
+
+__all__ = ["convert"]
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+@checkpoint.command()
+def convert(
+    context: typer.Context,
+    source: str = typer.Argument(metavar="SOURCE", help="A checkpoint of any layout; it is left as it is."),
+    destination: str = typer.Argument(metavar="DESTINATION", help="What to write; must not exist."),
+    to: str = typer.Option(..., "--to", metavar="LAYOUT", help="monolithic, dcp or safetensors."),
+    optimizer: bool = typer.Option(True, "--optimizer/--no-optimizer", help="Keep the optimizer's state."),
+    dtype: str = typer.Option(None, "--dtype", help="Cast the weights: bf16, fp16, fp32, or torch's name."),
+    files: int = typer.Option(None, "--files", min=1, help="Split over so many files; else each stays below 5 GB."),
+    include: list[str] = typer.Option(None, "--include", metavar="PATTERN", help="Only weights like model.blocks.*"),
+    model: str = typer.Option(
+        None,
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="Builds the model, for files without names; or path.py:function.",
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be written, and change nothing."),
+    trust: bool = typer.Option(False, "--trust", help="Let pickles run what they name. Only if you know who wrote it."),
+    as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
+) -> None:
+    """Write a checkpoint in another layout: monolithic (one .pt), dcp (a sharded folder) or safetensors.
+
+    Needs memory for a few megabytes, whatever the size. Killed, it goes on when it is called again. With several
+    processes, on a shared file system: torchrun --nproc-per-node 8 -m composer_fsdp2 checkpoint convert ...
+
+    Exit code: 1 if it could not be converted, 2 if there is no checkpoint or an option is wrong.
+    """
+    options: dict[str, Any] = {"to": to, "optimizer": optimizer, "files": files, "include": include or None}
+    options |= {"dry_run": dry_run, "trust": trust}
+    context.obj.append(partial(_convert, source, destination, dtype, model, as_json, options))
+
+
+def _convert(
+    source: str, destination: str, dtype: str | None, model: str | None, as_json: bool, options: dict[str, Any]
+) -> None:
+    # Here and not above: torch takes seconds, which --help need not wait for.
+    from composer_fsdp2.checkpoint.convert import ConversionReport, convert_checkpoint
+    from composer_fsdp2.checkpoint.locate import NotACheckpointError
+    from composer_fsdp2.errors import CheckpointError, ConfigError
+
+    logging.basicConfig(format="composer-fsdp2: %(message)s", level=logging.WARNING)
+    is_first = os.environ.get("RANK", "0") == "0"
+    code = 0
+    try:
+        options |= {"dtype": _dtype(dtype), "model": _model(model)}
+        with _progress(is_first) as progress:
+            _join_ranks()
+            done = convert_checkpoint(source, destination, progress=progress, **options)
+        if is_first and as_json:
+            print(json.dumps(done.as_dict(), indent=2))
+        elif is_first and isinstance(done, ConversionReport):
+            print(f"{done.destination}: {done.num_tensors} tensors, {done.written_bytes} bytes, {done.seconds:.1f} s")
+        elif is_first:
+            print(done)
+    except (CheckpointError, ConfigError) as error:
+        if is_first:
+            print(f"composer-fsdp2: {error}", file=sys.stderr)
+        code = 2 if isinstance(error, NotACheckpointError | ConfigError) else 1
+    _leave(code)
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    from composer_fsdp2.errors import ConfigError
+
+    if name is None:
+        return None
+    dtype = getattr(torch, _DTYPES.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"--dtype {name}: no dtype of torch; use one of {', '.join(_DTYPES)}")
+    return dtype
+
+
+def _model(name: str | None) -> Any:
+    """What the function returns: the model that was saved."""
+    from composer_fsdp2.errors import ConfigError
+
+    if name is None:
+        return None
+    place, colon, function = name.rpartition(":")
+    if not colon:
+        raise ConfigError(f"--model {name}: expected module:function or path.py:function")
+    try:
+        return getattr(_module(place), function)()
+    except (ImportError, OSError, AttributeError) as error:
+        raise ConfigError(f"--model {name}: {error}") from error
+
+
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
+        sys.path.insert(0, os.getcwd())  # as with python -m
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None and spec.loader is not None  # a .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[Path(place).stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _join_ranks() -> None:
+    """Under torchrun: a process group."""
+    import torch.distributed as dist
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit; of several ranks without ending the group, where one sometimes waits for ever (gloo, torch 2.7.0)."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def _progress(is_first: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar with bytes and time left, on a terminal; else nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    is_shown = console.is_terminal and is_first
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
+        task = bar.add_task("convert", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,43 @@
+"""A model that a command line names."""
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MODEL_HELP", "model_from"]
+
+MODEL_HELP = "A function that builds the model: module:function or path.py:function."
+
+
+def model_from(name: str | None) -> Any:
+    """What ``module:function`` or ``path.py:function`` returns; None for None.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    from composer_fsdp2.errors import ConfigError
+
+    if name is None:
+        return None
+    place, colon, function = name.rpartition(":")
+    if not colon:
+        raise ConfigError(f"--model {name}: expected module:function or path.py:function")
+    try:
+        return getattr(_module(place), function)()
+    except (ImportError, OSError, AttributeError) as error:
+        raise ConfigError(f"--model {name}: {error}") from error
+
+
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
+        sys.path.insert(0, os.getcwd())  # as with python -m
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None and spec.loader is not None  # a .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[Path(place).stem] = module
+    spec.loader.exec_module(module)
+    return module

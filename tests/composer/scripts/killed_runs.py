@@ -1,0 +1,233 @@
+"""Runs of two ranks that are killed while they save and started again: ``killed_runs.py FOLDER {middle,ROUNDS}``.
+
+One process imports everything and forks the ranks, so that a start costs no imports. ROUNDS is a number: so many runs,
+each killed at a random point. ``middle``: each kind of saving is killed in the middle of its second checkpoint. What is
+found after each kill is a line of JSON on stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from composer import Callback
+from oracle import FSDP2
+from saved import read
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from trainers import make_trainer
+
+from composer_fsdp2.checkpoint import save
+
+NUM_RANKS = 2
+WAIT_S = 120
+INTERVAL, LAST = 3, 12  # of runs killed in the middle
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of a run; the next one of the same folder resumes."""
+
+    folder: Path
+    number: int
+    kind: str
+    is_async: bool
+    batches: int
+    interval: int
+
+    @property
+    def saved(self) -> Path:
+        return self.folder / "saved"
+
+    @property
+    def link(self) -> Path:
+        return self.saved / "latest-rank0.pt"
+
+    @property
+    def steps_file(self) -> Path:
+        return self.folder / f"steps-{self.number}"
+
+    def steps(self) -> list[int]:
+        """The batch that it began after, and those that it has done."""
+        return [int(line) for line in self.steps_file.read_text().split()] if self.steps_file.exists() else []
+
+
+class Steps(Callback):
+    """Rank 0 notes each step."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def fit_start(self, state: Any, logger: Any) -> None:
+        self._note(state.timestamp.batch.value)
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        self._note(state.timestamp.batch.value)
+
+    def _note(self, batch: int) -> None:
+        if dist.get_rank() == 0:
+            with self.run.steps_file.open("a") as file:
+                file.write(f"{batch}\n")
+
+
+@contextlib.contextmanager
+def writers_call(before: Callable[[], None]) -> Iterator[None]:
+    """Every piece of a file, and every directory's last file, is written after a call of ``before``."""
+    write_all, finish = save.write_all, FileSystemWriter.finish
+
+    def after(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before()
+            return function(*args, **kwargs)
+
+        return call
+
+    with mock.patch.object(save, "write_all", after(write_all)):
+        with mock.patch.object(FileSystemWriter, "finish", after(finish)):
+            yield
+
+
+def train(run: Run, rank: int, before: Callable[[], None]) -> None:
+    warnings.simplefilter("ignore")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0")
+    os.environ.update(WORLD_SIZE=str(NUM_RANKS), LOCAL_WORLD_SIZE=str(NUM_RANKS))
+    store = dist.FileStore(f"{run.steps_file}.store", NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    with FSDP2(), writers_call(before):
+        trainer = make_trainer(
+            {"state_dict_type": run.kind, "async_save": run.is_async},
+            batches=run.batches,
+            optimizer="adamw",
+            save_folder=str(run.saved),
+            save_interval=f"{run.interval}ba",
+            save_num_checkpoints_to_keep=2,
+            # A kill between a file's name and its link leaves what Composer takes for another run's.
+            save_overwrite=run.interval != INTERVAL,
+            autoresume=True,
+            run_name="killed",
+            callbacks=[Steps(run)],
+        )
+        trainer.fit()
+
+
+def start(run: Run, before: Callable[[], None]) -> list[int]:
+    """The process ids of the ranks."""
+    ranks = []
+    for rank in range(NUM_RANKS):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                train(run, rank, before)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        ranks.append(pid)
+    return ranks
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(1e-3)
+
+
+def kill(ranks: list[int]) -> None:
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+
+
+def report(run: Run, ranks: list[int]) -> None:
+    """Wait for the ranks' ends, and say what they left."""
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    latest = None
+    if os.path.lexists(run.link):
+        latest = read(run.link)["state"]["timestamp"]["Timestamp"]["batch"]  # every tensor is read
+    unfinished = [
+        path.name
+        for path in run.saved.iterdir()
+        if path.name.startswith(".") or (path.is_dir() and not (path / ".metadata").exists())
+    ]
+    began, *steps = run.steps()
+    said = {
+        "kind": f"{run.kind}, async {run.is_async}",
+        "codes": codes,
+        "began": began,
+        "reached": steps[-1] if steps else began,
+        "latest": latest,
+        "link": os.readlink(run.link) if latest is not None else None,
+        "unfinished": sorted(unfinished),
+    }
+    print(json.dumps(said), flush=True)
+
+
+def at_random_points(folder: Path, num_rounds: int) -> None:
+    choose = random.Random(num_rounds)
+    kinds = [(kind, is_async) for kind in ("full", "sharded") for is_async in (False, True)]
+    for number in range(num_rounds):
+        kind, is_async = kinds[number % len(kinds)]
+        path = folder / f"{kind}-{is_async}"
+        path.mkdir(exist_ok=True)
+        run = Run(path, number, kind, is_async, batches=10**6, interval=1)
+        ranks = start(run, lambda: time.sleep(2e-4))
+        num_steps = choose.randint(2, 4)
+        wait_until(lambda run=run, num_steps=num_steps: len(run.steps()) > num_steps, "steps")
+        began = time.monotonic()
+        wait_until(lambda run=run, num_steps=num_steps: len(run.steps()) > num_steps + 1, "another step")
+        time.sleep(choose.uniform(0, 2 * (time.monotonic() - began)))  # within the next two steps and their saves
+        kill(ranks)
+        report(run, ranks)
+
+
+def in_the_middle(folder: Path) -> None:
+    for kind in ("full", "sharded"):
+        for is_async in (False, True):
+            path = folder / f"{kind}-{is_async}"
+            path.mkdir()
+            one_in_the_middle(path, kind, is_async)
+
+
+def one_in_the_middle(folder: Path, kind: str, is_async: bool) -> None:
+    run = Run(folder, 0, kind, is_async, batches=LAST, interval=INTERVAL)
+    held, pieces = folder / "held", []
+
+    def hold() -> None:
+        """In rank 0's third piece of a file, or before its ``.metadata``, once there is a checkpoint to go back to."""
+        if run.link.exists():
+            pieces.append(None)
+            if kind == "sharded" or len(pieces) == 3:
+                held.touch()
+                time.sleep(WAIT_S)
+
+    ranks = start(run, hold)
+    wait_until(held.exists, "the middle of the second checkpoint")
+    if is_async:  # training goes on
+        wait_until(lambda: run.steps()[-1] >= 2 * INTERVAL + 2, "steps beside the writer")
+    kill(ranks)
+    report(run, ranks)
+    again = Run(folder, 1, kind, is_async, batches=LAST, interval=INTERVAL)
+    report(again, start(again, lambda: None))
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "middle":
+        in_the_middle(Path(sys.argv[1]))
+    else:
+        at_random_points(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,190 @@
+"""``composer-fsdp2 checkpoint inspect`` as a user types it, and files of the real Composer in every form it writes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import PYTHON, Ended, run_all
+from engine.checkpoint.samples import LEGACY, assert_same, leaves, values_of
+from oracle import FSDP1
+from ranks import run_ranks
+from trainers import make_trainer
+
+from composer_fsdp2 import inspect_checkpoint
+from composer_fsdp2.checkpoint.formats.compressed import unpacked
+
+pytestmark = pytest.mark.composer
+
+INSPECT = [*PYTHON, "-m", "composer_fsdp2", "checkpoint", "inspect"]
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    folder = tmp_path_factory.mktemp("inspect")
+    shutil.copytree(LEGACY / "c172" / "full", folder / "ein Läuf, [bold]" / "checkpoints")
+    shutil.copytree(LEGACY / "c220" / "sharded" / "ep0-ba3", folder / "damaged")
+    (folder / "damaged" / "__1_0.distcp").unlink()
+    (folder / "run.yaml").write_text("a: b\n")
+    torch.save({"state": {"model": {"w": torch.ones(2)}, "callbacks": Path("x")}}, folder / "objects.pt")
+    commands = {
+        "run folder": [*INSPECT, "ein Läuf, [bold]"],
+        "all tensors": [*INSPECT, "--tensors", "ein Läuf, [bold]/checkpoints/latest-rank0.pt"],
+        "json": [*INSPECT, "--json", LEGACY / "c220" / "sharded-mesh"],
+        "damaged": [*INSPECT, "damaged"],
+        "no checkpoint": [*INSPECT, "run.yaml"],
+        "not trusted": [*INSPECT, "objects.pt"],
+        "trusted": [*INSPECT, "--trust", "objects.pt"],
+    }
+    return run_all(commands, folder)
+
+
+def test_report_says_what_a_run_folder_holds(ended: dict[str, Ended]):
+    """The first look at an old checkpoint: what, who, when, how much; names with brackets and umlauts as they are."""
+    report = ended["run folder"]
+    assert report.code == 0, report.err
+    for said in (
+        "ein Läuf, [bold]/checkpoints/ep0-ba3-rank0.pt",
+        "monolithic",
+        "Composer 0.17.2, torch 2.1.2",
+        "2 ranks",
+        "batch 3",
+        "optimizer DecoupledAdamW",
+        "lr 0.01",
+        "(--tensors lists all)",
+    ):
+        assert said in report.out, said
+    names = [
+        ".".join(map(str, entry))
+        for entry, value in leaves(torch.load(LEGACY / "c172" / "full" / "ep0-ba3-rank0.pt", weights_only=False))
+        if isinstance(value, torch.Tensor)
+    ]
+    listed = [line.split()[0] for line in ended["all tensors"].out.splitlines() if line]
+    assert set(names) <= set(listed) and not set(names) <= {line.split(" ")[0] for line in report.out.splitlines()}
+
+
+def test_json_is_for_programs(ended: dict[str, Ended]):
+    """Nothing but JSON on the standard output."""
+    data = json.loads(ended["json"].out)
+    assert (data["layout"], data["timestamp"]["batch"]) == ("DCP directory", 3)
+    assert data["optimizers"][0]["class"] == "DecoupledAdamW"
+
+
+def test_exit_code_says_whose_turn_it_is(ended: dict[str, Ended]):
+    """A script tells a damaged checkpoint (1) from a wrong path (2); each says in one line what is wrong."""
+    codes = {name: ended[name].code for name in ("damaged", "not trusted", "no checkpoint", "trusted")}
+    assert codes == {"damaged": 1, "not trusted": 1, "no checkpoint": 2, "trusted": 0}
+    for name, said in {
+        "damaged": "__1_0.distcp: missing",
+        "not trusted": "pathlib.PosixPath",
+        "no checkpoint": "text file",
+    }.items():
+        assert ended[name].err.startswith("composer-fsdp2: ") and said in ended[name].err
+        assert ended[name].out == "" and "Traceback" not in ended[name].err
+    for name in ("not trusted", "no checkpoint"):
+        assert ended[name].err.count("\n") == 1
+    assert "pathlib.PosixPath is imported" in ended["trusted"].err
+
+
+# --- files of the real Composer
+
+
+def train(folder: Path, **options: Any) -> Any:
+    trainer = make_trainer(None, optimizer="adamw", batches=2, save_folder=str(folder), save_interval="2ba", **options)
+    trainer.fit()
+    trainer.close()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    train(folder)
+    return folder / "ep0-ba2-rank0.pt"
+
+
+def test_file_of_this_composer_holds_what_torch_load_gives(plain: Path):
+    """One device: the optimizer by name since Composer 0.19, as FSDP's; it was not sharded all the same."""
+    inventory = inspect_checkpoint(plain.parent)
+    assert inventory.path.name == plain.name and inventory.writer.world_size == 1
+    assert inventory.optimizers[0].keyed_by == "name" and inventory.writer.sharding == "not sharded"
+    assert_same(values_of(inventory), dict(leaves(torch.load(plain, weights_only=False))))
+
+
+@pytest.mark.parametrize("ending", [".pt.gz", ".pt.zst", ".tar", ".tar.gz"])
+def test_compressed_file_of_composer_is_described_and_unpacked(tmp_path: Path, plain: Path, ending: str):
+    """save_filename with such an ending: what Composer compressed comes out as it went in."""
+    tool = {".pt.gz": "gzip", ".pt.zst": "zstd"}.get(ending)
+    if tool is not None and shutil.which(tool) is None:
+        pytest.skip(f"Composer needs {tool} to write it")
+    train(tmp_path, save_filename="ep{epoch}-ba{batch}-rank{rank}" + ending)
+    inventory = inspect_checkpoint(tmp_path)
+    assert inventory.path.name == "ep0-ba2-rank0" + ending
+    assert inventory.tensors.keys() == inspect_checkpoint(plain).tensors.keys()
+    assert inventory.timestamp["batch"] == 2
+    (tmp_path / "out").mkdir()
+    file = unpacked(inventory.path, tmp_path / "out")
+    weights = torch.load(file, weights_only=False)["state"]["model"]
+    expected = torch.load(plain, weights_only=False)["state"]["model"]
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_folder_of_the_checkpoint_package_is_read(tmp_path: Path):
+    """composer.checkpoint.save: model, optimizer and the rest, each where a monolithic file has it."""
+    from composer.checkpoint.save import save_checkpoint_to_disk
+
+    trainer = make_trainer(None, optimizer="adamw", batches=2)
+    trainer.fit()
+    folder = Path(save_checkpoint_to_disk(str(tmp_path), trainer.state))
+    trainer.close()
+    inventory = inspect_checkpoint(tmp_path)
+    assert inventory.path == folder and inventory.layout == "composer.checkpoint folder"
+    assert inventory.writer.composer_version and inventory.writer.world_size == 1
+    found = values_of(inventory)
+    resumption = pickle.loads((folder / "resumption.pkl").read_bytes())
+    resumption["timestamp"] = {"Timestamp": resumption["timestamp"]}
+    rng = {"rng": resumption.pop("rng")}
+    state = {
+        "model": torch.load(folder / "model" / "model.pt"),
+        "optimizers": {"": torch.load(folder / "optim" / "optim.pt")},
+        **resumption,
+    }
+    found = {entry: value for entry, value in found.items() if entry[:2] != ("state", "metadata")}
+    assert_same(found, dict(leaves({"state": state, **rng})))
+
+
+def check_sharded_package(folder: str) -> dict[str, torch.Tensor]:
+    """Save with FSDP1 on this rank; the whole parameters."""
+    from composer.checkpoint.save import CheckpointSaveOptions, save_checkpoint_to_disk
+    from trainers import full_parameters
+
+    with FSDP1():
+        trainer = make_trainer({}, optimizer="adamw", batches=2)
+        trainer.fit()
+        # overwrite: rank 1 may make a folder before rank 0 looks whether it is there, and Composer would refuse it.
+        save_checkpoint_to_disk(folder, trainer.state, CheckpointSaveOptions(sharded_checkpoint=True, overwrite=True))
+        parameters = full_parameters(trainer.state.model)
+        trainer.close()
+    return parameters
+
+
+def test_sharded_folder_of_the_checkpoint_package_is_read(tmp_path: Path):
+    """Two ranks of FSDP1: DCP directories for model and optimizer, without Composer's keys above them."""
+    parameters = run_ranks(check_sharded_package, 2, str(tmp_path))[0]
+    inventory = inspect_checkpoint(tmp_path)
+    values = values_of(inventory)
+    model = {entry[2]: value for entry, value in values.items() if entry[:2] == ("state", "model")}
+    assert parameters and all(torch.equal(model[name], value) for name, value in parameters.items() if name in model)
+    assert len(set(parameters) & set(model)) == len(parameters)
+    (optimizer,) = inventory.optimizers
+    assert optimizer.keyed_by == "name" and set(optimizer.state) <= set(model)
+    assert inventory.groups("")[0]["lr"] == 0.01 and inventory.timestamp["batch"] == 2
+    assert inventory.writer.world_size == 2 and "DTensor" in str(inventory.writer.sharding)

@@ -1,0 +1,554 @@
+"""Checkpoints in object stores, through the real Trainer: each machine downloads once what its ranks read, no more."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import http.server
+import json
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from legacy import FOLDER, KINDS, checkpoint_of, legacy_model, legacy_optimizer
+from oracle import FSDP2
+from ranks import run_ranks
+from trainers import fit, full_parameters, make_trainer
+
+pytestmark = pytest.mark.composer
+
+KIND = "c220/sharded"
+SHARDED = {"state_dict_type": "sharded"}
+
+
+@functools.cache
+def store_class() -> Any:
+    from composer.utils import ObjectStore
+
+    class FolderStore(ObjectStore):
+        """A bucket that is a folder; notes what was downloaded, and fails where it is told to."""
+
+        def __init__(self, root: str | Path) -> None:
+            self.root, self.downloaded, self.failures = Path(root), list[str](), dict[str, int]()
+
+        def __str__(self) -> str:
+            return f"FolderStore({self.root})"
+
+        def get_uri(self, object_name: str) -> str:
+            return f"folder://bucket/{object_name}"
+
+        def get_object_size(self, object_name: str) -> int:
+            if not (self.root / object_name).is_file():
+                raise FileNotFoundError(object_name)
+            return (self.root / object_name).stat().st_size
+
+        def download_object(
+            self, object_name: str, filename: Any, overwrite: bool = False, callback: Any = None
+        ) -> None:
+            self.get_object_size(object_name)
+            if self.failures.get(object_name, 0) > 0:
+                self.failures[object_name] -= 1
+                raise ConnectionError("the line went dead")
+            assert overwrite or not os.path.exists(filename)
+            self.downloaded.append(object_name)
+            shutil.copyfile(self.root / object_name, filename)
+
+        def upload_object(self, object_name: str, filename: Any, callback: Any = None, **_: Any) -> None:
+            (self.root / object_name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(filename, self.root / object_name)
+
+        def list_objects(self, prefix: str | None) -> list[str]:
+            names = (file.relative_to(self.root).as_posix() for file in self.root.rglob("*") if file.is_file())
+            return [name for name in names if name.startswith(prefix or "")]
+
+    return FolderStore
+
+
+def gathered(value: Any) -> list[Any]:
+    import torch.distributed as dist
+
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def error_of(action: Callable[[], Any]) -> str:
+    """The CheckpointError of this rank, where every rank must raise one."""
+    from composer_fsdp2.errors import CheckpointError
+
+    try:
+        action()
+    except CheckpointError as error:
+        said = str(error)
+    else:
+        said = ""
+    assert all(gathered(bool(said))), "not every rank raised"
+    return said
+
+
+@contextmanager
+def a_trainer(kind: str, config: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    """A Trainer over the model of a fixture, with other values."""
+    model = legacy_model(kind, seed=3)
+    with FSDP2(), quiet():
+        trainer = make_trainer(
+            config or {}, model=model, optimizer=legacy_optimizer(model), load_progress_bar=False, **options
+        )
+        yield trainer
+        trainer.close()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Composer's warning that the tests' callback is not in a file, and without waiting between attempts."""
+    with warnings.catch_warnings(), mock.patch("composer.utils.retrying.time.sleep"):
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def load(trainer: Any, path: str, store: Any = None) -> dict[str, torch.Tensor]:
+    """What Composer's ``load_checkpoint``, ours in truth, brings into a trainer's state; here it calls what it will."""
+    from composer.utils import checkpoint
+
+    for parameter in trainer.state.model.parameters():
+        torch.nn.init.constant_(parameter.to_local(), 7.0)
+    checkpoint.load_checkpoint(path, trainer.state, trainer.logger, store, progress_bar=False)
+    assert int(trainer.state.timestamp.batch) == 3
+    return full_parameters(trainer.state.model)
+
+
+def assert_same(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    assert loaded.keys() == expected.keys()
+    for name, parameter in expected.items():
+        assert torch.equal(loaded[name], parameter), f"{what}: {name}"
+
+
+def everything_downloaded(store: Any) -> list[str]:
+    return sorted(name for rank in gathered(store.downloaded) for name in rank)
+
+
+def write_once(file: Path, write: Callable[[Path], Any]) -> None:
+    """On rank 0; the others wait for it."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(file)
+    dist.barrier()
+
+
+# --- every layout
+
+
+def check_every_layout(folder: str) -> None:
+    temporary = Path(folder, "tmp")
+    with mock.patch("tempfile.tempdir", str(temporary)):
+        for scale_numel, full in ((1, "c172/full"), (2, "c220/full")):
+            kinds = [kind for kind, numel in KINDS.items() if numel == scale_numel]
+            with a_trainer(full) as trainer:
+                expected = {kind: load(trainer, str(checkpoint_of(kind))) for kind in kinds}
+                for kind in kinds:
+                    local = checkpoint_of(kind)
+                    store = store_class()(FOLDER)
+                    name = local.relative_to(FOLDER).as_posix()
+                    assert_same(load(trainer, name, store), expected[kind], kind)
+                    files = [f"{name}/{file.name}" for file in local.iterdir()] if local.is_dir() else [name]
+                    assert everything_downloaded(store) == sorted(files), kind
+                packed, content = f"{full}.pt.gz", gzip.compress(checkpoint_of(full).read_bytes())
+                write_once(Path(folder, packed), functools.partial(Path.write_bytes, data=content))
+                assert_same(load(trainer, packed, store_class()(folder)), expected[full], packed)
+    left = [entry.name for entry in temporary.iterdir() if "check" in entry.name or "fsdp2" in entry.name]
+    assert left == [], "a download stays on every machine's disk"
+
+
+def test_every_layout_loads_from_a_store(tmp_path: Path):
+    """Whoever keeps old checkpoints in a bucket resumes from there; no object is fetched twice, and nothing stays."""
+    (tmp_path / "tmp").mkdir()
+    run_ranks(check_every_layout, 2, str(tmp_path))
+
+
+def check_other_folders(folder: str) -> None:
+    from safetensors.torch import save_file
+
+    full = checkpoint_of("c220/full")
+    weights = torch.load(full, weights_only=False)["state"]["model"]
+    halves = {
+        "model-00001-of-00002.safetensors": list(weights)[:7],
+        "model-00002-of-00002.safetensors": list(weights)[7:],
+    }
+    index = json.dumps({"metadata": {}, "weight_map": {key: name for name in halves for key in halves[name]}})
+    files = {**halves, "model.safetensors.index.json": ()}
+    write_once(Path(folder, "hf", "model.safetensors.index.json"), functools.partial(Path.write_text, data=index))
+    for name, keys in halves.items():
+        tensors = {key: weights[key].contiguous() for key in keys}
+        write_once(Path(folder, "hf", name), functools.partial(save_file, tensors))
+    write_once(Path(folder, "run", "notes.txt"), functools.partial(Path.write_text, data="none here"))
+    from composer.utils import checkpoint
+
+    with a_trainer("c220/full") as trainer:
+        store = store_class()(folder)
+        checkpoint.load_checkpoint("hf", trainer.state, trainer.logger, store, load_weights_only=True)
+        assert_same(full_parameters(trainer.state.model), {k: weights[k] for k in dict(parameters(trainer))}, "hf")
+        assert everything_downloaded(store) == sorted(f"hf/{name}" for name in files)
+        error = error_of(lambda: load(trainer, "run", store))
+        assert "notes.txt" in error and "no checkpoint" in error, error
+
+
+def parameters(trainer: Any) -> Any:
+    return trainer.state.model.named_parameters()
+
+
+def test_other_folders_come_whole(tmp_path: Path):
+    """A safetensors folder has no list of what is where that all layouts share; a wrong folder is named as such."""
+    run_ranks(check_other_folders, 2, str(tmp_path))
+
+
+class Linear(torch.nn.Module):
+    """What wrote the files with one file per rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.weight = torch.nn.Parameter(torch.zeros(5, 3))
+        self.model.bias = torch.nn.Parameter(torch.zeros(4))
+        self.model.register_buffer("buffer", torch.zeros(3, dtype=torch.long))
+
+
+def check_rank_files() -> None:
+    from composer_fsdp2 import prepare_fully_shard
+    from composer_fsdp2.checkpoint.load import load_inventory
+    from composer_fsdp2.compat.remote import local_checkpoint
+
+    folder = FOLDER.parent / "per-rank-checkpoints"
+    values = torch.load(folder / "whole.pt")
+    for name in ("sharded-rank{rank}.pt", "local-rank0.pt"):
+        model, store = Linear(), store_class()(folder)
+        prepare_fully_shard(model, None, {}, precision="fp32")
+        with (
+            local_checkpoint(name, store, False) as checkpoint,
+            checkpoint.opened(trust=False, wanted=lambda _: True) as inventory,
+        ):
+            load_inventory(inventory, model, None, strict=name.startswith("sharded"), bring=checkpoint.bring)
+        loaded = full_parameters(model)
+        assert torch.equal(loaded["model.weight"], values["weight"]), name
+        assert torch.equal(loaded["model.bias"], values["bias"]), name
+        kind = name.partition("-")[0]
+        assert everything_downloaded(store) == [f"{kind}-rank0.pt", f"{kind}-rank1.pt"]
+
+
+def test_one_file_per_rank():
+    """Composer 0.13 wrote a file for each rank, which name each other: with the first, all of them are fetched."""
+    run_ranks(check_rank_files, 2)
+
+
+# --- what is needed, and by whom
+
+
+def as_machines_of_one_rank() -> mock._patch_dict:
+    import torch.distributed as dist
+
+    return mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": str(dist.get_rank())})
+
+
+def check_only_needed_files(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from composer.utils import reproducibility
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+
+    with a_trainer("c220/full", dict(SHARDED)) as trainer:
+        saved = load(trainer, str(checkpoint_of("c220/full")))
+        whole = {"state": trainer.state.state_dict(), "rng": reproducibility.get_rng_state()}
+        writer = dcp.FileSystemWriter(f"{folder}/run", single_file_per_rank=False)
+        dcp.save(whole, storage_writer=writer)
+        # What torch itself would open for this rank's shards, under both names of the tied weight too.
+        metadata = dcp.FileSystemReader(f"{folder}/run").read_metadata()
+        plan = create_default_local_load_plan(flatten_state_dict(whole)[0], metadata, strict=False)
+        skipped = ("state.integrations", "state.metadata")
+        needed = {
+            metadata.storage_data[item.storage_index].relative_path
+            for item in plan.items
+            if not item.storage_index.fqn.startswith(skipped)
+        }
+        store = store_class()(folder)
+        with as_machines_of_one_rank():
+            assert_same(load(trainer, "run", store), saved, "from machines of one rank")
+        assert sorted(store.downloaded) == sorted(f"run/{name}" for name in {*needed, ".metadata"})
+        assert len(needed) < 0.8 * len(list(Path(folder, "run").iterdir())), "a case without a difference"
+        both = set().union(*gathered(needed))
+        store = store_class()(folder)
+        assert_same(load(trainer, "run", store), saved, "from one machine of two ranks")
+        assert everything_downloaded(store) == sorted(f"run/{name}" for name in {*both, ".metadata"})
+        shares = [len(rank) for rank in gathered(store.downloaded)]
+        assert min(shares) > 0.4 * sum(shares), f"one rank downloads for all: {shares}"
+
+
+def test_each_machine_downloads_what_its_ranks_read(tmp_path: Path):
+    """A node of a large run fetches its part of a sharded checkpoint, not all of it, and its ranks share the work."""
+    run_ranks(check_only_needed_files, 2, str(tmp_path))
+
+
+# --- names
+
+
+def check_names(folder: str) -> None:
+    links = {
+        "run/latest-rank0.pt.symlink": "c220/sharded/ep0-ba3",
+        "run/again.symlink": "run/latest-rank0.pt.symlink",
+        "run/full-rank0.pt.symlink": "c220/full/ep0-ba3-rank0.pt\n",
+        "run/uri.symlink": "folder://bucket/c220/full/ep0-ba3-rank0.pt",
+        "run/circle.symlink": "run/circle",
+        "run/empty.symlink": "",
+        "run/nowhere.symlink": "run/ep9-ba9",
+    }
+    for name, target in links.items():
+        write_once(Path(folder, name), functools.partial(Path.write_text, data=target))
+    write_once(Path(folder, "c220"), lambda link: link.symlink_to(FOLDER / "c220"))
+    store = store_class()(folder)
+    with a_trainer("c220/full") as trainer:
+        expected = load(trainer, str(checkpoint_of("c220/full")))
+        for path in (
+            "run/latest-rank0.pt.symlink",
+            "run/latest-rank0.pt",
+            "run/latest-rank{rank}.pt",
+            "run/again",
+            "run/full-rank{rank}.pt",
+            "run/uri.symlink",
+            "c220/sharded/ep0-ba3/",
+        ):
+            assert_same(load(trainer, path, store), expected, path)
+        before = full_parameters(trainer.state.model)
+        for path, said in {
+            "run/ep8-ba8": ("run/ep8-ba8/.metadata", "run/ep8-ba8.symlink"),
+            "run/lost.pt": ("run/lost.pt", "run/lost.pt/.metadata", "run/lost.pt.symlink"),
+            "run/nowhere": ("run/nowhere.symlink", "run/ep9-ba9.symlink"),
+            "run/circle": ("links", "run/circle"),
+            "run/empty": ("run/empty.symlink", "names nothing"),
+        }.items():
+            error = error_of(lambda: load_only(trainer, path, store))  # noqa: B023
+            assert all(text in error for text in said), f"{path}: {error}"
+        assert_same(full_parameters(trainer.state.model), before, "after failures")
+
+
+def load_only(trainer: Any, path: str, store: Any = None) -> None:
+    from composer.utils import checkpoint
+
+    checkpoint.load_checkpoint(path, trainer.state, trainer.logger, store, progress_bar=False)
+
+
+def test_names_and_links(tmp_path: Path):
+    """Names that Composer leaves in a bucket lead to the checkpoint; a wrong one is told with all that was tried."""
+    run_ranks(check_names, 2, str(tmp_path))
+
+
+# --- what can go wrong
+
+
+def check_failures(folder: str) -> None:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    name = "c220/sharded/ep0-ba3"
+    with a_trainer("c220/full") as trainer:
+        expected = load(trainer, str(checkpoint_of("c220/full")))
+        for file in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+            store = store_class()(FOLDER)
+            store.failures[f"{name}/{file}"] = 2
+            assert_same(load(trainer, name, store), expected, f"{file} at the third attempt")
+            store.failures[f"{name}/{file}"] = 5
+            error = error_of(lambda: load_only(trainer, name, store))  # noqa: B023
+            assert f"{name}/{file}" in error and "the line went dead" in error, error
+        write_once(Path(folder, "cut", ".metadata"), functools.partial(copy, checkpoint_of(KIND) / ".metadata"))
+        content = (checkpoint_of(KIND) / "__0_0.distcp").read_bytes()
+        write_once(Path(folder, "cut", "__0_0.distcp"), functools.partial(Path.write_bytes, data=content))
+        store = store_class()(folder)
+        error = error_of(lambda: load_only(trainer, "cut", store))
+        assert "cut/__1_0.distcp" in error, error
+        half = (checkpoint_of(KIND) / "__1_0.distcp").read_bytes()[:9000]
+        write_once(Path(folder, "cut", "__1_0.distcp"), functools.partial(Path.write_bytes, data=half))
+        error = error_of(lambda: load_only(trainer, "cut", store))
+        assert "__1_0.distcp" in error and "9000" in error, error
+        # A store that only one machine cannot reach.
+        with as_machines_of_one_rank():
+            store = store_class()(FOLDER)
+            store.failures[f"{name}/.metadata"] = 5 * rank
+            error = error_of(lambda: load_only(trainer, name, store))
+            assert f"{name}/.metadata" in error and "the line went dead" in error, error
+        assert_same(full_parameters(trainer.state.model), expected, "after failures")
+
+
+def copy(source: Path, destination: Path) -> None:
+    shutil.copyfile(source, destination)
+
+
+def test_failed_downloads(tmp_path: Path):
+    """A bad line is tried again; a dead one ends the job on every rank with the object's name, and changes nothing."""
+    run_ranks(check_failures, 2, str(tmp_path), timeout_s=120)
+
+
+# --- other ways to name a store
+
+
+def logger_class() -> Any:
+    from composer.loggers import LoggerDestination
+
+    class FolderLogger(LoggerDestination):
+        """A logger that keeps files, as RemoteUploaderDownloader does."""
+
+        def __init__(self, root: str | Path) -> None:
+            self.store = store_class()(root)
+
+        def upload_file(self, state: Any, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
+            self.store.upload_object(remote_file_name, file_path)
+
+        def can_upload_files(self) -> bool:
+            return True
+
+        def download_file(
+            self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
+        ) -> None:
+            from composer.utils import get_file
+
+            get_file(remote_file_name, destination, self.store, overwrite, progress_bar=False)
+
+    return FolderLogger
+
+
+@contextmanager
+def the_scheme(root: str | Path) -> Iterator[None]:
+    """``folder://bucket/...`` as a URI that Composer knows."""
+    from composer.utils import file_helpers
+
+    factories = {"folder": lambda bucket, path: store_class()(root)}
+    with mock.patch.dict(file_helpers.BACKEND_TO_OBJECT_STORE_FACTORY, factories):
+        yield
+
+
+@contextmanager
+def served(root: Path) -> Iterator[str]:
+    """The address of a web server with the files of a folder."""
+    import torch.distributed as dist
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    address: list[Any] = [None]
+    server = None
+    if dist.get_rank() == 0:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(root)))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = [f"http://127.0.0.1:{server.server_port}"]
+    dist.broadcast_object_list(address)
+    try:
+        yield address[0]
+    finally:
+        dist.barrier()
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+
+def check_other_stores() -> None:
+    name = checkpoint_of(KIND).relative_to(FOLDER).as_posix()
+    with a_trainer("c220/full") as trainer:
+        expected = load(trainer, str(checkpoint_of("c220/full")))
+        assert_same(load(trainer, name, logger_class()(FOLDER)), expected, "LoggerDestination")
+        assert_same(load(trainer, "c220/full/ep0-ba3-rank0.pt", logger_class()(FOLDER)), expected, "its file")
+        with the_scheme(FOLDER):
+            assert_same(load(trainer, f"folder://bucket/{name}"), expected, "URI")
+        with served(FOLDER) as address:
+            assert_same(load(trainer, f"{address}/c220/full/ep0-ba3-rank0.pt"), expected, "URL")
+            assert_same(load(trainer, f"{address}/{name}"), expected, "URL of a folder")
+            error = error_of(lambda: load_only(trainer, f"{address}/c220/none.pt"))
+            assert f"{address}/c220/none.pt" in error, error
+    # The Trainer's own arguments.
+    with the_scheme(FOLDER):
+        for options in (
+            {"load_path": f"folder://bucket/{name}"},
+            {"load_path": name, "load_object_store": store_class()(FOLDER)},
+            {"load_path": name, "load_object_store": logger_class()(FOLDER)},
+        ):
+            with a_trainer("c220/full", **options) as trainer:
+                assert int(trainer.state.timestamp.batch) == 3
+                assert_same(full_parameters(trainer.state.model), expected, str(options))
+
+
+def test_other_ways_to_name_a_store():
+    """load_object_store, a logger, a URI in load_path and a URL are one thing."""
+    run_ranks(check_other_stores, 2)
+
+
+# --- autoresume
+
+
+def uploader_class(root: str) -> Any:
+    from concurrent.futures import Future
+
+    from composer.utils.remote_uploader import RemoteFilesExistingCheckStatus
+
+    class Uploader:
+        """Composer's RemoteUploader without its processes, which know no other stores than Composer's."""
+
+        def __init__(self, **_: Any) -> None:
+            self.remote_backend = store_class()(root)
+
+        def upload_file_async(self, remote_file_name: str, file_path: Path, overwrite: bool) -> Future[int]:
+            self.remote_backend.upload_object(remote_file_name, file_path)
+            return self.done(0)
+
+        def check_remote_files_exist_async(self, remote_checkpoint_file_names: list[str], **_: Any) -> Future[Any]:
+            # Composer asks on rank 0 while other ranks still upload; the saver looks again at the end.
+            return self.done(RemoteFilesExistingCheckStatus.EXIST)
+
+        def done(self, result: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_result(result)
+            return future
+
+        def init(self) -> None: ...
+
+        check_workers = wait = wait_and_close = init
+
+    return Uploader
+
+
+def check_autoresume(folder: str) -> None:
+    import torch.distributed as dist
+
+    os.chdir(folder)  # Composer keeps the local copy of a remote save_folder below the working folder
+    training: dict[str, Any] = {"optimizer": "adamw", "batches": 6}
+    continuous = fit(FSDP2, {}, **training)
+    for state_dict_type in ("full", "sharded"):
+        bucket = f"{folder}/bucket-{state_dict_type}"
+        options: dict[str, Any] = {
+            "autoresume": True,
+            "run_name": "again",
+            "save_folder": "folder://bucket/{run_name}/checkpoints",
+            "save_interval": "3ba",
+            "load_progress_bar": False,
+            **training,
+        }
+        uploader = mock.patch("composer.callbacks.checkpoint_saver.RemoteUploader", uploader_class(bucket))
+        with the_scheme(bucket), uploader:
+            first = fit(FSDP2, {"state_dict_type": state_dict_type}, **{**options, "batches": 3})
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree("folder:")  # a new machine: only the bucket is left
+                assert Path(bucket, "again/checkpoints/latest-rank0.pt.symlink").is_file()
+            dist.barrier()
+            second = fit(FSDP2, {"state_dict_type": state_dict_type}, **options)
+        assert first.losses + second.losses == continuous.losses, f"{state_dict_type}: {second.losses}"
+
+
+def test_autoresume_from_a_bucket(tmp_path: Path):
+    """A run that a scheduler moves to another machine goes on from the newest checkpoint in its bucket, bit for bit."""
+    run_ranks(check_autoresume, 2, str(tmp_path))

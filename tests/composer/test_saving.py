@@ -1,0 +1,281 @@
+"""An FSDP2 run saves what the same configuration saved under FSDP1: names, links, contents. And the way back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import FSDP1, FSDP2, Under
+from ranks import run_ranks
+from saved import differences, form, read, tree
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from trainers import build_model, fit, largest_difference, make_trainer
+
+from composer_fsdp2.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.composer
+
+BATCHES = 3
+
+
+@contextlib.contextmanager
+def _stays(self: Any) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def FSDP1_saving() -> Iterator[None]:
+    """FSDP1 with full state on the CPU: torch frees what it moves there, and it was there already."""
+    with FSDP1(), mock.patch("torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu", _stays):
+        yield
+
+
+# --- the same tree as FSDP1
+
+
+class WithoutRandomStates(DefaultSavePlanner):
+    """A planner of the user's own."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner({key: value for key, value in state_dict.items() if key != "rng"}, *args, **kwargs)
+
+
+def drop_the_head(state_dict: dict[str, Any]) -> None:
+    """A user's function: all ranks call it, and rank 0 alone has whole tensors."""
+    state_dict["state"]["model"].pop("model.lm_head.weight", None)
+    for name, value in state_dict["state"]["model"].items():
+        assert type(value) is torch.Tensor, f"{name}: {type(value)}"
+
+
+SHARDED = {"state_dict_type": "sharded"}
+# What is said in fsdp_config, and to the Trainer.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, {"save_interval": "2ba"}),
+    "sharded": (SHARDED, {"save_interval": "2ba"}),
+    "full, weights only": ({}, {"save_weights_only": True}),
+    "sharded, weights only": (SHARDED, {"save_weights_only": True}),
+    "the last two": ({}, {"save_interval": "1ba", "save_num_checkpoints_to_keep": 2}),
+    "the last sharded one": (SHARDED, {"save_interval": "1ba", "save_num_checkpoints_to_keep": 1}),
+    "none kept": ({}, {"save_interval": "1ba", "save_num_checkpoints_to_keep": 0}),
+    "names": ({}, {"save_filename": "at/{batch}-of-{rank}.pt", "save_latest_filename": "new/{rank}"}),
+    "sharded names": (
+        {**SHARDED, "sharded_ckpt_prefix_dir": "s{batch}"},
+        {"save_filename": "{batch}-{rank}.pt", "save_latest_filename": "latest-sharded-rank{rank}"},
+    ),
+    "no link": ({}, {"save_latest_filename": None}),
+    "gzip": ({}, {"save_filename": "ba{batch}-rank{rank}.pt.gz"}),
+    "tar": ({}, {"save_filename": "ba{batch}-rank{rank}.tar"}),
+    "tar.gz": ({}, {"save_filename": "ba{batch}-rank{rank}.tar.gz"}),
+    "names left out": ({}, {"save_ignore_keys": ["state/model/model.lm_head.*", "rng"]}),
+    "names left out of shards": (SHARDED, {"save_ignore_keys": ["state/optimizers/*/state/*/exp_avg_sq"]}),
+    "what a function leaves out": ({}, {"save_ignore_keys": drop_the_head}),
+    "planner": ({**SHARDED, "save_planner": WithoutRandomStates(dedup_save_to_lowest_rank=True)}, {}),
+    "two groups": ({}, {"optimizer": "groups"}),
+}
+OF_FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "HSDP": ({"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}, {}),
+    "HSDP, sharded": ({"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, **SHARDED}, {}),
+}
+
+
+def run(under: Under, config: dict[str, Any], options: dict[str, Any], folder: str, **more: Any) -> Any:
+    options = {"batches": BATCHES, "optimizer": "adamw", "save_interval": f"{BATCHES}ba", **options, **more}
+    return fit(under, dict(config), save_folder=folder, run_name="run", **options)
+
+
+def check_trees(folder: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    warnings.simplefilter("ignore")  # of FSDP1 and of torch, about themselves
+    for name, (config, options) in cases.items():
+        theirs, ours = (f"{folder}/{name}-{kind}" for kind in ("FSDP1", "FSDP2"))
+        assert run(FSDP1_saving, config, options, theirs).shards == {"FullyShardedDataParallel"}
+        assert run(FSDP2, config, options, ours).shards == {"FSDPModule"}
+        dist.barrier()
+        if dist.get_rank() == 0:
+            compare(name, ours, theirs)
+        dist.barrier()
+
+
+def compare(name: str, ours: str, theirs: str) -> None:
+    files = tree(ours)
+    assert files == tree(theirs), f"{name}: {files}, FSDP1 {tree(theirs)}"
+    assert name == "none kept" or files, f"{name} saved nothing"
+    for file in files:
+        pair = Path(ours, file), Path(theirs, file)
+        if file.endswith(".metadata"):
+            our, their = (FileSystemReader(path.parent).read_metadata() for path in pair)
+            assert our.state_dict_metadata.keys() == their.state_dict_metadata.keys(), f"{name}: {file}"
+            assert our.planner_data == their.planner_data, f"{name}: {file}"
+            for key, entry in their.state_dict_metadata.items():
+                mine = our.state_dict_metadata[key]
+                if hasattr(entry, "size"):
+                    assert (mine.size, mine.properties.dtype) == (entry.size, entry.properties.dtype), f"{name}: {key}"
+                else:
+                    assert type(mine) is type(entry), f"{name}: {key}"
+        elif pair[0].is_file() and " -> " not in file and not file.endswith(".distcp"):
+            our, their = map(read, pair)
+            unlike = form(our).items() ^ form(their).items()
+            assert not unlike, f"{name}: {file}: {unlike}"
+            for key, tensor in their["state"]["model"].items():
+                torch.testing.assert_close(our["state"]["model"][key], tensor, msg=f"{name}: {file}: {key}")
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_the_tree_is_fsdp1s(tmp_path: Path, part: int):
+    """Scripts that look for a file, a link or a key find it where FSDP1's run left it."""
+    run_ranks(check_trees, 2, str(tmp_path), dict(list(CASES.items())[part::3]))
+
+
+def test_the_tree_of_replicas_is_fsdp1s(tmp_path: Path):
+    """With replicas, one of them writes."""
+    run_ranks(check_trees, 4, str(tmp_path), OF_FOUR_RANKS)
+
+
+# --- the same contents as Composer's own writer
+
+
+CONFIGS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "FULL_SHARD": lambda model: {},
+    "NO_SHARD": lambda model: {"sharding_strategy": "NO_SHARD"},
+    "CPU offload": lambda model: {"cpu_offload": True},
+    "an ignored module": lambda model: {"ignored_modules": [model.model.blocks[0]]},
+    "checkpointing": lambda model: {"activation_checkpointing": True},
+    "int": lambda model: {"reshard_after_forward": 2},
+    "SHARD_GRAD_OP, after an eval": lambda model: {"sharding_strategy": "SHARD_GRAD_OP"},
+    "HSDP": lambda model: {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2},
+    "groups apart": lambda model: {"process_group": "mod2"},
+}
+
+
+def check_against_composers(folder: str, names: list[str]) -> None:
+    from composer.utils import checkpoint
+
+    warnings.simplefilter("ignore")
+    for name in names:
+        with FSDP2():
+            model = build_model()
+            options = {"batches": BATCHES, "optimizer": "groups", "eval_interval": "1ba"}
+            trainer = make_trainer(CONFIGS[name](model), model=model, **options)
+            trainer.fit()
+            for weights_only in (False, True):
+                ours, theirs = (f"{folder}/{name}-{weights_only}-{who}.pt" for who in ("ours", "composers"))
+                trainer.save_checkpoint(ours, weights_only=weights_only)
+                gathering = checkpoint._save_checkpoint.__wrapped__
+                assert gathering(trainer.state, theirs, weights_only=weights_only) or dist.get_rank()
+                if dist.get_rank() == 0:
+                    assert not differences(ours, theirs), f"{name}: {differences(ours, theirs)}"
+            trainer.close()
+
+
+def test_contents_are_composers(tmp_path: Path):
+    """Streaming saves memory and changes nothing: bit for bit what Composer gathers and writes."""
+    run_ranks(check_against_composers, 2, str(tmp_path), [name for name in CONFIGS if name not in ("HSDP",)][:-1])
+
+
+def test_contents_of_replicas_are_composers(tmp_path: Path):
+    """So they are with replicas, and with groups of ranks that train apart."""
+    run_ranks(check_against_composers, 4, str(tmp_path), ["HSDP", "groups apart"])
+
+
+# --- the way back
+
+
+def check_way_back(folder: str) -> None:
+    warnings.simplefilter("ignore")
+    saving = {"batches": 6, "optimizer": "adamw", "save_interval": "3ba"}
+    cases: dict[str, dict[str, Any]] = {
+        "full": {},
+        "full, flat": {"use_orig_params": False},
+        "sharded": SHARDED,
+        "sharded, flat": {**SHARDED, "use_orig_params": False},
+        "checkpointing": {"activation_checkpointing": True},
+    }
+    for name, config in cases.items():
+        ours = fit(FSDP2, dict(config), save_folder=f"{folder}/{name}", **saving)
+        file = "ep0-ba3" if "sharded" in name else "ep0-ba3-rank0.pt"
+        theirs = fit(FSDP1_saving, dict(config), batches=6, optimizer="adamw", load_path=f"{folder}/{name}/{file}")
+        assert theirs.shards == {"FullyShardedDataParallel"}
+        difference = largest_difference(theirs.losses, ours.losses[3:])
+        assert difference <= 1e-6, f"{name}: FSDP1 {theirs.losses}, ours {ours.losses}"
+
+
+def test_fsdp1_goes_on_from_ours(tmp_path: Path):
+    """Moving to FSDP2 can be undone: FSDP1 itself resumes from what was saved, full and sharded, with our curve."""
+    run_ranks(check_way_back, 2, str(tmp_path))
+
+
+# --- errors
+
+
+def check_unwritable(folder: str) -> None:
+    warnings.simplefilter("ignore")
+    Path(folder, "taken").touch()
+    with FSDP2():
+        trainer = make_trainer({}, batches=1, optimizer="adamw")
+        trainer.fit()
+        for filename in (f"{folder}/taken/x.pt", f"{folder}/taken/x.tar.gz"):
+            with pytest.raises(CheckpointError, match="taken/"):
+                trainer.save_checkpoint(filename)
+        broken = mock.patch("composer_fsdp2.compat.saving.shutil.copyfileobj", side_effect=OSError(28, "disk full"))
+        with broken, pytest.raises(CheckpointError, match="disk full"):
+            trainer.save_checkpoint(f"{folder}/x.pt.gz")
+        trainer.close()
+    dist.barrier()
+    assert os.listdir(folder) == ["taken"], os.listdir(folder)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path):
+    """Every rank ends with the reason, and nothing half-written stays."""
+    run_ranks(check_unwritable, 2, str(tmp_path))
+
+
+def check_link(folder: str) -> None:
+    warnings.simplefilter("ignore")
+    link, seen = Path(folder, "latest-rank0.pt"), []
+    replace = os.replace
+
+    def watching(source: Any, target: Any) -> None:
+        if Path(target) == link:
+            seen.append(link.exists())
+        replace(source, target)
+        if Path(target) == link:
+            assert link.exists()
+
+    removed = []
+
+    def remove(path: Any, *args: Any) -> None:
+        removed.append(Path(path).name)
+        os.unlink(path)
+
+    with mock.patch("os.replace", watching), mock.patch("os.remove", remove):
+        run(FSDP2, {}, {"save_interval": "1ba", "save_num_checkpoints_to_keep": 1}, folder)
+    if dist.get_rank() == 0:
+        assert seen == [False, True, True], "the link was away while it was replaced"
+        assert removed == ["ep0-ba1-rank0.pt", "ep0-ba2-rank0.pt"], removed
+
+
+def test_the_link_is_never_away(tmp_path: Path):
+    """Composer removed it before it made the new one; a run killed in between resumed from nothing."""
+    run_ranks(check_link, 2, str(tmp_path))
+
+
+# --- async_save, refused early
+
+
+def check_wrong_value() -> None:
+    with FSDP2():
+        for config in ({"async_save": "yes"}, {"trust_checkpoint": 1}):
+            with pytest.raises(ConfigError, match=f"{next(iter(config))}.*true or false"):
+                make_trainer(config)
+
+
+def test_a_wrong_value_is_refused():
+    """A misspelt value must not train for hours before the first save."""
+    run_ranks(check_wrong_value, 2)

@@ -1,0 +1,82 @@
+"""What the tests of conversion share: ``from engine.checkpoint.conversions import ...``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from composer_fsdp2.checkpoint.conversion_plan import ConversionPlan
+from composer_fsdp2.checkpoint.convert import ConversionReport, convert_checkpoint
+
+
+def convert(source: Path, destination: Path, to: str, **options: Any) -> ConversionReport:
+    report = convert_checkpoint(source, destination, to=to, **options)
+    assert isinstance(report, ConversionReport)
+    return report
+
+
+def planned(source: Path, destination: Path, to: str, **options: Any) -> ConversionPlan:
+    plan = convert_checkpoint(source, destination, to=to, dry_run=True, **options)
+    assert isinstance(plan, ConversionPlan)
+    return plan
+
+
+def loaded(path: Path) -> Any:
+    """By stock torch."""
+    return torch.load(path, weights_only=False, map_location="cpu")
+
+
+def loaded_folder(path: Path) -> Any:
+    """By stock torch, with the optimizers where they are since torch 2.3, and without our list of empty dicts."""
+    file = path.with_name(f"{path.name}.stock.pt")
+    dcp_to_torch_save(path, file)
+    value = loaded(file)
+    if "optimizers" in value:
+        value["state"]["optimizers"] = value.pop("optimizers")
+    value.pop("composer_fsdp2", None)
+    return value
+
+
+def without_empty_dicts(value: Any) -> Any:
+    """As torch's folders hold it."""
+    if isinstance(value, dict):
+        parts = {key: without_empty_dicts(part) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if part != {} or not isinstance(part, dict)}
+    return value
+
+
+def assert_same(ours: Any, theirs: Any, path: str = "") -> None:
+    """The same nested value, bit for bit and type for type; an OrderedDict is a dict."""
+    if isinstance(theirs, torch.Tensor):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), path
+        assert raw(ours) == raw(theirs), path
+    elif isinstance(theirs, dict):
+        assert isinstance(ours, dict) and set(ours) == set(theirs), (path, list(ours), list(theirs))
+        for key in theirs:
+            assert_same(ours[key], theirs[key], f"{path}.{key}")
+    elif isinstance(theirs, list | tuple):
+        assert type(ours) is type(theirs) and len(ours) == len(theirs), path
+        for number, part in enumerate(theirs):
+            assert_same(ours[number], part, f"{path}.{number}")
+    elif isinstance(theirs, numpy.ndarray):
+        assert ours.dtype == theirs.dtype and numpy.array_equal(ours, theirs), path
+    else:
+        assert ours == theirs, path
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """Its elements in row-major order."""
+    return bytes(tensor.detach().contiguous().clone().untyped_storage()) if tensor.numel() else b""
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """All that is in a folder: sizes and times."""
+    return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*"))}
+
+
+def staging_of(destination: Path) -> Path:
+    return destination.with_name(f".{destination.name}.converting")

@@ -1,0 +1,87 @@
+"""States like Composer's, and what an inventory says of them: ``from engine.checkpoint.samples import ...``."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, EntryPath
+from composer_fsdp2.checkpoint.reading import Reader, materialized
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+LEGACY = FIXTURES / "legacy-checkpoints"
+
+
+def composer_state(*, by_id: bool = False, batch: int = 3) -> dict[str, Any]:
+    """What Composer's monolithic file holds, small."""
+    model = {"model.weight": torch.randn(5, 3), "model.bias": torch.randn(5), "model.seen": torch.tensor(7)}
+    names = ["model.weight", "model.bias"]
+    state = {
+        (number if by_id else name): {"step": torch.tensor(3.0), "exp_avg": torch.randn_like(model[name])}
+        for number, name in enumerate(names)
+    }
+    group = {"lr": 0.01, "betas": (0.9, 0.95), "params": list(state)}
+    return {
+        "state": {
+            "model": model,
+            "optimizers": {"AdamW": {"state": state, "param_groups": [group]}},
+            "schedulers": {"LambdaLR": {"last_epoch": batch}},
+            "callbacks": [("SpeedMonitor", {"total": 1.5})],
+            "timestamp": {"Timestamp": {"epoch": 0, "batch": batch, "total_wct": datetime.timedelta(seconds=4)}},
+            "metadata": {
+                "composer_env_info": {"composer_version": "0.32.1"},
+                "torch_version": torch.__version__,
+                "world_size": 1,
+            },
+        },
+        "rng": [{"python": random.getstate(), "torch": torch.get_rng_state()}],
+    }
+
+
+def leaves(value: Any, path: EntryPath = ()) -> Iterator[tuple[EntryPath, Any]]:
+    """Every part of a nested value that is no dict, list or tuple."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from leaves(part, (*path, key))
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from leaves(part, (*path, number))
+    else:
+        yield path, value
+
+
+def values_of(inventory: CheckpointInventory) -> dict[EntryPath, Any]:
+    """All that an inventory leads to, read: tensors and everything else."""
+    with Reader() as reader:
+        found = {path: reader.read_whole(record) for path, record in inventory.tensors.items()}
+        for path, entry in inventory.objects.items():
+            found |= {path + below: value for below, value in leaves(materialized(entry.value(), reader))}
+    return found
+
+
+def assert_same(found: dict[EntryPath, Any], expected: dict[EntryPath, Any]) -> None:
+    """Bit for bit, kind for kind."""
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert (found[path].dtype, found[path].shape) == (value.dtype, value.shape), path
+            assert bytes_of(found[path]) == bytes_of(value), path
+        elif type(value).__module__ == "numpy":
+            assert found[path].tolist() == value.tolist() and found[path].dtype == value.dtype, path
+        else:
+            assert found[path] == value, path
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def bytes_read() -> int:
+    """What this process has asked of files so far."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])

@@ -1,0 +1,296 @@
+"""Any box of any tensor in a file: the bits that torch would slice, and the bytes that were read for them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_fsdp2.checkpoint import reading
+from composer_fsdp2.checkpoint.archive import Archive
+from composer_fsdp2.checkpoint.crc import shifted
+from composer_fsdp2.checkpoint.inventory import Chunk, Entry, FlatRange, TensorRecord, of_stored_tensor
+from composer_fsdp2.checkpoint.reading import Reader, bytes_of
+from composer_fsdp2.errors import CheckpointError
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+@contextmanager
+def saved(tensor: torch.Tensor) -> Iterator[TensorRecord]:
+    """The tensor in a torch.save file, as a record of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file.pt"
+        torch.save(tensor, path)
+        archive = Archive.open(path)
+        yield of_stored_tensor(archive.unpickle(trust=False), archive, "w")
+
+
+def numbered(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Elements that differ from their neighbours, as bytes of any dtype."""
+    data = torch.arange(numel * dtype.itemsize, dtype=torch.int64).mul_(37).remainder_(251).to(torch.uint8)
+    return (data % 2 if dtype == torch.bool else data).view(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.contiguous(), b.contiguous()
+    return a.shape == b.shape and a.dtype == b.dtype and bytes(bytes_of(a)) == bytes(bytes_of(b))
+
+
+@st.composite
+def strided(draw: st.DrawFn) -> torch.Tensor:
+    """Contiguous, transposed, sliced, expanded, of up to four dimensions."""
+    shape = draw(st.lists(st.integers(0, 6), max_size=4))
+    tensor = numbered(math.prod(shape), draw(st.sampled_from(DTYPES))).view(shape)
+    if tensor.dim() and draw(st.booleans()):
+        tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
+    if tensor.dim() and draw(st.booleans()):
+        dim = draw(st.integers(0, tensor.dim() - 1))
+        start, step = draw(st.integers(0, tensor.shape[dim])), draw(st.integers(1, 3))
+        tensor = tensor[(*(slice(None),) * dim, slice(start, None, step))]
+    if draw(st.booleans()):
+        tensor = tensor.expand(draw(st.integers(1, 3)), *tensor.shape)
+        if tensor.dim() > 1 and draw(st.booleans()):
+            tensor = tensor.movedim(0, -1)
+    return tensor
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    offsets = [draw(st.integers(0, size)) for size in shape]
+    return tuple(offsets), tuple(draw(st.integers(0, n - o)) for o, n in zip(offsets, shape, strict=True))
+
+
+def sliced(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+
+
+# Of real size, and so small that a tensor of a few bytes takes every path.
+limits = st.sampled_from([(4 << 20, 1 << 20), (5, 16), (3, 0)])
+
+
+@contextmanager
+def limited(slice_bytes: int, gap_bytes: int) -> Iterator[None]:
+    with mock.patch.object(reading, "SLICE_BYTES", slice_bytes), mock.patch.object(reading, "_GAP_BYTES", gap_bytes):
+        yield
+
+
+@given(tensor=strided(), limit=limits, data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_box_of_a_strided_tensor(tensor: torch.Tensor, limit: tuple[int, int], data: st.DataObject):
+    """A rank's shard of a tensor that was saved as a view of any kind holds the view's values, not its storage's."""
+    offsets, sizes = data.draw(boxes(tuple(tensor.shape)))
+    with saved(tensor) as record, limited(*limit), Reader() as reader:
+        assert record.shape == tuple(tensor.shape) and record.dtype == tensor.dtype
+        out = torch.empty(sizes, dtype=tensor.dtype)
+        reader.read(record, offsets, sizes, out)
+        assert same_bits(out, sliced(tensor, offsets, sizes))
+        assert same_bits(reader.read_whole(record), tensor)
+
+
+@given(tensor=strided(), limit=limits, data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_into_a_view(tensor: torch.Tensor, limit: tuple[int, int], data: st.DataObject):
+    """Reading into a part of a larger tensor fills that part and leaves the rest alone."""
+    offsets, sizes = data.draw(boxes(tuple(tensor.shape)))
+    around = torch.zeros([size + 2 for size in sizes], dtype=torch.float32).to(tensor.dtype)
+    inside = around[(slice(1, -1),) * len(sizes)]
+    before = around.clone()
+    with saved(tensor) as record, limited(*limit), Reader() as reader:
+        reader.read(record, offsets, sizes, inside)
+    assert same_bits(inside, sliced(tensor, offsets, sizes))
+    inside.copy_(before[(slice(1, -1),) * len(sizes)])
+    assert same_bits(around, before)
+
+
+@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), dtype=st.sampled_from(DTYPES), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_rows_cost_their_own_bytes(shape: list[int], dtype: torch.dtype, data: st.DataObject):
+    """A rank that keeps some rows of a contiguous tensor reads these and no byte more, in one run."""
+    tensor = numbered(math.prod(shape), dtype).view(shape)
+    first = data.draw(st.integers(0, shape[0]))
+    rows = data.draw(st.integers(0, shape[0] - first))
+    offsets, sizes = (first, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
+    with saved(tensor) as record, Reader() as reader:
+        reader.read(record, offsets, sizes, torch.empty(sizes, dtype=dtype))
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    assert reader.num_bytes == rows * row_bytes
+    assert [(part.start, part.end) for part in reader.parts] == (
+        [(first * row_bytes, (first + rows) * row_bytes)] if rows else []
+    )
+
+
+@given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), limit=limits, data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_parts_add_up_to_the_records_crc(shape: list[int], limit: tuple[int, int], data: st.DataObject):
+    """What the ranks read in rows, put together, is checked against the CRC32 that torch wrote."""
+    tensor = numbered(math.prod(shape), torch.float32).view(shape)
+    cuts = sorted({0, shape[0], *data.draw(st.lists(st.integers(0, shape[0]), max_size=4))})
+    with saved(tensor) as record, limited(*limit), Reader() as reader:
+        for first, last in data.draw(st.permutations([*itertools.pairwise(cuts)])):
+            sizes = (last - first, *shape[1:])
+            reader.read(record, (first, *(0,) * (len(shape) - 1)), sizes, torch.empty(sizes))
+    (blob,) = {part.blob for part in reader.parts}
+    crc = 0
+    for part in reader.parts:
+        crc ^= shifted(part.crc32, blob.num_bytes - part.end)
+    assert crc == blob.crc32 == zlib.crc32(bytes(bytes_of(tensor)))
+
+
+# --- chunks of a DCP directory
+
+
+def tiling(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
+    cuts = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=3))})
+    return [*itertools.pairwise(cuts)] or [(0, 0)]
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """A tensor and boxes that tile it, in one or two dimensions, in any order."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    tensor = numbered(math.prod(shape), draw(st.sampled_from(DTYPES))).view(shape)
+    ranges = [tiling(draw, n) if dim < 2 else [(0, n)] for dim, n in enumerate(shape)]
+    tiles = [
+        (tuple(low for low, _ in corner), tuple(high - low for low, high in corner))
+        for corner in itertools.product(*ranges)
+    ]
+    return tensor, draw(st.permutations(tiles))
+
+
+def write_entries(path: Path, tensors: list[torch.Tensor]) -> list[Entry]:
+    """Archives end to end in one file, as DCP's writer leaves them."""
+    entries = []
+    with open(path, "wb") as file:
+        for tensor in tensors:
+            start = file.tell()
+            torch.save(tensor, file)
+            entries.append(Entry(path, start, file.tell() - start))
+    return entries
+
+
+@given(tiled=tilings(), limit=limits, data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_box_across_chunks(tiled: tuple, limit: tuple[int, int], data: st.DataObject):
+    """A shard for another world size, cut across the old ranks' chunks, has each element in its place."""
+    tensor, tiles = tiled
+    offsets, sizes = data.draw(boxes(tuple(tensor.shape)))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "__0_0.distcp"
+        entries = write_entries(path, [sliced(tensor, *tile).clone() for tile in tiles])
+        chunks = tuple(Chunk(*tile, entry) for tile, entry in zip(tiles, entries, strict=True))
+        record = TensorRecord(name="w", shape=tuple(tensor.shape), dtype=tensor.dtype, chunks=chunks)
+        assert record.untiled() is None
+        out = torch.empty(sizes, dtype=tensor.dtype)
+        with limited(*limit), Reader() as reader:
+            reader.read(record, offsets, sizes, out)
+    assert same_bits(out, sliced(tensor, offsets, sizes))
+
+
+@given(tiled=tilings(), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_tilings_that_do_not_tile(tiled: tuple, data: st.DataObject):
+    """A chunk too few, twice, moved or grown is seen; DCP leaves such rows as they were, and says nothing."""
+    tensor, tiles = tiled
+    shape = tuple(tensor.shape)
+    number = data.draw(st.integers(0, len(tiles) - 1))
+    offsets, sizes = tiles[number]
+    kind = data.draw(st.sampled_from(["missing", "twice", "moved", "grown"]))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    moved = [*offsets], [*sizes]
+    if kind in ("moved", "grown"):
+        moved[kind == "grown"][dim] += data.draw(st.integers(1, 3))
+    changed = {
+        "missing": tiles[:number] + tiles[number + 1 :],
+        "twice": [*tiles, tiles[number]],
+    }.get(kind, [*tiles[:number], (tuple(moved[0]), tuple(moved[1])), *tiles[number + 1 :]])
+    entry = Entry(Path("file"), 0, 0)
+    record = TensorRecord(
+        name="w", shape=shape, dtype=tensor.dtype, chunks=tuple(Chunk(*tile, entry) for tile in changed)
+    )
+    # By counting, which is slow and sure.
+    count = torch.zeros([n + 8 for n in shape], dtype=torch.int)
+    for at, extent in changed:
+        sliced(count, at, extent).add_(1)
+    inside = sliced(count, (0,) * len(shape), shape)
+    is_whole = bool((inside == 1).all()) and int(count.sum()) == tensor.numel()
+    assert (record.untiled() is None) == is_whole
+
+
+# --- flat parameters
+
+
+@given(shape=st.lists(st.integers(0, 5), max_size=3), before=st.integers(0, 7), limit=limits, data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_box_of_a_flat_parameters_range(shape: list[int], before: int, limit: tuple[int, int], data: st.DataObject):
+    """A parameter of an FSDP1 `local` checkpoint, a run of a flat parameter that the old ranks cut anywhere."""
+    tensor = numbered(math.prod(shape), torch.float32).view(shape)
+    flat = torch.cat([torch.full((before,), -1.0), tensor.reshape(-1), torch.full((3,), -2.0)])
+    cut = data.draw(st.integers(0, flat.numel()))
+    offsets, sizes = data.draw(boxes(tuple(shape)))
+    with tempfile.TemporaryDirectory() as folder:
+        entries = write_entries(Path(folder) / "__0_0.distcp", [flat[:cut].clone(), flat[cut:].clone()])
+        tiles = [((0,), (cut,)), ((cut,), (flat.numel() - cut,))]
+        chunks = tuple(Chunk(*tile, entry) for tile, entry in zip(tiles, entries, strict=True))
+        whole = TensorRecord(name="_flat_param", shape=(flat.numel(),), dtype=flat.dtype, chunks=chunks)
+        record = TensorRecord(name="w", shape=tuple(shape), dtype=flat.dtype, flat=FlatRange(whole, before))
+        out = torch.empty(sizes)
+        with limited(*limit), Reader() as reader:
+            reader.read(record, offsets, sizes, out)
+    assert same_bits(out, sliced(tensor, offsets, sizes))
+
+
+# --- errors
+
+
+def test_file_that_shrank(tmp_path: Path):
+    """A file that lost its end between looking and reading is an error that names it, not zeros."""
+    torch.save(torch.ones(1000), tmp_path / "file.pt")
+    archive = Archive.open(tmp_path / "file.pt")
+    record = of_stored_tensor(archive.unpickle(trust=False), archive, "w")
+    with open(tmp_path / "file.pt", "r+b") as file:
+        file.truncate(2000)
+    with Reader() as reader, pytest.raises(CheckpointError, match=r"file\.pt: ends at byte 2000"):
+        reader.read_whole(record)
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        (torch.ones(3), "holds torch.float32 of shape (3,), where .metadata says torch.float32 of shape (2,)"),
+        (torch.ones(2, dtype=torch.int32), "holds torch.int32 of shape (2,), where .metadata says torch.float32"),
+        ({"step": 1}, "holds no tensor"),
+    ],
+)
+def test_entry_that_holds_something_else(held: object, said: str, tmp_path: Path):
+    """An entry of another shape, dtype or kind than .metadata says is an error that names the tensor and the file."""
+    path = tmp_path / "__0_0.distcp"
+    torch.save(held, path)
+    entry = Entry(path, 0, path.stat().st_size)
+    record = TensorRecord(name="wte.weight", shape=(2,), dtype=torch.float32, chunks=(Chunk((0,), (2,), entry),))
+    with Reader() as reader, pytest.raises(CheckpointError) as raised:
+        reader.read_whole(record)
+    assert str(raised.value).startswith("wte.weight: ") and str(path) in str(raised.value)
+    assert said in str(raised.value)

@@ -1,0 +1,348 @@
+"""A sharded state in one file: what torch.load reads of it is the whole state, and no rank ever had it in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import threading
+import time
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from composer_fsdp2.checkpoint import save
+from composer_fsdp2.checkpoint.save import save_monolithic
+from composer_fsdp2.errors import CheckpointError
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.complex64,
+)
+
+
+@dataclass
+class Tracker:
+    """A callback's state may be an object."""
+
+    best: torch.Tensor
+    name: str = "tracker"
+
+
+def any_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Any bits that are a value of the dtype; the same on all ranks."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+    return bits.view(dtype).view(shape) if num_bytes else torch.empty(shape, dtype=dtype)
+
+
+def sharded(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """As fully_shard cuts: torch.chunk's parts along one dimension. Does not communicate, so any dtype will do."""
+    local = tensor.clone()
+    if isinstance(placement, Shard):
+        chunks = tensor.chunk(mesh.size(), placement.dim)
+        empty = tensor.narrow(placement.dim, 0, 0)
+        local = [*chunks, *[empty] * (mesh.size() - len(chunks))][mesh.get_local_rank()].clone()
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=stride)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
+
+
+def assert_same(found: Any, expected: Any, where: str = "state") -> None:
+    """Equal in class, keys, order and bits."""
+    if isinstance(expected, torch.Tensor):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype), where
+        assert raw(found) == raw(expected), where
+        return
+    assert type(found) is type(expected), f"{where}: {type(found)}"
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for number, value in enumerate(expected):
+            assert_same(found[number], value, f"{where}.{number}")
+    elif isinstance(expected, Tracker):
+        assert_same(vars(found), vars(expected), where)
+    else:
+        assert found == expected, where
+
+
+@contextlib.contextmanager
+def pieces_of(num_bytes: int) -> Iterator[None]:
+    with mock.patch.object(save, "PIECE_BYTES", num_bytes):
+        yield
+
+
+# --- what is in the file
+
+
+def check_contents(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    generator, choose = torch.Generator().manual_seed(1), random.Random(1)
+    whole: dict[str, torch.Tensor] = {}
+    cut: dict[str, torch.Tensor] = {}
+    fixed = [((5, 3), 0), ((1, 4), 0), ((0, 3), 0), ((3, 5), 1), ((2, 3, 4), 1), ((2, 3, 5), 2), ((7,), 0), ((), None)]
+    drawn = [tuple(choose.randint(0, 6) for _ in range(choose.randint(1, 4))) for _ in range(150)]
+    for number, (shape, dim) in enumerate([*fixed, *((s, choose.randrange(len(s))) for s in drawn)]):
+        for dtype in DTYPES if number < len(fixed) else [choose.choice(DTYPES)]:
+            name = f"{number} {shape} {dim} {dtype}"
+            whole[name] = any_tensor(shape, dtype, generator)
+            cut[name] = sharded(whole[name], mesh, Replicate() if dim is None else Shard(dim))
+    tied, step = torch.randn(4, 2), torch.tensor(3.0)
+    cut_tied = sharded(tied, mesh, Shard(0))
+
+    def state(model: dict[str, torch.Tensor], shared: torch.Tensor) -> dict[str, Any]:
+        return {
+            "state": {
+                "model": OrderedDict(model),
+                "optimizers": {"Adam": {"state": {"w": {"step": step, "exp_avg": shared}}, "groups": [{"lr": 0.1}]}},
+                "callbacks": {"Tracker": Tracker(torch.ones(2))},
+                "algorithms": [("Clip", {"repr": "Clip()"})],
+                "pair": (shared, torch.arange(3)),
+            },
+            "rng": [{"rank": 0}, {"rank": 1}],
+        }
+
+    for num_bytes in (16, 16 << 20):  # many pieces to a shard; and one
+        with pieces_of(num_bytes):
+            save_monolithic(state(cut, cut_tied), f"{folder}/ours.pt")
+        if dist.get_rank() == 0:
+            with open(f"{folder}/theirs.pt", "wb") as file:
+                torch.save(state(whole, tied), file)
+            ours, theirs = (torch.load(f"{folder}/{name}.pt", weights_only=False) for name in ("ours", "theirs"))
+            assert_same(ours, theirs)
+            assert records(f"{folder}/ours.pt") == records(f"{folder}/theirs.pt")
+            assert sorted(os.listdir(folder)) == ["ours.pt", "theirs.pt"]
+        dist.barrier()
+
+
+def records(path: str) -> dict[str, bytes]:
+    """Every record of the archive, its CRC32 checked; but torch's own checksum, which nothing reads."""
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        return {name: archive.read(name) for name in archive.namelist() if "serialization_id" not in name}
+
+
+def test_the_file_is_torch_saves(tmp_path: Path):
+    """Whatever the split, dtype and shape: the file is the one that torch.save writes of the whole state."""
+    run_ranks(check_contents, 2, str(tmp_path))
+
+
+def check_replicas(folder: str) -> None:
+    rank = dist.get_rank()
+    whole = {"a": torch.randn(6, 4), "b": torch.randn(5)}  # the same on all ranks: one seed
+    meshes = {"HSDP": init_device_mesh("cpu", (2, 2)), "NO_SHARD": init_device_mesh("cpu", (4, 1))}
+    sent: list[int] = []
+    send = dist.send
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        sent.append(tensor.numel())
+        send(tensor, *args, **kwargs)
+
+    for kind, mesh in meshes.items():
+        sent.clear()
+        state = {name: distribute_tensor(value, mesh, [Replicate(), Shard(0)]) for name, value in whole.items()}
+        with mock.patch.object(dist, "send", counted):
+            save_monolithic(state, f"{folder}/{kind}.pt")
+        if rank == 0:
+            assert_same(torch.load(f"{folder}/{kind}.pt"), whole, kind)
+        if kind == "HSDP" and rank == 1:
+            assert sum(sent) == 3 * 4 * 4 + 2 * 4, "rank 1 sends its half, bytes of rows"
+        else:
+            assert not sent, f"{kind}: rank {rank} sent {sent}"
+    # Groups that train apart: rank 3 has the other half of rank 0's values, rank 2 of rank 1's.
+    pairs = [DeviceMesh("cpu", [0, 3]), DeviceMesh("cpu", [1, 2])]
+    apart = 1.0 if rank in (1, 2) else 0.0
+    mine = sharded(whole["a"] + apart, pairs[int(apart)], Shard(0))
+    save_monolithic({"a": mine}, f"{folder}/apart.pt")
+    if rank == 0:
+        assert_same(torch.load(f"{folder}/apart.pt"), {"a": whole["a"]}, "apart")
+
+
+def test_one_replica_sends(tmp_path: Path):
+    """With replicas each part travels once, and never from a group of ranks that has other values than rank 0's."""
+    run_ranks(check_replicas, 4, str(tmp_path))
+
+
+# --- memory
+
+
+@contextlib.contextmanager
+def peak_anonymous_bytes() -> Iterator[list[int]]:
+    """What the block adds at most to this process's anonymous memory, sampled each millisecond."""
+
+    def now() -> int:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+    samples, done, start = [0], threading.Event(), now()
+
+    def sample() -> None:
+        while not done.is_set():
+            samples.append(now() - start)
+            time.sleep(1e-3)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        done.set()
+        thread.join()
+
+
+def check_memory(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.ones(2048, 8192)  # 64 MiB
+    state = {name: DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False) for name in "ab"}
+    save_monolithic({"a": sharded(torch.ones(4, 4), mesh, Shard(0))}, f"{folder}/small.pt")  # imports, connections
+    with peak_anonymous_bytes() as samples:
+        save_monolithic(state, f"{folder}/large.pt")
+    assert len(samples) > 50, f"{len(samples)} samples"
+    assert max(samples) < 4 * save.PIECE_BYTES, f"rank {dist.get_rank()}: {max(samples) / 2**20:.0f} MiB"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_no_rank_holds_more_than_pieces(tmp_path: Path):
+    """Saving a model that fits no single host's memory must not end the run: 256 MiB pass in pieces of 16."""
+    run_ranks(check_memory, 2, str(tmp_path), fresh=True)
+    assert (tmp_path / "large.pt").stat().st_size > 256 << 20
+
+
+# --- errors
+
+
+def refused(state: Any, path: str) -> str:
+    """The error's words; on this rank."""
+    with pytest.raises(CheckpointError) as caught:
+        save_monolithic(state, path)
+    return str(caught.value)
+
+
+def a_state(mesh: DeviceMesh, size: int = 64) -> dict[str, Any]:
+    return {"w": sharded(torch.ones(size, size), mesh, Shard(0)), "b": sharded(torch.ones(3), mesh, Shard(0))}
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """What a full disk is like: the kernel refuses to write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def check_errors(folder: str) -> None:
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    path = f"{folder}/model.pt"
+    save_monolithic({"old": sharded(torch.ones(4), mesh, Shard(0))}, path)
+    old = Path(path).read_bytes() if rank == 0 else b""
+    (Path(folder) / "file").touch()
+
+    unlike = a_state(mesh)
+    if rank == 1:
+        unlike = {("v" if name == "w" else name): value for name, value in unlike.items()}
+    longer = a_state(mesh) | ({"more": sharded(torch.ones(3), mesh, Shard(0))} if rank == 1 else {})
+    other_dtype = a_state(mesh)
+    if rank == 1:
+        other_dtype["b"] = sharded(torch.ones(3, dtype=torch.float16), mesh, Shard(0))
+    hidden = {**a_state(mesh), "tracker": Tracker(sharded(torch.ones(4), mesh, Shard(0)))}
+    with contextlib.ExitStack() as stack:
+        cases: dict[str, tuple[Any, str, list[str]]] = {
+            "a file in the folder's place": (a_state(mesh), f"{folder}/file/model.pt", ["file/model.pt", "cannot be"]),
+            "a rank with another name": (unlike, path, [path, "w (64, 64)", "v (64, 64)", "rank 1"]),
+            "a rank with more": (longer, path, [path, "2 sharded tensors", "3"]),
+            "a rank with another dtype": (other_dtype, path, [path, "torch.float16", "b (3,)"]),
+            "what cannot be pickled": ({**a_state(mesh), "f": lambda: 0}, path, [path, "pickle"]),
+            "a sharded tensor in an object": (hidden, path, [path, "inside of an object"]),
+        }
+        for what, (state, where, words) in cases.items():
+            text = refused(state, where)
+            assert all(word.lower() in text.lower() for word in words), f"{what}: {text}"
+        stack.enter_context(file_size_limit(4096) if rank == 0 else contextlib.nullcontext())
+        assert "too large" in refused(a_state(mesh), path)
+    # The disk is full in the middle: later pieces fail, and the other rank goes on sending until the end.
+    calls: list[int] = []
+    write_all = save.write_all
+
+    def full(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) > 20:
+            raise OSError(28, "No space left on device")
+        write_all(*args)
+
+    with pieces_of(256), mock.patch.object(save, "write_all", full):
+        assert "No space left" in refused(a_state(mesh), path)
+    if rank == 0:
+        assert len(calls) == 21, "the error came before any piece or after all of them"
+        assert Path(path).read_bytes() == old
+        assert sorted(os.listdir(folder)) == ["file", "model.pt"], "something was left"
+    dist.barrier()
+    save_monolithic(a_state(mesh), path)  # no rank is still waiting for another
+    if rank == 0:
+        assert set(torch.load(path)) == {"w", "b"}
+
+
+def test_errors_are_everybodys(tmp_path: Path):
+    """A full disk or a folder that is gone ends the run with its reason on every rank, and the old file stays."""
+    run_ranks(check_errors, 2, str(tmp_path))
+
+
+def check_group(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    group = dist.new_group([1, 0])
+    tensors = {name: torch.randn(64, 8) for name in "abcdefgh"}
+    state = {name: sharded(value, mesh, Shard(0)) for name, value in tensors.items()}
+    failed: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            save_monolithic(state, f"{folder}/beside.pt", group=group)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=write)
+    with pieces_of(64):
+        thread.start()
+        total, rounds = torch.zeros(()), 0
+        while rounds < 200:  # what training sends on the default group meanwhile
+            total.fill_(1.0)
+            dist.all_reduce(total)
+            assert total.item() == 2.0
+            rounds += 1
+        thread.join()
+    assert not failed, failed
+    if dist.get_rank() == 0:
+        assert_same(torch.load(f"{folder}/beside.pt"), tensors)
+
+
+def test_a_group_of_its_own(tmp_path: Path):
+    """On its own group a save runs beside training's collectives, which stay what they are."""
+    run_ranks(check_group, 2, str(tmp_path))
