@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from composer.core import State
-from composer.utils.checkpoint import glob_filter
+from composer.utils.checkpoint import _ensure_valid_checkpoint, glob_filter
 from composer.utils.misc import partial_format
 
 from composer_fsdp2.agreement import gather
@@ -112,6 +112,7 @@ class _Loading:
 
     def read(self, inventory: CheckpointInventory) -> None:
         """Everything but tensors, checked, before anything is changed."""
+        together(lambda: _validate(inventory))
         entries = together(lambda: other_entries(inventory, wanted=self.wants))
         _check_same_step(inventory, entries["state"].get("timestamp"))
         if self.ignore_keys:
@@ -169,6 +170,16 @@ class _Loading:
 def _has_load_planner(state: State) -> bool:
     """Whether the user has said how a DCP directory is read; that is Composer's, and torch's, to do then."""
     return state.fsdp_sharded_state_dict_enabled and state.fsdp_config.load_planner is not None
+
+
+def _validate(inventory: CheckpointInventory) -> None:
+    """The user's own check, which CHECKPOINT_VALIDATION_FUNCTION names; Composer calls it for each file, too."""
+    for path, _ in inventory.files:
+        if path.is_file():  # of a remote one, those that this node needs come later
+            try:
+                _ensure_valid_checkpoint(path)
+            except ValueError as error:
+                raise CheckpointError(f"CHECKPOINT_VALIDATION_FUNCTION: {error}") from error
 
 
 def _trusts(state: State) -> bool:

@@ -24,7 +24,6 @@ from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
 from composer_fsdp2.compat.saving import (
     replacement_for_batch_end,
     replacement_for_fit_end,
-    replacement_for_optim_state_dict,
     replacement_for_save_checkpoint,
     replacement_for_save_to_folder,
     replacement_for_saver,
@@ -325,13 +324,7 @@ SEAMS = (
         module=_STATE,
         name="fsdp_state_dict_type_context",
         make=replacement_for_state_dict_context,
-        why="LLM Foundry's MonolithicCheckpointSaver: KeyError, no FSDP1 module was found",
-    ),
-    Seam(
-        module="torch.distributed.fsdp",
-        name="FullyShardedDataParallel.optim_state_dict",
-        make=replacement_for_optim_state_dict,
-        why="the same callback's optimizer state: AttributeError",
+        why="LLM Foundry's MonolithicCheckpointSaver asks FSDP1 for whole state: KeyError, AttributeError",
     ),
     Seam(
         module="composer.core.engine",

@@ -246,14 +246,17 @@ def _object_or_folder(source: _Source, name: str, folder: Path, tried: list[str]
 
 def _whole_folder(source: _Source, name: str, local: Path) -> _Found | None:
     """Other layouts that are folders: safetensors, and Composer's checkpoint package."""
-    below = {below.removeprefix(f"{name}/"): below for below in source.names_below(name)}
+    below = [below.removeprefix(f"{name}/") for below in source.names_below(name)]
     if not below:
         return None
     if not any(file == "composer_metadata.json" or PurePosixPath(file).suffix == ".safetensors" for file in below):
+        links_first = sorted(below, key=lambda file: not file.endswith(_LINK))
         more = f", ... ({len(below)})" if len(below) > 8 else ""
         raise CheckpointError(
-            f"{name} in {source}: a folder, and no checkpoint; name one in it: {', '.join(list(below)[:8])}{more}"
+            f"{name} in {source}: a folder, and no checkpoint; name one in it: {', '.join(links_first[:8])}{more}"
         )
+    if outside := [file for file in below if ".." in PurePosixPath(file).parts]:
+        raise CheckpointError(f"{name} in {source}: {outside[0]} lies outside of the folder; nothing was downloaded")
     return _Found(name=name, local=local, missing=tuple(local / file for file in below))
 
 

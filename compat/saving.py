@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_directory
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.agreement import gather
@@ -45,7 +46,6 @@ from composer_fsdp2.errors import CheckpointError
 __all__ = [
     "replacement_for_batch_end",
     "replacement_for_fit_end",
-    "replacement_for_optim_state_dict",
     "replacement_for_save_checkpoint",
     "replacement_for_save_to_folder",
     "replacement_for_saver",
@@ -209,7 +209,7 @@ def _writes_shards(state: State) -> bool:
 
 
 def replacement_for_state_dict_context(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``composer.core.state.fsdp_state_dict_type_context``: with 'full', ``state_dict()`` is whole, on rank 0."""
+    """``composer.core.state.fsdp_state_dict_type_context``: with 'full', state is whole, in host memory, on rank 0."""
 
     @functools.wraps(original)
     @contextlib.contextmanager
@@ -219,12 +219,15 @@ def replacement_for_state_dict_context(original: Callable[..., Any]) -> Callable
                 yield
             return
         reshard(module)
-        hook = module.register_state_dict_post_hook(_made_whole) if state_dict_type == "full" else None
-        try:
+        if state_dict_type != "full":
             yield
+            return
+        hook = module.register_state_dict_post_hook(_made_whole)
+        try:
+            with _optimizer_state_made_whole():
+                yield
         finally:
-            if hook is not None:
-                hook.remove()
+            hook.remove()
 
     return context
 
@@ -239,18 +242,19 @@ def _made_whole(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str
             del state_dict[name]
 
 
-def replacement_for_optim_state_dict(original: Any) -> Any:
-    """``FullyShardedDataParallel.optim_state_dict``: for ``fully_shard`` whole, in host memory, on rank 0."""
+@contextlib.contextmanager
+def _optimizer_state_made_whole() -> Iterator[None]:
+    """In the block, ``FullyShardedDataParallel.optim_state_dict(model, optimizer)`` answers for ``fully_shard``."""
 
-    @functools.wraps(original.__func__)
-    def optim_state_dict(model: torch.nn.Module, optim: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if not is_sharded(model):
-            return original.__func__(model, optim, *args, **kwargs)
-        reshard(model)
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_optimizer_state_dict(model, optim, options=options)
+    def optim_state_dict(model: torch.nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+        return get_optimizer_state_dict(model, optim, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
-    return staticmethod(optim_state_dict)
+    before = vars(FullyShardedDataParallel)["optim_state_dict"]
+    FullyShardedDataParallel.optim_state_dict = staticmethod(optim_state_dict)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        FullyShardedDataParallel.optim_state_dict = before  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

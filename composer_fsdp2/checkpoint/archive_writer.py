@@ -21,13 +21,14 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from composer_fsdp2 import _torch
 
-__all__ = ["ArchivePlan", "Slot", "plan_archive", "write_all"]
+__all__ = ["ArchivePlan", "Slot", "plan_archive", "sync", "sync_folder", "write_all"]
 
 _ALIGNMENT = 64
 _MAX_32 = 0xFFFFFFFF  # this and more need zip64's fields
@@ -215,6 +216,20 @@ def write_all(file: IO[bytes], data: bytes | memoryview, at: int) -> None:
     while left:
         written = os.pwrite(file.fileno(), left, at)
         left, at = left[written:], at + written
+
+
+def sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """So that names in it survive a power cut."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _serialization_id(seen: bytes) -> bytes:

@@ -15,7 +15,7 @@ from composer_fsdp2.checkpoint.conversion_state import ConversionState, state_to
 from composer_fsdp2.checkpoint.copying import CHUNK_BYTES
 from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.formats import safetensors_folder
-from composer_fsdp2.checkpoint.hugging_face import PREFIX, hugging_face_form, without_ties
+from composer_fsdp2.checkpoint.hugging_face import PREFIX, form_of_folder, hugging_face_form, without_ties
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory, dotted
 from composer_fsdp2.checkpoint.writers import OutputFile, dcp, monolithic, safetensors
 from composer_fsdp2.errors import CheckpointError
@@ -164,6 +164,8 @@ def plan_conversion(
         prefix=prefix,
     )
     remarks: list[str] = [f"adds {PREFIX!r} to every name, as Composer's HuggingFaceModel has it"] if prefix else []
+    if "" in chosen.state["state"].get("optimizers", {}):
+        remarks.append("the source does not say the optimizer's class, by which Composer finds its state (key '')")
     match to:
         case Layout.MONOLITHIC:
             output, dropped = monolithic.lay_out(chosen.state), chosen.dropped
@@ -200,7 +202,9 @@ def _safetensors(
         raise CheckpointError(f"{inventory.path}: holds no weights, and safetensors nothing else")
     form = hugging_face_form(inventory, dtype)
     renamed = dict(chosen.renamed)
-    if form is None:
+    if _is_hugging_face_folder(inventory):  # re-sharded: names and files stay
+        form = form_of_folder(_folder(inventory.path))
+    elif form is None:
         remarks.append("the checkpoint says no Hugging Face model: names stay, and there is no config.json")
     elif all(name.startswith(PREFIX) for name in weights):
         remarks.append(f"{PREFIX!r} of Composer's HuggingFaceModel is taken off every name")

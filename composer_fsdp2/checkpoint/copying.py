@@ -28,7 +28,7 @@ from composer_fsdp2.errors import CheckpointError
 __all__ = ["CHUNK_BYTES", "Copied", "Copier", "Unit", "check_sources", "crcs_of_writes", "share_of", "units_of"]
 
 CHUNK_BYTES = 4 << 20
-_AHEAD = 2
+_AHEAD = 2  # one unit is written while the next is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,7 @@ class Copier:
         self._files = files
         self._reader = Reader()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read")
-        # One unit is written, one is read, and one waits.
-        self._buffers = itertools.cycle([_Buffer() for _ in range(_AHEAD + 1)])
+        self._buffers = itertools.cycle([_Buffer() for _ in range(_AHEAD)])
 
     def __enter__(self) -> "Copier":
         return self
@@ -181,7 +180,10 @@ class Copier:
             write = self._files[unit.file].writes[segment.write]
             tensor = buffer.tensor(segment.sizes, write.record.dtype)
             self._reader.is_in_order = True
-            self._reader.read(write.record, segment.offsets, segment.sizes, tensor)
+            try:
+                self._reader.read(write.record, segment.offsets, segment.sizes, tensor)
+            except OSError as error:
+                raise CheckpointError(f"{write.record.name}: cannot be read: {error.strerror or error}") from error
             if write.record.dtype != write.slot.dtype:
                 tensor = tensor.to(write.slot.dtype)
                 crcs.append(zlib.crc32(bytes_of(tensor)))

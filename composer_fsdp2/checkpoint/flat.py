@@ -2,7 +2,7 @@
 
 Such a file holds one vector for each wrapped module, and neither names nor shapes of what it was made of. The vectors'
 own names say which modules were wrapped, and FSDP1 laid a module's parameters end to end in registration order (torch
-``_init_flat_param``): those of nested wrapped modules apart, shared ones once.
+``_init_flat_param``): those of nested wrapped modules apart, shared ones once in each wrapped module.
 """
 
 import math
@@ -122,10 +122,9 @@ def _layout(
         )
     nested = {modules[path] for path in units}
     layout: dict[str, list[tuple[int, str, tuple[int, ...]]]] = {}
-    taken: set[nn.Parameter] = set()
-    # Innermost first, as FSDP1 wrapped them: a parameter shared with an outer module is the inner one's.
-    for path in sorted(units, key=lambda path: -len(path.split(".")) if path else 0):
-        start, parts = 0, []
+    for path in units:
+        start, parts = 0, list[tuple[int, str, tuple[int, ...]]]()
+        taken: set[nn.Parameter] = set()  # of this unit: one that another shared, too, FSDP1 kept for each of them
         for name, parameter in _parameters(modules[path], path, nested):
             if parameter not in taken:
                 taken.add(parameter)

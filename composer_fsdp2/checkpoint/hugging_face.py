@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ import torch
 from composer_fsdp2.checkpoint.archive_writer import Slot
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
 from composer_fsdp2.checkpoint.same_bytes import are_one_storage, have_same_bytes
+from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["PREFIX", "HuggingFaceForm", "hugging_face_form", "without_ties"]
+__all__ = ["PREFIX", "HuggingFaceForm", "form_of_folder", "hugging_face_form", "without_ties"]
 
 PREFIX = "model."  # the attribute of Composer's wrapper
+_BESIDE = (".json", ".txt", ".model", ".jinja")  # of config and tokenizer
 
 # Where models put the matrix that is tied to the embedding; from_pretrained ties it again.
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "lm_head.decoder.weight", "embed_out.weight", "predictions.decoder.weight")
@@ -70,6 +73,20 @@ def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None)
         else:
             beside[_file_name(name, file)] = content
     return HuggingFaceForm(config=config, beside=beside, left_out=tuple(left_out))
+
+
+def form_of_folder(folder: Path) -> HuggingFaceForm | None:
+    """From a folder that has its config.json; the files beside the weights are taken as they are."""
+    config = folder / "config.json"
+    if not config.is_file():
+        return None
+    names = [path for path in sorted(folder.iterdir()) if path.suffix in _BESIDE and path.is_file()]
+    beside = {path.name: path.read_bytes() for path in names if not path.name.endswith(".safetensors.index.json")}
+    try:
+        said = json.loads(beside["config.json"])
+    except ValueError as error:
+        raise CheckpointError(f"{config}: damaged ({error})") from error
+    return HuggingFaceForm(config=said if isinstance(said, dict) else {}, beside=beside, left_out=())
 
 
 def _file_name(name: str, file: Mapping[str, Any]) -> str:

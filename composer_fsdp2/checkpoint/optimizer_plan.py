@@ -337,8 +337,10 @@ def _probe(
     probe.__dict__.pop("step", None)  # a scheduler's, which counts
     probe.state = defaultdict(dict)
     probe.param_groups = [{**group, "params": [stand_in]}]
+    step = type(optimizer).step
+    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # not the hooks of all steps
     try:
-        type(optimizer).step(probe)
+        step(probe)
     except Exception:  # an optimizer that needs more than a gradient to step
         return None
     return sizes, probe.state.get(stand_in, {})

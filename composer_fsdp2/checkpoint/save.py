@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.checkpoint.archive_writer import ArchivePlan, Slot, plan_archive, write_all
+from composer_fsdp2.checkpoint.archive_writer import ArchivePlan, Slot, plan_archive, sync, sync_folder, write_all
 from composer_fsdp2.checkpoint.crc import shifted
 from composer_fsdp2.checkpoint.exchange import sends_from_host
 from composer_fsdp2.checkpoint.reading import bytes_of
 from composer_fsdp2.checkpoint.target import Box
-from composer_fsdp2.checkpoint.unfinished import sync, sync_folder
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["save_monolithic"]
@@ -49,9 +48,11 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
     shards = [shard for _, shard in named]
     extents = _extents_by_rank(named, path, group)
     file = _File(Path(path), state, shards) if dist.get_rank(group) == 0 else None
+    # One for all pieces: freed ones would stay in the allocator.
+    buffer = torch.empty(PIECE_BYTES if file is not None else 0, dtype=torch.uint8, device=_device(group))
     for number, shard in enumerate(shards):
         for extent, rank in _holders([of_rank[number] for of_rank in extents]):
-            for first, piece in _exchange(shard, extent, rank, group):
+            for first, piece in _exchange(shard, extent, rank, buffer, group):
                 if file is not None:
                     file.add(number, extent, first, piece)
     [error, *_] = _gather(file.finish() if file is not None else None, group)
@@ -121,36 +122,40 @@ def _holders(extents: Sequence[_Extent | None]) -> list[tuple[_Extent, int]]:
 
 
 def _exchange(
-    shard: DTensor, extent: _Extent, holder: int, group: dist.ProcessGroup | None
+    shard: DTensor, extent: _Extent, holder: int, buffer: torch.Tensor, group: dist.ProcessGroup | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """The holder's shard on rank 0, piece by piece: (number of its first element, its bytes in host memory).
 
-    Called on all ranks: the holder sends, rank 0 receives, the others go on at once.
+    Called on all ranks: the holder sends, rank 0 receives, into ``buffer``; the others go on at once.
     """
     me, itemsize = dist.get_rank(group), shard.element_size()
     if me not in (0, holder):
         return
-    device = torch.device("cpu") if sends_from_host(group) else torch.accelerator.current_accelerator()
     local = shard.to_local().detach().contiguous().view(-1).view(torch.uint8) if me == holder else None
     numel = torch.Size(extent[1]).numel()
     step = PIECE_BYTES // itemsize
     for first in range(0, numel, step):
         num_bytes = min(step, numel - first) * itemsize
         if local is None:
-            piece = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            piece = buffer[:num_bytes]
             dist.recv(piece, _global_rank(holder, group), group)
         else:
             piece = local[first * itemsize : first * itemsize + num_bytes]
         if me == 0:
             yield first, piece.cpu()
         else:
-            dist.send(piece.to(device), _global_rank(0, group), group)
+            dist.send(piece.to(buffer.device), _global_rank(0, group), group)
 
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where tensors lie that the group sends."""
+    return torch.device("cpu" if sends_from_host(group) else torch.accelerator.current_accelerator() or "cpu")
 
 
 def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:

@@ -11,9 +11,10 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from composer_fsdp2.checkpoint.archive import Blob
+from composer_fsdp2.checkpoint.archive_writer import sync_folder
 from composer_fsdp2.checkpoint.copying import Copied, Unit
 from composer_fsdp2.checkpoint.reading import Part
 from composer_fsdp2.checkpoint.writers import OutputFile
@@ -70,8 +71,8 @@ class Unfinished:
             return
         self.files.mkdir(parents=True)
         for file in files:
-            with open(self.path(file), "wb") as out:
-                out.truncate(file.num_bytes)
+            self.path(file).touch()
+            os.truncate(self.path(file), file.num_bytes)
         (self.folder / "plan").write_text(fingerprint)  # last: without it, the next run begins anew
 
     def is_unpacked(self) -> bool:
@@ -133,17 +134,3 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-
-
-def sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """So that names in it survive a power cut."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

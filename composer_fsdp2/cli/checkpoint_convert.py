@@ -1,20 +1,19 @@
 """``composer-fsdp2 checkpoint convert SOURCE DESTINATION --to LAYOUT``: a checkpoint in another layout."""
 
 import contextlib
-import importlib
-import importlib.util
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 
 from composer_fsdp2.cli.checkpoint import checkpoint
+from composer_fsdp2.cli.models import MODEL_HELP, model_from
 
 __all__ = ["convert"]
 
@@ -34,8 +33,8 @@ def convert(
     model: str = typer.Option(
         None,
         "--model",
-        metavar="MODULE:FUNCTION",
-        help="Builds the model, for files without names; or path.py:function.",
+        metavar="FUNCTION",
+        help=f"For files without names. {MODEL_HELP}",
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be written, and change nothing."),
     trust: bool = typer.Option(False, "--trust", help="Let pickles run what they name. Only if you know who wrote it."),
@@ -65,7 +64,7 @@ def _convert(
     is_first = os.environ.get("RANK", "0") == "0"
     code = 0
     try:
-        options |= {"dtype": _dtype(dtype), "model": _model(model)}
+        options |= {"dtype": _dtype(dtype), "model": model_from(model)}
         with _progress(is_first) as progress:
             _join_ranks()
             done = convert_checkpoint(source, destination, progress=progress, **options)
@@ -95,39 +94,13 @@ def _dtype(name: str | None) -> Any:
     return dtype
 
 
-def _model(name: str | None) -> Any:
-    """What the function returns: the model that was saved."""
-    from composer_fsdp2.errors import ConfigError
-
-    if name is None:
-        return None
-    place, colon, function = name.rpartition(":")
-    if not colon:
-        raise ConfigError(f"--model {name}: expected module:function or path.py:function")
-    try:
-        return getattr(_module(place), function)()
-    except (ImportError, OSError, AttributeError) as error:
-        raise ConfigError(f"--model {name}: {error}") from error
-
-
-def _module(place: str) -> Any:
-    if not place.endswith(".py"):
-        sys.path.insert(0, os.getcwd())  # as with python -m
-        return importlib.import_module(place)
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    assert spec is not None and spec.loader is not None  # a .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[Path(place).stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _join_ranks() -> None:
     """Under torchrun: a process group."""
     import torch.distributed as dist
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
+        # Ranks wait for the slowest, and while the first unpacks a compressed source.
+        dist.init_process_group("gloo", timeout=timedelta(days=7))
 
 
 def _leave(code: int) -> NoReturn:

@@ -1,11 +1,16 @@
 """``composer-fsdp2``: the verbs and their help."""
 
+import os
 import sys
 from collections.abc import Callable
 
 import typer
 
-from composer_fsdp2.cli import checkpoint_convert, checkpoint_inspect, checkpoint_verify  # noqa: F401 - each registers its verb
+from composer_fsdp2.cli import (  # noqa: F401 - each registers its verb
+    checkpoint_convert,
+    checkpoint_inspect,
+    checkpoint_verify,
+)
 from composer_fsdp2.cli.checkpoint import checkpoint
 from composer_fsdp2.cli.run import run
 from composer_fsdp2.cli.train import train
@@ -39,6 +44,12 @@ def main() -> None:
             raise
     try:
         work.pop()()
+    except BrokenPipeError:
+        if "checkpoint" not in sys.argv[1:2]:
+            raise  # a script's own
+        # `checkpoint inspect ... | head` has seen enough; Python would complain once more while it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except IncompatibleVersionError as error:
         print(f"composer-fsdp2: {error}", file=sys.stderr)
         sys.exit(2)

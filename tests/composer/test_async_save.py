@@ -125,8 +125,8 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
         if state.timestamp.batch.value in (2, 4, 6):
             save_by_composer(state, composers)
 
-    expected = fit(FSDP2, dict(config), batches=6, optimizer="adamw")
-    with writer_waits_for(gate.wait):
+    with FSDP2(), writer_waits_for(gate.wait):
+        expected = fit(FSDP2, dict(config), batches=6, optimizer="adamw")
         trained = fit(
             FSDP2,
             {**config, "state_dict_type": kind, "async_save": True},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,8 +123,8 @@ def test_from_pretrained_loads_a_converted_gpt2(tmp_path: Path):
                 assert not any(said.values()), said
                 for name, tensor in model.state_dict().items():
                     assert torch.equal(found.state_dict()[name], tensor), f"{folder}: {name}"
-                found = copy.deepcopy(found.eval())  # out of the file, where tensors lie as they come: other kernels
-                assert torch.equal(found(ids).logits, expected), folder
+                # Not to the bit: where tensors lie in memory decides which kernel runs.
+                torch.testing.assert_close(found.eval()(ids).logits, expected, rtol=0, atol=1e-6)
             auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", torch_dtype="auto")
             assert auto.dtype == torch.bfloat16 and type(auto) is type(model)
             assert torch.equal(auto.transformer.wte.weight, model.transformer.wte.weight.bfloat16())

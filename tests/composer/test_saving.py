@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FSDP1, FSDP2, Under
+from oracle import FSDP1, FSDP2
 from ranks import run_ranks
-from saved import differences, form, read, tree
+from saved import differences, form, named, read, tree
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from trainers import build_model, fit, largest_difference, make_trainer
 
@@ -86,21 +87,18 @@ OF_FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def run(under: Under, config: dict[str, Any], options: dict[str, Any], folder: str, **more: Any) -> Any:
-    options = {"batches": BATCHES, "optimizer": "adamw", "save_interval": f"{BATCHES}ba", **options, **more}
-    return fit(under, dict(config), save_folder=folder, run_name="run", **options)
-
-
 def check_trees(folder: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     warnings.simplefilter("ignore")  # of FSDP1 and of torch, about themselves
-    for name, (config, options) in cases.items():
-        theirs, ours = (f"{folder}/{name}-{kind}" for kind in ("FSDP1", "FSDP2"))
-        assert run(FSDP1_saving, config, options, theirs).shards == {"FullyShardedDataParallel"}
-        assert run(FSDP2, config, options, ours).shards == {"FSDPModule"}
-        dist.barrier()
-        if dist.get_rank() == 0:
-            compare(name, ours, theirs)
-        dist.barrier()
+    for under, shards in ((FSDP1_saving, "FullyShardedDataParallel"), (FSDP2, "FSDPModule")):
+        with under():
+            for name, (config, options) in cases.items():
+                options = {"batches": BATCHES, "optimizer": "adamw", "save_interval": f"{BATCHES}ba", **options}
+                trained = fit(under, dict(config), save_folder=f"{folder}/{shards}/{name}", run_name="run", **options)
+                assert trained.shards == {shards}, name
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in cases:
+            compare(name, f"{folder}/FSDPModule/{name}", f"{folder}/FullyShardedDataParallel/{name}")
 
 
 def compare(name: str, ours: str, theirs: str) -> None:
@@ -138,6 +136,59 @@ def test_the_tree_of_replicas_is_fsdp1s(tmp_path: Path):
     run_ranks(check_trees, 4, str(tmp_path), OF_FOUR_RANKS)
 
 
+# --- uploads
+
+
+def bucket(folder: str) -> Any:
+    """A logger that uploads into a folder, and notes what it was given."""
+    from composer.loggers import LoggerDestination
+
+    class Bucket(LoggerDestination):
+        def __init__(self) -> None:
+            self.names: list[str] = []
+
+        def upload_file(self, state: Any, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
+            self.names.append(remote_file_name)
+            into = Path(folder, remote_file_name)
+            into.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file_path, into)
+
+    return Bucket()
+
+
+def check_uploads(folder: str, kind: str) -> None:
+    warnings.simplefilter("ignore")
+    uploaded: dict[str, list[str]] = {}
+    for who, under in (("FSDP1", FSDP1_saving), ("FSDP2", FSDP2), ("async", FSDP2)):
+        remote = bucket(f"{folder}/{who}-bucket")
+        config = {"state_dict_type": kind, **({"async_save": True} if who == "async" else {})}
+        fit(
+            under,
+            config,
+            batches=2,
+            save_folder=f"{folder}/{who}/saved",
+            save_interval="1ba",
+            save_num_checkpoints_to_keep=0,
+            run_name="run",
+            loggers=[remote],
+        )
+        uploaded[who] = [name.replace(f"/{who}/", "/") for name in remote.names]
+        assert not os.listdir(f"{folder}/{who}/saved"), "uploaded, and kept all the same"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            [saved] = Path(f"{folder}/{who}-bucket").rglob("saved")
+            assert (saved / "latest-rank0.pt.symlink").read_text().endswith(named(kind, 2))
+            assert read(saved / named(kind, 2))["state"]["model"]
+    assert uploaded["FSDP1"] == uploaded["FSDP2"] == uploaded["async"], uploaded
+    assert uploaded["FSDP1"] or (kind == "full" and dist.get_rank() == 1), uploaded
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_uploads_are_fsdp1s(tmp_path: Path, kind: str):
+    """In the bucket lies what FSDP1 put there, whole, in its order: the link last, and after the file."""
+    run_ranks(check_uploads, 2, str(tmp_path), kind)
+
+
 # --- the same contents as Composer's own writer
 
 
@@ -158,8 +209,8 @@ def check_against_composers(folder: str, names: list[str]) -> None:
     from composer.utils import checkpoint
 
     warnings.simplefilter("ignore")
-    for name in names:
-        with FSDP2():
+    with FSDP2():
+        for name in names:
             model = build_model()
             options = {"batches": BATCHES, "optimizer": "groups", "eval_interval": "1ba"}
             trainer = make_trainer(CONFIGS[name](model), model=model, **options)
@@ -197,13 +248,16 @@ def check_way_back(folder: str) -> None:
         "sharded, flat": {**SHARDED, "use_orig_params": False},
         "checkpointing": {"activation_checkpointing": True},
     }
+    with FSDP2():
+        losses = {
+            name: fit(FSDP2, dict(c), save_folder=f"{folder}/{name}", **saving).losses for name, c in cases.items()
+        }
     for name, config in cases.items():
-        ours = fit(FSDP2, dict(config), save_folder=f"{folder}/{name}", **saving)
         file = "ep0-ba3" if "sharded" in name else "ep0-ba3-rank0.pt"
         theirs = fit(FSDP1_saving, dict(config), batches=6, optimizer="adamw", load_path=f"{folder}/{name}/{file}")
         assert theirs.shards == {"FullyShardedDataParallel"}
-        difference = largest_difference(theirs.losses, ours.losses[3:])
-        assert difference <= 1e-6, f"{name}: FSDP1 {theirs.losses}, ours {ours.losses}"
+        difference = largest_difference(theirs.losses, losses[name][3:])
+        assert difference <= 1e-6, f"{name}: FSDP1 {theirs.losses}, ours {losses[name]}"
 
 
 def test_fsdp1_goes_on_from_ours(tmp_path: Path):
@@ -255,7 +309,7 @@ def check_link(folder: str) -> None:
         os.unlink(path)
 
     with mock.patch("os.replace", watching), mock.patch("os.remove", remove):
-        run(FSDP2, {}, {"save_interval": "1ba", "save_num_checkpoints_to_keep": 1}, folder)
+        fit(FSDP2, {}, batches=3, save_folder=folder, save_interval="1ba", save_num_checkpoints_to_keep=1)
     if dist.get_rank() == 0:
         assert seen == [False, True, True], "the link was away while it was replaced"
         assert removed == ["ep0-ba1-rank0.pt", "ep0-ba2-rank0.pt"], removed
@@ -269,13 +323,23 @@ def test_the_link_is_never_away(tmp_path: Path):
 # --- async_save, refused early
 
 
-def check_wrong_value() -> None:
+def check_values() -> None:
+    from composer.utils import FSDPConfig
+
+    warnings.simplefilter("ignore")
     with FSDP2():
         for config in ({"async_save": "yes"}, {"trust_checkpoint": 1}):
             with pytest.raises(ConfigError, match=f"{next(iter(config))}.*true or false"):
                 make_trainer(config)
+        said = {"async_save": True, "state_dict_type": "sharded"}
+        ways = {"dict": (said, "1"), "FSDPConfig": (FSDPConfig(**said), "1"), "FSDP_VERSION=2": (said, "2")}
+        for way, (config, version) in ways.items():
+            with mock.patch.dict(os.environ, FSDP_VERSION=version):
+                trainer = make_trainer(config)
+            assert trainer.state.fsdp_config.async_save is True, way
+            trainer.close()
 
 
-def test_a_wrong_value_is_refused():
-    """A misspelt value must not train for hours before the first save."""
-    run_ranks(check_wrong_value, 2)
+def test_async_save_is_a_key_like_others():
+    """However the configuration is given it has its effect; a misspelt value does not train until the first save."""
+    run_ranks(check_values, 2)

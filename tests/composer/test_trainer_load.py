@@ -395,7 +395,7 @@ def check_damage(folder: str) -> None:
             on_rank_0(functools.partial(write, change))
             for path, named in ((full, full), (directory, shard)):
                 error = error_of(lambda: reload(trainer, path))  # noqa: B023
-                assert str(named) in error, f"{change.__name__}: {error}"
+                assert str(path) in error and named.name in error, f"{change.__name__}: {error}"
                 assert_equal(snapshot(trainer), before, f"{path}, {change.__name__}")
                 with pytest.raises(CheckpointError, match=named.name), a_trainer("c220/sharded", load_path=str(path)):
                     pass
@@ -610,6 +610,56 @@ def check_ties(folder: str) -> None:
 def test_tied_weights(tmp_path: Path):
     """A tied weight that was stored under one of its names is there; two values for one parameter are refused."""
     run_ranks(check_ties, 2, str(tmp_path))
+
+
+# --- other ways in
+
+
+def recording_planner() -> Any:
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+
+    class Recording(DefaultLoadPlanner):
+        num_plans = 0
+
+        def create_local_plan(self) -> Any:
+            self.num_plans += 1
+            return super().create_local_plan()
+
+    return Recording()
+
+
+def check_planner(folder: str) -> None:
+    with a_trainer("c220/sharded", SHARDED, load_path=str(checkpoint_of("c220/sharded"))) as trainer:
+        trainer.save_checkpoint(f"{folder}/run/ep0-ba3.pt")
+        expected = snapshot(trainer)
+    planner = recording_planner()
+    [path] = Path(folder, "run").iterdir()
+    with a_trainer("c220/sharded", {**SHARDED, "load_planner": planner}, load_path=str(path)) as trainer:
+        assert_equal(snapshot(trainer), expected, "by the user's planner")
+    assert planner.num_plans > 0, "the user's planner was left out without a word"
+
+
+def test_load_planner(tmp_path: Path):
+    """A planner of one's own, that renames or leaves out entries, is asked."""
+    run_ranks(check_planner, 2, str(tmp_path))
+
+
+def refuses_all(path: Path, specs: Any = None) -> bool:
+    return False
+
+
+def check_validation() -> None:
+    """Composer names the function by a variable, ``module.function``."""
+    from composer_fsdp2 import CheckpointError
+
+    trainer = a_trainer("c172/full", {}, load_path=str(checkpoint_of("c172/full")))
+    with pytest.raises(CheckpointError, match="CHECKPOINT_VALIDATION_FUNCTION"), trainer:
+        pass
+
+
+def test_the_users_own_validation():
+    """A cluster's own check of its files is asked before they are read, as it was under Composer's loader."""
+    run_ranks(check_validation, 2, env={"CHECKPOINT_VALIDATION_FUNCTION": f"{refuses_all.__module__}.refuses_all"})
 
 
 # --- other runs' files, and going on

@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch.distributed as dist
 from composer import Callback
+from composer.utils import get_composer_env_dict
 from oracle import FSDP2
 from saved import read
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -94,9 +95,11 @@ def writers_call(before: Callable[[], None]) -> Iterator[None]:
 
         return call
 
-    with mock.patch.object(save, "write_all", after(write_all)):
-        with mock.patch.object(FileSystemWriter, "finish", after(finish)):
-            yield
+    with (
+        mock.patch.object(save, "write_all", after(write_all)),
+        mock.patch.object(FileSystemWriter, "finish", after(finish)),
+    ):
+        yield
 
 
 def train(run: Run, rank: int, before: Callable[[], None]) -> None:
@@ -105,7 +108,7 @@ def train(run: Run, rank: int, before: Callable[[], None]) -> None:
     os.environ.update(WORLD_SIZE=str(NUM_RANKS), LOCAL_WORLD_SIZE=str(NUM_RANKS))
     store = dist.FileStore(f"{run.steps_file}.store", NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    with FSDP2(), writers_call(before):
+    with writers_call(before):
         trainer = make_trainer(
             {"state_dict_type": run.kind, "async_save": run.is_async},
             batches=run.batches,
@@ -227,7 +230,9 @@ def one_in_the_middle(folder: Path, kind: str, is_async: bool) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "middle":
-        in_the_middle(Path(sys.argv[1]))
-    else:
-        at_random_points(Path(sys.argv[1]), int(sys.argv[2]))
+    get_composer_env_dict()  # asks the CPU for its name, for half a second
+    with FSDP2():
+        if sys.argv[2] == "middle":
+            in_the_middle(Path(sys.argv[1]))
+        else:
+            at_random_points(Path(sys.argv[1]), int(sys.argv[2]))

@@ -28,7 +28,8 @@ from engine.checkpoint.conversions import (
     staging_of,
     without_empty_dicts,
 )
-from engine.checkpoint.samples import LEGACY, composer_state
+from engine.checkpoint.samples import FIXTURES, LEGACY, composer_state
+from engine.checkpoint.test_composer_package import write as write_composer_package
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -133,6 +134,24 @@ def test_safetensors_as_a_file_and_a_folder(tmp_path: Path, source: Path):
     }
 
 
+def test_a_hugging_face_folder_in_other_shards(tmp_path: Path, source: Path):
+    """What ``from_pretrained`` needs beside the weights goes with them; the old index does not."""
+    convert(source, tmp_path / "hf", "safetensors", files=2)
+    for name in ("config.json", "tokenizer.json", "tokenizer.model"):
+        (tmp_path / "hf" / name).write_text('{"hidden_size": 3}')
+    convert(tmp_path / "hf", tmp_path / "one", "safetensors")
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer.model",
+    ]
+    assert (tmp_path / "one/config.json").read_bytes() == (tmp_path / "hf/config.json").read_bytes()
+    convert(tmp_path / "one", tmp_path / "back.pt", "monolithic")
+    names = {f"model.{name}" for name in loaded(source)["state"]["model"]}
+    assert set(loaded(tmp_path / "back.pt")["state"]["model"]) == names
+
+
 def test_a_compressed_checkpoint(tmp_path: Path, source: Path):
     """Compressed files convert like others; what was unpacked on the way is gone."""
     packed = tmp_path / "packed.pt.gz"
@@ -141,6 +160,32 @@ def test_a_compressed_checkpoint(tmp_path: Path, source: Path):
     assert_same(loaded(tmp_path / "new.pt"), loaded(source))
     assert report.source == str(packed)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new.pt", "packed.pt.gz", "source.pt"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("form", ["one file", "DCP"])
+def test_a_folder_of_composers_checkpoint_package(tmp_path: Path, form: str):
+    """Its parts come together in one file; that it does not say the optimizer's class, the report says."""
+    (tmp_path / "source").mkdir()
+    whole = write_composer_package(tmp_path / "source", form)
+    report = convert(tmp_path / "source", tmp_path / "new.pt", "monolithic")
+    found = loaded(tmp_path / "new.pt")
+    for part in ("model", "timestamp", "schedulers", "callbacks"):
+        assert_same(found["state"][part], whole["state"][part], part)
+    assert_same(found["rng"], whole["rng"])
+    assert_same(found["state"]["optimizers"], {"": whole["state"]["optimizers"]["AdamW"]})
+    assert any("class" in remark for remark in report.remarks)
+
+
+@pytest.mark.parametrize("to", ["monolithic", "dcp"])
+def test_files_of_each_rank(tmp_path: Path, to: str):
+    """What Composer 0.13 to 0.15 left, a pickled ShardedTensor for each rank, becomes a layout that is still read."""
+    convert(FIXTURES / "per-rank-checkpoints/sharded-rank0.pt", tmp_path / "new", to)
+    found = loaded_folder(tmp_path / "new") if to == "dcp" else loaded(tmp_path / "new")
+    whole = loaded(FIXTURES / "per-rank-checkpoints/whole.pt")
+    model = {"model.weight": whole["weight"], "model.bias": whole["bias"], "model.buffer": torch.arange(3)}
+    assert_same(found["state"]["model"], model)
+    assert_same(found["state"]["optimizers"]["AdamW"]["state"]["model.weight"]["exp_avg"], whole["weight"] * 2)
 
 
 def test_rows_are_split_as_ranks_would_hold_them(tmp_path: Path):

@@ -39,6 +39,7 @@ PATCHED = [
     (os, "fsync", lambda file: None),  # a kill keeps what the kernel has
     (os, "rename", os.rename),
     (os, "mkdir", os.mkdir),
+    (os, "truncate", os.truncate),
     (os, "unlink", os.unlink),
     (os, "rmdir", os.rmdir),
     (Path, "write_text", Path.write_text),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from engine.checkpoint.corruptions import CORRUPTIONS, FoundBy, flip, prepared
 from engine.checkpoint.samples import bytes_of
-from engine.models import VOCABULARY, WIDTH, Model
+from engine.models import VOCABULARY, WIDTH, Model, tokens
 from engine.parity import assert_close, full
 from ranks import run_ranks
 from torch import nn
@@ -149,13 +149,12 @@ def refused(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     says: Sequence[str],
-    *,
-    strict: bool = True,
+    **options: bool,
 ) -> None:
     """Every rank gets a CheckpointError that says all of this, and nothing has changed. Called on all ranks."""
     before = contents(model, optimizer), hyperparameters(optimizer) if optimizer else []
     with pytest.raises(CheckpointError) as raised:
-        load_checkpoint(path, model, optimizer, strict=strict)
+        load_checkpoint(path, model, optimizer, **options)
     missing = [text for text in says if not re.search(text, str(raised.value))]
     assert not missing, f"{what}: {raised.value}\ndoes not say {missing}"
     assert_same(contents(model, optimizer), before[0], what)
@@ -845,6 +844,42 @@ def test_parameters_sharded_by_columns(tmp_path: Path):
     run_ranks(check_shard_of_columns, 2, str(tmp_path))
 
 
+PLANS: dict[str, dict[str, Any]] = {
+    "freed after forward to one rank": {"reshard_after_forward": 1},
+    "kept after forward": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "offloaded": {"cpu_offload": True},
+    "checkpointed": {"activation_checkpointing": True},
+    "in bf16 with buffers": {"mixed_precision": {"param_dtype": "bf16", "buffer_dtype": "bf16"}},
+}
+
+
+def check_plans(folder: str) -> None:
+    model, optimizer = trained(tied)
+    model.decoder.blocks[0].scale.fill_(0.75)
+    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    expected = contents(model, optimizer)
+    for name, config in PLANS.items():
+        for one_reader in (False, True):
+            ours, own = untrained(tied, config=config)
+            load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
+            assert_same(contents(ours, own), expected, name)
+            assert ours.decoder.blocks[0].scale.item() == 0.75, f"{name}: what the state dict shows was a copy"
+            ours, own = untrained(tied, config=config)
+            report = load_checkpoint(path, ours, own, weights_only=True, one_reader_per_node=one_reader)
+            assert report.left_out == ("optimizer AdamW",) and not own.state, f"{name}: {report}"
+            assert_same(contents(ours), contents(model), name)
+            # After a forward without gradients, an evaluation's, parameters are gathered.
+            with torch.no_grad():
+                ours(tokens(0))
+            load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
+            assert_same(contents(ours, own), expected, name)
+
+
+def test_any_plan(tmp_path: Path):
+    """However a model is sharded, cast or recomputed, also right after an evaluation."""
+    run_ranks(check_plans, 2, str(tmp_path))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Bytes
 
@@ -1007,6 +1042,7 @@ def check_one_ranks_bytes(folder: str) -> None:
         for config in ({}, {"sharding_strategy": "NO_SHARD"}, None):
             ours, own = untrained(Large, config=config)
             refused(f"{of_rank}, {config}", damaged, ours, own, [r"damaged-\d\.pt.*(.|\n)*CRC32"])
+            refused(f"{of_rank}, {config}", damaged, ours, own, ["CRC32"], one_reader_per_node=True)
     copies = [Path(f"{folder}/{rank}/a.pt") for rank in range(2)]
     if dist.get_rank() == 0:
         for path in copies:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from composer_fsdp2 import load_checkpoint
+from composer_fsdp2 import CheckpointError, load_checkpoint
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OTHERS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128)
@@ -207,7 +207,8 @@ def check_load(path: str, case: Case) -> None:
             fully_shard(module, shard_placement_fn=placement)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     report = load_checkpoint(path, model, optimizer)
-    assert (report.left_out, report.kept, report.cast, report.unchecked_bytes) == ((), (), (), 0), str(report)
+    assert (report.left_out, report.kept, report.cast) == ((), (), ()), str(report)
+    assert report.unchecked_bytes == 0 or case.strided, str(report)  # of a larger storage nobody reads the rest
     for name, value in model.state_dict().items():
         assert_part(name, value, root["model"][name])
     state = root["optimizers"]["AdamW"]["state"]
@@ -216,6 +217,15 @@ def check_load(path: str, case: Case) -> None:
         for key, value in state.get(name, {}).items():
             assert_part(f"{key} of {name}", optimizer.state[parameter][key], value)
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def try_load(path: str, case: Case) -> str:
+    """What went wrong, as a value: a check that raises costs new ranks, for each step in which hypothesis shrinks."""
+    try:
+        check_load(path, case)
+    except (AssertionError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def assert_part(name: str, ours: torch.Tensor, whole: torch.Tensor) -> None:
@@ -243,7 +253,7 @@ def test_what_one_world_saved_another_loads(case: Case, world_size: int):
         if world_size == 1:
             check_load(str(path), case)
         else:
-            run_ranks(check_load, world_size, str(path), case)
+            assert run_ranks(try_load, world_size, str(path), case) == [""] * world_size
 
 
 @given(case=cases.filter(lambda case: case.num_files > 0))

@@ -224,6 +224,7 @@ def check_memory(folder: str) -> None:
     with peak_anonymous_bytes() as samples:
         save_monolithic(state, f"{folder}/large.pt")
     assert len(samples) > 50, f"{len(samples)} samples"
+    print("PEAK", max(samples)/2**20)
     assert max(samples) < 4 * save.PIECE_BYTES, f"rank {dist.get_rank()}: {max(samples) / 2**20:.0f} MiB"
 
 

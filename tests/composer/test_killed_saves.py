@@ -1,0 +1,65 @@
+"""A run that is killed while it saves: what is linked as the latest can always be read, and the next start takes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.composer
+
+HERE = Path(__file__).parent
+KILLED = [-9, -9]
+
+
+def reports(folder: Path, mode: str) -> list[dict[str, Any]]:
+    """What ``scripts/killed_runs.py`` says of each run, in order."""
+    path = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1])))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", HERE / "scripts" / "killed_runs.py", folder, mode],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def assert_resumable(killed: list[dict[str, Any]]) -> None:
+    """Of each kind, every run began where the link of the one before pointed, and never lost more than two steps."""
+    for kind in sorted({run["kind"] for run in killed}):
+        latest = 0
+        for run in (run for run in killed if run["kind"] == kind):
+            assert run["codes"] == KILLED, run
+            assert run["began"] == latest, f"{run} did not go on from {latest}"
+            assert run["latest"] is not None and f"-ba{run['latest']}" in run["link"], run
+            # One was at its end, and with async_save the one before may still have been at the writer.
+            assert run["reached"] - 2 <= run["latest"] <= run["reached"], run
+            latest = run["latest"]
+
+
+@pytest.mark.parametrize("num_rounds", [12, pytest.param(52, marks=pytest.mark.slow)])
+def test_killed_at_random_points(tmp_path: Path, num_rounds: int):
+    """Full and sharded, waited for and asynchronous: the folder always holds a latest checkpoint that is whole."""
+    killed = reports(tmp_path, str(num_rounds))
+    assert len(killed) == num_rounds
+    assert_resumable(killed)
+    assert any(run["unfinished"] for run in killed), f"no kill was in the middle of a save: {killed}"
+
+
+def test_killed_in_the_middle_of_a_file(tmp_path: Path):
+    """Half a file does not stand in the way: the next start resumes from the one before, and writes it anew."""
+    runs = reports(tmp_path, "middle")
+    assert len(runs) == 8
+    for killed, again in zip(runs[::2], runs[1::2], strict=True):
+        is_async = "True" in killed["kind"]
+        assert killed["codes"] == KILLED and len(killed["unfinished"]) == 1, killed
+        assert killed["latest"] == 3 and killed["reached"] in ((8, 9) if is_async else (6,)), killed
+        assert again["codes"] == [0, 0] and again["began"] == 3, again
+        assert again["latest"] == 12 and not again["unfinished"], again

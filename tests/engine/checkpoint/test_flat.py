@@ -1,0 +1,254 @@
+"""FSDP1's flat parameters, made by torch's own FSDP1, taken apart along the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import Model
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from composer_fsdp2 import CheckpointError, prepare_fully_shard
+from composer_fsdp2.checkpoint.flat import unflattened
+from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory
+from composer_fsdp2.checkpoint.reading import Reader
+
+
+class Unit(nn.Module):
+    """To be wrapped; parameters of several shapes, registered before and after a child."""
+
+    def __init__(self, *, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.randn(3))
+        self.layer = nn.Linear(2, 3)
+        if inner is not None:
+            self.inner = inner
+        self.after = nn.Parameter(torch.randn(2, 1, 2))
+        self.register_buffer("table", torch.arange(3.0))
+
+    def forward(self) -> None: ...
+
+
+class Root(nn.Module):
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5))
+        for name, child in children.items():
+            self.add_module(name, child)
+        self.last = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self) -> None: ...
+
+
+def nested() -> nn.Module:
+    return Root(a=Unit(inner=Unit(inner=Unit())), b=nn.Sequential(Unit(), nn.Linear(2, 2), Unit()))
+
+
+def tied_in_a_unit() -> nn.Module:
+    unit = Unit(inner=nn.Linear(2, 3))
+    unit.inner.weight = unit.layer.weight
+    return Root(a=unit, b=Unit())
+
+
+def tied_outside() -> nn.Module:
+    root = Root(a=nn.Linear(3, 4), b=Unit(), c=nn.Linear(3, 4, bias=False))
+    root.c.weight = root.a.weight
+    return root
+
+
+def shared_with_the_root() -> nn.Module:
+    """FSDP1 gave each of the two a copy, which went ways of their own."""
+    root = Root(head=nn.Linear(2, 3), b=Unit())
+    root.head.weight = root.b.layer.weight
+    return root
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "one unit": lambda: Root(a=nn.Linear(3, 2)),
+    "nested": nested,
+    "tied in a unit": tied_in_a_unit,
+    "tied outside of the units": tied_outside,
+    "shared with the root": shared_with_the_root,
+    "a decoder": lambda: Model(tied=True),
+}
+
+
+def is_unit(module: nn.Module) -> bool:
+    return isinstance(module, Unit) or type(module).__name__ == "Block"
+
+
+def wrapped(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    policy = CustomPolicy(is_unit)
+    return FSDP(make(), auto_wrap_policy=policy, use_orig_params=False, device_id=torch.device("cpu"))
+
+
+def flat_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every flat parameter whole, as ``state_dict_type: local`` names it, and buffers. Called on all ranks."""
+    state = {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
+    for path, module in model.named_modules():
+        if isinstance(module, FSDP) and module._handle is not None:
+            flat = module._handle.flat_param
+            shards = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, flat.detach())
+            whole = torch.cat(shards)[: sum(flat._numels)]
+            state[f"{path}._flat_param" if path else "_flat_param"] = whole
+    return state
+
+
+def own(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def moments(names: list[str], count: float) -> dict[str, Any]:
+    """An optimizer's state that is keyed by the vectors' names."""
+    group = {"lr": 0.1, "params": names}
+    state = {name: {"step": torch.tensor(count), "note": "kept"} for name in names}
+    return {"AdamW": {"state": state, "param_groups": [group]}}
+
+
+def write(make_name: str, folder: str) -> None:
+    """A monolithic file of the flat parameters, and what FSDP1 itself says the parameters are."""
+    model = wrapped(MODELS[make_name])
+    state = flat_state(model)
+    with FSDP.summon_full_params(model):
+        whole = {own(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    flat_names = [name for name in state if name.endswith("_flat_param")]
+    optimizers = moments(flat_names, 3.0)
+    for name in flat_names:
+        optimizers["AdamW"]["state"][name]["exp_avg"] = state[name] * 2
+    handles = {path: module._handle for path, module in model.named_modules() if isinstance(module, FSDP)}
+    names = [
+        own(f"{path}.{name}" if path else name)
+        for path, handle in handles.items()
+        for name in (handle.flat_param._fqns if handle else ())
+    ]
+    if dist.get_rank() == 0:
+        torch.save({"state": {"model": state, "optimizers": optimizers}}, f"{folder}/{make_name}.pt")
+        torch.save({"parameters": whole, "names": names}, f"{folder}/{make_name}.whole.pt")
+
+
+def check_write(folder: str) -> None:
+    for name in MODELS:
+        write(name, folder)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flat")
+    run_ranks(check_write, 2, str(folder))
+    return folder
+
+
+def opened(written: Path, name: str) -> CheckpointInventory:
+    return inspect_checkpoint(written / f"{name}.pt").replaced(flat=True)
+
+
+def contents(inventory: CheckpointInventory, prefix: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    with Reader() as reader:
+        return {
+            ".".join(map(str, path[len(prefix) :])): reader.read_whole(record)
+            for path, record in inventory.tensors.items()
+            if path[: len(prefix)] == prefix
+        }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_come_out_as_fsdp1_put_them_in(name: str, written: Path):
+    """A flat file says neither names nor shapes; one parameter off by its neighbour's size would shift all others."""
+    model = MODELS[name]()
+    inventory = unflattened(opened(written, name), model)
+    assert not inventory.flat
+    fsdp1 = torch.load(written / f"{name}.whole.pt", weights_only=True)
+    found = contents(inventory, ("state", "model"))
+    parameters = set(fsdp1["names"])
+    buffers = {key for key, _ in model.named_buffers()}
+    assert {key for key in found if own(key) not in buffers} == parameters
+    assert fsdp1["parameters"].keys() & parameters
+    for key in fsdp1["parameters"].keys() & parameters:
+        assert torch.equal(found[key], fsdp1["parameters"][key]), key
+    expected = {key: 2 * value for key, value in found.items() if key in parameters}
+    state = contents(inventory, ("state", "optimizers", "AdamW", "state"))
+    assert expected.keys() == parameters
+    for key, value in expected.items():
+        assert torch.equal(state[f"{key}.exp_avg"], value), key
+        assert state[f"{key}.step"].item() == 3.0
+    [contents_of] = inventory.optimizers
+    assert all(contents_of.state[key]["note"].value() == "kept" for key in parameters)
+    [group] = inventory.groups("AdamW")
+    assert sorted(group["params"]) == sorted(parameters) and group["lr"] == 0.1
+
+
+def check_sharded(folder: str) -> None:
+    """The same from a model that is sharded already: parameters have their whole shapes there, too."""
+    plain = unflattened(opened(Path(folder), "a decoder"), MODELS["a decoder"]())
+    model = MODELS["a decoder"]()
+    prepare_fully_shard(model, None, {"activation_checkpointing": True}, precision="fp32")
+    sharded = unflattened(opened(Path(folder), "a decoder"), model)
+    assert {path: record.shape for path, record in sharded.tensors.items()} == {
+        path: record.shape for path, record in plain.tensors.items()
+    }
+
+
+def test_along_a_sharded_model(written: Path):
+    """A load takes the model that is there, which is sharded and has checkpointing's wrappers."""
+    run_ranks(check_sharded, 2, str(written))
+
+
+def other_size() -> nn.Module:
+    model = nested()
+    model.b[0].after = nn.Parameter(torch.zeros(5))
+    return model
+
+
+def without_a_unit() -> nn.Module:
+    return Root(a=Unit(inner=Unit(inner=Unit())), b=nn.Sequential(Unit(), nn.Linear(2, 2)))
+
+
+def root_grew() -> nn.Module:
+    model = nested()
+    model.weight = nn.Parameter(torch.zeros(6))
+    return model
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "other size": (other_size, r"b\.0.*_flat_param holds 16 elements, this model's parameters there 17"),
+    "without a unit": (without_a_unit, r"'b\.2', which this model has not"),
+    "root grew": (root_grew, r"_flat_param holds \d+ elements, this model's parameters there \d+"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model_is_refused(name: str, written: Path):
+    """Elements of a vector cut at other places are numbers, and would train."""
+    make, says = OTHERS[name]
+    with pytest.raises(CheckpointError) as raised:
+        unflattened(opened(written, "nested"), make())
+    assert re.search(says, str(raised.value)), str(raised.value)
+    assert str(written) in str(raised.value)
+
+
+def test_state_of_another_length(written: Path, tmp_path: Path):
+    """Moments that are longer than their vector belong to something else."""
+    root = torch.load(written / "nested.pt", weights_only=True)
+    state = root["state"]["optimizers"]["AdamW"]["state"]
+    first = next(iter(state))
+    state[first]["exp_avg"] = torch.zeros(state[first]["exp_avg"].numel() + 1)
+    torch.save(root, tmp_path / "nested.pt")
+    with pytest.raises(CheckpointError, match="elements"):
+        unflattened(opened(tmp_path, "nested"), nested())
+
+
+def test_other_checkpoints_stay(written: Path):
+    """Only files of flat parameters are taken apart."""
+    inventory = inspect_checkpoint(written / "nested.pt").replaced(flat=False)
+    assert unflattened(inventory, nested()) is inventory

@@ -1,0 +1,63 @@
+"""LLM Foundry's MonolithicCheckpointSaver, which asks FSDP1 for whole state, on a model sharded by ``fully_shard``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import FSDP1, FSDP2
+from ranks import run_ranks
+
+pytestmark = pytest.mark.foundry
+
+COMPOSER_TESTS = str(Path(__file__).parents[1] / "composer")
+
+
+@contextlib.contextmanager
+def _stays(self: Any) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def FSDP1_saving() -> Iterator[None]:
+    """FSDP1 with full state on the CPU: torch frees what it moves there, and it was there already."""
+    with FSDP1(), mock.patch("torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu", _stays):
+        yield
+
+
+def check_saver(folder: str) -> None:
+    sys.path.append(COMPOSER_TESTS)
+    from saved import form
+    from trainers import fit
+
+    warnings.simplefilter("ignore")
+    from llmfoundry.callbacks.monolithic_ckpt_callback import MonolithicCheckpointSaver
+
+    for keep_optimizers in (False, True):
+        files = {}
+        for who, under in (("FSDP1", FSDP1_saving), ("FSDP2", FSDP2)):
+            saver = MonolithicCheckpointSaver(f"{folder}/{who}", 2, keep_optimizers=keep_optimizers)
+            config = {"state_dict_type": "sharded", "activation_checkpointing": True}
+            fit(under, config, batches=2, optimizer="adamw", run_name="run", callbacks=[saver])
+            files[who] = f"{folder}/{who}/ep0-ba2.pt"
+        if dist.get_rank() == 0:
+            theirs, ours = (torch.load(path, weights_only=False) for path in files.values())
+            assert not form(ours).items() ^ form(theirs).items(), form(ours).items() ^ form(theirs).items()
+            assert ("optimizers" in ours["state"]) == keep_optimizers
+            for name, tensor in theirs["state"]["model"].items():
+                torch.testing.assert_close(ours["state"]["model"][name], tensor, msg=name)
+        dist.barrier()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_its_file_is_fsdp1s(tmp_path: Path):
+    """A run that saves sharded, and a monolithic file now and then, keeps doing so: it ended in a KeyError."""
+    run_ranks(check_saver, 2, str(tmp_path), timeout_s=300)
