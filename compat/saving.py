@@ -298,7 +298,7 @@ def replacement_for_saver(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_sharded(state.model):
             original(self, state, logger)
             return
-        finish_pending()  # one at a time: the next one waits for this one's memory
+        _finish_pending()  # one at a time: the next one waits for this one's memory
         placeholders = self.filename.format(state, keep_placeholders=True)
         filename = checkpoint.get_save_filename(state, placeholders)
         self.last_checkpoint_batch = state.timestamp.batch
@@ -400,7 +400,8 @@ class _Pending:
 
     Args:
         write: Called in a thread of its own.
-        publish: Called once all ranks have written.
+        publish: Gives it its name; called once this rank has written.
+        account_for: Composer's second part; called once all ranks have published.
     """
 
     saver: CheckpointSaver
@@ -412,8 +413,15 @@ class _Pending:
     error: str | None = None
 
     def start(self) -> None:
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+        def run() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # a new thread is on GPU 0, where torch's writer would open a stream
+            self._attempt(self.write)
+
         # A daemon: a run that ends in an error must not wait for ranks that are gone.
-        self.thread = threading.Thread(target=self._attempt, args=(self.write,), name="async_save", daemon=True)
+        self.thread = threading.Thread(target=run, name="async_save", daemon=True)
         self.thread.start()
 
     def _attempt(self, work: Callable[[], None]) -> None:
@@ -487,7 +495,7 @@ def _start(saver: CheckpointSaver, state: State, filename: str, account_for: Cal
     _pending.start()
 
 
-def finish_pending() -> None:
+def _finish_pending() -> None:
     """Wait for the checkpoint that is being written, if there is one. Called on all ranks."""
     global _pending
     pending, _pending = _pending, None
@@ -501,7 +509,7 @@ def replacement_for_batch_end(original: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(original)
     def batch_end(self: CheckpointSaver, state: State, logger: Any) -> None:
         if _pending is not None and _pending.saver is self and _pending.is_done_everywhere():
-            finish_pending()
+            _finish_pending()
         original(self, state, logger)
 
     return batch_end
@@ -512,7 +520,7 @@ def replacement_for_fit_end(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def fit_end(self: CheckpointSaver, state: State, logger: Any) -> None:
-        finish_pending()
+        _finish_pending()
         original(self, state, logger)
 
     return fit_end
@@ -524,6 +532,6 @@ def replacement_for_save_to_folder(original: Callable[..., Any]) -> Callable[...
     @functools.wraps(original)
     def save_checkpoint_to_save_folder(self: Any) -> None:
         original(self)
-        finish_pending()
+        _finish_pending()
 
     return save_checkpoint_to_save_folder

@@ -144,7 +144,10 @@ def _optimizer_sections(inventory: CheckpointInventory) -> list[Section]:
 def _fit(inventory: CheckpointInventory) -> Section:
     if inventory.fit is None:
         return Section("", ())
-    return Section(f"into the model: {'it fits' if inventory.fit.fits else 'it does not fit'}", tuple(inventory.fit.text.split("\n")))
+    return Section(
+        f"into the model: {'it fits' if inventory.fit.fits else 'it does not fit'}",
+        tuple(inventory.fit.text.split("\n")),
+    )
 
 
 def _remarks(inventory: CheckpointInventory) -> Section:

@@ -14,9 +14,7 @@ from composer_fsdp2.errors import CheckpointError
 __all__ = ["inspect_checkpoint"]
 
 
-def inspect_checkpoint(
-    path: str | Path, *, model: nn.Module | None = None, trust: bool = False
-) -> CheckpointInventory:
+def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trust: bool = False) -> CheckpointInventory:
     """What lies in a checkpoint of any layout, without reading tensor data or running a pickle.
 
     Tensor data of compressed files is decompressed in passing, and not kept. Does not communicate; any one rank can

@@ -375,7 +375,7 @@ KEYS: tuple[Key, ...] = (
         origin=Origin.OURS,
         meaning="training goes on while a Trainer's checkpoint is written from a copy in host memory",
         outcome=_EXACT,
-        target="a background thread with a gloo group of its own",
+        target="a background thread with gloo groups of its own",
         reason="read by the Trainer's checkpoint saver; needs host memory for one more shard",
     ),
     Key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -82,6 +83,24 @@ def test_the_object_of_the_set_up():
     for timing in result["timings"]:
         assert timing["units"] > 1
         assert all(timing[part] > 0 for part in ("bare_s", "fully_shard_s", "materialising_s", "own_s"))
+
+
+def test_a_call_is_charged_for_what_it_frees_again(tmp_path: Path):
+    """The peak is seen, not what is left at the end, and no page of the file that is read."""
+    spec = importlib.util.spec_from_file_location("usage", ROOT / "benchmarks" / "usage.py")
+    assert spec is not None and spec.loader is not None
+    usage = sys.modules["usage"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(usage)
+    file, num_bytes = tmp_path / "file", 96 << 20
+    file.write_bytes(bytes(num_bytes))
+
+    def read_and_forget() -> int:
+        return sum(len(file.read_bytes()) for _ in range(3))
+
+    total, used = usage.measured(read_and_forget)
+    assert total == 3 * num_bytes
+    assert 0.9 * num_bytes < used.anonymous_bytes < 1.2 * num_bytes  # sampled
+    assert total <= used.read_bytes < 1.01 * total
 
 
 @pytest.fixture(scope="module")

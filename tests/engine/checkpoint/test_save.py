@@ -216,7 +216,7 @@ def peak_anonymous_bytes() -> Iterator[list[int]]:
         thread.join()
 
 
-def check_memory(folder: str) -> None:
+def check_memory(folder: str) -> int:
     mesh = init_device_mesh("cpu", (2,))
     local = torch.ones(2048, 8192)  # 64 MiB
     state = {name: DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False) for name in "ab"}
@@ -224,14 +224,14 @@ def check_memory(folder: str) -> None:
     with peak_anonymous_bytes() as samples:
         save_monolithic(state, f"{folder}/large.pt")
     assert len(samples) > 50, f"{len(samples)} samples"
-    print("PEAK", max(samples)/2**20)
-    assert max(samples) < 4 * save.PIECE_BYTES, f"rank {dist.get_rank()}: {max(samples) / 2**20:.0f} MiB"
+    return max(samples)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_no_rank_holds_more_than_pieces(tmp_path: Path):
     """Saving a model that fits no single host's memory must not end the run: 256 MiB pass in pieces of 16."""
-    run_ranks(check_memory, 2, str(tmp_path), fresh=True)
+    peaks = run_ranks(check_memory, 2, str(tmp_path), fresh=True)
+    assert max(peaks) < 2 * save.PIECE_BYTES, [f"{peak / 2**20:.1f} MiB" for peak in peaks]
     assert (tmp_path / "large.pt").stat().st_size > 256 << 20
 
 
