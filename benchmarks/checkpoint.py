@@ -117,7 +117,7 @@ class Result:
         loads: By cache, then by loader; each with a ``Usage`` and the shard's bytes for each rank.
         conversions: By converter.
         verifications: By cache.
-        digests: By loader, of what its last load left; ``file``: of what was written.
+        digests: By loader, of what each load left; ``file``: of what was written.
     """
 
     file_bytes: int
@@ -125,7 +125,7 @@ class Result:
     loads: dict[str, dict[str, list[Run]]]
     conversions: dict[str, list[Usage]]
     verifications: dict[str, list[Usage]]
-    digests: dict[str, int]
+    digests: dict[str, list[int]]
 
 
 _RATES = {"read": "disk, reading", "write": "disk, writing", "cache": "page cache, reading", "crc32": "zlib.crc32"}
@@ -150,7 +150,7 @@ def measure(options: Options) -> Result:
             loads={cache: {loader: [] for loader in options.loaders} for cache in CACHES},
             conversions={converter: [] for converter in options.converters},
             verifications={cache: [] for cache in CACHES},
-            digests={"file": digest},
+            digests={"file": [digest]} | {loader: [] for loader in options.loaders},
         )
         rounds = _Rounds(options, folder, source.path, result)
         rounds.prepare()
@@ -174,7 +174,7 @@ class _Rounds:
 
     def run(self, *, is_turned: bool) -> None:
         """One round."""
-        steps: list[Callable[[], None]] = [self.measure_rates]
+        steps: list[Callable[[], None]] = []
         for cache in CACHES:
             steps += [partial(self.load, loader, cache) for loader in self.options.loaders]
             steps.append(partial(self.verify, cache))
@@ -182,31 +182,33 @@ class _Rounds:
         for step in reversed(steps) if is_turned else steps:
             step()
 
-    def measure_rates(self) -> None:
-        num_bytes, rates = self.result.file_bytes, self.result.rates
-        rates["write"].append(write_rate(self.folder / "written", num_bytes))
-        self.to("cold", self.path)
-        rates["read"].append(read_through(self.path))
-        rates["cache"].append(read_through(self.path))
-        rates["crc32"].append(crc32_rate(num_bytes))
-
     def load(self, loader: str, cache: str) -> None:
         self.to(cache, self.path)
         task = LoadTask(loader=loader, path=self.path, shape=self.options.shape)
         run = on_ranks(load, self.options.ranks, "cpu", task)
-        self.result.digests[loader] = run.pop("digest")
+        self.result.digests[loader].append(run.pop("digest"))
         self.result.loads[cache][loader].append(run)
 
     def convert(self, converter: str) -> None:
         is_back = converter.endswith("monolithic")
         source, destination = self.dcp if is_back else self.path, self.folder / "converted"
+        if converter == "cp":
+            self.result.rates["write"].append(write_rate(destination, self.result.file_bytes))
         self.to("cached", source)
         task = ConvertTask(converter=converter, source=source, destination=destination)
         self.result.conversions[converter].append(in_new_process(convert, task))
         shutil.rmtree(destination) if destination.is_dir() else destination.unlink()
 
     def verify(self, cache: str) -> None:
+        """With what it is compared to just before it."""
+        rates = self.result.rates
         self.to(cache, self.path)
+        if cache == "cold":
+            rates["read"].append(read_through(self.path))
+            self.to(cache, self.path)
+        else:
+            rates["cache"].append(read_through(self.path))
+            rates["crc32"].append(crc32_rate(self.result.file_bytes))
         self.result.verifications[cache].append(in_new_process(verify, VerifyTask(path=self.path)))
 
     @staticmethod
@@ -267,7 +269,7 @@ def _verify_part(result: Result, cache: str) -> float:
 
 
 def _bars(result: Result) -> list[Bar]:
-    wrong = [name for name, digest in result.digests.items() if digest != result.digests["file"]]
+    wrong = [name for name, digests in result.digests.items() if set(digests) != set(result.digests["file"])]
     bars = [Bar("what was loaded is what was written", ", ".join(wrong) or "by all", not wrong)]
     for cache, where in CACHES.items():
         overhead = _overhead_bytes(result, cache, "ours")

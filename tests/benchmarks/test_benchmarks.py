@@ -115,7 +115,7 @@ def test_a_load_is_counted_and_right(checkpoint: dict[str, Any]):
     """Nobody compares the memory and time of loads that left other values, or of which a part was not seen."""
     digests = checkpoint["digests"]
     assert digests.keys() == {"file", "ours", "torch"}
-    assert set(digests.values()) == {digests["file"]}
+    assert digests["ours"] == digests["torch"] == digests["file"] * 2  # cached and cold
     whole = checkpoint["file_bytes"]
     for cache, loads in checkpoint["loads"].items():
         for loader, [run] in loads.items():
