@@ -30,18 +30,13 @@ def install() -> None:
     _check_version()
     from composer_fsdp2.compat.composer import SEAMS  # imports composer, so only now
 
-    try:
-        for seam in SEAMS:
-            _installed.append(replace(seam))
-    except BaseException:
-        uninstall()
-        raise
+    _installed.extend(replace(SEAMS))
 
 
 def uninstall() -> None:
     """Put back everything that ``install`` replaced; models that are sharded by then stay as they are."""
-    while _installed:
-        put_back(_installed.pop())
+    put_back(_installed)
+    _installed.clear()
 
 
 def is_installed() -> bool:

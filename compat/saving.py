@@ -340,12 +340,18 @@ def _account_for(saver: CheckpointSaver, logger: Any, original: Callable[..., An
     if links and latest is not None and saver.num_checkpoints_to_keep != 0:
         assert written.path is not None
         _link(Path(latest.format(written)), os.path.dirname(written.path) if is_sharded_type else written.path)
-    # Composer removes the link and makes it anew; a run that died in between began from nothing.
+    # Composer removes the link and makes it anew; a run that died in between began from nothing. And its rank 0 removes
+    # a folder of shards that other ranks still upload, where none is kept.
+    keep, is_race = saver.num_checkpoints_to_keep, is_sharded_type and saver.num_checkpoints_to_keep == 0
     saver.latest_filename = None
+    saver.num_checkpoints_to_keep = -1 if is_race else keep
     try:
         original(saver, written, logger)
     finally:
-        saver.latest_filename = latest
+        saver.latest_filename, saver.num_checkpoints_to_keep = latest, keep
+    if is_race:
+        gather(None)  # the others' uploads
+        saver._rotate_checkpoints(sharding_enabled=True)
 
 
 def _link(link: Path, target: str) -> None:

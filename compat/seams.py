@@ -1,8 +1,8 @@
-"""Replace a function or a method of another package, everywhere it is bound, and put it back."""
+"""Replace functions and methods of another package, everywhere they are bound, and put them back."""
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -36,20 +36,19 @@ class Replacement:
     new: Any
 
 
-def replace(seam: Seam) -> Replacement:
-    """Put the seam's replacement wherever the original is bound now."""
-    owner = _owner(seam)
-    attribute = seam.name.rpartition(".")[2]
-    original = vars(owner)[attribute]
-    replacement = Replacement(seam, original, seam.make(original))
-    _rebind(owner, attribute, replacement.original, replacement.new)
-    return replacement
+def replace(seams: Sequence[Seam]) -> list[Replacement]:
+    """Put every seam's replacement wherever its original is bound now; nothing is changed if one cannot be made."""
+    replacements = []
+    for seam in seams:
+        original = vars(_owner(seam))[_attribute(seam)]
+        replacements.append(Replacement(seam, original, seam.make(original)))
+    _rebind([(each.seam, each.original, each.new) for each in replacements])
+    return replacements
 
 
-def put_back(replacement: Replacement) -> None:
+def put_back(replacements: Sequence[Replacement]) -> None:
     """Undo ``replace``, also in modules that were imported in between."""
-    attribute = replacement.seam.name.rpartition(".")[2]
-    _rebind(_owner(replacement.seam), attribute, replacement.new, replacement.original)
+    _rebind([(each.seam, each.new, each.original) for each in replacements])
 
 
 def _owner(seam: Seam) -> Any:
@@ -59,13 +58,22 @@ def _owner(seam: Seam) -> Any:
     return owner
 
 
-def _rebind(owner: Any, attribute: str, old: Any, new: Any) -> None:
-    setattr(owner, attribute, new)
-    if not isinstance(owner, ModuleType):
-        return
+def _attribute(seam: Seam) -> str:
+    return seam.name.rpartition(".")[2]
+
+
+def _rebind(changes: Sequence[tuple[Seam, Any, Any]]) -> None:
+    """For each change: what the seam names, and every other binding of the old function, is the new one."""
+    functions: dict[int, Any] = {}
+    for seam, old, new in changes:
+        owner = _owner(seam)
+        setattr(owner, _attribute(seam), new)
+        if isinstance(owner, ModuleType):
+            functions[id(old)] = new
     # `from composer.distributed import prepare_fsdp_module` binds the function itself, under this name or another.
+    # Thousands of modules, so they are gone through once for all changes.
     for module in list(sys.modules.values()):
         bindings = getattr(module, "__dict__", None)
         if isinstance(bindings, dict) and isinstance(module, ModuleType):
-            for name in [name for name, value in list(bindings.items()) if value is old]:
-                setattr(module, name, new)
+            for name in [name for name, value in list(bindings.items()) if id(value) in functions]:
+                setattr(module, name, functions[id(bindings[name])])

@@ -6,7 +6,8 @@ own names say which modules were wrapped, and FSDP1 laid a module's parameters e
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -23,10 +24,28 @@ from composer_fsdp2.checkpoint.inventory import (
 )
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.tying import parameter_uses
 
 __all__ = ["unflattened"]
 
 _FLAT = "_flat_param"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One parameter in a vector: its first element, and all the names under which the wrapped module registers it."""
+
+    start: int
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The one that its optimizer state goes by."""
+        return self.names[0]
+
+
+_Layout = dict[str, list[_Part]]  # by the wrapped module's path
 
 
 def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointInventory:
@@ -50,22 +69,27 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
             continue
         parts = layout[canonical(flat_name.removesuffix(_FLAT)).rstrip(".")]
         is_model = path[:2] == MODEL
-        for start, name, shape in parts:
-            new_path = (*MODEL, name) if is_model else (*path[:4], name, *path[5:])
-            if is_model or record.shape:
-                if record.numel != (total := sum(math.prod(part[2]) for part in parts)):
-                    raise CheckpointError(_differs(inventory, flat_name, record.numel, total))
-                tensors[new_path] = TensorRecord(
-                    name=f"{name} in {record.name}", shape=shape, dtype=record.dtype, flat=FlatRange(record, start)
-                )
-            else:  # a step count: one for the whole vector
-                tensors[new_path] = record
+        if is_model or record.shape:
+            if record.numel != (total := sum(math.prod(part.shape) for part in parts)):
+                raise CheckpointError(_differs(inventory, flat_name, record.numel, total))
+            own = [_cut(record, part) for part in parts]
+        else:  # a step count: one for the whole vector
+            own = [record] * len(parts)
+        for part, part_record in zip(parts, own, strict=True):
+            if is_model:
+                tensors.update({(*MODEL, name): part_record for name in part.names})
+            else:
+                tensors[(*path[:4], part.name, *path[5:])] = part_record
     return inventory.replaced(tensors=tensors, objects=_objects(inventory, layout), flat=False)
 
 
-def _objects(
-    inventory: CheckpointInventory, layout: dict[str, list[tuple[int, str, tuple[int, ...]]]]
-) -> dict[EntryPath, ObjectRecord]:
+def _cut(vector: TensorRecord, part: _Part) -> TensorRecord:
+    return TensorRecord(
+        name=f"{part.name} in {vector.name}", shape=part.shape, dtype=vector.dtype, flat=FlatRange(vector, part.start)
+    )
+
+
+def _objects(inventory: CheckpointInventory, layout: _Layout) -> dict[EntryPath, ObjectRecord]:
     """Entries of a vector's optimizer state that are no tensors belong to each of its parameters; so do its groups."""
     objects: dict[EntryPath, ObjectRecord] = {}
     for path, record in inventory.objects.items():
@@ -76,19 +100,17 @@ def _objects(
         if flat_name is None:
             objects[path] = record
             continue
-        for _, name, _ in layout[canonical(flat_name.removesuffix(_FLAT)).rstrip(".")]:
-            objects[(*path[:4], name, *path[5:])] = record
+        for part in layout[canonical(flat_name.removesuffix(_FLAT)).rstrip(".")]:
+            objects[(*path[:4], part.name, *path[5:])] = record
     return objects
 
 
-def _unflattened_groups(
-    record: ObjectRecord, layout: dict[str, list[tuple[int, str, tuple[int, ...]]]]
-) -> ObjectRecord:
+def _unflattened_groups(record: ObjectRecord, layout: _Layout) -> ObjectRecord:
     """``param_groups`` of the vectors' parameters; names of parameters stay."""
 
     def names(key: Any) -> list[Any]:
         path = canonical(str(key).removesuffix(_FLAT)).rstrip(".")
-        return [name for _, name, _ in layout[path]] if str(key).endswith(_FLAT) and path in layout else [key]
+        return [part.name for part in layout[path]] if str(key).endswith(_FLAT) and path in layout else [key]
 
     def load() -> Any:
         return [{**group, "params": [n for key in group["params"] for n in names(key)]} for group in record.value()]
@@ -107,10 +129,8 @@ def _flat_name(path: EntryPath) -> str | None:
     return name if name.endswith(_FLAT) else None
 
 
-def _layout(
-    model: nn.Module, units: dict[str, str], inventory: CheckpointInventory
-) -> dict[str, list[tuple[int, str, tuple[int, ...]]]]:
-    """For each unit its parameters: (first element, name, shape)."""
+def _layout(model: nn.Module, units: dict[str, str], inventory: CheckpointInventory) -> _Layout:
+    """What lies where in each vector; ``units``: their names, by the wrapped modules' paths."""
     modules = {
         canonical(f"{path}.").rstrip("."): module for path, module in model.named_modules(remove_duplicate=False)
     }
@@ -121,14 +141,16 @@ def _layout(
             f"model has not; its modules are {', '.join(list(modules)[1:8])}, ... Build the model that was saved"
         )
     nested = {modules[path] for path in units}
-    layout: dict[str, list[tuple[int, str, tuple[int, ...]]]] = {}
+    all_names = {use.parameter: tuple(map(canonical, use.names)) for use in parameter_uses(model)}
+    layout: _Layout = {}
     for path in units:
-        start, parts = 0, list[tuple[int, str, tuple[int, ...]]]()
+        start, parts = 0, list[_Part]()
         taken: set[nn.Parameter] = set()  # of this unit: one that another shared, too, FSDP1 kept for each of them
         for name, parameter in _parameters(modules[path], path, nested):
             if parameter not in taken:
                 taken.add(parameter)
-                parts.append((start, name, tuple(parameter.shape)))
+                others = (other for other in all_names[parameter] if other != name and _unit_of(other, units) == path)
+                parts.append(_Part(start, (name, *others), tuple(parameter.shape)))
                 start += parameter.numel()
         record = inventory.model[units[path]]
         assert isinstance(record, TensorRecord)
@@ -145,6 +167,12 @@ def _parameters(module: nn.Module, path: str, nested: set[nn.Module]) -> Iterato
     for name, child in module.named_children():
         if child not in nested:
             yield from _parameters(child, f"{path}.{name}" if path else name, nested)
+
+
+def _unit_of(name: str, units: Collection[str]) -> str | None:
+    """The innermost wrapped module that a parameter's name lies in."""
+    within = [path for path in units if not path or name.startswith(f"{path}.")]
+    return max(within, key=len, default=None)
 
 
 def _differs(inventory: CheckpointInventory, name: str, found: int, expected: int) -> str:
