@@ -9,11 +9,9 @@ __all__ = ["are_one_storage", "have_same_bytes", "same_content"]
 
 def are_one_storage(a: TensorRecord, b: TensorRecord) -> bool:
     """Whether both are the same view of the same bytes, as ``torch.save`` leaves tied weights."""
-    return (
-        a is b
-        or _are_alike(a, b)
-        and all(one.source == other.source for one, other in zip(a.chunks, b.chunks, strict=True))
-    )
+    if a is b:
+        return True
+    return _are_alike(a, b) and all(one.source == other.source for one, other in zip(a.chunks, b.chunks, strict=True))
 
 
 def have_same_bytes(a: TensorRecord, b: TensorRecord) -> bool:
