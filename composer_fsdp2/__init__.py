@@ -6,12 +6,12 @@ The engine needs torch only; ``composer_fsdp2.compat`` plugs it into Composer an
 from composer_fsdp2._torch import ShardedGradScaler
 from composer_fsdp2.activation_checkpointing import apply_activation_checkpointing
 from composer_fsdp2.apply import apply_plan, reshard
-from composer_fsdp2.checkpoint.conversion_plan import ConversionPlan
+from composer_fsdp2.checkpoint.conversion.plan import ConversionPlan
 from composer_fsdp2.checkpoint.convert import ConversionReport, convert_checkpoint
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
 from composer_fsdp2.checkpoint.load import LoadReport, load_checkpoint
-from composer_fsdp2.checkpoint.load_plan import LoadPlan
+from composer_fsdp2.checkpoint.loading.plan import LoadPlan
 from composer_fsdp2.checkpoint.save import save_monolithic
 from composer_fsdp2.checkpoint.verify import VerifyReport, verify_checkpoint
 from composer_fsdp2.clipping import clip_grad_norm_

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composer_fsdp2.agreement import gather
-from composer_fsdp2.checkpoint.archive_writer import sync, sync_folder, write_all
-from composer_fsdp2.checkpoint.conversion_plan import ConversionPlan, Layout, plan_conversion
-from composer_fsdp2.checkpoint.copying import (
+from composer_fsdp2.checkpoint.conversion.copying import (
     Copied,
     Copier,
     Unit,
@@ -26,11 +24,13 @@ from composer_fsdp2.checkpoint.copying import (
     share_of,
     units_of,
 )
+from composer_fsdp2.checkpoint.conversion.plan import ConversionPlan, Layout, plan_conversion
+from composer_fsdp2.checkpoint.conversion.unfinished import Unfinished, writing
 from composer_fsdp2.checkpoint.formats import compressed
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.opening import together
-from composer_fsdp2.checkpoint.unfinished import Unfinished, writing
+from composer_fsdp2.checkpoint.storage.archive_writer import sync, sync_folder, write_all
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["ConversionReport", "convert_checkpoint"]

@@ -7,7 +7,7 @@ from torch import nn
 from composer_fsdp2.checkpoint.foreign import looks_like
 from composer_fsdp2.checkpoint.formats import Format, formats
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ModelFit
-from composer_fsdp2.checkpoint.load_plan import plan_load
+from composer_fsdp2.checkpoint.loading.plan import plan_load
 from composer_fsdp2.checkpoint.locate import NotACheckpointError, find
 from composer_fsdp2.errors import CheckpointError
 

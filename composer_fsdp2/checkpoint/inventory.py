@@ -15,8 +15,8 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from composer_fsdp2.checkpoint.archive import Archive, Blob
-from composer_fsdp2.checkpoint.trust import StoredTensor
+from composer_fsdp2.checkpoint.pickles.values import StoredTensor
+from composer_fsdp2.checkpoint.storage.archive import Archive, Blob
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = [

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.checkpoint.archive import Blob, opened
 from composer_fsdp2.checkpoint.inventory import Chunk, FlatRange, InMemory, Strided, TensorRecord
+from composer_fsdp2.checkpoint.storage.archive import Blob, opened
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["SLICE_BYTES", "Part", "Reader", "bytes_of", "files_of", "materialized"]

@@ -11,10 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.checkpoint.archive_writer import ArchivePlan, Slot, plan_archive, sync, sync_folder, write_all
-from composer_fsdp2.checkpoint.crc import shifted
 from composer_fsdp2.checkpoint.exchange import sends_from_host
 from composer_fsdp2.checkpoint.reading import bytes_of
+from composer_fsdp2.checkpoint.storage.archive_writer import (
+    ArchivePlan,
+    Slot,
+    plan_archive,
+    sync,
+    sync_folder,
+    write_all,
+)
+from composer_fsdp2.checkpoint.storage.crc import shifted
 from composer_fsdp2.checkpoint.target import Box
 from composer_fsdp2.errors import CheckpointError
 

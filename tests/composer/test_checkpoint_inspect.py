@@ -27,6 +27,18 @@ INSPECT = [*PYTHON, "-m", "composer_fsdp2", "checkpoint", "inspect"]
 # --- the command
 
 
+MODELS = """from torch import nn
+
+
+def linear():
+    return nn.Linear(3, 2)
+
+
+def wide():
+    return nn.Linear(4, 2)
+"""
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     folder = tmp_path_factory.mktemp("inspect")
@@ -35,6 +47,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     (folder / "damaged" / "__1_0.distcp").unlink()
     (folder / "run.yaml").write_text("a: b\n")
     torch.save({"state": {"model": {"w": torch.ones(2)}, "callbacks": Path("x")}}, folder / "objects.pt")
+    torch.save({"state": {"model": torch.nn.Linear(3, 2).state_dict()}}, folder / "weights.pt")
+    (folder / "models.py").write_text(MODELS)
     commands = {
         "run folder": [*INSPECT, "ein Läuf, [bold]"],
         "all tensors": [*INSPECT, "--tensors", "ein Läuf, [bold]/checkpoints/latest-rank0.pt"],
@@ -43,6 +57,11 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         "no checkpoint": [*INSPECT, "run.yaml"],
         "not trusted": [*INSPECT, "objects.pt"],
         "trusted": [*INSPECT, "--trust", "objects.pt"],
+        "fits": [*INSPECT, "weights.pt", "--model", "models.py:linear"],
+        "does not fit": [*INSPECT, "weights.pt", "--model", "models:wide"],
+        "no such function": [*INSPECT, "weights.pt", "--model", "models.py:other"],
+        "no such module": [*INSPECT, "weights.pt", "--model", "nowhere:other"],
+        "no function": [*INSPECT, "weights.pt", "--model", "models.py"],
     }
     return run_all(commands, folder)
 
@@ -92,6 +111,17 @@ def test_exit_code_says_whose_turn_it_is(ended: dict[str, Ended]):
     for name in ("not trusted", "no checkpoint"):
         assert ended[name].err.count("\n") == 1
     assert "pathlib.PosixPath is imported" in ended["trusted"].err
+
+
+def test_model_says_whether_it_loads(ended: dict[str, Ended]):
+    """Before a queue of GPUs is waited for; and a mistake in the option is not taken for a fault of the file."""
+    assert (ended["fits"].code, ended["does not fit"].code) == (0, 1)
+    assert "it fits" in ended["fits"].out
+    assert all(said in ended["does not fit"].out for said in ("it does not fit", "(2, 3)", "(2, 4)"))
+    for name, said in {"no such function": "other", "no such module": "nowhere", "no function": "function"}.items():
+        assert ended[name].code == 2 and ended[name].out == ""
+        assert ended[name].err.startswith("composer-fsdp2: --model") and said in ended[name].err
+        assert ended[name].err.count("\n") == 1
 
 
 # --- files of the real Composer

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.checkpoint.archive import Archive
 from composer_fsdp2.checkpoint.inventory import (
     EntryPath,
     ObjectRecord,
@@ -14,7 +13,8 @@ from composer_fsdp2.checkpoint.inventory import (
     of_stored_tensor,
     walk_tensors,
 )
-from composer_fsdp2.checkpoint.trust import StoredTensor
+from composer_fsdp2.checkpoint.pickles.values import StoredTensor
+from composer_fsdp2.checkpoint.storage.archive import Archive
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["file_sizes", "missing_parts", "split_state", "with_records", "writer_of"]

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.checkpoint.archive import Archive, Blob, read_at
 from composer_fsdp2.checkpoint.formats import dcp
 from composer_fsdp2.checkpoint.formats._composer import (
     mapped,
@@ -31,7 +30,9 @@ from composer_fsdp2.checkpoint.inventory import (
     TensorRecord,
     dotted,
 )
-from composer_fsdp2.checkpoint.trust import StoredTensor, contains_built, read_pickle
+from composer_fsdp2.checkpoint.pickles.trust import read_pickle
+from composer_fsdp2.checkpoint.pickles.values import StoredTensor, contains_built
+from composer_fsdp2.checkpoint.storage.archive import Archive, Blob, read_at
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["NAME", "ORDER", "RESUMPTION", "WRITTEN_LAST", "incomplete", "read", "recognise"]

@@ -22,11 +22,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
-from composer_fsdp2.checkpoint.archive import Archive, opened
 from composer_fsdp2.checkpoint.formats._composer import mapped, with_records
 from composer_fsdp2.checkpoint.formats.monolithic import inventory_of
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, EntryPath, Packed, TensorRecord, dotted
-from composer_fsdp2.checkpoint.trust import StoredTensor, read_pickle
+from composer_fsdp2.checkpoint.pickles.trust import read_pickle
+from composer_fsdp2.checkpoint.pickles.values import StoredTensor
+from composer_fsdp2.checkpoint.storage.archive import Archive, opened
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["NAME", "ORDER", "incomplete", "is_packed", "read", "recognise", "unpacked"]

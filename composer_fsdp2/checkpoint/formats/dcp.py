@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.checkpoint.archive import Archive, read_at
 from composer_fsdp2.checkpoint.formats._composer import missing_parts, with_records, writer_of
 from composer_fsdp2.checkpoint.inventory import (
     CheckpointInventory,
@@ -26,7 +25,9 @@ from composer_fsdp2.checkpoint.inventory import (
     TensorRecord,
     dotted,
 )
-from composer_fsdp2.checkpoint.trust import Built, read_pickle
+from composer_fsdp2.checkpoint.pickles.trust import read_pickle
+from composer_fsdp2.checkpoint.pickles.values import Built
+from composer_fsdp2.checkpoint.storage.archive import Archive, read_at
 from composer_fsdp2.errors import CheckpointError
 
 NAME = "DCP directory"

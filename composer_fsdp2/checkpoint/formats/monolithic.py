@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.checkpoint.archive import Archive, opened
 from composer_fsdp2.checkpoint.foreign import other_archive
 from composer_fsdp2.checkpoint.formats._composer import (
     file_sizes,
@@ -16,7 +15,8 @@ from composer_fsdp2.checkpoint.formats._composer import (
     writer_of,
 )
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord, Writer
-from composer_fsdp2.checkpoint.trust import Built, contains_built
+from composer_fsdp2.checkpoint.pickles.values import Built, contains_built
+from composer_fsdp2.checkpoint.storage.archive import Archive, opened
 from composer_fsdp2.errors import CheckpointError
 
 NAME = "monolithic"

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.checkpoint.archive import Archive
 from composer_fsdp2.checkpoint.formats._composer import (
     file_sizes,
     mapped,
@@ -35,7 +34,8 @@ from composer_fsdp2.checkpoint.inventory import (
     dotted,
     of_stored_tensor,
 )
-from composer_fsdp2.checkpoint.trust import Built, StoredTensor, contains_built
+from composer_fsdp2.checkpoint.pickles.values import Built, StoredTensor, contains_built
+from composer_fsdp2.checkpoint.storage.archive import Archive
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["NAME", "ORDER", "all_files", "incomplete", "rank_of", "read", "recognise"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.checkpoint.archive import Blob, read_at
 from composer_fsdp2.checkpoint.formats._composer import file_sizes
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, EntryPath, Strided, TensorRecord, Writer
+from composer_fsdp2.checkpoint.storage.archive import Blob, read_at
 from composer_fsdp2.errors import CheckpointError
 
 NAME = "safetensors"

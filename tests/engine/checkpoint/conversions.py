@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from composer_fsdp2.checkpoint.conversion_plan import ConversionPlan
+from composer_fsdp2.checkpoint.conversion.plan import ConversionPlan
 from composer_fsdp2.checkpoint.convert import ConversionReport, convert_checkpoint
 
 

@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 
-from composer_fsdp2.checkpoint.archive_writer import ArchivePlan, Slot, plan_archive
+from composer_fsdp2.checkpoint.storage.archive_writer import ArchivePlan, Slot, plan_archive
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from composer_fsdp2 import CheckpointError
 from composer_fsdp2.checkpoint import convert as convert_module
-from composer_fsdp2.checkpoint import copying
+from composer_fsdp2.checkpoint.conversion import copying
 from composer_fsdp2.checkpoint.convert import convert_checkpoint
 
 FULL = [LEGACY / "c172/full/ep0-ba3-rank0.pt", LEGACY / "c220/full/ep0-ba3-rank0.pt"]

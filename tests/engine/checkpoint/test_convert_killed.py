@@ -17,7 +17,7 @@ import torch
 from engine.checkpoint.conversions import convert, loaded, raw, staging_of
 from engine.checkpoint.samples import composer_state
 
-from composer_fsdp2.checkpoint import copying, unfinished
+from composer_fsdp2.checkpoint.conversion import copying, unfinished
 
 NUM_POINTS = 50
 

@@ -19,9 +19,9 @@ from engine.checkpoint.test_archive_writer import DTYPES, random_tensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from composer_fsdp2.checkpoint import copying
-from composer_fsdp2.checkpoint.crc import shifted
+from composer_fsdp2.checkpoint.conversion import copying
 from composer_fsdp2.checkpoint.formats.safetensors_folder import DTYPES as SAFETENSORS_DTYPES
+from composer_fsdp2.checkpoint.storage.crc import shifted
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine.checkpoint.corruptions import CORRUPTIONS, SOURCES, Corruption, FoundBy, prepared
 
-from composer_fsdp2.checkpoint.faults import FaultKind
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.reading import Reader
+from composer_fsdp2.checkpoint.verification.faults import FaultKind
 from composer_fsdp2.checkpoint.verify import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
 

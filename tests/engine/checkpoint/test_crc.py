@@ -8,7 +8,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_fsdp2.checkpoint.crc import shifted
+from composer_fsdp2.checkpoint.storage.crc import shifted
 
 binaries = st.binary(max_size=300)
 

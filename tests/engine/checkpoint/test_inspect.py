@@ -271,6 +271,30 @@ def test_report_takes_further_sections():
     assert "\n\nloads into MyModel\n2 tensors are missing\n\n65 tensors" in text
 
 
+def fit_of(path: Path, model: torch.nn.Module) -> tuple[bool, str]:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fit = inspect_checkpoint(path, model=model).fit
+    assert fit is not None and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return fit.fits, fit.text
+
+
+def test_says_whether_and_how_it_loads_into_a_model(tmp_path: Path):
+    """Before ranks are started for it: under which names, and all that does not fit; the model stays as it is."""
+    linear = torch.nn.Linear(3, 2)
+    weights = {f"module.{name}": value.detach() for name, value in linear.state_dict().items()}
+    path = tmp_path / "ddp.pt"
+    torch.save({"state": {"model": weights}, "rng": []}, path)
+    assert inspect_checkpoint(path).fit is None
+    assert fit_of(path, torch.nn.Linear(3, 2)) == (True, "2 tensors of the model, 2 renamed")
+    fits, text = fit_of(path, torch.nn.Linear(4, 2, bias=False))
+    assert not fits
+    for said in ("weight", "(2, 3)", "(2, 4)", "bias"):
+        assert said in text, text
+    data = as_data(inspect_checkpoint(path, model=torch.nn.Linear(4, 2)))
+    assert data["fit"]["fits"] is False and "(2, 4)" in data["fit"]["text"]
+    assert "it fits" in as_text(inspect_checkpoint(path, model=torch.nn.Linear(3, 2)))
+
+
 def test_names_in_a_file_cannot_write_to_the_terminal(tmp_path: Path):
     """An escape sequence in a parameter's name is shown, not carried out."""
     torch.save({"a\x1b[2Jb\n": torch.ones(1)}, tmp_path / "x.pt")

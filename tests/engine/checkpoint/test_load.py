@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -917,6 +918,26 @@ def test_each_byte_is_read_once(tmp_path: Path, world_size: int):
         read, num_bytes = sum(read for read, _ in of_ranks), of_ranks[0][1]
         # Step counts and what is smaller than 1 KiB is read by each rank that needs it.
         assert num_bytes <= read <= 1.02 * num_bytes, f"{config}: {read} of {num_bytes}"
+
+
+def check_one_reader(folder: str) -> int:
+    model, optimizer = trained(Large)
+    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    ours, own = untrained(Large, config={})
+    # Two machines of two ranks each, by what their ranks say they are called.
+    with mock.patch("socket.gethostname", return_value=f"machine {dist.get_rank() // 2}"):
+        report = load_checkpoint(path, ours, own, one_reader_per_node=True)
+    assert_same(contents(ours, own), contents(model, optimizer), "one reader")
+    return report.num_bytes
+
+
+def test_one_reader_per_node(tmp_path: Path):
+    """A slow shared disk is asked by one rank of each machine, for what all of its ranks keep."""
+    read = run_ranks(check_one_reader, 4, str(tmp_path))
+    num_bytes = 3 * 4 * sum(parameter.numel() for parameter in Large().parameters())  # weights and two moments, fp32
+    for reader, other in (read[:2], read[2:]):
+        assert reader == pytest.approx(num_bytes / 2, rel=0.01)
+        assert other < 0.01 * reader, "step counts alone"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

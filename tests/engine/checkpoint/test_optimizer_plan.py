@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composer_fsdp2 import CheckpointError, load_checkpoint
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
-from composer_fsdp2.checkpoint.load_plan import LoadPlan, plan_load
+from composer_fsdp2.checkpoint.loading.plan import LoadPlan, plan_load
 
 
 def make_model() -> nn.Module:

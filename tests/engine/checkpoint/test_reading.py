@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_fsdp2.checkpoint import reading
-from composer_fsdp2.checkpoint.archive import Archive
-from composer_fsdp2.checkpoint.crc import shifted
 from composer_fsdp2.checkpoint.inventory import Chunk, Entry, FlatRange, TensorRecord, of_stored_tensor
 from composer_fsdp2.checkpoint.reading import Reader, bytes_of
+from composer_fsdp2.checkpoint.storage.archive import Archive
+from composer_fsdp2.checkpoint.storage.crc import shifted
 from composer_fsdp2.errors import CheckpointError
 
 DTYPES = [

@@ -29,11 +29,11 @@ from engine.checkpoint.malicious import CONTAINERS, archive, hostile, payloads, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_fsdp2.checkpoint.archive import Archive
 from composer_fsdp2.checkpoint.formats._composer import with_records
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
+from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.reading import Reader, bytes_of, materialized
-from composer_fsdp2.checkpoint.trust import read_pickle
+from composer_fsdp2.checkpoint.storage.archive import Archive
 from composer_fsdp2.checkpoint.verify import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
 

@@ -24,8 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from composer_fsdp2.checkpoint import comparing, verify
-from composer_fsdp2.checkpoint.faults import FaultKind
+from composer_fsdp2.checkpoint.verification import checksums, comparing
+from composer_fsdp2.checkpoint.verification.faults import FaultKind
 from composer_fsdp2.checkpoint.verify import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
 
@@ -87,7 +87,7 @@ def test_pieces_and_threads(num_bytes: int, piece: int, chunk: int, threads: int
     """A record larger than one thread's piece is put together from the pieces of several."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.multiple(verify, _PIECE_BYTES=piece, _SLICE_BYTES=chunk, _NUM_THREADS=threads),
+        mock.patch.multiple(checksums, _PIECE_BYTES=piece, _SLICE_BYTES=chunk, _NUM_THREADS=threads),
     ):
         tensors = {"w": torch.arange(num_bytes, dtype=torch.uint8), "v": torch.ones(3)}
         path = saved(Path(folder) / "file.pt", {"state": {"model": tensors}, "rng": []})

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.checkpoint.archive import Blob
-from composer_fsdp2.checkpoint.archive_writer import sync_folder
-from composer_fsdp2.checkpoint.copying import Copied, Unit
+from composer_fsdp2.checkpoint.conversion.copying import Copied, Unit
+from composer_fsdp2.checkpoint.conversion.writers import OutputFile
 from composer_fsdp2.checkpoint.reading import Part
-from composer_fsdp2.checkpoint.writers import OutputFile
+from composer_fsdp2.checkpoint.storage.archive import Blob
+from composer_fsdp2.checkpoint.storage.archive_writer import sync_folder
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["Unfinished", "writing"]

@@ -5,9 +5,9 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from composer_fsdp2.checkpoint.archive_writer import Slot
+from composer_fsdp2.checkpoint.conversion.writers import OutputFile, TensorWrite, num_files_for
 from composer_fsdp2.checkpoint.formats.safetensors_folder import DTYPES, INDEX, SINGLE
-from composer_fsdp2.checkpoint.writers import OutputFile, TensorWrite, num_files_for
+from composer_fsdp2.checkpoint.storage.archive_writer import Slot
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["lay_out"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from composer_fsdp2.checkpoint.archive_writer import Slot
 from composer_fsdp2.checkpoint.inventory import TensorRecord
+from composer_fsdp2.checkpoint.storage.archive_writer import Slot
 
 __all__ = ["MAX_FILE_BYTES", "OutputFile", "TensorWrite", "num_files_for"]
 

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composer_fsdp2 import _torch
-from composer_fsdp2.checkpoint.archive_writer import Slot, plan_archive
+from composer_fsdp2.checkpoint.conversion.writers import OutputFile, TensorWrite, num_files_for
 from composer_fsdp2.checkpoint.formats.dcp import EMPTY_DICTS, METADATA
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, EntryPath, dotted
-from composer_fsdp2.checkpoint.writers import OutputFile, TensorWrite, num_files_for
+from composer_fsdp2.checkpoint.storage.archive_writer import Slot, plan_archive
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["flattened", "lay_out"]

@@ -18,8 +18,8 @@ from composer_fsdp2.checkpoint.exchange import (
     send_or_receive,
 )
 from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord, walk_tensors
-from composer_fsdp2.checkpoint.load_plan import LoadPlan
-from composer_fsdp2.checkpoint.optimizer_plan import ParameterState
+from composer_fsdp2.checkpoint.loading.optimizer_plan import ParameterState
+from composer_fsdp2.checkpoint.loading.plan import LoadPlan
 from composer_fsdp2.checkpoint.reading import Reader, bytes_of, files_of, materialized
 from composer_fsdp2.checkpoint.target import Box
 from composer_fsdp2.errors import CheckpointError

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.checkpoint.archive_writer import Slot
+from composer_fsdp2.checkpoint.conversion.optimizer_order import names_of_positions
 from composer_fsdp2.checkpoint.formats._composer import mapped
 from composer_fsdp2.checkpoint.inventory import (
     MODEL,
@@ -22,9 +22,9 @@ from composer_fsdp2.checkpoint.inventory import (
     dotted,
 )
 from composer_fsdp2.checkpoint.names import canonical
-from composer_fsdp2.checkpoint.optimizer_order import names_of_positions
+from composer_fsdp2.checkpoint.pickles.values import contains_built
 from composer_fsdp2.checkpoint.same_bytes import are_one_storage
-from composer_fsdp2.checkpoint.trust import contains_built
+from composer_fsdp2.checkpoint.storage.archive_writer import Slot
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["ConversionState", "state_to_write"]

@@ -17,12 +17,12 @@ from typing import IO, Any, TypeAlias
 
 import torch
 
-from composer_fsdp2.checkpoint.archive import Blob, read_at
-from composer_fsdp2.checkpoint.archive_writer import write_all
-from composer_fsdp2.checkpoint.crc import shifted
+from composer_fsdp2.checkpoint.conversion.writers import OutputFile, TensorWrite
 from composer_fsdp2.checkpoint.inventory import Entry, Strided, TensorRecord
 from composer_fsdp2.checkpoint.reading import Part, Reader, bytes_of
-from composer_fsdp2.checkpoint.writers import OutputFile, TensorWrite
+from composer_fsdp2.checkpoint.storage.archive import Blob, read_at
+from composer_fsdp2.checkpoint.storage.archive_writer import write_all
+from composer_fsdp2.checkpoint.storage.crc import shifted
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["CHUNK_BYTES", "Copied", "Copier", "Unit", "check_sources", "crcs_of_writes", "share_of", "units_of"]

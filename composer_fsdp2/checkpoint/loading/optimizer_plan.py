@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.checkpoint.differences import Difference, Kind, can_cast
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ObjectRecord, OptimizerContents, TensorRecord
+from composer_fsdp2.checkpoint.loading.differences import Difference, Kind, can_cast
 from composer_fsdp2.checkpoint.same_bytes import same_content
 from composer_fsdp2.checkpoint.target import ModelTarget
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from composer_fsdp2.checkpoint.archive_writer import plan_archive
-from composer_fsdp2.checkpoint.writers import OutputFile, TensorWrite
+from composer_fsdp2.checkpoint.conversion.writers import OutputFile, TensorWrite
+from composer_fsdp2.checkpoint.storage.archive_writer import plan_archive
 
 __all__ = ["lay_out"]
 

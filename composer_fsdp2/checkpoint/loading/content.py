@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from composer_fsdp2.agreement import gather
-from composer_fsdp2.checkpoint.crc import shifted
 from composer_fsdp2.checkpoint.reading import Part
+from composer_fsdp2.checkpoint.storage.crc import shifted
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["check_content", "check_own_content"]

@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from composer_fsdp2.checkpoint.faults import Fault, FaultKind
 from composer_fsdp2.checkpoint.formats import safetensors_folder
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory, TensorRecord
 from composer_fsdp2.checkpoint.names import canonical
+from composer_fsdp2.checkpoint.pickles.values import Built
 from composer_fsdp2.checkpoint.reading import Reader
-from composer_fsdp2.checkpoint.trust import Built
+from composer_fsdp2.checkpoint.verification.faults import Fault, FaultKind
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["compare"]

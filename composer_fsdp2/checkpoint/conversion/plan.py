@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.checkpoint.archive_writer import Slot
-from composer_fsdp2.checkpoint.conversion_state import ConversionState, state_to_write
-from composer_fsdp2.checkpoint.copying import CHUNK_BYTES
+from composer_fsdp2.checkpoint.conversion.copying import CHUNK_BYTES
+from composer_fsdp2.checkpoint.conversion.hugging_face import PREFIX, form_of_folder, hugging_face_form, without_ties
+from composer_fsdp2.checkpoint.conversion.state import ConversionState, state_to_write
+from composer_fsdp2.checkpoint.conversion.writers import OutputFile, dcp, monolithic, safetensors
 from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.formats import safetensors_folder
-from composer_fsdp2.checkpoint.hugging_face import PREFIX, form_of_folder, hugging_face_form, without_ties
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory, dotted
-from composer_fsdp2.checkpoint.writers import OutputFile, dcp, monolithic, safetensors
+from composer_fsdp2.checkpoint.storage.archive_writer import Slot
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["ConversionPlan", "Layout", "plan_conversion"]

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.checkpoint.archive_writer import Slot
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
 from composer_fsdp2.checkpoint.same_bytes import are_one_storage, have_same_bytes
+from composer_fsdp2.checkpoint.storage.archive_writer import Slot
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["PREFIX", "HuggingFaceForm", "form_of_folder", "hugging_face_form", "without_ties"]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.checkpoint.differences import Difference, Kind, can_cast, listed
 from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.inventory import (
     MODEL,
@@ -19,8 +18,9 @@ from composer_fsdp2.checkpoint.inventory import (
     Strided,
     TensorRecord,
 )
+from composer_fsdp2.checkpoint.loading.differences import Difference, Kind, can_cast, listed
+from composer_fsdp2.checkpoint.loading.optimizer_plan import OptimizerPlan, plan_optimizer
 from composer_fsdp2.checkpoint.names import canonical
-from composer_fsdp2.checkpoint.optimizer_plan import OptimizerPlan, plan_optimizer
 from composer_fsdp2.checkpoint.same_bytes import same_content
 from composer_fsdp2.checkpoint.target import ModelTarget, TensorTarget, model_target
 from composer_fsdp2.errors import CheckpointError

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from composer_fsdp2.checkpoint.trust import read_pickle
+from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["Archive", "Blob", "read_at"]

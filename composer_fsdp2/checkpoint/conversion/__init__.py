@@ -1,0 +1,1 @@
+"""A checkpoint into another layout: what is written where, and the copying of it."""

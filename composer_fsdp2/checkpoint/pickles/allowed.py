@@ -1,0 +1,300 @@
+"""The allow-list: every name that a checkpoint's pickle may hold, and what each becomes.
+
+See [Note: hostile pickles] in ``trust.py`` for what may be in these tables.
+"""
+
+import codecs
+import collections
+import datetime
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from composer_fsdp2.checkpoint.pickles.values import (
+    Built,
+    Named,
+    Storage,
+    StoredTensor,
+    UnsupportedError,
+    no_state,
+    short,
+)
+
+__all__ = [
+    "DATA",
+    "DTYPES",
+    "INERT",
+    "STORAGES",
+    "TENSOR",
+    "UNSUPPORTED",
+    "Array",
+    "Dtype",
+    "Function",
+    "NumpyDtypeClass",
+]
+
+_MAX_DIMS = 64  # NumPy's limit
+# A tensor that repeats its storage (stride 0) may be larger than it, but not without bound: reading it allocates it.
+_MAX_EXPANDED_BYTES = 256 << 20
+
+
+class Function:
+    """A function that a pickle may call. An object, so that no pickle sets attributes on the function."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    __setstate__ = no_state
+
+
+@Function
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
+    """torch._utils._rebuild_tensor, _v2 and, with a dtype of its own, _v3."""
+    dtype = next((value for value in rest if isinstance(value, torch.dtype)), None)
+    if not isinstance(storage, Storage):
+        raise pickle.UnpicklingError("a tensor without a storage")
+    if rest and isinstance(rest[-1], dict) and any(value is True for value in rest[-1].values()):
+        # {'conj': True}: the storage holds other values than the tensor.
+        raise UnsupportedError("holds a tensor saved as a conjugated or negated view, which is not supported")
+    dtype = dtype or storage.dtype
+    shape, stride = tuple(shape), tuple(stride)
+    numbers = (offset, *shape, *stride)
+    if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in numbers) or not len(shape) == len(stride) <= _MAX_DIMS:
+        raise pickle.UnpicklingError("a tensor whose shape, strides or offset cannot be")
+    if dtype != storage.dtype:  # an untyped storage counts bytes
+        storage = Storage(storage.key, dtype, storage.num_bytes // dtype.itemsize, storage.device, storage.data)
+    said = f"a tensor of shape {shape}, stride {stride}, offset {offset}"
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if math.prod(shape) and last >= storage.numel:
+        raise pickle.UnpicklingError(f"{said} does not fit its storage of {storage.numel}")
+    if math.prod(shape) * dtype.itemsize > max(storage.num_bytes, _MAX_EXPANDED_BYTES):
+        raise pickle.UnpicklingError(
+            f"{said} repeats a storage of {storage.numel} to more than {_MAX_EXPANDED_BYTES} bytes"
+        )
+    requires_grad = bool(rest and rest[0] is True)
+    return StoredTensor(storage, dtype, offset, shape, stride, requires_grad)
+
+
+@Function
+def _parameter(data: Any, requires_grad: Any = True, *rest: Any) -> Any:
+    return data
+
+
+@Function
+def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """torch._tensor._rebuild_from_type_v2: a tensor without its attributes, or a wrapper."""
+    if function not in (_tensor, _parameter, _wrapper_subclass):
+        raise pickle.UnpicklingError(f"a tensor rebuilt by {short(function)}")
+    rebuilt = function(*args)
+    if isinstance(rebuilt, Built):
+        rebuilt.state = state
+    return rebuilt
+
+
+@Function
+def _wrapper_subclass(kind: Any, *args: Any) -> Built:
+    """torch._utils._rebuild_wrapper_subclass: a ShardedTensor or DTensor, whose tensors are in its state."""
+    if not (isinstance(kind, type) and issubclass(kind, Built)):
+        raise pickle.UnpicklingError(f"a tensor of class {short(kind)}")
+    return kind(*args)
+
+
+@Function
+def _encode(text: Any, encoding: Any = "utf-8", *rest: Any) -> bytes:
+    """_codecs.encode: how protocol 2 writes bytes."""
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "utf-8"):
+        raise pickle.UnpicklingError(f"text encoded as {short(encoding)}")
+    return codecs.encode(text, encoding)
+
+
+@Function
+def _bytes(value: Any = b"", *rest: Any) -> bytes:
+    """bytes and bytearray, without those of a given length: a pickle may not ask for memory."""
+    if isinstance(value, str) and rest:
+        return _encode(value, *rest)
+    if not isinstance(value, bytes | bytearray | list | tuple):
+        raise pickle.UnpicklingError(f"bytes of {type(value).__name__}")
+    return bytes(value)
+
+
+@Function
+def _bytearray(value: Any = b"", *rest: Any) -> bytearray:
+    return bytearray(_bytes(value, *rest))
+
+
+@Function
+def _array(kind: Any, shape: Any, typecode: Any) -> Any:
+    """numpy.core.multiarray._reconstruct: an empty array, filled by __setstate__."""
+    if kind != Named("numpy", "ndarray") or tuple(shape) != (0,):
+        raise pickle.UnpicklingError(f"an array of type {short(kind)}")
+    return Array()
+
+
+@Function
+def _array_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, *rest: Any) -> Any:
+    """numpy.core.numeric._frombuffer, the form of protocol 5."""
+    array = Array()
+    array.state = (1, shape, dtype, order == "F", bytes(data) if isinstance(data, bytearray) else data)
+    return array
+
+
+class Array(Built):
+    """A NumPy array between its making and its __setstate__; becomes an array once the whole pickle is read."""
+
+    kind = Named("numpy", "ndarray")
+
+    def value(self) -> Any:
+        import numpy
+
+        _, shape, dtype, is_fortran, data = self.state
+        if not isinstance(dtype, numpy.dtype) or not isinstance(data, bytes):
+            raise pickle.UnpicklingError("a NumPy array that holds no plain numbers")
+        flat = numpy.frombuffer(data, dtype=dtype)
+        return flat.reshape(shape, order="F" if is_fortran else "C").copy()
+
+
+@Function
+def _scalar(dtype: Any, data: Any) -> Any:
+    """numpy.core.multiarray.scalar."""
+    import numpy
+
+    if not isinstance(dtype, Dtype) or not isinstance(data, bytes):
+        raise pickle.UnpicklingError("a NumPy scalar of an object type")
+    return numpy.frombuffer(data, dtype=dtype.value())[0]
+
+
+class Dtype(Built):
+    """numpy.dtype('f8', align, copy) and its __setstate__, which says the byte order."""
+
+    kind = Named("numpy", "dtype")
+    code: str | None = None
+
+    def value(self) -> Any:
+        import numpy
+
+        code = self.args[0] if self.args else self.code
+        order: Any = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "="
+        if not isinstance(code, str) or not code.isalnum() or len(code) > 16 or order not in ("<", ">", "=", "|"):
+            raise pickle.UnpicklingError(f"numpy.dtype({short(code)}) of byte order {short(order)}")
+        dtype = numpy.dtype(code)
+        if dtype.kind not in "biufcSU":  # O holds objects; V has fields
+            raise pickle.UnpicklingError(f"numpy.dtype({code!r}), which is no plain number or text")
+        return dtype.newbyteorder(order)
+
+
+class NumpyDtypeClass(Dtype):
+    """numpy.dtypes.UInt32DType() and the like."""
+
+
+class _Text(str):
+    """torch.torch_version.TorchVersion, a str and read as one."""
+
+    def __new__(cls, text: Any = "") -> Any:
+        if not isinstance(text, str):
+            raise pickle.UnpicklingError(f"a version that is {short(text)}")
+        return text
+
+
+@Function
+def _counter(counts: Any = ()) -> dict[Any, Any]:
+    """collections.Counter, a dict. Not the class, which a pickle could change for everybody."""
+    return dict(counts)
+
+
+@Function
+def _size(sizes: Any = ()) -> tuple[int, ...]:
+    """torch.Size."""
+    return tuple(sizes)
+
+
+@Function
+def _device(*said: Any) -> str:
+    """torch.device('cuda', 0)."""
+    if not all(isinstance(part, str | int) for part in said):
+        raise pickle.UnpicklingError("a device that is no name")
+    return ":".join(map(str, said))
+
+
+TENSOR: dict[str, Any] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper_subclass,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+}
+
+DATA: dict[str, Any] = {
+    "collections.OrderedDict": collections.OrderedDict,
+    "collections.Counter": _counter,
+    "collections.deque": collections.deque,
+    "datetime.timedelta": datetime.timedelta,
+    "datetime.datetime": datetime.datetime,
+    "datetime.timezone": datetime.timezone,
+    "_codecs.encode": _encode,
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.complex": complex,
+    "builtins.slice": slice,
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _bytearray,
+    "torch.torch_version.TorchVersion": _Text,
+    "torch.Size": _size,
+    "torch.device": _device,
+    "numpy.dtype": Dtype,
+    # NumPy 1's names and NumPy 2's.
+    "numpy.core.multiarray._reconstruct": _array,
+    "numpy._core.multiarray._reconstruct": _array,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.numeric._frombuffer": _array_from_buffer,
+    "numpy._core.numeric._frombuffer": _array_from_buffer,
+}
+
+# Harmless, and nothing that a checkpoint of ours could hold.
+UNSUPPORTED = {
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_qtensor": "a quantized tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no values",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of a device that saves through NumPy",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of a device that saves through the CPU",
+    **{f"torch.{name}Storage": "a quantized tensor" for name in ("QInt8", "QUInt8", "QInt32", "QUInt4x2", "QUInt2x4")},
+}
+
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+# Types and functions that a pickle may hold as values; they are not called.
+INERT = {
+    "torch.Tensor",
+    "torch.nn.parameter.Parameter",
+    "torch.storage.UntypedStorage",
+    "torch.storage.TypedStorage",
+    "numpy.ndarray",
+}
+
+# Legacy storage classes: torch.FloatStorage and the like.
+STORAGES = {
+    "Double": torch.float64,
+    "Float": torch.float32,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Long": torch.int64,
+    "Int": torch.int32,
+    "Short": torch.int16,
+    "Char": torch.int8,
+    "Byte": torch.uint8,
+    "Bool": torch.bool,
+    "ComplexDouble": torch.complex128,
+    "ComplexFloat": torch.complex64,
+    "Untyped": torch.uint8,
+}

@@ -1,0 +1,49 @@
+"""A pickle's opcodes, looked at before any of them is carried out."""
+
+import pickle
+import re
+
+__all__ = ["scan"]
+
+# Opcodes by what follows them (pickletools): nothing or a fixed number of bytes; a length; lines of text.
+_FIXED = re.compile(
+    rb"(?:[(012NQRabd}elos\])tu\x81\x85-\x89\x8f-\x94]|[Khq\x80].|M..|[Jj]....|[G\x95].{8})*+", re.DOTALL
+)
+_LENGTH_BYTES = {
+    **dict.fromkeys((b"U", b"C", b"\x8c", b"\x8a"), 1),
+    **dict.fromkeys((b"T", b"B", b"X", b"\x8b"), 4),
+    **dict.fromkeys((b"\x8e", b"\x8d", b"\x96"), 8),
+}
+_LINES = {**dict.fromkeys((b"I", b"F", b"L", b"S", b"V", b"P", b"g", b"p"), 1), b"c": 2, b"i": 2}
+
+
+def scan(data: bytes, at: int) -> None:
+    """Walk over a pickle's opcodes without carrying them out.
+
+    Python below 3.14 makes a table as long as the highest memo number that a pickle names, so ten bytes could ask for
+    32 GiB (CPython issue 115952). No writer numbers more objects than its pickle has bytes. Also refused: extension
+    codes, which would name what is imported by a number.
+    """
+    memo_number = 0
+    while True:
+        fixed = _FIXED.match(data, at)
+        assert fixed is not None  # it matches nothing, too
+        opcode, at = data[fixed.end() : fixed.end() + 1], fixed.end() + 1
+        if opcode == b".":
+            return
+        if opcode == b"r":
+            memo_number, at = int.from_bytes(data[at : at + 4], "little"), at + 4
+        elif opcode in _LENGTH_BYTES:
+            width = _LENGTH_BYTES[opcode]
+            at += width + int.from_bytes(data[at : at + width], "little")
+        elif opcode in _LINES:
+            for _ in range(_LINES[opcode]):
+                start, at = at, data.find(b"\n", at) + 1 or len(data)
+            if opcode == b"p":
+                memo_number = int(data[start:at])
+        elif opcode and at <= len(data):
+            raise pickle.UnpicklingError(f"an opcode {opcode!r}, which no checkpoint has")
+        if at >= len(data):
+            raise pickle.UnpicklingError("truncated")
+        if memo_number > len(data):
+            raise pickle.UnpicklingError("a memo number beyond the pickle's length")

@@ -1,0 +1,113 @@
+"""What a pickle's names become: inert values, which hold what the pickle says and do nothing."""
+
+import collections
+import math
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+__all__ = ["Built", "Named", "Storage", "StoredTensor", "UnsupportedError", "contains_built", "no_state", "short"]
+
+
+class UnsupportedError(pickle.UnpicklingError):
+    """A pickle holds something harmless that this package does not handle."""
+
+
+def no_state(self: Any, state: Any) -> NoReturn:
+    raise pickle.UnpicklingError(f"a {type(self).__name__} with a state")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A class or function that a pickle names, and that stays a name."""
+
+    module: str
+    name: str
+    __setstate__ = no_state
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Built:
+    """What a pickle would have built by calling ``kind``: the call, and the state it would have set, as data."""
+
+    kind: Named
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args if not kwargs else (*args, kwargs)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """An attribute that the object would have, whether its class kept a ``__dict__`` or ``__slots__``."""
+        state = self.state
+        if isinstance(state, tuple) and len(state) == 2:  # (__dict__ or None, slots)
+            state = {**(state[0] or {}), **(state[1] or {})}
+        return state.get(name, default) if isinstance(state, dict) else default
+
+    # A pickled list, dict or set subclass fills itself through these.
+    def append(self, value: Any) -> None:
+        self.args = (*self.args, value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        self.args = (*self.args, *values)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.args = (*self.args, (key, value))
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The bytes behind one or more tensors, by their key in the file that the pickle came from."""
+
+    key: str
+    dtype: torch.dtype
+    numel: int
+    device: str = "cpu"
+    data: bytes | None = field(default=None, repr=False)  # where the pickle itself held them, outside of an archive
+    __setstate__ = no_state
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a pickle describes it: a strided view of a storage (offset and strides in elements)."""
+
+    storage: Storage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool = False
+    __setstate__ = no_state
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def contains_built(value: Any) -> bool:
+    """Whether some part of a value stands for an object that was not built."""
+    if isinstance(value, dict):
+        return any(map(contains_built, value)) or any(map(contains_built, value.values()))
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
+        return any(map(contains_built, value))
+    return isinstance(value, Built)
+
+
+def short(value: Any) -> str:
+    """For a message: not of a container, whose text may be endless."""
+    return repr(value)[:100] if isinstance(value, str | int | bytes | Named) else f"a {type(value).__name__}"
