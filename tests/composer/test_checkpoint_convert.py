@@ -128,6 +128,9 @@ def test_from_pretrained_loads_a_converted_gpt2(tmp_path: Path):
             auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", torch_dtype="auto")
             assert auto.dtype == torch.bfloat16 and type(auto) is type(model)
             assert torch.equal(auto.transformer.wte.weight, model.transformer.wte.weight.bfloat16())
+            convert_checkpoint(tmp_path / "half", tmp_path / "whole", to="safetensors", dtype=torch.float32)
+            auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", torch_dtype="auto")
+            assert auto.dtype == torch.float32
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer("b d zebra")["input_ids"] == [2, 4, 0]
     for report in (sharded, half):
@@ -135,6 +138,29 @@ def test_from_pretrained_loads_a_converted_gpt2(tmp_path: Path):
             "leaves out lm_head.weight (tied to transformer.wte.weight), which is the same bytes"
         ]
     assert len(list((tmp_path / "hf2").glob("*.safetensors"))) == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("noted", "architectures"),
+    [
+        ("transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel", ["GPT2LMHeadModel"]),
+        ("torch.distributed.fsdp._fully_shard._fully_shard.FSDPGPT2LMHeadModel", ["GPT2LMHeadModel"]),
+        ("torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel", None),
+    ],
+    ids=["one device", "Composer's FSDP2", "FSDP1"],
+)
+def test_the_architecture_of_a_sharded_run(tmp_path: Path, noted: str, architectures: list[str] | None):
+    """Composer notes the class of the module that it saved, which is no model's once it is sharded."""
+    with saved_gpt2(tmp_path / "run"):
+        source = torch.load(tmp_path / "run" / "ep0-ba2-rank0.pt", weights_only=False)
+    entry = source["state"]["integrations"]["huggingface"]["model"]["config"]
+    assert entry["class"].endswith("GPT2LMHeadModel")
+    entry["class"] = noted
+    entry["content"]["architectures"] = None
+    torch.save(source, tmp_path / "noted.pt")
+    convert_checkpoint(tmp_path / "noted.pt", tmp_path / "hf", to="safetensors")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()).get("architectures") == architectures
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -59,11 +59,9 @@ def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None)
     if not isinstance(entry, Mapping) or not isinstance(config, Mapping):
         return None
     config = dict(config)
-    if not config.get("architectures") and isinstance(entry.get("class"), str):
-        config["architectures"] = [entry["class"].rpartition(".")[2]]
-    if dtype is not None:
-        config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    beside = {"config.json": json.dumps(config, indent=2, sort_keys=True).encode()}
+    if not config.get("architectures") and (name := _architecture(entry.get("class"))) is not None:
+        config["architectures"] = [name]
+    beside = {"config.json": _as_json(config, dtype)}
     left_out = []
     tokenizer = said.get("tokenizer")
     for name, file in (tokenizer if isinstance(tokenizer, Mapping) else {}).items():
@@ -75,8 +73,29 @@ def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None)
     return HuggingFaceForm(config=config, beside=beside, left_out=tuple(left_out))
 
 
-def form_of_folder(folder: Path) -> HuggingFaceForm | None:
-    """From a folder that has its config.json; the files beside the weights are taken as they are."""
+def _architecture(full_name: Any) -> str | None:
+    """The class of a model, by the name that Composer noted. Of a sharded one that is the name of what sharded it:
+    ``FSDP`` and the model's own for ``fully_shard``, FSDP1's wrapper for FSDP1.
+    """
+    module, _, name = full_name.rpartition(".") if isinstance(full_name, str) else ("", "", "")
+    if not module.startswith("torch.distributed."):
+        return name or None
+    return name.removeprefix("FSDP") if name.startswith("FSDP") else None
+
+
+def _as_json(config: Mapping[str, Any], dtype: torch.dtype | None) -> bytes:
+    if dtype is not None:
+        key = "dtype" if "dtype" in config else "torch_dtype"  # transformers changed its name in 4.56
+        config = {**config, key: str(dtype).removeprefix("torch.")}
+    return json.dumps(config, indent=2, sort_keys=True).encode()
+
+
+def form_of_folder(folder: Path, dtype: torch.dtype | None) -> HuggingFaceForm | None:
+    """From a folder that has its config.json; the files beside the weights are taken as they are.
+
+    Args:
+        dtype: As in ``hugging_face_form``.
+    """
     config = folder / "config.json"
     if not config.is_file():
         return None
@@ -86,7 +105,11 @@ def form_of_folder(folder: Path) -> HuggingFaceForm | None:
         said = json.loads(beside["config.json"])
     except ValueError as error:
         raise CheckpointError(f"{config}: damaged ({error})") from error
-    return HuggingFaceForm(config=said if isinstance(said, dict) else {}, beside=beside, left_out=())
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{config}: holds no configuration")
+    if dtype is not None:
+        beside["config.json"] = _as_json(said, dtype)
+    return HuggingFaceForm(config=said, beside=beside, left_out=())
 
 
 def _file_name(name: str, file: Mapping[str, Any]) -> str:

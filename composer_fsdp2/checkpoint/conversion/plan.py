@@ -203,7 +203,7 @@ def _safetensors(
     form = hugging_face_form(inventory, dtype)
     renamed = dict(chosen.renamed)
     if _is_hugging_face_folder(inventory):  # re-sharded: names and files stay
-        form = form_of_folder(_folder(inventory.path))
+        form = form_of_folder(_folder(inventory.path), dtype)
     elif form is None:
         remarks.append("the checkpoint says no Hugging Face model: names stay, and there is no config.json")
     elif all(name.startswith(PREFIX) for name in weights):
