@@ -192,7 +192,7 @@ KEYS: tuple[Key, ...] = (
         default=False,
         meaning="read a monolithic checkpoint on rank 0 and send it to the others",
         outcome=_EXACT,
-        target="",
+        target="load_checkpoint, once the model is sharded",
         reason="each rank reads its own part of the file: no rank holds the whole model, and nothing is sent",
     ),
     Key(
