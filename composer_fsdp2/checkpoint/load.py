@@ -17,6 +17,7 @@ from composer_fsdp2.checkpoint.loading.plan import LoadPlan, plan_load
 from composer_fsdp2.checkpoint.loading.staging import Staging
 from composer_fsdp2.checkpoint.opening import opened_checkpoint, together
 from composer_fsdp2.checkpoint.reading import Reader, files_of, materialized
+from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optimizer import Optimizers, check_optimizers, the_optimizer
 
 __all__ = ["LoadReport", "load_checkpoint", "load_inventory", "other_entries", "other_files"]
@@ -161,6 +162,11 @@ def load_inventory(
     staging.share()
     if staging.copies:  # on all ranks alike
         together(staging.check_copies)
+    try:
+        together(staging.set_extra_state)
+    except CheckpointError:
+        staging.put_extra_state_back()  # where this rank's modules took it
+        raise
     together(staging.commit)
     return LoadReport(
         inventory=plan.inventory,

@@ -1,5 +1,6 @@
 """What a load has read and not yet put into place."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from composer_fsdp2.agreement import gather
@@ -48,9 +50,10 @@ class _Staged:
 
 
 class Staging:
-    """Everything that a plan reads: ``read``, ``share``, ``check_copies``, ``commit``, in this order.
+    """What a plan reads: ``read``, ``share``, ``check_copies``, ``set_extra_state``, ``commit``, in this order.
 
-    Model and optimizer are not touched before ``commit``, which communicates nothing and has no reason left to fail.
+    Model and optimizer are not touched before ``set_extra_state``, which can be undone, and then ``commit``, which
+    communicates nothing and has no reason left to fail.
     """
 
     def __init__(self, plan: LoadPlan) -> None:
@@ -62,6 +65,7 @@ class Staging:
             for copy in planned.copies
         ]
         self.extra: dict[str, Any] = {}
+        self._extra_before: list[tuple[nn.Module, Any]] = []
         self.states: list[dict[str, Any]] = []  # tensors as _Staged
         for state in plan.optimizer.states if plan.optimizer else ():
             own = plan.optimizer.optimizer.state.get(state.parameter, {}) if plan.optimizer else {}
@@ -164,6 +168,27 @@ class Staging:
                 f"holds different values; nothing was changed: {', '.join(unlike)}"
             )
 
+    def set_extra_state(self) -> None:
+        """Give the modules their extra state, by the model's own code, which may refuse it; communicates nothing.
+
+        Raises:
+            CheckpointError: a module refused; names it.
+        """
+        for name, (module, _) in self.plan.extra.items():
+            self._extra_before.append((module, copy.deepcopy(module.get_extra_state())))
+            try:
+                module.set_extra_state(self.extra[name])
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self.plan.inventory.path}: {name}: {type(module).__name__}.set_extra_state refused it "
+                    f"({type(error).__name__}: {error}); nothing was changed"
+                ) from error
+
+    def put_extra_state_back(self) -> None:
+        """Undo ``set_extra_state``, wherever it got to."""
+        for module, before in reversed(self._extra_before):
+            module.set_extra_state(before)
+
     @torch.no_grad()
     def commit(self) -> None:
         """Put everything into its place."""
@@ -173,8 +198,6 @@ class Staging:
             assert staged.data is not None
             planned.target.local.copy_(staged.data)
             staged.data = None
-        for name, (module, _) in self.plan.extra.items():
-            module.set_extra_state(self.extra[name])
 
     def _commit_optimizer(self, optimizer: torch.optim.Optimizer, states: Sequence[ParameterState]) -> None:
         number_of = {

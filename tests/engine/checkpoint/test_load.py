@@ -778,6 +778,35 @@ def check_extra_state(folder: str) -> None:
     assert ours.root["name"] == "new"
 
 
+class Picky(WithExtraState):
+    """Refuses what its child has taken by then, on one rank."""
+
+    def set_extra_state(self, state: Any) -> None:
+        if state["name"] == "old" and dist.get_rank() == 1:
+            raise KeyError("recipe")
+        super().set_extra_state(state)
+
+
+def check_refusing_module(folder: str) -> None:
+    model = WithExtraState()
+    model.root = {"seen": torch.ones(2), "name": "old"}
+    model.child.amax = torch.arange(4.0)
+    path = saved(composer_state(model), f"{folder}/a.pt")
+    for is_sharded in (True, False):
+        ours = Picky()
+        if is_sharded:
+            fully_shard(ours)
+        refused(
+            "picky", path, ours, None, [r"_extra_state: .*set_extra_state refused it \(KeyError: 'recipe'\)|rank 1"]
+        )
+        assert ours.root["name"] == "new" and not ours.child.amax.any(), ours.root
+
+
+def test_a_module_that_refuses_its_extra_state(tmp_path: Path):
+    """The model's own code can fail; weights, and the extra state of other modules and ranks, are as before."""
+    run_ranks(check_refusing_module, 2, str(tmp_path))
+
+
 def test_extra_state_and_buffers(tmp_path: Path):
     """Scales of fp8 recipes live in extra state; DCP takes such a dict apart, and the module gets it whole."""
     run_ranks(check_extra_state, 2, str(tmp_path))
