@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_directory
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.agreement import gather
+from composer_fsdp2.agreement import agree, gather
 from composer_fsdp2.apply import is_sharded, reshard
 from composer_fsdp2.checkpoint.save import save_monolithic
 from composer_fsdp2.errors import CheckpointError
@@ -346,11 +346,13 @@ def _account_for(saver: CheckpointSaver, logger: Any, original: Callable[..., An
     saver.latest_filename = None
     saver.num_checkpoints_to_keep = -1 if is_race else keep
     try:
-        original(saver, written, logger)
+        if is_race:  # all wait for the others' uploads, and hear of one that failed
+            agree(lambda: original(saver, written, logger), lambda _: "", CheckpointError)
+        else:
+            original(saver, written, logger)
     finally:
         saver.latest_filename, saver.num_checkpoints_to_keep = latest, keep
     if is_race:
-        gather(None)  # the others' uploads
         saver._rotate_checkpoints(sharding_enabled=True)
 
 

@@ -175,12 +175,12 @@ class Staging:
             CheckpointError: a module refused; names it.
         """
         for name, (module, _) in self.plan.extra.items():
-            self._extra_before.append((module, copy.deepcopy(module.get_extra_state())))
             try:
+                self._extra_before.append((module, copy.deepcopy(module.get_extra_state())))
                 module.set_extra_state(self.extra[name])
             except Exception as error:
                 raise CheckpointError(
-                    f"{self.plan.inventory.path}: {name}: {type(module).__name__}.set_extra_state refused it "
+                    f"{self.plan.inventory.path}: {name}: {type(module).__name__} refused its extra state "
                     f"({type(error).__name__}: {error}); nothing was changed"
                 ) from error
 

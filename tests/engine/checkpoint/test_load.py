@@ -797,7 +797,7 @@ def check_refusing_module(folder: str) -> None:
         if is_sharded:
             fully_shard(ours)
         refused(
-            "picky", path, ours, None, [r"_extra_state: .*set_extra_state refused it \(KeyError: 'recipe'\)|rank 1"]
+            "picky", path, ours, None, [r"_extra_state: .*Picky refused its extra state \(KeyError: 'recipe'\)|rank 1"]
         )
         assert ours.root["name"] == "new" and not ours.child.amax.any(), ours.root
 
