@@ -17,7 +17,6 @@ from composer.utils.checkpoint import _ensure_valid_checkpoint, glob_filter
 from composer.utils.misc import partial_format
 
 from composer_fsdp2.agreement import gather
-from composer_fsdp2.apply import is_sharded
 from composer_fsdp2.checkpoint.inventory import (
     MODEL,
     OPTIMIZERS,
@@ -31,6 +30,7 @@ from composer_fsdp2.checkpoint.load import load_inventory, other_entries
 from composer_fsdp2.checkpoint.opening import together
 from composer_fsdp2.compat.remote import local_checkpoint
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.sharded import is_sharded
 
 __all__ = ["replacement_for_load_checkpoint"]
 

@@ -18,7 +18,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
 
 from composer_fsdp2._torch import ShardedGradScaler
-from composer_fsdp2.apply import is_sharded, reshard
 from composer_fsdp2.clipping import clip_grad_norm_
 from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
 from composer_fsdp2.compat.saving import (
@@ -35,7 +34,9 @@ from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.fsdp1.keys import KEYS, Origin
 from composer_fsdp2.fsdp1.legacy import FSDP2_DEFAULTS
 from composer_fsdp2.fsdp1.translate import translate
+from composer_fsdp2.microbatching import begin_microbatch
 from composer_fsdp2.prepare import prepare_fully_shard
+from composer_fsdp2.sharded import is_sharded, reshard
 
 __all__ = ["SEAMS", "EveryKeyFSDP2Config"]
 
@@ -198,6 +199,22 @@ def _run_event(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Microbatches
+
+
+def _train_microbatch(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train_microbatch(
+        self: Any, use_grad_scaling: bool, current_batch_size: float, is_final_microbatch: bool
+    ) -> dict[str, torch.Tensor]:
+        begin_microbatch(self.state.model, is_last=is_final_microbatch)
+        losses: dict[str, torch.Tensor] = original(self, use_grad_scaling, current_batch_size, is_final_microbatch)
+        return losses
+
+    return train_microbatch
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Clipping
 
 
@@ -325,6 +342,12 @@ SEAMS = (
         name="fsdp_state_dict_type_context",
         make=replacement_for_state_dict_context,
         why="LLM Foundry's MonolithicCheckpointSaver asks FSDP1 for whole state: KeyError, AttributeError",
+    ),
+    Seam(
+        module="composer.trainer.trainer",
+        name="Trainer._train_microbatch",
+        make=_train_microbatch,
+        why="gradient_sync and reshard_after_backward: which microbatch of a batch is the last",
     ),
     Seam(
         module="composer.core.engine",

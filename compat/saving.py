@@ -39,9 +39,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.agreement import agree, gather
-from composer_fsdp2.apply import is_sharded, reshard
 from composer_fsdp2.checkpoint.save import save_monolithic
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.sharded import is_sharded, reshard
 
 __all__ = [
     "replacement_for_batch_end",

@@ -5,7 +5,7 @@ The engine needs torch only; ``composer_fsdp2.compat`` plugs it into Composer an
 
 from composer_fsdp2._torch import ShardedGradScaler
 from composer_fsdp2.activation_checkpointing import apply_activation_checkpointing
-from composer_fsdp2.apply import apply_plan, reshard
+from composer_fsdp2.apply import apply_plan
 from composer_fsdp2.checkpoint.conversion.plan import ConversionPlan
 from composer_fsdp2.checkpoint.convert import ConversionReport, convert_checkpoint
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
@@ -15,7 +15,14 @@ from composer_fsdp2.checkpoint.loading.plan import LoadPlan
 from composer_fsdp2.checkpoint.save import save_monolithic
 from composer_fsdp2.checkpoint.verify import VerifyReport, verify_checkpoint
 from composer_fsdp2.clipping import clip_grad_norm_
-from composer_fsdp2.config import ActivationCheckpointing, MeshSpec, Prefetch, ShardingConfig
+from composer_fsdp2.config import (
+    Accumulation,
+    ActivationCheckpointing,
+    GradientSync,
+    MeshSpec,
+    Prefetch,
+    ShardingConfig,
+)
 from composer_fsdp2.errors import (
     CheckpointError,
     ComposerFSDP2Error,
@@ -26,13 +33,16 @@ from composer_fsdp2.errors import (
 )
 from composer_fsdp2.findings import Finding, Outcome
 from composer_fsdp2.fsdp1.translate import Translation, translate
+from composer_fsdp2.microbatching import begin_microbatch
 from composer_fsdp2.plan import ShardingPlan, ShardUnit
 from composer_fsdp2.planning import plan_sharding
 from composer_fsdp2.prepare import prepare_fully_shard
+from composer_fsdp2.sharded import reshard
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Accumulation",
     "ActivationCheckpointing",
     "CheckpointError",
     "CheckpointInventory",
@@ -41,6 +51,7 @@ __all__ = [
     "ConversionPlan",
     "ConversionReport",
     "Finding",
+    "GradientSync",
     "IncompatibleVersionError",
     "LoadPlan",
     "LoadReport",
@@ -59,6 +70,7 @@ __all__ = [
     "__version__",
     "apply_activation_checkpointing",
     "apply_plan",
+    "begin_microbatch",
     "clip_grad_norm_",
     "convert_checkpoint",
     "inspect_checkpoint",

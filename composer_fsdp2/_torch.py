@@ -206,8 +206,8 @@ class _FinishThenAverage:
 
 
 def _reduces_gradients(states: Sequence[Any]) -> bool:
-    """Whether ``set_requires_gradient_sync`` is on."""
-    return all(group.reduce_grads for state in states for group in _groups_of(state))
+    """Whether ``set_requires_gradient_sync`` and ``set_requires_all_reduce`` are on."""
+    return all(group.reduce_grads and group.all_reduce_grads for state in states for group in _groups_of(state))
 
 
 def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:

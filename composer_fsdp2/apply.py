@@ -31,11 +31,13 @@ from composer_fsdp2.buffers import cast_buffers
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.materialize import Materializer, breadth_first, decide_initialisation, rank_zero_rng
 from composer_fsdp2.mesh import device_meshes, device_of
+from composer_fsdp2.microbatching import note_accumulation
 from composer_fsdp2.plan import ShardingPlan, ShardUnit
 from composer_fsdp2.planning import refuse_sharded
+from composer_fsdp2.sharded import sharded_roots
 from composer_fsdp2.tying import parameter_uses
 
-__all__ = ["apply_agreed_plan", "apply_plan", "is_sharded", "reshard", "sharded_roots"]
+__all__ = ["apply_agreed_plan", "apply_plan"]
 
 # Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
 # encoder first, or the model inside an adapter. Its hooks must gather its parameters there, too.
@@ -91,34 +93,9 @@ def apply_agreed_plan(model: nn.Module, plan: ShardingPlan) -> None:
     cast_buffers({module: unit.buffer_dtype for unit in plan.units for module in unit_modules[unit.name]})
     _set_prefetch(plan, sharded)
     _average_replicated(model, plan, sharded)
+    note_accumulation(model, plan.accumulation)
     _open_entry_points(model)
     _verify(modules, plan)
-
-
-def sharded_roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost sharded modules with their paths; the model itself has the path ''."""
-    if isinstance(model, FSDPModule):
-        return [("", model)]
-    found: list[tuple[str, nn.Module]] = []
-    for name, child in model.named_children():
-        found.extend((f"{name}.{path}".rstrip("."), root) for path, root in sharded_roots(child))
-    return found
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether some module of ``model`` was sharded by ``fully_shard``."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def reshard(model: nn.Module) -> None:
-    """Free gathered parameters everywhere, so that ``model.parameters()`` are the sharded ones again.
-
-    After a forward without gradients a root keeps its parameters gathered, and ``named_parameters`` and state dicts
-    would then show plain tensors. Call it between forward passes only; does not communicate.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _check_model(model: nn.Module, plan: ShardingPlan) -> None:

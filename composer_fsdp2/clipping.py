@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composer_fsdp2._torch import mesh_of
-from composer_fsdp2.apply import sharded_roots
+from composer_fsdp2.sharded import sharded_roots
 
 __all__ = ["clip_grad_norm_"]
 

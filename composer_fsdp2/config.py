@@ -12,8 +12,10 @@ from composer_fsdp2.errors import ConfigError
 __all__ = [
     "REPLICATE_AXIS",
     "SHARD_AXIS",
+    "Accumulation",
     "ActivationCheckpointing",
     "BackwardPrefetch",
+    "GradientSync",
     "GroupRule",
     "MeshSpec",
     "Prefetch",
@@ -269,6 +271,27 @@ class ActivationCheckpointing:
         return self.checkpoint or self.cpu_offload
 
 
+class GradientSync(enum.Enum):
+    """In which of a batch's backwards gradients are communicated; the values are what a configuration says."""
+
+    EVERY = "every"
+    LAST = "last"
+    DEFER_REPLICA = "defer_replica"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation:
+    """What is put off until the last microbatch of a batch; by default nothing, as under FSDP1 in Composer.
+
+    ``gradient_sync``: ``LAST`` keeps whole gradients on every rank until then and communicates none, ``DEFER_REPLICA``
+    reduces them over the shards of a replica each time, and over the replicas in the last one only.
+    ``reshard_after_backward`` False keeps gathered parameters until then.
+    """
+
+    gradient_sync: GradientSync = GradientSync.EVERY
+    reshard_after_backward: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
     """How many units ahead are gathered on request; None leaves it to FSDP2 (its own order, one ahead in backward)."""
@@ -298,6 +321,7 @@ class ShardingConfig:
     cpu_offload: bool = False
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     prefetch: Prefetch = field(default_factory=Prefetch)
+    accumulation: Accumulation = field(default_factory=Accumulation)
     sync_module_states: bool | None = False
     ignored_modules: tuple[nn.Module, ...] = ()
     keep_low_precision_grads: bool = False

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from composer_fsdp2.config import ActivationCheckpointing, MeshSpec
+from composer_fsdp2.config import Accumulation, ActivationCheckpointing, MeshSpec
 from composer_fsdp2.wrap import LeftOut
 
 __all__ = ["ParameterSpec", "ShardUnit", "ShardingPlan", "and_more"]
@@ -101,6 +101,7 @@ class ShardingPlan:
     left_out: tuple[LeftOut, ...]
     checkpointed: tuple[str, ...]
     activation_checkpointing: ActivationCheckpointing
+    accumulation: Accumulation
     sync_module_states: bool | None
     notes: tuple[str, ...]
 
@@ -125,6 +126,10 @@ class ShardingPlan:
                 "reentrant": self.activation_checkpointing.reentrant,
                 "transformer_engine": self.activation_checkpointing.transformer_engine,
                 "transformer_engine_seed": self.activation_checkpointing.transformer_engine_seed,
+            },
+            "accumulation": {
+                "gradient_sync": self.accumulation.gradient_sync.value,
+                "reshard_after_backward": self.accumulation.reshard_after_backward,
             },
             "sync_module_states": self.sync_module_states,
             "notes": list(self.notes),
@@ -169,6 +174,13 @@ class ShardingPlan:
         return self.explain()
 
 
+_SYNC_WORDS = {
+    "every": "each",
+    "last": "the last of a batch",
+    "defer_replica": "each, over replicas in the last of a batch",
+}
+
+
 def _explain(plan: ShardingPlan) -> Iterator[str]:
     total = sum(unit.numel for unit in plan.units)
     yield f"{len(plan.units)} units, {total:,} parameters on {plan.mesh}"
@@ -200,6 +212,10 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
         )
         kind += " by Transformer Engine" if mode.checkpoint and mode.transformer_engine else ""
         yield f"  activations {kind}: {len(plan.checkpointed)} modules, first {plan.checkpointed[0]}"
+    if plan.accumulation != Accumulation():
+        sync, frees = plan.accumulation.gradient_sync.value, plan.accumulation.reshard_after_backward
+        kept = "" if frees else ", parameters kept gathered between them"
+        yield f"  microbatches: gradients communicated in {_SYNC_WORDS[sync]}{kept}"
     yield from (f"  note: {note}" for note in plan.notes)
 
 

@@ -80,6 +80,7 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
         left_out=selection.left_out,
         checkpointed=checkpointed,
         activation_checkpointing=config.activation_checkpointing,
+        accumulation=config.accumulation,
         sync_module_states=config.sync_module_states,
         notes=(*selection.notes, *_notes_of_settings(selection.units), *notes, *_notes_of_groups(units)),
     )

@@ -41,6 +41,8 @@ ORDER = [
     "mesh",
     "materialize",
     "buffers",
+    "sharded",
+    "microbatching",
     "apply",
     "checkpoint/pickles/__init__",
     "checkpoint/pickles/values",

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_fsdp2.apply import reshard
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory, EntryPath
 from composer_fsdp2.checkpoint.loading.content import check_content, check_own_content
 from composer_fsdp2.checkpoint.loading.plan import LoadPlan, plan_load
@@ -19,6 +18,7 @@ from composer_fsdp2.checkpoint.opening import opened_checkpoint, together
 from composer_fsdp2.checkpoint.reading import Reader, files_of, materialized
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optimizer import Optimizers, check_optimizers, the_optimizer
+from composer_fsdp2.sharded import reshard
 
 __all__ = ["LoadReport", "load_checkpoint", "load_inventory", "other_entries", "other_files"]
 

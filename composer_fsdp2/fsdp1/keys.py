@@ -379,6 +379,27 @@ KEYS: tuple[Key, ...] = (
         reason="read by the Trainer's checkpoint saver; needs host memory for one more shard",
     ),
     Key(
+        name="gradient_sync",
+        kind=Kind.STR,
+        default="every",
+        origin=Origin.OURS,
+        meaning="in which microbatches of a batch gradients are communicated: every, last, or defer_replica (over "
+        "replicas in the last one only)",
+        outcome=_EXACT,
+        target="set_requires_gradient_sync, set_requires_all_reduce",
+        reason="every is what FSDP1 did under Composer; last keeps whole gradients in memory, defer_replica does not",
+    ),
+    Key(
+        name="reshard_after_backward",
+        kind=Kind.BOOL,
+        default=True,
+        origin=Origin.OURS,
+        meaning="free a unit's parameters after each microbatch's backward (true), or after the last one's (false)",
+        outcome=_EXACT,
+        target="set_reshard_after_backward",
+        reason="true is what FSDP1 did; false gathers less often and keeps the gathered parameters in memory",
+    ),
+    Key(
         name="strict",
         kind=Kind.BOOL,
         default=True,

@@ -8,8 +8,10 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.config import (
+    Accumulation,
     ActivationCheckpointing,
     BackwardPrefetch,
+    GradientSync,
     MeshSpec,
     Prefetch,
     ShardingConfig,
@@ -113,6 +115,7 @@ def translate(
     policy = problems.catch(_mixed_precision, legacy, precision_name or "fp32")
     offload = problems.catch(_cpu_offload, legacy)
     prefetch = problems.catch(_prefetch, legacy)
+    accumulation = problems.catch(_accumulation, legacy)
     ignored = problems.catch(parse_ignored_modules, legacy["ignored_modules"])
     checkpointing = problems.catch(_activation_checkpointing, legacy, precision_name)
     problems.catch(_state_dict_type, legacy)
@@ -134,6 +137,7 @@ def translate(
         cpu_offload=offload,
         activation_checkpointing=checkpointing,
         prefetch=prefetch,
+        accumulation=accumulation,
         sync_module_states=_sync_module_states(legacy),
         ignored_modules=ignored,
         keep_low_precision_grads=policy.keep_low_precision_grads or legacy["keep_low_precision_grads"],
@@ -240,6 +244,14 @@ def _prefetch(legacy: LegacyConfig) -> Prefetch:
     return Prefetch(forward=legacy["forward_prefetch_limit"] if legacy["forward_prefetch"] else None, backward=backward)
 
 
+def _accumulation(legacy: LegacyConfig) -> Accumulation:
+    said = legacy["gradient_sync"]
+    modes = [mode.value for mode in GradientSync]
+    if said not in modes:
+        raise ConfigError(f"gradient_sync is {said!r}; it is one of {', '.join(modes)}")
+    return Accumulation(gradient_sync=GradientSync(said), reshard_after_backward=legacy["reshard_after_backward"])
+
+
 def _activation_checkpointing(legacy: LegacyConfig, precision: str) -> ActivationCheckpointing:
     checkpointing = ActivationCheckpointing(
         checkpoint=legacy["activation_checkpointing"],
@@ -315,6 +327,7 @@ def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precis
         "process_group": lambda: _neutral_finding(legacy, "process_group") if legacy["process_group"] is None else None,
         "data_parallel_shard_degree": lambda: _degree_finding(legacy, "data_parallel_shard_degree"),
         "data_parallel_replicate_degree": lambda: _degree_finding(legacy, "data_parallel_replicate_degree"),
+        "gradient_sync": lambda: _gradient_sync_finding(legacy, mesh),
         "te_checkpoint_wrapper": lambda: _te_checkpoint_finding(legacy, precision),
         "te_shard_fp8_weight": lambda: _te_weight_finding(legacy, precision),
     }
@@ -415,6 +428,22 @@ def _degree_finding(legacy: LegacyConfig, name: str) -> Finding | None:
         reason="process_group goes before the degrees, as it did in Composer",
         hint="leave one of the two out",
     )
+
+
+def _gradient_sync_finding(legacy: LegacyConfig, mesh: MeshSpec) -> Finding | None:
+    said = legacy["gradient_sync"]
+    if said == GradientSync.EVERY.value:
+        return _finding(legacy, "gradient_sync", target="", reason="as under FSDP1 in Composer")
+    if said == GradientSync.DEFER_REPLICA.value and mesh.replicate is None:
+        return _finding(
+            legacy,
+            "gradient_sync",
+            outcome=Outcome.UNNEEDED,
+            target="",
+            reason="this mesh has no replicas, so there is nothing to defer",
+            hint="set data_parallel_replicate_degree, or say last",
+        )
+    return None
 
 
 def _te_checkpoint_finding(legacy: LegacyConfig, precision: str) -> Finding | None:

@@ -29,7 +29,7 @@ from composer_fsdp2 import (
     prepare_fully_shard,
     reshard,
 )
-from composer_fsdp2.apply import sharded_roots
+from composer_fsdp2.sharded import sharded_roots
 
 # --- every setting
 

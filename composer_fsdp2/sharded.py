@@ -1,0 +1,32 @@
+"""A sharded model: where ``fully_shard`` was applied, and its parameters' resting state."""
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["is_sharded", "reshard", "sharded_roots"]
+
+
+def sharded_roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost sharded modules with their paths; the model itself has the path ''."""
+    if isinstance(model, FSDPModule):
+        return [("", model)]
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
+        found.extend((f"{name}.{path}".rstrip("."), root) for path, root in sharded_roots(child))
+    return found
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether some module of ``model`` was sharded by ``fully_shard``."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters everywhere, so that ``model.parameters()`` are the sharded ones again.
+
+    After a forward without gradients a root keeps its parameters gathered, and ``named_parameters`` and state dicts
+    would then show plain tensors. Call it between forward passes only; does not communicate.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
