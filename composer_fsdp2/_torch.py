@@ -8,7 +8,7 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = [
     "ActivationWrapper",
     "BatchNorm",
     "CheckpointImpl",
+    "InFlight",
     "Repair",
     "ShardedGradScaler",
     "average_after_backward",
@@ -51,9 +52,11 @@ __all__ = [
     "rebuild_untyped_tensor",
     "repair_cpu_collectives",
     "repair_unit_backward",
+    "reset_after_error",
     "storage_class",
     "storage_info",
     "transformer_engine_checkpoint_wrapper",
+    "watch_collectives",
 ]
 
 # The base of all batch norms, which FSDP1 kept out of mixed precision.
@@ -276,6 +279,185 @@ class _EndUnitBackward:
 
 def _has_gradient(parameter: Any) -> bool:
     return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A forward or backward that an error ended.
+
+
+def reset_after_error(root: FSDPModule) -> None:
+    """Put a root and all units below it into the state that they have between steps, and drop unfinished gradients.
+
+    Waits for collectives that are on their way. ``.grad`` of the sharded parameters is the optimizer's to clear.
+    torch 2.13 has ``reset_iter_state`` for it (without the gradients of microbatches that were not communicated).
+    """
+    state: Any = root._get_fsdp_state()
+    if state._is_root is None:
+        return  # no forward has begun
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_iteration(state)
+    for each in state._state_ctx.all_states:
+        for group in _groups_of(each):
+            group.lazy_init()  # idempotent; the error may have come in the midst of the first one
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+                    parameter.free_unsharded_param()
+
+
+def _reset_iteration(root: Any) -> None:
+    stream, shared = root._device_handle.current_stream(), root._comm_ctx
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        if (held := getattr(shared, name)) is not None:
+            _wait(stream, held.event)
+            setattr(shared, name, None)
+    shared.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in _groups_of(state):
+            if group._all_gather_result is not None:
+                _wait(stream, group._all_gather_result.all_gather_event)
+                if isinstance(work := group._all_gather_result.all_gather_work, dist.distributed_c10d.Work):
+                    work.wait()
+            for event in (group._post_reduce_event, group._reshard_after_forward_event):
+                _wait(stream, event)
+            if group._all_reduce_state is not None:
+                _wait(stream, group._all_reduce_state.event)
+            group._all_gather_result = group._post_reduce_event = group._reshard_after_forward_event = None
+            group._all_reduce_state = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def _wait(stream: Any, event: Any) -> None:
+    if event is not None:
+        stream.wait_event(event)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fully_shard's collectives, announced before they are launched.
+
+# In the module that launches them, by the names that torch 2.7 and 2.13 call.
+_LAUNCHES = {
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_single": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",
+    "all_reduce": "all-reduce",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A collective of a unit, whose buffers are there and which is not launched yet.
+
+    Args:
+        unit: The path of the unit's module.
+        kind: all-gather, reduce-scatter or all-reduce.
+        phase: forward or backward.
+    """
+
+    unit: str
+    kind: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of {self.unit or 'the model'} in {self.phase}"
+
+
+def watch_collectives(units: Mapping[str, FSDPModule], before: Callable[[InFlight], None]) -> Callable[[], None]:
+    """Call ``before`` ahead of each collective of these units, between the allocation of its buffers and its launch.
+
+    What ``before`` raises ends the forward or backward; ``reset_after_error`` then. An error of the collective itself
+    gets a note that names the unit.
+
+    Args:
+        units: By path; each unit once.
+    Returns:
+        A function that ends it. Until then each collective costs a few Python calls more.
+    """
+    watch = _Watch(before)
+    undo = [
+        patched
+        for path, module in units.items()
+        for group in _groups_of(module._get_fsdp_state())  # type: ignore[attr-defined]
+        for patched in (_replace_call(group, name, path, watch) for name in ("unshard", "post_backward"))
+    ]
+    _watched.append(watch)
+    _fsdp_collectives.dist = _WatchedDistributed()
+
+    def stop() -> None:
+        _watched.remove(watch)
+        if not _watched:
+            _fsdp_collectives.dist = dist
+        for put_back in undo:
+            put_back()
+
+    return stop
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    before: Callable[[InFlight], None]
+    unit: str = ""
+    phase: str = ""
+    depth: int = 0
+
+
+_watched: list[_Watch] = []
+
+
+def _replace_call(group: Any, name: str, path: str, watch: _Watch) -> Callable[[], None]:
+    """Note which unit works while a method of its group runs."""
+    before = vars(group).get(name)  # another replacement of ours
+    method = getattr(group, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outer = watch.unit, watch.phase
+        watch.unit, watch.depth = path, watch.depth + 1
+        watch.phase = "forward" if group._training_state == TrainingState.FORWARD else "backward"
+        try:
+            return method(*args, **kwargs)
+        finally:
+            watch.unit, watch.phase = outer
+            watch.depth -= 1
+
+    def put_back() -> None:
+        if before is None:
+            delattr(group, name)
+        else:
+            setattr(group, name, before)
+
+    setattr(group, name, call)
+    return put_back
+
+
+class _WatchedDistributed:
+    """``torch.distributed`` as the module of fully_shard's collectives sees it."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(dist, name)
+        return functools.partial(_launch, value, _LAUNCHES[name]) if name in _LAUNCHES else value
+
+
+def _launch(function: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:
+    watching = [watch for watch in _watched if watch.depth]
+    announced = [InFlight(watch.unit, kind, watch.phase) for watch in watching]
+    for watch, collective in zip(watching, announced, strict=True):
+        watch.before(collective)
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        for collective in announced:
+            error.add_note(f"in {collective}")
+        raise
 
 
 class ShardedGradScaler(FSDP1GradScaler):

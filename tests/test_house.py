@@ -43,6 +43,7 @@ ORDER = [
     "buffers",
     "sharded",
     "microbatching",
+    "out_of_memory",
     "apply",
     "checkpoint/pickles/__init__",
     "checkpoint/pickles/values",

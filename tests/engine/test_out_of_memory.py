@@ -1,0 +1,179 @@
+"""One rank out of memory: no rank hangs, and the batch repeated is the batch as it would have been.
+
+There is no GPU here whose memory could run out, so the error is raised instead of the n-th operation of a batch, on
+one rank: in a forward, in a backward, while a unit's buffers are allocated or copied, or between the units.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import VOCABULARY, Model
+from engine.parity import assert_close, full
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_fsdp2 import begin_microbatch, prepare_fully_shard
+from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote
+
+FULL = {"mixed_precision": "FULL"}
+HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
+TIME_LIMIT_S = 180  # a hang
+
+
+class OutOfMemoryAt(TorchDispatchMode):
+    """Raises what CUDA raises in place of one operation, by its number; collectives are no operations of a rank's."""
+
+    def __init__(self, number: int | None) -> None:
+        super().__init__()
+        self.number = number
+        self.count = 0
+        self.raised = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A vote lies in the host's memory, of which there is enough.
+        if func.namespace != "c10d" and not VOTING:
+            self.count += 1
+            if self.count == self.number:
+                self.raised = True
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 KiB (injected)")
+        return func(*args, **(kwargs or {}))
+
+
+VOTING: list[bool] = []
+
+
+class Vote(OutOfMemoryVote):
+    def _cast(self, is_out: bool) -> bool:
+        VOTING.append(True)
+        try:
+            return super()._cast(is_out)
+        finally:
+            VOTING.pop()
+
+
+class Counted(nn.Module):
+    """A buffer that each forward changes, and dropout: what a repetition must not see twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model(tied=True)
+        self.norm = nn.BatchNorm1d(VOCABULARY)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.dropout(self.inner(x)).flatten(0, 1))
+
+
+def model_for(config: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.body = Counted()
+    model.body.fsdp_wrap_fn = model.body.inner.decoder.fsdp_wrap_fn
+    model.body.activation_checkpointing_fn = model.body.inner.decoder.activation_checkpointing_fn
+    model.forward = model.body.forward
+    prepare_fully_shard(model, None, {**FULL, **config}, precision="fp32")
+    return model
+
+
+def run_batch(model: nn.Module, microbatches: Sequence[torch.Tensor]) -> None:
+    for number, x in enumerate(microbatches):
+        begin_microbatch(model, is_last=number == len(microbatches) - 1)
+        (model.body(x).square().mean() / len(microbatches)).backward()
+
+
+def train(model: nn.Module, votes: OutOfMemoryVote, fails_at: int | None, size: int) -> tuple[int, int, bool]:
+    """One batch, halved until it fits; the size that did, the operations of the first attempt, whether one failed."""
+    snapshot = BatchSnapshot.take(model)
+    batch = batch_of(dist.get_rank())
+    failing = OutOfMemoryAt(fails_at)
+    with failing:
+        done = votes.succeeded(functools.partial(run_batch, model, batch.split(size)))
+    num_operations = failing.count
+    while not done:
+        model.zero_grad()
+        snapshot.restore(model)
+        size //= 2
+        done = votes.succeeded(functools.partial(run_batch, model, batch.split(size)))
+    return size, num_operations, failing.raised
+
+
+def batch_of(rank: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (8, 3), generator=torch.Generator().manual_seed(rank))
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    values = {f"gradient of {name}": full(p.grad) for name, p in model.named_parameters()}
+    return values | {name: buffer.clone() for name, buffer in model.named_buffers()} | {"next": torch.rand(3)}
+
+
+def begin(seed: int) -> None:
+    torch.manual_seed(seed + dist.get_rank())
+    random.seed(seed)
+
+
+def check(config: dict[str, Any], num_points: int) -> None:
+    model = model_for(config)
+    _, total, _ = train(model, Vote(model), None, 8)
+    model = model_for(config)
+    begin(1)
+    assert train(model, Vote(model), None, 4)[0] == 4
+    expected = state_of(model)
+    points = sorted(random.Random(0).sample(range(1, total + 1), min(num_points, total)))
+    for failing in range(dist.get_world_size()):
+        for point in points:
+            model = model_for(config)
+            votes = Vote(model)
+            votes.start()
+            begin(1)
+            size, _, raised = train(model, votes, point if dist.get_rank() == failing else None, 8)
+            where = f"{config}, rank {failing}, operation {point} of {total}"
+            assert raised == (dist.get_rank() == failing), where
+            assert size == 4, where
+            assert all(isinstance(p, DTensor) for p in model.parameters()), where
+            for name, value in state_of(model).items():
+                assert_close(f"{where}: {name}", value, expected[name], rtol=0, atol=0)
+            votes.stop()
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "recomputed": {"activation_checkpointing": True},
+    "accumulated": {"gradient_sync": "last", "reshard_after_backward": False},
+}
+OF_FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "replicas": HSDP,
+    "replicas deferred": HSDP | {"gradient_sync": "defer_replica"},
+    "kept in twos": {"reshard_after_forward": 2},
+}
+
+
+def check_all(configs: dict[str, dict[str, Any]], num_points: int) -> None:
+    for config in configs.values():
+        check(config, num_points)
+
+
+def test_out_of_memory_anywhere():
+    """Gradients, buffers and random numbers of the repeated batch are those of a run that began with its size."""
+    run_ranks(check_all, 2, CONFIGS, 12, timeout_s=TIME_LIMIT_S)
+
+
+def test_out_of_memory_on_two_axes():
+    """A reduction over replicas that was put off is dropped with the batch."""
+    run_ranks(check_all, 4, OF_FOUR_RANKS, 5, timeout_s=TIME_LIMIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_out_of_memory_everywhere(name: str):
+    """Every operation of a batch, on each rank."""
+    run_ranks(check_all, 2, {name: CONFIGS[name]}, 1_000_000, timeout_s=1800)
