@@ -19,6 +19,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP
 
 from composer_fsdp2._torch import ShardedGradScaler
 from composer_fsdp2.clipping import clip_grad_norm_
+from composer_fsdp2.compat import microbatching
 from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
 from composer_fsdp2.compat.saving import (
     replacement_for_batch_end,
@@ -191,9 +192,13 @@ _ENDS_OF_FORWARD = (Event.EVAL_END, Event.EVAL_STANDALONE_END, Event.EVAL_AFTER_
 def _run_event(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_event(self: Any, event: Event | str) -> Any:
-        if Event(event) in _ENDS_OF_FORWARD:
+        event = Event(event)
+        if event in _ENDS_OF_FORWARD:
             reshard(self.state.model)
-        return original(self, event)
+        microbatching.before_event(self.state, event)
+        result = original(self, event)
+        microbatching.after_event(self.state, event)
+        return result
 
     return run_event
 
@@ -248,10 +253,11 @@ def _say_value_clips_norm() -> None:
 
 
 _STATE = "composer.core.state"
+_TRAINER = "composer.trainer.trainer"
 _SAVER = "composer.callbacks.checkpoint_saver"
 SEAMS = (
     Seam(
-        module="composer.trainer.trainer",
+        module=_TRAINER,
         name="Trainer._parse_parallelism_config",
         make=_parse_parallelism_config,
         why="misspelt keys trained as defaults, and a mesh in FSDP2Config was overwritten by a 1-D one",
@@ -332,7 +338,7 @@ SEAMS = (
         why="async_save: the last checkpoint is whole when fit returns",
     ),
     Seam(
-        module="composer.trainer.trainer",
+        module=_TRAINER,
         name="Trainer.save_checkpoint_to_save_folder",
         make=replacement_for_save_to_folder,
         why="async_save: a script that ends after it would lose the checkpoint",
@@ -344,10 +350,52 @@ SEAMS = (
         why="LLM Foundry's MonolithicCheckpointSaver asks FSDP1 for whole state: KeyError, AttributeError",
     ),
     Seam(
-        module="composer.trainer.trainer",
+        module=_TRAINER,
         name="Trainer._train_microbatch",
         make=_train_microbatch,
         why="gradient_sync and reshard_after_backward: which microbatch of a batch is the last",
+    ),
+    Seam(
+        module=_TRAINER,
+        name="Trainer.__init__",
+        make=microbatching.replacement_for_init,
+        why="device_train_microbatch_size 'auto' was refused with FSDP2",
+    ),
+    Seam(
+        module=_TRAINER,
+        name="Trainer._train_batch",
+        make=microbatching.replacement_for_train_batch,
+        why="with 'auto', a rank out of memory left the others waiting, and the model in the midst of a forward",
+    ),
+    Seam(
+        module=_TRAINER,
+        name="Trainer._eval_loop",
+        make=microbatching.replacement_for_eval_loop,
+        why="the same in an evaluation, whose metrics then counted a batch twice",
+    ),
+    Seam(
+        module=_TRAINER,
+        name="_is_cuda_oom",
+        make=microbatching.replacement_for_is_oom,
+        why="where Composer catches the error of one rank, the others must hear of it",
+    ),
+    Seam(
+        module=_TRAINER,
+        name="_adjust_device_eval_microbatch_size",
+        make=microbatching.replacement_for_adjust_eval,
+        why="the batch is evaluated again: metrics, buffers and random states as before it",
+    ),
+    Seam(
+        module=_TRAINER,
+        name="_readd_fsdp_sync_hooks",
+        make=microbatching.replacement_for_readd_hooks,
+        why="it patches FSDP1, with a function that torch 2.7.1 and later lack",
+    ),
+    Seam(
+        module="composer.utils.dist",
+        name="all_reduce",
+        make=microbatching.replacement_for_all_reduce,
+        why="the eval loop's question who is out of memory is the last vote of its batch",
     ),
     Seam(
         module="composer.core.engine",

@@ -78,14 +78,16 @@ class OutOfMemoryVote:
     def succeeded(self, run: Callable[[], object]) -> bool:
         """Whether ``run`` ended on all ranks; False on all of them, and the model is reset, if one is out of memory.
 
-        Called on all ranks; votes once more after ``run``. Gradients, buffers and random states are the caller's.
+        Called on all ranks; votes once more after ``run``, if votes are on. Gradients, buffers and random states are
+        the caller's.
 
         Raises:
             Whatever else ``run`` raised.
         """
         try:
             run()
-            self.check("the end of the batch")
+            if self.is_on:
+                self.check("the end of the batch")
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -39,10 +39,11 @@ def prepare_fully_shard(
         fsdp_config: Composer's FSDPConfig or FSDP2Config, or a mapping with FSDP1's keys, FSDP2's or both.
         precision: Composer's Precision or its string; None is ``amp_fp16`` on CUDA and ``fp32`` on the CPU.
         device: Composer's Device, a torch.device or a string; None is CUDA where there is one.
-        auto_microbatching: Composer's ``device_train_microbatch_size='auto'``; not supported yet.
+        auto_microbatching: Composer's ``device_train_microbatch_size='auto'``. Changes nothing here: the Trainer's own
+            loop votes and repeats, under the shim.
         te_rng_seed: Seed of Transformer Engine's checkpointing (``te_checkpoint_wrapper`` under ``amp_fp8``).
     Returns:
-        ``(hook_handles, fsdp_modules)``, both empty: they serve automatic microbatching only.
+        ``(hook_handles, fsdp_modules)``, both empty: they served FSDP1's automatic microbatching.
     Raises:
         ConfigError: an unknown key, a wrong value, a contradiction, or no process group.
         UnsupportedError: something that cannot be carried over (yet); names the key. Also a NotImplementedError.
@@ -52,7 +53,7 @@ def prepare_fully_shard(
     """
     require_process_group("prepare_fully_shard")
     translation, plan = agree(
-        lambda: _decide(model, optimizers, fsdp_config, precision, device, auto_microbatching, te_rng_seed),
+        lambda: _decide(model, optimizers, fsdp_config, precision, device, te_rng_seed),
         lambda decided: decided[1].fingerprint,
     )
     _report(translation, plan)
@@ -70,14 +71,8 @@ def _decide(
     fsdp_config: Any,
     precision: Any,
     device: Any,
-    auto_microbatching: bool,
     te_rng_seed: int,
 ) -> tuple[Translation, ShardingPlan]:
-    if auto_microbatching:
-        raise UnsupportedError(
-            "auto_microbatching (device_train_microbatch_size: auto) is not supported yet; set "
-            "device_train_microbatch_size to a number"
-        )
     translation = translate(fsdp_config, precision=precision, device=device, world_size=dist.get_world_size())
     if translation.config is None:
         blocking = "\n".join(str(finding) for finding in translation.blocking)

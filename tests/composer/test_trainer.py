@@ -505,7 +505,6 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank():
 
 
 def check_bad_arguments() -> dict[str, str]:
-    from composer.core import Precision
     from composer.utils import FSDPConfig
 
     from composer_fsdp2 import prepare_fully_shard
@@ -513,7 +512,6 @@ def check_bad_arguments() -> dict[str, str]:
     cases: dict[str, dict[str, Any]] = {
         "precision": {"precision": "amp_bf61"},
         "device": {"device": "tpu"},
-        "auto microbatching": {"precision": Precision.FP32, "auto_microbatching": True},
         "two optimizers": {"optimizers": 2},
     }
     messages = {}
@@ -532,7 +530,6 @@ def test_bad_arguments_of_the_drop_in():
     for messages in run_ranks(check_bad_arguments, 2):
         assert "amp_bf16" in messages["precision"]
         assert "tpu" in messages["device"]
-        assert "device_train_microbatch_size" in messages["auto microbatching"]
         assert "one optimizer" in messages["two optimizers"]
 
 

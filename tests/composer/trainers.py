@@ -33,12 +33,13 @@ def make_trainer(
     optimizer: str | torch.optim.Optimizer = "sgd",
     clip: tuple[str, float] | None = None,
     batches: int = 4,
+    microbatch: int | str = 2,
     eval_interval: str | None = None,
     algorithms: Iterable[Any] = (),
     callbacks: Iterable[Any] = (),
     **options: Any,
 ) -> Any:
-    """A Trainer over the model and data of ``scripts/train_with_trainer.py``, two microbatches to a batch.
+    """A Trainer over the model and data of ``scripts/train_with_trainer.py``, two microbatches to a batch of 4.
 
     ``parallelism`` is an fsdp_config (a dict or an object), or a ParallelismConfig. Called on all ranks.
     """
@@ -60,7 +61,7 @@ def make_trainer(
         eval_interval=eval_interval or 1,
         max_duration=f"{batches}ba",
         device="cpu",
-        device_train_microbatch_size=2,
+        device_train_microbatch_size=microbatch,
         parallelism_config=parallelism if isinstance(parallelism, ParallelismConfig) else {"fsdp": parallelism},
         algorithms=[*([GradientClipping(*clip)] if clip else []), *algorithms],
         callbacks=[Record(), *callbacks],

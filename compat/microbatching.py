@@ -1,0 +1,349 @@
+"""``device_train_microbatch_size: auto`` (and an evaluator's) for a model sharded by ``fully_shard``.
+
+Composer halves the microbatch and repeats the batch where a rank is out of memory; its hooks know FSDP1's modules only.
+Here ranks vote ([Note: votes] in ``out_of_memory.py``), and everything that the batch changed is as before it.
+
+A batch cannot be repeated any more once a rank has begun to clip or to step (``_Recovery.is_committed``): out of memory
+there is an error on all ranks.
+"""
+
+import copy
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from composer.core import Evaluator, Event, State
+from composer.devices import Device
+from composer.trainer import trainer as composer_trainer
+from composer.utils import get_device
+
+from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote, PeerOutOfMemoryError, is_out_of_memory, reset
+from composer_fsdp2.sharded import is_sharded
+
+__all__ = [
+    "after_event",
+    "before_event",
+    "replacement_for_adjust_eval",
+    "replacement_for_all_reduce",
+    "replacement_for_eval_loop",
+    "replacement_for_init",
+    "replacement_for_is_oom",
+    "replacement_for_readd_hooks",
+    "replacement_for_train_batch",
+]
+
+log = logging.getLogger(__name__)
+
+# After so many batches in a row without an error votes end, as Composer's hooks did.
+_CLEAN_BATCHES = 3
+
+
+class _Recovery:
+    """Of one run: its votes, and where in a batch it is."""
+
+    def __init__(self, state: State, timeout: timedelta | None) -> None:
+        self.votes = OutOfMemoryVote(state.model, timeout)
+        self.is_training = False
+        self.is_committed = False
+        self.evaluation: _Evaluation | None = None
+        self._num_clean = 0
+
+    def begin_batch(self) -> None:
+        self.is_committed = False
+        if self._num_clean < _CLEAN_BATCHES:
+            self.votes.start()
+
+    def note_clean(self) -> None:
+        self._num_clean += 1
+        if self._num_clean >= _CLEAN_BATCHES:
+            self.votes.stop()
+
+    def expect_more(self) -> None:
+        """Memory may be used in another way from here on."""
+        self._num_clean = 0
+
+
+_RECOVERIES: WeakKeyDictionary[State, _Recovery] = WeakKeyDictionary()
+_TIMEOUTS: WeakKeyDictionary[State, timedelta] = WeakKeyDictionary()  # the Trainers' dist_timeout
+
+
+def _recovery_of(state: State) -> _Recovery:
+    """Called on all ranks; the first time makes a process group."""
+    if state not in _RECOVERIES:
+        _RECOVERIES[state] = _Recovery(state, _TIMEOUTS.get(state))
+    return _RECOVERIES[state]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def replacement_for_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer.__init__``, which refuses 'auto' with FSDP2: there it begins as with None, which is the same size."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        parsed = self._parse_parallelism_config(given.get("parallelism_config"))
+        is_ours = (
+            given.get("device_train_microbatch_size") == "auto" and parsed is not None and parsed.fsdp2 is not None
+        )
+        if is_ours:
+            device = given.get("device")
+            composer_trainer._is_auto_microbatching(
+                "auto", device if isinstance(device, Device) else get_device(device)
+            )
+            if given.get("profiler") is not None:
+                raise ValueError("device_train_microbatch_size='auto' is not compatible with the profiler")
+            given["device_train_microbatch_size"] = None
+        original(*bound.args, **bound.kwargs)
+        _TIMEOUTS[self.state] = timedelta(seconds=given["dist_timeout"])
+        if is_ours:
+            self.state.auto_microbatching = True
+
+    return __init__
+
+
+def replacement_for_train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer._train_batch``: without Composer's own retries inside, and with ours around it."""
+
+    @functools.wraps(original)
+    def _train_batch(self: Any, use_grad_scaling: bool) -> dict[str, torch.Tensor]:
+        state: State = self.state
+        if not state.auto_microbatching or not is_sharded(state.model):
+            losses: dict[str, torch.Tensor] = original(self, use_grad_scaling)
+            return losses
+        recovery = _recovery_of(state)
+        try:
+            return _train_until_it_fits(self, recovery, lambda: original(self, use_grad_scaling))
+        except BaseException:
+            recovery.votes.stop()  # the run ends here
+            raise
+
+    return _train_batch
+
+
+def _train_until_it_fits(
+    trainer: Any, recovery: _Recovery, attempt: Callable[[], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    state: State = trainer.state
+    batch, first_size, retries = state.batch, state.device_train_microbatch_size, trainer.cumulative_alloc_retries
+    snapshot = BatchSnapshot.take(state.model)
+    results: list[dict[str, torch.Tensor]] = []
+    while True:
+        recovery.begin_batch()
+        with _composers_off(state, recovery):
+            is_done = recovery.votes.succeeded(lambda: results.append(attempt()))
+        if is_done:
+            break
+        if recovery.is_committed:
+            raise RuntimeError(
+                "CUDA out of memory after the gradients were there (in clipping, an algorithm or the optimizer's step) "
+                "on this rank or another: the batch cannot be repeated. Set device_train_microbatch_size below "
+                f"{state.device_train_microbatch_size}, or save memory elsewhere"
+            )
+        composer_trainer._adjust_device_train_microbatch_size(state)
+        snapshot.restore(state.model)
+        state.batch = batch
+        recovery.expect_more()
+    if first_size == state.device_train_microbatch_size:
+        recovery.note_clean()
+        _watch_thrashing(trainer, retries)
+    return results[-1]
+
+
+@contextmanager
+def _composers_off(state: State, recovery: _Recovery) -> Iterator[None]:
+    state.auto_microbatching, recovery.is_training = False, True
+    try:
+        yield
+    finally:
+        state.auto_microbatching, recovery.is_training = True, False
+
+
+def _watch_thrashing(trainer: Any, retries_before: int) -> None:
+    """Halve the next batch's microbatch where the allocator had to free and try again in two batches in a row.
+
+    Composer repeats the batch then, which the optimizer has stepped for already.
+    """
+    if not torch.cuda.is_available():
+        return
+    state = trainer.state
+    count = composer_trainer._update_num_consecutive_thrashes(state, trainer.num_consecutive_thrashes, retries_before)
+    trainer.num_consecutive_thrashes = count
+    if count >= 2 and state.device_train_microbatch_size > 1:
+        composer_trainer._adjust_device_train_microbatch_size(state)
+        trainer.num_consecutive_thrashes = 0
+
+
+def after_event(state: State, event: Event) -> None:
+    """Votes that no collective of the model makes. Called on all ranks after each event."""
+    recovery = _RECOVERIES.get(state)
+    if recovery is None:
+        return
+    if event is Event.BEFORE_TRAIN_BATCH and recovery.is_training and recovery.votes.is_on:
+        recovery.votes.check("the first microbatch")  # the batch's size is summed up next
+    elif event is Event.EVAL_BATCH_START and recovery.evaluation is not None:
+        recovery.evaluation.begin_batch()
+    elif event is Event.EVAL_BATCH_END and recovery.evaluation is not None:
+        recovery.evaluation.end_batch()
+    elif event is Event.FIT_END:
+        recovery.votes.stop()
+
+
+def before_event(state: State, event: Event) -> None:
+    """The last vote of a batch: algorithms clip next, and then the optimizer steps."""
+    recovery = _RECOVERIES.get(state)
+    if recovery is None or not recovery.is_training or event is not Event.AFTER_TRAIN_BATCH:
+        return
+    if recovery.votes.is_on:
+        recovery.votes.check("the end of the last microbatch")
+    recovery.is_committed = True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation: Composer's loop catches the error, asks _is_cuda_oom, sums up over ranks, and repeats the batch.
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    """One evaluation with device_eval_microbatch_size 'auto'."""
+
+    state: State
+    recovery: _Recovery
+    evaluator: Evaluator
+    metrics: dict[str, Any]
+    snapshot: BatchSnapshot | None = None
+    values: dict[str, dict[str, Any]] | None = None
+    is_known: bool = False
+
+    def begin_batch(self) -> None:
+        self.snapshot = BatchSnapshot.take(self.state.model)
+        self.values = {name: copy.deepcopy(_values(metric)) for name, metric in self.metrics.items()}
+        self.is_known = False
+        self.recovery.begin_batch()
+
+    def end_batch(self) -> None:
+        self.snapshot = self.values = None
+        self.recovery.note_clean()
+
+    def note(self, error: BaseException) -> bool:
+        """Whether the error is one to repeat the batch for; tells the others."""
+        if not is_out_of_memory(error):
+            return False
+        if not isinstance(error, PeerOutOfMemoryError):
+            self.recovery.votes.report()
+        self.is_known = True
+        return True
+
+    def sum_up(self, found: torch.Tensor) -> None:
+        """Composer's sum over ranks of who was out of memory, as a vote: who failed has cast it already."""
+        if not self.is_known:
+            try:
+                self.recovery.votes.check("the end of the batch")
+            except PeerOutOfMemoryError:
+                self.is_known = True
+        found.fill_(int(self.is_known))
+
+    def go_back(self) -> None:
+        """To before the batch."""
+        assert self.snapshot is not None
+        assert self.values is not None
+        reset(self.state.model)
+        self.snapshot.restore(self.state.model)
+        for name, metric in self.metrics.items():
+            for attribute, value in copy.deepcopy(self.values[name]).items():
+                setattr(metric, attribute, value)
+        self.is_known = False
+        self.recovery.expect_more()
+        self.recovery.votes.start()
+
+
+def _values(metric: Any) -> dict[str, Any]:
+    """What updates change in a metric."""
+    return {**metric.metric_state, "_update_count": metric._update_count, "_computed": metric._computed}
+
+
+_evaluation: _Evaluation | None = None  # Composer's functions below are not told which
+
+
+def replacement_for_eval_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer._eval_loop``."""
+
+    @functools.wraps(original)
+    def _eval_loop(self: Any, evaluator: Evaluator, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        global _evaluation
+        if not is_sharded(self.state.model) or not (evaluator.auto_microbatching or self.state.auto_microbatching):
+            return original(self, evaluator, metrics, *args, **kwargs)
+        recovery = _recovery_of(self.state)
+        recovery.expect_more()
+        if not evaluator.auto_microbatching:
+            return original(self, evaluator, metrics, *args, **kwargs)
+        _evaluation = recovery.evaluation = _Evaluation(self.state, recovery, evaluator, metrics)
+        try:
+            return original(self, evaluator, metrics, *args, **kwargs)
+        finally:
+            _evaluation = recovery.evaluation = None
+            recovery.votes.stop()
+            recovery.expect_more()  # training comes next
+
+    return _eval_loop
+
+
+def replacement_for_is_oom(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``composer.trainer.trainer._is_cuda_oom``: where a rank's error is caught, the others must hear of it."""
+
+    @functools.wraps(original)
+    def _is_cuda_oom(error: RuntimeError) -> bool:
+        if _evaluation is not None:
+            return _evaluation.note(error)
+        return bool(original(error))
+
+    return _is_cuda_oom
+
+
+def replacement_for_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``composer.utils.dist.all_reduce``, with which the eval loop asks whether a rank was out of memory."""
+
+    @functools.wraps(original)
+    def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
+        is_question = _evaluation is not None and _evaluation.snapshot is not None
+        if is_question and tensor.dtype == torch.uint8 and tensor.shape == (1,) and reduce_operation == "MAX":
+            assert _evaluation is not None
+            _evaluation.sum_up(tensor)
+        else:
+            original(tensor, reduce_operation)
+
+    return all_reduce
+
+
+def replacement_for_adjust_eval(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``composer.trainer.trainer._adjust_device_eval_microbatch_size``: metrics would count the batch twice."""
+
+    @functools.wraps(original)
+    def _adjust_device_eval_microbatch_size(evaluator: Evaluator) -> None:
+        original(evaluator)
+        if _evaluation is not None:
+            _evaluation.go_back()
+
+    return _adjust_device_eval_microbatch_size
+
+
+def replacement_for_readd_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``composer.trainer.trainer._readd_fsdp_sync_hooks``: a run without FSDP1's modules needs no patch of FSDP1."""
+
+    @functools.wraps(original)
+    def _readd_fsdp_sync_hooks(fsdp_modules: dict[str, torch.nn.Module], sync_hook: Any) -> list[Any]:
+        return list(original(fsdp_modules, sync_hook)) if fsdp_modules else []
+
+    return _readd_fsdp_sync_hooks

@@ -1,0 +1,335 @@
+"""device_train_microbatch_size 'auto' on a sharded model: the run that a user gets who knew the right size.
+
+The Trainer refuses 'auto' where there is no GPU, and here no memory can run out: `on_gpu` has it accept the CPU, and
+the model raises what CUDA raises where a rank is given more than so many samples at once. The test marked `gpu` has a
+real GPU run out of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import FSDP2
+from ranks import run_ranks
+from torch import nn
+from trainers import Trained, build_model, make_trainer, result
+
+pytestmark = pytest.mark.composer
+
+TIME_LIMIT_S = 300  # a hang
+
+
+@contextlib.contextmanager
+def on_gpu() -> Iterator[None]:
+    """'auto' without its question for a GPU."""
+    from composer.trainer import trainer
+
+    with (
+        mock.patch.object(trainer, "_is_auto_microbatching", lambda size, device: size == "auto"),
+        mock.patch.object(trainer, "_validate_evaluator"),
+    ):
+        yield
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB (injected)")
+
+
+class Hungry:
+    """Raises in one phase of a microbatch of more than ``limit`` samples, on the ranks ``ranks``."""
+
+    PHASES = ("before forward", "embedding", "block", "output", "loss", "backward", "last backward")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        phase: str,
+        limit: int,
+        ranks: tuple[int, ...],
+        *,
+        times: int = 1,
+        in_training: bool = True,
+    ) -> None:
+        self.limit, self.is_here, self.model, self.in_training = limit, dist.get_rank() in ranks, model, in_training
+        self.expected, self.times = times if self.is_here else 0, 0
+        net = model.model
+
+        def hungry(*args: Any) -> None:
+            size = next(len(arg) for arg in self._tensors(args))
+            self.check(size)
+
+        match phase:
+            case "before forward":
+                model.register_forward_pre_hook(lambda module, args: self.check(len(args[0][0])))
+            case "embedding":
+                net.wte.register_forward_hook(hungry)
+            case "block":
+                net.blocks[1].up.register_forward_hook(hungry)
+            case "output":
+                model.register_forward_hook(lambda module, args, output: self.check(len(output)))
+            case "backward":
+                net.blocks[0].register_full_backward_pre_hook(lambda module, gradients: self.check(len(gradients[0])))
+            case "last backward":
+                net.wte.register_forward_hook(self.watch_gradient)
+            case "metric":
+                update = model.update_metric
+
+                def hungry_update(batch: Any, outputs: Any, metric: Any) -> Any:
+                    update(batch, outputs, metric)
+                    self.check(len(outputs))
+
+                model.update_metric = hungry_update
+            case "loss":
+                loss = model.loss
+
+                def hungry_loss(outputs: Any, batch: Any) -> Any:
+                    self.check(len(outputs))
+                    return loss(outputs, batch)
+
+                model.loss = hungry_loss
+
+    def watch_gradient(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: self.check(len(gradient)))
+
+    @staticmethod
+    def _tensors(values: Any) -> Iterator[torch.Tensor]:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, tuple):
+                yield from Hungry._tensors(value)
+
+    def check(self, size: int) -> None:
+        if self.is_here and size > self.limit and self.model.training == self.in_training:
+            self.times += 1
+            out_of_memory()
+
+
+def build() -> Any:
+    """With dropout, a buffer that forward changes, and a metric of training and evaluation."""
+    import torchmetrics
+
+    model = build_model()
+
+    class Counted(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.dropout = inner, nn.Dropout(0.25)
+            self.register_buffer("samples", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.samples += len(x)
+            return self.dropout(self.inner(x))
+
+    model.model.blocks[0] = Counted(model.model.blocks[0])
+    metric = {"mean": torchmetrics.MeanMetric(), "samples": torchmetrics.SumMetric()}
+    model.train_metrics, model.val_metrics = metric, {n: m.clone() for n, m in metric.items()}
+    model.get_metrics = lambda is_train=False: model.train_metrics if is_train else model.val_metrics
+
+    def update_metric(batch: Any, outputs: torch.Tensor, metric: Any) -> None:
+        metric.update(outputs.detach().mean() if isinstance(metric, torchmetrics.MeanMetric) else len(outputs))
+
+    model.update_metric = update_metric
+    return model
+
+
+def run(
+    microbatch: int | str, config: dict[str, Any], hungry: dict[str, Any] | None = None, **options: Any
+) -> tuple[Trained, Any]:
+    with FSDP2(), on_gpu():
+        model = build()
+        appetite = Hungry(model, **hungry) if hungry else None
+        trainer = make_trainer(config, model=model, microbatch=microbatch, **options)
+        trainer.fit()
+        trained = result(trainer)
+        trainer.close()
+        if appetite is not None:
+            assert appetite.times == appetite.expected, f"{hungry}: {appetite.times}"
+    return trained, trainer
+
+
+def left_by(trained: Trained, trainer: Any) -> dict[str, Any]:
+    state = trainer.state
+    return {
+        "losses": trained.losses,
+        "parameters": trained.parameters,
+        "buffers": {name: value.clone() for name, value in state.model.named_buffers() if "metric" not in name},
+        "train metrics": {name: metric.compute().item() for name, metric in state.train_metrics.items()},
+        "random": torch.rand(3),
+    }
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda text: f"{where}: {text}")
+
+
+def check_phases(config: dict[str, Any], phases: tuple[str, ...]) -> None:
+    expected = left_by(*run(2, config))
+    for phase in phases:
+        for ranks in ((0,), (1,), (0, 1)):
+            trained, trainer = run("auto", config, {"phase": phase, "limit": 2, "ranks": ranks})
+            where = f"{phase}, ranks {ranks}"
+            assert trainer.state.device_train_microbatch_size == 2, where
+            assert trainer.state.auto_microbatching, where
+            assert_same(left_by(trained, trainer), expected, where)
+
+
+def test_the_run_is_the_one_with_the_smaller_microbatch():
+    """To the bit: a user who finds the size in a short run trains the long one with it."""
+    run_ranks(check_phases, 2, {}, Hungry.PHASES, timeout_s=TIME_LIMIT_S)
+
+
+def check_configs() -> None:
+    from composer.utils import FSDP2Config, ParallelismConfig
+
+    hungry = {"phase": "block", "limit": 1, "ranks": (1,)}
+    configs: dict[str, Any] = {
+        "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+        "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+        "last": {"gradient_sync": "last", "reshard_after_backward": False},
+        "recomputed": {"activation_checkpointing": True},
+        "FSDP2Config": ParallelismConfig(fsdp2=FSDP2Config()),
+    }
+    for name, config in configs.items():
+        for optimizer in ("sgd", "decoupled_adamw"):
+            options = {"optimizer": optimizer, "clip": ("norm", 0.5)}
+            expected = left_by(*run(1, config, **options))
+            trained, trainer = run("auto", config, {**hungry, "times": 2}, **options)
+            assert trainer.state.device_train_microbatch_size == 1
+            assert_same(left_by(trained, trainer), expected, f"{name}, {optimizer}")
+
+
+def test_however_it_is_sharded():
+    """Also with FSDP2Config, for which Composer refuses 'auto'; halved twice, to one sample."""
+    run_ranks(check_configs, 2, timeout_s=TIME_LIMIT_S)
+
+
+# --- evaluation
+
+
+def evaluated(microbatch: int | str, hungry: dict[str, Any] | None) -> dict[str, Any]:
+    from composer.core import Evaluator
+
+    with FSDP2(), on_gpu():
+        model = build()
+        trainer = make_trainer({}, model=model, batches=1)
+        trainer.fit()
+        appetite = Hungry(model, **hungry) if hungry else None
+        evaluator = Evaluator(
+            label="eval", dataloader=loader(), device_eval_microbatch_size=microbatch, metric_names=["mean", "samples"]
+        )
+        torch.manual_seed(5)
+        trainer.eval(evaluator)
+        metrics = {name: metric.compute().item() for name, metric in trainer.state.eval_metrics["eval"].items()}
+        buffers = {name: value.clone() for name, value in model.named_buffers() if "metric" not in name}
+        trainer.fit(duration="1ba")  # and training goes on
+        trained = result(trainer)
+        trainer.close()
+    if appetite is not None:
+        assert appetite.times == appetite.expected, f"{hungry}: {appetite.times}"
+    return {"metrics": metrics, "buffers": buffers, "size": evaluator.device_eval_microbatch_size} | vars_of(trained)
+
+
+def vars_of(trained: Trained) -> dict[str, Any]:
+    return {"losses": trained.losses, "parameters": trained.parameters}
+
+
+def loader() -> Any:
+    from composer.utils import dist as composer_dist
+    from scripts.train_with_trainer import data
+    from torch.utils.data import DataLoader
+
+    evaluation = data(16)
+    return DataLoader(evaluation, batch_size=4, sampler=composer_dist.get_sampler(evaluation))
+
+
+def check_evaluations() -> None:
+    expected = evaluated(2, None)
+    for phase in ("embedding", "block", "metric"):
+        for ranks in ((0,), (1,), (0, 1)):
+            found = evaluated("auto", {"phase": phase, "limit": 2, "ranks": ranks, "in_training": False})
+            assert_same(found, expected, f"{phase}, ranks {ranks}")
+
+
+def test_evaluation():
+    """A batch that is evaluated again counts once, and training goes on as it would have."""
+    run_ranks(check_evaluations, 2, timeout_s=TIME_LIMIT_S)
+
+
+# --- what cannot be repeated
+
+
+def error_of(microbatch: int | str, **options: Any) -> str:
+    try:
+        run(microbatch, {}, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("no error")
+
+
+class HungryStep(torch.optim.SGD):
+    """Adam's first step allocates its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        if dist.get_rank() == 1:
+            out_of_memory()
+        super().step()
+        return loss
+
+
+def check_errors() -> tuple[str, str]:
+    too_small = error_of("auto", hungry={"phase": "block", "limit": 0, "ranks": (1,)})
+    with FSDP2(), on_gpu():
+        model = build()
+        trainer = make_trainer({}, model=model, microbatch="auto", optimizer=HungryStep(model.parameters(), lr=0.1))
+        try:
+            trainer.fit()
+        except RuntimeError as error:
+            in_step = str(error)
+        trainer.close()
+    return too_small, in_step
+
+
+def test_errors_come_on_every_rank():
+    """One sample is too much, or some ranks have stepped already: all ranks end, and say why."""
+    for too_small, in_step in run_ranks(check_errors, 2, timeout_s=TIME_LIMIT_S):
+        assert "internal microbatch of size 1" in too_small
+        assert "after the gradients were there" in in_step
+
+
+# --- afterwards
+
+
+def check_votes_end() -> list[tuple[int, bool]]:
+    """For each batch: the collectives of the votes' group, and whether torch's own functions are in place."""
+    from composer import Callback
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    votes: list[tuple[int, bool]] = []
+    count = mock.Mock(wraps=dist.all_reduce)
+
+    class Counting(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            of_votes = [call for call in count.call_args_list if len(call.args) == 3]
+            votes.append((len(of_votes), _fsdp_collectives.dist is dist))
+            count.reset_mock()
+
+    with mock.patch("composer_fsdp2.out_of_memory.dist.all_reduce", count):
+        run("auto", {}, None, batches=8, callbacks=[Counting()], eval_interval="5ba")
+    return votes
+
+
+def test_votes_end():
+    """Once the size has proved itself for three batches a step has nothing of this; an evaluation begins it anew."""
+    for votes in run_ranks(check_votes_end, 2, timeout_s=TIME_LIMIT_S):
+        counts = [count for count, _ in votes]
+        assert all(counts[number] > 10 for number in (0, 1, 2, 5, 6, 7)), counts
+        assert counts[3:5] == [0, 0], counts
+        assert [is_torchs for _, is_torchs in votes] == [False, False, True, True, True, False, False, True]
