@@ -35,6 +35,7 @@ from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.fsdp1.keys import KEYS, Origin
 from composer_fsdp2.fsdp1.legacy import FSDP2_DEFAULTS
 from composer_fsdp2.fsdp1.translate import translate
+from composer_fsdp2.guard import check_guard
 from composer_fsdp2.microbatching import begin_microbatch
 from composer_fsdp2.prepare import prepare_fully_shard
 from composer_fsdp2.sharded import is_sharded, reshard
@@ -189,6 +190,16 @@ def _apply_fsdp(original: Callable[..., Any]) -> Callable[..., Any]:
 _ENDS_OF_FORWARD = (Event.EVAL_END, Event.EVAL_STANDALONE_END, Event.EVAL_AFTER_ALL, Event.PREDICT_END)
 
 
+# Before these, a Trainer's ranks are at one place, whatever the model is: a batch less on one of them shows here.
+_MEETINGS = {
+    Event.BEFORE_TRAIN_BATCH: "a training batch",
+    Event.AFTER_TRAIN_BATCH: "the end of a training batch",
+    Event.EVAL_BATCH_START: "an evaluation batch",
+    Event.EVAL_END: "the end of an evaluation",
+    Event.FIT_END: "the end of fit",
+}
+
+
 def _run_event(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_event(self: Any, event: Event | str) -> Any:
@@ -196,6 +207,8 @@ def _run_event(original: Callable[..., Any]) -> Callable[..., Any]:
         if event in _ENDS_OF_FORWARD:
             reshard(self.state.model)
         microbatching.before_event(self.state, event)
+        if event in _MEETINGS:
+            check_guard(self.state.model, _MEETINGS[event])
         result = original(self, event)
         microbatching.after_event(self.state, event)
         return result

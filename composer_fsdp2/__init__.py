@@ -29,6 +29,7 @@ from composer_fsdp2.errors import (
     ConfigError,
     IncompatibleVersionError,
     PlanError,
+    RanksPartedError,
     UnsupportedError,
 )
 from composer_fsdp2.findings import Finding, Outcome
@@ -59,6 +60,7 @@ __all__ = [
     "Outcome",
     "PlanError",
     "Prefetch",
+    "RanksPartedError",
     "ShardUnit",
     "ShardedGradScaler",
     "ShardingConfig",

@@ -8,6 +8,7 @@ import functools
 import importlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ __all__ = [
     "ShardedGradScaler",
     "average_after_backward",
     "checkpoint_wrapper",
+    "default_store",
     "has_accelerator",
     "is_compiled",
     "keep_class_name",
@@ -372,7 +374,15 @@ class InFlight:
         return f"the {self.kind} of {self.unit or 'the model'} in {self.phase}"
 
 
-def watch_collectives(units: Mapping[str, FSDPModule], before: Callable[[InFlight], None]) -> Callable[[], None]:
+def default_store() -> Any:
+    """The store that the default process group was made with, under a prefix of ours."""
+    c10d: Any = dist.distributed_c10d
+    return c10d.PrefixStore("composer_fsdp2", c10d._get_default_store())
+
+
+def watch_collectives(
+    units: Mapping[str, FSDPModule], before: Callable[[InFlight], None], *, first: bool = False
+) -> Callable[[], None]:
     """Call ``before`` ahead of each collective of these units, between the allocation of its buffers and its launch.
 
     What ``before`` raises ends the forward or backward; ``reset_after_error`` then. An error of the collective itself
@@ -380,6 +390,7 @@ def watch_collectives(units: Mapping[str, FSDPModule], before: Callable[[InFligh
 
     Args:
         units: By path; each unit once.
+        first: Ahead of those that watch already.
     Returns:
         A function that ends it. Until then each collective costs a few Python calls more.
     """
@@ -387,20 +398,27 @@ def watch_collectives(units: Mapping[str, FSDPModule], before: Callable[[InFligh
     undo = [
         patched
         for path, module in units.items()
-        for group in _groups_of(module._get_fsdp_state())  # type: ignore[attr-defined]
+        for group in _groups_of(module._get_fsdp_state())
         for patched in (_replace_call(group, name, path, watch) for name in ("unshard", "post_backward"))
     ]
-    _watched.append(watch)
-    _fsdp_collectives.dist = _WatchedDistributed()
+    _watched.insert(0 if first else len(_watched), watch)
+    _launching.dist = _WatchedDistributed()
+    for module in units.values():
+        weakref.finalize(module, _end, watch)  # for a watch that ends with its model
 
     def stop() -> None:
-        _watched.remove(watch)
-        if not _watched:
-            _fsdp_collectives.dist = dist
+        _end(watch)
         for put_back in undo:
             put_back()
 
     return stop
+
+
+def _end(watch: "_Watch") -> None:
+    if watch in _watched:
+        _watched.remove(watch)
+    if not _watched:
+        _launching.dist = dist
 
 
 @dataclass(slots=True, eq=False)
@@ -412,6 +430,7 @@ class _Watch:
 
 
 _watched: list[_Watch] = []
+_launching: Any = _fsdp_collectives
 
 
 def _replace_call(group: Any, name: str, path: str, watch: _Watch) -> Callable[[], None]:

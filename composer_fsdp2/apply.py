@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import nn
@@ -29,6 +30,7 @@ from composer_fsdp2.activation_checkpointing import wrap_activations
 from composer_fsdp2.agreement import agree, require_process_group
 from composer_fsdp2.buffers import cast_buffers
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
+from composer_fsdp2.guard import start_guard
 from composer_fsdp2.materialize import Materializer, breadth_first, decide_initialisation, rank_zero_rng
 from composer_fsdp2.mesh import device_meshes, device_of
 from composer_fsdp2.microbatching import note_accumulation
@@ -94,6 +96,8 @@ def apply_agreed_plan(model: nn.Module, plan: ShardingPlan) -> None:
     _set_prefetch(plan, sharded)
     _average_replicated(model, plan, sharded)
     note_accumulation(model, plan.accumulation)
+    if plan.collective_guard is not None:
+        start_guard(model, timedelta(seconds=plan.collective_guard))
     _open_entry_points(model)
     _verify(modules, plan)
 

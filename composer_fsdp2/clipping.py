@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composer_fsdp2._torch import mesh_of
+from composer_fsdp2.guard import check_guard
 from composer_fsdp2.sharded import sharded_roots
 
 __all__ = ["clip_grad_norm_"]
@@ -32,6 +33,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Called on all ranks; one all-reduce of two numbers for each root that shards something (two with replicas, if
     some parameters are whole).
     """
+    check_guard(model, "clip_grad_norm_")
     norms = {}
     for path, root in sharded_roots(model):
         trainable = [parameter for parameter in root.parameters() if parameter.requires_grad]

@@ -307,6 +307,7 @@ class ShardingConfig:
     ``mixed_precision`` holds for every unit; the inputs are cast at roots when ``cast_root_inputs`` (FSDP1's way),
     and at every unit only when the policy's own ``cast_forward_inputs`` says so. ``buffer_dtype``: what floating
     point buffers are cast to. ``sync_module_states`` None: rank 0's values go out only where some ranks have none.
+    ``collective_guard``: for how many seconds ranks wait for each other before a collective; None: they do not compare.
     ``keep_low_precision_grads``: gradients stay in the dtype they are reduced in; where a plan finds that they cannot,
     it raises if ``strict``, else says so.
     """
@@ -322,6 +323,7 @@ class ShardingConfig:
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     prefetch: Prefetch = field(default_factory=Prefetch)
     accumulation: Accumulation = field(default_factory=Accumulation)
+    collective_guard: float | None = None
     sync_module_states: bool | None = False
     ignored_modules: tuple[nn.Module, ...] = ()
     keep_low_precision_grads: bool = False

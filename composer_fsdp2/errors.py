@@ -6,6 +6,7 @@ __all__ = [
     "ConfigError",
     "IncompatibleVersionError",
     "PlanError",
+    "RanksPartedError",
     "UnsupportedError",
 ]
 
@@ -28,6 +29,10 @@ class PlanError(ComposerFSDP2Error, ValueError):
 
 class CheckpointError(ComposerFSDP2Error):
     """A checkpoint cannot be read as asked. An ordinary Exception, unlike torch's CheckpointException."""
+
+
+class RanksPartedError(ComposerFSDP2Error):
+    """Ranks stand before different collectives, or one did not come; names where each of them stands."""
 
 
 class IncompatibleVersionError(ComposerFSDP2Error, ImportError):

@@ -1,10 +1,8 @@
 """Several backwards for one optimizer step: what is communicated, and kept, between them."""
 
-from typing import cast
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config import Accumulation, GradientSync
 from composer_fsdp2.sharded import sharded_roots
@@ -40,11 +38,10 @@ def begin_microbatch(model: nn.Module, *, is_last: bool) -> None:
     """
     if not _ACCUMULATIONS:
         return
-    for _, module in sharded_roots(model):
-        accumulation = _ACCUMULATIONS.get(module)
+    for _, root in sharded_roots(model):
+        accumulation = _ACCUMULATIONS.get(root)
         if accumulation is None:
             continue
-        root = cast(FSDPModule, module)
         match accumulation.gradient_sync:
             case GradientSync.LAST:
                 root.set_requires_gradient_sync(is_last)

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2._torch import InFlight, reset_after_error, watch_collectives
-from composer_fsdp2.sharded import sharded_roots
+from composer_fsdp2.sharded import sharded_roots, units
 
 __all__ = ["BatchSnapshot", "OutOfMemoryVote", "PeerOutOfMemoryError", "is_out_of_memory", "reset"]
 
@@ -53,7 +52,8 @@ class OutOfMemoryVote:
     def start(self) -> None:
         """From here on each collective of the model is voted on. Call it on all ranks; it communicates nothing."""
         if self._stop is None:
-            self._stop = watch_collectives(_units(self._model), self.check)
+            # Ahead of a guard, at which a rank that is out of memory would be missed.
+            self._stop = watch_collectives(units(self._model), self.check, first=True)
 
     def stop(self) -> None:
         """No more votes, and nothing left of them in a step."""
@@ -113,11 +113,6 @@ class OutOfMemoryVote:
         return bool(vote)
 
 
-def _units(model: nn.Module) -> dict[str, FSDPModule]:
-    """Each unit of the model once, by its path."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, FSDPModule)}
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device of this rank, or another rank, was out of memory."""
     texts = ("CUDA out of memory", "CUDA error: out of memory")
@@ -127,7 +122,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def reset(model: nn.Module) -> None:
     """Bring a sharded model from wherever an error ended its forward or backward to where it stands between steps."""
     for _, root in sharded_roots(model):
-        assert isinstance(root, FSDPModule)
         reset_after_error(root)
 
 

@@ -102,6 +102,7 @@ class ShardingPlan:
     checkpointed: tuple[str, ...]
     activation_checkpointing: ActivationCheckpointing
     accumulation: Accumulation
+    collective_guard: float | None
     sync_module_states: bool | None
     notes: tuple[str, ...]
 
@@ -131,6 +132,7 @@ class ShardingPlan:
                 "gradient_sync": self.accumulation.gradient_sync.value,
                 "reshard_after_backward": self.accumulation.reshard_after_backward,
             },
+            "collective_guard": self.collective_guard,
             "sync_module_states": self.sync_module_states,
             "notes": list(self.notes),
         }
@@ -216,6 +218,8 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
         sync, frees = plan.accumulation.gradient_sync.value, plan.accumulation.reshard_after_backward
         kept = "" if frees else ", parameters kept gathered between them"
         yield f"  microbatches: gradients communicated in {_SYNC_WORDS[sync]}{kept}"
+    if plan.collective_guard is not None:
+        yield f"  guard: ranks compare where they stand before each collective, and wait {plan.collective_guard:g} s"
     yield from (f"  note: {note}" for note in plan.notes)
 
 

@@ -81,6 +81,7 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
         checkpointed=checkpointed,
         activation_checkpointing=config.activation_checkpointing,
         accumulation=config.accumulation,
+        collective_guard=config.collective_guard,
         sync_module_states=config.sync_module_states,
         notes=(*selection.notes, *_notes_of_settings(selection.units), *notes, *_notes_of_groups(units)),
     )

@@ -1,19 +1,30 @@
 """A sharded model: where ``fully_shard`` was applied, and its parameters' resting state."""
 
+from typing import cast
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["is_sharded", "reshard", "sharded_roots"]
+__all__ = ["Unit", "is_sharded", "reshard", "sharded_roots", "units"]
 
 
-def sharded_roots(model: nn.Module) -> list[tuple[str, nn.Module]]:
+class Unit(FSDPModule, nn.Module):
+    """What ``fully_shard`` makes of a module, for type checkers alone."""
+
+
+def sharded_roots(model: nn.Module) -> list[tuple[str, Unit]]:
     """The outermost sharded modules with their paths; the model itself has the path ''."""
     if isinstance(model, FSDPModule):
-        return [("", model)]
-    found: list[tuple[str, nn.Module]] = []
+        return [("", cast(Unit, model))]
+    found: list[tuple[str, Unit]] = []
     for name, child in model.named_children():
         found.extend((f"{name}.{path}".rstrip("."), root) for path, root in sharded_roots(child))
     return found
+
+
+def units(model: nn.Module) -> dict[str, Unit]:
+    """Every module that is one unit, or the first of one, by its path."""
+    return {path: cast(Unit, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
 def is_sharded(model: nn.Module) -> bool:

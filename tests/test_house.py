@@ -44,6 +44,7 @@ ORDER = [
     "sharded",
     "microbatching",
     "out_of_memory",
+    "guard",
     "apply",
     "checkpoint/pickles/__init__",
     "checkpoint/pickles/values",

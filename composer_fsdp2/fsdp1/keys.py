@@ -33,6 +33,7 @@ class Kind(enum.Enum):
     BOOL_OR_INT = "true, false or a whole number"
     STR = "a string"
     OPTIONAL_STR = "a string or null"
+    OPTIONAL_SECONDS = "a number of seconds, or null"
     ANY = "any value"
 
 
@@ -377,6 +378,18 @@ KEYS: tuple[Key, ...] = (
         outcome=_EXACT,
         target="a background thread with gloo groups of its own",
         reason="read by the Trainer's checkpoint saver; needs host memory for one more shard",
+    ),
+    Key(
+        name="collective_guard",
+        kind=Kind.OPTIONAL_SECONDS,
+        default=None,
+        origin=Origin.OURS,
+        meaning="for how many seconds ranks wait for each other before each collective, where they compare what they "
+        "are about to do",
+        outcome=_EXACT,
+        target="a gloo group of its own",
+        reason="ranks that run different modules raise on all of them and name the place, instead of hanging; each "
+        "collective costs a small one more",
     ),
     Key(
         name="gradient_sync",

@@ -1,6 +1,7 @@
 """From an FSDP1 configuration to a ``ShardingConfig``: pure, total, and with a finding for every key that was said."""
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,7 @@ def translate(
     offload = problems.catch(_cpu_offload, legacy)
     prefetch = problems.catch(_prefetch, legacy)
     accumulation = problems.catch(_accumulation, legacy)
+    guard = problems.catch(_collective_guard, legacy)
     ignored = problems.catch(parse_ignored_modules, legacy["ignored_modules"])
     checkpointing = problems.catch(_activation_checkpointing, legacy, precision_name)
     problems.catch(_state_dict_type, legacy)
@@ -138,6 +140,7 @@ def translate(
         activation_checkpointing=checkpointing,
         prefetch=prefetch,
         accumulation=accumulation,
+        collective_guard=guard,
         sync_module_states=_sync_module_states(legacy),
         ignored_modules=ignored,
         keep_low_precision_grads=policy.keep_low_precision_grads or legacy["keep_low_precision_grads"],
@@ -252,6 +255,13 @@ def _accumulation(legacy: LegacyConfig) -> Accumulation:
     return Accumulation(gradient_sync=GradientSync(said), reshard_after_backward=legacy["reshard_after_backward"])
 
 
+def _collective_guard(legacy: LegacyConfig) -> float | None:
+    seconds = legacy["collective_guard"]
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ConfigError(f"collective_guard is {seconds}; give a number of seconds above 0, or null")
+    return None if seconds is None else float(seconds)
+
+
 def _activation_checkpointing(legacy: LegacyConfig, precision: str) -> ActivationCheckpointing:
     checkpointing = ActivationCheckpointing(
         checkpoint=legacy["activation_checkpointing"],
@@ -327,6 +337,9 @@ def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precis
         "process_group": lambda: _neutral_finding(legacy, "process_group") if legacy["process_group"] is None else None,
         "data_parallel_shard_degree": lambda: _degree_finding(legacy, "data_parallel_shard_degree"),
         "data_parallel_replicate_degree": lambda: _degree_finding(legacy, "data_parallel_replicate_degree"),
+        "collective_guard": lambda: (
+            _neutral_finding(legacy, "collective_guard") if legacy["collective_guard"] is None else None
+        ),
         "gradient_sync": lambda: _gradient_sync_finding(legacy, mesh),
         "te_checkpoint_wrapper": lambda: _te_checkpoint_finding(legacy, precision),
         "te_shard_fp8_weight": lambda: _te_weight_finding(legacy, precision),

@@ -68,6 +68,7 @@ def check_kind(name: str, value: object, kind: Kind) -> None:
         Kind.BOOL_OR_INT: isinstance(value, int),
         Kind.STR: isinstance(value, str),
         Kind.OPTIONAL_STR: isinstance(value, str) or value is None,
+        Kind.OPTIONAL_SECONDS: is_int or isinstance(value, float) or value is None,
         Kind.ANY: True,
     }[kind]
     if not fits:

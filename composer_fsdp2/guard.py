@@ -1,0 +1,99 @@
+"""``collective_guard``: ranks that have parted are told where, instead of waiting for each other.
+
+A rank that takes another branch, has a batch less or evaluates alone launches another collective than the others, or
+none. That hangs until a process group times out, or mixes up data of one size. With the guard ranks compare where they
+stand before each collective, over a gloo group of their own.
+"""
+
+import itertools
+import time
+import zlib
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composer_fsdp2._torch import InFlight, default_store, watch_collectives
+from composer_fsdp2.errors import RanksPartedError
+from composer_fsdp2.sharded import sharded_roots, units
+
+__all__ = ["CollectiveGuard", "check_guard", "start_guard"]
+
+_COUNT = itertools.count()
+_COLLECT_S = 2.0  # how long ranks that gave up wait for each other's reports
+
+
+class CollectiveGuard:
+    """Compares where the ranks stand. Made on all of them together; makes a process group.
+
+    Args:
+        limit: How long the ranks that have come wait for the others.
+    """
+
+    def __init__(self, limit: timedelta) -> None:
+        self._limit = limit
+        self._group = dist.new_group(backend="gloo", timeout=limit)
+        self._name = f"guard/{next(_COUNT)}"  # ranks make their guards in one order
+        self._number = 0
+        self._last = "the beginning"
+
+    def check(self, where: InFlight | str) -> None:
+        """Meet the other ranks at ``where``. Gathers two numbers.
+
+        Raises:
+            RanksPartedError: on all ranks that come; names where each stands, and where all were together last.
+        """
+        here = str(where)
+        own = torch.tensor([self._number, zlib.crc32(here.encode())])
+        of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        try:
+            dist.all_gather(of_ranks, own, self._group)
+        except RuntimeError as error:
+            raise self._parted(self._reports(here), "did not meet within the limit") from error
+        if any(not torch.equal(other, own) for other in of_ranks):
+            said: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(said, here, self._group)
+            raise self._parted(said, "stand before different collectives")
+        self._number, self._last = self._number + 1, here
+
+    def _reports(self, here: str) -> list[str | None]:
+        """Where the ranks stand that gave up as well; None for those that have not come."""
+        store, rank = default_store(), dist.get_rank()
+        keys = [f"{self._name}/{self._number}/{other}" for other in range(dist.get_world_size())]
+        store.set(keys[rank], here)
+        deadline = time.monotonic() + _COLLECT_S
+        while time.monotonic() < deadline and not store.check(keys):
+            time.sleep(0.05)
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+
+    def _parted(self, of_ranks: list[str | None], what: str) -> RanksPartedError:
+        seconds = self._limit.total_seconds()
+        lines = [
+            f"  rank {rank} stands before {where}" if where else f"  rank {rank} has not come in {seconds:g} s"
+            for rank, where in enumerate(of_ranks)
+        ]
+        return RanksPartedError(
+            f"collective_guard: ranks {what}; all were together at {self._last}:\n" + "\n".join(lines) + "\nRanks must "
+            "run the same modules in the same order: look for a branch on the rank or on the data, a different number "
+            "of batches, or a forward on some ranks only"
+        )
+
+
+_GUARDS: WeakKeyDictionary[nn.Module, CollectiveGuard] = WeakKeyDictionary()
+
+
+def start_guard(model: nn.Module, limit: timedelta) -> None:
+    """Guard a model that was just sharded, for as long as it lives. Called on all ranks; makes a process group."""
+    guard = CollectiveGuard(limit)
+    _GUARDS.update((root, guard) for _, root in sharded_roots(model))
+    watch_collectives(units(model), guard.check)
+
+
+def check_guard(model: nn.Module, where: str) -> None:
+    """A place beside the model's collectives where ranks must meet, if it is guarded."""
+    if _GUARDS:
+        for _, root in sharded_roots(model)[:1]:
+            if root in _GUARDS:
+                _GUARDS[root].check(where)

@@ -1,0 +1,162 @@
+"""collective_guard: ranks that part raise, on all of them, and say where."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import Model, tokens
+from engine.parity import full
+from ranks import run_ranks
+from torch import nn
+
+from composer_fsdp2 import ConfigError, RanksPartedError, clip_grad_norm_, plan_sharding, prepare_fully_shard, translate
+
+LIMIT_S = 3
+TIME_LIMIT_S = 120  # a hang
+
+
+def model_for(**config: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model(num_blocks=3)
+    prepare_fully_shard(model, None, {"collective_guard": LIMIT_S, **config}, precision="fp32")
+    return model
+
+
+def is_stray() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def skips_a_block(model: nn.Module) -> None:
+    if is_stray():
+        model.decoder.blocks[1].forward = lambda x: x  # after the hooks: still gathered
+        del model.decoder.blocks[1]
+    model(tokens(0)).sum().backward()
+
+
+def other_order(model: nn.Module) -> None:
+    if is_stray():
+        model.decoder.blocks = nn.ModuleList(reversed(model.decoder.blocks))
+    model(tokens(0)).sum().backward()
+
+
+def one_batch_less(model: nn.Module) -> None:
+    for _ in range(1 if is_stray() else 2):
+        model(tokens(0)).sum().backward()
+    clip_grad_norm_(model, 1.0)
+
+
+def forward_on_one(model: nn.Module) -> None:
+    if not is_stray():
+        with torch.no_grad():
+            model(tokens(0))
+    else:
+        clip_grad_norm_(model, 1.0)
+
+
+def late(model: nn.Module) -> None:
+    if is_stray():
+        time.sleep(LIMIT_S + 4)  # and longer than the others collect reports
+    model(tokens(0)).sum().backward()
+
+
+# What each rank does, and what the error says of the ranks: (of those that are right, of the stray one).
+CASES: dict[str, tuple[Callable[[nn.Module], None], str, str]] = {
+    "skips a block": (
+        skips_a_block,
+        "the all-gather of decoder.blocks.1 in forward",
+        "the all-gather of decoder.blocks.2 in forward",
+    ),
+    "other order": (
+        other_order,
+        "the all-gather of decoder.blocks.0 in forward",
+        "the all-gather of decoder.blocks.2 in forward",
+    ),
+    "one batch less": (one_batch_less, "the all-gather of decoder in forward", "clip_grad_norm_"),
+    "forward on one": (forward_on_one, "the all-gather of decoder in forward", "clip_grad_norm_"),
+}
+
+
+def message_of(work: Callable[[nn.Module], None], model: nn.Module) -> str:
+    try:
+        work(model)
+    except RanksPartedError as error:
+        return str(error)
+    raise AssertionError("nothing raised")
+
+
+def check_parted() -> dict[str, str]:
+    return {name: message_of(work, model_for()) for name, (work, _, _) in CASES.items()}
+
+
+def test_every_rank_says_where_they_parted():
+    """Instead of half an hour of silence: the module, on each rank."""
+    for said in run_ranks(check_parted, 2, timeout_s=TIME_LIMIT_S):
+        for name, (_, right, stray) in CASES.items():
+            lines = said[name].splitlines()
+            assert f"  rank 0 stands before {right}" in lines, said[name]
+            assert f"  rank 1 stands before {stray}" in lines, said[name]
+        assert "all were together at the all-gather of decoder.blocks.0 in forward" in said["skips a block"]
+
+
+def check_late() -> tuple[str, float]:
+    model = model_for()
+    start = time.monotonic()
+    message = message_of(late, model)
+    return message, time.monotonic() - start
+
+
+def test_a_rank_that_does_not_come():
+    """The others name it when the limit is over; and it learns that they are gone."""
+    # Fresh: a gloo group that timed out is of no use to the next test.
+    (of_waiting, seconds), (of_late, _) = run_ranks(check_late, 2, timeout_s=TIME_LIMIT_S, fresh=True)
+    assert f"rank 1 has not come in {LIMIT_S} s" in of_waiting
+    assert "rank 0 stands before the all-gather of decoder in forward" in of_waiting
+    assert LIMIT_S <= seconds < LIMIT_S + 10
+    assert "rank 0 stands before the all-gather of decoder in forward" in of_late
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "last": {"gradient_sync": "last", "reshard_after_backward": False},
+    "recomputed": {"activation_checkpointing": True},
+    "groups": {"process_group": "self"},
+}
+
+
+def check_together() -> None:
+    for name, config in CONFIGS.items():
+        gradients = []
+        for guard in (None, LIMIT_S):
+            model = model_for(**config, collective_guard=guard) if guard is None else model_for(**config)
+            for seed in range(2):
+                model(tokens(seed + dist.get_rank())).square().mean().backward()
+            gradients.append([full(p.grad) for p in model.parameters()])
+            with torch.no_grad():
+                model(tokens(0))
+            clip_grad_norm_(model, 1.0)
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)), name
+
+
+def test_ranks_that_stay_together_are_let_through():
+    """A guard that changed a run, or cried wolf, would be left off."""
+    run_ranks(check_together, 2, timeout_s=TIME_LIMIT_S)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "60", True])
+def test_limits_that_are_none(value: Any):
+    """A limit that never ends, or ends at once, is a mistake in the file."""
+    with pytest.raises(ConfigError, match="collective_guard"):
+        translate({"collective_guard": value})
+
+
+def test_it_is_in_the_plan():
+    """What costs time is in the report."""
+    config = translate({"collective_guard": 30}, world_size=2).config
+    assert config is not None
+    assert "wait 30 s" in plan_sharding(Model(), config).explain()
+    assert "guard" not in plan_sharding(Model(), translate({}, world_size=2).config).explain()
