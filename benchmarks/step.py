@@ -2,6 +2,7 @@
 
     python benchmarks/step.py
     python benchmarks/step.py --strategy SHARD_GRAD_OP --json
+    python benchmarks/step.py --against REVISION            # ours beside ours of that commit; and the cost of votes
 
 Time, collectives and memory of a step, as a table. All variants live in the same processes and train the same batches
 from the same values. A round trains one step of each, in an order drawn anew, so that whatever else the machine does
@@ -15,10 +16,14 @@ import json
 import math
 import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +37,22 @@ from variants import NAMES, STRATEGIES, Setting, Trainee, build, missing
 from composer_fsdp2._torch import repair_cpu_collectives
 
 HAND = "hand"
-TITLES = {HAND: "fully_shard by hand", "ours": "composer_fsdp2", "composer": "Composer's FSDP2", "fsdp1": "FSDP1"}
+TITLES = {
+    HAND: "fully_shard by hand",
+    "ours": "composer_fsdp2",
+    "voting": "composer_fsdp2, voting",
+    "revision": "composer_fsdp2 of the revision",
+    "composer": "Composer's FSDP2",
+    "fsdp1": "FSDP1",
+}
+BESIDE = ("ours", "composer", "fsdp1")
 SHAPES = {
     "cpu": Shape(width=192, layers=4, heads=4, vocabulary=1024, sequence=64, batch=2),
     "cuda": Shape(width=2048, layers=18, heads=16, vocabulary=32000, sequence=1024, batch=8),  # 1.04e9 parameters
 }
 MAX_RATIO = 1.02
+MAX_VOTING_RATIO = 1.02  # of a step without votes
+MAX_REVISION_RATIO = 1.01
 # Relative, between losses; on a GPU the order of a kernel's sums may differ from one run to the next.
 MAX_LOSS_DIFFERENCE = {"cpu": 1e-6, "cuda": 1e-2}
 
@@ -53,6 +68,7 @@ class Options:
     ranks: int
     steps: int
     warmup: int
+    revision_folder: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(given)
     absent = {name: reason for name in options.variants if (reason := missing(name))}
     options = replace(options, variants=tuple(name for name in options.variants if name not in absent))
-    result = on_ranks(measure, options.ranks, options.device_type, options)
+    with _revision(given.against) as folder:
+        result = on_ranks(measure, options.ranks, options.device_type, replace(options, revision_folder=folder))
     bars = _bars(options, result)
     if given.json:
         print(json.dumps({**_summary(options, result), "missing": absent, "bars": [asdict(bar) for bar in bars]}))
@@ -76,7 +93,10 @@ def _parser() -> argparse.ArgumentParser:
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
-    parser.add_argument("--variants", nargs="+", choices=[name for name in NAMES if name != HAND], default=NAMES[1:])
+    parser.add_argument("--variants", nargs="+", choices=BESIDE, help="beside the hand-written loop; default: all")
+    parser.add_argument(
+        "--against", metavar="REVISION", help="compare with this commit of ours (default variants: ours)"
+    )
     parser.add_argument("--device", choices=tuple(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, help="default: 1 on a GPU, 2 on the CPU")
     parser.add_argument("--steps", type=int, help="timed rounds; default: 50 on a GPU, 200 on the CPU")
@@ -95,11 +115,32 @@ def _options(given: argparse.Namespace) -> Options:
         shape=replace(SHAPES[given.device], **{name: size for name, size in sizes.items() if size is not None}),
         strategy=given.strategy,
         device_type=given.device,
-        variants=(HAND, *(name for name in NAMES if name in given.variants)),
+        variants=(HAND, *(name for name in NAMES if name in _variants(given))),
         ranks=given.ranks or (1 if on_gpu else 2),
         steps=given.steps or (50 if on_gpu else 200),
         warmup=given.warmup,
     )
+
+
+def _variants(given: argparse.Namespace) -> tuple[str, ...]:
+    if given.against is None:
+        return tuple(given.variants or BESIDE)
+    return ("ours", "voting", "revision", *(given.variants or ()))
+
+
+@contextmanager
+def _revision(name: str | None) -> Iterator[str]:
+    """The package as a commit had it, in a folder; '' for None."""
+    if name is None:
+        yield ""
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(__file__).parents[1]
+        archive = subprocess.run(["git", "archive", name, "composer_fsdp2"], cwd=root, capture_output=True)
+        if archive.returncode:
+            raise SystemExit(f"--against {name}: {archive.stderr.decode().strip()}")
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        yield folder
 
 
 # On the ranks ---------------------------------------------------------------------------------------------------------
@@ -112,7 +153,13 @@ def measure(options: Options) -> dict[str, dict[str, Any]]:
         repair_cpu_collectives()
     on_gpu = options.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    setting = Setting(shape=options.shape, strategy=options.strategy, device=device, low_precision=on_gpu)
+    setting = Setting(
+        shape=options.shape,
+        strategy=options.strategy,
+        device=device,
+        low_precision=on_gpu,
+        revision_folder=options.revision_folder,
+    )
     runs = {name: _Run(name, setting) for name in options.variants}
     gc.collect()
     gc.freeze()  # What is built by now stays; the collections between steps need not look at it again.
@@ -212,9 +259,9 @@ def _gather(value: Any) -> list[Any]:
 # What is said of it ---------------------------------------------------------------------------------------------------
 
 
-def _ratios(result: dict[str, dict[str, Any]], name: str, clock: str = "seconds") -> list[float]:
-    """Of each round, to the hand-written loop."""
-    return [own / hand for own, hand in zip(result[name][clock], result[HAND][clock], strict=True)]
+def _ratios(result: dict[str, dict[str, Any]], name: str, clock: str = "seconds", *, to: str = HAND) -> list[float]:
+    """Of each round."""
+    return [own / other for own, other in zip(result[name][clock], result[to][clock], strict=True)]
 
 
 def _loss_difference(result: dict[str, dict[str, Any]], name: str) -> float:
@@ -268,12 +315,13 @@ def _bars(options: Options, result: dict[str, dict[str, Any]]) -> list[Bar]:
         )
         difference, limit = _loss_difference(result, "ours"), MAX_LOSS_DIFFERENCE[options.device_type]
         bars.append(Bar(f"its losses, to {limit:.0e}", f"{difference:.1e}", difference <= limit))
-        ratios = _ratios(result, "ours")
-        ratio, (low, high) = statistics.median(ratios), _median_interval(ratios)
-        measured = f"{ratio:.3f} ({low:.3f} to {high:.3f} with 95 % confidence)"
-        if low <= MAX_RATIO < ratio:
-            measured += ", too noisy to tell: take more --steps, or a machine with nothing else to do"
-        bars.append(Bar(f"its time of a step, times {MAX_RATIO} at most", measured, ratio <= MAX_RATIO))
+        bars.append(_time_bar("its time of a step", _ratios(result, "ours"), MAX_RATIO))
+    if "voting" in result:
+        ratios = _ratios(result, "voting", to="ours")
+        bars.append(_time_bar("with votes: our time of a step without", ratios, MAX_VOTING_RATIO))
+    if "revision" in result:
+        ratios = _ratios(result, "ours", to="revision")
+        bars.append(_time_bar("the revision's time of a step", ratios, MAX_REVISION_RATIO))
     if {"ours", "composer"} <= result.keys() and options.strategy == "SHARD_GRAD_OP":
         ours_bytes, composer_bytes = (gathered_bytes(result[name]["collectives"]) for name in ("ours", "composer"))
         bars.append(
@@ -284,6 +332,14 @@ def _bars(options: Options, result: dict[str, dict[str, Any]]) -> list[Bar]:
             )
         )
     return bars
+
+
+def _time_bar(what: str, ratios: Sequence[float], limit: float) -> Bar:
+    ratio, (low, high) = statistics.median(ratios), _median_interval(ratios)
+    measured = f"{ratio:.3f} ({low:.3f} to {high:.3f} with 95 % confidence)"
+    if low <= limit < ratio:
+        measured += ", too noisy to tell: take more --steps, or a machine with nothing else to do"
+    return Bar(f"{what}, times {limit} at most", measured, ratio <= limit)
 
 
 def _said(counts: dict[str, dict[str, int]]) -> str:

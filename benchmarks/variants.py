@@ -1,13 +1,15 @@
-"""The same model sharded by four hands: ``build(name, setting)``.
+"""The same model sharded by several hands: ``build(name, setting)``.
 
 All take the units that the model's hooks choose, the same precision and the same AdamW. FSDP1 gets the arguments that
 Composer's ``prepare_fsdp_module`` gives it by default (composer/distributed/dist_strategy.py, 0.32.1), from torch
 itself, so that it needs no Composer.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,12 +23,18 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all variants have in common; ``low_precision``: computed and reduced in bf16, kept in fp32."""
+    """What all variants have in common.
+
+    Args:
+        low_precision: Computed and reduced in bf16, kept in fp32.
+        revision_folder: Where the package lies as another revision had it.
+    """
 
     shape: Shape
     strategy: str
     device: torch.device
     low_precision: bool
+    revision_folder: str = ""
 
     @property
     def fsdp_config(self) -> dict[str, Any]:
@@ -98,6 +106,33 @@ def _ours(model: Model, setting: Setting) -> Trainee:
     return Trainee(model, optimizer)
 
 
+def _voting(model: Model, setting: Setting) -> Trainee:
+    """With the votes of automatic microbatching, as in the batches before its size has settled."""
+    from composer_fsdp2.out_of_memory import OutOfMemoryVote
+
+    trainee = _ours(model, setting)
+    OutOfMemoryVote(trainee.model).start()
+    return trainee
+
+
+def _revision(model: Model, setting: Setting) -> Trainee:
+    """Our package as another revision had it, imported under its own name for the length of the set-up."""
+    present = _take_out()
+    sys.path.insert(0, setting.revision_folder)
+    try:
+        return _ours(model, setting)
+    finally:
+        sys.path.remove(setting.revision_folder)
+        _take_out()
+        sys.modules.update(present)
+
+
+def _take_out() -> dict[str, ModuleType]:
+    """Our package's modules, which are imported anew next time."""
+    names = [name for name in sys.modules if name.partition(".")[0] == "composer_fsdp2"]
+    return {name: sys.modules.pop(name) for name in names}
+
+
 def _composer(model: Model, setting: Setting) -> Trainee:
     """As ``parallelize_composer_model`` does it, less the check that the model is a ComposerModel."""
     from composer.core import Precision
@@ -140,6 +175,8 @@ def _fsdp1(model: Model, setting: Setting) -> Trainee:
 _BUILDERS: dict[str, Callable[[Model, Setting], Trainee]] = {
     "hand": _hand,
     "ours": _ours,
+    "voting": _voting,
+    "revision": _revision,
     "composer": _composer,
     "fsdp1": _fsdp1,
 }
