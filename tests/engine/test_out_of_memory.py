@@ -9,7 +9,10 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -177,3 +180,42 @@ def test_out_of_memory_on_two_axes():
 def test_out_of_memory_everywhere(name: str):
     """Every operation of a batch, on each rank."""
     run_ranks(check_all, 2, {name: CONFIGS[name]}, 1_000_000, timeout_s=1800)
+
+
+def check_inside_a_collective(folder: str) -> list[str]:
+    """Rank 1 fails in the launch itself, for which all have voted; the notes and the text of each rank's error."""
+    from torch.distributed import distributed_c10d
+
+    rank, num_ranks, limit = dist.get_rank(), dist.get_world_size(), timedelta(seconds=4)
+    distributed_c10d._update_default_pg(None)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    model = model_for({})
+    votes = OutOfMemoryVote(model, timeout=limit)
+    votes.start()
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    launch, count = getattr(dist, name), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if dist.get_rank() == 1 and count == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. NCCL's own buffers (injected)")
+        return launch(*args, **kwargs)
+
+    try:
+        with mock.patch.object(dist, name, failing):
+            votes.succeeded(functools.partial(run_batch, model, batch_of(dist.get_rank()).split(8)))
+    except Exception as error:
+        return [str(error), *getattr(error, "__notes__", ())]
+    finally:
+        distributed_c10d._update_default_pg(None)  # it is broken; the ranks need not meet in it
+    raise AssertionError("no error")
+
+
+def test_out_of_memory_inside_a_collective(tmp_path: Path):
+    """Nobody can be asked there: the time-out ends all ranks, and the unit is named on each."""
+    of_peer, of_failed = run_ranks(check_inside_a_collective, 2, str(tmp_path), timeout_s=TIME_LIMIT_S, fresh=True)
+    assert "the all-gather of body.inner.decoder.blocks.0 in forward" in "\n".join(of_peer)
+    assert "rank 1 ran out of memory" in of_failed[0]
+    assert "the all-gather of body.inner.decoder.blocks.0 in forward" in of_failed[0]
