@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import BIN, SCRIPT, run_all
 from oracle import FSDP2
 from ranks import run_ranks
 from torch import nn
@@ -23,6 +25,7 @@ from trainers import Trained, build_model, make_trainer, result
 pytestmark = pytest.mark.composer
 
 TIME_LIMIT_S = 300  # a hang
+OUT_OF_MEMORY = SCRIPT.with_name("out_of_memory.py")
 
 
 @contextlib.contextmanager
@@ -333,3 +336,21 @@ def test_votes_end():
         assert all(counts[number] > 10 for number in (0, 1, 2, 5, 6, 7)), counts
         assert counts[3:5] == [0, 0], counts
         assert [is_torchs for _, is_torchs in votes] == [False, False, True, True, True, False, False, True]
+
+
+# --- a real one
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, whose memory can run out")
+def test_a_gpu_runs_out_of_memory(tmp_path: Path):
+    """16 samples need about 2.5 GiB of activations in 1.5: the run ends with a size that fits, and its losses."""
+    num_ranks = min(2, torch.cuda.device_count())
+    command = [BIN / "composer", "-n", num_ranks, "-m", "composer_fsdp2", "run", OUT_OF_MEMORY]
+    auto = run_all({"auto": [*command, "auto", "1.5"]}, tmp_path)["auto"]
+    assert auto.code == 0, auto.err
+    size = auto.last["size"]
+    assert 1 <= size < 16
+    fixed = run_all({"fixed": [*command, str(size), "1.5"]}, tmp_path)["fixed"]
+    assert fixed.code == 0, fixed.err
+    torch.testing.assert_close(auto.last["losses"], fixed.last["losses"], rtol=1e-6, atol=0)
