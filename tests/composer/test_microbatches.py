@@ -1,0 +1,117 @@
+"""gradient_sync, reshard_after_backward and collective_guard as keys of a Trainer's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import FSDP1, FSDP2
+from ranks import run_ranks
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainers import close, fit, make_trainer
+
+pytestmark = pytest.mark.composer
+
+TIME_LIMIT_S = 180  # a hang
+KEYS: dict[str, dict[str, Any]] = {
+    "every": {},
+    "last": {"gradient_sync": "last"},
+    "last, kept": {"gradient_sync": "last", "reshard_after_backward": False},
+}
+CLIP = ("norm", 0.5)
+
+
+def check_against_fsdp1() -> None:
+    for optimizer in ("sgd", "decoupled_adamw"):
+        options = {"optimizer": optimizer, "clip": CLIP, "microbatch": 1, "eval_interval": "2ba"}
+        fsdp1 = fit(FSDP1, {}, **options)
+        for name, keys in KEYS.items():
+            ours = fit(FSDP2, keys, **options)
+            assert close(ours.losses, fsdp1.losses), f"{optimizer}, {name}: {ours.losses}, {fsdp1.losses}"
+            assert ours.eval_parameters == [["DTensor"], ["DTensor"]], ours.eval_parameters
+            for path, value in fsdp1.parameters.items():
+                torch.testing.assert_close(ours.parameters[path], value, msg=lambda text, path=path: f"{path}: {text}")
+
+
+def test_the_curve_is_fsdp1s():
+    """FSDP1 under Composer reduced in every microbatch; who communicates less trains the same."""
+    run_ranks(check_against_fsdp1, 2)
+
+
+class Reductions(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d" and "reduce_scatter" in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def check_reductions() -> dict[str, int]:
+    counts = {}
+    for name, keys in KEYS.items():
+        with FSDP2(), Reductions() as mode:
+            trainer = make_trainer(keys, microbatch=1, batches=2)
+            trainer.fit()
+            trainer.close()
+        counts[name] = mode.count
+    return counts
+
+
+def test_microbatches_communicate_less():
+    """Two batches of four microbatches over three units: the Trainer says which one is the last."""
+    for counts in run_ranks(check_reductions, 2):
+        assert counts == {"every": 2 * 4 * 3, "last": 2 * 3, "last, kept": 2 * 3}
+
+
+# --- collective_guard
+
+
+class StrayOnce(nn.Module):
+    """A block that rank 1 passes by from its third call on."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x if self.calls > 2 and dist.get_rank() == 1 else self.block(x)
+
+
+def check_guard() -> tuple[str, str]:
+    from trainers import build_model
+
+    with FSDP2():
+        model = build_model()
+        trainer = make_trainer({"collective_guard": 20}, model=model)
+        model.model.blocks[0] = StrayOnce(model.model.blocks[0])
+        stray = error_of(trainer)
+        trainer = make_trainer({"collective_guard": 3})
+        if dist.get_rank() == 1:
+            split = trainer._train_data_spec.split_batch
+            trainer._train_data_spec.split_batch = lambda batch, size: split(batch, size)[:1]
+        fewer = error_of(trainer)
+    return stray, fewer
+
+
+def error_of(trainer: Any) -> str:
+    from composer_fsdp2 import RanksPartedError
+
+    try:
+        trainer.fit()
+    except RanksPartedError as error:
+        return str(error)
+    raise AssertionError("nothing raised")
+
+
+def test_a_trainers_ranks_that_part():
+    """A branch on the rank, and a microbatch less: both ranks end, and say where each was."""
+    for stray, fewer in run_ranks(check_guard, 2, timeout_s=TIME_LIMIT_S, fresh=True):
+        assert "rank 0 stands before the all-gather of model.blocks.0 in forward" in stray
+        assert "rank 1 stands before the all-gather of model.blocks.1 in forward" in stray
+        assert "rank 1 stands before the end of a training batch" in fewer
+        assert "rank 0 stands before the all-gather of model in forward" in fewer
