@@ -34,6 +34,7 @@ from composer_fsdp2.errors import (
 )
 from composer_fsdp2.findings import Finding, Outcome
 from composer_fsdp2.fsdp1.translate import Translation, translate
+from composer_fsdp2.full_params import summon_full_params
 from composer_fsdp2.microbatching import begin_microbatch
 from composer_fsdp2.plan import ShardingPlan, ShardUnit
 from composer_fsdp2.planning import plan_sharding
@@ -81,6 +82,7 @@ __all__ = [
     "prepare_fully_shard",
     "reshard",
     "save_monolithic",
+    "summon_full_params",
     "translate",
     "verify_checkpoint",
 ]

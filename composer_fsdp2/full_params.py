@@ -1,0 +1,329 @@
+"""``summon_full_params``: the whole parameters of a sharded model for the length of a with block."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from composer_fsdp2._torch import (
+    UnitParameter,
+    distinct_units,
+    is_in_pass,
+    is_inside_unit,
+    local_box,
+    parameters_of_unit,
+    show_instead_of_shards,
+)
+from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
+
+__all__ = ["summon_full_params"]
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Within the block, parameters of ``module`` are ordinary whole tensors in full precision, under their own names.
+
+    The arguments are those of ``FullyShardedDataParallel.summon_full_params``. As there, what each rank writes into the
+    rows of its own shard persists, so ranks write alike; and on a mesh that shards nothing (``NO_SHARD``, one rank) the
+    whole parameter is the model's own, and what is written into it stays, whatever ``writeback`` says. Afterwards, and
+    also if the block raises, the parameters are the very objects from before, which the optimizer holds.
+
+    Beyond FSDP1: a forward inside the block (it runs on what was written so far, in the unit's own precision), a
+    parameter that is replaced or loaded, gradients that are replaced or set to None, ``with_grads`` together with
+    ``offload_to_cpu``, ``offload_to_cpu`` on a mesh that shards nothing, and a block inside the block with the same
+    options. Parameters that no unit shards, and buffers, are whole anyhow and left as they are.
+
+    Args:
+        module: A sharded model, any part that was sharded as a unit, or something around such; else there is nothing to
+            do.
+        recurse: Also the units below ``module``; without, only what ``module`` itself shards, if it is a unit.
+        writeback: Keep what the block writes into parameters, and with ``with_grads`` into gradients.
+        rank0_only: Whole on the first rank of each group of shards only; the others keep their shards. Needs
+            ``writeback=False``.
+        offload_to_cpu: Whole parameters on the CPU; else on the device of the mesh.
+        with_grads: Their gradients are whole, too; else they have none in the block.
+    Raises:
+        UnsupportedError: ``rank0_only`` with ``writeback``, which FSDP1 refused as well.
+        ComposerFSDP2Error: during a forward or backward; for a part of a unit; for a block inside a block with other
+            options. After the block, if something that it wrote cannot be kept; names the parameters.
+
+    Called on all ranks with the same arguments: each parameter is an all-gather over its shards, and ``with_grads`` adds
+    one all-reduce for each unit. The end of the block does not communicate.
+    """
+    options = _Options(writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
+    units = _units_to_summon(module, recurse, options)
+    for unit in units:
+        unit.reshard()  # it may stand gathered after a forward without gradients, and in low precision
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    problems: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(_whole_unit(unit, options, names, problems))
+        yield
+    if problems:  # not if the block raised, whose error is the one to see
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ComposerFSDP2Error("after summon_full_params: " + "; ".join(problems[:5]) + more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+# Which parameters are whole now, by the id of the sharded one; a block's entries go with it.
+_ACTIVE: dict[int, _Options] = {}
+
+
+def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> list[FSDPModule]:
+    """The units that are not whole already. Every refusal is here, before anything communicates."""
+    if options.rank0_only and options.writeback:
+        raise UnsupportedError(
+            "summon_full_params(writeback=True, rank0_only=True): one rank alone would hold what is written (FSDP1 "
+            "refused it too); pass writeback=False, or rank0_only=False and write on every rank alike"
+        )
+    if is_inside_unit(module) and not isinstance(module, FSDPModule):
+        _refuse_part_of_unit(module)
+    paths = {id(each): path for path, each in module.named_modules()}
+    units = []
+    for unit in distinct_units(module.modules() if recurse else [module]):
+        if is_in_pass(unit):
+            where = f"of {paths[id(unit)]!r} " if paths[id(unit)] else ""
+            raise ComposerFSDP2Error(f"summon_full_params during a forward or backward {where}; call it between steps")
+        outer = {_ACTIVE[id(each.sharded)] for each in parameters_of_unit(unit) if id(each.sharded) in _ACTIVE}
+        if not outer:
+            units.append(unit)
+        elif outer != {options}:
+            raise ComposerFSDP2Error(
+                f"summon_full_params({options}) within summon_full_params({outer.pop()}) of the same parameters; pass "
+                "the same options, or leave the outer block first"
+            )
+    if units and options.offload_to_cpu and not options.rank0_only:
+        _warn_of_copies()
+    return units
+
+
+def _refuse_part_of_unit(module: nn.Module) -> None:
+    below = {id(each.sharded) for unit in distinct_units(module.modules()) for each in parameters_of_unit(unit)}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and id(parameter) not in below:
+            raise ComposerFSDP2Error(
+                f"summon_full_params of a {type(module).__name__} whose parameter {name} is sharded by a unit above it; "
+                "summon that unit (with recurse=False, if it alone is wanted) or the model"
+            )
+
+
+@functools.cache
+def _warn_of_copies() -> None:
+    log.warning(
+        "summon_full_params(offload_to_cpu=True, rank0_only=False) holds a whole copy for each rank in the memory of "
+        "its machine; rank0_only=True (with writeback=False) holds one"
+    )
+
+
+@contextlib.contextmanager
+def _whole_unit(
+    unit: FSDPModule, options: _Options, names: Mapping[int, str], problems: list[str]
+) -> Iterator[None]:
+    """One unit whole. Called on all ranks of its mesh."""
+    parameters = parameters_of_unit(unit)
+    grads = _gradients(parameters) if options.with_grads else [None] * len(parameters)
+    whole = [
+        _WholeParameter(parameter, names.get(id(parameter.sharded), parameter.places[0][1]), grad, options)
+        for parameter, grad in zip(parameters, grads, strict=True)
+    ]
+
+    def before_gather(is_backward: bool) -> None:
+        if options.rank0_only:
+            raise ComposerFSDP2Error(
+                "a forward within summon_full_params(rank0_only=True): the other ranks lack what the first may have "
+                "written; leave the block first, or pass rank0_only=False"
+            )
+        if options.with_grads and is_backward:
+            raise ComposerFSDP2Error(
+                "a backward within summon_full_params(with_grads=True): its gradients and the block's would overwrite "
+                "each other; leave the block first"
+            )
+        for each in whole:
+            each.lend()
+
+    def after_reshard() -> None:
+        for each in whole:
+            each.show()
+
+    _ACTIVE.update((id(each.sharded), options) for each in parameters)
+    end = show_instead_of_shards(unit, before_gather=before_gather, after_reshard=after_reshard)
+    try:
+        after_reshard()
+        yield
+    finally:
+        end()
+        try:
+            for each in whole:
+                problems.extend(each.keep())
+        finally:
+            for each in whole:
+                each.parameter.place(each.parameter.sharded)
+                del _ACTIVE[id(each.parameter.sharded)]
+
+
+def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:
+    """The sharded gradients of a unit; zeros where only other ranks have one, since all of them gather it.
+
+    Called on all ranks of the unit's mesh.
+    """
+    if not parameters:
+        return []
+    grads = [cast(DTensor | None, each.sharded.grad) for each in parameters]
+    shard = cast(DTensor, parameters[0].sharded)
+    mesh, axis = shard.device_mesh, _shard_axis(shard)
+    if axis is not None:
+        is_there = torch.tensor([grad is not None for grad in grads], dtype=torch.int32, device=mesh.device_type)
+        dist.all_reduce(is_there, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        for number, anywhere in enumerate(is_there.tolist()):
+            if anywhere and grads[number] is None:
+                grads[number] = cast(DTensor, torch.zeros_like(parameters[number].sharded))
+    return grads
+
+
+def _shard_axis(tensor: DTensor) -> int | None:
+    """The axis of its mesh that splits it; None if every rank holds it whole."""
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard) and tensor.device_mesh.size(axis) > 1:
+            return axis
+    return None
+
+
+@torch.no_grad()
+def _gather(tensor: DTensor, options: _Options) -> torch.Tensor | None:
+    """The whole tensor, or None on a rank that is not to have it. Called on all ranks of its mesh.
+
+    A tensor that is whole already is not copied.
+    """
+    mesh, axis, local = tensor.device_mesh, _shard_axis(tensor), tensor.to_local().detach()
+    if axis is None:
+        return local.to("cpu", copy=True) if options.offload_to_cpu else local.to(mesh.device_type)
+    if local.device.type != mesh.device_type:  # offloaded: the ranks exchange what lies on the mesh's device
+        tensor = _like(tensor, local.to(mesh.device_type))
+    whole = tensor.full_tensor()
+    if options.rank0_only and mesh.get_local_rank(axis) != 0:
+        return None
+    return whole.cpu() if options.offload_to_cpu else whole
+
+
+def _like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+class _WholeParameter:
+    """One parameter that is whole, where the options say so, while its shard waits for the end of the block."""
+
+    @torch.no_grad()
+    def __init__(self, parameter: UnitParameter, name: str, grad: DTensor | None, options: _Options) -> None:
+        self.parameter, self.name, self.options = parameter, name, options
+        self.shard = cast(DTensor, parameter.sharded)
+        self.local = self.shard.to_local().detach()
+        self.version = self.local._version
+        self.before: torch.Tensor | None = None  # of the shard, once a forward needed what is not to be kept
+        self.full: nn.Parameter | None = None
+        whole, whole_grad = _gather(self.shard, options), None if grad is None else _gather(grad, options)
+        if whole is not None:
+            self.full = nn.Parameter(whole, requires_grad=self.shard.requires_grad)
+            self.full.grad = whole_grad
+
+    def show(self) -> None:
+        if self.full is not None:
+            self.parameter.place(self.full)
+
+    def lend(self) -> None:
+        """Write into the shard what the block wrote so far, for a forward to gather."""
+        if not self.options.writeback and self.before is None and not self._is_shard(self.full):
+            self.before = self.local.clone()
+        if problem := self._write():
+            raise ComposerFSDP2Error(f"a forward within summon_full_params: {problem}")
+
+    def keep(self) -> list[str]:
+        """Leave in the shard what is to stay after the block; returns what was written and is lost."""
+        problems = []
+        if self.options.writeback:
+            problems = [self._write(), self._write_grad()]
+        elif self.before is not None:
+            if self.local._version != self.version:
+                problems = [self._changed_behind("they are as before the block")]
+            self.local.copy_(self.before)
+        return [problem for problem in problems if problem]
+
+    @torch.no_grad()
+    def _write(self) -> str:
+        """Bring the shard up to date; returns what prevents it."""
+        written = self._standing()
+        if written is None:
+            return f"{self.name} was replaced by different parameters in the places that share it"
+        if written.shape != self.shard.shape:
+            return f"{self.name} was replaced by one of shape {tuple(written.shape)}; it has {tuple(self.shard.shape)}"
+        if self._is_shard(written):
+            return ""
+        if self.local._version != self.version:
+            return self._changed_behind("what was written into the whole parameter is not kept")
+        self.local.copy_(self._part(written))
+        self.version = self.local._version
+        return ""
+
+    @torch.no_grad()
+    def _write_grad(self) -> str:
+        written = self._standing()
+        grad = None if written is None else written.grad
+        if not self.options.with_grads:
+            return f"{self.name} was given a gradient, which with_grads=True would keep" if grad is not None else ""
+        shard = self.parameter.sharded
+        if grad is None:
+            shard.grad = None
+        elif shard.grad is None:
+            shard.grad = _like(self.shard, self._part(grad).to(self.local.device, copy=True))
+        else:
+            cast(DTensor, shard.grad).to_local().copy_(self._part(grad))
+        return ""
+
+    def _standing(self) -> nn.Parameter | None:
+        """What the block left registered: the whole parameter, or what replaced it; None if that is ambiguous."""
+        own = (id(self.full), id(self.parameter.sharded))
+        others = {id(each): each for each in self.parameter.standing() if id(each) not in own}
+        if len(others) > 1:
+            return None
+        return next(iter(others.values()), self.full)
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        for dim, (size, offset) in enumerate(zip(*local_box(self.shard), strict=True)):
+            whole = whole.narrow(dim, offset, size)
+        return whole
+
+    def _is_shard(self, whole: torch.Tensor | None) -> bool:
+        """Whether it lies in the shard's own memory, as it does where nothing is split."""
+        return whole is not None and whole.untyped_storage().data_ptr() == self.local.untyped_storage().data_ptr()
+
+    def _changed_behind(self, outcome: str) -> str:
+        return f"the shards of {self.name} changed within the block (by an optimizer's step?): {outcome}"
