@@ -21,6 +21,7 @@ from composer_fsdp2._torch import ShardedGradScaler
 from composer_fsdp2.clipping import clip_grad_norm_
 from composer_fsdp2.compat import microbatching
 from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
+from composer_fsdp2.compat.full_params import replacement_for_summon_full_params
 from composer_fsdp2.compat.saving import (
     replacement_for_batch_end,
     replacement_for_fit_end,
@@ -409,6 +410,12 @@ SEAMS = (
         name="all_reduce",
         make=microbatching.replacement_for_all_reduce,
         why="the eval loop's question who is out of memory is the last vote of its batch",
+    ),
+    Seam(
+        module="torch.distributed.fsdp.fully_sharded_data_parallel",
+        name="FullyShardedDataParallel.summon_full_params",
+        make=replacement_for_summon_full_params,
+        why="scripts and Hugging Face's trainers call it on any model; where FSDP1 wraps nothing, it does nothing",
     ),
     Seam(
         module="composer.core.engine",

@@ -479,22 +479,12 @@ class _ShownInstead:
             self.after_reshard()
 
     def _override(self, owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
-        before = vars(owner).get(name)  # another replacement of ours, which may be put back before or after this one
-        original = getattr(owner, name)
+        original = getattr(owner, name)  # or another replacement of ours
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs) if self.is_over else replacement(original, *args, **kwargs)
 
-        def put_back() -> None:
-            if vars(owner).get(name) is not call:
-                return
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        setattr(owner, name, call)
-        return put_back
+        return _put_in_place(owner, name, call)
 
 
 def _state_of(unit: FSDPModule) -> Any:
@@ -593,8 +583,7 @@ _launching: Any = _fsdp_collectives
 
 def _replace_call(group: Any, name: str, path: str, watch: _Watch) -> Callable[[], None]:
     """Note which unit works while a method of its group runs."""
-    before = vars(group).get(name)  # another replacement of ours
-    method = getattr(group, name)
+    method = getattr(group, name)  # or another replacement of ours
 
     def call(*args: Any, **kwargs: Any) -> Any:
         outer = watch.unit, watch.phase
@@ -606,13 +595,22 @@ def _replace_call(group: Any, name: str, path: str, watch: _Watch) -> Callable[[
             watch.unit, watch.phase = outer
             watch.depth -= 1
 
-    def put_back() -> None:
-        if before is None:
-            delattr(group, name)
-        else:
-            setattr(group, name, before)
+    return _put_in_place(group, name, call)
 
-    setattr(group, name, call)
+
+def _put_in_place(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
+    """Set an attribute of one object; returns what takes it away, unless another replacement lies above it by then."""
+    before = vars(owner).get(name)
+    setattr(owner, name, replacement)
+
+    def put_back() -> None:
+        if vars(owner).get(name) is not replacement:
+            return
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
     return put_back
 
 

@@ -5,13 +5,14 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_fsdp2._torch import (
     UnitParameter,
@@ -62,7 +63,8 @@ def summon_full_params(
     Raises:
         UnsupportedError: ``rank0_only`` with ``writeback``, which FSDP1 refused as well.
         ComposerFSDP2Error: during a forward or backward; for a part of a unit; for a block inside a block with other
-            options. After the block, if something that it wrote cannot be kept; names the parameters.
+            options. Within the block, for an optimizer's step, a forward with ``rank0_only``, a backward with
+            ``with_grads``. After it, if something that it wrote cannot be kept; names the parameters.
 
     Called on all ranks with the same arguments: each parameter is an all-gather over its shards, and ``with_grads`` adds
     one all-reduce for each unit. The end of the block does not communicate.
@@ -74,6 +76,7 @@ def summon_full_params(
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     problems: list[str] = []
     with contextlib.ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
         for unit in units:
             stack.enter_context(_whole_unit(unit, options, names, problems))
         yield
@@ -95,6 +98,16 @@ class _Options:
 
 # Which parameters are whole now, by the id of the sharded one; a block's entries go with it.
 _ACTIVE: dict[int, _Options] = {}
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """It would update the shards, and the end of the block overwrite them with the whole parameters from before."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in _ACTIVE and _shard_axis(parameter) is not None:
+                raise ComposerFSDP2Error(
+                    f"{type(optimizer).__name__}.step within summon_full_params of its parameters; leave the block first"
+                )
 
 
 def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> list[FSDPModule]:
@@ -247,7 +260,6 @@ class _WholeParameter:
         self.parameter, self.name, self.options = parameter, name, options
         self.shard = cast(DTensor, parameter.sharded)
         self.local = self.shard.to_local().detach()
-        self.version = self.local._version
         self.before: torch.Tensor | None = None  # of the shard, once a forward needed what is not to be kept
         self.full: nn.Parameter | None = None
         whole, whole_grad = _gather(self.shard, options), None if grad is None else _gather(grad, options)
@@ -265,6 +277,7 @@ class _WholeParameter:
             self.before = self.local.clone()
         if problem := self._write():
             raise ComposerFSDP2Error(f"a forward within summon_full_params: {problem}")
+        self.full = self._standing()  # what replaced it is shown again afterwards
 
     def keep(self) -> list[str]:
         """Leave in the shard what is to stay after the block; returns what was written and is lost."""
@@ -272,8 +285,6 @@ class _WholeParameter:
         if self.options.writeback:
             problems = [self._write(), self._write_grad()]
         elif self.before is not None:
-            if self.local._version != self.version:
-                problems = [self._changed_behind("they are as before the block")]
             self.local.copy_(self.before)
         return [problem for problem in problems if problem]
 
@@ -287,10 +298,7 @@ class _WholeParameter:
             return f"{self.name} was replaced by one of shape {tuple(written.shape)}; it has {tuple(self.shard.shape)}"
         if self._is_shard(written):
             return ""
-        if self.local._version != self.version:
-            return self._changed_behind("what was written into the whole parameter is not kept")
         self.local.copy_(self._part(written))
-        self.version = self.local._version
         return ""
 
     @torch.no_grad()
@@ -324,6 +332,3 @@ class _WholeParameter:
     def _is_shard(self, whole: torch.Tensor | None) -> bool:
         """Whether it lies in the shard's own memory, as it does where nothing is split."""
         return whole is not None and whole.untyped_storage().data_ptr() == self.local.untyped_storage().data_ptr()
-
-    def _changed_behind(self, outcome: str) -> str:
-        return f"the shards of {self.name} changed within the block (by an optimizer's step?): {outcome}"

@@ -11,6 +11,7 @@ from composer_fsdp2.agreement import agree, require_process_group
 from composer_fsdp2.apply import apply_agreed_plan
 from composer_fsdp2.errors import ConfigError, UnsupportedError
 from composer_fsdp2.findings import Outcome
+from composer_fsdp2.fsdp1.attributes import open_fsdp1_attributes
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.optimizer import Optimizers, Rebinding, the_optimizer
 from composer_fsdp2.plan import ShardingPlan
@@ -60,6 +61,7 @@ def prepare_fully_shard(
     optimizer = the_optimizer(optimizers)
     rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
     apply_agreed_plan(model, plan)
+    open_fsdp1_attributes(model)
     if rebinding is not None:
         rebinding.follow()
     return [], {}

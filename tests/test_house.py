@@ -46,6 +46,8 @@ ORDER = [
     "out_of_memory",
     "guard",
     "apply",
+    "full_params",
+    "fsdp1/attributes",
     "checkpoint/pickles/__init__",
     "checkpoint/pickles/values",
     "checkpoint/pickles/allowed",

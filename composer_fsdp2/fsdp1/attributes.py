@@ -1,0 +1,125 @@
+"""Names that scripts use on modules wrapped by FSDP1, on the modules that ``fully_shard`` leaves where they are."""
+
+import dis
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2._torch import ActivationWrapper
+from composer_fsdp2.full_params import summon_full_params
+
+__all__ = ["open_fsdp1_attributes", "say_what_replaces"]
+
+log = logging.getLogger(__name__)
+
+_MISSING = object()
+
+# By class: the names that the modules of some instance have for themselves (a child called `module`).
+_TAKEN: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
+
+
+def open_fsdp1_attributes(model: nn.Module) -> None:
+    """Let scripts written for FSDP1 read ``module``, ``_fsdp_wrapped_module`` and ``summon_full_params`` on units.
+
+    Each logs once what replaces it. A name that the user's class, or a module of it, has for itself is left alone.
+
+    [Note: written out] ``unit.module`` is the unit, so whoever unwraps for as long as there is a ``module`` would never
+    end (transformers' ``unwrap_model``, accelerate's with ``recursive=True``, and many scripts). All of them ask first,
+    with ``hasattr`` or ``getattr``, and are told that there is none: ``module`` and ``_fsdp_wrapped_module`` are there
+    only where the name is written out as an attribute.
+
+    The names are entries of the class that ``fully_shard`` made, not of the modules: they are no child and no state, and
+    are not copied or pickled. Called by ``prepare_fully_shard`` on each rank; does not communicate.
+    """
+    for unit in model.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        cls = type(unit)
+        taken = _TAKEN.setdefault(cls, set())
+        for name, attribute in _ATTRIBUTES.items():
+            is_ours = vars(cls).get(name) is attribute
+            if (not is_ours and inspect.getattr_static(cls, name, _MISSING) is not _MISSING) or _has(unit, name):
+                taken.add(name)
+                if is_ours:  # torch.compile would meet it in the forward of this one
+                    delattr(cls, name)
+            elif name not in taken:
+                setattr(cls, name, attribute)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return any(name in held for held in (vars(module), module._modules, module._parameters, module._buffers))
+
+
+@functools.cache
+def say_what_replaces(name: str, instead: str) -> None:
+    """Say once in this process what a script would write now."""
+    log.warning("%s is FSDP1's: %s", name, instead)
+
+
+class _FSDP1Attribute:
+    """An entry of a class that is found only where a module has nothing else under the name."""
+
+    def __init__(self, name: str, value: Callable[[nn.Module], Any], instead: str, *, written_out: bool) -> None:
+        self.name, self.value, self.instead, self.written_out = name, value, instead, written_out
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            raise AttributeError(f"type object {owner.__name__!r} has no attribute {self.name!r}")
+        try:
+            # A child, a parameter or a buffer, and what the user's class or a checkpointing wrapper hands on.
+            return module.__getattr__(self.name)
+        except AttributeError:
+            if self.written_out and not _is_written_out(sys._getframe(1)):
+                raise
+        say_what_replaces(f"module.{self.name}", self.instead)
+        return self.value(module)
+
+
+def _is_written_out(caller: FrameType) -> bool:
+    """Whether the caller's source says ``x.name``, rather than ``hasattr(x, "name")``; see [Note: written out]."""
+    return dis.opname[caller.f_code.co_code[caller.f_lasti]] in ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def _wrapped(unit: nn.Module) -> nn.Module:
+    """As FSDP1's ``module``, which looks into a checkpointing wrapper too (``_fsdp_wrapped_module`` does not)."""
+    inside: nn.Module = unit._checkpoint_wrapped_module if isinstance(unit, ActivationWrapper) else unit
+    return inside
+
+
+def _summon(unit: nn.Module) -> Callable[..., AbstractContextManager[None]]:
+    # A static method there: `unit.summon_full_params(unit)`. Without a module it is the unit's.
+    def summon(module: nn.Module | None = None, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        return summon_full_params(unit if module is None else module, *args, **kwargs)
+
+    return summon
+
+
+_ATTRIBUTES = {
+    attribute.name: attribute
+    for attribute in (
+        _FSDP1Attribute(
+            "module", _wrapped, "fully_shard wraps nothing, so the module itself is what you hold", written_out=True
+        ),
+        _FSDP1Attribute(
+            "_fsdp_wrapped_module",
+            lambda unit: unit,
+            "fully_shard wraps nothing, so the module itself is what you hold; names of parameters have no such part",
+            written_out=True,
+        ),
+        _FSDP1Attribute(
+            "summon_full_params",
+            _summon,
+            "write `with composer_fsdp2.summon_full_params(module):`",
+            written_out=False,
+        ),
+    )
+}
