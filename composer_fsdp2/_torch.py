@@ -362,7 +362,8 @@ class UnitParameter:
 
     def standing(self) -> list[nn.Parameter]:
         """What is registered now, in the order of the places."""
-        return [module._parameters[name] for module, name in self.places if module._parameters.get(name) is not None]
+        found = [module._parameters.get(name) for module, name in self.places]
+        return [parameter for parameter in found if parameter is not None]
 
     def place(self, parameter: nn.Parameter) -> None:
         for module, name in self.places:

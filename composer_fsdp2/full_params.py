@@ -66,8 +66,8 @@ def summon_full_params(
             options. Within the block, for an optimizer's step, a forward with ``rank0_only``, a backward with
             ``with_grads``. After it, if something that it wrote cannot be kept; names the parameters.
 
-    Called on all ranks with the same arguments: each parameter is an all-gather over its shards, and ``with_grads`` adds
-    one all-reduce for each unit. The end of the block does not communicate.
+    Called on all ranks with the same arguments: each parameter (and gradient) is an all-gather over its shards, and
+    ``with_grads`` adds an all-reduce for each unit. The end of the block does not communicate.
     """
     options = _Options(writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
     units = _units_to_summon(module, recurse, options)
@@ -105,9 +105,8 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) in _ACTIVE and _shard_axis(parameter) is not None:
-                raise ComposerFSDP2Error(
-                    f"{type(optimizer).__name__}.step within summon_full_params of its parameters; leave the block first"
-                )
+                name = type(optimizer).__name__
+                raise ComposerFSDP2Error(f"{name}.step within summon_full_params of its parameters; leave the block")
 
 
 def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> list[FSDPModule]:
@@ -143,8 +142,8 @@ def _refuse_part_of_unit(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) not in below:
             raise ComposerFSDP2Error(
-                f"summon_full_params of a {type(module).__name__} whose parameter {name} is sharded by a unit above it; "
-                "summon that unit (with recurse=False, if it alone is wanted) or the model"
+                f"summon_full_params of a {type(module).__name__} whose {name} is sharded by a unit above it; summon "
+                "that unit (with recurse=False, if it alone is wanted) or the model"
             )
 
 
@@ -157,9 +156,7 @@ def _warn_of_copies() -> None:
 
 
 @contextlib.contextmanager
-def _whole_unit(
-    unit: FSDPModule, options: _Options, names: Mapping[int, str], problems: list[str]
-) -> Iterator[None]:
+def _whole_unit(unit: FSDPModule, options: _Options, names: Mapping[int, str], problems: list[str]) -> Iterator[None]:
     """One unit whole. Called on all ranks of its mesh."""
     parameters = parameters_of_unit(unit)
     grads = _gradients(parameters) if options.with_grads else [None] * len(parameters)
@@ -273,7 +270,7 @@ class _WholeParameter:
 
     def lend(self) -> None:
         """Write into the shard what the block wrote so far, for a forward to gather."""
-        if not self.options.writeback and self.before is None and not self._is_shard(self.full):
+        if not self.options.writeback and self.before is None and not self._is_shard(self._standing()):
             self.before = self.local.clone()
         if problem := self._write():
             raise ComposerFSDP2Error(f"a forward within summon_full_params: {problem}")
@@ -281,12 +278,12 @@ class _WholeParameter:
 
     def keep(self) -> list[str]:
         """Leave in the shard what is to stay after the block; returns what was written and is lost."""
-        problems = []
         if self.options.writeback:
-            problems = [self._write(), self._write_grad()]
-        elif self.before is not None:
+            problem = self._write() or self._write_grad()
+            return [problem] if problem else []
+        if self.before is not None:
             self.local.copy_(self.before)
-        return [problem for problem in problems if problem]
+        return []
 
     @torch.no_grad()
     def _write(self) -> str:
@@ -309,7 +306,8 @@ class _WholeParameter:
             return f"{self.name} was given a gradient, which with_grads=True would keep" if grad is not None else ""
         shard = self.parameter.sharded
         if grad is None:
-            shard.grad = None
+            if written is self.full:  # a parameter that replaced it says nothing about its gradient
+                shard.grad = None
         elif shard.grad is None:
             shard.grad = _like(self.shard, self._part(grad).to(self.local.device, copy=True))
         else:

