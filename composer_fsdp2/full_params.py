@@ -122,8 +122,8 @@ def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> lis
     units = []
     for unit in distinct_units(module.modules() if recurse else [module]):
         if is_in_pass(unit):
-            where = f"of {paths[id(unit)]!r} " if paths[id(unit)] else ""
-            raise ComposerFSDP2Error(f"summon_full_params during a forward or backward {where}; call it between steps")
+            where = f" of {paths[id(unit)]!r}" if paths[id(unit)] else ""
+            raise ComposerFSDP2Error(f"summon_full_params during a forward or backward{where}; call it between steps")
         outer = {_ACTIVE[id(each.sharded)] for each in parameters_of_unit(unit) if id(each.sharded) in _ACTIVE}
         if not outer:
             units.append(unit)

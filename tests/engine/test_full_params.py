@@ -333,7 +333,14 @@ def check_forward(recurse: bool, writeback: bool, config: dict[str, Any]) -> Non
         with torch.no_grad():
             assert_close(what, model(tokens(rank)), reference(tokens(rank)), rtol=1e-12, atol=1e-14)
 
+    def backward() -> None:
+        model(tokens(rank)).square().mean().backward()
+        for peer in range(world_size):
+            (reference(tokens(peer)).square().mean() / world_size).backward()
+
+    compare("before the block")  # leaves the root gathered
     with summon_full_params(model if recurse else model.decoder, recurse=recurse, writeback=writeback):
+        backward()
         compare("unchanged")
         for factor in (2.0, 0.5, 3.0):
             for each in (model, reference):
@@ -342,9 +349,7 @@ def check_forward(recurse: bool, writeback: bool, config: dict[str, Any]) -> Non
                     each.decoder.blocks[0].fc_in.weight.detach().add_(factor)
             compare(f"times {factor}")
             assert torch.equal(model.decoder.embed.weight, reference.decoder.embed.weight), "no longer whole"
-        model(tokens(rank)).square().mean().backward()
-        for peer in range(world_size):
-            (reference(tokens(peer)).square().mean() / world_size).backward()
+        backward()
         assert torch.equal(model.decoder.embed.weight, reference.decoder.embed.weight), "no longer whole"
     if not writeback:
         reference.load_state_dict(original)
