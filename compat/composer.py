@@ -18,8 +18,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
 
 from composer_fsdp2._torch import ShardedGradScaler
-from composer_fsdp2.clipping import clip_grad_norm_
-from composer_fsdp2.compat import microbatching
+from composer_fsdp2.clipping import clip_grad_adaptive_, clip_grad_norm_
+from composer_fsdp2.compat import microbatching, monitoring
 from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
 from composer_fsdp2.compat.full_params import replacement_for_summon_full_params
 from composer_fsdp2.compat.saving import (
@@ -32,7 +32,7 @@ from composer_fsdp2.compat.saving import (
     replacement_for_write,
 )
 from composer_fsdp2.compat.seams import Seam
-from composer_fsdp2.errors import UnsupportedError
+from composer_fsdp2.errors import ConfigError, UnsupportedError
 from composer_fsdp2.fsdp1.keys import KEYS, Origin
 from composer_fsdp2.fsdp1.legacy import FSDP2_DEFAULTS
 from composer_fsdp2.fsdp1.translate import translate
@@ -233,6 +233,10 @@ def _train_microbatch(original: Callable[..., Any]) -> Callable[..., Any]:
     return train_microbatch
 
 
+def _all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    return monitoring.replacement_for_all_reduce(microbatching.replacement_for_all_reduce(original))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Clipping
 
@@ -249,11 +253,10 @@ def _apply_gradient_clipping(original: Callable[..., Any]) -> Callable[..., Any]
         elif clipping_type == "value":
             _say_value_clips_norm()
             clip_grad_norm_(model, clipping_threshold, math.inf)
+        elif clipping_type == "adaptive":
+            clip_grad_adaptive_(model, clipping_threshold)
         else:
-            raise UnsupportedError(
-                f"clipping type {clipping_type!r} is not supported on a sharded model (FSDP1 refused it too); "
-                "use 'norm' or 'value'"
-            )
+            raise ConfigError(f"clipping_type is {clipping_type!r}; it is 'norm', 'value' or 'adaptive'")
 
     return apply_gradient_clipping
 
@@ -408,8 +411,9 @@ SEAMS = (
     Seam(
         module="composer.utils.dist",
         name="all_reduce",
-        make=microbatching.replacement_for_all_reduce,
-        why="the eval loop's question who is out of memory is the last vote of its batch",
+        make=_all_reduce,
+        why="the eval loop's question who is out of memory is the last vote of its batch; adaptive Lion's norms, in its "
+        "step, are DTensors, for which torch's raises",
     ),
     Seam(
         module="torch.distributed.fsdp.fully_sharded_data_parallel",
@@ -428,5 +432,35 @@ SEAMS = (
         name="apply_gradient_clipping",
         make=_apply_gradient_clipping,
         why="with an FSDPConfig it looks for FSDP1 modules, finds none and clips nothing",
+    ),
+    Seam(
+        module="composer.callbacks.optimizer_monitor",
+        name="OptimizerMonitor.batch_end",
+        make=monitoring.replacement_for_monitor_batch_end,
+        why="it logged the norms of this rank's parts, or raised",
+    ),
+    Seam(
+        module="composer.optim.decoupled_weight_decay",
+        name="DecoupledAdamW.pre_reduce_metrics",
+        make=monitoring.replacement_for_pre_reduce_metrics,
+        why="callbacks of one's own that report metrics: one collective for each",
+    ),
+    Seam(
+        module="composer.optim.decoupled_weight_decay",
+        name="DecoupledAdamW.dist_reduce_metrics",
+        make=monitoring.replacement_for_dist_reduce_metrics,
+        why="the same, and it asks for a CUDA device",
+    ),
+    Seam(
+        module="composer.callbacks.activation_monitor",
+        name="ActivationMonitor.before_forward",
+        make=monitoring.replacement_for_before_forward,
+        why="names of activation checkpointing's wrappers were logged; fsdp1_metric_names",
+    ),
+    Seam(
+        module="composer.callbacks.activation_monitor",
+        name="ActivationMonitor.forward_hook",
+        make=monitoring.replacement_for_forward_hook,
+        why="the same",
     ),
 )

@@ -14,7 +14,7 @@ from composer_fsdp2.checkpoint.load import LoadReport, load_checkpoint
 from composer_fsdp2.checkpoint.loading.plan import LoadPlan
 from composer_fsdp2.checkpoint.save import save_monolithic
 from composer_fsdp2.checkpoint.verify import VerifyReport, verify_checkpoint
-from composer_fsdp2.clipping import clip_grad_norm_
+from composer_fsdp2.clipping import clip_grad_adaptive_, clip_grad_norm_
 from composer_fsdp2.config import (
     Accumulation,
     ActivationCheckpointing,
@@ -74,6 +74,7 @@ __all__ = [
     "apply_activation_checkpointing",
     "apply_plan",
     "begin_microbatch",
+    "clip_grad_adaptive_",
     "clip_grad_norm_",
     "convert_checkpoint",
     "inspect_checkpoint",

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 __all__ = [
@@ -55,10 +55,12 @@ __all__ = [
     "own_buffers",
     "own_parameters",
     "parameters_of_unit",
+    "pending_reduction",
     "rebuild_tensor",
     "rebuild_untyped_tensor",
     "repair_cpu_collectives",
     "repair_unit_backward",
+    "replicated_parameters",
     "reset_after_error",
     "show_instead_of_shards",
     "storage_class",
@@ -116,6 +118,21 @@ def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which box of the whole tensor this rank holds: (sizes, offsets), in elements."""
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def pending_reduction(placement: Any) -> tuple[str, float] | None:
+    """How a DTensor's local values still have to be put together along one axis of its mesh, if they have to.
+
+    ``("norm", p)``: they are p-norms of parts (torch's ``_NormPartial``, which also has its parts for p = inf, as a
+    maximum). ``(op, 1.0)``: by torch's own word for the reduction, ``sum``, ``avg``, ``max`` ... None: they are whole
+    along this axis, or parts of a larger tensor.
+    """
+    if not isinstance(placement, Partial):
+        return None
+    power = getattr(placement, "norm_type", None)
+    if power is not None and placement.reduce_op == "sum":
+        return "norm", float(power)
+    return placement.reduce_op, 1.0
 
 
 def storage_class(dtype: torch.dtype) -> tuple[type, bool]:
@@ -195,6 +212,12 @@ def average_after_backward(module: FSDPModule, parameters: Sequence[nn.Parameter
     state: Any = module._get_fsdp_state()
     state._composer_fsdp2_replicated = tuple(parameters)
     state._root_post_backward_final_callback = _FinishThenAverage(state)
+
+
+def replicated_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Those of the unit that lie whole on every rank of its mesh, with averaged gradients; see above."""
+    assert isinstance(module, FSDPModule)
+    return getattr(module._get_fsdp_state(), "_composer_fsdp2_replicated", ())
 
 
 class _FinishThenAverage:

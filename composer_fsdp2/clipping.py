@@ -1,4 +1,4 @@
-"""Gradient clipping of a sharded model, with FSDP1's result: one norm for each root."""
+"""Gradient clipping of a sharded model: by norm with FSDP1's result, one for each root; adaptive, as unsharded."""
 
 import math
 from collections.abc import Iterable
@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composer_fsdp2._torch import mesh_of
 from composer_fsdp2.guard import check_guard
-from composer_fsdp2.sharded import sharded_roots
+from composer_fsdp2.reductions import Part, reduce_parts
+from composer_fsdp2.sharded import reshard, sharded_roots
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["clip_grad_adaptive_", "clip_grad_norm_"]
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
@@ -34,6 +35,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     some parameters are whole).
     """
     check_guard(model, "clip_grad_norm_")
+    reshard(model)  # after a forward without gradients a root shows gathered parameters, which have none
     norms = {}
     for path, root in sharded_roots(model):
         trainable = [parameter for parameter in root.parameters() if parameter.requires_grad]
@@ -44,6 +46,76 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         _scale(grads, total, float(max_norm))
         norms[path] = total
     return norms
+
+
+@torch.no_grad()
+def clip_grad_adaptive_(model: nn.Module, threshold: float) -> None:
+    """Scale each row of each gradient so that its norm is at most ``threshold`` times the norm of the weights' row.
+
+    Adaptive gradient clipping (Brock et al. 2021, https://arxiv.org/abs/2102.06171), as Composer's ``GradientClipping``
+    has it: the norms are those of slices along the first dimension (a linear layer's output, a convolution's filter);
+    of vectors and scalars the norm of the whole. Where it divides 0 by 0 or meets NaN, nothing is scaled.
+
+    All parameters with a gradient are clipped, also those under no root and those that are whole on each rank, as in
+    an unsharded model. FSDP1 refused it.
+
+    Args:
+        model: A model after ``prepare_fully_shard``; parameters and gradients may be sharded, empty on some ranks,
+            offloaded to the CPU or plain tensors.
+        threshold: The largest ratio of a gradient's norm to the weights' that is let through.
+
+    Called on all ranks. Rows lie whole on one rank, so only vectors communicate: one all-reduce for each mesh, of two
+    numbers for each vector.
+    """
+    reshard(model)
+    divided: dict[nn.Parameter, tuple[int, ...]] = {}
+    for parameter in model.parameters():
+        axes = _axes_that_divide_units(parameter)
+        if axes:
+            divided[parameter] = axes  # also without a gradient here: all ranks must communicate alike
+        elif parameter.grad is not None:
+            weights, grad = _local(parameter), _local(parameter.grad)
+            grad.mul_(_adaptive_scale(_unit_norms(weights), _unit_norms(grad), threshold))
+    squares = reduce_parts([_squared_norms(parameter, axes) for parameter, axes in divided.items()])
+    for parameter, (weights_squared, grad_squared) in zip(divided, squares, strict=True):
+        if parameter.grad is not None:
+            grad = _local(parameter.grad)
+            # In the gradient's own dtype from here on, as in the unsharded model.
+            norms = [square.sqrt().to(grad.device, grad.dtype) for square in (weights_squared, grad_squared)]
+            grad.mul_(_adaptive_scale(*norms, threshold))
+
+
+def _axes_that_divide_units(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Along which axes of its mesh the rows (or the vector) whose norm is asked for are spread over ranks."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    return tuple(
+        axis
+        for axis, placement in enumerate(parameter.placements)
+        if isinstance(placement, Shard)
+        and parameter.device_mesh.size(axis) > 1
+        and (parameter.dim() <= 1 or placement.dim % parameter.dim() != 0)
+    )
+
+
+def _unit_norms(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """One norm for each row, in a shape that multiplies the tensor; a scalar for vectors and scalars."""
+    if tensor.dim() <= 1:
+        return torch.linalg.vector_norm(tensor, dtype=dtype)
+    return torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.dim())), keepdim=True, dtype=dtype)
+
+
+def _squared_norms(parameter: nn.Parameter, axes: tuple[int, ...]) -> Part:
+    """This rank's part of the squares of weights' and gradient's norms, stacked."""
+    assert isinstance(parameter, DTensor)
+    weights = _unit_norms(_local(parameter), torch.float64)
+    grad = torch.zeros_like(weights) if parameter.grad is None else _unit_norms(_local(parameter.grad), torch.float64)
+    return Part(values=torch.stack([weights, grad.to(weights.device)]) ** 2, mesh=parameter.device_mesh, axes=axes)
+
+
+def _adaptive_scale(weights: torch.Tensor, grad: torch.Tensor, threshold: float) -> torch.Tensor:
+    # Composer's formula (composer/algorithms/gradient_clipping/gradient_clipping.py, 0.32.1).
+    return (weights * threshold / grad).nan_to_num(nan=1.0).clamp(max=1.0)
 
 
 def _scale(grads: list[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:

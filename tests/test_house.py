@@ -95,6 +95,7 @@ ORDER = [
     "checkpoint/verification/comparing",
     "checkpoint/verify",
     "checkpoint/__init__",
+    "reductions",
     "clipping",
     "prepare",
     "__init__",

@@ -392,6 +392,16 @@ KEYS: tuple[Key, ...] = (
         "collective costs a small one more",
     ),
     Key(
+        name="fsdp1_metric_names",
+        kind=Kind.BOOL,
+        default=False,
+        origin=Origin.OURS,
+        meaning="OptimizerMonitor and ActivationMonitor log under the names that they had in FSDP1's runs",
+        outcome=_EXACT,
+        target="_fsdp_wrapped_module and _checkpoint_wrapped_module in logged names",
+        reason="for dashboards that compare old runs with new ones; the values are the whole parameters' either way",
+    ),
+    Key(
         name="gradient_sync",
         kind=Kind.STR,
         default="every",

@@ -340,6 +340,7 @@ def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precis
         "collective_guard": lambda: (
             _neutral_finding(legacy, "collective_guard") if legacy["collective_guard"] is None else None
         ),
+        "fsdp1_metric_names": lambda: _metric_names_finding(legacy),
         "gradient_sync": lambda: _gradient_sync_finding(legacy, mesh),
         "te_checkpoint_wrapper": lambda: _te_checkpoint_finding(legacy, precision),
         "te_shard_fp8_weight": lambda: _te_weight_finding(legacy, precision),
@@ -457,6 +458,17 @@ def _gradient_sync_finding(legacy: LegacyConfig, mesh: MeshSpec) -> Finding | No
             hint="set data_parallel_replicate_degree, or say last",
         )
     return None
+
+
+def _metric_names_finding(legacy: LegacyConfig) -> Finding | None:
+    if legacy["use_orig_params"] or not legacy["fsdp1_metric_names"]:
+        return None
+    return _finding(
+        legacy,
+        "fsdp1_metric_names",
+        outcome=Outcome.APPROXIMATE,
+        reason="with use_orig_params: false FSDP1 logged one _flat_param for each unit; here each parameter has its own",
+    )
 
 
 def _te_checkpoint_finding(legacy: LegacyConfig, precision: str) -> Finding | None:

@@ -15,7 +15,7 @@ from engine.parity import FULL, Inputs, assert_close, full
 from ranks import run_ranks
 from torch import nn
 
-from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2 import clip_grad_adaptive_, clip_grad_norm_, prepare_fully_shard
 
 
 class Thin(nn.Module):
@@ -171,3 +171,169 @@ def check_not_finite() -> tuple[bool, bool]:
 def test_an_overflow_is_seen_on_every_rank():
     """A loss scaler's check sees the same norm everywhere; nobody steps alone."""
     assert run_ranks(check_not_finite, 2) == [(False, False)] * 2
+
+
+def check_after_evaluation() -> float:
+    model = Chain(net=layer())
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    (100 * model(features(0)).sum()).backward()
+    with torch.no_grad():
+        model(features(0))
+    clip_grad_norm_(model, 1e-3)
+    model.net.reshard()
+    return full(model.net.weight.grad).norm().item()
+
+
+def test_an_evaluation_before_clipping_changes_nothing():
+    """After it a root shows gathered parameters, which have no gradients: nothing would be clipped, without a word."""
+    assert run_ranks(check_after_evaluation, 2) == pytest.approx([1e-3, 1e-3], rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adaptive
+
+
+class Shapes(nn.Module):
+    """Parameters of one to four dimensions; most with fewer rows than there are ranks, or not a multiple of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, (1, 2))
+        self.cube = nn.Parameter(torch.randn(5, 3, 1))
+        self.row = nn.Parameter(torch.randn(1, 5))
+        self.gain = nn.Parameter(torch.randn(1))
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.unused = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.einsum("bcl,lcm->bl", self.conv(x[:, None, None, :])[:, :, 0, :], self.cube)
+        return hidden * self.row * self.gain * self.scalar
+
+
+def shapes() -> nn.Module:
+    torch.manual_seed(5)
+    return Chain(front=layer(), net=Shapes(), back=nn.Linear(5, 7))
+
+
+MODELS["shapes"] = (shapes, features)
+
+
+def rows(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights and gradients in the slices that Brock et al. 2021 clip, section 4; vectors and scalars whole."""
+    found = []
+    for parameter in (parameter for parameter in model.parameters() if parameter.grad is not None):
+        shape = (parameter.shape[0], -1) if parameter.dim() > 1 else (1, -1)
+        found.extend(zip(parameter.detach().reshape(shape), parameter.grad.view(shape), strict=True))
+    return found
+
+
+def check_adaptive(names: list[str], config: dict[str, Any]) -> None:
+    for name in names:
+        for quantile in (0.0, 0.5, 1.0):
+            model, reference = gradients(name, config)
+            ratios = [(grad.norm() / weights.norm()).item() for weights, grad in rows(reference)]
+            finite = sorted(filter(math.isfinite, ratios))  # weights of zero stop their gradient
+            threshold = finite[int(quantile * (len(finite) - 1))] * (2 if quantile else 0.5)
+            for (_, grad), ratio in zip(rows(reference), ratios, strict=True):
+                grad.mul_(min(threshold / ratio, 1.0) if ratio else 1.0)
+            clip_grad_adaptive_(model, threshold)
+            for path, parameter in reference.named_parameters():
+                ours = model.get_parameter(path).grad
+                if parameter.grad is not None:
+                    assert_close(f"{name}, {path}", full(ours), parameter.grad, rtol=1e-12, atol=1e-14)
+                else:
+                    assert ours is None or not full(ours).any(), f"{name}, {path}"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config"),
+    [
+        (2, {}),
+        (2, {"sharding_strategy": "NO_SHARD"}),
+        (2, {"cpu_offload": True}),
+        (1, {}),
+        (4, {}),
+        (4, {"data_parallel_replicate_degree": 2}),
+    ],
+)
+def test_adaptive_clipping_is_the_whole_models(world_size: int, config: dict[str, Any]):
+    """A row's norm is the whole row's, a bias's the whole bias's, wherever their parts lie."""
+    names = [*MODELS] if world_size == 2 else ["thin", "several roots", "shapes"]
+    run_ranks(check_adaptive, world_size, names, config)
+
+
+def check_special_values() -> None:
+    """Zero weights, zero gradients, NaN: torch's unsharded result, row by row."""
+    model = Chain(net=nn.Linear(2, 4))
+    with torch.no_grad():
+        model.net.weight.copy_(torch.tensor([[0.0, 0.0], [0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]))
+        model.net.bias.zero_()
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    model(torch.ones(1, 2)).sum().backward()
+    rows = model.net.weight.grad.to_local()
+    rows.copy_(torch.tensor([[1.0, 0.0], [0.0, 0.0]] if dist.get_rank() == 0 else [[math.nan, 0.0], [30.0, 40.0]]))
+    model.net.bias.grad.to_local().fill_(math.nan if dist.get_rank() else 1.0)
+    clip_grad_adaptive_(model, 0.1)
+    expected = torch.tensor([[0.0, 0.0], [0.0, 0.0], [math.nan, 0.0], [0.3, 0.4]])
+    torch.testing.assert_close(full(model.net.weight.grad), expected, equal_nan=True)
+    # The bias holds NaN on one rank: neither rank scales its part.
+    torch.testing.assert_close(full(model.net.bias.grad), torch.tensor([1, 1, math.nan, math.nan]), equal_nan=True)
+
+
+def test_adaptive_clipping_of_zeros_and_nan():
+    """Zero weights stop their gradient, as unsharded; NaN stays where it is and is seen by the same parameters."""
+    run_ranks(check_special_values, 2)
+
+
+def check_adaptive_plain() -> tuple[float, float, float, int]:
+    """Ignored and left out parameters, one with a gradient on one rank only; and the number of collectives."""
+    torch.manual_seed(0)
+    model = Chain(**{name: nn.Linear(6, 6) for name in ("a", "b", "left", "rest")})
+    model.left._fsdp_wrap = False
+    prepare_fully_shard(model, None, FULL | {"ignored_modules": [model.rest]}, device="cpu")
+    for name in ("a", "b", "left"):
+        model.get_submodule(name)(features(0)).sum().backward()
+    if dist.get_rank() == 1:
+        model.rest(features(0)).sum().backward()
+    calls, all_reduce = [], dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), all_reduce(*args, **kwargs))
+    try:
+        clip_grad_adaptive_(model, 1e-3)
+    finally:
+        dist.all_reduce = all_reduce
+
+    def ratio(module: nn.Module) -> float:
+        return (full(module.bias.grad).norm() / full(module.bias).norm()).item() if module.bias.grad is not None else 0
+
+    return ratio(model.b), ratio(model.left), ratio(model.rest), len(calls)
+
+
+def test_adaptive_clipping_of_whole_parameters():
+    """What is whole on each rank is clipped there by its own norms; one rank's gradient makes none wait. Two roots of
+    one mesh are one all-reduce."""
+    first, second = run_ranks(check_adaptive_plain, 2)
+    assert first[:2] == second[:2] == pytest.approx((1e-3, 1e-3), rel=1e-5)
+    assert (first[2], second[2]) == (0, pytest.approx(1e-3, rel=1e-5))
+    assert first[3] == second[3] == 1
+
+
+def check_adaptive_low_precision() -> None:
+    """In bf16 the unsharded model rounds its norms and its factor to bf16; so must the sharded one."""
+    torch.manual_seed(0)
+    model = Chain(net=nn.Linear(64, 5).bfloat16())
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    inputs = torch.randn(3, 64).bfloat16()
+    for each in (model, reference):
+        each(inputs).sum().backward()
+    before = reference.net.weight.grad.clone()
+    clip_grad_adaptive_(model, 0.1)
+    clip_grad_adaptive_(reference, 0.1)
+    assert not torch.equal(reference.net.weight.grad, before)
+    for path, parameter in reference.named_parameters():
+        assert torch.equal(full(model.get_parameter(path).grad), parameter.grad), path
+
+
+def test_adaptive_clipping_in_low_precision():
+    """A bf16 run takes the step that it took unsharded."""
+    run_ranks(check_adaptive_low_precision, 2)

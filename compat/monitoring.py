@@ -1,0 +1,286 @@
+"""Composer's monitors on a sharded model: true norms, the same on every rank, under names without wrappers.
+
+[Note: metrics of sharded parameters] An optimizer reports a parameter's metrics with torch's functions. Applied to
+sharded parameters and state they give DTensors, which hold this rank's part and know how the parts go together. So what
+``report_per_parameter_metrics`` returns is what it returns for the whole parameter, once all these parts are reduced
+in one buffer. ``pre_reduce_metrics`` and ``dist_reduce_metrics`` put parts of FSDP1's flat parameters together, by a
+rule that the metric's name implies, and are not needed. Under FSDP1 on 2 ranks (Composer 0.32.1, LLM Foundry 0.22.0,
+torch 2.7.0): with torch's own optimizers, and with ``log_optimizer_metrics=False``, each rank logged the norms of its
+own parts and lacked the parameters of which it had none; replicas (HYBRID_SHARD, NO_SHARD) were counted several times;
+DecoupledLionW raised a KeyError; DecoupledAdaLRLion and DecoupledClipLion hung in the step itself.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from composer.callbacks import ActivationMonitor, OptimizerMonitor
+from composer.core import State
+from composer.loggers import Logger
+from composer.optim import DecoupledAdamW
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+
+from composer_fsdp2._torch import ActivationWrapper, replicated_parameters
+from composer_fsdp2.agreement import agree, gather
+from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
+from composer_fsdp2.reductions import settle
+from composer_fsdp2.sharded import is_sharded, reshard
+from composer_fsdp2.tying import join
+
+__all__ = [
+    "metric_paths",
+    "replacement_for_all_reduce",
+    "replacement_for_before_forward",
+    "replacement_for_dist_reduce_metrics",
+    "replacement_for_forward_hook",
+    "replacement_for_monitor_batch_end",
+    "replacement_for_pre_reduce_metrics",
+]
+
+Metrics = dict[str, Any]
+
+# What the wrappers of FSDP1 and of activation checkpointing register the wrapped module as.
+_FSDP1_ATTRIBUTE = "_fsdp_wrapped_module"
+_CHECKPOINT_ATTRIBUTE = "_checkpoint_wrapped_module"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def metric_paths(model: nn.Module, *, as_fsdp1: bool) -> Iterator[tuple[nn.Module, str, str]]:
+    """Each module of ``model`` wherever it is registered, its path, and its path in logged names.
+
+    Without wrappers, so that a run logs the same names with activation checkpointing and without; or ``as_fsdp1``, with
+    those of activation checkpointing and FSDP1's. A sharded module then comes twice: as FSDP1's wrapper, and as what
+    lay inside it, which has the parameters.
+    """
+
+    def walk(module: nn.Module, path: str, logged: str) -> Iterator[tuple[nn.Module, str, str]]:
+        yield module, path, logged
+        # The model itself, which is sharded where its children share something, had no wrapper under FSDP1.
+        if as_fsdp1 and path and isinstance(module, FSDPModule):
+            logged = join(logged, _FSDP1_ATTRIBUTE)
+            yield module, path, logged
+        for name, child in module.named_children():
+            is_wrapped = isinstance(module, ActivationWrapper) and name == _CHECKPOINT_ATTRIBUTE
+            yield from walk(child, join(path, name), logged if is_wrapped and not as_fsdp1 else join(logged, name))
+
+    return walk(model, "", "")
+
+
+def _logged_parameter_names(model: nn.Module, *, as_fsdp1: bool) -> dict[str, str]:
+    return {
+        join(path, name): join(logged, name)
+        for module, path, logged in metric_paths(model, as_fsdp1=as_fsdp1)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+
+
+def _as_fsdp1(state: State) -> bool:
+    return bool(getattr(state.fsdp_config, "fsdp1_metric_names", False))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# OptimizerMonitor
+
+
+def replacement_for_monitor_batch_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``OptimizerMonitor.batch_end``: the norms of whole parameters."""
+
+    @functools.wraps(original)
+    def batch_end(self: OptimizerMonitor, state: State, logger: Logger) -> None:
+        if not is_sharded(state.model):
+            original(self, state, logger)
+        elif state.timestamp.batch.value % self.batch_log_interval == 0:
+            reshard(state.model)
+            logger.log_metrics(_optimizer_metrics(state, with_optimizer=self.log_optimizer_metrics))
+
+    return batch_end
+
+
+def _optimizer_metrics(state: State, *, with_optimizer: bool) -> Metrics:
+    """Called on all ranks: one gathers that all have the same metrics, and one all-reduce for each mesh.
+
+    Raises:
+        ComposerFSDP2Error: on every rank, if the optimizer's own function raised on one, or reported other metrics.
+    """
+    optimizer = state.optimizers[0]
+    reporter = getattr(optimizer, "report_per_parameter_metrics", None) if with_optimizer else None
+    names = _logged_parameter_names(state.model, as_fsdp1=_as_fsdp1(state))
+    alone = _parameters_of_each_rank(state.model)
+
+    def report() -> tuple[Metrics, set[str]]:
+        return _report(state.model, names, reporter if callable(reporter) else None, alone)
+
+    metrics, of_each_rank = agree(
+        report,
+        lambda reported: "\n".join(key for key in reported[0] if key not in reported[1]),
+        ComposerFSDP2Error,
+    )
+    tensors = {key: value for key, value in metrics.items() if isinstance(value, torch.Tensor)}
+    shared = settle({key: value for key, value in tensors.items() if key not in of_each_rank})
+    metrics |= shared | settle({key: value for key, value in tensors.items() if key in of_each_rank})
+    if alone:
+        metrics |= _over_ranks({key: metrics[key] for key in of_each_rank})
+    squares = [value * value for key, value in metrics.items() if key.startswith("l2_norm/grad")]
+    metrics["l2_norm/grad/global"] = math.sqrt(sum(squares))
+    return metrics
+
+
+def _report(
+    model: nn.Module,
+    names: Mapping[str, str],
+    reporter: Callable[[torch.Tensor, str, Metrics], Metrics] | None,
+    alone: set[nn.Parameter],
+) -> tuple[Metrics, set[str]]:
+    """Every parameter's metrics, still in parts, and the keys of those that each rank has for itself."""
+    metrics: Metrics = {}
+    of_each_rank: set[str] = set()
+    for path, parameter in model.named_parameters():
+        if parameter.grad is None or not parameter.requires_grad:
+            continue
+        name, num_before = names[path], len(metrics)
+        if reporter is not None:
+            metrics.update(reporter(parameter, name, metrics))
+        key = f"l2_norm/grad/{name}"
+        if key not in metrics:
+            metrics[key] = torch.linalg.vector_norm(parameter.grad)
+        if parameter in alone:
+            of_each_rank.update(itertools.islice(metrics, num_before, None))
+    return metrics, of_each_rank
+
+
+def _parameters_of_each_rank(model: nn.Module) -> set[nn.Parameter]:
+    """Those that are trained whole on every rank, and whose gradients nobody averages: ignored, or in no unit."""
+    averaged = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for parameter in replicated_parameters(module)
+    }
+    return {
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and not isinstance(parameter, DTensor) and parameter not in averaged
+    }
+
+
+def _over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Means over the ranks that have a metric; of norms by their squares, as ``clip_grad_norm_`` counts them."""
+    found: dict[str, list[float]] = {}
+    for of_rank in gather(dict(metrics)):
+        for key, value in of_rank.items():
+            found.setdefault(key, []).append(value)
+    return {
+        key: math.sqrt(sum(value * value for value in values) / len(values))
+        if key.startswith("l2_norm")
+        else sum(values) / len(values)
+        for key, values in found.items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same for callbacks of one's own, which call the optimizer's three methods as OptimizerMonitor did
+
+
+def _is_over_shards(optimizer: torch.optim.Optimizer) -> bool:
+    return any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def replacement_for_pre_reduce_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``DecoupledAdamW.pre_reduce_metrics``: there is nothing to prepare, see [Note: metrics of sharded parameters]."""
+
+    @functools.wraps(original)
+    def pre_reduce_metrics(self: DecoupledAdamW, optimizer_metrics: Metrics) -> Metrics:
+        return optimizer_metrics if _is_over_shards(self) else original(self, optimizer_metrics)
+
+    return pre_reduce_metrics
+
+
+def replacement_for_dist_reduce_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``DecoupledAdamW.dist_reduce_metrics``: in one all-reduce for each mesh, and without a CUDA device."""
+
+    @functools.wraps(original)
+    def dist_reduce_metrics(self: DecoupledAdamW, optimizer_metrics: Metrics) -> Metrics:
+        if not _is_over_shards(self):
+            return original(self, optimizer_metrics)
+        optimizer_metrics.update(settle({key: v for key, v in optimizer_metrics.items() if isinstance(v, DTensor)}))
+        return optimizer_metrics
+
+    return dist_reduce_metrics
+
+
+def replacement_for_all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``composer.utils.dist.all_reduce``: code that puts together what it computed of FSDP1's parts of parameters.
+
+    LLM Foundry's DecoupledAdaLRLion and DecoupledClipLion do so in their step, and its optimizers' metrics. A DTensor
+    that torch computed of a sharded one, ``norm ** 2`` say, stands for the whole tensor already: adding it up over
+    ranks would count it once for each. torch's own ``all_reduce`` of a DTensor raises.
+    """
+
+    @functools.wraps(original)
+    def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
+        if not isinstance(tensor, DTensor):
+            original(tensor, reduce_operation)
+        elif not all(placement.is_replicate() for placement in tensor.placements):
+            kind = "a sum or norm not yet reduced" if _is_pending(tensor) else "sharded"
+            raise UnsupportedError(
+                f"composer.utils.dist.all_reduce got a DTensor that is {kind} ({tensor.placements}); "
+                "call its full_tensor() instead, on all ranks"
+            )
+
+    return all_reduce
+
+
+def _is_pending(tensor: DTensor) -> bool:
+    return any(isinstance(placement, Partial) for placement in tensor.placements)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ActivationMonitor
+
+
+def replacement_for_before_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``ActivationMonitor.before_forward``, which takes the modules' names from the model once."""
+
+    @functools.wraps(original)
+    def before_forward(self: ActivationMonitor, state: State, logger: Logger) -> None:
+        if not self.module_names and is_sharded(state.model):
+            self._composer_fsdp2_names = _logged_module_names(state.model, as_fsdp1=_as_fsdp1(state))
+        original(self, state, logger)
+
+    return before_forward
+
+
+def replacement_for_forward_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``ActivationMonitor.forward_hook``: once for each name under which a module's values are logged."""
+
+    @functools.wraps(original)
+    def forward_hook(self: ActivationMonitor, logger: Logger, step: int | None, module: nn.Module, *io: Any) -> None:
+        names = getattr(self, "_composer_fsdp2_names", {}).get(module)
+        if names is None:
+            original(self, logger, step, module, *io)
+            return
+        for name in names:
+            self.module_names[module] = name
+            original(self, logger, step, module, *io)
+
+    return forward_hook
+
+
+def _logged_module_names(model: nn.Module, *, as_fsdp1: bool) -> dict[nn.Module, tuple[str, ...]]:
+    """A wrapper of activation checkpointing has none, since what it wraps gets and gives the same; as FSDP1, each."""
+    names: dict[nn.Module, tuple[str, ...]] = {}
+    paths: dict[nn.Module, str] = {}
+    for module, path, logged in metric_paths(model, as_fsdp1=as_fsdp1):
+        if paths.setdefault(module, path) == path:  # as named_modules, which has a module where it comes first
+            names[module] = (*names.get(module, ()), logged)
+            if isinstance(module, ActivationWrapper) and not as_fsdp1:
+                names[module] = ()
+    return names

@@ -1,0 +1,103 @@
+"""Numbers of which every rank has a part come out whole, in few collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.models import Chain, layer
+from engine.parity import FULL, full
+from ranks import run_ranks
+from torch import nn
+
+from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2.reductions import settle
+
+METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "norm": torch.linalg.vector_norm,
+    "1-norm": lambda p: torch.linalg.vector_norm(p, 1),
+    "3-norm": lambda p: torch.linalg.vector_norm(p, 3),
+    "squared norm": lambda p: torch.linalg.vector_norm(p) ** 2,
+    "sum": torch.Tensor.sum,
+}
+# torch raises for these on a rank whose shard is empty, and means are of the shards' means: for even shards only.
+OF_EVEN_SHARDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "inf-norm": lambda p: torch.linalg.vector_norm(p, float("inf")),
+    "max": torch.Tensor.max,
+    "min": torch.Tensor.min,
+    "mean": torch.Tensor.mean,
+}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Chain(a=nn.Linear(6, 8), b=nn.Linear(6, 5), thin=nn.Linear(6, 1), rest=layer())
+
+
+def check_settle(config: dict[str, Any]) -> None:
+    model = build()
+    prepare_fully_shard(model, None, FULL | config, device="cpu")
+    values, expected = {}, {}
+    for path, parameter in model.named_parameters():
+        world_size = dist.get_world_size()
+        is_even = parameter.shape[0] % world_size == 0
+        for name, metric in (METRICS | OF_EVEN_SHARDS if is_even else METRICS).items():
+            values[path, name] = metric(parameter.detach())
+            expected[path, name] = metric(full(parameter.detach())).item()
+    values["plain", ""] = torch.tensor(0.25)
+    expected["plain", ""] = 0.25
+    settled = settle(values)
+    assert list(settled) == list(values)
+    for key, value in expected.items():
+        assert settled[key] == pytest.approx(value, rel=1e-6), key
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config"),
+    [
+        (2, {}),
+        (2, {"sharding_strategy": "NO_SHARD"}),
+        (2, {"cpu_offload": True}),
+        (1, {}),
+        (4, {"data_parallel_replicate_degree": 2}),
+    ],
+)
+def test_metrics_of_sharded_parameters(world_size: int, config: dict[str, Any]):
+    """The number is the whole parameter's: not this rank's part, nor counted once for each replica."""
+    run_ranks(check_settle, world_size, config)
+
+
+def check_few_collectives() -> int:
+    model = build()
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    values = {path: torch.linalg.vector_norm(p.detach()) for path, p in model.named_parameters()}
+    calls, all_reduce = [], dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), all_reduce(*args, **kwargs))
+    try:
+        settle(values)
+    finally:
+        dist.all_reduce = all_reduce
+    return len(calls)
+
+
+def test_one_collective():
+    """Thousands of metrics cost one all-reduce, not one each."""
+    assert run_ranks(check_few_collectives, 2) == [1, 1]
+
+
+def check_large() -> float:
+    model = Chain(net=nn.Linear(4, 4, bias=False))
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    with torch.no_grad():
+        model.net.weight.to_local().fill_(1e-30)
+        model.net.weight.to_local()[0, 0] = 1e30
+    return settle({"norm": torch.linalg.vector_norm(model.net.weight.detach(), dtype=torch.float64)})["norm"]
+
+
+def test_squares_that_fit_no_fp32():
+    """A loss that explodes is logged as the number that it is, while its square is infinite in fp32."""
+    for norm in run_ranks(check_large, 2):
+        assert norm == pytest.approx(2**0.5 * 1e30)
