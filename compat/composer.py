@@ -412,8 +412,8 @@ SEAMS = (
         module="composer.utils.dist",
         name="all_reduce",
         make=_all_reduce,
-        why="the eval loop's question who is out of memory is the last vote of its batch; adaptive Lion's norms, in its "
-        "step, are DTensors, for which torch's raises",
+        why="the eval loop's question who is out of memory is the last vote of its batch; and torch's raises for "
+        "DTensors, such as the norms in the step of adaptive Lion",
     ),
     Seam(
         module="torch.distributed.fsdp.fully_sharded_data_parallel",

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial
 from composer_fsdp2._torch import ActivationWrapper, replicated_parameters
 from composer_fsdp2.agreement import agree, gather
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
+from composer_fsdp2.guard import check_guard
 from composer_fsdp2.reductions import settle
 from composer_fsdp2.sharded import is_sharded, reshard
 from composer_fsdp2.tying import join
@@ -98,6 +99,7 @@ def replacement_for_monitor_batch_end(original: Callable[..., Any]) -> Callable[
         if not is_sharded(state.model):
             original(self, state, logger)
         elif state.timestamp.batch.value % self.batch_log_interval == 0:
+            check_guard(state.model, "OptimizerMonitor")
             reshard(state.model)
             logger.log_metrics(_optimizer_metrics(state, with_optimizer=self.log_optimizer_metrics))
 

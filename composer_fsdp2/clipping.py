@@ -67,6 +67,7 @@ def clip_grad_adaptive_(model: nn.Module, threshold: float) -> None:
     Called on all ranks. Rows lie whole on one rank, so only vectors communicate: one all-reduce for each mesh, of two
     numbers for each vector.
     """
+    check_guard(model, "clip_grad_adaptive_")
     reshard(model)
     divided: dict[nn.Parameter, tuple[int, ...]] = {}
     for parameter in model.parameters():
@@ -81,8 +82,10 @@ def clip_grad_adaptive_(model: nn.Module, threshold: float) -> None:
         if parameter.grad is not None:
             grad = _local(parameter.grad)
             # In the gradient's own dtype from here on, as in the unsharded model.
-            norms = [square.sqrt().to(grad.device, grad.dtype) for square in (weights_squared, grad_squared)]
-            grad.mul_(_adaptive_scale(*norms, threshold))
+            weights_norm, grad_norm = (
+                square.sqrt().to(grad.device, grad.dtype) for square in (weights_squared, grad_squared)
+            )
+            grad.mul_(_adaptive_scale(weights_norm, grad_norm, threshold))
 
 
 def _axes_that_divide_units(parameter: nn.Parameter) -> tuple[int, ...]:

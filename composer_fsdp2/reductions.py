@@ -83,7 +83,7 @@ def settle(values: Mapping[K, torch.Tensor]) -> dict[K, float]:
         key: reduced if powers[key] == 1.0 else reduced ** (1.0 / powers[key])
         for key, reduced in zip(parts, reduce_parts(list(parts.values())), strict=True)
     }
-    return {key: number for key, number in zip(values, _to_floats([settled[key] for key in values]), strict=True)}
+    return dict(zip(values, _to_floats([settled[key] for key in values]), strict=True))
 
 
 def _part_of(value: DTensor) -> tuple[Part, float] | None:
@@ -93,7 +93,7 @@ def _part_of(value: DTensor) -> tuple[Part, float] | None:
     if len(kinds) > 1 or not all(placement.is_replicate() or placement.is_partial() for placement in value.placements):
         return None
     op, power = kinds.pop() if kinds else ("sum", 1.0)
-    if op != "norm" and op not in _OPS or power <= 0:
+    if (op != "norm" and op not in _OPS) or power <= 0:
         return None
     local = value.to_local()
     axes = tuple(axis for axis, kind in enumerate(pending) if kind is not None)

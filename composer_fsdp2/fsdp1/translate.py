@@ -467,7 +467,7 @@ def _metric_names_finding(legacy: LegacyConfig) -> Finding | None:
         legacy,
         "fsdp1_metric_names",
         outcome=Outcome.APPROXIMATE,
-        reason="with use_orig_params: false FSDP1 logged one _flat_param for each unit; here each parameter has its own",
+        reason="with use_orig_params: false FSDP1 logged one _flat_param for each unit; here each parameter has a name",
     )
 
 

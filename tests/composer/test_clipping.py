@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -117,11 +119,49 @@ def test_the_function_clips_too():
     run_ranks(check_function, 2)
 
 
-def check_adaptive() -> str:
+@contextlib.contextmanager
+def stock() -> Iterator[None]:
+    """Composer as it is; without a parallelism_config it trains whole models (DDP)."""
+    yield
+
+
+def with_row() -> Any:
+    """Untied, with a parameter of one row, of which rank 1 holds nothing."""
+    model = build_model(tied=False)
+    model.row = nn.Linear(13, 1, bias=False)
+    nn.init.constant_(model.row.weight, 0.3)
+    forward = model.forward
+    model.forward = lambda batch: (x := forward(batch)) + x * model.row(x)
+    return model
+
+
+def check_adaptive() -> None:
+    last = fit(stock, None, model=with_row())
+    others = [{"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}]
+    for threshold, variants in ((0.5, [{}]), (0.01, [{}, *others])):
+        whole = fit(stock, None, model=with_row(), clip=("adaptive", threshold))
+        assert largest_difference(whole.losses, last.losses) > 1e-3, f"{threshold} changes nothing"
+        last = whole
+        for keys in variants:
+            what = f"{keys}, {threshold}"
+            ours = fit(FSDP2, dict(keys), model=with_row(), clip=("adaptive", threshold))
+            difference = largest_difference(ours.losses, whole.losses)
+            assert difference <= 1e-6, f"{what}: {difference}: {ours.losses}, whole {whole.losses}"
+            for name, value in whole.parameters.items():
+                actual = ours.parameters[name.removeprefix("module.")]
+                torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-6, msg=f"{what}, {name}")
+
+
+def test_adaptive_clipping_is_the_whole_models():
+    """A run that clipped adaptively on one GPU, or under DDP, keeps its curve when it is sharded; FSDP1 refused it."""
+    run_ranks(check_adaptive, 2, timeout_s=300)
+
+
+def check_unknown() -> str:
     from composer_fsdp2 import ComposerFSDP2Error
 
     with FSDP2():
-        trainer = make_trainer({}, clip=("adaptive", 0.1))
+        trainer = make_trainer({}, clip=("adaptiv", 0.1))
         before = full_parameters(trainer.state.model)
         with pytest.raises(ComposerFSDP2Error) as refusal:
             trainer.fit()
@@ -132,8 +172,7 @@ def check_adaptive() -> str:
     return str(refusal.value)
 
 
-def test_adaptive_clipping_is_refused():
-    """Per-parameter clipping needs whole parameters; on shards it would train something else without a word."""
-    for message in run_ranks(check_adaptive, 2):
-        assert "'adaptive'" in message
-        assert "'norm' or 'value'" in message
+def test_a_misspelt_type_is_refused():
+    """It would train unclipped."""
+    for message in run_ranks(check_unknown, 2):
+        assert "'adaptiv'" in message and "'norm', 'value' or 'adaptive'" in message

@@ -1,0 +1,387 @@
+"""What OptimizerMonitor and ActivationMonitor log of a sharded model: the whole model's numbers, and which names."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import FSDP1, FSDP2, Under
+from ranks import run_ranks
+from torch import nn
+from trainers import build_model, build_optimizer, make_trainer, own_name
+
+pytestmark = pytest.mark.composer
+
+
+class Thin(nn.Module):
+    """A single row, of which rank 1 holds nothing; a number that stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.linspace(0.5, 1.5, 13)[None])
+        self.gain = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.row * self.gain
+
+
+def with_thin() -> Any:
+    model = build_model(tied=False)
+    model.thin = Thin()
+    forward = model.forward
+    model.forward = lambda batch: model.thin(forward(batch))
+    return model
+
+
+@contextlib.contextmanager
+def stock() -> Iterator[None]:
+    """Composer as it is; without a parallelism_config it trains whole models (DDP)."""
+    yield
+
+
+@dataclass
+class Run:
+    under: Under
+    keys: dict[str, Any] | None = None
+    optimizer: Any = "decoupled_adamw"
+    model: Any = None
+    interval: int = 2
+    with_optimizer: bool = True
+    ac: bool = False
+
+    def logged(self, callback: Any = None) -> dict[str, list[float]]:
+        """What one run of 4 batches logs, by key; what is not Trainer's own. Called on all ranks."""
+        from composer.callbacks import OptimizerMonitor
+        from composer.loggers import InMemoryLogger
+
+        model = self.model() if self.model else with_thin()
+        keys = None if self.keys is None else {**self.keys, "activation_checkpointing": self.ac}
+        if keys and "ignored_modules" in keys:
+            keys["ignored_modules"] = [model.thin]
+        optimizer = self.optimizer
+        memory = InMemoryLogger()
+        monitor = callback or OptimizerMonitor(
+            log_optimizer_metrics=self.with_optimizer, batch_log_interval=self.interval
+        )
+        with self.under():
+            trainer = make_trainer(
+                keys,
+                model=model,
+                optimizer=build_optimizer(optimizer, model) if isinstance(optimizer, str) else optimizer(model),
+                callbacks=[monitor],
+                loggers=[memory],
+            )
+            trainer.fit()
+            trainer.close()
+        kinds = ("l2_norm", "activations", "layerwise_lr", "clipped_batches", "user")
+        return {
+            key.replace("/module.", "/"): [value for _, value in values]
+            for key, values in memory.data.items()
+            if key.startswith(kinds) and "/module_" not in key  # what DDP itself gets and gives
+        }
+
+
+def foundry_optimizer(name: str) -> Any:
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        import warnings
+
+        warnings.simplefilter("ignore")
+        import llmfoundry.optim
+
+        return getattr(llmfoundry.optim, name)(model.parameters(), lr=1e-3, weight_decay=1e-4)
+
+    return build
+
+
+def assert_same(ours: dict[str, list[float]], theirs: dict[str, list[float]], what: str) -> None:
+    assert set(ours) == set(theirs), f"{what}: {sorted(set(ours) ^ set(theirs))[:6]}"
+    for key, values in theirs.items():
+        assert ours[key] == pytest.approx(values, rel=2e-5, abs=1e-7), f"{what}, {key}: {ours[key]}, {values}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+def check_values(optimizers: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
+    last = {}
+    for name, optimizer in optimizers.items():
+        for with_optimizer in (True, False):
+            shared = {"optimizer": optimizer, "with_optimizer": with_optimizer}
+            whole = Run(stock, **shared).logged()
+            for keys in variants:
+                what = f"{name}, {with_optimizer}, {keys}"
+                last = Run(FSDP2, keys, **shared).logged()
+                assert_same(last, whole, what)
+                assert len(last["l2_norm/grad/global"]) == 2, f"{what}: 4 batches, each second one"
+                assert ("l2_norm/moment/thin.row" in last) == (with_optimizer and "sgd" not in name), what
+    return last
+
+
+def test_the_norms_are_the_whole_models():
+    """FSDP1 logged each rank's own part of most of these, and counted replicas twice."""
+    composers = {name: name for name in ("sgd", "decoupled_sgdw", "decoupled_adamw")}
+    first, second = run_ranks(check_values, 2, composers, [{}, {"sharding_strategy": "NO_SHARD"}], timeout_s=300)
+    assert first == second
+
+
+@pytest.mark.foundry
+@pytest.mark.filterwarnings("ignore")
+def test_the_norms_with_foundrys_optimizers():
+    """Under FSDP1 on two ranks DecoupledLionW raised a KeyError, and adaptive Lion hung."""
+    run_ranks(check_foundry, 2, timeout_s=300)
+
+
+def check_foundry() -> None:
+    names = ("DecoupledLionW", "DecoupledAdaLRLion", "DecoupledClipLion")
+    logged = check_values({name: foundry_optimizer(name) for name in names}, [{}])
+    assert "l2_norm/grad/thin.row" in logged
+    rates = Run(FSDP2, {}, optimizer=foundry_optimizer("DecoupledAdaLRLion")).logged()
+    # FSDP1's reduction squared it.
+    assert rates["layerwise_lr/thin.row"] == pytest.approx([1e-3, 1e-3])
+
+
+def check_four() -> None:
+    for keys in ({"data_parallel_replicate_degree": 2}, {"process_group": "set2"}):
+        optimizer = "decoupled_adamw"
+        ours = Run(FSDP2, keys, optimizer=optimizer, interval=4).logged()
+        if "process_group" not in keys:
+            assert_same(ours, Run(stock, optimizer=optimizer, interval=4).logged(), f"{keys}")
+        squares = sum(v[0] ** 2 for key, v in ours.items() if key.startswith("l2_norm/grad/") and "global" not in key)
+        assert ours["l2_norm/grad/global"][0] == pytest.approx(math.sqrt(squares))
+
+
+def test_replicas_and_groups():
+    """Replicas are not counted twice; where nothing passes between groups, each group logs its own model's norms."""
+    run_ranks(check_four, 4, timeout_s=300)
+
+
+def check_like_fsdp1() -> None:
+    """Where FSDP1 was right, 1-D with DecoupledAdamW: its very keys and numbers, on rank 0 and on the others."""
+    for ac in (False, True):
+        theirs = Run(FSDP1, {}, model=build_model, ac=ac).logged()
+        ours = Run(FSDP2, {"fsdp1_metric_names": True}, model=build_model, ac=ac).logged()
+        assert_same(ours, theirs, f"activation_checkpointing={ac}")
+        plain = Run(FSDP2, {}, model=build_model, ac=ac).logged()
+        assert_same(plain, {own_name(key): value for key, value in theirs.items()}, f"plain, {ac}")
+        assert any("_checkpoint_wrapped_module" in key for key in theirs) == ac
+        assert not any("wrapped_module" in key for key in plain)
+
+
+def test_like_fsdp1():
+    """A dashboard shows one curve through the migration: plain names, or with fsdp1_metric_names the old ones."""
+    run_ranks(check_like_fsdp1, 2, timeout_s=300)
+
+
+def check_fsdp1_was_wrong() -> None:
+    whole = Run(stock, model=build_model, optimizer="sgd").logged()
+    theirs = {own_name(key): v for key, v in Run(FSDP1, {}, model=build_model, optimizer="sgd").logged().items()}
+    names = [None, None]
+    dist.all_gather_object(names, set(theirs))
+    assert set(theirs) < set(whole) and names[0] | names[1] == set(whole)
+    assert theirs["l2_norm/grad/global"] < whole["l2_norm/grad/global"]
+    twice = {
+        own_name(k): v for k, v in Run(FSDP1, {"sharding_strategy": "NO_SHARD"}, model=build_model).logged().items()
+    }
+    whole = Run(stock, model=build_model).logged()
+    assert twice["l2_norm/grad/global"] == pytest.approx([2**0.5 * v for v in whole["l2_norm/grad/global"]], rel=1e-4)
+
+
+def test_what_fsdp1_logged():
+    """The guide says that old curves of these are too low or too high; if Composer mends it, the guide must follow."""
+    run_ranks(check_fsdp1_was_wrong, 2, timeout_s=300)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts that FSDP leaves alone
+
+
+def check_ignored() -> dict[str, list[float]]:
+    logged = Run(FSDP2, {"ignored_modules": True}).logged()
+    for name in ("thin.row", "thin.gain"):
+        assert f"l2_norm/update/{name}" in logged
+    return logged
+
+
+def test_ignored_parameters():
+    """Their gradients differ between ranks, since nobody averages them; what is logged must not."""
+    first, second = run_ranks(check_ignored, 2, timeout_s=300)
+    assert first == second
+
+
+def check_on_one_rank() -> dict[str, list[float]]:
+    """An ignored module that takes part on rank 1 only: its gradient is missing on rank 0."""
+
+    def build() -> Any:
+        model = with_thin()
+        if dist.get_rank() == 0:
+            model.forward = type(model).forward.__get__(model)
+        return model
+
+    return Run(FSDP2, {"ignored_modules": True}, model=build).logged()
+
+
+def test_a_gradient_on_one_rank():
+    """A branch that one rank did not take makes no rank wait, and is on rank 0's dashboard."""
+    first, second = run_ranks(check_on_one_rank, 2, timeout_s=300)
+    assert first == second
+    assert first["l2_norm/grad/thin.row"][0] > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Communication and errors
+
+
+def check_collectives() -> None:
+    from composer.callbacks import OptimizerMonitor
+
+    class Counting(OptimizerMonitor):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            seen = []
+            counted = {name: getattr(dist, name) for name in ("all_reduce", "all_gather_object", "broadcast")}
+            functional = torch.distributed._functional_collectives.all_reduce
+
+            def count(name: str, call: Any) -> Any:
+                return lambda *args, **kwargs: (seen.append(name), call(*args, **kwargs))[1]
+
+            with contextlib.ExitStack() as stack:
+                for name, call in counted.items():
+                    stack.enter_context(mock.patch.object(dist, name, count(name, call)))
+                target = "torch.distributed._functional_collectives.all_reduce"
+                stack.enter_context(mock.patch(target, count("functional", functional)))
+                super().batch_end(state, logger)
+            logger.log_metrics({f"user/{name}": seen.count(name) for name in (*counted, "functional")})
+
+    logged = Run(FSDP2, {}).logged(Counting(batch_log_interval=2))
+    # Composer's own took one for each metric.
+    assert logged["user/all_reduce"] == [0, 1, 0, 1], logged["user/all_reduce"]
+    assert logged["user/all_gather_object"] == [0, 1, 0, 1]
+    assert logged["user/functional"] == logged["user/broadcast"] == [0, 0, 0, 0]
+
+
+def test_few_collectives():
+    """Logging is no brake: one question whether all ranks are there, and one all-reduce, whatever the model's size."""
+    run_ranks(check_collectives, 2)
+
+
+def failing(model: nn.Module) -> torch.optim.Optimizer:
+    from composer.optim import DecoupledAdamW
+
+    class Own(DecoupledAdamW):
+        def report_per_parameter_metrics(self, param: Any, name: str, optimizer_metrics: Any) -> Any:
+            if dist.get_rank() == 1 and "down" in name:
+                raise ArithmeticError(f"no metric of {name}")
+            return super().report_per_parameter_metrics(param, name, optimizer_metrics)
+
+    return Own(model.parameters(), lr=1e-3)
+
+
+def check_error() -> str:
+    with pytest.raises(Exception, match="no metric of") as error:
+        Run(FSDP2, {}, optimizer=failing).logged()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_an_error_on_one_rank():
+    """A metric of one's own that fails on one rank, for an empty shard say, leaves no other waiting."""
+    first, second = run_ranks(check_error, 2)
+    assert "rank 1" in first and "model.blocks.0.down.weight" in first and first.startswith("ComposerFSDP2Error")
+    assert second.startswith("ArithmeticError")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Callbacks of one's own
+
+
+def check_own_callback(optimizers: list[str]) -> None:
+    from composer import Callback
+
+    class Own(Callback):
+        """Reports as OptimizerMonitor did, by the optimizer's three methods."""
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            optimizer, metrics = state.optimizers[0], {}
+            for name, parameter in state.model.named_parameters():
+                if parameter.grad is not None:
+                    metrics = optimizer.report_per_parameter_metrics(parameter, name, metrics)
+            metrics = optimizer.dist_reduce_metrics(optimizer.pre_reduce_metrics(metrics))
+            logger.log_metrics({key: torch.as_tensor(value).item() for key, value in metrics.items()})
+
+    for name in optimizers:
+        optimizer = name if name.islower() else foundry_optimizer(name)
+        ours = Run(FSDP2, {}, optimizer=optimizer).logged(Own())
+        whole = Run(stock, optimizer=optimizer, interval=1).logged()
+        for key in set(whole) - {"l2_norm/grad/global"}:
+            # Foundry's methods add up over ranks what is whole on each, as they did under FSDP1.
+            if optimizer is name or "thin.gain" not in key:
+                assert ours[key] == pytest.approx(whole[key], rel=2e-5, abs=1e-7), f"{name}, {key}"
+
+
+def test_callbacks_of_ones_own():
+    """Composer's way of reporting, in a user's callback, gives the whole model's norms, also where there is no CUDA."""
+    run_ranks(check_own_callback, 2, ["decoupled_adamw"])
+
+
+@pytest.mark.foundry
+@pytest.mark.filterwarnings("ignore")
+def test_callbacks_of_ones_own_with_lion():
+    """The same with Foundry's Lion, whose own methods stay as they are."""
+    run_ranks(check_own_callback, 2, ["DecoupledLionW"])
+
+
+def check_pending() -> str:
+    from composer.utils import dist as composer_dist
+
+    with FSDP2():
+        trainer = make_trainer({})
+        [parameter, *_] = trainer.state.model.parameters()
+        with pytest.raises(Exception, match="all_reduce") as error:
+            composer_dist.all_reduce((parameter.detach() ** 2).sum())
+        squared = torch.linalg.vector_norm(parameter.detach()) ** 2
+        expected = parameter.full_tensor().norm().item() ** 2
+        composer_dist.all_reduce(squared)
+        assert squared.item() == pytest.approx(expected)
+        trainer.close()
+    return str(error.value)
+
+
+def test_all_reduce_of_a_sum_not_yet_reduced():
+    """A silent half of a norm would be worse than torch's error; ours says what to call."""
+    for message in run_ranks(check_pending, 2):
+        assert "full_tensor()" in message
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ActivationMonitor
+
+
+def check_activations() -> None:
+    from composer.callbacks import ActivationMonitor
+
+    def logged(under: Under, keys: dict[str, Any] | None, ac: bool) -> dict[str, list[float]]:
+        return Run(under, keys, "sgd", build_model, ac=ac).logged(ActivationMonitor(interval="2ba"))
+
+    whole = logged(stock, None, False)
+    assert len(whole) > 50
+    for ac in (False, True):
+        theirs = logged(FSDP1, {}, ac)
+        ours = logged(FSDP2, {"fsdp1_metric_names": True}, ac)
+        assert set(ours) == set(theirs), sorted(set(ours) ^ set(theirs))[:6]
+        plain = logged(FSDP2, {}, ac)
+        assert set(plain) == set(whole), sorted(set(plain) ^ set(whole))[:6]
+        for run, reference in ((ours, theirs), (plain, whole)):
+            for key, values in reference.items():
+                assert run[key] == pytest.approx(values, rel=1e-4, abs=1e-6, nan_ok=True), f"{ac}, {key}"
+
+
+def test_activation_monitor():
+    """Names and numbers of an unsharded run, whether activations are checkpointed or not; or FSDP1's, wrapper by
+    wrapper."""
+    run_ranks(check_activations, 2, timeout_s=300)
