@@ -12,6 +12,7 @@ DecoupledLionW raised a KeyError; DecoupledAdaLRLion and DecoupledClipLion hung 
 
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -32,6 +33,7 @@ from composer_fsdp2.guard import check_guard
 from composer_fsdp2.reductions import settle
 from composer_fsdp2.sharded import is_sharded, reshard
 from composer_fsdp2.tying import join
+from composer_fsdp2.wrap import wrapped_children
 
 __all__ = [
     "metric_paths",
@@ -43,7 +45,12 @@ __all__ = [
     "replacement_for_pre_reduce_metrics",
 ]
 
+log = logging.getLogger(__name__)
+
 Metrics = dict[str, Any]
+# Classes of optimizers whose owners were told.
+_said: set[type] = set()
+_Reporter = Callable[[torch.Tensor, str, Metrics], Metrics]
 
 # What the wrappers of FSDP1 and of activation checkpointing register the wrapped module as.
 _FSDP1_ATTRIBUTE = "_fsdp_wrapped_module"
@@ -62,10 +69,13 @@ def metric_paths(model: nn.Module, *, as_fsdp1: bool) -> Iterator[tuple[nn.Modul
     lay inside it, which has the parameters.
     """
 
+    # Without parameters some are in no unit, but FSDP1 wrapped each of them.
+    children = wrapped_children(model) if as_fsdp1 else {}
+
     def walk(module: nn.Module, path: str, logged: str) -> Iterator[tuple[nn.Module, str, str]]:
         yield module, path, logged
         # The model itself, which is sharded where its children share something, had no wrapper under FSDP1.
-        if as_fsdp1 and path and isinstance(module, FSDPModule):
+        if as_fsdp1 and path and (isinstance(module, FSDPModule) or path in children):
             logged = join(logged, _FSDP1_ATTRIBUTE)
             yield module, path, logged
         for name, child in module.named_children():
@@ -112,13 +122,12 @@ def _optimizer_metrics(state: State, *, with_optimizer: bool) -> Metrics:
     Raises:
         ComposerFSDP2Error: on every rank, if the optimizer's own function raised on one, or reported other metrics.
     """
-    optimizer = state.optimizers[0]
-    reporter = getattr(optimizer, "report_per_parameter_metrics", None) if with_optimizer else None
+    reporter = _reporter(state.optimizers[0]) if with_optimizer else None
     names = _logged_parameter_names(state.model, as_fsdp1=_as_fsdp1(state))
     alone = _parameters_of_each_rank(state.model)
 
     def report() -> tuple[Metrics, set[str]]:
-        return _report(state.model, names, reporter if callable(reporter) else None, alone)
+        return _report(state.model, names, reporter, alone)
 
     metrics, of_each_rank = agree(
         report,
@@ -135,10 +144,46 @@ def _optimizer_metrics(state: State, *, with_optimizer: bool) -> Metrics:
     return metrics
 
 
+def _reporter(optimizer: torch.optim.Optimizer) -> _Reporter | None:
+    """The optimizer's own function for a parameter's metrics, if it has one."""
+    report = getattr(optimizer, "report_per_parameter_metrics", None)
+    if not callable(report):
+        return None
+    _say_what_is_not_called(type(optimizer))
+
+    def reporter(parameter: torch.Tensor, name: str, metrics: Metrics) -> Metrics:
+        try:
+            reported: Metrics = report(parameter, name, metrics)
+        except Exception as error:
+            raise ComposerFSDP2Error(
+                f"{type(optimizer).__name__}.report_per_parameter_metrics raised {type(error).__name__} for {name}: "
+                f"{error}; it is given sharded parameters (DTensors), of which this rank may hold nothing. "
+                "OptimizerMonitor(log_optimizer_metrics=False) logs the gradients' norms without it"
+            ) from error
+        return reported
+
+    return reporter
+
+
+def _say_what_is_not_called(kind: type) -> None:
+    if kind in _said:
+        return
+    _said.add(kind)
+    for name in ("pre_reduce_metrics", "dist_reduce_metrics"):
+        method = getattr(kind, name, None)
+        if method is not None and method.__module__.split(".")[0] not in ("composer", "llmfoundry"):
+            log.warning(
+                "OptimizerMonitor does not call %s.%s: what report_per_parameter_metrics gives for sharded parameters "
+                "is the whole parameters' already",
+                kind.__name__,
+                name,
+            )
+
+
 def _report(
     model: nn.Module,
     names: Mapping[str, str],
-    reporter: Callable[[torch.Tensor, str, Metrics], Metrics] | None,
+    reporter: _Reporter | None,
     alone: set[nn.Parameter],
 ) -> tuple[Metrics, set[str]]:
     """Every parameter's metrics, still in parts, and the keys of those that each rank has for itself."""

@@ -55,9 +55,10 @@ class Run:
     interval: int = 2
     with_optimizer: bool = True
     ac: bool = False
+    batches: int = 2
 
     def logged(self, callback: Any = None) -> dict[str, list[float]]:
-        """What one run of 4 batches logs, by key; what is not Trainer's own. Called on all ranks."""
+        """What one run logs, by key; what is not Trainer's own. Called on all ranks."""
         from composer.callbacks import OptimizerMonitor
         from composer.loggers import InMemoryLogger
 
@@ -75,6 +76,7 @@ class Run:
                 keys,
                 model=model,
                 optimizer=build_optimizer(optimizer, model) if isinstance(optimizer, str) else optimizer(model),
+                batches=self.batches,
                 callbacks=[monitor],
                 loggers=[memory],
             )
@@ -113,14 +115,13 @@ def assert_same(ours: dict[str, list[float]], theirs: dict[str, list[float]], wh
 def check_values(optimizers: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
     last = {}
     for name, optimizer in optimizers.items():
-        for with_optimizer in (True, False):
+        for with_optimizer in (True, False) if name == "decoupled_adamw" else (True,):
             shared = {"optimizer": optimizer, "with_optimizer": with_optimizer}
             whole = Run(stock, **shared).logged()
             for keys in variants:
                 what = f"{name}, {with_optimizer}, {keys}"
                 last = Run(FSDP2, keys, **shared).logged()
                 assert_same(last, whole, what)
-                assert len(last["l2_norm/grad/global"]) == 2, f"{what}: 4 batches, each second one"
                 assert ("l2_norm/moment/thin.row" in last) == (with_optimizer and "sgd" not in name), what
     return last
 
@@ -145,15 +146,15 @@ def check_foundry() -> None:
     assert "l2_norm/grad/thin.row" in logged
     rates = Run(FSDP2, {}, optimizer=foundry_optimizer("DecoupledAdaLRLion")).logged()
     # FSDP1's reduction squared it.
-    assert rates["layerwise_lr/thin.row"] == pytest.approx([1e-3, 1e-3])
+    assert rates["layerwise_lr/thin.row"] == pytest.approx([1e-3])
 
 
 def check_four() -> None:
     for keys in ({"data_parallel_replicate_degree": 2}, {"process_group": "set2"}):
         optimizer = "decoupled_adamw"
-        ours = Run(FSDP2, keys, optimizer=optimizer, interval=4).logged()
+        ours = Run(FSDP2, keys, optimizer=optimizer).logged()
         if "process_group" not in keys:
-            assert_same(ours, Run(stock, optimizer=optimizer, interval=4).logged(), f"{keys}")
+            assert_same(ours, Run(stock, optimizer=optimizer).logged(), f"{keys}")
         squares = sum(v[0] ** 2 for key, v in ours.items() if key.startswith("l2_norm/grad/") and "global" not in key)
         assert ours["l2_norm/grad/global"][0] == pytest.approx(math.sqrt(squares))
 
@@ -259,7 +260,8 @@ def check_collectives() -> None:
                 super().batch_end(state, logger)
             logger.log_metrics({f"user/{name}": seen.count(name) for name in (*counted, "functional")})
 
-    logged = Run(FSDP2, {}).logged(Counting(batch_log_interval=2))
+    logged = Run(FSDP2, {}, batches=4).logged(Counting(batch_log_interval=2))
+    assert len(logged["l2_norm/grad/global"]) == 2
     # Composer's own took one for each metric.
     assert logged["user/all_reduce"] == [0, 1, 0, 1], logged["user/all_reduce"]
     assert logged["user/all_gather_object"] == [0, 1, 0, 1]
@@ -293,7 +295,7 @@ def test_an_error_on_one_rank():
     """A metric of one's own that fails on one rank, for an empty shard say, leaves no other waiting."""
     first, second = run_ranks(check_error, 2)
     assert "rank 1" in first and "model.blocks.0.down.weight" in first and first.startswith("ComposerFSDP2Error")
-    assert second.startswith("ArithmeticError")
+    assert "Own.report_per_parameter_metrics raised ArithmeticError" in second and "DTensors" in second
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -365,11 +367,18 @@ def test_all_reduce_of_a_sum_not_yet_reduced():
 def check_activations() -> None:
     from composer.callbacks import ActivationMonitor
 
+    def build() -> Any:
+        model = build_model()
+        model.squash = nn.Tanh()  # without parameters, so in no unit
+        forward = model.forward
+        model.forward = lambda batch: model.squash(forward(batch))
+        return model
+
     def logged(under: Under, keys: dict[str, Any] | None, ac: bool) -> dict[str, list[float]]:
-        return Run(under, keys, "sgd", build_model, ac=ac).logged(ActivationMonitor(interval="2ba"))
+        return Run(under, keys, "sgd", build, ac=ac).logged(ActivationMonitor(interval="2ba"))
 
     whole = logged(stock, None, False)
-    assert len(whole) > 50
+    assert "activations/average/squash_output.0" in whole
     for ac in (False, True):
         theirs = logged(FSDP1, {}, ac)
         ours = logged(FSDP2, {"fsdp1_metric_names": True}, ac)

@@ -890,3 +890,13 @@ def test_huge_numbers_are_answered_at_once():
         {"data_parallel_shard_degree": 10**13, "reshard_after_forward": 7}, world_size=None
     )
     assert str(10**13) in refused({"data_parallel_shard_degree": 10**13})
+
+
+def test_fsdp1_metric_names_of_flat_parameters():
+    """With use_orig_params: false FSDP1's dashboards had one curve for each unit, which no key can bring back."""
+    [exact] = translate({"fsdp1_metric_names": True}, world_size=2).findings
+    assert exact.outcome is Outcome.EXACT
+    _, flat = translate({"use_orig_params": False, "fsdp1_metric_names": True}, world_size=2).findings
+    assert flat.outcome is Outcome.APPROXIMATE and "_flat_param" in flat.reason
+    _, off = translate({"use_orig_params": False, "fsdp1_metric_names": False}, world_size=2).findings
+    assert off.outcome is Outcome.EXACT
