@@ -48,8 +48,6 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
-# Classes of optimizers whose owners were told.
-_said: set[type] = set()
 _Reporter = Callable[[torch.Tensor, str, Metrics], Metrics]
 
 # What the wrappers of FSDP1 and of activation checkpointing register the wrapped module as.
@@ -68,7 +66,6 @@ def metric_paths(model: nn.Module, *, as_fsdp1: bool) -> Iterator[tuple[nn.Modul
     those of activation checkpointing and FSDP1's. A sharded module then comes twice: as FSDP1's wrapper, and as what
     lay inside it, which has the parameters.
     """
-
     # Without parameters some are in no unit, but FSDP1 wrapped each of them.
     children = wrapped_children(model) if as_fsdp1 else {}
 
@@ -134,9 +131,7 @@ def _optimizer_metrics(state: State, *, with_optimizer: bool) -> Metrics:
         lambda reported: "\n".join(key for key in reported[0] if key not in reported[1]),
         ComposerFSDP2Error,
     )
-    tensors = {key: value for key, value in metrics.items() if isinstance(value, torch.Tensor)}
-    shared = settle({key: value for key, value in tensors.items() if key not in of_each_rank})
-    metrics |= shared | settle({key: value for key, value in tensors.items() if key in of_each_rank})
+    metrics |= settle({key: value for key, value in metrics.items() if isinstance(value, torch.Tensor)})
     if alone:
         metrics |= _over_ranks({key: metrics[key] for key in of_each_rank})
     squares = [value * value for key, value in metrics.items() if key.startswith("l2_norm/grad")]
@@ -163,6 +158,9 @@ def _reporter(optimizer: torch.optim.Optimizer) -> _Reporter | None:
         return reported
 
     return reporter
+
+
+_said: set[type] = set()
 
 
 def _say_what_is_not_called(kind: type) -> None:

@@ -39,7 +39,7 @@ class Part:
 def reduce_parts(parts: Sequence[Part]) -> list[torch.Tensor]:
     """The reduced numbers, each as a float64 tensor on its mesh's device.
 
-    In float64, because these are mostly squares: those of large fp32 numbers do not fit into fp32.
+    In float64, because these are mostly squares, whose sum over ranks may not fit into fp32 where its root does.
 
     Called on all ranks, with parts of the same meshes, axes, reductions and shapes in the same order. One all-reduce
     for each axis of each mesh and each kind of reduction (average is a sum); none along an axis of one rank.
@@ -67,7 +67,8 @@ def settle(values: Mapping[K, torch.Tensor]) -> dict[K, float]:
     A norm or sum of a sharded tensor is a DTensor that holds each rank's part and knows how to put them together.
     ``full_tensor()`` does that for one, with a collective; ``item()`` gives this rank's part, without a word.
 
-    Called on all ranks with the same keys in the same order, see ``reduce_parts``; waits once for the device.
+    Called on all ranks with the same DTensors in the same order, see ``reduce_parts``; plain tensors are each rank's
+    own. Waits once for the device.
     """
     parts: dict[K, Part] = {}
     powers: dict[K, float] = {}
