@@ -22,12 +22,18 @@ from composer_fsdp2.clipping import clip_grad_adaptive_, clip_grad_norm_
 from composer_fsdp2.compat import microbatching, monitoring
 from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
 from composer_fsdp2.compat.full_params import replacement_for_summon_full_params
+from composer_fsdp2.compat.ema import (
+    replacement_for_compute_ema,
+    replacement_for_context_manager,
+    replacement_for_method,
+)
 from composer_fsdp2.compat.saving import (
     replacement_for_batch_end,
     replacement_for_fit_end,
     replacement_for_save_checkpoint,
     replacement_for_save_to_folder,
     replacement_for_saver,
+    replacement_for_state_dict,
     replacement_for_state_dict_context,
     replacement_for_write,
 )
@@ -269,6 +275,7 @@ def _say_value_clips_norm() -> None:
     )
 
 
+_EMA = "composer.algorithms.ema.ema"
 _STATE = "composer.core.state"
 _TRAINER = "composer.trainer.trainer"
 _SAVER = "composer.callbacks.checkpoint_saver"
@@ -317,6 +324,12 @@ SEAMS = (
             why="after a forward without gradients parameters are plain tensors, and state dicts raise on them",
         )
         for name in ("get_model_state_dict", "get_optim_state_dict", "load_model_state", "load_optim_state")
+    ),
+    Seam(
+        module=_STATE,
+        name="State.state_dict",
+        make=replacement_for_state_dict,
+        why="shards that an algorithm holds (EMA's averages) were saved as rank 0's alone, in a pickle of DTensors",
     ),
     Seam(
         module="composer.utils.checkpoint",
@@ -462,5 +475,26 @@ SEAMS = (
         name="ActivationMonitor.forward_hook",
         make=monitoring.replacement_for_forward_hook,
         why="the same",
+    ),
+    Seam(
+        module=_EMA,
+        name="get_model_context_manager",
+        make=replacement_for_context_manager,
+        why="after a forward without gradients parameters are plain tensors, and averages are DTensors",
+    ),
+    Seam(
+        module=_EMA,
+        name="compute_ema",
+        make=replacement_for_compute_ema,
+        why="averages from a checkpoint are whole, and FSDP1's have other names, so that they were left alone",
+    ),
+    *(
+        Seam(
+            module=_EMA,
+            name=f"EMAParameters.{name}",
+            make=replacement_for_method,
+            why="the same; a resumed run ended with 'mixed torch.Tensor and DTensor'",
+        )
+        for name in ("swap_params", "transfer_ema_params", "move_params_to_device")
     ),
 )

@@ -49,6 +49,7 @@ __all__ = [
     "replacement_for_save_checkpoint",
     "replacement_for_save_to_folder",
     "replacement_for_saver",
+    "replacement_for_state_dict",
     "replacement_for_state_dict_context",
     "replacement_for_write",
 ]
@@ -64,7 +65,7 @@ IgnoreKeys = list[str] | Callable[[dict[str, Any]], None] | None
 
 def _sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys) -> dict[str, Any]:
     """What Composer would save, with DTensors in place of whole tensors. Called on all ranks."""
-    with _as_sharded(state):
+    with _shards_kept(not state.fsdp_sharded_state_dict_enabled), _as_sharded(state):
         if weights_only:
             parts = {
                 "model": state.get_model_state_dict(),
@@ -94,9 +95,59 @@ def _as_sharded(state: State) -> Iterator[None]:
         config.state_dict_type = before
 
 
+# Whether algorithms' shards go into a state dict as they are.
+_keeps_shards = False
+
+
+@contextlib.contextmanager
+def _shards_kept(keeps: bool) -> Iterator[None]:
+    """A full file is written shard by shard, algorithms' shards too; elsewhere they are pickled, and must be whole."""
+    global _keeps_shards
+    before, _keeps_shards = _keeps_shards, keeps
+    try:
+        yield
+    finally:
+        _keeps_shards = before
+
+
+def replacement_for_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``State.state_dict``: what algorithms and callbacks hold of the parameters is whole, in host memory, on rank 0.
+
+    As under FSDP1, where each rank had it whole; a file of either loads into the other.
+    """
+
+    @functools.wraps(original)
+    def state_dict(self: State) -> dict[str, Any]:
+        saved: dict[str, Any] = original(self)
+        if is_sharded(self.model) and not _keeps_shards:
+            # A planner that the user gave may have any rank write an object that all of them have.
+            keeps = dist.get_rank() == 0 or getattr(self.fsdp_config, "save_planner", None) is not None
+            saved.update((name, _whole(saved[name], keeps)) for name in _HOLDERS if name in saved)
+        return saved
+
+    return state_dict
+
+
+_HOLDERS = ("algorithms", "callbacks")
+
+
+def _whole(value: Any, keeps: bool) -> Any:
+    """The same with whole tensors for DTensors, or None in their place. Called on all ranks."""
+    if isinstance(value, DTensor):
+        whole = value.to(value.device_mesh.device_type).full_tensor()  # where its group communicates
+        return whole.cpu() if keeps else None
+    if isinstance(value, dict):
+        return {key: _whole(part, keeps) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_whole(part, keeps) for part in value)
+    return value
+
+
 def _copied(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The same values in host memory of their own, which training does not change; DTensors stay DTensors."""
     live = {_address(tensor) for tensor in _trained(state)}
+    for name in _HOLDERS:
+        live |= {_address(shard) for shard in _shards(state_dict["state"].get(name))}
 
     def copied(value: Any) -> Any:
         if isinstance(value, DTensor) and _address(value) not in live and value.to_local().device.type == "cpu":
@@ -121,6 +172,15 @@ def _trained(state: State) -> Iterator[torch.Tensor]:
     for optimizer in state.optimizers:
         for values in optimizer.state.values():
             yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def _shards(value: Any) -> Iterator[DTensor]:
+    """Every DTensor in a nested value."""
+    if isinstance(value, DTensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _shards(part)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -1,0 +1,248 @@
+"""EMA on a sharded model: the unsharded run's averages, in training, evaluations and checkpoints of every layout."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import FSDP1, FSDP2, Under
+from ranks import run_ranks
+from saved import named, read
+from torch import nn
+from trainers import close, full_parameters, largest_difference, make_trainer, own_name, result
+
+from composer_fsdp2.errors import CheckpointError
+
+pytestmark = pytest.mark.composer
+
+BATCHES, SAVED_AT = 6, 2
+UNSHARDED = contextlib.nullcontext
+# Blocks are recomputed, so that their parameters have a wrapper in their names.
+CONFIG: dict[str, Any] = {"activation_checkpointing": True}
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """What a run left behind; the same on every rank."""
+
+    losses: list[float]
+    evaluations: list[float]  # a sum over the outputs of each evaluation batch of this rank
+    parameters: dict[str, torch.Tensor]  # at the end: of the evaluation, or of training where nothing is saved
+    averages: dict[str, torch.Tensor]
+
+
+def module_model() -> Any:
+    """The script's model as a child called ``module``, where Composer's EMA looks for FSDP1."""
+    from scripts.train_with_trainer import Model
+
+    class ModuleModel(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = self._modules.pop("model")
+
+        @property
+        def model(self) -> nn.Module:
+            return self.module
+
+    return ModuleModel()
+
+
+def make(parallelism: Any, **options: Any) -> tuple[Any, Any, list[float]]:
+    """A Trainer, its EMA, and the list where each evaluation batch will be noted."""
+    from composer import Callback
+    from composer.algorithms import EMA
+
+    warnings.simplefilter("ignore")
+    evaluations: list[float] = []
+
+    class Look(Callback):
+        def eval_after_forward(self, state: Any, logger: Any) -> None:
+            evaluations.append(state.outputs.double().square().sum().item())
+
+    ema = EMA(half_life="2ba", ema_start=options.pop("ema_start", "0.0dur"))
+    options = {"model": module_model(), "batches": BATCHES, "eval_interval": "2ba", "optimizer": "adamw"} | options
+    return make_trainer(parallelism, algorithms=[ema], callbacks=[Look()], **options), ema, evaluations
+
+
+def averaged(under: Under, parallelism: Any, **options: Any) -> Averaged:
+    """Train, close the Trainer, and return what it left. Called on all ranks."""
+    with under():
+        trainer, ema, evaluations = make(parallelism, **options)
+        trainer.fit()
+        left = Averaged(result(trainer).losses, evaluations, parameters(trainer), whole(ema))
+        trainer.close()
+    return left
+
+
+def parameters(trainer: Any) -> dict[str, torch.Tensor]:
+    found = full_parameters(trainer.state.model)
+    return {own(name): value for name, value in found.items()}
+
+
+def whole(ema: Any) -> dict[str, torch.Tensor]:
+    """The averages by the model's own names. Called on all ranks."""
+    return {own(name): full(value) for name, value in ema.ema_model.named_parameters_dict.items()}
+
+
+def full(value: Any) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def own(name: str) -> str:
+    """Without DDP's name in front of the model's own, which is the same."""
+    return own_name(name).replace("module.module.", "module.")
+
+
+def assert_alike(ours: Averaged, theirs: Averaged, what: str, *, since: int = 0) -> None:
+    """A run that goes on from batch ``since`` has the rest of the reference's evaluations."""
+    assert close(ours.losses, theirs.losses[since:]), f"{what}: {ours.losses}, {theirs.losses}"
+    assert len(ours.evaluations) == len(theirs.evaluations) * (BATCHES - since) // BATCHES
+    difference = largest_difference(ours.evaluations, theirs.evaluations[-len(ours.evaluations) :])
+    assert difference <= 1e-5, f"{what}: evaluations differ by {difference}"
+    for kind in ("parameters", "averages"):
+        assert_values(getattr(ours, kind), getattr(theirs, kind), f"{what}, {kind}")
+
+
+def assert_values(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str) -> None:
+    assert ours.keys() == theirs.keys(), what
+    for name, value in theirs.items():
+        torch.testing.assert_close(
+            ours[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{what}, {n}: {text}"
+        )
+
+
+# --- training and evaluations
+
+
+def check_training() -> None:
+    from torch.distributed.tensor import DTensor
+
+    theirs = averaged(UNSHARDED, None)
+    assert_alike(averaged(FSDP1, dict(CONFIG)), theirs, "FSDP1")
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        ours = averaged(FSDP2, {**CONFIG, "sharding_strategy": strategy})
+        assert_alike(ours, theirs, strategy)
+        for name, value in ours.averages.items():
+            assert not torch.allclose(value, ours.parameters[name]), f"{name}: the average is the parameter itself"
+    with FSDP2():
+        trainer, ema, _ = make({}, batches=2)
+        trainer.fit()
+        kinds = {type(value) for value in ema.ema_model.named_parameters_dict.values()}
+        assert kinds == {DTensor}, f"a rank keeps whole averages: {kinds}"
+        trainer.close()
+
+
+def test_evaluations_see_the_averages():
+    """The curve of a run with EMA is its evaluations: on averaged weights, with training's own put back after them."""
+    run_ranks(check_training, 2)
+
+
+# --- checkpoints
+
+
+def saving(folder: str, kind: str) -> dict[str, Any]:
+    return {"save_folder": f"{folder}/{kind}", "save_interval": f"{SAVED_AT}ba"}
+
+
+def averages_in(path: str) -> dict[str, torch.Tensor]:
+    """EMA's tensors in a checkpoint, by torch's own readers."""
+    [(name, ema)] = read(path)["state"]["algorithms"]
+    assert name == "EMA"
+    assert ema["ema_started"] is True
+    assert ema["ema_weights_active"] is True  # the checkpoint's model is the average; this is training's
+    return {own(name): value for name, value in ema["ema_model"]["named_parameters_dict"].items()}
+
+
+KINDS: dict[str, tuple[Under, dict[str, Any] | None]] = {
+    "full": (FSDP2, {**CONFIG}),
+    "sharded": (FSDP2, {**CONFIG, "state_dict_type": "sharded"}),
+    "full, async": (FSDP2, {**CONFIG, "async_save": True}),
+    "sharded, async": (FSDP2, {"state_dict_type": "sharded", "async_save": True}),
+    "FSDP1": (FSDP1, {**CONFIG, "state_dict_type": "sharded"}),
+    "DDP": (UNSHARDED, None),
+}
+
+
+def path_of(folder: str, kind: str) -> str:
+    is_sharded = "sharded" in kind or kind == "FSDP1"
+    return f"{folder}/{kind}/{named('sharded' if is_sharded else 'full', SAVED_AT)}"
+
+
+def check_saving(folder: str) -> None:
+    import torch.distributed as dist
+
+    runs = {kind: averaged(under, config, **saving(folder, kind)) for kind, (under, config) in KINDS.items()}
+    theirs = runs["DDP"]
+    for kind, run in runs.items():
+        assert_alike(run, theirs, kind)
+    if dist.get_rank() == 0:
+        expected = averages_in(path_of(folder, "DDP"))
+        for kind in runs:
+            saved = averages_in(path_of(folder, kind))
+            assert {type(value) for value in saved.values()} == {torch.Tensor}, kind
+            assert_values(saved, expected, f"{kind}: what is saved")
+    dist.barrier()
+    # Averages and training's parameters have changed places where a checkpoint was just saved.
+    swapped = Averaged(theirs.losses, theirs.evaluations, theirs.averages, theirs.parameters)
+    for kind in runs:
+        resumed = averaged(FSDP2, dict(CONFIG), load_path=path_of(folder, kind))
+        assert_alike(resumed, swapped, f"from {kind}", since=SAVED_AT)
+
+
+def test_checkpoints_of_every_layout_resume(tmp_path: Path):
+    """A run that is resumed goes on with its averages, whoever saved them: ours in each layout, FSDP1, or no FSDP."""
+    run_ranks(check_saving, 2, str(tmp_path))
+
+
+def check_evaluation_first(folder: str) -> str:
+    theirs = averaged(FSDP2, {}, **saving(folder, "full"))
+    with FSDP2():
+        trainer, ema, evaluations = make({}, load_path=path_of(folder, "full"))
+        trainer.eval()
+        at_save = theirs.evaluations[: len(evaluations)]
+        assert len(at_save) == len(theirs.evaluations) * SAVED_AT // BATCHES
+        assert close(evaluations, at_save), f"{evaluations}, {at_save}"
+        trainer.fit()
+        assert close(result(trainer).losses, theirs.losses[SAVED_AT:])
+        trainer.close()
+        trainer, ema, _ = make({}, load_path=path_of(folder, "full"))
+        averages = ema.ema_model.named_parameters_dict
+        averages["module.head.weight"] = averages.pop("module.wte.weight")
+        with pytest.raises(CheckpointError) as raised:
+            trainer.fit()
+        trainer.close()
+    return str(raised.value)
+
+
+def test_evaluation_before_training_goes_on(tmp_path: Path):
+    """An evaluation of what was loaded is one of the averages; averages of another model are not left alone."""
+    for message in run_ranks(check_evaluation_first, 2, str(tmp_path)):
+        assert "module.head.weight" in message
+        assert "load_ignore_keys" in message
+
+
+def check_late_start(folder: str) -> None:
+    import torch.distributed as dist
+
+    options: dict[str, Any] = {"ema_start": "3ba", "optimizer": "sgd"}
+    theirs = averaged(FSDP2, {}, **options)
+    for kind in ("full", "sharded"):
+        for is_mixed in (False, True):
+            what = f"{kind}, mixed initialisation: {is_mixed}"
+            config = {"state_dict_type": kind, "sync_module_states": is_mixed}
+            with torch.device("meta" if is_mixed and dist.get_rank() else "cpu"):
+                model = module_model()
+            place = f"{folder}/{what}"
+            averaged(FSDP2, config, **options, model=model, batches=SAVED_AT, **saving(place, kind))
+            resumed = averaged(FSDP2, config, **options, load_path=path_of(place, kind))
+            assert_alike(resumed, theirs, what, since=SAVED_AT)
+
+
+def test_checkpoint_from_before_the_first_average(tmp_path: Path):
+    """Until ema_start, EMA holds the model as the script built it, of which most ranks may have no values."""
+    run_ranks(check_late_start, 2, str(tmp_path))
