@@ -27,6 +27,7 @@ from composer_fsdp2.compat.ema import (
     replacement_for_context_manager,
     replacement_for_method,
 )
+from composer_fsdp2.compat.refusals import refuse_copies, replacement_for_export
 from composer_fsdp2.compat.saving import (
     replacement_for_batch_end,
     replacement_for_fit_end,
@@ -211,6 +212,8 @@ def _run_event(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run_event(self: Any, event: Event | str) -> Any:
         event = Event(event)
+        if event in (Event.INIT, Event.FIT_START):
+            refuse_copies(self.state)
         if event in _ENDS_OF_FORWARD:
             reshard(self.state.model)
         microbatching.before_event(self.state, event)
@@ -438,7 +441,7 @@ SEAMS = (
         module="composer.core.engine",
         name="Engine.run_event",
         make=_run_event,
-        why="callbacks at the end of an eval read plain tensors instead of the sharded parameters",
+        why="callbacks at the end of an eval read plain tensors; what copies the model failed in the midst of a run",
     ),
     Seam(
         module="composer.algorithms.gradient_clipping.gradient_clipping",
@@ -496,5 +499,11 @@ SEAMS = (
             why="the same; a resumed run ended with 'mixed torch.Tensor and DTensor'",
         )
         for name in ("swap_params", "transfer_ema_params", "move_params_to_device")
+    ),
+    Seam(
+        module="composer.utils.inference",
+        name="export_for_inference",
+        make=replacement_for_export,
+        why="rank 0 failed on an assertion of torch's, and the other ranks went on",
     ),
 )
