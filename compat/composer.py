@@ -27,7 +27,9 @@ from composer_fsdp2.compat.ema import (
     replacement_for_context_manager,
     replacement_for_method,
 )
+from composer_fsdp2.compat.llmfoundry import use_own_names
 from composer_fsdp2.compat.refusals import refuse_copies, replacement_for_export
+from composer_fsdp2.compat.resting import put_to_rest
 from composer_fsdp2.compat.saving import (
     replacement_for_batch_end,
     replacement_for_fit_end,
@@ -194,10 +196,6 @@ def _apply_fsdp(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply_fsdp
 
 
-# After these, callbacks and user code read parameters, and no forward follows that could use the gathered ones.
-_ENDS_OF_FORWARD = (Event.EVAL_END, Event.EVAL_STANDALONE_END, Event.EVAL_AFTER_ALL, Event.PREDICT_END)
-
-
 # Before these, a Trainer's ranks are at one place, whatever the model is: a batch less on one of them shows here.
 _MEETINGS = {
     Event.BEFORE_TRAIN_BATCH: "a training batch",
@@ -214,8 +212,9 @@ def _run_event(original: Callable[..., Any]) -> Callable[..., Any]:
         event = Event(event)
         if event in (Event.INIT, Event.FIT_START):
             refuse_copies(self.state)
-        if event in _ENDS_OF_FORWARD:
-            reshard(self.state.model)
+        put_to_rest(self.state, event)
+        if event is Event.FIT_START and is_sharded(self.state.model):
+            use_own_names(self.state)
         microbatching.before_event(self.state, event)
         if event in _MEETINGS:
             check_guard(self.state.model, _MEETINGS[event])
@@ -441,7 +440,7 @@ SEAMS = (
         module="composer.core.engine",
         name="Engine.run_event",
         make=_run_event,
-        why="callbacks at the end of an eval read plain tensors; what copies the model failed in the midst of a run",
+        why="callbacks read plain tensors after an eval; what copies the model, or matches FSDP1's names, failed late",
     ),
     Seam(
         module="composer.algorithms.gradient_clipping.gradient_clipping",
