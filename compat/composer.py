@@ -29,7 +29,7 @@ from composer_fsdp2.compat.ema import (
 )
 from composer_fsdp2.compat.llmfoundry import use_own_names
 from composer_fsdp2.compat.refusals import refuse_copies, replacement_for_export
-from composer_fsdp2.compat.resting import put_to_rest
+from composer_fsdp2.compat.resting import put_to_rest, replacement_for_run_callbacks
 from composer_fsdp2.compat.saving import (
     replacement_for_batch_end,
     replacement_for_fit_end,
@@ -441,6 +441,12 @@ SEAMS = (
         name="Engine.run_event",
         make=_run_event,
         why="callbacks read plain tensors after an eval; what copies the model, or matches FSDP1's names, failed late",
+    ),
+    Seam(
+        module="composer.core.engine",
+        name="Engine._run_callbacks",
+        make=replacement_for_run_callbacks,
+        why="after a callback that runs the model (Generate), the next one read plain tensors",
     ),
     Seam(
         module="composer.algorithms.gradient_clipping.gradient_clipping",

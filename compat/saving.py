@@ -134,7 +134,9 @@ _HOLDERS = ("algorithms", "callbacks")
 def _whole(value: Any, keeps: bool) -> Any:
     """The same with whole tensors for DTensors, or None in their place. Called on all ranks."""
     if isinstance(value, DTensor):
-        whole = value.to(value.device_mesh.device_type).full_tensor()  # where its group communicates
+        value = value.to(value.device_mesh.device_type)  # where its group communicates
+        assert isinstance(value, DTensor)
+        whole = value.full_tensor()
         return whole.cpu() if keeps else None
     if isinstance(value, dict):
         return {key: _whole(part, keeps) for key, part in value.items()}

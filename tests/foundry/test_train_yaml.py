@@ -183,6 +183,18 @@ def test_hugging_face_model_keeps_its_name(folder: str):
     run_ranks(check_llamas_files, 1, folder)
 
 
+def check_llama_meta(folder: str) -> None:
+    yaml = write_llama(folder)
+    theirs = train(FSDP1, yaml, folder, "llama-meta-fsdp1", "model.init_device=meta")
+    ours = train(FSDP2, yaml, folder, "llama-meta", "model.init_device=meta")
+    assert_alike(ours, theirs, "Llama, meta")
+
+
+def test_hugging_face_model_from_meta(folder: str):
+    """A Hugging Face model that was never built whole draws FSDP1's values, by its own initialisation."""
+    run_ranks(check_llama_meta, 2, folder)
+
+
 # --- the command
 
 FASTER = "optimizer.lr=6.0e-3"

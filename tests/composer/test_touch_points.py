@@ -1,0 +1,314 @@
+"""Algorithms, callbacks and calls of a Trainer that touch the model: what they did under FSDP1, they do here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import FSDP1, FSDP2, Under
+from ranks import run_ranks
+from torch.utils.data import DataLoader
+from trainers import close, fit, largest_difference, make_trainer, result
+
+pytestmark = pytest.mark.composer
+
+
+# --- algorithms and callbacks
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is given to the Trainer.
+
+    Args:
+        make: Algorithms, and callbacks.
+        logged: What the names of its metrics begin with.
+        is_timed: Its values are of the clock, so that only their names are alike.
+    """
+
+    make: Callable[[], tuple[list[Any], list[Any]]]
+    logged: tuple[str, ...] = ()
+    is_timed: bool = False
+
+
+def freezing() -> tuple[list[Any], list[Any]]:
+    from composer.algorithms import LayerFreezing
+
+    return [LayerFreezing(freeze_start=0.0, freeze_level=0.8)], []
+
+
+def monitors() -> tuple[list[Any], list[Any]]:
+    from composer.callbacks import ActivationMonitor, LRMonitor, NaNMonitor
+
+    return [], [LRMonitor(), ActivationMonitor(interval="2ba"), NaNMonitor()]
+
+
+def clocks() -> tuple[list[Any], list[Any]]:
+    from composer.callbacks import MemoryMonitor, RuntimeEstimator, SpeedMonitor
+
+    return [], [SpeedMonitor(window_size=2), RuntimeEstimator(skip_batches=1), MemoryMonitor()]
+
+
+CASES = {
+    "LayerFreezing": Case(freezing, ("layer_freezing/",)),
+    "monitors": Case(monitors, ("lr-", "activations/")),
+    "clocks": Case(clocks, ("throughput/", "time/"), is_timed=True),
+}
+
+
+def logged_run(under: Under, case: Case, **keys: Any) -> tuple[Any, dict[str, list[float]]]:
+    """A run over two epochs, and every metric of the case that it logged."""
+    from composer.loggers import InMemoryLogger
+
+    algorithms, callbacks = case.make()
+    logger = InMemoryLogger()
+    trained = fit(
+        under,
+        dict(keys),
+        optimizer="adamw",
+        batches=24,
+        eval_interval="5ba",
+        algorithms=algorithms,
+        callbacks=callbacks,
+        loggers=[logger],
+    )
+    metrics = {
+        # FSDP1's modules are there twice: the wrapper, and what is in it.
+        name.replace("._fsdp_wrapped_module", ""): [float(value) for _, value in values]
+        for name, values in logger.data.items()
+        if name.startswith(case.logged)
+    }
+    return trained, metrics
+
+
+def check_case(name: str) -> None:
+    warnings.simplefilter("ignore")
+    case = CASES[name]
+    theirs, expected = logged_run(FSDP1, case)
+    assert len(expected) >= 2, f"hardly anything is logged: {expected.keys()}"
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        ours, metrics = logged_run(FSDP2, case, sharding_strategy=strategy)
+        assert close(ours.losses, theirs.losses), f"{strategy}: {ours.losses}, {theirs.losses}"
+        assert metrics.keys() == expected.keys(), f"{strategy}: {metrics.keys() ^ expected.keys()}"
+        for metric, values in expected.items():
+            assert len(metrics[metric]) == len(values), f"{strategy}: {metric}"
+            if not case.is_timed:
+                assert metrics[metric] == pytest.approx(values, rel=1e-4, abs=1e-6), f"{strategy}: {metric}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_algorithms_and_callbacks_do_what_they_did_under_fsdp1(name: str):
+    """A curve that bends, or a panel of a dashboard that is empty or tells something else."""
+    run_ranks(check_case, 2, name)
+
+
+# --- SAM
+
+
+def sam_run(under: Under, parallelism: Any, **options: Any) -> Any:
+    from composer.algorithms import SAM
+
+    algorithms = [SAM(rho=0.5, interval=options.pop("interval", 1))]
+    return fit(under, parallelism, optimizer="adamw", algorithms=algorithms, eval_interval="2ba", **options)
+
+
+def check_sam() -> None:
+    warnings.simplefilter("ignore")
+    for interval in (1, 2):
+        # The norm of a shard is not that of the gradient: under FSDP1 SAM was right without shards only.
+        theirs = sam_run(FSDP1, {"sharding_strategy": "NO_SHARD"}, interval=interval)
+        for strategy in ("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP"):
+            ours = sam_run(FSDP2, {"sharding_strategy": strategy}, interval=interval)
+            what = f"{strategy}, every {interval}"
+            assert close(ours.losses, theirs.losses), f"{what}: {ours.losses}, {theirs.losses}"
+    with_shards = sam_run(FSDP1, {}, interval=interval)
+    assert not close(with_shards.losses, theirs.losses), "FSDP1's SAM is right now: compare every strategy with it"
+    plain = fit(FSDP2, {}, optimizer="adamw")
+    assert largest_difference(plain.losses, theirs.losses) > 1e-3, "SAM changes nothing"
+
+
+def test_sam_climbs_the_whole_gradient():
+    """With each rank's own norm, ranks would climb by different steps, and their shards part from one another."""
+    run_ranks(check_sam, 2)
+
+
+# --- eval, predict, several fits
+
+
+def note_outputs() -> Any:
+    """A callback that notes a number for each evaluation batch of this rank."""
+    from composer import Callback
+
+    class Note(Callback):
+        def __init__(self) -> None:
+            self.outputs: list[float] = []
+
+        def eval_after_forward(self, state: Any, logger: Any) -> None:
+            self.outputs.append(state.outputs.double().square().sum().item())
+
+    return Note()
+
+
+def loader(num_samples: int = 16) -> DataLoader[Any]:
+    from composer.utils import dist
+    from scripts.train_with_trainer import data
+
+    dataset = data(num_samples)
+    return DataLoader(dataset, batch_size=4, sampler=dist.get_sampler(dataset))
+
+
+def calls(trainer: Any) -> list[torch.Tensor]:
+    """A script that does not call fit once and end; returns this rank's predictions."""
+    predicted: list[torch.Tensor] = []
+    trainer.eval()
+    trainer.fit(duration="2ba")
+    predicted += trainer.predict(loader())
+    trainer.fit(duration="1ba")
+    trainer.eval(loader(8))
+    trainer.eval()
+    trainer.predict(loader(8), return_outputs=False)
+    trainer.fit(duration="1ba")
+    predicted += trainer.predict(loader(8))
+    return predicted
+
+
+def check_calls(folder: str) -> None:
+    results = {}
+    for under, config in ((FSDP1, {}), (FSDP2, {}), (FSDP2, {"sharding_strategy": "SHARD_GRAD_OP"})):
+        what = f"{under.__name__} {config}"
+        note = note_outputs()
+        with under():
+            # The saver's last one comes after a fit, where predictions were made in between.
+            place = f"{folder}/{len(results)}"
+            trainer = make_trainer(
+                {**config, "state_dict_type": "sharded"},
+                optimizer="adamw",
+                eval_interval="1ba",
+                callbacks=[note],
+                save_folder=place,
+                save_interval="1ba",
+            )
+            predicted = calls(trainer)
+            results[what] = (result(trainer), note.outputs, predicted)
+            trainer.close()
+    whole = fit(FSDP1, {}, optimizer="adamw")
+    theirs, their_outputs, their_predictions = results.pop("FSDP1 {}")
+    assert close(theirs.losses, whole.losses)
+    assert len(their_predictions) == 3
+    for what, (ours, outputs, predictions) in results.items():
+        assert close(ours.losses, theirs.losses), f"{what}: {ours.losses}, {theirs.losses}"
+        assert largest_difference(outputs, their_outputs) <= 1e-5, f"{what}: evaluations differ"
+        for actual, expected in zip(predictions, their_predictions, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        for name, value in theirs.parameters.items():
+            torch.testing.assert_close(ours.parameters[name], value, rtol=1e-4, atol=1e-5)
+    resumed = fit(FSDP2, {}, optimizer="adamw", load_path=f"{folder}/1/ep0-ba2")
+    assert close(resumed.losses, theirs.losses[2:]), f"{resumed.losses}, {theirs.losses}"
+
+
+def test_calls_in_any_order(tmp_path: Path):
+    """Evaluations and predictions before, between and after fits leave training, and what is saved, as they were."""
+    run_ranks(check_calls, 2, str(tmp_path))
+
+
+# --- parameters at every event
+
+BEFORE_SHARDING = {"init"}
+# A training step between its forward and its backward; FSDP1's parameters are whole there, too.
+IN_A_STEP = {"after_forward", "before_loss", "after_loss", "before_backward"}
+
+
+def reader(*events: str) -> Any:
+    """A callback that reads parameters at these events, or at all, and notes what it was given by event."""
+    from composer import Callback
+
+    class Reader(Callback):
+        def __init__(self) -> None:
+            self.seen: dict[str, set[str]] = {}
+
+        def run_event(self, event: Any, state: Any, logger: Any) -> None:
+            if not events or event.value in events:
+                found = {type(parameter).__name__ for parameter in state.model.parameters()}
+                named = {type(parameter).__name__ for _, parameter in state.model.named_parameters()}
+                assert found == named
+                self.seen.setdefault(event.value, set()).update(found)
+
+    return Reader()
+
+
+def generator() -> Any:
+    """A callback that runs the model itself, as those that look at samples do."""
+    from composer import Callback
+
+    class Generate(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            with torch.no_grad():
+                state.model([torch.arange(10).reshape(2, 5)])
+
+    return Generate()
+
+
+def check_events() -> None:
+    from composer.core import Event
+
+    theirs = fit(FSDP1, {}, optimizer="adamw", eval_interval="1ba")
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        read = reader()
+        with FSDP2():
+            trainer = make_trainer(
+                {"sharding_strategy": strategy},
+                optimizer="adamw",
+                eval_interval="1ba",
+                callbacks=[generator(), read],
+            )
+            calls(trainer)
+            trainer.fit(duration="1ep")
+            assert close(result(trainer).losses[:4], theirs.losses), strategy
+            trainer.close()
+        missed = {event.value for event in Event} - read.seen.keys()
+        assert missed <= {"iteration_start", "iteration_end", "iteration_checkpoint"}, (
+            f"events that did not run: {missed}"
+        )
+        plain = {name for name, kinds in read.seen.items() if kinds != {"DTensor"}} - BEFORE_SHARDING
+        assert plain == IN_A_STEP, f"{strategy}: plain parameters at {plain}"
+
+
+def test_parameters_are_sharded_at_every_event():
+    """A callback that counts, compares or copies parameters gets one kind of tensor, whatever ran before it."""
+    run_ranks(check_events, 2)
+
+
+def check_gathers() -> None:
+    """How often the root is gathered in an evaluation, with and without somebody who looks in between."""
+    from torch.distributed.fsdp import FSDPModule
+
+    def num_gathers(*callbacks: Any) -> int:
+        with FSDP2():
+            trainer = make_trainer({"sharding_strategy": "SHARD_GRAD_OP"}, eval_interval="1ba", callbacks=callbacks)
+            gathered = 0
+            root = next(module for module in trainer.state.model.modules() if isinstance(module, FSDPModule))
+            group = root._get_fsdp_state()._fsdp_param_group
+            unshard = group.unshard
+
+            def count(*args: Any, **kwargs: Any) -> Any:
+                nonlocal gathered
+                gathered += group.is_sharded
+                return unshard(*args, **kwargs)
+
+            group.unshard = count
+            trainer.eval()
+            trainer.close()
+        return gathered
+
+    assert num_gathers() == 1
+    assert num_gathers(reader("eval_end")) == 2  # it might look at any event
+
+
+def test_an_evaluation_gathers_once_where_nobody_looks():
+    """Parameters that SHARD_GRAD_OP keeps are not gathered again for each batch of an evaluation."""
+    run_ranks(check_gathers, 2)
