@@ -21,12 +21,12 @@ from composer_fsdp2._torch import ShardedGradScaler
 from composer_fsdp2.clipping import clip_grad_adaptive_, clip_grad_norm_
 from composer_fsdp2.compat import microbatching, monitoring
 from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
-from composer_fsdp2.compat.full_params import replacement_for_summon_full_params
 from composer_fsdp2.compat.ema import (
     replacement_for_compute_ema,
     replacement_for_context_manager,
     replacement_for_method,
 )
+from composer_fsdp2.compat.full_params import replacement_for_summon_full_params
 from composer_fsdp2.compat.llmfoundry import use_own_names
 from composer_fsdp2.compat.refusals import refuse_copies, replacement_for_export
 from composer_fsdp2.compat.resting import put_to_rest, replacement_for_run_callbacks

@@ -44,7 +44,9 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(key: Key):
 
 
 @pytest.mark.parametrize(
-    "key", [key for key in KEYS if key.kind in (Kind.INT, Kind.OPTIONAL_INT, Kind.OPTIONAL_SECONDS)], ids=lambda k: k.name
+    "key",
+    [key for key in KEYS if key.kind in (Kind.INT, Kind.OPTIONAL_INT, Kind.OPTIONAL_SECONDS)],
+    ids=lambda k: k.name,
 )
 def test_true_is_no_number(key: Key):
     """`forward_prefetch_limit: true` is a mistake, not 1."""

@@ -98,8 +98,9 @@ def train(model: nn.Module, votes: OutOfMemoryVote, fails_at: int | None, size: 
     snapshot = BatchSnapshot.take(model)
     batch = batch_of(dist.get_rank())
     failing = OutOfMemoryAt(fails_at)
+    microbatches = batch.split(size)
     with failing:
-        done = votes.succeeded(functools.partial(run_batch, model, batch.split(size)))
+        done = votes.succeeded(functools.partial(run_batch, model, microbatches))
     num_operations = failing.count
     while not done:
         model.zero_grad()
