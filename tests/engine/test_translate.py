@@ -831,6 +831,7 @@ BY_KIND = {
     Kind.BOOL_OR_INT: st.booleans() | st.sampled_from([1, 2, 4]),
     Kind.STR: st.text(max_size=5),
     Kind.OPTIONAL_STR: st.none() | st.text(max_size=5),
+    Kind.OPTIONAL_SECONDS: st.none() | st.floats(0.1, 100) | st.integers(1, 100),
     Kind.ANY: st.none() | st.booleans(),
 }
 ROWS = {key.name: SENSIBLE.get(key.name, BY_KIND[key.kind]) for key in KEYS}
