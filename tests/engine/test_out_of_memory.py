@@ -132,14 +132,14 @@ def check(config: dict[str, Any], num_points: int) -> None:
     begin(1)
     assert train(model, Vote(model), None, 4)[0] == 4
     expected = state_of(model)
-    for failing, total in enumerate(gather(total)):  # uneven shards: ranks have their own numbers of operations
-        for point in sorted(random.Random(0).sample(range(1, total + 1), min(num_points, total))):
+    for failing, num_operations in enumerate(gather(total)):  # shards are uneven, and so are these
+        for point in sorted(random.Random(0).sample(range(1, num_operations + 1), min(num_points, num_operations))):
             model = model_for(config)
             votes = Vote(model)
             votes.start()
             begin(1)
             size, _, raised = train(model, votes, point if dist.get_rank() == failing else None, 8)
-            where = f"{config}, rank {failing}, operation {point} of {total}"
+            where = f"{config}, rank {failing}, operation {point} of {num_operations}"
             assert raised == (dist.get_rank() == failing), where
             assert size == 4, where
             assert all(isinstance(p, DTensor) for p in model.parameters()), where

@@ -57,6 +57,7 @@ BY_KIND: dict[Kind, st.SearchStrategy[Any]] = {
     Kind.BOOL_OR_INT: st.booleans() | st.integers(1, 4),
     Kind.STR: st.text(max_size=5),
     Kind.OPTIONAL_STR: st.none() | st.text(max_size=5),
+    Kind.OPTIONAL_SECONDS: st.none() | st.floats(0.1, 100) | st.integers(1, 100),
     Kind.ANY: st.none(),
 }
 PLAIN_VALUES = {key.name: PLAIN.get(key.name, BY_KIND[key.kind]) for key in KEYS}
