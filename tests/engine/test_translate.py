@@ -820,6 +820,7 @@ SENSIBLE = {
     "sharding_strategy": st.sampled_from([s.name for s in ShardingStrategy]),
     "backward_prefetch": st.sampled_from(["NONE", "BACKWARD_PRE", "BACKWARD_POST"]),
     "mixed_precision": st.sampled_from(["FULL", "DEFAULT", "PURE", {"param_dtype": "bf16"}]),
+    "gradient_sync": st.sampled_from(["every", "last", "defer_replica"]),
     "state_dict_type": st.sampled_from(["full", "sharded", None]),
     "data_parallel_shard_degree": st.sampled_from([-1, 1, 2, 4]),
     "data_parallel_replicate_degree": st.sampled_from([None, -1, 1, 2, 4]),

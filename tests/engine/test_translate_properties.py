@@ -37,6 +37,7 @@ PLAIN: dict[str, st.SearchStrategy[Any]] = {
     "data_parallel_shard_degree": st.sampled_from([-1, -1, 1, 2, 4]),
     "data_parallel_replicate_degree": st.sampled_from([None, None, -1, 1, 2, 4]),
     "reshard_after_forward": st.sampled_from([True, False, 1, 2]),
+    "gradient_sync": st.sampled_from(["every", "last", "defer_replica"]),
     "state_dict_type": st.sampled_from([None, "full", "sharded"]),
     "cpu_offload": st.none() | st.booleans(),
     "process_group": st.sampled_from([None, None, "self", "set2", "mod2", [0, 1], ["set2", "mod2"]]),
