@@ -21,11 +21,7 @@ from composer_fsdp2._torch import ShardedGradScaler
 from composer_fsdp2.clipping import clip_grad_adaptive_, clip_grad_norm_
 from composer_fsdp2.compat import microbatching, monitoring
 from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
-from composer_fsdp2.compat.ema import (
-    replacement_for_compute_ema,
-    replacement_for_context_manager,
-    replacement_for_method,
-)
+from composer_fsdp2.compat.ema import replacement_for_compute_ema, replacement_for_method
 from composer_fsdp2.compat.full_params import replacement_for_summon_full_params
 from composer_fsdp2.compat.llmfoundry import use_own_names
 from composer_fsdp2.compat.refusals import refuse_copies, replacement_for_export
@@ -483,12 +479,6 @@ SEAMS = (
         name="ActivationMonitor.forward_hook",
         make=monitoring.replacement_for_forward_hook,
         why="the same",
-    ),
-    Seam(
-        module=_EMA,
-        name="get_model_context_manager",
-        make=replacement_for_context_manager,
-        why="after a forward without gradients parameters are plain tensors, and averages are DTensors",
     ),
     Seam(
         module=_EMA,

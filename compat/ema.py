@@ -3,10 +3,8 @@
 Under FSDP1 Composer gathered the whole model for each update, and every rank kept whole averages.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,23 +17,9 @@ from composer_fsdp2.checkpoint.target import Box
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharded import is_sharded, reshard
 
-__all__ = ["replacement_for_compute_ema", "replacement_for_context_manager", "replacement_for_method"]
+__all__ = ["replacement_for_compute_ema", "replacement_for_method"]
 
 _DDP = "module."
-
-
-def replacement_for_context_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``composer.algorithms.ema.ema.get_model_context_manager``: averages are made of shards, so it gathers nothing."""
-
-    @functools.wraps(original)
-    def get_model_context_manager(model: nn.Module) -> AbstractContextManager[Any]:
-        if not is_sharded(model):
-            manager: AbstractContextManager[Any] = original(model)
-            return manager
-        reshard(model)
-        return contextlib.nullcontext()
-
-    return get_model_context_manager
 
 
 def replacement_for_method(original: Callable[..., Any]) -> Callable[..., Any]:
