@@ -41,8 +41,7 @@ GPT2 = {**SMALL, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "ti
 GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 LLAMA = {**SMALL, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CASES = {
-    "mpt": Case("MPTForCausalLM"),
-    "mpt-mixed": Case("MPTForCausalLM", options=("model.init_device=mixed",)),
+    "mpt": Case("MPTForCausalLM", options=("model.init_device=mixed",)),
     "gpt2": Case("GPT2LMHeadModel", GPT2, options=("fsdp_config.state_dict_type=full",)),
     "lora": Case("LlamaForCausalLM", LLAMA, {"peft_config": LORA}),
 }
