@@ -41,6 +41,7 @@ TITLES = {
     HAND: "fully_shard by hand",
     "ours": "composer_fsdp2",
     "voting": "composer_fsdp2, voting",
+    "in step": "composer_fsdp2, ranks in step",
     "revision": "composer_fsdp2 of the revision",
     "composer": "Composer's FSDP2",
     "fsdp1": "FSDP1",
@@ -125,7 +126,7 @@ def _options(given: argparse.Namespace) -> Options:
 def _variants(given: argparse.Namespace) -> tuple[str, ...]:
     if given.against is None:
         return tuple(given.variants or BESIDE)
-    return ("ours", "voting", "revision", *(given.variants or ()))
+    return ("ours", "voting", "in step", "revision", *(given.variants or ()))
 
 
 @contextmanager

@@ -5,14 +5,19 @@ Composer's ``prepare_fsdp_module`` gives it by default (composer/distributed/dis
 itself, so that it needs no Composer.
 """
 
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from models import Block, Model, Shape
 from torch import nn
 
@@ -89,7 +94,7 @@ def _hand(model: Model, setting: Setting) -> Trainee:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(setting.device.type, (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
     dtype = torch.bfloat16 if setting.low_precision else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     for block in model.decoder.blocks:
@@ -113,6 +118,51 @@ def _voting(model: Model, setting: Setting) -> Trainee:
     trainee = _ours(model, setting)
     OutOfMemoryVote(trainee.model).start()
     return trainee
+
+
+def _in_step(model: Model, setting: Setting) -> Trainee:
+    """Each rank waits for the others before each collective, as with votes, told by a byte in a pipe: the least that
+    votes of any kind cost, as a collective is then launched on all ranks at once and no rank's part of it ahead.
+    """
+    from composer_fsdp2._torch import watch_collectives
+    from composer_fsdp2.sharded import units
+
+    trainee, pipes = _ours(model, setting), _pipes()
+
+    def wait_for_others(_: object) -> None:
+        for pipe in pipes.to_others:
+            os.write(pipe, b".")
+        for pipe in pipes.from_others:
+            os.read(pipe, 1)
+
+    watch_collectives(units(trainee.model), wait_for_others)
+    return trainee
+
+
+@dataclass(frozen=True, slots=True)
+class _Pipes:
+    to_others: list[int]
+    from_others: list[int]
+
+
+def _pipes() -> _Pipes:
+    """Between all ranks, which are on one machine."""
+    rank, others = dist.get_rank(), [other for other in range(dist.get_world_size()) if other != dist.get_rank()]
+    folders = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
+    for other in others:
+        os.mkfifo(folder / f"{rank}-{other}")
+    dist.barrier()
+    # For reading and writing: an end alone would wait for the other one.
+    pipes = _Pipes(
+        [os.open(folder / f"{rank}-{other}", os.O_RDWR) for other in others],
+        [os.open(folder / f"{other}-{rank}", os.O_RDWR) for other in others],
+    )
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+    return pipes
 
 
 def _revision(model: Model, setting: Setting) -> Trainee:
@@ -176,6 +226,7 @@ _BUILDERS: dict[str, Callable[[Model, Setting], Trainee]] = {
     "hand": _hand,
     "ours": _ours,
     "voting": _voting,
+    "in step": _in_step,
     "revision": _revision,
     "composer": _composer,
     "fsdp1": _fsdp1,

@@ -73,6 +73,29 @@ def test_shard_grad_op_gathers_less_than_composers_fsdp2(step: dict[str, Any]):
         assert ours == theirs
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git repository")
+def test_a_step_against_a_revision():
+    """The package of another commit trains in the same processes; only votes communicate more than without."""
+    sizes = [word for name, size in TINY.items() for word in (f"--{name}", str(size))]
+    step = benchmark("step.py", "--device", "cpu", "--against", "HEAD", *sizes)
+    collectives = step["collectives"]
+    assert collectives.keys() == {"hand", "ours", "voting", "in step", "revision"}
+    assert collectives["revision"] == collectives["in step"] == collectives["ours"]
+    votes = collectives["voting"].pop("allreduce_")
+    assert collectives["voting"] == collectives["ours"]
+    assert votes["calls"] == sum(each["calls"] for each in collectives["ours"].values())
+    assert set(step["loss_difference"].values()) == {0}
+    assert len([bar for bar in step["bars"] if "revision" in bar["promise"]]) == 1
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git repository")
+def test_a_revision_that_is_not_there():
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--against", "no-such-commit"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 1
+    assert "--against no-such-commit" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_the_object_of_the_set_up():
     """Each size has its row, and the three parts of our time are all there."""
     result = benchmark("setup.py", "--modules", "20", "50", "--repeat", "1")
