@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2.agreement import gather
+from composer_fsdp2.guard import CollectiveGuard
 from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote
 
 FULL = {"mixed_precision": "FULL"}
@@ -43,8 +45,8 @@ class OutOfMemoryAt(TorchDispatchMode):
         self.raised = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A vote lies in the host's memory, of which there is enough.
-        if func.namespace != "c10d" and not VOTING:
+        # A vote and a guard's numbers lie in the host's memory, of which there is enough.
+        if func.namespace != "c10d" and not IN_HOST_MEMORY:
             self.count += 1
             if self.count == self.number:
                 self.raised = True
@@ -52,16 +54,22 @@ class OutOfMemoryAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-VOTING: list[bool] = []
+IN_HOST_MEMORY: list[bool] = []
+
+
+@contextmanager
+def in_host_memory() -> Iterator[None]:
+    IN_HOST_MEMORY.append(True)
+    try:
+        yield
+    finally:
+        IN_HOST_MEMORY.pop()
 
 
 class Vote(OutOfMemoryVote):
     def _cast(self, is_out: bool) -> bool:
-        VOTING.append(True)
-        try:
+        with in_host_memory():
             return super()._cast(is_out)
-        finally:
-            VOTING.pop()
 
 
 class Counted(nn.Module):
@@ -153,6 +161,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
     "recomputed": {"activation_checkpointing": True},
     "accumulated": {"gradient_sync": "last", "reshard_after_backward": False},
+    "guarded": {"collective_guard": 20},
 }
 OF_FOUR_RANKS: dict[str, dict[str, Any]] = {
     "replicas": HSDP,
@@ -162,8 +171,9 @@ OF_FOUR_RANKS: dict[str, dict[str, Any]] = {
 
 
 def check_all(configs: dict[str, dict[str, Any]], num_points: int) -> None:
-    for config in configs.values():
-        check(config, num_points)
+    with mock.patch.object(CollectiveGuard, "check", in_host_memory()(CollectiveGuard.check)):
+        for config in configs.values():
+            check(config, num_points)
 
 
 def test_out_of_memory_anywhere():
