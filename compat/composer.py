@@ -389,6 +389,15 @@ SEAMS = (
         make=microbatching.replacement_for_init,
         why="device_train_microbatch_size 'auto' was refused with FSDP2",
     ),
+    *(
+        Seam(
+            module=_TRAINER,
+            name=f"Trainer.{name}",
+            make=microbatching.replacement_for_run,
+            why="after an error that a script caught, gradients that had not been communicated were trained on next",
+        )
+        for name in ("fit", "eval", "predict")
+    ),
     Seam(
         module=_TRAINER,
         name="Trainer._train_batch",

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from composer_fsdp2.fsdp1.attributes import say_what_replaces
 from composer_fsdp2.full_params import summon_full_params
+from composer_fsdp2.sharded import is_sharded
 
 __all__ = ["replacement_for_summon_full_params"]
 
@@ -22,10 +23,11 @@ def replacement_for_summon_full_params(original: Any) -> Any:
         if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
             under_fsdp1: AbstractContextManager[None] = fsdp1(module, *args, **kwargs)
             return under_fsdp1
-        say_what_replaces(
-            "FullyShardedDataParallel.summon_full_params",
-            "write `with composer_fsdp2.summon_full_params(module):`",
-        )
+        if is_sharded(module):
+            say_what_replaces(
+                "FullyShardedDataParallel.summon_full_params",
+                "write `with composer_fsdp2.summon_full_params(module):`",
+            )
         return summon_full_params(module, *args, **kwargs)
 
     return staticmethod(summon)

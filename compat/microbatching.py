@@ -3,15 +3,15 @@
 Composer halves the microbatch and repeats the batch where a rank is out of memory; its hooks know FSDP1's modules only.
 Here ranks vote ([Note: votes] in ``out_of_memory.py``), and everything that the batch changed is as before it.
 
-A batch cannot be repeated any more once a rank has begun to clip or to step (``_Recovery.is_committed``): out of memory
-there is an error on all ranks.
+A batch cannot be repeated any more once its gradients are clipped or stepped with (``_Recovery.is_committed``): a rank
+that is out of memory there raises at once, and the others end with it.
 """
 
 import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,8 @@ import torch
 from composer.core import Evaluator, Event, State
 from composer.devices import Device
 from composer.trainer import trainer as composer_trainer
-from composer.utils import get_device
+from composer.utils import ParallelismConfig, get_device
+from torchmetrics import Metric
 
 from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote, PeerOutOfMemoryError, is_out_of_memory, reset
 from composer_fsdp2.sharded import is_sharded
@@ -36,6 +37,7 @@ __all__ = [
     "replacement_for_init",
     "replacement_for_is_oom",
     "replacement_for_readd_hooks",
+    "replacement_for_run",
     "replacement_for_train_batch",
 ]
 
@@ -59,6 +61,11 @@ class _Recovery:
         self.is_committed = False
         if self._num_clean < _CLEAN_BATCHES:
             self.votes.start()
+
+    def vote_at_the_end(self) -> None:
+        """The vote after which the ranks communicate about the gradients."""
+        if self.votes.is_on:
+            self.votes.check("the end of the last microbatch")
 
     def note_clean(self) -> None:
         self._num_clean += 1
@@ -94,17 +101,9 @@ def replacement_for_init(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        parsed = self._parse_parallelism_config(given.get("parallelism_config"))
-        is_ours = (
-            given.get("device_train_microbatch_size") == "auto" and parsed is not None and parsed.fsdp2 is not None
-        )
+        is_ours = given["device_train_microbatch_size"] == "auto" and _will_be_sharded(given["parallelism_config"])
         if is_ours:
-            device = given.get("device")
-            composer_trainer._is_auto_microbatching(
-                "auto", device if isinstance(device, Device) else get_device(device)
-            )
-            if given.get("profiler") is not None:
-                raise ValueError("device_train_microbatch_size='auto' is not compatible with the profiler")
+            _refuse_as_composer(given)
             given["device_train_microbatch_size"] = None
         original(*bound.args, **bound.kwargs)
         _TIMEOUTS[self.state] = timedelta(seconds=given["dist_timeout"])
@@ -112,6 +111,39 @@ def replacement_for_init(original: Callable[..., Any]) -> Callable[..., Any]:
             self.state.auto_microbatching = True
 
     return __init__
+
+
+def _will_be_sharded(config: Any) -> bool:
+    if isinstance(config, Mapping):
+        return any(config.get(name) is not None for name in ("fsdp", "fsdp2"))
+    return isinstance(config, ParallelismConfig) and (config.fsdp is not None or config.fsdp2 is not None)
+
+
+def _refuse_as_composer(given: Mapping[str, Any]) -> None:
+    """Where 'auto' cannot be, as ``Trainer.__init__`` says it."""
+    device = given["device"]
+    composer_trainer._is_auto_microbatching("auto", device if isinstance(device, Device) else get_device(device))
+    if given["profiler"] is not None:
+        raise ValueError("device_train_microbatch_size='auto' is not compatible with the profiler")
+    if hasattr(given["train_dataloader"], "seq_parallel_world_size"):
+        raise ValueError("device_train_microbatch_size='auto' is not compatible with sequence parallelism")
+
+
+def replacement_for_run(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer.fit``, ``eval`` and ``predict``: an error that a script catches leaves the model as between batches."""
+
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            if is_sharded(self.state.model):
+                reset(self.state.model)
+            if self.state in _RECOVERIES:
+                _RECOVERIES[self.state].votes.stop()
+            raise
+
+    return run
 
 
 def replacement_for_train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,12 +155,7 @@ def replacement_for_train_batch(original: Callable[..., Any]) -> Callable[..., A
         if not state.auto_microbatching or not is_sharded(state.model):
             losses: dict[str, torch.Tensor] = original(self, use_grad_scaling)
             return losses
-        recovery = _recovery_of(state)
-        try:
-            return _train_until_it_fits(self, recovery, lambda: original(self, use_grad_scaling))
-        except BaseException:
-            recovery.votes.stop()  # the run ends here
-            raise
+        return _train_until_it_fits(self, _recovery_of(state), lambda: original(self, use_grad_scaling))
 
     return _train_batch
 
@@ -138,40 +165,71 @@ def _train_until_it_fits(
 ) -> dict[str, torch.Tensor]:
     state: State = trainer.state
     batch, first_size, retries = state.batch, state.device_train_microbatch_size, trainer.cumulative_alloc_retries
+    # Also when votes have ended: a batch that all ranks are out of memory for is still repeated.
     snapshot = BatchSnapshot.take(state.model)
     results: list[dict[str, torch.Tensor]] = []
+
+    def run() -> None:
+        try:
+            results.append(attempt())
+        except RuntimeError as error:
+            if recovery.is_committed and is_out_of_memory(error):
+                # No vote: the others may be in a collective of the clipping or the step, which would not end.
+                raise RuntimeError(_TOO_LATE.format(size=state.device_train_microbatch_size)) from error
+            raise
+
     while True:
         recovery.begin_batch()
         with _composers_off(state, recovery):
-            is_done = recovery.votes.succeeded(lambda: results.append(attempt()))
+            is_done = recovery.votes.succeeded(run)
         if is_done:
             break
-        if recovery.is_committed:
-            raise RuntimeError(
-                "CUDA out of memory after the gradients were there (in clipping, an algorithm or the optimizer's step) "
-                "on this rank or another: the batch cannot be repeated. Set device_train_microbatch_size below "
-                f"{state.device_train_microbatch_size}, or save memory elsewhere"
-            )
         composer_trainer._adjust_device_train_microbatch_size(state)
-        snapshot.restore(state.model)
+        snapshot.restore()
         state.batch = batch
         recovery.expect_more()
     if first_size == state.device_train_microbatch_size:
         recovery.note_clean()
-        _watch_thrashing(trainer, retries)
+        _watch_thrashing(trainer, recovery, retries)
     return results[-1]
+
+
+_TOO_LATE = (
+    "out of memory after the gradients were there (in clipping, an algorithm or the optimizer's step): the batch "
+    "cannot be repeated. Set device_train_microbatch_size below {size}, or save memory elsewhere"
+)
 
 
 @contextmanager
 def _composers_off(state: State, recovery: _Recovery) -> Iterator[None]:
     state.auto_microbatching, recovery.is_training = False, True
     try:
-        yield
+        with _voting_before_unscaling(state.scaler, recovery):
+            yield
     finally:
         state.auto_microbatching, recovery.is_training = True, False
 
 
-def _watch_thrashing(trainer: Any, retries_before: int) -> None:
+@contextmanager
+def _voting_before_unscaling(scaler: Any, recovery: _Recovery) -> Iterator[None]:
+    """The scaler of fp16 asks all ranks for overflows before the event that ends a batch."""
+    if scaler is None:
+        yield
+        return
+    unscale = scaler.unscale_
+
+    def unscale_(optimizer: torch.optim.Optimizer) -> None:
+        recovery.vote_at_the_end()
+        unscale(optimizer)
+
+    scaler.unscale_ = unscale_
+    try:
+        yield
+    finally:
+        del scaler.unscale_
+
+
+def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> None:
     """Halve the next batch's microbatch where the allocator had to free and try again in two batches in a row.
 
     Composer repeats the batch then, which the optimizer has stepped for already.
@@ -182,8 +240,15 @@ def _watch_thrashing(trainer: Any, retries_before: int) -> None:
     count = composer_trainer._update_num_consecutive_thrashes(state, trainer.num_consecutive_thrashes, retries_before)
     trainer.num_consecutive_thrashes = count
     if count >= 2 and state.device_train_microbatch_size > 1:
-        composer_trainer._adjust_device_train_microbatch_size(state)
+        # Not Composer's function for it, which clears the gradients and the loss that callbacks read next.
+        state.device_train_microbatch_size = max(state.device_train_microbatch_size // 2, 1)
+        log.warning(
+            "the allocator freed its memory and tried again in two batches in a row; from the next batch on "
+            "device_train_microbatch_size is %s",
+            state.device_train_microbatch_size,
+        )
         trainer.num_consecutive_thrashes = 0
+        recovery.expect_more()
 
 
 def after_event(state: State, event: Event) -> None:
@@ -206,8 +271,7 @@ def before_event(state: State, event: Event) -> None:
     recovery = _RECOVERIES.get(state)
     if recovery is None or not recovery.is_training or event is not Event.AFTER_TRAIN_BATCH:
         return
-    if recovery.votes.is_on:
-        recovery.votes.check("the end of the last microbatch")
+    recovery.vote_at_the_end()
     recovery.is_committed = True
 
 
@@ -224,12 +288,17 @@ class _Evaluation:
     evaluator: Evaluator
     metrics: dict[str, Any]
     snapshot: BatchSnapshot | None = None
-    values: dict[str, dict[str, Any]] | None = None
+    values: list[tuple[Metric, dict[str, Any]]] | None = None
     is_known: bool = False
+
+    def _all_metrics(self) -> Iterator[Metric]:
+        """Those inside of others, too."""
+        for outer in self.metrics.values():
+            yield from (metric for metric in outer.modules() if isinstance(metric, Metric))
 
     def begin_batch(self) -> None:
         self.snapshot = BatchSnapshot.take(self.state.model)
-        self.values = {name: copy.deepcopy(_values(metric)) for name, metric in self.metrics.items()}
+        self.values = [(metric, copy.deepcopy(_values(metric))) for metric in self._all_metrics()]
         self.is_known = False
         self.recovery.begin_batch()
 
@@ -260,18 +329,22 @@ class _Evaluation:
         assert self.snapshot is not None
         assert self.values is not None
         reset(self.state.model)
-        self.snapshot.restore(self.state.model)
-        for name, metric in self.metrics.items():
-            for attribute, value in copy.deepcopy(self.values[name]).items():
+        self.snapshot.restore()
+        for metric, values in self.values:
+            for attribute, value in copy.deepcopy(values).items():
                 setattr(metric, attribute, value)
         self.is_known = False
         self.recovery.expect_more()
         self.recovery.votes.start()
 
 
-def _values(metric: Any) -> dict[str, Any]:
-    """What updates change in a metric."""
-    return {**metric.metric_state, "_update_count": metric._update_count, "_computed": metric._computed}
+def _values(metric: Metric) -> dict[str, Any]:
+    """What updates change in a metric: its state, and what it keeps beside in attributes of its own."""
+    own = {name: value for name, value in vars(metric).items() if name[0] != "_" and isinstance(value, _PLAIN)}
+    return {**own, **metric.metric_state, "_update_count": metric._update_count, "_computed": metric._computed}
+
+
+_PLAIN = (int, float, str, list, dict, set, torch.Tensor)
 
 
 _evaluation: _Evaluation | None = None  # Composer's functions below are not told which

@@ -132,14 +132,21 @@ _HOLDERS = ("algorithms", "callbacks")
 
 
 def _whole(value: Any, keeps: bool) -> Any:
-    """The same with whole tensors for DTensors, or None in their place. Called on all ranks."""
+    """The same with whole tensors for DTensors, or None in their place; the very same where there are none.
+
+    Called on all ranks.
+    """
+    if next(_shards(value), None) is None:
+        return value
     if isinstance(value, DTensor):
         value = value.to(value.device_mesh.device_type)  # where its group communicates
         assert isinstance(value, DTensor)
         whole = value.full_tensor()
         return whole.cpu() if keeps else None
     if isinstance(value, dict):
-        return {key: _whole(part, keeps) for key, part in value.items()}
+        whole_dict = copy.copy(value)  # of the same class, in the same order
+        whole_dict.update((key, _whole(part, keeps)) for key, part in value.items())
+        return whole_dict
     if type(value) in (list, tuple):
         return type(value)(_whole(part, keeps) for part in value)
     return value

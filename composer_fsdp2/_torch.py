@@ -44,6 +44,7 @@ __all__ = [
     "default_store",
     "distinct_units",
     "has_accelerator",
+    "has_unreduced_gradients",
     "is_compiled",
     "is_in_pass",
     "is_inside_unit",
@@ -251,7 +252,7 @@ def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
     is_there = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device)
     buffer = torch.cat([*(gradient.detach().flatten().to(dtype) for gradient in gradients), is_there])
     for axis in range(mesh.ndim):
-        dist.all_reduce(buffer, group=mesh.get_group(axis))
+        _launching.dist.all_reduce(buffer, group=mesh.get_group(axis))  # watched like the units' own
     # Read only where something is missing: on a GPU it waits for the reduction.
     num_there = buffer[-len(parameters) :].tolist() if any(p.grad is None for p in parameters) else None
     averaged = (buffer[: -len(parameters)] / mesh.size()).split([p.numel() for p in parameters])
@@ -271,11 +272,12 @@ def _groups_of(state: Any) -> list[Any]:
 def repair_unit_backward(module: FSDPModule) -> None:
     """Two things that ``fully_shard`` leaves undone where the backward of one unit ends.
 
-    Parameters that the backward did not reach get gradients of zero, once any of the unit has one. FSDP1's flat
-    parameter had its gradient whole. ``fully_shard`` reduces those that are there: ranks whose batches read different
-    parameters (experts, branches) would then add up the gradients of different ones, without an error. torch 2.13 has a
-    switch for it, off by default, that fills units without any gradient as well, on which FSDP1 left the optimizer
-    nothing to decay.
+    Parameters that the backward did not reach get gradients of zero, once any of the unit has one, in this microbatch
+    or, where their reduction over replicas was put off, in one before. FSDP1's flat parameter had its gradient whole.
+    ``fully_shard`` reduces those that are there: ranks whose batches read different parameters (experts, branches)
+    would then add up the gradients of different ones, without an error; and a unit that the last microbatch does not
+    run would keep what was put off until then to itself. torch 2.13 has a switch for it, off by default, that fills
+    units without any gradient as well, on which FSDP1 left the optimizer nothing to decay.
 
     And the unit is no longer in its backward. Left so until the whole backward ends, a recomputation that runs the unit
     once more (it lies inside a checkpointed module that runs twice) would neither gather (2.7 raises) nor reduce its
@@ -300,12 +302,17 @@ class _EndUnitBackward:
             if hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad
         ]
         missing = [parameter for parameter in trainable if not _has_gradient(parameter)]
-        if 0 < len(missing) < len(trainable):
+        if len(missing) < len(trainable) or self._is_reduction_due():
             for parameter in missing:
                 unsharded = parameter._unsharded_param
                 unsharded.grad = torch.zeros_like(unsharded)
         type(self.group).post_backward(self.group, *unused)
         self.state._training_state = TrainingState.IDLE
+
+    def _is_reduction_due(self) -> bool:
+        """Whether earlier microbatches left gradients that wait for this one's all-reduce over replicas."""
+        group = self.group
+        return group.reduce_grads and group.all_reduce_grads and group._partial_reduce_output is not None
 
 
 def _has_gradient(parameter: Any) -> bool:
@@ -316,15 +323,16 @@ def _has_gradient(parameter: Any) -> bool:
 # A forward or backward that an error ended.
 
 
-def reset_after_error(root: FSDPModule) -> None:
-    """Put a root and all units below it into the state that they have between steps, and drop unfinished gradients.
+def reset_after_error(unit: FSDPModule) -> None:
+    """Put what a forward began with, and all units below it, into the state that they have between steps.
 
-    Waits for collectives that are on their way. ``.grad`` of the sharded parameters is the optimizer's to clear.
-    torch 2.13 has ``reset_iter_state`` for it (without the gradients of microbatches that were not communicated).
+    Drops unfinished gradients, and waits for collectives that are on their way. ``.grad`` of the sharded parameters is
+    the optimizer's to clear. Of a unit that no forward began with nothing is changed. torch 2.13 has
+    ``reset_iter_state`` for it (without the gradients of microbatches that were not communicated).
     """
-    state: Any = root._get_fsdp_state()
-    if state._is_root is None:
-        return  # no forward has begun
+    root, state = unit, _state_of(unit)
+    if not state._is_root:
+        return
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:
@@ -424,6 +432,18 @@ def parameters_of_unit(unit: FSDPModule) -> list[UnitParameter]:
             places = ((info.module, info.param_name), *shared)
             found.append(UnitParameter(sharded=parameter.sharded_param, places=places))
     return found
+
+
+def has_unreduced_gradients(unit: FSDPModule) -> bool:
+    """Whether gradients of the unit wait for a later microbatch to be communicated."""
+    return any(
+        group._partial_reduce_output is not None or any(map(_has_gradient_unreduced, group.fsdp_params))
+        for group in _groups_of(_state_of(unit))
+    )
+
+
+def _has_gradient_unreduced(parameter: Any) -> bool:
+    return hasattr(parameter, "_unsharded_param") and _has_gradient(parameter)
 
 
 def is_in_pass(unit: FSDPModule) -> bool:
@@ -535,7 +555,7 @@ class InFlight:
     Args:
         unit: The path of the unit's module.
         kind: all-gather, reduce-scatter or all-reduce.
-        phase: forward or backward.
+        phase: forward, backward, or unshard() where a script called it.
     """
 
     unit: str
@@ -564,36 +584,37 @@ def watch_collectives(
         units: By path; each unit once.
         first: Ahead of those that watch already.
     Returns:
-        A function that ends it. Until then each collective costs a few Python calls more.
+        A function that ends it. Until then each collective costs a few Python calls more. A watch ends with its model,
+        too, which it does not keep alive.
     """
     watch = _Watch(before)
-    undo = [
-        patched
-        for path, module in units.items()
-        for group in _groups_of(module._get_fsdp_state())
-        for patched in (_replace_call(group, name, path, watch) for name in ("unshard", "post_backward"))
-    ]
-    _watched.insert(0 if first else len(_watched), watch)
+    undo = []
+    for path, module in units.items():
+        state = _state_of(module)
+        # The end of a backward averages what lies whole on every rank.
+        undo.append(_replace_call(state, "_root_post_backward_final_callback", path, watch))
+        for group in _groups_of(state):
+            undo.extend(_replace_call(group, name, path, watch) for name in ("unshard", "post_backward"))
+    listed = weakref.ref(watch, _forget)
+    _watched.insert(0 if first else len(_watched), listed)
     _launching.dist = _WatchedDistributed()
-    for module in units.values():
-        weakref.finalize(module, _end, watch)  # for a watch that ends with its model
 
     def stop() -> None:
-        _end(watch)
-        for put_back in undo:
+        _forget(listed)
+        for put_back in reversed(undo):
             put_back()
 
     return stop
 
 
-def _end(watch: "_Watch") -> None:
-    if watch in _watched:
-        _watched.remove(watch)
+def _forget(listed: "weakref.ref[_Watch]") -> None:
+    if listed in _watched:
+        _watched.remove(listed)
     if not _watched:
         _launching.dist = dist
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Watch:
     before: Callable[[InFlight], None]
     unit: str = ""
@@ -601,25 +622,27 @@ class _Watch:
     depth: int = 0
 
 
-_watched: list[_Watch] = []
+# Weakly: the units hold their watch, in what replaces their methods.
+_watched: "list[weakref.ref[_Watch]]" = []
 _launching: Any = _fsdp_collectives
+_PHASES = {TrainingState.FORWARD: "forward", TrainingState.IDLE: "unshard()"}
 
 
-def _replace_call(group: Any, name: str, path: str, watch: _Watch) -> Callable[[], None]:
-    """Note which unit works while a method of its group runs."""
-    method = getattr(group, name)  # or another replacement of ours
+def _replace_call(owner: Any, name: str, path: str, watch: _Watch) -> Callable[[], None]:
+    """Note which unit works while a method of its state, or of one of its groups, runs."""
+    method = getattr(owner, name)  # or another replacement of ours
 
     def call(*args: Any, **kwargs: Any) -> Any:
         outer = watch.unit, watch.phase
         watch.unit, watch.depth = path, watch.depth + 1
-        watch.phase = "forward" if group._training_state == TrainingState.FORWARD else "backward"
+        watch.phase = _PHASES.get(owner._training_state, "backward") if name == "unshard" else "backward"
         try:
             return method(*args, **kwargs)
         finally:
             watch.unit, watch.phase = outer
             watch.depth -= 1
 
-    return _put_in_place(group, name, call)
+    return _put_in_place(owner, name, call)
 
 
 def _put_in_place(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
@@ -647,14 +670,14 @@ class _WatchedDistributed:
 
 
 def _launch(function: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:
-    watching = [watch for watch in _watched if watch.depth]
+    watching = [watch for listed in _watched if (watch := listed()) is not None and watch.depth]
     announced = [InFlight(watch.unit, kind, watch.phase) for watch in watching]
     for watch, collective in zip(watching, announced, strict=True):
         watch.before(collective)
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        for collective in announced:
+        for collective in dict.fromkeys(announced):  # several watches announce the same
             error.add_note(f"in {collective}")
         raise
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from composer_fsdp2._torch import (
     UnitParameter,
     distinct_units,
+    has_unreduced_gradients,
     is_in_pass,
     is_inside_unit,
     local_box,
@@ -24,6 +25,7 @@ from composer_fsdp2._torch import (
     show_instead_of_shards,
 )
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
+from composer_fsdp2.guard import check_guard
 
 __all__ = ["summon_full_params"]
 
@@ -46,6 +48,9 @@ def summon_full_params(
     whole parameter is the model's own, and what is written into it stays, whatever ``writeback`` says. Afterwards, and
     also if the block raises, the parameters are the very objects from before, which the optimizer holds.
 
+    Whether a parameter is trained (``requires_grad``) may be changed in the block, too. It is another object there than
+    the one that the optimizer holds (FSDP1's was that one), so look up ``optimizer.state`` outside of the block.
+
     Beyond FSDP1: a forward inside the block (it runs on what was written so far, in the unit's own precision), a
     parameter that is replaced or loaded, gradients that are replaced or set to None, ``with_grads`` together with
     ``offload_to_cpu``, ``offload_to_cpu`` on a mesh that shards nothing, and a block inside the block with the same
@@ -63,14 +68,16 @@ def summon_full_params(
     Raises:
         UnsupportedError: ``rank0_only`` with ``writeback``, which FSDP1 refused as well.
         ComposerFSDP2Error: during a forward or backward; for a part of a unit; for a block inside a block with other
-            options. Within the block, for an optimizer's step, a forward with ``rank0_only``, a backward with
-            ``with_grads``. After it, if something that it wrote cannot be kept; names the parameters.
+            options; with ``with_grads``, while gradients wait for the last microbatch (``gradient_sync``). Within the
+            block, for an optimizer's step, a forward with ``rank0_only``, a backward with ``with_grads``. After it, if
+            something that it wrote cannot be kept; names the parameters.
 
     Called on all ranks with the same arguments: each parameter (and gradient) is an all-gather over its shards, and
     ``with_grads`` adds an all-reduce for each unit. The end of the block does not communicate.
     """
     options = _Options(writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
     units = _units_to_summon(module, recurse, options)
+    check_guard(module, "summon_full_params")
     for unit in units:
         unit.reshard()  # it may stand gathered after a forward without gradients, and in low precision
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -123,7 +130,15 @@ def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> lis
     for unit in distinct_units(module.modules() if recurse else [module]):
         if is_in_pass(unit):
             where = f" of {paths[id(unit)]!r}" if paths[id(unit)] else ""
-            raise ComposerFSDP2Error(f"summon_full_params during a forward or backward{where}; call it between steps")
+            raise ComposerFSDP2Error(
+                f"summon_full_params during a forward or backward{where}; call it between steps. After one that an "
+                "error ended, call composer_fsdp2.out_of_memory.reset(model) first"
+            )
+        if options.with_grads and has_unreduced_gradients(unit):
+            raise ComposerFSDP2Error(
+                "summon_full_params(with_grads=True) between microbatches whose gradients are not communicated yet "
+                "(gradient_sync); call it after the last one"
+            )
         outer = {_ACTIVE[id(each.sharded)] for each in parameters_of_unit(unit) if id(each.sharded) in _ACTIVE}
         if not outer:
             units.append(unit)
@@ -262,6 +277,7 @@ class _WholeParameter:
         whole, whole_grad = _gather(self.shard, options), None if grad is None else _gather(grad, options)
         if whole is not None:
             self.full = nn.Parameter(whole, requires_grad=self.shard.requires_grad)
+            vars(self.full).update(vars(self.shard))  # what a script or an optimizer noted on it
             self.full.grad = whole_grad
 
     def show(self) -> None:
@@ -278,6 +294,8 @@ class _WholeParameter:
 
     def keep(self) -> list[str]:
         """Leave in the shard what is to stay after the block; returns what was written and is lost."""
+        if self.full is not None and self._standing() is self.full:
+            self.parameter.sharded.requires_grad_(self.full.requires_grad)  # frozen in the block: with any options
         if self.options.writeback:
             problem = self._write() or self._write_grad()
             return [problem] if problem else []

@@ -14,10 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2._torch import InFlight, default_store, watch_collectives
 from composer_fsdp2.errors import RanksPartedError
-from composer_fsdp2.sharded import sharded_roots, units
+from composer_fsdp2.sharded import units
 
 __all__ = ["CollectiveGuard", "check_guard", "start_guard"]
 
@@ -46,7 +47,7 @@ class CollectiveGuard:
             RanksPartedError: on all ranks that come; names where each stands, and where all were together last.
         """
         here = str(where)
-        own = torch.tensor([self._number, zlib.crc32(here.encode())])
+        own = torch.tensor([self._number, zlib.crc32(here.encode())], device="cpu")
         of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         try:
             dist.all_gather(of_ranks, own, self._group)
@@ -87,13 +88,14 @@ _GUARDS: WeakKeyDictionary[nn.Module, CollectiveGuard] = WeakKeyDictionary()
 def start_guard(model: nn.Module, limit: timedelta) -> None:
     """Guard a model that was just sharded, for as long as it lives. Called on all ranks; makes a process group."""
     guard = CollectiveGuard(limit)
-    _GUARDS.update((root, guard) for _, root in sharded_roots(model))
+    _GUARDS.update((unit, guard) for unit in model.modules() if isinstance(unit, FSDPModule))
     watch_collectives(units(model), guard.check)
 
 
 def check_guard(model: nn.Module, where: str) -> None:
-    """A place beside the model's collectives where ranks must meet, if it is guarded."""
-    if _GUARDS:
-        for _, root in sharded_roots(model)[:1]:
-            if root in _GUARDS:
-                _GUARDS[root].check(where)
+    """A place beside the collectives of a model, or of a part of it, where ranks must meet, if it is guarded."""
+    if not _GUARDS:
+        return
+    guard = next((_GUARDS[module] for module in model.modules() if module in _GUARDS), None)
+    if guard is not None:
+        guard.check(where)

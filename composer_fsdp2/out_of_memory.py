@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_fsdp2._torch import InFlight, reset_after_error, watch_collectives
-from composer_fsdp2.sharded import sharded_roots, units
+from composer_fsdp2._torch import InFlight, own_buffers, reset_after_error, watch_collectives
+from composer_fsdp2.microbatching import begin_microbatch
+from composer_fsdp2.sharded import units
 
 __all__ = ["BatchSnapshot", "OutOfMemoryVote", "PeerOutOfMemoryError", "is_out_of_memory", "reset"]
 
@@ -101,7 +102,7 @@ class OutOfMemoryVote:
         return False
 
     def _cast(self, is_out: bool) -> bool:
-        vote = torch.tensor(int(is_out))
+        vote = torch.tensor(int(is_out), device="cpu")  # not on a default device that may be out of memory
         try:
             dist.all_reduce(vote, dist.ReduceOp.MAX, self._group)
         except RuntimeError as error:
@@ -113,27 +114,43 @@ class OutOfMemoryVote:
         return bool(vote)
 
 
+# The last is what batch norms of large batches get of cuDNN (composer/trainer/trainer.py, 0.32.1, _is_cuda_oom).
+_TEXTS = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device of this rank, or another rank, was out of memory."""
-    texts = ("CUDA out of memory", "CUDA error: out of memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS)
 
 
 def reset(model: nn.Module) -> None:
-    """Bring a sharded model from wherever an error ended its forward or backward to where it stands between steps."""
-    for _, root in sharded_roots(model):
-        reset_after_error(root)
+    """Bring a sharded model from wherever an error ended its forward or backward to where it stands between batches.
+
+    Gradients of the sharded parameters stay; those of microbatches that were not communicated go. Call it on all ranks
+    that raised; does not communicate.
+    """
+    for unit in units(model).values():
+        reset_after_error(unit)
+    begin_microbatch(model, is_last=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSnapshot:
-    """What a batch changes beside gradients, as it was before: random states of this rank, and the model's buffers."""
+    """What a batch changes beside gradients, as it was before: random states of this rank, and the model's buffers.
+
+    Args:
+        buffers: By the module that registers it and its name: the tensor, and a copy of what it held.
+    """
 
     cpu: torch.Tensor
-    devices: list[torch.Tensor]
+    device: torch.Tensor | None
     python: Any
     numpy: Any
-    buffers: dict[str, torch.Tensor]
+    buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
 
     @classmethod
     def take(cls, model: nn.Module) -> "BatchSnapshot":
@@ -142,21 +159,24 @@ class BatchSnapshot:
 
         return cls(
             cpu=torch.get_rng_state(),
-            devices=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+            device=torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
             python=random.getstate(),
             numpy=numpy.random.get_state(),
-            buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+            buffers=[
+                (module, name, buffer, buffer.detach().clone())
+                for module in model.modules()
+                for name, buffer in own_buffers(module)
+            ],
         )
 
-    def restore(self, model: nn.Module) -> None:
+    @torch.no_grad()
+    def restore(self) -> None:
         import numpy
 
         torch.set_rng_state(self.cpu)
-        if self.devices:
-            torch.cuda.set_rng_state_all(self.devices)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device)
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in self.buffers:
-                    buffer.copy_(self.buffers[name])
+        for module, name, buffer, before in self.buffers:
+            module._buffers[name] = buffer.copy_(before)  # the forward may have registered another one, of another size

@@ -5,6 +5,8 @@ from typing import cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from composer_fsdp2._torch import distinct_units
+
 __all__ = ["Unit", "is_sharded", "reshard", "sharded_roots", "units"]
 
 
@@ -24,7 +26,8 @@ def sharded_roots(model: nn.Module) -> list[tuple[str, Unit]]:
 
 def units(model: nn.Module) -> dict[str, Unit]:
     """Every module that is one unit, or the first of one, by its path."""
-    return {path: cast(Unit, module) for path, module in model.named_modules() if isinstance(module, FSDPModule)}
+    paths = {module: path for path, module in model.named_modules()}
+    return {paths[unit]: unit for unit in cast(list[Unit], distinct_units(paths))}
 
 
 def is_sharded(model: nn.Module) -> bool:

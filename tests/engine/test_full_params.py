@@ -20,7 +20,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import ComposerFSDP2Error, UnsupportedError, prepare_fully_shard, reshard, summon_full_params
+from composer_fsdp2 import (
+    ComposerFSDP2Error,
+    UnsupportedError,
+    begin_microbatch,
+    prepare_fully_shard,
+    reshard,
+    summon_full_params,
+)
+from composer_fsdp2.out_of_memory import reset
 
 FSDP1, OURS = FullyShardedDataParallel.summon_full_params, summon_full_params
 OPTIONS = [
@@ -513,6 +521,55 @@ def test_replaced_parameters_are_kept_or_named():
 
 
 # --- gradients
+
+
+def check_frozen() -> None:
+    trained = {}
+    for name, model, summon in (("FSDP1", wrapped(), FSDP1), ("ours", sharded(), OURS)):
+        for options in ({}, {"writeback": False}, {"writeback": False, "recurse": False}):
+            for frozen in (True, False):
+                with summon(model.decoder, **options):
+                    for path, parameter in model.decoder.named_parameters():
+                        if "norm" in path or "blocks.1" in path:
+                            parameter.requires_grad_(not frozen)
+                now = {path: p.requires_grad for path, p in own_names(model.named_parameters()).items()}
+                trained[name, str(options), frozen] = now
+    for (name, options, frozen), now in trained.items():
+        assert now == trained["FSDP1", options, frozen], f"{name}, {options}, frozen {frozen}: {now}"
+    model = sharded()
+    model.decoder.norm.weight.note = "kept"
+    with summon_full_params(model):
+        assert model.decoder.norm.weight.note == "kept"
+
+
+def test_what_a_block_freezes_stays_frozen():
+    """A script that freezes layers in a block would go on training them, without a word."""
+    run_ranks(check_frozen, 2)
+
+
+def check_not_between_steps() -> tuple[str, str]:
+    model = sharded({"gradient_sync": "last"})
+    begin_microbatch(model, is_last=False)
+    model(tokens(0)).sum().backward()
+    with summon_full_params(model):  # parameters are there at any time
+        pass
+    early = raised(model, lambda: None, with_grads=True)
+    handle = model.decoder.norm.register_forward_hook(lambda *unused: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens(0))
+    handle.remove()
+    interrupted = raised(model, lambda: None)
+    reset(model)  # as the message says
+    with summon_full_params(model, with_grads=True):
+        pass
+    return early, interrupted
+
+
+def test_gradients_that_are_not_there_yet_and_passes_that_an_error_ended():
+    """Gradients that wait for the last microbatch would be missing, and what is written into them lost."""
+    for early, interrupted in run_ranks(check_not_between_steps, 2):
+        assert "gradient_sync" in early and "after the last" in early
+        assert "out_of_memory.reset(model)" in interrupted
 
 
 def check_gradients() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,15 @@ from engine.parity import full
 from ranks import run_ranks
 from torch import nn
 
-from composer_fsdp2 import ConfigError, RanksPartedError, clip_grad_norm_, plan_sharding, prepare_fully_shard, translate
+from composer_fsdp2 import (
+    ConfigError,
+    RanksPartedError,
+    clip_grad_norm_,
+    plan_sharding,
+    prepare_fully_shard,
+    summon_full_params,
+    translate,
+)
 
 LIMIT_S = 3
 TIME_LIMIT_S = 120  # a hang
@@ -58,6 +67,22 @@ def forward_on_one(model: nn.Module) -> None:
         clip_grad_norm_(model, 1.0)
 
 
+def no_backward(model: nn.Module) -> None:
+    loss = model(tokens(0)).sum()
+    if is_stray():
+        model(tokens(0))
+    else:
+        loss.backward()
+
+
+def summons_alone(model: nn.Module) -> None:
+    if is_stray():
+        with summon_full_params(model):
+            pass
+    else:
+        model(tokens(0))
+
+
 def late(model: nn.Module) -> None:
     if is_stray():
         time.sleep(LIMIT_S + 4)  # and longer than the others collect reports
@@ -78,6 +103,12 @@ CASES: dict[str, tuple[Callable[[nn.Module], None], str, str]] = {
     ),
     "one batch less": (one_batch_less, "the all-gather of decoder in forward", "clip_grad_norm_"),
     "forward on one": (forward_on_one, "the all-gather of decoder in forward", "clip_grad_norm_"),
+    "no backward": (
+        no_backward,
+        "the all-gather of decoder.blocks.2 in backward",
+        "the all-gather of decoder.blocks.0 in forward",
+    ),
+    "summons alone": (summons_alone, "the all-gather of decoder in forward", "summon_full_params"),
 }
 
 
@@ -128,17 +159,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+MEETINGS = mock.Mock(wraps=dist.all_gather)
+
+
+@mock.patch("composer_fsdp2.guard.dist.all_gather", MEETINGS)
 def check_together() -> None:
     for name, config in CONFIGS.items():
         gradients = []
         for guard in (None, LIMIT_S):
-            model = model_for(**config, collective_guard=guard) if guard is None else model_for(**config)
+            model = model_for(**config | {"collective_guard": guard})
             for seed in range(2):
                 model(tokens(seed + dist.get_rank())).square().mean().backward()
             gradients.append([full(p.grad) for p in model.parameters()])
             with torch.no_grad():
                 model(tokens(0))
             clip_grad_norm_(model, 1.0)
+            assert (MEETINGS.call_count > 10) == (guard is not None), f"{name}: {MEETINGS.call_count}"
+            MEETINGS.reset_mock()
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)), name
 
 

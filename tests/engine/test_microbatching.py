@@ -79,6 +79,8 @@ TWO_AXES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "every": (HSDP, (32, 16, 16)),
     "defer_replica": (HSDP | {"gradient_sync": "defer_replica"}, (32, 16, 4)),
     "last": (HSDP | {"gradient_sync": "last"}, (32, 4, 4)),
+    "last, parameters kept": (HSDP | {"gradient_sync": "last"} | KEPT, (20, 4, 4)),
+    "defer_replica, parameters kept": (HSDP | {"gradient_sync": "defer_replica"} | KEPT, (20, 16, 4)),
 }
 
 
@@ -153,6 +155,45 @@ def check_whole_parameters() -> None:
 def test_parameters_that_stay_whole():
     """A scalar's gradient is averaged by us, not by fully_shard: put off in the same microbatches, and right."""
     run_ranks(check_whole_parameters, 4)
+
+
+class Skipping(Body):
+    """Leaves one layer out, as layer drop, experts and heads of several tasks do."""
+
+    skip: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != self.skip:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def check_skipped(config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    unsharded = Model().double()
+    unsharded.body.__class__ = Skipping
+    world_size, skips = dist.get_world_size(), (None, 1, 2, 1)
+    for rank in range(world_size):
+        for x, unsharded.body.skip in zip(batch(rank), skips, strict=True):
+            (loss_of(unsharded, x) / NUM_MICROBATCHES / world_size).backward()
+    for mode in ("every", "last", "defer_replica"):
+        model = copy.deepcopy(unsharded)
+        prepare_fully_shard(model, None, config | {"gradient_sync": mode, "mixed_precision": "FULL"}, precision="fp32")
+        for _ in range(2):  # nothing of a batch is left for the next
+            model.zero_grad()
+            for number, (x, skip) in enumerate(zip(batch(dist.get_rank()), skips, strict=True)):
+                model.body.skip = skip
+                begin_microbatch(model, is_last=number == NUM_MICROBATCHES - 1)
+                (loss_of(model, x) / NUM_MICROBATCHES).backward()
+            for (path, parameter), other in zip(model.named_parameters(), unsharded.parameters(), strict=True):
+                assert_close(f"{mode}: {path}", full(parameter.grad), other.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_units_that_the_last_microbatch_does_not_run():
+    """What was put off until then is communicated all the same, instead of in the next batch."""
+    run_ranks(check_skipped, 4, HSDP)
+    run_ranks(check_skipped, 2, {})
 
 
 @pytest.mark.parametrize("value", ["never", "Every", 1, None, True])

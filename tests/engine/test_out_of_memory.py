@@ -7,7 +7,9 @@ one rank: in a forward, in a backward, while a unit's buffers are allocated or c
 from __future__ import annotations
 
 import functools
+import gc
 import random
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,17 +20,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import VOCABULARY, Model
+from engine.models import VOCABULARY, Chain, Model, tie
 from engine.parity import assert_close, full
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2.agreement import gather
 from composer_fsdp2.guard import CollectiveGuard
-from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote
+from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote, reset
 
 FULL = {"mixed_precision": "FULL"}
 HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
@@ -73,16 +76,18 @@ class Vote(OutOfMemoryVote):
 
 
 class Counted(nn.Module):
-    """A buffer that each forward changes, and dropout: what a repetition must not see twice."""
+    """A buffer that each forward changes, and dropout: what a repetition must not see twice. And a scalar, whose
+    gradient is averaged by us."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = Model(tied=True)
         self.norm = nn.BatchNorm1d(VOCABULARY)
         self.dropout = nn.Dropout(0.25)
+        self.gain = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.dropout(self.inner(x)).flatten(0, 1))
+        return self.norm(self.dropout(self.inner(x)).flatten(0, 1)) * self.gain
 
 
 def model_for(config: dict[str, Any]) -> nn.Module:
@@ -113,7 +118,7 @@ def train(model: nn.Module, votes: OutOfMemoryVote, fails_at: int | None, size: 
     num_operations = failing.count
     while not done:
         model.zero_grad()
-        snapshot.restore(model)
+        snapshot.restore()
         size //= 2
         done = votes.succeeded(functools.partial(run_batch, model, batch.split(size)))
     return size, num_operations, failing.raised
@@ -150,7 +155,7 @@ def check(config: dict[str, Any], num_points: int) -> None:
             where = f"{config}, rank {failing}, operation {point} of {num_operations}"
             assert raised == (dist.get_rank() == failing), where
             assert size == 4, where
-            assert all(isinstance(p, DTensor) for p in model.parameters()), where
+            assert all(isinstance(p, DTensor) for p in model.parameters() if p.dim()), where
             for name, value in state_of(model).items():
                 assert_close(f"{where}: {name}", value, expected[name], rtol=0, atol=0)
             votes.stop()
@@ -191,6 +196,122 @@ def test_out_of_memory_on_two_axes():
 def test_out_of_memory_everywhere(name: str):
     """Every operation of a batch, on each rank."""
     run_ranks(check_all, 2, {name: CONFIGS[name]}, 1_000_000, timeout_s=1800)
+
+
+class TiedSiblings(nn.Module):
+    """Blocks that share a parameter: one unit of several modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6)) for _ in range(3))
+        self.head = nn.Linear(6, 6)
+        tie(self.blocks[0][0], self.blocks[2][0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Sequential)
+
+
+def check_nothing_left() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    model = Chain(net=TiedSiblings())
+    prepare_fully_shard(model, None, FULL, precision="fp32")
+    states = [unit._get_fsdp_state() for unit in model.modules() if isinstance(unit, FSDPModule)]
+    watched = [*states, *(state._fsdp_param_group for state in states if hasattr(state, "_fsdp_param_group"))]
+    before = [dict(vars(each)) for each in watched]
+    votes = OutOfMemoryVote(model)
+    for _ in range(3):
+        votes.start()
+        model(torch.ones(2, 6)).sum().backward()
+        votes.stop()
+        model.zero_grad()
+    for each, names in zip(watched, before, strict=True):
+        assert {n for n, v in vars(each).items() if callable(v)} == {n for n, v in names.items() if callable(v)}
+    assert _fsdp_collectives.dist is dist
+    # A model that ends while its collectives are voted on takes the votes with it.
+    votes.start()
+    alive = weakref.ref(model)
+    del model, states, watched, before, votes, each, names
+    gc.collect()
+    assert alive() is None
+    assert _fsdp_collectives.dist is dist
+
+
+def test_votes_leave_nothing_behind():
+    """A run that evaluates a thousand times starts and stops them a thousand times; and a second Trainer in the process
+    needs the memory of the first."""
+    run_ranks(check_nothing_left, 2)
+
+
+def check_part() -> list[bool]:
+    model = model_for({})
+    part = model.body.inner.decoder.blocks[0]
+    votes = OutOfMemoryVote(model)
+    votes.start()
+
+    def fail(*unused: Any) -> None:
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+    handle = part.fc_out.register_forward_hook(fail)
+    x = torch.randn(2, 6)
+    done = [votes.succeeded(lambda: part(x).sum().backward())]
+    handle.remove()
+    assert all(isinstance(p, DTensor) for p in part.parameters())
+    return [*done, votes.succeeded(lambda: part(x).sum().backward())]
+
+
+def test_a_part_that_is_called_by_itself():
+    """The forward of an encoder alone begins there, and so does the way back."""
+    assert run_ranks(check_part, 2) == [[False, True]] * 2
+
+
+def check_settings() -> None:
+    model = model_for({"gradient_sync": "last", "reshard_after_backward": False})
+    begin_microbatch(model, is_last=False)
+    model.body(batch_of(0)).square().mean().backward()
+    reset(model)
+    model.body(batch_of(0)).square().mean().backward()
+    assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in model.parameters() if p.dim())
+
+
+def test_after_a_reset_nothing_is_put_off():
+    """A loop of one's own that goes on without microbatches would train without communicating."""
+    run_ranks(check_settings, 2)
+
+
+def check_default_device() -> bool:
+    model = model_for({"collective_guard": 20})
+    votes = OutOfMemoryVote(model)
+    votes.start()
+    with torch.device("meta"):  # as a script's torch.set_default_device
+        model.body.inner.decoder.blocks[0](torch.randn(2, 6, device="cpu"))
+    reset(model)
+    return True
+
+
+def test_votes_stay_in_host_memory():
+    """Under torch.set_default_device("cuda") a rank would need memory of the device to say that there is none."""
+    assert run_ranks(check_default_device, 2) == [True, True]
+
+
+def test_buffers_that_a_forward_replaces():
+    """A cache that grew with the batch is the one from before; also where the larger one would take its values."""
+    for size in (1, 3):
+        module = nn.Module()
+        module.register_buffer("cache", torch.arange(float(size)))
+        snapshot = BatchSnapshot.take(module)
+        before = module.cache
+        before += 1
+        module.cache = torch.zeros(8)
+        snapshot.restore()
+        assert module.cache is before
+        assert before.tolist() == list(range(size))
 
 
 def check_inside_a_collective(folder: str) -> list[str]:
