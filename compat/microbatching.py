@@ -166,7 +166,7 @@ def _train_until_it_fits(
     state: State = trainer.state
     batch, first_size, retries = state.batch, state.device_train_microbatch_size, trainer.cumulative_alloc_retries
     # Also when votes have ended: a batch that all ranks are out of memory for is still repeated.
-    snapshot = BatchSnapshot.take(state.model)
+    snapshot, metrics = BatchSnapshot.take(state.model), _MetricsSnapshot.take(state.train_metrics or {})
     results: list[dict[str, torch.Tensor]] = []
 
     def run() -> None:
@@ -186,6 +186,7 @@ def _train_until_it_fits(
             break
         composer_trainer._adjust_device_train_microbatch_size(state)
         snapshot.restore()
+        metrics.restore()
         state.batch = batch
         recovery.expect_more()
     if first_size == state.device_train_microbatch_size:
@@ -234,7 +235,7 @@ def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> 
 
     Composer repeats the batch then, which the optimizer has stepped for already.
     """
-    if not torch.cuda.is_available():
+    if not _has_allocator():
         return
     state = trainer.state
     count = composer_trainer._update_num_consecutive_thrashes(state, trainer.num_consecutive_thrashes, retries_before)
@@ -249,6 +250,10 @@ def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> 
         )
         trainer.num_consecutive_thrashes = 0
         recovery.expect_more()
+
+
+def _has_allocator() -> bool:
+    return torch.cuda.is_available()
 
 
 def after_event(state: State, event: Event) -> None:
@@ -288,17 +293,12 @@ class _Evaluation:
     evaluator: Evaluator
     metrics: dict[str, Any]
     snapshot: BatchSnapshot | None = None
-    values: list[tuple[Metric, dict[str, Any]]] | None = None
+    values: "_MetricsSnapshot | None" = None
     is_known: bool = False
-
-    def _all_metrics(self) -> Iterator[Metric]:
-        """Those inside of others, too."""
-        for outer in self.metrics.values():
-            yield from (metric for metric in outer.modules() if isinstance(metric, Metric))
 
     def begin_batch(self) -> None:
         self.snapshot = BatchSnapshot.take(self.state.model)
-        self.values = [(metric, copy.deepcopy(_values(metric))) for metric in self._all_metrics()]
+        self.values = _MetricsSnapshot.take(self.metrics)
         self.is_known = False
         self.recovery.begin_batch()
 
@@ -330,12 +330,27 @@ class _Evaluation:
         assert self.values is not None
         reset(self.state.model)
         self.snapshot.restore()
-        for metric, values in self.values:
-            for attribute, value in copy.deepcopy(values).items():
-                setattr(metric, attribute, value)
+        self.values.restore()
         self.is_known = False
         self.recovery.expect_more()
         self.recovery.votes.start()
+
+
+@dataclass(frozen=True, slots=True)
+class _MetricsSnapshot:
+    """What metrics held, those inside of others too."""
+
+    values: list[tuple[Metric, dict[str, Any]]]
+
+    @classmethod
+    def take(cls, metrics: Mapping[str, Metric]) -> "_MetricsSnapshot":
+        every = (metric for outer in metrics.values() for metric in outer.modules() if isinstance(metric, Metric))
+        return cls([(metric, copy.deepcopy(_values(metric))) for metric in every])
+
+    def restore(self) -> None:
+        for metric, values in self.values:
+            for attribute, value in copy.deepcopy(values).items():
+                setattr(metric, attribute, value)
 
 
 def _values(metric: Metric) -> dict[str, Any]:

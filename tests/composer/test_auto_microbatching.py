@@ -114,6 +114,25 @@ class Hungry:
             out_of_memory()
 
 
+def nested_metric() -> Any:
+    """A metric that holds another one, and a list of its own."""
+    import torchmetrics
+
+    class Nested(torchmetrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.seen = torchmetrics.SumMetric(), []
+
+        def update(self, value: float) -> None:
+            self.inner.update(value)
+            self.seen.append(value)
+
+        def compute(self) -> torch.Tensor:
+            return self.inner.compute() + 100 * sum(self.seen)
+
+    return Nested()
+
+
 def build() -> Any:
     """With dropout, a buffer that forward changes, and a metric of training and evaluation."""
     import torchmetrics
@@ -131,7 +150,7 @@ def build() -> Any:
             return self.dropout(self.inner(x))
 
     model.model.blocks[0] = Counted(model.model.blocks[0])
-    metric = {"mean": torchmetrics.MeanMetric(), "samples": torchmetrics.SumMetric()}
+    metric = {"mean": torchmetrics.MeanMetric(), "samples": torchmetrics.SumMetric(), "nested": nested_metric()}
     model.train_metrics, model.val_metrics = metric, {n: m.clone() for n, m in metric.items()}
     model.get_metrics = lambda is_train=False: model.train_metrics if is_train else model.val_metrics
 
@@ -143,18 +162,39 @@ def build() -> Any:
 
 
 def run(
-    microbatch: int | str, config: dict[str, Any], hungry: dict[str, Any] | None = None, **options: Any
+    microbatch: int | str,
+    config: dict[str, Any],
+    hungry: dict[str, Any] | None = None,
+    *,
+    fp16: bool = False,
+    **options: Any,
 ) -> tuple[Trained, Any]:
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    unshard = FlatParamHandle.unshard
     with FSDP2(), on_gpu():
         model = build()
         appetite = Hungry(model, **hungry) if hungry else None
         trainer = make_trainer(config, model=model, microbatch=microbatch, **options)
+        if fp16:
+            use_fp16(trainer)
         trainer.fit()
         trained = result(trainer)
         trainer.close()
         if appetite is not None:
             assert appetite.times == appetite.expected, f"{hungry}: {appetite.times}"
+    assert FlatParamHandle.unshard is unshard, "FSDP1 is left patched, for the next Trainer of this process"
     return trained, trainer
+
+
+def use_fp16(trainer: Any) -> None:
+    """What a Trainer on a GPU makes of precision 'amp_fp16': a scaler, which asks all ranks for overflows."""
+    from composer.core import Precision
+
+    from composer_fsdp2._torch import ShardedGradScaler
+
+    trainer.state._precision = Precision.AMP_FP16
+    trainer.state.scaler = ShardedGradScaler(device="cpu")
 
 
 def left_by(trained: Trained, trainer: Any) -> dict[str, Any]:
@@ -213,6 +253,58 @@ def test_however_it_is_sharded():
     run_ranks(check_configs, 2, timeout_s=TIME_LIMIT_S)
 
 
+def check_fp16() -> None:
+    # The training metrics come last before the scaler; they are of a model in evaluation mode.
+    cases = [{"phase": "metric", "in_training": False}, {"phase": "last backward"}]
+    expected = left_by(*run(2, {}, fp16=True))
+    for case in cases:
+        trained, trainer = run("auto", {}, {"limit": 2, "ranks": (1,), **case}, fp16=True, dist_timeout=60)
+        assert_same(left_by(trained, trainer), expected, str(case))
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_with_a_scaler():
+    """fp16: ranks that wait in the scaler's all-reduce are not in a vote."""
+    run_ranks(check_fp16, 2, timeout_s=TIME_LIMIT_S)
+
+
+# --- an allocator that hardly finds memory
+
+
+def check_thrashing(fp16: bool) -> list[tuple[int, bool, float]]:
+    """At the end of each batch: the size, whether loss and outputs are there, and the norm of the gradients."""
+    from composer import Callback
+    from composer.trainer import trainer as composer_trainer
+
+    from composer_fsdp2.compat import microbatching
+
+    seen: list[tuple[int, bool, float]] = []
+
+    class Look(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            norm = sum(float(p.grad.full_tensor().norm()) for p in state.model.parameters() if p.grad is not None)
+            is_there = hasattr(state, "loss") and hasattr(state, "outputs")
+            seen.append((state.device_train_microbatch_size, is_there, norm))
+
+    # Two batches in a row with retries, as the allocator of a GPU counts them.
+    counts = [1, 2, 0, 0, 0, 0]
+    with (
+        mock.patch.object(microbatching, "_has_allocator", return_value=True),
+        mock.patch.object(composer_trainer, "_update_num_consecutive_thrashes", side_effect=counts),
+    ):
+        run("auto", {}, None, fp16=fp16, callbacks=[Look()])
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.parametrize("fp16", [False, True], ids=["fp32", "fp16"])
+def test_an_allocator_that_tries_again_and_again(fp16: bool):
+    """The next batch is halved; this one, for which the optimizer has stepped, stays as its callbacks expect it."""
+    for seen in run_ranks(check_thrashing, 2, fp16, timeout_s=TIME_LIMIT_S):
+        assert [size for size, _, _ in seen] == [4, 2, 2, 2]  # callbacks of the second batch see the next one's
+        assert all(is_there and norm > 0 for _, is_there, norm in seen), seen
+
+
 # --- evaluation
 
 
@@ -225,9 +317,17 @@ def evaluated(microbatch: int | str, hungry: dict[str, Any] | None) -> dict[str,
         trainer.fit()
         appetite = Hungry(model, **hungry) if hungry else None
         evaluator = Evaluator(
-            label="eval", dataloader=loader(), device_eval_microbatch_size=microbatch, metric_names=["mean", "samples"]
+            label="eval",
+            dataloader=loader(),
+            device_eval_microbatch_size=microbatch,
+            metric_names=["mean", "samples", "nested"],
         )
         torch.manual_seed(5)
+        if hungry and hungry["limit"] == 0:
+            with pytest.raises(RuntimeError, match="memory"):
+                trainer.eval(evaluator)
+            appetite.limit = 100
+            evaluator.device_eval_microbatch_size, evaluator.auto_microbatching = 2, False
         trainer.eval(evaluator)
         metrics = {name: metric.compute().item() for name, metric in trainer.state.eval_metrics["eval"].items()}
         buffers = {name: value.clone() for name, value in model.named_buffers() if "metric" not in name}
@@ -258,10 +358,16 @@ def check_evaluations() -> None:
         for ranks in ((0,), (1,), (0, 1)):
             found = evaluated("auto", {"phase": phase, "limit": 2, "ranks": ranks, "in_training": False})
             assert_same(found, expected, f"{phase}, ranks {ranks}")
+    hungry = {"phase": "metric", "limit": 0, "in_training": False}
+    ended = evaluated(2, {**hungry, "ranks": (0, 1), "times": 1})  # a size that is given: an error like any other
+    found = evaluated("auto", {**hungry, "ranks": (1,), "times": 3})
+    del found["buffers"], ended["buffers"]  # those of attempts counted
+    assert_same(found, ended, "not even one sample")
 
 
 def test_evaluation():
-    """A batch that is evaluated again counts once, and training goes on as it would have."""
+    """A batch that is evaluated again counts once, and training goes on as it would have; also after an evaluation
+    that failed, and that the script caught."""
     run_ranks(check_evaluations, 2, timeout_s=TIME_LIMIT_S)
 
 
@@ -291,7 +397,8 @@ def check_errors() -> tuple[str, str]:
     too_small = error_of("auto", hungry={"phase": "block", "limit": 0, "ranks": (1,)})
     with FSDP2(), on_gpu():
         model = build()
-        trainer = make_trainer({}, model=model, microbatch="auto", optimizer=HungryStep(model.parameters(), lr=0.1))
+        optimizer = HungryStep(model.parameters(), lr=0.1)
+        trainer = make_trainer({}, model=model, microbatch="auto", optimizer=optimizer, dist_timeout=10)
         try:
             trainer.fit()
         except RuntimeError as error:
@@ -301,10 +408,13 @@ def check_errors() -> tuple[str, str]:
 
 
 def test_errors_come_on_every_rank():
-    """One sample is too much, or some ranks have stepped already: all ranks end, and say why."""
-    for too_small, in_step in run_ranks(check_errors, 2, timeout_s=TIME_LIMIT_S):
-        assert "internal microbatch of size 1" in too_small
-        assert "after the gradients were there" in in_step
+    """One sample is too much, or the optimizer steps already: the rank says so at once, and the others end with it (or
+    with the time-out, as here, where its process goes on)."""
+    results = run_ranks(check_errors, 2, timeout_s=TIME_LIMIT_S, fresh=True)
+    assert all("internal microbatch of size 1" in too_small for too_small, _ in results)
+    (_, of_waiting), (_, of_failing) = results
+    assert "after the gradients were there" in of_failing
+    assert "not all ranks voted" in of_waiting
 
 
 # --- afterwards

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FSDP1, FSDP2
+from oracle import FSDP1, FSDP2, Under
 from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainers import close, fit, make_trainer
+from trainers import build_model, close, fit, make_trainer, result
 
 pytestmark = pytest.mark.composer
 
@@ -39,6 +39,58 @@ def check_against_fsdp1() -> None:
 def test_the_curve_is_fsdp1s():
     """FSDP1 under Composer reduced in every microbatch; who communicates less trains the same."""
     run_ranks(check_against_fsdp1, 2)
+
+
+def fit_after_an_error(under: Under, keys: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
+    """The parameters after a batch, where the one before ended with an error in its second microbatch."""
+    with under():
+        model = build_model()
+        loss, count = model.loss, 0
+
+        def fail_once(*unused: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == 2:
+                raise ValueError("once")
+
+        def failing_loss(outputs: Any, batch: Any) -> Any:
+            fail_once()
+            return loss(outputs, batch)
+
+        match where:
+            case "loss":
+                model.loss = failing_loss
+            case "forward":
+                model.model.blocks[1].up.register_forward_hook(fail_once)
+            case "backward":
+                model.model.wte.register_full_backward_hook(fail_once)
+        trainer = make_trainer(keys, model=model, microbatch=1, batches=1, optimizer="adamw")
+        with pytest.raises(ValueError, match="once"):
+            trainer.fit()
+        trainer.fit(duration="1ba", reset_time=True)
+        parameters = result(trainer).parameters
+        trainer.close()
+    return parameters
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], where: str) -> None:
+    for path, value in theirs.items():
+        torch.testing.assert_close(ours[path], value, msg=lambda text, path=path: f"{where}: {path}: {text}")
+
+
+def check_after_an_error() -> None:
+    for where in ("forward", "loss"):
+        theirs = fit_after_an_error(FSDP1, {}, where)
+        for name, keys in KEYS.items():
+            ours = fit_after_an_error(FSDP2, keys, where)
+            assert_same(ours, theirs, f"{where}, {name}")
+    every, last = (fit_after_an_error(FSDP2, KEYS[name], "backward") for name in ("every", "last"))
+    assert_same(last, every, "backward")  # FSDP1 itself stays in its backward then
+
+
+def test_a_fit_after_an_error():
+    """Gradients that the broken batch had not communicated yet would be in the next one's, which no zero_grad sees."""
+    run_ranks(check_after_an_error, 2)
 
 
 class Reductions(TorchDispatchMode):

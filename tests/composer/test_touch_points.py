@@ -216,6 +216,34 @@ def test_calls_in_any_order(tmp_path: Path):
     run_ranks(check_calls, 2, str(tmp_path))
 
 
+# --- what callbacks save
+
+
+def check_kinds_of_state() -> list[dict[str, str]]:
+    from collections import Counter, OrderedDict, defaultdict
+
+    from composer import Callback
+
+    class Counts(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"counts": Counter("ab"), "lists": defaultdict(list), "order": OrderedDict(a=1)}
+
+    kinds = []
+    for under in (FSDP1, FSDP2):
+        with under():
+            trainer = make_trainer({"state_dict_type": "sharded"}, callbacks=[Counts()])
+            saved = next(v for k, v in trainer.state.state_dict()["callbacks"].items() if k.endswith("Counts"))
+            kinds.append({name: type(value).__name__ for name, value in saved.items()})
+            trainer.close()
+    return kinds
+
+
+def test_what_callbacks_save_keeps_its_classes():
+    """A resumed callback that counts on a Counter or a defaultdict would end in a KeyError."""
+    for theirs, ours in run_ranks(check_kinds_of_state, 2):
+        assert ours == theirs
+
+
 # --- parameters at every event
 
 BEFORE_SHARDING = {"init"}
