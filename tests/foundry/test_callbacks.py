@@ -6,7 +6,7 @@ import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from oracle import FSDP1, FSDP2, Under
 from ranks import run_ranks
+from runs import YAML, assert_alike, train
 from trainers import build_model, close, make_trainer, own_name, result
 
 pytestmark = pytest.mark.foundry
@@ -70,6 +71,44 @@ def check_freezing() -> None:
 def test_layers_freeze_under_either_name():
     """A YAML written for FSDP1 names layers with its wrappers, and ended with "layer not found"; or trained them."""
     run_ranks(check_freezing, 2)
+
+
+# --- Generate
+
+
+def check_generation(folder: str) -> None:
+    warnings.simplefilter("ignore")
+    from composer import Callback
+    from composer.loggers import Logger
+    from llmfoundry.registry import callbacks
+
+    class Reader(Callback):
+        """Comes after the callback that generates, at the same event."""
+
+        seen: ClassVar[set[str]] = set()
+
+        def batch_checkpoint(self, state: Any, logger: Any) -> None:
+            self.seen.update(type(parameter).__name__ for parameter in state.model.parameters())
+
+    callbacks.register("reader_of_parameters", func=Reader)
+    generating = "{prompts: [The, of any], interval: 2ba, max_new_tokens: 5, do_sample: false, use_cache: true}"
+    options = [f"callbacks.generate_callback={generating}", "callbacks.reader_of_parameters={}"]
+    runs: dict[Under, Any] = {}
+    for under in (FSDP1, FSDP2):
+        Reader.seen.clear()
+        with mock.patch.object(Logger, "log_table") as log_table:
+            trained = train(under, YAML, folder, under.__name__, *options)
+        runs[under] = trained, [call.kwargs["rows"] for call in log_table.call_args_list]
+    (theirs, their_texts), (ours, our_texts) = runs[FSDP1], runs[FSDP2]
+    assert Reader.seen == {"DTensor"}
+    assert len(their_texts) >= 2 or dist.get_rank() > 0
+    assert our_texts == their_texts
+    assert_alike(ours, theirs, "with generation in between")
+
+
+def test_text_is_generated_during_training(folder: str):
+    """A look at samples every so often: FSDP1's, of the weights of that batch; and training goes on as without."""
+    run_ranks(check_generation, 2, folder, timeout_s=300)
 
 
 # --- GlobalLRScaling
