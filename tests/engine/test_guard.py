@@ -174,7 +174,7 @@ def check_together() -> None:
             with torch.no_grad():
                 model(tokens(0))
             clip_grad_norm_(model, 1.0)
-            assert (MEETINGS.call_count > 10) == (guard is not None), f"{name}: {MEETINGS.call_count}"
+            assert (MEETINGS.call_count > 0) == (guard is not None), f"{name}: {MEETINGS.call_count}"
             MEETINGS.reset_mock()
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)), name
 

@@ -1,0 +1,80 @@
+"""The one place that knows torch's private API and what differs between its versions.
+
+Differences are found by probes, not by comparing versions.
+"""
+
+from composer_fsdp2._torch.backward import average_after_backward, repair_unit_backward, replicated_parameters
+from composer_fsdp2._torch.collectives import InFlight, watch_collectives
+from composer_fsdp2._torch.groups import mesh_of, note_mesh
+from composer_fsdp2._torch.names import (
+    ActivationWrapper,
+    BatchNorm,
+    CheckpointImpl,
+    checkpoint_wrapper,
+    default_store,
+    has_accelerator,
+    is_compiled,
+    keep_class_name,
+    local_box,
+    offload_wrapper,
+    own_buffers,
+    own_parameters,
+    pending_reduction,
+    rebuild_tensor,
+    rebuild_untyped_tensor,
+    storage_class,
+    storage_info,
+    transformer_engine_checkpoint_wrapper,
+)
+from composer_fsdp2._torch.repairs import REPAIRS, Repair, repair_cpu_collectives
+from composer_fsdp2._torch.reset import reset_after_error
+from composer_fsdp2._torch.scaler import ShardedGradScaler
+from composer_fsdp2._torch.units import (
+    UnitParameter,
+    distinct_units,
+    has_unreduced_gradients,
+    is_in_pass,
+    is_inside_unit,
+    parameters_of_unit,
+    show_instead_of_shards,
+)
+
+__all__ = [
+    "REPAIRS",
+    "ActivationWrapper",
+    "BatchNorm",
+    "CheckpointImpl",
+    "InFlight",
+    "Repair",
+    "ShardedGradScaler",
+    "UnitParameter",
+    "average_after_backward",
+    "checkpoint_wrapper",
+    "default_store",
+    "distinct_units",
+    "has_accelerator",
+    "has_unreduced_gradients",
+    "is_compiled",
+    "is_in_pass",
+    "is_inside_unit",
+    "keep_class_name",
+    "local_box",
+    "mesh_of",
+    "note_mesh",
+    "offload_wrapper",
+    "own_buffers",
+    "own_parameters",
+    "parameters_of_unit",
+    "pending_reduction",
+    "rebuild_tensor",
+    "rebuild_untyped_tensor",
+    "repair_cpu_collectives",
+    "repair_unit_backward",
+    "replicated_parameters",
+    "reset_after_error",
+    "show_instead_of_shards",
+    "storage_class",
+    "storage_info",
+    "transformer_engine_checkpoint_wrapper",
+    "watch_collectives",
+]

@@ -1,0 +1,125 @@
+"""What ``fully_shard`` leaves undone where the backward of a unit, or the whole backward, ends."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from composer_fsdp2._torch.collectives import all_reduce
+from composer_fsdp2._torch.groups import groups_of, has_gradient
+
+__all__ = [
+    "average_after_backward",
+    "repair_unit_backward",
+    "replicated_parameters",
+]
+
+
+def average_after_backward(module: FSDPModule, parameters: Sequence[nn.Parameter]) -> None:
+    """Average the gradients of ``parameters``, which lie whole on every rank of the unit's mesh, where a backward ends.
+
+    Call it for every unit of a model, also for those without such parameters: torch ends a backward in the unit where
+    it began. A gradient that has been averaged stays the same when it is averaged again, so gradients may accumulate.
+    The ranks of the mesh all-reduce one buffer of these gradients in each backward that reduces the others.
+    """
+    state: Any = module._get_fsdp_state()
+    state._composer_fsdp2_replicated = tuple(parameters)
+    state._root_post_backward_final_callback = _FinishThenAverage(state)
+
+
+def replicated_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Those of the unit that lie whole on every rank of its mesh, with averaged gradients; see above."""
+    assert isinstance(module, FSDPModule)
+    return getattr(module._get_fsdp_state(), "_composer_fsdp2_replicated", ())
+
+
+class _FinishThenAverage:
+    """In place of the bound method, on one state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self) -> None:
+        type(self.state)._root_post_backward_final_callback(self.state)
+        if not self.state._state_ctx.is_last_backward or not _reduces_gradients(self.state._state_ctx.all_states):
+            return
+        by_mesh: dict[DeviceMesh, dict[nn.Parameter, None]] = {}
+        for state in self.state._state_ctx.all_states:
+            trainable = [p for p in getattr(state, "_composer_fsdp2_replicated", ()) if p.requires_grad]
+            if trainable:
+                by_mesh.setdefault(state._composer_fsdp2_mesh, {}).update(dict.fromkeys(trainable))
+        for mesh, found in by_mesh.items():
+            _average_gradients(list(found), mesh)
+
+
+def _reduces_gradients(states: Sequence[Any]) -> bool:
+    """Whether ``set_requires_gradient_sync`` and ``set_requires_all_reduce`` are on."""
+    return all(group.reduce_grads and group.all_reduce_grads for state in states for group in groups_of(state))
+
+
+def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
+    """In place, in one buffer. A gradient missing here counts as zero, and stays missing if no rank has it."""
+    dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
+    gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+    is_there = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device)
+    buffer = torch.cat([*(gradient.detach().flatten().to(dtype) for gradient in gradients), is_there])
+    for axis in range(mesh.ndim):
+        all_reduce(buffer, mesh.get_group(axis))
+    # Read only where something is missing: on a GPU it waits for the reduction.
+    num_there = buffer[-len(parameters) :].tolist() if any(p.grad is None for p in parameters) else None
+    averaged = (buffer[: -len(parameters)] / mesh.size()).split([p.numel() for p in parameters])
+    for number, (parameter, gradient, average) in enumerate(zip(parameters, gradients, averaged, strict=True)):
+        if num_there is None or num_there[number]:
+            parameter.grad = gradient
+            gradient.copy_(average.view_as(gradient))
+
+
+def repair_unit_backward(module: FSDPModule) -> None:
+    """Two things that ``fully_shard`` leaves undone where the backward of one unit ends.
+
+    Parameters that the backward did not reach get gradients of zero, once any of the unit has one, in this microbatch
+    or, where their reduction over replicas was put off, in one before. FSDP1's flat parameter had its gradient whole.
+    ``fully_shard`` reduces those that are there: ranks whose batches read different parameters (experts, branches)
+    would then add up the gradients of different ones, without an error; and a unit that the last microbatch does not
+    run would keep what was put off until then to itself. torch 2.13 has a switch for it, off by default, that fills
+    units without any gradient as well, on which FSDP1 left the optimizer nothing to decay.
+
+    And the unit is no longer in its backward. Left so until the whole backward ends, a recomputation that runs the unit
+    once more (it lies inside a checkpointed module that runs twice) would neither gather (2.7 raises) nor reduce its
+    parameters (2.13 loses a gradient, without an error).
+    """
+    state: Any = module._get_fsdp_state()
+    for group in groups_of(state):
+        group.post_backward = _EndUnitBackward(group, state)
+
+
+class _EndUnitBackward:
+    """In place of the bound method, on one group; torch calls it wherever a unit's backward ends."""
+
+    def __init__(self, group: Any, state: Any) -> None:
+        self.group = group
+        self.state = state
+
+    def __call__(self, *unused: Any) -> None:
+        trainable = [
+            parameter
+            for parameter in self.group.fsdp_params
+            if hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad
+        ]
+        missing = [parameter for parameter in trainable if not has_gradient(parameter)]
+        if len(missing) < len(trainable) or self._is_reduction_due():
+            for parameter in missing:
+                unsharded = parameter._unsharded_param
+                unsharded.grad = torch.zeros_like(unsharded)
+        type(self.group).post_backward(self.group, *unused)
+        self.state._training_state = TrainingState.IDLE
+
+    def _is_reduction_due(self) -> bool:
+        """Whether earlier microbatches left gradients that wait for this one's all-reduce over replicas."""
+        group = self.group
+        return group.reduce_grads and group.all_reduce_grads and group._partial_reduce_output is not None

@@ -1,0 +1,60 @@
+"""A unit's private state, and its groups of parameters: torch 2.7 has one group to a unit, 2.13 several."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = [
+    "groups_of",
+    "has_gradient",
+    "mesh_of",
+    "note_mesh",
+    "put_in_place",
+    "state_of",
+]
+
+
+def state_of(unit: FSDPModule) -> Any:
+    return unit._get_fsdp_state()
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of a unit; none without parameters of its own."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def has_gradient(parameter: Any) -> bool:
+    return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
+
+
+def put_in_place(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
+    """Set an attribute of one object; returns what takes it away, unless another replacement lies above it by then."""
+    before = vars(owner).get(name)
+    setattr(owner, name, replacement)
+
+    def put_back() -> None:
+        if vars(owner).get(name) is not replacement:
+            return
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    return put_back
+
+
+def note_mesh(module: FSDPModule, mesh: DeviceMesh) -> None:
+    """Keep the mesh that a unit was sharded over, also where the unit holds no parameter that could say it."""
+    module._get_fsdp_state()._composer_fsdp2_mesh = mesh  # type: ignore[attr-defined]
+
+
+def mesh_of(module: nn.Module) -> DeviceMesh:
+    """The mesh of a unit that ``apply_plan`` sharded."""
+    assert isinstance(module, FSDPModule)
+    mesh: DeviceMesh = module._get_fsdp_state()._composer_fsdp2_mesh  # type: ignore[attr-defined]
+    return mesh

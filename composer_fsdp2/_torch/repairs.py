@@ -1,0 +1,134 @@
+"""Defects of torch on the CPU that we work around. Each names the versions on which it was seen;
+``tests/engine/test_torch.py`` fails when a version that we support no longer needs one, or needs it again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+__all__ = [
+    "REPAIRS",
+    "Repair",
+    "repair_cpu_collectives",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """One defect of torch that we work around: how to see it, and what to do."""
+
+    name: str
+    seen_on: tuple[str, ...]
+    not_on: tuple[str, ...]
+    why: str
+    is_needed: Callable[[], bool]
+    apply: Callable[[], None]
+
+
+def repair_cpu_collectives() -> None:
+    """Make ``fully_shard`` average gradients over gloo, and run on a 2-D mesh there; CUDA is not touched.
+
+    Called on all ranks before sharding on the CPU; idempotent, and local: it communicates nothing.
+    """
+    for repair in REPAIRS:
+        if repair.is_needed():
+            repair.apply()
+
+
+# gloo's ReduceOp.AVG: torch 2.7's reduce_scatter_tensor returns the sum and its all_reduce raises (pytorch#162338),
+# while fully_shard asks for AVG with fp32 and bf16 gradients.
+
+_MARK = "_composer_fsdp2_repair"
+
+
+def _gloo_cannot_average() -> bool:
+    """gloo refuses AVG before it communicates, so a group of this one rank shows what any group would do.
+
+    The store lies in memory and the group is known to nobody else.
+    """
+    if hasattr(_fsdp_collectives._get_gradient_divide_factors, _MARK):
+        return False
+    c10d: Any = torch._C._distributed_c10d
+    group = c10d.ProcessGroupGloo(c10d.HashStore(), 0, 1)
+    options = c10d.AllreduceOptions()
+    options.reduceOp = c10d.ReduceOp.AVG
+    try:
+        group.allreduce([torch.ones(1)], options).wait()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _sum_then_divide() -> None:
+    original = _fsdp_collectives._get_gradient_divide_factors
+
+    def divide_factors(
+        reduce_scatter_group: Any, all_reduce_group: Any, reduce_dtype: torch.dtype, device_type: str = "", **rest: Any
+    ) -> Any:
+        factors = original(reduce_scatter_group, all_reduce_group, reduce_dtype, device_type, **rest)
+        if device_type != "cpu" or factors[0] is not None:
+            return factors
+        # A factor of 1 before the reduction makes fully_shard ask for SUM; the whole division comes after it.
+        ranks = reduce_scatter_group.size() * (1 if all_reduce_group is None else all_reduce_group.size())
+        return (1.0, float(ranks))
+
+    setattr(divide_factors, _MARK, original)
+    _fsdp_collectives._get_gradient_divide_factors = divide_factors
+
+
+# torch.cpu.Stream is a stub whose record_event returns None; fully_shard on a 2-D mesh asserts that it got an event.
+
+
+def _cpu_events_are_missed() -> bool:
+    """Versions that accept no event on the CPU declare the field of ``AllReduceState`` as optional."""
+    accepts_none = "None" in str(_fsdp_param_group.AllReduceState.__annotations__["event"])
+    stream: Any = torch.cpu.Stream()
+    return stream.record_event() is None and not accepts_none
+
+
+def _record_cpu_events() -> None:
+    def record_event(self: torch.cpu.Stream, event: Any = None) -> Any:
+        return torch.cpu.Event() if event is None else event
+
+    torch.cpu.Stream.record_event = record_event  # type: ignore[method-assign]
+    _forget_events_of_unused_gathers()
+
+
+def _forget_events_of_unused_gathers() -> None:
+    """Undo for one caller what the event above does.
+
+    A gather ahead for a unit whose backward never runs (frozen, and its inputs need no gradient) is waited for at the
+    end of backward: by its event, if it has one, on a stream of torch.accelerator, which a machine without one lacks.
+    """
+    original = _fsdp_param_group.FSDPParamGroup.finalize_backward
+
+    def finalize_backward(self: Any) -> None:
+        gather = self._all_gather_result
+        if gather is not None and self.device.type == "cpu":
+            self._all_gather_result = gather._replace(all_gather_event=None)  # the work itself is waited for
+        original(self)
+
+    _fsdp_param_group.FSDPParamGroup.finalize_backward = finalize_backward  # type: ignore[method-assign]
+
+
+REPAIRS = (
+    Repair(
+        name="gloo averages",
+        seen_on=("2.7.0",),
+        not_on=("2.13.0",),
+        why="gradients on the CPU were the sum over ranks instead of the mean, and a 2-D mesh raised",
+        is_needed=_gloo_cannot_average,
+        apply=_sum_then_divide,
+    ),
+    Repair(
+        name="CPU streams record events",
+        seen_on=("2.7.0",),
+        not_on=("2.13.0",),
+        why="fully_shard on a 2-D CPU mesh fails an assertion without an event",
+        is_needed=_cpu_events_are_missed,
+        apply=_record_cpu_events,
+    ),
+)

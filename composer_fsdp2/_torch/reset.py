@@ -1,0 +1,70 @@
+"""The way back from a forward or backward that an error ended."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from composer_fsdp2._torch.groups import groups_of, state_of
+
+__all__ = [
+    "reset_after_error",
+]
+
+
+def reset_after_error(unit: FSDPModule) -> None:
+    """Put what a forward began with, and all units below it, into the state that they have between steps.
+
+    Drops unfinished gradients, and waits for collectives that are on their way. ``.grad`` of the sharded parameters is
+    the optimizer's to clear. Of a unit that no forward began with nothing is changed. torch 2.13 has
+    ``reset_iter_state`` for it (without the gradients of microbatches that were not communicated).
+    """
+    root, state = unit, state_of(unit)
+    if not state._is_root:
+        return
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_iteration(state)
+    for each in state._state_ctx.all_states:
+        for group in groups_of(each):
+            group.lazy_init()  # idempotent; the error may have come in the midst of the first one
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+                    parameter.free_unsharded_param()
+
+
+def _reset_iteration(root: Any) -> None:
+    stream, shared = root._device_handle.current_stream(), root._comm_ctx
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        if (held := getattr(shared, name)) is not None:
+            _wait(stream, held.event)
+            setattr(shared, name, None)
+    shared.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in groups_of(state):
+            if group._all_gather_result is not None:
+                _wait(stream, group._all_gather_result.all_gather_event)
+                if isinstance(work := group._all_gather_result.all_gather_work, dist.distributed_c10d.Work):
+                    work.wait()
+            for event in (group._post_reduce_event, group._reshard_after_forward_event):
+                _wait(stream, event)
+            if group._all_reduce_state is not None:
+                _wait(stream, group._all_reduce_state.event)
+            group._all_gather_result = group._post_reduce_event = group._reshard_after_forward_event = None
+            group._all_reduce_state = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def _wait(stream: Any, event: Any) -> None:
+    if event is not None:
+        stream.wait_event(event)
