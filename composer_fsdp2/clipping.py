@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from composer_fsdp2._torch import mesh_of
 from composer_fsdp2.guard import check_guard
 from composer_fsdp2.reductions import Part, reduce_parts
-from composer_fsdp2.sharded import reshard, sharded_roots
+from composer_fsdp2.sharded import reshard, sharded_roots, splitting_axes
 
 __all__ = ["clip_grad_adaptive_", "clip_grad_norm_"]
 
@@ -41,7 +42,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         trainable = [parameter for parameter in root.parameters() if parameter.requires_grad]
         grads = [parameter.grad for parameter in trainable if parameter.grad is not None]
         # By the parameters, not the gradients, which a rank may lack: all ranks must communicate alike.
-        any_whole = not all(map(_is_sharded, trainable))
+        any_whole = not all(map(splitting_axes, trainable))
         total = _total_norm(grads, float(norm_type), mesh_of(root), any_whole=any_whole)
         _scale(grads, total, float(max_norm))
         norms[path] = total
@@ -94,10 +95,8 @@ def _axes_that_divide_units(parameter: nn.Parameter) -> tuple[int, ...]:
         return ()
     return tuple(
         axis
-        for axis, placement in enumerate(parameter.placements)
-        if isinstance(placement, Shard)
-        and parameter.device_mesh.size(axis) > 1
-        and (parameter.dim() <= 1 or placement.dim % parameter.dim() != 0)
+        for axis in splitting_axes(parameter)
+        if parameter.dim() <= 1 or cast(Shard, parameter.placements[axis]).dim % parameter.dim() != 0
     )
 
 
@@ -137,8 +136,8 @@ def _total_norm(grads: list[torch.Tensor], norm_type: float, mesh: DeviceMesh, *
     ranks: their mean counts, where FSDP1 took each rank's own (torch/distributed/fsdp/fully_sharded_data_parallel.py,
     2.7) and thereby another scale on each.
     """
-    sharded = [_local(grad) for grad in grads if _is_sharded(grad)]
-    whole = [_local(grad) for grad in grads if not _is_sharded(grad)]
+    sharded = [_local(grad) for grad in grads if splitting_axes(grad)]
+    whole = [_local(grad) for grad in grads if not splitting_axes(grad)]
     if not sharded:
         return _norm(whole, norm_type)
     shard_axis = mesh.ndim - 1 if mesh.size(mesh.ndim - 1) > 1 else 0
@@ -159,14 +158,6 @@ def _total_norm(grads: list[torch.Tensor], norm_type: float, mesh: DeviceMesh, *
     num_ranks = mesh.size(shard_axis) * num_replicas
     total: torch.Tensor = (powers[0] / num_replicas + powers[1] / num_ranks) ** (1.0 / norm_type)
     return total
-
-
-def _is_sharded(grad: torch.Tensor) -> bool:
-    """Whether other ranks hold other parts of it; a mesh of one rank, or of replicas only, shards nothing."""
-    return isinstance(grad, DTensor) and any(
-        isinstance(placement, Shard) and grad.device_mesh.size(axis) > 1
-        for axis, placement in enumerate(grad.placements)
-    )
 
 
 def _local(grad: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_fsdp2._torch import (
@@ -26,6 +26,7 @@ from composer_fsdp2._torch import (
 )
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
 from composer_fsdp2.guard import check_guard
+from composer_fsdp2.sharded import splitting_axes
 
 __all__ = ["summon_full_params"]
 
@@ -235,10 +236,7 @@ def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:
 
 def _shard_axis(tensor: DTensor) -> int | None:
     """The axis of its mesh that splits it; None if every rank holds it whole."""
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard) and tensor.device_mesh.size(axis) > 1:
-            return axis
-    return None
+    return next(iter(splitting_axes(tensor)), None)
 
 
 @torch.no_grad()

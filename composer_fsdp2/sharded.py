@@ -2,12 +2,14 @@
 
 from typing import cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 
 from composer_fsdp2._torch import distinct_units
 
-__all__ = ["Unit", "is_sharded", "reshard", "sharded_roots", "units"]
+__all__ = ["Unit", "is_sharded", "reshard", "sharded_roots", "splitting_axes", "units"]
 
 
 class Unit(FSDPModule, nn.Module):
@@ -28,6 +30,16 @@ def units(model: nn.Module) -> dict[str, Unit]:
     """Every module that is one unit, or the first of one, by its path."""
     paths = {module: path for path, module in model.named_modules()}
     return {paths[unit]: unit for unit in cast(list[Unit], distinct_units(paths))}
+
+
+def splitting_axes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The axes of its mesh along which ranks hold different parts of a tensor; one rank, or replicas, split nothing."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    placed = enumerate(tensor.placements)
+    return tuple(
+        axis for axis, placement in placed if isinstance(placement, Shard) and tensor.device_mesh.size(axis) > 1
+    )
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Composer with FSDP1, the reference, on the CPU; and with ours: ``from oracle import FSDP1, FSDP2``.
+"""Composer with FSDP1, the reference, on the CPU; and with ours: ``from oracle import FSDP1, FSDP2, UNSHARDED``.
 
 Imports Composer only when used on the ranks, so that collecting the tests stays cheap.
 """
@@ -30,6 +30,10 @@ def FSDP1() -> Iterator[None]:
         mock.patch.object(nn.Module, "to_empty", to_empty_on_cpu),
     ):
         yield
+
+
+# Composer as it is; without a parallelism_config it trains whole models (DDP).
+UNSHARDED: Under = contextlib.nullcontext
 
 
 @contextlib.contextmanager

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from oracle import FSDP1, FSDP2
+from oracle import FSDP1, FSDP2, UNSHARDED
 from ranks import run_ranks
 from torch import nn
 from trainers import build_model, fit, full_parameters, largest_difference, make_trainer
@@ -129,17 +127,11 @@ def test_the_function_clips_too():
     run_ranks(check_function, 2)
 
 
-@contextlib.contextmanager
-def stock() -> Iterator[None]:
-    """Composer as it is; without a parallelism_config it trains whole models (DDP)."""
-    yield
-
-
 def check_adaptive() -> None:
-    last = fit(stock, None, model=with_row())
+    last = fit(UNSHARDED, None, model=with_row())
     others = [{"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}]
     for threshold, variants in ((0.5, [{}]), (0.01, [{}, *others])):
-        whole = fit(stock, None, model=with_row(), clip=("adaptive", threshold))
+        whole = fit(UNSHARDED, None, model=with_row(), clip=("adaptive", threshold))
         assert largest_difference(whole.losses, last.losses) > 1e-3, f"{threshold} changes nothing"
         last = whole
         for keys in variants:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from oracle import FSDP1, FSDP2, Under
+from oracle import FSDP1, FSDP2, UNSHARDED, Under
 from ranks import run_ranks
 from saved import named, read
 from torch import nn
@@ -23,7 +22,6 @@ from composer_fsdp2.errors import CheckpointError
 pytestmark = pytest.mark.composer
 
 BATCHES, SAVED_AT = 6, 2
-UNSHARDED = contextlib.nullcontext
 # Blocks are recomputed, so that their parameters have a wrapper in their names.
 CONFIG: dict[str, Any] = {"activation_checkpointing": True}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -12,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FSDP1, FSDP2, Under
+from oracle import FSDP1, FSDP2, UNSHARDED, Under
 from ranks import run_ranks
 from torch import nn
 from trainers import build_model, build_optimizer, make_trainer, own_name
@@ -38,12 +37,6 @@ def with_thin() -> Any:
     forward = model.forward
     model.forward = lambda batch: model.thin(forward(batch))
     return model
-
-
-@contextlib.contextmanager
-def stock() -> Iterator[None]:
-    """Composer as it is; without a parallelism_config it trains whole models (DDP)."""
-    yield
 
 
 @dataclass
@@ -117,7 +110,7 @@ def check_values(optimizers: dict[str, Any], variants: list[dict[str, Any]]) -> 
     for name, optimizer in optimizers.items():
         for with_optimizer in (True, False) if name == "decoupled_adamw" else (True,):
             shared = {"optimizer": optimizer, "with_optimizer": with_optimizer}
-            whole = Run(stock, **shared).logged()
+            whole = Run(UNSHARDED, **shared).logged()
             for keys in variants:
                 what = f"{name}, {with_optimizer}, {keys}"
                 last = Run(FSDP2, keys, **shared).logged()
@@ -154,7 +147,7 @@ def check_four() -> None:
         optimizer = "decoupled_adamw"
         ours = Run(FSDP2, keys, optimizer=optimizer).logged()
         if "process_group" not in keys:
-            assert_same(ours, Run(stock, optimizer=optimizer).logged(), f"{keys}")
+            assert_same(ours, Run(UNSHARDED, optimizer=optimizer).logged(), f"{keys}")
         squares = sum(v[0] ** 2 for key, v in ours.items() if key.startswith("l2_norm/grad/") and "global" not in key)
         assert ours["l2_norm/grad/global"][0] == pytest.approx(math.sqrt(squares))
 
@@ -182,7 +175,7 @@ def test_like_fsdp1():
 
 
 def check_fsdp1_was_wrong() -> None:
-    whole = Run(stock, model=build_model, optimizer="sgd").logged()
+    whole = Run(UNSHARDED, model=build_model, optimizer="sgd").logged()
     theirs = {own_name(key): v for key, v in Run(FSDP1, {}, model=build_model, optimizer="sgd").logged().items()}
     names = [None, None]
     dist.all_gather_object(names, set(theirs))
@@ -191,7 +184,7 @@ def check_fsdp1_was_wrong() -> None:
     twice = {
         own_name(k): v for k, v in Run(FSDP1, {"sharding_strategy": "NO_SHARD"}, model=build_model).logged().items()
     }
-    whole = Run(stock, model=build_model).logged()
+    whole = Run(UNSHARDED, model=build_model).logged()
     assert twice["l2_norm/grad/global"] == pytest.approx([2**0.5 * v for v in whole["l2_norm/grad/global"]], rel=1e-4)
 
 
@@ -319,7 +312,7 @@ def check_own_callback(optimizers: list[str]) -> None:
     for name in optimizers:
         optimizer = name if name.islower() else foundry_optimizer(name)
         ours = Run(FSDP2, {}, optimizer=optimizer).logged(Own())
-        whole = Run(stock, optimizer=optimizer, interval=1).logged()
+        whole = Run(UNSHARDED, optimizer=optimizer, interval=1).logged()
         for key in set(whole) - {"l2_norm/grad/global"}:
             # Foundry's methods add up over ranks what is whole on each, as they did under FSDP1.
             if optimizer is name or "thin.gain" not in key:
@@ -377,7 +370,7 @@ def check_activations() -> None:
     def logged(under: Under, keys: dict[str, Any] | None, ac: bool) -> dict[str, list[float]]:
         return Run(under, keys, "sgd", build, ac=ac).logged(ActivationMonitor(interval="2ba"))
 
-    whole = logged(stock, None, False)
+    whole = logged(UNSHARDED, None, False)
     assert "activations/average/squash_output.0" in whole
     for ac in (False, True):
         theirs = logged(FSDP1, {}, ac)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from oracle import Under
+from trainers import largest_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"
@@ -69,11 +70,6 @@ def surroundings(folder: str, losses: Path) -> list[str]:
 
 def read_losses(path: Path) -> list[float]:
     return [record["loss"] for record in map(json.loads, path.read_text().splitlines()) if "loss" in record]
-
-
-def largest_difference(ours: list[float], theirs: list[float]) -> float:
-    assert len(ours) == len(theirs) > 0, f"{ours} and {theirs}"
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 def assert_alike(ours: Trained, theirs: Trained, what: str) -> None:

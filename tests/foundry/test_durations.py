@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from oracle import FSDP1, FSDP2, Under
 from ranks import run_ranks
-from runs import YAML, Trained, assert_alike, largest_difference, train
+from runs import YAML, Trained, assert_alike, train
+from trainers import largest_difference
 
 pytestmark = pytest.mark.foundry
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from oracle import FSDP1, FSDP2
+from oracle import FSDP1, FSDP2, UNSHARDED
 from ranks import run_ranks
 from torch import nn
 
 pytestmark = pytest.mark.foundry
 
-COMPOSER_TESTS = str(Path(__file__).parents[1] / "composer")
 BATCHES = 12
 
 
@@ -74,14 +71,7 @@ def train(under: Any, keys: dict[str, Any] | None, optimizer_name: str, model_na
     return losses, (parameters, state)
 
 
-def stock() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
 def check_step(optimizer_name: str) -> None:
-    sys.path.append(COMPOSER_TESTS)
     warnings.simplefilter("ignore")
     from llmfoundry.optim import adaptive_lion
     from llmfoundry.optim.outlier_detection import OutlierDetector
@@ -93,7 +83,7 @@ def check_step(optimizer_name: str) -> None:
         mock.patch.object(adaptive_lion, "OutlierDetector", detector),
         mock.patch.object(OutlierDetector, "get_slow_mva", OutlierDetector.get_delayed_mva, create=True),
     ):
-        cases = [(stock, None, "script's", [{}, {"sharding_strategy": "NO_SHARD"}]), (FSDP1, {}, "units", [{}])]
+        cases = [(UNSHARDED, None, "script's", [{}, {"sharding_strategy": "NO_SHARD"}]), (FSDP1, {}, "units", [{}])]
         for under, theirs_keys, model, variants in cases:
             theirs, (their_parameters, their_state) = train(under, theirs_keys, optimizer_name, model)
             outliers = [len(timestamps or ()) + clipped for timestamps, clipped in their_state.values()]

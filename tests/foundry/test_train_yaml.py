@@ -21,11 +21,11 @@ from runs import (
     SAVED_AT,
     YAML,
     assert_alike,
-    largest_difference,
     read_losses,
     surroundings,
     train,
 )
+from trainers import largest_difference
 
 pytestmark = pytest.mark.foundry
 
