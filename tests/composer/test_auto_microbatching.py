@@ -453,14 +453,19 @@ def test_votes_end():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, whose memory can run out")
-def test_a_gpu_runs_out_of_memory(tmp_path: Path):
-    """16 samples need about 2.5 GiB of activations in 1.5: the run ends with a size that fits, and its losses."""
+@pytest.mark.parametrize(("precision", "gib", "rtol"), [("fp32", 1.5, 1e-6), ("amp_fp16", 0.9, 1e-3)])
+def test_a_gpu_runs_out_of_memory(tmp_path: Path, precision: str, gib: float, rtol: float):
+    """16 samples need about 2.5 GiB of activations in fp32: the run ends with a size that fits, and its losses. In
+    fp16 with the scaler that the Trainer makes. On one GPU there is one rank, and no vote crosses ranks."""
     num_ranks = min(2, torch.cuda.device_count())
     command = [BIN / "composer", "-n", num_ranks, "-m", "composer_fsdp2", "run", OUT_OF_MEMORY]
-    auto = run_all({"auto": [*command, "auto", "1.5"]}, tmp_path)["auto"]
+    auto = run_all({"auto": [*command, "auto", str(gib), precision]}, tmp_path)["auto"]
     assert auto.code == 0, auto.err
     size = auto.last["size"]
     assert 1 <= size < 16
-    fixed = run_all({"fixed": [*command, str(size), "1.5"]}, tmp_path)["fixed"]
+    fixed = run_all({"fixed": [*command, str(size), str(gib), precision]}, tmp_path)["fixed"]
     assert fixed.code == 0, fixed.err
-    torch.testing.assert_close(auto.last["losses"], fixed.last["losses"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(auto.last["losses"], fixed.last["losses"], rtol=rtol, atol=0)
+    # What MemoryMonitor logs for each batch is this process's.
+    assert len(auto.last["reserved_gb"]) == 4
+    assert all(0 < reserved <= gib * 2**30 / 1e9 * 1.01 for reserved in auto.last["reserved_gb"])

@@ -1,6 +1,7 @@
-"""A run on GPUs with less memory than its batch needs: ``out_of_memory.py MICROBATCH GIB_OF_MEMORY``.
+"""A run on GPUs with less memory than its batch needs: ``out_of_memory.py MICROBATCH GIB_OF_MEMORY PRECISION``.
 
-The last line of its output is JSON: the microbatch size at the end and the loss of each batch.
+The last line of its output is JSON: the microbatch size at the end, the loss of each batch, and what MemoryMonitor
+logged as reserved at most, in GB.
 """
 
 import json
@@ -9,6 +10,8 @@ import sys
 import torch
 import torch.nn.functional as F
 from composer import Callback, ComposerModel, Trainer
+from composer.callbacks import MemoryMonitor
+from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,7 +65,7 @@ class Record(Callback):
 
 
 def main() -> None:
-    microbatch, gib = sys.argv[1], float(sys.argv[2])
+    microbatch, gib, precision = sys.argv[1], float(sys.argv[2]), sys.argv[3]
     dist.initialize_dist("gpu", timeout=60)
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total)
@@ -70,23 +73,25 @@ def main() -> None:
     data = TensorDataset(
         torch.randn(4 * SAMPLES, 1, WIDTH, generator=generator), torch.randn(4 * SAMPLES, generator=generator)
     )
-    model, record = Model(), Record()
+    model, record, logger = Model(), Record(), InMemoryLogger()
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), lr=1e-3),
         train_dataloader=DataLoader(data, batch_size=SAMPLES),
         max_duration="4ba",
         device="gpu",
-        precision="fp32",
+        precision=precision,
         device_train_microbatch_size=microbatch if microbatch == "auto" else int(microbatch),
         parallelism_config={"fsdp": {}},
-        callbacks=[record],
+        callbacks=[record, MemoryMonitor()],
+        loggers=[logger],
         progress_bar=False,
         dist_timeout=60,
     )
     trainer.fit()
     if dist.get_global_rank() == 0:
-        print(json.dumps({"size": trainer.state.device_train_microbatch_size, "losses": record.losses}))
+        size, reserved = trainer.state.device_train_microbatch_size, logger.data["memory/peak_reserved_mem"]
+        print(json.dumps({"size": size, "losses": record.losses, "reserved_gb": [float(gb) for _, gb in reserved]}))
 
 
 if __name__ == "__main__":
