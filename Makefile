@@ -40,6 +40,7 @@ test-engine: venv-engine ## the engine's tests without Composer, on a newer torc
 bench: venv ## what sharding and checkpoints cost, against torch by hand, Composer's FSDP2 and FSDP1
 	-$(PY) benchmarks/step.py
 	-$(PY) benchmarks/step.py --strategy SHARD_GRAD_OP
+	-$(PY) benchmarks/step.py --against HEAD
 	-$(PY) benchmarks/setup.py
 	-$(PY) benchmarks/checkpoint.py
 

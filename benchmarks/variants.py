@@ -121,8 +121,8 @@ def _voting(model: Model, setting: Setting) -> Trainee:
 
 
 def _in_step(model: Model, setting: Setting) -> Trainee:
-    """Each rank waits for the others before each collective, as with votes, told by a byte in a pipe: the least that
-    votes of any kind cost, as a collective is then launched on all ranks at once and no rank's part of it ahead.
+    """Each rank waits for the others before each collective, as with votes, but is told by a byte in a pipe: what the
+    waiting costs, apart from gloo's way of sending a vote. No rank then sends its part of a collective ahead.
     """
     from composer_fsdp2._torch import watch_collectives
     from composer_fsdp2.sharded import units
