@@ -448,6 +448,43 @@ def test_votes_end():
         assert [is_torchs for _, is_torchs in votes] == [False, False, True, True, True, False, False, True]
 
 
+def check_error_between_batches() -> bool:
+    from composer import Callback
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    class Failing(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            raise ValueError("of a callback")
+
+    error = error_of("auto", callbacks=[Failing()])
+    assert "of a callback" in error, error
+    return _fsdp_collectives.dist is dist
+
+
+def test_votes_end_with_an_error():
+    """A script that catches it and goes on by itself would wait in votes that the others do not cast."""
+    assert run_ranks(check_error_between_batches, 2, timeout_s=TIME_LIMIT_S) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 20.00 MiB",
+        "CUDA error: out of memory",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+        "CUDA error: an illegal memory access was encountered",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Encountered .cuDNN")
+def test_errors_are_those_that_composer_repeats_for(text: str):
+    """What was repeated under FSDP1 would end on one rank, and leave the others waiting."""
+    from composer.trainer.trainer import _is_cuda_oom
+
+    from composer_fsdp2.out_of_memory import is_out_of_memory
+
+    assert is_out_of_memory(RuntimeError(text)) == _is_cuda_oom(RuntimeError(text))
+
+
 # --- a real one
 
 
