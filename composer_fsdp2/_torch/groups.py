@@ -7,6 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from composer_fsdp2.errors import PlanError
+
 __all__ = [
     "groups_of",
     "has_gradient",
@@ -54,7 +56,16 @@ def note_mesh(module: FSDPModule, mesh: DeviceMesh) -> None:
 
 
 def mesh_of(module: nn.Module) -> DeviceMesh:
-    """The mesh of a unit that ``apply_plan`` sharded."""
+    """The mesh of a unit that ``apply_plan`` sharded.
+
+    Raises:
+        PlanError: ``fully_shard`` sharded it without us.
+    """
     assert isinstance(module, FSDPModule)
-    mesh: DeviceMesh = module._get_fsdp_state()._composer_fsdp2_mesh  # type: ignore[attr-defined]
+    mesh: DeviceMesh | None = getattr(module._get_fsdp_state(), "_composer_fsdp2_mesh", None)
+    if mesh is None:
+        raise PlanError(
+            f"a {type(module).__name__} was sharded by fully_shard itself; shard the model with prepare_fully_shard or "
+            "apply_plan, or use torch's own functions for it"
+        )
     return mesh

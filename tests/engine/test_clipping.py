@@ -14,8 +14,10 @@ from engine.models import Block, Chain, Model, features, layer, tie, tokens
 from engine.parity import FULL, Inputs, assert_close, full
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from composer_fsdp2 import clip_grad_adaptive_, clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2.errors import PlanError
 
 
 class Thin(nn.Module):
@@ -152,6 +154,18 @@ def check_left_out() -> tuple[list[str], bool]:
 def test_parameters_outside_every_root_are_not_touched():
     """FSDP1 clipped what it wrapped; the rest is the user's."""
     assert run_ranks(check_left_out, 2) == [(["net"], True)] * 2
+
+
+def check_foreign() -> None:
+    model = Chain(a=layer())
+    fully_shard(model)
+    with pytest.raises(PlanError, match="Chain was sharded by fully_shard itself"):
+        clip_grad_norm_(model, 1.0)
+
+
+def test_a_model_that_others_sharded_is_refused():
+    """An error that names no cause would be looked for in the gradients."""
+    run_ranks(check_foreign, 2)
 
 
 def check_without_gradients() -> dict[str, float]:

@@ -270,7 +270,8 @@ class _Directory:
         paths = listed.value()
         if not isinstance(paths, list) or not all(isinstance(path, tuple) and _is_path(path) for path in paths):
             raise CheckpointError(f"{self.path}: {dotted(EMPTY_DICTS)} is no list of paths")
-        return {path: ObjectRecord(dotted(path), dict) for path in paths}
+        # All lie where the list lies, so that whoever accounts for the file's bytes finds an owner for these.
+        return {path: ObjectRecord(dotted(path), dict, source=listed.source) for path in paths}
 
     def torch_version(self) -> str | None:
         """From the classes in the metadata, where ``state.metadata`` does not say."""

@@ -179,9 +179,10 @@ def _named_entries(inventory: CheckpointInventory) -> dict[Path, list[_Named]]:
             if isinstance(chunk.source, Entry):
                 name = record.name if len(record.chunks) == 1 else f"{record.name} at {chunk.offsets}"
                 named.setdefault(chunk.source.path, []).append(_Named(chunk.source, name, chunk, record.dtype))
-    for entry in inventory.objects.values():
-        if entry.source is not None:
-            named.setdefault(entry.source.path, []).append(_Named(entry.source, entry.name))
+    # Empty dicts share one entry, their list.
+    objects = {entry.source: entry.name for entry in reversed(inventory.objects.values()) if entry.source is not None}
+    for source, name in objects.items():
+        named.setdefault(source.path, []).append(_Named(source, name))
     return named
 
 

@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from composer_fsdp2.checkpoint.convert import convert_checkpoint
 from composer_fsdp2.checkpoint.verification import checksums, comparing
 from composer_fsdp2.checkpoint.verification.faults import FaultKind
 from composer_fsdp2.checkpoint.verify import verify_checkpoint
@@ -55,6 +56,16 @@ def test_old_checkpoints_are_whole(path: Path):
     signature, files = b"PK\x01\x02", [path] if path.is_file() else [*path.glob("*.distcp")]
     assert report.num_records == sum(file.read_bytes().count(signature) for file in files)
     assert report.unchecked == (() if path.is_file() else ("content of files without a checksum: .metadata",))
+
+
+@pytest.mark.parametrize("path", FIXTURES[:2], ids=lambda path: "/".join(path.parts[-3:-1]))
+def test_converted_folders_are_whole(path: Path, tmp_path: Path):
+    """What `convert --to dcp` wrote is confirmed, every byte of it: Composer's state has empty dicts, listed apart."""
+    convert_checkpoint(path, tmp_path / "dcp", to="dcp")
+    report = verify_checkpoint(tmp_path / "dcp", path)
+    assert report.ok, str(report)
+    data = (tmp_path / "dcp" / "__0_0.distcp").read_bytes()
+    assert report.num_records == data.count(b"PK\x01\x02")
 
 
 def test_every_record_counts(tmp_path: Path):
