@@ -12,6 +12,8 @@ from composer_fsdp2.cli import (  # noqa: F401 - each registers its verb
     checkpoint_verify,
 )
 from composer_fsdp2.cli.checkpoint import checkpoint
+from composer_fsdp2.cli.explain import explain
+from composer_fsdp2.cli.migrate import migrate
 from composer_fsdp2.cli.run import run
 from composer_fsdp2.cli.train import train
 from composer_fsdp2.errors import IncompatibleVersionError
@@ -29,6 +31,8 @@ app = typer.Typer(
 _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 app.command(context_settings=_PASS_THROUGH, options_metavar="")(run)
 app.command(context_settings=_PASS_THROUGH, options_metavar="")(train)
+app.command()(migrate)
+app.command()(explain)
 app.add_typer(checkpoint)
 
 
@@ -45,7 +49,7 @@ def main() -> None:
     try:
         work.pop()()
     except BrokenPipeError:
-        if "checkpoint" not in sys.argv[1:2]:
+        if sys.argv[1:2] not in (["checkpoint"], ["migrate"], ["explain"]):
             raise  # a script's own
         # `checkpoint inspect ... | head` has seen enough; Python would complain once more while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

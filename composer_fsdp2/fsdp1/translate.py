@@ -21,7 +21,7 @@ from composer_fsdp2.config import (
 )
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError, UnsupportedError
 from composer_fsdp2.findings import Finding, Outcome, format_findings
-from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME, Kind, nearest_key
+from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME, nearest_key
 from composer_fsdp2.fsdp1.legacy import LegacyConfig
 from composer_fsdp2.fsdp1.values import (
     BACKWARD_POST_REASON,
@@ -43,7 +43,11 @@ from composer_fsdp2.fsdp1.values import (
     short_repr,
 )
 
-__all__ = ["Translation", "translate"]
+__all__ = ["ASKS_FOR_NOTHING", "OFF", "Translation", "translate"]
+
+# Reasons of findings for values that are the same under every FSDP.
+OFF = "off, as by default"
+ASKS_FOR_NOTHING = "this value asks for nothing"
 
 STATE_DICT_TYPES = (None, "full", "sharded")
 
@@ -363,13 +367,13 @@ def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precis
 
 def _finding(legacy: LegacyConfig, name: str, **changes: Any) -> Finding:
     row = KEYS_BY_NAME[name]
-    is_off = row.kind is Kind.BOOL and row.default is False and legacy[name] is False
+    is_off = row.default is False and legacy[name] is False
     fields: dict[str, Any] = {
         "key": name,
         "value": legacy[name],
         "outcome": row.outcome,
         "target": "" if is_off else row.target,
-        "reason": "off, as by default" if is_off else row.reason,
+        "reason": OFF if is_off else row.reason,
         "where": f"$.fsdp_config.{name}",
     }
     return Finding(**(fields | changes))
@@ -380,7 +384,7 @@ def _same_as_fsdp2(legacy: LegacyConfig, name: str, neutral: object) -> Finding 
 
 
 def _neutral_finding(legacy: LegacyConfig, name: str) -> Finding:
-    return _finding(legacy, name, outcome=Outcome.EXACT, target="", reason="this value asks for nothing")
+    return _finding(legacy, name, outcome=Outcome.EXACT, target="", reason=ASKS_FOR_NOTHING)
 
 
 def _low_precision_grads_finding(legacy: LegacyConfig, mixed_precision: Precision) -> Finding:

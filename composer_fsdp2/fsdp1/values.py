@@ -19,6 +19,7 @@ from composer_fsdp2.fsdp1.keys import Kind, nearest_key
 __all__ = [
     "BACKWARD_POST_REASON",
     "DTYPES",
+    "DTYPE_KEYS",
     "PRECISIONS",
     "UNREAD_DTYPE_KEY",
     "UNREAD_DTYPE_REASON",
@@ -246,7 +247,7 @@ def parse_mixed_precision(value: object, precision: str) -> Precision:
     )
 
 
-_DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
+DTYPE_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 # LLM Foundry writes this one into the dict (llmfoundry/utils/config_utils.py, 0.22.0).
 UNREAD_DTYPE_KEY = "keep_low_precision_grads"
 UNREAD_DTYPE_REASON = "Composer never read it inside this dict; beside mixed_precision it has an effect"
@@ -254,11 +255,11 @@ UNREAD_DTYPE_REASON = "Composer never read it inside this dict; beside mixed_pre
 
 def _dtypes_of(value: Mapping[str, Any]) -> tuple[torch.dtype | None, ...]:
     for key in value:
-        if key not in (*_DTYPE_KEYS, UNREAD_DTYPE_KEY):
-            near = nearest_key(str(key), _DTYPE_KEYS)
-            hint = f"; did you mean {near}?" if near else f"; it takes {', '.join(_DTYPE_KEYS)}"
+        if key not in (*DTYPE_KEYS, UNREAD_DTYPE_KEY):
+            near = nearest_key(str(key), DTYPE_KEYS)
+            hint = f"; did you mean {near}?" if near else f"; it takes {', '.join(DTYPE_KEYS)}"
             raise ConfigError(f"unknown key mixed_precision.{key}{hint}")
-    return tuple(_dtype(f"mixed_precision.{key}", value.get(key)) for key in _DTYPE_KEYS)
+    return tuple(_dtype(f"mixed_precision.{key}", value.get(key)) for key in DTYPE_KEYS)
 
 
 def _dtype(name: str, value: object) -> torch.dtype | None:
@@ -274,7 +275,7 @@ def _dtype(name: str, value: object) -> torch.dtype | None:
 
 def _check_dtypes(name: str, value: object) -> None:
     if isinstance(value, MixedPrecisionPolicy | MixedPrecision):
-        for part in (*_DTYPE_KEYS, "output_dtype"):
+        for part in (*DTYPE_KEYS, "output_dtype"):
             _floating(f"{name}.{part}", getattr(value, part, None))
 
 

@@ -1,0 +1,343 @@
+"""Composer's and LLM Foundry's sections; where these two decide something, they are asked themselves."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from composer import Trainer
+from composer.utils.parallelism import FSDP2Config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llmfoundry.utils.config_utils import process_init_device
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from composer_fsdp2 import translate
+from composer_fsdp2.compat.dialects import DIALECTS, Section
+from composer_fsdp2.compat.dialects.base import Reading, Run, Wrap, WrapKind
+from composer_fsdp2.compat.dialects.composer_effects import PLAIN_COMPOSER
+from composer_fsdp2.compat.migration.migrate import migrate_text
+from composer_fsdp2.config import (
+    Accumulation,
+    ActivationCheckpointing,
+    GradientSync,
+    GroupRule,
+    MeshSpec,
+    Prefetch,
+    RankGroups,
+    ShardingConfig,
+)
+from composer_fsdp2.findings import Finding, Outcome
+from composer_fsdp2.fsdp1.keys import KEYS, Origin
+
+COMPOSER = DIALECTS["composer"]
+
+
+def read(text: str) -> Reading:
+    values = yaml.safe_load(text)
+    (path,) = COMPOSER.sections(values)
+    at = values
+    for key in path:
+        at = at[key]
+    return COMPOSER.read(Section(path=path, said=at, around=values))
+
+
+def finding(reading: Reading, key: str) -> Finding:
+    (found,) = [each for each in reading.findings if each.key == key]
+    return found
+
+
+# --- where sections are
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        ("fsdp_config: {}", ["fsdp_config"]),
+        ("parameters: {fsdp_config: {verbose: true}}", ["parameters.fsdp_config"]),
+        ("parallelism_config: {fsdp: {verbose: true}}", ["parallelism_config.fsdp"]),
+        ("runs: [{fsdp_config: {}}, {x: 1}, {fsdp_config: {}}]", ["runs.0.fsdp_config", "runs.2.fsdp_config"]),
+        ("fsdp_config:", []),
+        ("fsdp_config: {fsdp_sharding_strategy: FULL_SHARD}", []),
+        ("distributed_type: FSDP\nfsdp_config: {}", []),
+        ("fsdp: full_shard\nfsdp_config: {backward_prefetch: x}", []),
+        ("fsdp: {sharding_strategy: FULL_SHARD}", []),
+    ],
+)
+def test_sections(text: str, places: list[str]):
+    """Another system's section would be read as Composer's, or one that is Composer's be left behind."""
+    assert [".".join(map(str, path)) for path in COMPOSER.sections(yaml.safe_load(text))] == places
+
+
+# --- what LLM Foundry makes of it
+
+SECTIONS: list[dict[str, Any]] = [
+    {"sharding_strategy": "FULL_SHARD", "mixed_precision": "PURE"},
+    {"sync_module_states": False, "load_monolith_rank0_only": False},
+    {"sync_module_states": True},
+    {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "bf16"}},
+    {"activation_checkpointing": True, "activation_checkpointing_reentrant": False},
+]
+MODELS: list[dict[str, Any]] = [
+    {"name": "mpt_causal_lm", "init_device": "meta"},
+    {"name": "mpt_causal_lm", "init_device": "mixed"},
+    {"name": "mpt_causal_lm", "master_weights_dtype": "bf16"},
+    {"name": "mpt_causal_lm", "master_weights_dtype": "fp32", "init_device": "cpu"},
+    {"name": "hf_causal_lm", "init_device": "mixed", "master_weights_dtype": "float16"},
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_is_read_as_llm_foundry_changes_it(section: dict[str, Any], model: dict[str, Any]):
+    """A run that goes to another system would lose what LLM Foundry added: rank 0's values, or the dtypes."""
+    changed = copy.deepcopy(section)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        process_init_device(copy.deepcopy(model), changed)
+    if isinstance(changed.get("mixed_precision"), dict):
+        changed["mixed_precision"].pop("keep_low_precision_grads", None)  # which Composer does not read there
+    reading = read(yaml.safe_dump({"model": model, "precision": "amp_bf16", "fsdp_config": section}))
+    assert reading.run is not None
+    assert reading.run.config == translate(changed, precision="amp_bf16", device="cpu").config
+
+
+def test_what_llm_foundry_sets_is_said():
+    """A value that is not in the file decides about the run, and the report has to have it."""
+    reading = read("model: {name: m, init_device: mixed}\nfsdp_config: {mixed_precision: PURE}")
+    assert finding(reading, "(unsaid) sync_module_states").target == "sync_module_states: true"
+    reading = read("model: {name: m, master_weights_dtype: bf16}\nfsdp_config: {mixed_precision: PURE}")
+    assert "master_weights_dtype" in finding(reading, "mixed_precision").reason
+
+
+@pytest.mark.parametrize(("reentrant", "expected"), [(True, False), (False, False)])
+def test_transformer_engine_layers_never_reenter(reentrant: bool, expected: bool):
+    """LLM Foundry's validate_config changes the key for te layers, which break with reentrant checkpointing."""
+    text = {
+        "model": {"name": "mpt_causal_lm", "fc_type": "te"},
+        "fsdp_config": {"activation_checkpointing": True, "activation_checkpointing_reentrant": reentrant},
+    }
+    run = read(yaml.safe_dump(text)).run
+    assert run is not None and run.config.activation_checkpointing.reentrant is expected
+
+
+# --- plain Composer
+
+
+def test_the_keys_that_plain_composer_reads():
+    """The report says of a key that Composer without composer_fsdp2 reads it, or does not."""
+    read_there = set(FSDP2Config.settable_attrs())
+    for key in KEYS:
+        if key.origin in (Origin.FSDP1, Origin.FSDP2) and key.name not in (
+            "device_mesh",
+            "mp_policy",
+            "offload_policy",
+        ):
+            note = PLAIN_COMPOSER.get(key.name, PLAIN_COMPOSER[""])
+            assert ("ignores it" not in note) == (key.name in read_there), key.name
+
+
+def test_the_report_says_what_plain_composer_does():
+    """A user who trains the migrated file without composer_fsdp2 would lose replicas and not know."""
+    text = "fsdp_config: {data_parallel_replicate_degree: 2, data_parallel_shard_degree: 4, state_dict_type: full}"
+    found = {each.key: each for each in migrate_text(text).sections[0].findings}
+    assert "without replicas" in found["data_parallel_replicate_degree"].hint
+    assert "its own default is sharded" in found["state_dict_type"].hint
+
+
+# --- keys and values
+
+
+def test_a_misspelt_key_is_a_decision():
+    """FSDPConfig took it in silence, and the run was FULL_SHARD."""
+    reading = read("fsdp_config: {sharding_stratgy: SHARD_GRAD_OP}")
+    found = finding(reading, "sharding_stratgy")
+    assert found.outcome is Outcome.NEEDS_DECISION and "sharding_strategy" in found.hint
+    assert reading.run is None
+
+
+def test_each_bad_value_is_named_at_its_key():
+    """Of two faults in a long section the user would find one, and then the other."""
+    reading = read("fsdp_config: {sharding_strategy: FULL, mixed_precision: HALF, verbose: true}")
+    assert finding(reading, "sharding_strategy").outcome is Outcome.NEEDS_DECISION
+    assert finding(reading, "mixed_precision").outcome is Outcome.NEEDS_DECISION
+    assert not finding(reading, "verbose").outcome.blocks
+    assert reading.run is None
+
+
+def test_keys_that_contradict_each_other_are_a_decision():
+    """Which of them holds, only the user knows; all others are still reported."""
+    reading = read("fsdp_config: {sharding_strategy: FULL_SHARD, reshard_after_forward: false, verbose: false}")
+    blocking = [each.key for each in reading.findings if each.outcome.blocks]
+    assert blocking and set(blocking) <= {"sharding_strategy", "reshard_after_forward"}
+    assert {each.key for each in reading.findings} >= {"sharding_strategy", "reshard_after_forward", "verbose"}
+
+
+def test_precision_decides_about_dtypes():
+    """PURE under amp_fp16 is float16; a file without precision was trained in Composer's default for a GPU."""
+    for text, dtype in (
+        ("precision: amp_fp16\n", torch.float16),
+        ("", torch.bfloat16),
+        ("precision: fp32\n", torch.float32),
+    ):
+        run = read(f"{text}fsdp_config: {{mixed_precision: PURE}}").run
+        assert run is not None and run.config.mixed_precision.param_dtype is dtype
+
+
+def test_a_precision_that_is_none_is_a_decision():
+    """The dtypes of the new run would be guessed."""
+    reading = read("precision: fp64\nfsdp_config: {mixed_precision: PURE}")
+    assert finding(reading, "precision").outcome is Outcome.NEEDS_DECISION and reading.run is None
+
+
+@pytest.mark.parametrize(
+    "text", ["tp_config: {tensor_parallel_degree: 2}\nfsdp_config: {}", "parallelism_config: {tp: {x: 1}, fsdp: {}}"]
+)
+def test_tensor_parallelism_beside_it_is_reported(text: str):
+    """The new run would not fit into memory, or fail with an optimizer."""
+    assert [each for each in read(text).findings if each.outcome is Outcome.UNSUPPORTED and "tensor" in each.reason]
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "hint"),
+    [
+        ("fsdp_auto_wrap: false", Outcome.NEEDS_DECISION, "prepare_fully_shard"),
+        ("fsdp_auto_wrap: true", Outcome.UNNEEDED, ""),
+        ("grad_accum: 4", Outcome.NEEDS_DECISION, "device_train_microbatch_size"),
+        ("deepspeed_config: {zero_optimization: {stage: 3}}", Outcome.UNSUPPORTED, "FULL_SHARD"),
+        ("precision: bf16", Outcome.NEEDS_DECISION, "amp_bf16"),
+    ],
+)
+def test_arguments_of_earlier_trainers(text: str, outcome: Outcome, hint: str):
+    """Composer 0.32.1 ends with a TypeError that says nothing about what to do instead."""
+    found = finding(read(f"{text}\nfsdp_config: {{verbose: true}}"), text.partition(":")[0])
+    assert found.outcome is outcome and hint in found.hint
+
+
+def test_arguments_of_earlier_trainers_are_gone():
+    """The report says so of each; a Composer that takes one again would make it wrong."""
+    taken = inspect.signature(Trainer).parameters
+    assert not {"fsdp_config", "fsdp_auto_wrap", "grad_accum", "deepspeed_config"} & set(taken)
+    assert "parallelism_config" in taken
+    assert finding(read("trainer: {fsdp_config: {verbose: true}}"), "(unsaid) parallelism_config")
+
+
+UNSAID = ["backward_prefetch", "casting of inputs and buffers", "state_dict_type", "wrapping", "clipping by value"]
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_what_no_key_says_is_reported(name: str):
+    """FSDP2 differs there by itself, and nobody would look for a key that is not in the file."""
+    text = (
+        "algorithms: {gradient_clipping: {clipping_type: value, clipping_threshold: 1}}\nfsdp_config: {verbose: true}"
+    )
+    assert finding(read(text), f"(unsaid) {name}").reason
+
+
+def test_the_threshold_of_clipping_goes_with_the_run():
+    """Other systems clip by a key of theirs; without it they do not clip, or clip at 1."""
+    text = "algorithms: {gradient_clipping: {clipping_type: norm, clipping_threshold: 0.5}}\nfsdp_config: {}\n"
+    assert "max_norm = 0.5" in migrate_text(text, to="torchtitan").after
+
+
+# --- as a target
+
+CONFIGS = st.builds(
+    ShardingConfig,
+    mesh=st.sampled_from(
+        [
+            MeshSpec(),
+            MeshSpec(shard=4),
+            MeshSpec(shard=4, replicate=-1),
+            MeshSpec(shard=2, replicate=2),
+            MeshSpec(shard=1, replicate=-1),
+            MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=2)),
+            MeshSpec.of_groups(RankGroups(rule=GroupRule.STRIDED, number=2)),
+        ]
+    ),
+    reshard_after_forward=st.sampled_from([True, False, 1]),
+    mixed_precision=st.builds(
+        MixedPrecisionPolicy,
+        param_dtype=st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32]),
+        reduce_dtype=st.sampled_from([None, torch.bfloat16, torch.float32]),
+        cast_forward_inputs=st.just(False),
+    ),
+    buffer_dtype=st.sampled_from([None, torch.bfloat16]),
+    cpu_offload=st.booleans(),
+    activation_checkpointing=st.sampled_from(
+        [
+            ActivationCheckpointing(),
+            ActivationCheckpointing(checkpoint=True),
+            ActivationCheckpointing(checkpoint=True, reentrant=False),
+            ActivationCheckpointing(cpu_offload=True),
+            ActivationCheckpointing(checkpoint=True, cpu_offload=True, reentrant=False),
+        ]
+    ),
+    prefetch=st.builds(Prefetch, forward=st.sampled_from([None, 1, 3]), backward=st.sampled_from([None, 0, 2])),
+    accumulation=st.builds(
+        Accumulation, gradient_sync=st.sampled_from(GradientSync), reshard_after_backward=st.booleans()
+    ),
+    collective_guard=st.sampled_from([None, 30.0]),
+    sync_module_states=st.booleans(),
+    keep_low_precision_grads=st.booleans(),
+    strict=st.booleans(),
+    precision=st.sampled_from(["fp32", "amp_bf16", "amp_fp16"]),
+    verbose=st.booleans(),
+)
+
+
+@settings(deadline=None)
+@given(CONFIGS, st.sampled_from(["full", "sharded"]), st.booleans())
+def test_what_is_expressed_is_read_back(config: ShardingConfig, state_dict_type: str, async_save: bool):
+    """A run that came from another system would train otherwise than its report says."""
+    extras = {"async_save": True} if async_save else {}
+    run = Run(config=config, wrap=Wrap(kind=WrapKind.HOOKS), state_dict_type=state_dict_type, extras=extras)
+    expression = COMPOSER.express(run)
+    assert expression.findings == ()
+    said = {entry.key: entry.value for entry in expression.entries}
+    beside = {entry.key: entry.value for entry in expression.beside}
+    again = COMPOSER.read(Section(path=("fsdp_config",), said=said, around={"fsdp_config": said, **beside})).run
+    assert again == run
+
+
+@pytest.mark.parametrize(
+    ("wrap", "outcome", "words"),
+    [
+        (Wrap(kind=WrapKind.CLASSES, classes=("A", "B")), Outcome.NEEDS_DECISION, "'A, B'"),
+        (Wrap(kind=WrapKind.CLASSES), Outcome.NEEDS_DECISION, "_no_split_modules"),
+        (Wrap(kind=WrapKind.SIZE, min_num_params=10**8), Outcome.NEEDS_DECISION, "100000000"),
+        (Wrap(kind=WrapKind.ROOT), Outcome.APPROXIMATE, "one unit"),
+    ],
+)
+def test_units_are_the_models_own(wrap: Wrap, outcome: Outcome, words: str):
+    """Composer keeps in code what others say in the file; without a decision the model would be one unit."""
+    (found,) = COMPOSER.express(Run(config=ShardingConfig(), wrap=wrap)).findings
+    assert found.outcome is outcome and words in f"{found.reason} {found.hint}"
+
+
+EXTRAS = {
+    "tensor_parallel": 2,
+    "pipeline_parallel": 2,
+    "context_parallel": 2,
+    "expert_parallel": 2,
+    "expert_patch": True,
+    "tiled_mlp": 4,
+    "freeze": "model.embed",
+    "max_grad_norm": 0.5,
+    "save_only_model": True,
+    "selective_checkpointing": "op",
+    "compile": True,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), EXTRAS.items())
+def test_no_extra_is_lost_in_silence(name: str, value: Any):
+    """What belongs to the run and to no fsdp_config is a finding that names what to do, or that it cannot be done."""
+    run = Run(config=ShardingConfig(), wrap=Wrap(kind=WrapKind.HOOKS), extras={name: value})
+    (found,) = COMPOSER.express(run).findings
+    assert found.reason and (found.hint or found.target or found.outcome is Outcome.UNSUPPORTED)

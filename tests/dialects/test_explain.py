@@ -1,0 +1,552 @@
+"""``composer-fsdp2 explain`` and the generated pages: every key, by any of its names, from the tables that are read by.
+
+What the systems know is asked of the installed Composer, transformers and accelerate; of ROLL and TorchTitan, which are
+not installed, files after their guides are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import accelerate
+import pytest
+import transformers
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from composer.utils import FSDP2Config, FSDPConfig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_fsdp2.cli.main import main
+from composer_fsdp2.compat import explain as explaining
+from composer_fsdp2.compat.dialects import DIALECTS, Section, huggingface_keys, key_rows, roll, torchtitan
+from composer_fsdp2.compat.explain import Explanation, all_keys, explain, nearest, unsaid
+from composer_fsdp2.findings import Outcome
+from composer_fsdp2.fsdp1 import keys as composer_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def dialects_of(key: str) -> set[str]:
+    return {each.row.dialect for each in explain(key)}
+
+
+def one(key: str, dialect: str) -> Explanation:
+    [found] = explain(key, dialect=dialect)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+@pytest.mark.parametrize(
+    ("asked", "dialects"),
+    [
+        ("sharding_strategy", {"composer", "huggingface"}),
+        ("fsdp_config.sharding_strategy", {"composer", "huggingface"}),
+        ("trainer.parallelism_config.fsdp.sharding_strategy", {"composer"}),
+        ("parallelism_config.fsdp2.reshard_after_forward", {"composer"}),
+        ("fsdp_sharding_strategy", {"huggingface"}),
+        ("training.fsdp_config.fsdp_sharding_strategy", {"huggingface"}),
+        ("--fsdp-sharding-strategy", {"huggingface"}),
+        ("FSDP_SHARDING_STRATEGY", {"huggingface"}),
+        ("fsdp_config.cpu_offload", {"composer", "huggingface"}),
+        ("parallelism_config.dp_replicate_size", {"huggingface"}),
+        ("fsdp_config.mixed_precision", {"composer"}),
+        ("mixed_precision", {"composer", "huggingface"}),
+        ("trainer.fsdp_config.mixed_precision.param_dtype", {"composer"}),
+        ("trainer.parallelism_config.fsdp.mixed_precision.param_dtype", {"composer"}),
+        ("param_dtype", {"composer", "roll"}),
+        ("training_arguments.bf16:", {"huggingface"}),
+        ("data_parallel_shard_degree", {"composer", "torchtitan"}),
+        ("parallelism.data_parallel_shard_degree", {"torchtitan"}),
+        ("training.data_parallel_degree", {"torchtitan"}),
+        ("--parallelism.tensor_parallel_degree", {"torchtitan"}),
+        ("actor_train.strategy_args.strategy_config.fsdp_size", {"roll"}),
+        ("wrap_policy.wrap_embeddings", {"roll"}),
+        ("wrap_embeddings", {"roll"}),
+        ("actor_train.model_args.ulysses_size", {"roll"}),
+        ("reshard_after_forward", {"composer", "huggingface", "roll"}),
+        ("load_fsdp_monolith_rank0_only", {"composer"}),
+        ("deepspeed_config", {"composer"}),
+        ("trainer.parallelism_config.tp", {"composer"}),
+    ],
+)
+def test_a_key_is_found_as_the_user_has_it(asked: str, dialects: set[str]):
+    """A key copied out of a file, with its path or prefix, or from a command line, gets an answer; others' do not."""
+    assert dialects_of(asked) == dialects
+
+
+def test_an_old_name_leads_to_the_key_of_today():
+    """Who has a file of an early release learns what the key is called now."""
+    assert one("training.data_parallel_degree", "torchtitan").row.name == "parallelism.data_parallel_shard_degree"
+    assert one("cpu_offload", "huggingface").row.name == "offload_params"
+    assert one("fsdp_min_num_params", "huggingface").row.name == "min_num_params"
+
+
+@pytest.mark.parametrize(
+    ("asked", "dialect", "near"),
+    [
+        ("sharding_stratgy", "composer", "fsdp_config.sharding_strategy"),
+        ("fsdp_config.fsdp_sharding_stratgy", "huggingface", "fsdp_config.sharding_strategy"),
+        ("wrap_polcy.wrap_embedings", "roll", "strategy_args.strategy_config.wrap_policy.wrap_embeddings"),
+        ("parallelism.tensor_parallel_dgree", "torchtitan", "parallelism.tensor_parallel_degree"),
+    ],
+)
+def test_a_misspelt_key_finds_its_neighbours(asked: str, dialect: str, near: str):
+    """The typo that trained as FULL_SHARD is named by the key that was meant, in each dialect that has one."""
+    assert explain(asked) == []
+    assert near in nearest(asked)[dialect]
+
+
+def test_names_are_unique_within_a_dialect():
+    """Asking for a key by its full path gives one answer a dialect."""
+    for each in all_keys():
+        found = explain(each.row.places[0], dialect=each.row.dialect)
+        assert [other.row.name for other in found] == [each.row.name]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fates of values
+
+
+def fate_of(key: str, dialect: str, reader: str = "") -> Any:
+    found = [fate.finding for fate in one(key, dialect).fates if not reader or reader in fate.readers]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_no_shard_is_told_by_each_dialect():
+    """NO_SHARD keeps whole parameters: who asks is told neither FULL_SHARD's fate nor that it is sharded."""
+    for dialect in ("composer", "huggingface"):
+        told = {str(fate.value): fate.finding for fate in one("sharding_strategy", dialect).fates}
+        assert set(told) >= {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"}
+        assert "2-D mesh with one rank on its shard axis" in told["NO_SHARD"].target
+        assert "reshard_after_forward=False" in told["SHARD_GRAD_OP"].target
+    assert fate_of("sharding_strategy=HYBRID_SHARD", "composer").outcome is Outcome.APPROXIMATE
+
+
+@pytest.mark.parametrize(
+    ("asked", "dialect", "reader", "outcome"),
+    [
+        ("state_dict_type=local", "composer", "", Outcome.NEEDS_DECISION),
+        ("state_dict_type=sharded", "composer", "", Outcome.EXACT),
+        ("mixed_precision.reduce_dtype=bf16", "composer", "", Outcome.EXACT),
+        ("mixed_precision.reduce_dtype=bfloat61", "composer", "", Outcome.NEEDS_DECISION),
+        ("fsdp_state_dict_type=LOCAL_STATE_DICT", "huggingface", "accelerate 1.8.1, FSDP1", Outcome.NEEDS_DECISION),
+        # A string to YAML 1.1, on which both break.
+        ("fsdp_min_num_params=1e8", "huggingface", "accelerate 1.8.1, FSDP1", Outcome.NEEDS_DECISION),
+        ("fsdp_min_num_params=1e8", "huggingface", "transformers 4.51.3", Outcome.NEEDS_DECISION),
+        ("fsdp_min_num_params=100000000", "huggingface", "accelerate 1.8.1, FSDP1", Outcome.EXACT),
+        ("fsdp_auto_wrap_policy=SIZE_BASED_WRAP", "huggingface", "accelerate 1.8.1, FSDP1", Outcome.EXACT),
+        ("fsdp_auto_wrap_policy=SIZE_BASED_WRAP", "huggingface", "accelerate 1.8.1, FSDP2", Outcome.UNSUPPORTED),
+        ("fsdp=full_shard, auto_wrap", "huggingface", "transformers 4.51.3", Outcome.NEEDS_DECISION),
+        ("parallelism_config.tp_size=1", "huggingface", "", Outcome.UNNEEDED),
+        ("ep_size=1", "roll", "", Outcome.UNNEEDED),
+        ("ep_size=2", "roll", "", Outcome.UNSUPPORTED),
+        ("offload_policy=maybe", "roll", "", Outcome.EXACT),
+        ("tiled_num_shards=8", "roll", "", Outcome.UNSUPPORTED),
+        ("checkpoint.async_mode=async_with_pinned_mem", "torchtitan", "", Outcome.APPROXIMATE),
+        ("parallelism.data_parallel_shard_degree=1", "torchtitan", "", Outcome.APPROXIMATE),
+        ("activation_checkpoint.selective_ac_option=1", "torchtitan", "", Outcome.NEEDS_DECISION),
+    ],
+)
+def test_a_value_has_its_own_fate(asked: str, dialect: str, reader: str, outcome: Outcome):
+    """``KEY=VALUE`` says what becomes of the user's own value, read as migrate would read it."""
+    assert fate_of(asked, dialect, reader).outcome is outcome
+
+
+def test_who_reads_a_key_is_told():
+    """Half of Hugging Face's keys are read by one of two systems only; the other's users learn what does the same."""
+    strategy = one("fsdp_sharding_strategy", "huggingface")
+    assert strategy.row.read_by == ("accelerate 1.8.1, FSDP1",)
+    assert "fsdp" in strategy.row.instead["transformers 4.51.3"]
+    assert all(fate.readers == ("accelerate 1.8.1, FSDP1",) for fate in strategy.fates)
+    assert one("limit_all_gathers", "huggingface").row.read_by == ("transformers 4.51.3",)
+
+
+def test_what_plain_composer_does_is_told():
+    """Who may one day train without composer_fsdp2 knows which keys Composer's own FSDP2 drops."""
+    assert "ignores it under FSDP2" in one("fsdp_config.cpu_offload", "composer").row.elsewhere
+    assert "reads it as well" in one("fsdp_config.activation_cpu_offload", "composer").row.elsewhere
+    rows = {row.name: row.elsewhere for row in key_rows.TABLES["composer"].rows}
+    both = {*fields_of(FSDPConfig)} & {*fields_of(FSDP2Config)}
+    assert [name for name in both if "reads it as well" not in rows[name]] == []
+    dropped = {*fields_of(FSDPConfig)} - {*fields_of(FSDP2Config)}
+    assert [name for name in dropped if "reads it as well" in rows[name] or not rows[name]] == []
+
+
+# Not the dialects' own tables of values: what somebody may type.
+VALUES = st.sampled_from(
+    [
+        "",
+        "1",
+        "-1",
+        "2.5",
+        "1e8",
+        "true",
+        "no",
+        "null",
+        "~",
+        "[]",
+        "[1, 2]",
+        "{}",
+        "{a: 1}",
+        "FULL_SHARD",
+        "self",
+        "'",
+        "a: b: c",
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([each.row.places[0] for each in all_keys()]), VALUES)
+def test_any_value_of_any_key_has_an_answer(place: str, value: str):
+    """Whatever is asked, there is an answer and no traceback, also as JSON."""
+    for each in explain(f"{place}={value}"):
+        assert each.fates or each.row.group == "beside fsdp_config"  # nothing is asked for by an empty one
+        assert str(each)
+        json.dumps(each.to_json(), default=str)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing is missing
+
+ROLLS_FILE = """
+max_grad_norm: 0.5
+actor_train:
+  model_args:
+    {disable_gradient_checkpointing: false, dtype: bf16, ulysses_size: 2, freeze_module_prefix: vision,
+     lora_target: all}
+  strategy_args:
+    strategy_name: fsdp2_train
+    strategy_config:
+      {fsdp_size: 8, param_dtype: bf16, reduce_dtype: float32, reshard_after_forward: true, offload_policy: false,
+       wrap_policy: {transformer_layer_cls_to_wrap: [Qwen3MoeDecoderLayer], wrap_embeddings: true, wrap_lm_output: true,
+                     moe_experts: [Qwen3MoeMLP]},
+       apply_expert_patch: true, apply_tiled_mlp: true, tiled_num_shards: 4, model_type: qwen3_moe,
+       async_save_ckpt: true, ep_size: 2, efsdp_size: 2, moe_use_grouped_mm: true,
+       reduce_scatter_during_grad_accumulation: false, save_only_model: true}
+  device_mapping: list(range(0,16))
+"""
+TORCHTITANS_FILE = """
+[model]
+flavor = "8B"
+[training]
+max_norm = 1.0
+enable_cpu_offload = true
+mixed_precision_param = "bfloat16"
+mixed_precision_reduce = "float32"
+compile = true
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "always"
+tensor_parallel_degree = 2
+enable_async_tensor_parallel = true
+disable_loss_parallel = true
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "1F1B"
+context_parallel_degree = 2
+expert_parallel_degree = 2
+enable_compiled_autograd = true
+[checkpoint]
+enable_checkpoint = true
+async_mode = "async"
+last_save_model_only = true
+export_dtype = "float32"
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[float8]
+enable_fsdp_float8_all_gather = true
+"""
+
+
+def fields_of(config_class: type) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(config_class) if field.name[0] != "_"}
+
+
+def launcher_keys() -> set[str]:
+    """The FSDP options of the installed ``accelerate launch``."""
+    options = launch_command_parser()._option_string_actions
+    return {option.removeprefix("--") for option in options if option.startswith("--fsdp_")}
+
+
+def documented_trainer_keys() -> set[str]:
+    """The keys of ``fsdp_config`` that the installed TrainingArguments describes."""
+    description = transformers.TrainingArguments.__doc__ or ""
+    fsdp = description[description.index("fsdp_config (") : description.index("deepspeed (")]
+    return set(re.findall(r"^\s+- (\w+) \(", fsdp, flags=re.MULTILINE))
+
+
+def files() -> list[tuple[str, Mapping[str, Any]]]:
+    """A file with all keys for each system, from the system's own lists where it is installed."""
+    defaults = fields_of(FSDPConfig)
+    return [
+        (
+            "composer",
+            {"fsdp_config": {key: value for key, value in defaults.items() if key != "activation_cpu_offload"}},
+        ),
+        ("composer", {"fsdp_config": {"reshard_after_forward": True, "activation_cpu_offload": True}}),
+        (
+            "composer",
+            {"fsdp_config": {"verbose": True}, "tp_config": {"tensor_parallel_degree": 2}, "fsdp_auto_wrap": 1},
+        ),
+        ("composer", {"fsdp_config": {"mixed_precision": {"param_dtype": "bf16", "keep_low_precision_grads": True}}}),
+        ("huggingface", {"distributed_type": "FSDP", "fsdp_config": dict.fromkeys(sorted(launcher_keys()), True)}),
+        ("huggingface", {"fsdp": "full_shard", "fsdp_config": dict.fromkeys(sorted(documented_trainer_keys()), True)}),
+        ("roll", yaml.safe_load(ROLLS_FILE)),
+        ("torchtitan", tomllib.loads(TORCHTITANS_FILE)),
+    ]
+
+
+@pytest.mark.parametrize(("dialect", "values"), files())
+def test_every_key_with_a_finding_is_explained(dialect: str, values: Mapping[str, Any]):
+    """Each key that migrate reports can be looked up by the name in the report."""
+    [path] = DIALECTS[dialect].sections(values)
+    said: Any = values
+    for part in path:
+        said = said[part]
+    findings = DIALECTS[dialect].read(Section(path=path, said=said, around=values)).findings
+    keys = [
+        finding.key.removeprefix("(unsaid) ") for finding in findings if "." in finding.key or " " not in finding.key
+    ]
+    assert len(keys) >= len(said)
+    assert [key for key in keys if dialect not in dialects_of(key)] == []
+
+
+def test_what_the_installed_systems_know_is_in_the_tables():
+    """No key that a user may have written is answered with "no dialect knows it"."""
+    assert len(launcher_keys()) > 10 and len(documented_trainer_keys()) > 5
+    asked = [("composer", f"fsdp_config.{key}") for key in {*fields_of(FSDPConfig), *fields_of(FSDP2Config)}]
+    asked += [("huggingface", key) for key in launcher_keys()]
+    asked += [("huggingface", f"fsdp_config.{key}") for key in documented_trainer_keys()]
+    assert [(dialect, key) for dialect, key in asked if dialect not in dialects_of(key)] == []
+
+
+def words_of(module: ModuleType) -> Iterator[str]:
+    """Every name and every string of a module's code, without its documentation."""
+    tree = ast.parse(inspect.getsource(module))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value.strip():
+            yield node.value.strip().lower()
+        for name in ("attr", "id", "arg"):
+            if isinstance(getattr(node, name, None), str):
+                yield getattr(node, name)
+
+
+# Keys of releases that are not installed, with the release that the table names.
+NEWER = {"accelerate 1.10": {"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"}}
+
+
+def test_every_row_of_hugging_face_exists_in_what_is_installed():
+    """No key is explained that no system ever had; one of a newer release says which."""
+    modules = [
+        "transformers.training_args",
+        "transformers.trainer",
+        "accelerate.commands.launch",
+        "accelerate.commands.config.config_args",
+        "accelerate.utils.dataclasses",
+        "accelerate.utils.launch",
+    ]
+    known = {word for name in modules for word in words_of(importlib.import_module(name))}
+    newer = set().union(*NEWER.values())
+    for row in key_rows.TABLES["huggingface"].rows:
+        names = {row.name, f"fsdp_{row.name}", f"--fsdp_{row.name}"}
+        if row.name in newer:
+            assert row.read_by[0] in NEWER
+        else:
+            assert names & known, row.name
+    assert importlib.util.find_spec("accelerate.parallelism_config") is None, "it is installed now: mend the table"
+    assert (transformers.__version__, accelerate.__version__) == ("4.51.3", "1.8.1"), "the readers' names say these"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What no key says
+
+
+def test_what_no_key_says_is_told():
+    """Differences without a key (casting, accumulation, units) are found by who only looks into the tables."""
+    told = {
+        dialect: {finding.key.removeprefix("(unsaid) ") for finding in found} for dialect, found in unsaid().items()
+    }
+    assert told["composer"] >= {"casting of inputs and buffers", "wrapping", "clipping by value"}
+    assert told["huggingface"] >= {"casting of inputs and buffers", "gradient_sync", "wrapping"}
+    assert told["roll"] >= {key.removeprefix("(unsaid) ") for key, *_ in (*roll._UNSAID, *roll._UNSAID_TRAINING)}
+    assert told["torchtitan"] >= {key.removeprefix("(unsaid) ") for key, *_ in torchtitan._UNSAID}
+    for dialect, names in told.items():
+        assert not names & {row.name for row in key_rows.TABLES[dialect].rows}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any, str, str]:
+    monkeypatch.setattr(sys, "argv", ["composer-fsdp2", "explain", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    code: Any = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    captured = capsys.readouterr()
+    return code or 0, captured.out, captured.err
+
+
+def test_a_key_is_printed_for_each_dialect(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Meaning, default, outcome, target and reason, and the fates of values, are all on the screen."""
+    code, out, err = run(capsys, monkeypatch, "fsdp_config.sharding_strategy")
+    assert (code, err) == (0, "")
+    words = " ".join(out.split())
+    for dialect in ("composer", "huggingface"):
+        row = one("fsdp_config.sharding_strategy", dialect).row
+        assert f"{dialect}: {row.places[0]}" in out
+        for text in ("FULL_SHARD", row.meaning, row.outcome.value, row.target, row.reason):
+            assert text in words
+    assert "value NO_SHARD: exact, 2-D mesh with one rank on its shard axis" in words
+
+
+def test_an_unknown_key_is_an_error_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A script notices, and a user sees what was meant, in which dialect."""
+    code, out, err = run(capsys, monkeypatch, "shardin_strategy")
+    assert (code, out) == (2, "")
+    assert "near it in composer: fsdp_config.sharding_strategy" in err
+    assert "near it in huggingface: fsdp_config.sharding_strategy" in err
+    code, _, err = run(capsys, monkeypatch, "sharding_strategy", "--dialect", "roll")
+    assert code == 2 and "known to: composer, huggingface" in err
+    code, _, err = run(capsys, monkeypatch, "zzzzzz")
+    assert code == 2 and "--all lists every key" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["sharding_strategy", "--all"], ["sharding_strategy", "--dialect", "deepspeed"]]
+)
+def test_a_wrong_call_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+):
+    """Neither half an answer nor a traceback."""
+    code, out, err = run(capsys, monkeypatch, *arguments)
+    assert (code, out) == (2, "") and err and "Traceback" not in err
+
+
+def test_json_is_the_same_in_data(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """A tool that reads the answer needs no parsing of text."""
+    code, out, _ = run(capsys, monkeypatch, "--all", "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert [(key["dialect"], key["key"]) for key in told["keys"]] == [(e.row.dialect, e.row.name) for e in all_keys()]
+    assert set(told["unsaid"]) == {"composer", "huggingface", "roll", "torchtitan"}
+    [strategy] = [key for key in told["keys"] if (key["dialect"], key["key"]) == ("composer", "sharding_strategy")]
+    assert strategy["default"] == {"": "FULL_SHARD"} and strategy["outcome"] == "exact"
+    assert {value["value"] for value in strategy["values"]} >= {"NO_SHARD", "HYBRID_SHARD"}
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+def test_all_keys_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool):
+    """The whole of a dialect is a table on a terminal, and plain text without a frame in a pipe."""
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    code, out, _ = run(capsys, monkeypatch, "--all", "--dialect", "roll")
+    assert code == 0
+    assert ("│" in out) is terminal
+    assert "what no key says:" in out and "composer: " not in out
+    letters = re.sub(r"[\s│]|\x1b\[[0-9;]*m", "", out)
+    missing = [row.name for row in roll.ROWS if row.name not in letters]
+    assert [name for name in missing if not terminal or len(name) < 20] == []  # long names are folded over lines
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The generated pages
+
+
+def load(path: Path) -> Any:
+    """A module of its own, beside the one that others imported."""
+    name = f"fresh_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return module
+
+
+def is_current(root: Path) -> bool:
+    documents = load(ROOT / "tools/generate_docs.py")
+    documents.ROOT = root
+    return documents.main(["--check"]) == 0
+
+
+def test_the_generated_tables_are_current():
+    """What the pages say of a key is what the code does with it; `make docs` writes them."""
+    assert is_current(ROOT)
+
+
+ROW_TABLES = [(composer_keys, "KEYS"), (huggingface_keys, "KEYS"), (roll, "ROWS"), (torchtitan, "ROWS")]
+FIELDS = ("meaning", "reason", "target", "default", "aliases")
+
+
+@pytest.mark.parametrize(
+    ("module", "table", "field"),
+    [
+        (module, table, field)
+        for module, table in ROW_TABLES
+        for field in FIELDS
+        if hasattr(getattr(module, table)[1], field)
+    ],
+)
+def test_a_changed_row_makes_them_stale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: ModuleType, table: str, field: str
+):
+    """A row of any dialect cannot change without its page; `make docs` then makes the page current again."""
+    rows = list(getattr(module, table))
+    changed = {
+        "default": {huggingface_keys.Source.TRAINER_FSDP1: "changed"} if module is huggingface_keys else "changed"
+    }
+    rows[1] = dataclasses.replace(rows[1], **{field: {**changed, "aliases": ("changed",)}.get(field, "changed")})
+    monkeypatch.setattr(module, table, tuple(rows))
+    monkeypatch.setattr(explaining, "TABLES", load(ROOT / "compat/dialects/key_rows.py").TABLES)
+    if module is huggingface_keys:
+        monkeypatch.setitem(huggingface_keys.ROWS, (rows[1].place, rows[1].name), rows[1])
+    for name in ("README.md", "migration_docs/keys.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    assert not is_current(tmp_path)
+    documents = load(ROOT / "tools/generate_docs.py")
+    documents.ROOT = tmp_path
+    documents.main([])
+    assert "changed" in (tmp_path / "migration_docs/keys.md").read_text()
+    assert is_current(tmp_path)
+
+
+def test_the_index_leads_to_headings():
+    """The links at the top of a long page go somewhere."""
+    text = (ROOT / "migration_docs/keys.md").read_text()
+    headings: list[str] = []
+    for title in re.findall(r"^##+ (.+)$", text, flags=re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        count = sum(re.sub(r"-\d+$", "", known) == slug for known in headings)
+        headings.append(f"{slug}-{count}" if count else slug)
+    links = re.findall(r"\]\(#([^)]+)\)", text)
+    assert len(links) > 10 and set(links) == set(headings)

@@ -1,0 +1,318 @@
+"""Whole files from one system's words to another's: what is written, what is said about it, and what is refused."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+import yaml
+
+from composer_fsdp2.compat.dialects import DIALECTS
+from composer_fsdp2.compat.migration.migrate import Migration, NothingToMigrateError, migrate_text
+from composer_fsdp2.compat.migration.targets import TARGETS
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.findings import Finding, Outcome
+
+
+def found(migration: Migration, key: str, section: int = 0) -> Finding:
+    (one,) = [finding for finding in migration.sections[section].findings if finding.key == key]
+    return one
+
+
+COMPOSER = """\
+# A run.
+precision: amp_bf16
+trainer:
+  fsdp_config:   # how
+    # first
+    sharding_strategy: SHARD_GRAD_OP  # ZeRO-2
+    mixed_precision: "PURE"
+
+    limit_all_gathers: true   # no longer
+    state_dict_type: sharded
+# The end.
+"""
+
+
+def test_composer_in_place():
+    """The report, the diff and the training script all read the one file that the user knows."""
+    migration = migrate_text(COMPOSER, "run.yaml")
+    assert migration.after == (
+        """\
+# A run.
+precision: amp_bf16
+trainer:
+  fsdp_config:   # how
+    # first
+    reshard_after_forward: false  # ZeRO-2
+    mixed_precision: "PURE"
+
+    # no longer
+    state_dict_type: sharded
+# The end.
+"""
+    )
+    assert migration.exit_code == 0
+    assert found(migration, "sharding_strategy").target == "reshard_after_forward: false"
+    assert found(migration, "limit_all_gathers").target == "removed"
+    assert found(migration, "sharding_strategy").where == "run.yaml:6"
+
+
+def test_composer_to_roll():
+    """The keys take the places of those that said the same, and comments go with them."""
+    migration = migrate_text(COMPOSER, "run.yaml", to="roll")
+    assert migration.after == (
+        """\
+# A run.
+precision: amp_bf16
+trainer:
+  strategy_args:
+    strategy_name: fsdp2_train
+    strategy_config:
+      # how
+      # first
+      reshard_after_forward: false  # ZeRO-2
+      param_dtype: bf16
+      reduce_dtype: bf16
+      # no longer
+      fsdp_size: 1
+      offload_policy: false
+      async_save_ckpt: false
+# The end.
+"""
+    )
+    assert migration.exit_code == 1  # which classes are wrapped
+    assert found(migration, "(units)").outcome is Outcome.NEEDS_DECISION
+
+
+def test_composer_to_torchtitan_is_a_file_of_its_own():
+    """TOML cannot stand in YAML."""
+    migration = migrate_text(COMPOSER, "runs/run.yaml", to="torchtitan")
+    assert migration.is_new_file and migration.suffix == ".toml"
+    assert migration.after.startswith("# What run.yaml asks for")
+    assert tomllib.loads(migration.after)["parallelism"]["fsdp_reshard_after_forward"] == "never"
+
+
+def test_composer_to_accelerate_is_a_file_of_its_own():
+    """accelerate refuses a file with keys that it does not know."""
+    migration = migrate_text(COMPOSER, "run.yaml", to="accelerate")
+    values = yaml.safe_load(migration.after)
+    assert migration.is_new_file and values["fsdp_config"]["fsdp_version"] == 2
+    assert values["fsdp_config"]["fsdp_reshard_after_forward"] is False
+    assert values["mixed_precision"] == "bf16"
+
+
+TRAINER = """\
+training:
+  learning_rate: 1.0e-5
+  bf16: true          # on H100
+  fsdp: "full_shard auto_wrap"
+  fsdp_config:
+    transformer_layer_cls_to_wrap: ["LlamaDecoderLayer"]  # the blocks
+    limit_all_gathers: true
+  gradient_checkpointing: true
+  logging_steps: 1
+"""
+
+
+def test_a_trainers_arguments_to_composer():
+    """precision goes beside the section, where Composer reads it; the Trainer's other arguments stay."""
+    migration = migrate_text(TRAINER, "run.yaml")
+    assert migration.after == (
+        """\
+training:
+  learning_rate: 1.0e-5
+  precision: amp_bf16          # on H100
+  fsdp_config:
+    # the blocks
+    reshard_after_forward: true
+    mixed_precision: PURE
+    state_dict_type: full
+    activation_checkpointing: true
+    backward_prefetch: NONE
+    sync_module_states: true
+  logging_steps: 1
+"""
+    )
+    assert migration.exit_code == 1
+    assert "LlamaDecoderLayer" in found(migration, "(units)").hint
+
+
+def test_a_trainers_arguments_in_their_own_words():
+    """A user who stays with Hugging Face gets FSDP2 there."""
+    migration = migrate_text(TRAINER, "run.yaml", to="accelerate")
+    values = yaml.safe_load(migration.after)["training"]
+    assert not migration.is_new_file
+    assert values["fsdp_config"]["version"] == 2 and values["fsdp"] == "full_shard auto_wrap"
+    assert "# the blocks" in migration.after
+
+
+def test_what_accelerates_fsdp2_cannot_say_is_reported_in_its_own_file():
+    """accelerate to-fsdp2 makes NO_SHARD a sharded run, and says nothing."""
+    text = "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_sharding_strategy: NO_SHARD\n"
+    migration = migrate_text(text, "accelerate.yaml", to="accelerate")
+    assert migration.exit_code == 1 and not migration.is_changed
+    assert any(finding.outcome is Outcome.UNSUPPORTED for finding in migration.sections[0].findings)
+
+
+ROLL = """\
+actor_train:
+  strategy_args:
+    strategy_name: fsdp2_train
+    strategy_config:
+      fsdp_size: 4
+      offload_policy: true  # needed
+  device_mapping: list(range(0,8))
+reference:
+  strategy_args:
+    strategy_name: fsdp2_infer
+    strategy_config:
+      fsdp_size: 8
+  device_mapping: list(range(0,8))
+"""
+
+
+def test_sections_are_migrated_one_by_one():
+    """The actor's settings are not the reference's."""
+    migration = migrate_text(ROLL, "roll.yaml")
+    values = yaml.safe_load(migration.after)
+    actor, reference = (values[name]["fsdp_config"] for name in ("actor_train", "reference"))
+    assert (actor["data_parallel_shard_degree"], actor["cpu_offload"]) == (4, True)
+    assert "data_parallel_shard_degree" not in reference and "cpu_offload" not in reference
+    assert [section.place for section in migration.sections] == [
+        "actor_train.strategy_args.strategy_config",
+        "reference.strategy_args.strategy_config",
+    ]
+    assert [section.line for section in migration.sections] == [4, 11]
+
+
+def test_at_chooses_one_of_several():
+    """One worker at a time, for a target of which a file holds one section."""
+    with pytest.raises(ConfigError, match=r"holds one section, and here are 2.*choose one with --at"):
+        migrate_text(ROLL, "roll.yaml", to="torchtitan")
+    migration = migrate_text(ROLL, "roll.yaml", to="torchtitan", at="actor_train")
+    assert tomllib.loads(migration.after)["training"]["enable_cpu_offload"] is True
+
+
+def test_at_finds_a_section_of_any_name():
+    """A section under a name of the user's own is not found by its name."""
+    text = "my_run:\n  sharding: {sharding_strategy: NO_SHARD}\n"
+    with pytest.raises(NothingToMigrateError):
+        migrate_text(text)
+    with pytest.raises(ConfigError, match="say --dialect"):
+        migrate_text(text, at="my_run.sharding")
+    migration = migrate_text(text, at="my_run.sharding", dialect="composer")
+    section = yaml.safe_load(migration.after)["my_run"]["sharding"]
+    assert section["data_parallel_shard_degree"] == 1 and section["data_parallel_replicate_degree"] == -1
+
+
+@pytest.mark.parametrize("at", ["nowhere", "trainer.fsdp_config.x.y", "precision", "trainer.7"])
+def test_at_a_place_that_is_none(at: str):
+    """A message that names the place, not a traceback."""
+    with pytest.raises(ConfigError, match=r"^run\.yaml:"):
+        migrate_text(COMPOSER, "run.yaml", at=at)
+
+
+# --- interpolations
+
+
+def test_interpolations_are_resolved():
+    """${variables.x} is what the run had; a key that stays keeps its interpolation."""
+    text = (
+        "variables: {strategy: SHARD_GRAD_OP, type: full}\n"
+        "fsdp_config:\n  sharding_strategy: ${variables.strategy}\n  state_dict_type: ${variables.type}\n"
+    )
+    migration = migrate_text(text)
+    assert migration.after.endswith("  reshard_after_forward: false\n  state_dict_type: ${variables.type}\n")
+    assert found(migration, "state_dict_type").value == "full"
+
+
+def test_an_interpolation_that_cannot_be_resolved_is_a_decision(monkeypatch: pytest.MonkeyPatch):
+    """The value is known on the cluster only."""
+    monkeypatch.delenv("STRATEGY", raising=False)
+    text = "fsdp_config:\n  sharding_strategy: ${oc.env:STRATEGY}\n  limit_all_gathers: true\n"
+    migration = migrate_text(text)
+    assert found(migration, "sharding_strategy").outcome is Outcome.NEEDS_DECISION
+    assert found(migration, "limit_all_gathers").outcome is Outcome.UNNEEDED
+    assert not migration.is_changed
+    monkeypatch.setenv("STRATEGY", "NO_SHARD")
+    assert migrate_text(text).exit_code == 0
+
+
+def test_a_whole_section_by_interpolation():
+    """LLM Foundry's users share one section between runs; it is edited where it stands, once."""
+    text = (
+        "variables:\n  fsdp_config: {limit_all_gathers: true, verbose: true}\nfsdp_config: ${variables.fsdp_config}\n"
+    )
+    migration = migrate_text(text)
+    assert migration.after == "variables:\n  fsdp_config: {verbose: true}\nfsdp_config: ${variables.fsdp_config}\n"
+    text = "variables:\n  sharding: {limit_all_gathers: true, verbose: true}\nfsdp_config: ${variables.sharding}  # x\n"
+    migration = migrate_text(text)
+    assert migration.after == (
+        "variables:\n  sharding: {limit_all_gathers: true, verbose: true}\nfsdp_config:\n  verbose: true  # x\n"
+    )
+
+
+def test_a_reference_to_a_key_that_goes_is_a_decision():
+    """The run would end with an InterpolationKeyError when its logger is built."""
+    text = "fsdp_config:\n  sharding_strategy: FULL_SHARD\ntags: [a, '${fsdp_config.sharding_strategy}']\n"
+    migration = migrate_text(text)
+    assert "line 3" in found(migration, "(interpolation)").reason and migration.exit_code == 1
+
+
+# --- anchors
+
+
+def test_an_alias_of_another_section_stays_an_alias():
+    """One edit is enough for both, and the user's file keeps its form."""
+    text = "a:\n  fsdp_config: &s\n    limit_all_gathers: true\n    verbose: true\nb:\n  fsdp_config: *s\n"
+    assert migrate_text(text).after == text.replace("    limit_all_gathers: true\n", "")
+
+
+def test_an_anchor_that_others_use_is_a_decision():
+    """The logger's copy of the section would change with it."""
+    text = "fsdp_config: &s\n  sharding_strategy: FULL_SHARD\nlogged: *s\n"
+    migration = migrate_text(text)
+    assert found(migration, "(anchor)").outcome is Outcome.NEEDS_DECISION
+    assert migrate_text(text.replace("FULL_SHARD", "FULL_SHARD").replace("logged: *s", "logged: 1")).exit_code == 0
+
+
+# --- refused
+
+
+@pytest.mark.parametrize("to", sorted(TARGETS))
+def test_a_file_without_a_section(to: str):
+    """The user named the wrong file."""
+    with pytest.raises(NothingToMigrateError, match=r"^data.yaml:1:1: nothing here configures sharding"):
+        migrate_text("a: 1\n", "data.yaml", to=to)
+
+
+def test_a_key_said_twice():
+    """Which of two values the run had, the loader decides; the user may mean the other."""
+    with pytest.raises(ConfigError, match=r"^run.yaml:3:3: verbose stands in line 2, too"):
+        migrate_text("fsdp_config:\n  verbose: true\n  verbose: false\n", "run.yaml")
+
+
+def test_values_of_other_kinds_are_findings():
+    """A list where a word belongs must not end in a traceback."""
+    for value in ("[1, 2]", "{a: 1}", "2024-01-02", "!!binary aGk=", "1e999", "null"):
+        for key in ("sharding_strategy", "mixed_precision", "data_parallel_shard_degree", "verbose", "process_group"):
+            migration = migrate_text(f"fsdp_config: {{{key}: {value}}}\n")
+            assert found(migration, key)
+            migration.to_json()
+
+
+# --- in what the report says
+
+
+def test_every_system_is_a_dialect_and_a_target():
+    """What can be read can be written."""
+    assert {target.dialect for target in TARGETS.values()} == set(DIALECTS)
+
+
+@pytest.mark.parametrize("to", ["roll", "torchtitan", "accelerate"])
+def test_what_only_composer_fsdp2_keeps_is_not_said_of_others(to: str):
+    """'Inputs are cast at roots only' beside 'accelerate casts those of every unit' would help nobody."""
+    keys = [finding.key for finding in migrate_text(COMPOSER, "run.yaml", to=to).sections[0].findings]
+    assert "(unsaid) casting of inputs and buffers" not in keys
+    assert any("cast" in key for key in keys)

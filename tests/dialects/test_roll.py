@@ -1,0 +1,630 @@
+"""ROLL's words: what its FSDP2 did with them, and the same run in them.
+
+ROLL is not installed here. Expectations come from its sources of 2026-08 (``fsdp2_strategy.py``: mesh, dtypes, what
+training and inference do; ``fsdp_utils.py``: which modules become units) and, for the examples, from its FSDP2 guide,
+without the guide's errors (wrap_embeddings, the missing expert-parallel keys, torch versions).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from composer_fsdp2.compat.dialects import torchtitan
+from composer_fsdp2.compat.dialects.base import Reading, Run, Section, Wrap, WrapKind
+from composer_fsdp2.compat.dialects.roll import ROWS, RollDialect
+from composer_fsdp2.compat.dialects.rows import Row
+from composer_fsdp2.compat.migration.migrate import migrate_text
+from composer_fsdp2.config import (
+    Accumulation,
+    ActivationCheckpointing,
+    GradientSync,
+    GroupRule,
+    MeshSpec,
+    Prefetch,
+    RankGroups,
+    ShardingConfig,
+)
+from composer_fsdp2.findings import Finding, Outcome
+
+ROLL = RollDialect()
+NUM_RANKS = 24
+
+# The guide's training example, shortened, with a second worker and one of another strategy.
+FILE = """\
+max_grad_norm: 0.5
+actor_train:
+  model_args:
+    disable_gradient_checkpointing: false
+    dtype: bf16
+  strategy_args:
+    strategy_name: fsdp2_train   # trains
+    strategy_config:
+      fsdp_size: 8
+      param_dtype: bf16
+      reduce_dtype: float32
+      reshard_after_forward: true
+      offload_policy: false
+  device_mapping: list(range(0,16))
+actor_infer:
+  strategy_args:
+    strategy_name: vllm
+    strategy_config: {gpu_memory_utilization: 0.8}
+reference:
+  strategy_args:
+    strategy_name: fsdp2_infer
+    strategy_config: ~
+  device_mapping: [0, 1, 2, 3]
+"""
+
+
+def read(config: dict[str, Any], *, strategy: str = "fsdp2_train", ranks: int | None = None, **worker: Any) -> Reading:
+    """Of a worker with this strategy_config."""
+    if ranks is not None:
+        worker["device_mapping"] = list(range(ranks))
+    strategy_args = {"strategy_name": strategy, "strategy_config": config}
+    values = {"actor_train": {"strategy_args": strategy_args, **worker}}
+    (path,) = ROLL.sections(values)
+    return ROLL.read(Section(path=path, said=config, around=values))
+
+
+def run_of(config: dict[str, Any], **worker: Any) -> Run:
+    run = read(config, **worker).run
+    assert run is not None
+    return run
+
+
+def finding(reading: Reading, key: str) -> Finding:
+    (found,) = [each for each in reading.findings if each.key == key]
+    return found
+
+
+def outcome(reading: Reading, key: str) -> Outcome:
+    return finding(reading, key).outcome
+
+
+# --- sections
+
+
+def test_each_fsdp2_worker_is_a_section():
+    """A reward model or reference keeps its own settings instead of getting the actor's; vLLM's are left alone."""
+    assert ROLL.sections(yaml.safe_load(FILE)) == [
+        ("actor_train", "strategy_args", "strategy_config"),
+        ("reference", "strategy_args"),  # it has no strategy_config
+    ]
+
+
+def test_workers_in_lists_are_found():
+    """RLVR files hold rewards and teachers in lists and deeper mappings."""
+    values = {"teachers": [{"strategy_args": {"strategy_name": "fsdp2_infer", "strategy_config": {"fsdp_size": 2}}}]}
+    assert ROLL.sections(values) == [("teachers", 0, "strategy_args", "strategy_config")]
+
+
+def test_files_of_other_systems_have_no_section():
+    """A Composer file is not taken for a ROLL file, nor one of ROLL with DeepSpeed or Megatron."""
+    assert ROLL.sections({"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}) == []
+    assert ROLL.sections({"a": {"strategy_args": {"strategy_name": "megatron_train", "strategy_config": {}}}}) == []
+
+
+def test_a_file_is_migrated_without_a_change():
+    """ROLL's words are FSDP2's already, so its file stays what it is, byte for byte, and is reported."""
+    migration = migrate_text(FILE, "run.yaml", to="roll", dialect="roll")
+    assert not migration.is_changed and migration.exit_code == 0
+    actor, reference = migration.sections
+    lines = {each.key: each.where for each in actor.findings}
+    assert lines["fsdp_size"] == "run.yaml:9" and lines["offload_policy"] == "run.yaml:13"
+    assert lines["strategy_name"] == "run.yaml:7" and lines["device_mapping"] == "run.yaml:14"
+    assert lines["model_args.dtype"] == "run.yaml:5"  # beside the section
+    assert reference.place == "reference.strategy_args"
+
+
+# --- mesh
+
+
+def test_the_guides_meshes():
+    """The three meshes that ROLL's guide shows: 16 of 16 ranks, 8 of 16, 4 of 8."""
+    assert run_of({"fsdp_size": 16}, ranks=16).config.mesh.resolve(16).shape == (16,)
+    assert run_of({"fsdp_size": 8}, ranks=16).config.mesh.resolve(16).shape == (2, 8)
+    assert run_of({"fsdp_size": 4}, ranks=8).config.mesh.resolve(8).shape == (2, 4)
+
+
+@given(st.integers(-2, 70), st.integers(1, 64))
+def test_the_mesh_is_rolls(size: int, ranks: int):
+    """A run with replicas stays one, a run over all ranks too, and a division that fails is named with its way out."""
+    reading = read({"fsdp_size": size}, ranks=ranks)
+    if size <= 1 or size >= ranks:
+        expected = (ranks,)
+    elif ranks % size == 0:
+        expected = (ranks // size, size)
+    else:
+        assert reading.run is None
+        assert str(ranks) in finding(reading, "fsdp_size").reason
+        return
+    assert reading.run is not None
+    assert reading.run.config.mesh.resolve(ranks).shape == expected
+    assert outcome(reading, "fsdp_size") is Outcome.EXACT
+
+
+@pytest.mark.parametrize(
+    ("mapping", "ranks"),
+    [
+        ("list(range(0,16))", 16),
+        ("list(range(0, 8)) + list(range(16, 24))", 16),
+        ("list(range(0, 16, 2))", 8),
+        ("[0, 1, 2, 3]", 4),
+        ([0, 1, 2], 3),
+        ("list(range(0, ${num_gpus}))", None),
+        ("__import__('os').getcwd()", None),
+        ("range(", None),
+        (None, None),
+        (7, None),
+    ],
+)
+def test_device_mapping_says_how_many_ranks(mapping: object, ranks: int | None):
+    """Without the number of ranks, fsdp_size does not tell replicas from full sharding; code in it is never run."""
+    reading = read({"fsdp_size": 4}, device_mapping=mapping)
+    assert outcome(reading, "device_mapping") is (Outcome.APPROXIMATE if ranks is None else Outcome.EXACT)
+    if ranks is None:
+        assert outcome(reading, "fsdp_size") is Outcome.APPROXIMATE
+    elif ranks % 4:
+        assert reading.run is not None or ranks > 4
+    else:
+        assert reading.run is not None and reading.run.config.mesh.resolve(ranks).size == ranks
+
+
+# --- effective behaviour
+
+
+def test_defaults_are_rolls():
+    """An empty strategy_config trains in bf16 with fp32 reduction, recomputes, broadcasts rank 0 and saves in turn."""
+    run = run_of({}, ranks=4)
+    config = run.config
+    assert config.mixed_precision == MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    assert not config.cast_root_inputs and config.precision == "amp_bf16"  # a step runs under torch.autocast
+    assert config.reshard_after_forward is True and not config.cpu_offload
+    assert config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, reentrant=False)
+    assert config.accumulation.gradient_sync is GradientSync.EVERY
+    assert config.sync_module_states is True
+    assert run.wrap == Wrap(kind=WrapKind.CLASSES)
+    assert run.state_dict_type == "sharded" and run.extras["async_save"] is True
+
+
+@pytest.mark.parametrize(
+    ("config", "param_dtype", "reduce_dtype", "precision"),
+    [
+        ({"param_dtype": "fp16"}, torch.float16, torch.float32, "amp_fp16"),
+        ({"param_dtype": "BF16", "reduce_dtype": "bfloat16"}, torch.bfloat16, torch.bfloat16, "amp_bf16"),
+        ({"param_dtype": "float"}, torch.float32, torch.float32, "fp32"),
+        ({"param_dtype": "half", "reduce_dtype": None}, torch.float16, torch.float32, "amp_fp16"),
+        ({"enable_mix_precision": False}, torch.bfloat16, torch.bfloat16, "amp_bf16"),
+        ({"enable_mix_precision": False, "reduce_dtype": "fp32"}, torch.bfloat16, torch.float32, "amp_bf16"),
+    ],
+)
+def test_dtypes(config: dict[str, Any], param_dtype: torch.dtype, reduce_dtype: torch.dtype, precision: str):
+    """Gradients are summed in the dtype that ROLL summed them in, by whichever of its words."""
+    read_as = run_of(config).config
+    assert read_as.mixed_precision.param_dtype is param_dtype
+    assert read_as.mixed_precision.reduce_dtype is reduce_dtype
+    assert read_as.precision == precision
+
+
+def test_inference_makes_no_gradients():
+    """What is about gradients is unneeded for a reference model, and its activations are not recomputed."""
+    reading = read(
+        {"reduce_dtype": "fp32", "reduce_scatter_during_grad_accumulation": False},
+        strategy="fsdp2_infer",
+        model_args={"disable_gradient_checkpointing": False},
+    )
+    for key in (
+        "reduce_dtype",
+        "reduce_scatter_during_grad_accumulation",
+        "model_args.disable_gradient_checkpointing",
+    ):
+        assert outcome(reading, key) is Outcome.UNNEEDED
+    assert reading.run is not None
+    assert not reading.run.config.activation_checkpointing.checkpoint
+    assert reading.run.config.accumulation.gradient_sync is GradientSync.EVERY
+
+
+def test_accumulation_without_communication():
+    """Gradients that were reduced in the last microbatch only still are, at the same cost in memory."""
+    run = run_of({"reduce_scatter_during_grad_accumulation": False})
+    assert run.config.accumulation == Accumulation(gradient_sync=GradientSync.LAST)
+
+
+@pytest.mark.parametrize(
+    ("model_args", "config", "expected"),
+    [
+        ({"disable_gradient_checkpointing": True}, {}, (False, None)),
+        ({"gradient_checkpointing_use_reentrant": True}, {}, (True, True)),
+        ({}, {"wrap_policy": {"moe_experts": "Qwen3MoeMLP"}, "apply_expert_patch": True}, (True, True)),
+        ({"gradient_checkpointing_use_reentrant": False}, {"ep_size": 2}, (True, False)),
+    ],
+)
+def test_recomputing_is_on_unless_disabled(
+    model_args: dict[str, Any], config: dict[str, Any], expected: tuple[bool, bool | None]
+):
+    """Memory stays what it was: ROLL recomputes without being told, and reenters for mixtures of experts."""
+    checkpointing = run_of(config, model_args=model_args).config.activation_checkpointing
+    assert (checkpointing.checkpoint, checkpointing.reentrant if checkpointing.checkpoint else None) == expected
+
+
+def test_unsaid_reshard_tells_of_torch_2_7():
+    """ROLL gives fully_shard a None where nothing is said, which torch 2.7 refuses, against ROLL's guide."""
+    for config, key in (({}, "(unsaid) reshard_after_forward"), ({"reshard_after_forward": None},) * 2):
+        key = key if isinstance(key, str) else "reshard_after_forward"
+        found = finding(read(config), key)
+        assert found.outcome is Outcome.EXACT and "2.7" in found.hint
+    assert run_of({"reshard_after_forward": False}).config.reshard_after_forward is False
+    assert run_of({"reshard_after_forward": 4, "fsdp_size": 8}, ranks=16).config.reshard_after_forward == 4
+
+
+@pytest.mark.parametrize(("size", "ranks", "group"), [(8, 16, 3), (1, 6, 4), (8, None, 5)])
+def test_a_reshard_group_must_divide_the_shards(size: int, ranks: int | None, group: int):
+    """torch refuses such a number when training starts; here the file's report does, with those that would do."""
+    reading = read({"fsdp_size": size, "reshard_after_forward": group}, ranks=ranks)
+    assert reading.run is None
+    found = finding(reading, "reshard_after_forward")
+    assert found.outcome is Outcome.NEEDS_DECISION and "use 1 or 2" in found.reason
+
+
+def test_offload_takes_any_text_for_true():
+    """`offload_policy: "false"` offloaded the run, which nobody wanted: as trained or as written is the user's call."""
+    reading = read({"offload_policy": "false"})
+    found = finding(reading, "offload_policy")
+    assert found.outcome is Outcome.NEEDS_DECISION
+    assert "as trained: true" in found.hint and "as written: false" in found.hint
+    assert run_of({"offload_policy": True}).config.cpu_offload
+    assert run_of({"offload_policy": {"pin_memory": True}}).config.cpu_offload
+    assert not run_of({"offload_policy": None}).config.cpu_offload
+
+
+# --- units
+
+
+def test_wrapped_classes():
+    """The same modules become units."""
+    policy = {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "wrap_embeddings": True, "wrap_lm_output": True}
+    assert run_of({"wrap_policy": policy}).wrap == Wrap(
+        kind=WrapKind.CLASSES,
+        classes=("LlamaDecoderLayer",),
+        others=(("embeddings", True), ("output", True)),
+    )
+
+
+def test_experts_are_wrapped_with_the_patch_only():
+    """Without the patch ROLL left experts in their layer; a migration that wrapped them would hang."""
+    policy = {"wrap_policy": {"moe_experts": ["Qwen3MoeMLP"]}}
+    alone = read(policy)
+    assert outcome(alone, "wrap_policy.moe_experts") is Outcome.NEEDS_DECISION
+    assert alone.run is not None and alone.run.wrap.others == ()
+    patched = read(policy | {"apply_expert_patch": True})
+    assert patched.run is not None and patched.run.wrap.others == (("experts", ("Qwen3MoeMLP",)),)
+    assert outcome(patched, "apply_expert_patch") is Outcome.UNSUPPORTED
+
+
+def test_embeddings_are_wrapped_against_the_guide():
+    """The guide's `wrap_embeddings` (default: false) says that they are not; untied ones are."""
+    for config in ({}, {"wrap_policy": {"wrap_embeddings": False}}):
+        (found,) = [each for each in read(config).findings if each.key.endswith("wrap_embeddings")]
+        assert found.outcome is Outcome.APPROXIMATE and "not tied" in found.reason
+
+
+# --- what FSDP2 alone cannot do
+
+
+@pytest.mark.parametrize(
+    ("config", "model_args", "key", "expected"),
+    [
+        ({"fsdp_size": 4}, {"ulysses_size": 2}, "model_args.ulysses_size", Outcome.UNSUPPORTED),
+        ({"ep_size": 2}, {}, "ep_size", Outcome.UNSUPPORTED),
+        ({"ep_size": 2, "efsdp_size": 4}, {}, "efsdp_size", Outcome.UNSUPPORTED),
+        ({"efsdp_size": 4}, {}, "efsdp_size", Outcome.UNNEEDED),
+        ({"apply_tiled_mlp": True}, {}, "apply_tiled_mlp", Outcome.UNSUPPORTED),
+        ({"apply_tiled_mlp": True, "tiled_num_shards": 8}, {}, "tiled_num_shards", Outcome.UNSUPPORTED),
+        ({"tiled_num_shards": 8}, {}, "tiled_num_shards", Outcome.UNNEEDED),
+        ({"model_type": "qwen3"}, {}, "model_type", Outcome.UNNEEDED),
+        ({"moe_use_grouped_mm": True}, {}, "moe_use_grouped_mm", Outcome.NEEDS_DECISION),
+        ({}, {"freeze_module_prefix": "vision_model"}, "model_args.freeze_module_prefix", Outcome.NEEDS_DECISION),
+        ({}, {"lora_target": "all"}, "model_args.lora_target", Outcome.APPROXIMATE),
+        ({"save_only_model": True}, {}, "save_only_model", Outcome.APPROXIMATE),
+        ({"fused_optimizer": True}, {}, "fused_optimizer", Outcome.APPROXIMATE),
+    ],
+)
+def test_what_is_more_than_sharding(config: dict[str, Any], model_args: dict[str, Any], key: str, expected: Outcome):
+    """None of it is dropped in silence, and keys that were not read are said to have done nothing."""
+    found = finding(read(config, model_args=model_args), key)
+    assert found.outcome is expected and found.reason
+    if expected.blocks and key not in ("efsdp_size", "tiled_num_shards"):
+        assert found.hint, "a user needs to know what to do about it"
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.neutral], ids=lambda row: row.name)
+def test_values_that_ask_for_nothing_stand_in_no_ones_way(row: Any):
+    """A file that spells out that a feature is off migrates without a question."""
+    head, _, name = row.name.rpartition(".")
+    config = {name: row.neutral[0]} if not head else {"wrap_policy": {name: row.neutral[0]}}
+    worker = {"model_args": {name: row.neutral[0]}} if head == "model_args" else {}
+    assert outcome(read({} if worker else config, **worker), row.name) is Outcome.UNNEEDED
+
+
+# --- bad keys and values
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "near"),
+    [
+        ({"fsdp_sise": 4}, "fsdp_sise", "fsdp_size"),
+        ({"wrap_policy": {"wrap_embedings": True}}, "wrap_policy.wrap_embedings", "wrap_policy.wrap_embeddings"),
+        ({"use_batched_model_update": False}, "use_batched_model_update", "remove it"),
+    ],
+)
+def test_unknown_keys_are_named(config: dict[str, Any], key: str, near: str):
+    """ROLL takes any key in silence; a misspelt one trained with the default."""
+    found = finding(read(config), key)
+    assert found.outcome is Outcome.UNSUPPORTED and near in found.hint
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"fsdp_size": "16"}, "fsdp_size"),
+        ({"fsdp_size": True}, "fsdp_size"),
+        ({"fsdp_size": "${oc.env:SIZE}"}, "fsdp_size"),
+        ({"param_dtype": "bf17"}, "param_dtype"),
+        ({"reduce_dtype": 32}, "reduce_dtype"),
+        ({"reshard_after_forward": "yes"}, "reshard_after_forward"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward"),
+        ({"wrap_policy": "Layer"}, "wrap_policy"),
+        ({"wrap_policy": {"transformer_layer_cls_to_wrap": None}}, "wrap_policy.transformer_layer_cls_to_wrap"),
+        ({"wrap_policy": {"transformer_layer_cls_to_wrap": []}}, "wrap_policy.transformer_layer_cls_to_wrap"),
+        ({"ep_size": 0}, "ep_size"),
+        ({"async_save_ckpt": "no"}, "async_save_ckpt"),
+    ],
+)
+def test_bad_values_are_a_decision(config: dict[str, Any], key: str):
+    """A value that ROLL fails with is named with those that would do; nothing is guessed from it."""
+    reading = read(config, ranks=16)
+    found = finding(reading, key)
+    assert found.outcome is Outcome.NEEDS_DECISION and "takes" in found.reason
+    assert reading.run is None
+
+
+VALUES = (
+    st.none() | st.booleans() | st.integers(-3, 20) | st.text(max_size=4) | st.lists(st.text(max_size=3), max_size=2)
+)
+KEYS = st.sampled_from([row.name for row in ROWS if "." not in row.name and row.name != "strategy_name"])
+WRAP_KEYS = st.sampled_from(
+    ["transformer_layer_cls_to_wrap", "wrap_embeddings", "wrap_lm_output", "moe_experts", "experts"]
+)
+
+
+@given(
+    st.dictionaries(KEYS | st.text(min_size=1, max_size=6), VALUES),
+    st.none() | st.dictionaries(WRAP_KEYS, VALUES),
+    st.sampled_from(["fsdp2_train", "fsdp2_infer"]),
+    st.none() | st.integers(1, 9),
+)
+def test_every_key_has_exactly_one_finding(
+    config: dict[str, Any], wrap: dict[str, Any] | None, strategy: str, ranks: int | None
+):
+    """Whatever a file says, no key is lost and none is an error; a run is there unless a finding says why not."""
+    if wrap is not None:
+        config = config | {"wrap_policy": wrap}
+    reading = read(config, strategy=strategy, ranks=ranks)
+    flat = [
+        f"{key}.{name}" if name else key
+        for key, value in config.items()
+        for name in (value if key == "wrap_policy" and isinstance(value, dict) and value else [""])
+    ]
+    keys = [each.key for each in reading.findings]
+    assert all(keys.count(key) == 1 for key in flat)
+    assert len(keys) == len(set(keys))
+    if reading.run is None:
+        assert any(each.outcome is Outcome.NEEDS_DECISION for each in reading.findings)
+
+
+# --- as a target
+
+
+def entries(run: Run) -> dict[str, Any]:
+    return {entry.key: entry.value for entry in ROLL.express(run).entries}
+
+
+def test_a_run_in_rolls_words():
+    """HSDP of 8 ranks a replica in bf16 is what ROLL's guide writes for it."""
+    config = ShardingConfig(
+        mesh=MeshSpec(shard=8, replicate=-1),
+        mixed_precision=MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        cast_root_inputs=False,
+        activation_checkpointing=ActivationCheckpointing(checkpoint=True, reentrant=False),
+        sync_module_states=True,
+        precision="amp_bf16",
+    )
+    run = Run(
+        config=config,
+        wrap=Wrap(kind=WrapKind.CLASSES, classes=("Qwen3DecoderLayer",)),
+        state_dict_type="sharded",
+        extras={"async_save": True},
+    )
+    assert all(finding.outcome is Outcome.EXACT for finding in ROLL.express(run).findings)
+    assert entries(run) == {
+        "fsdp_size": 8,
+        "param_dtype": "bf16",
+        "reduce_dtype": "fp32",
+        "reshard_after_forward": True,
+        "offload_policy": False,
+        "wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
+        "async_save_ckpt": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        (MeshSpec(shard=1, replicate=-1), Outcome.UNSUPPORTED),
+        (MeshSpec(shard=-1, replicate=2), Outcome.NEEDS_DECISION),
+        (MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=4)), Outcome.UNSUPPORTED),
+    ],
+)
+def test_meshes_that_roll_has_not(mesh: MeshSpec, expected: Outcome):
+    """NO_SHARD would silently become full sharding, since fsdp_size 1 is all ranks to ROLL."""
+    found = [each for each in ROLL.express(run_with(mesh=mesh)).findings if each.key == "(mesh)"]
+    assert [each.outcome for each in found] == [expected]
+
+
+def run_with(wrap: Wrap | None = None, extras: dict[str, Any] | None = None, **fields: Any) -> Run:
+    return Run(config=ShardingConfig(**fields), wrap=wrap or Wrap(kind=WrapKind.HOOKS), extras=extras or {})
+
+
+@pytest.mark.parametrize(
+    ("run", "key"),
+    [
+        (run_with(), "(units)"),
+        (run_with(wrap=Wrap(kind=WrapKind.SIZE, min_num_params=10)), "(units)"),
+        (run_with(buffer_dtype=torch.bfloat16), "(buffers)"),
+        (run_with(prefetch=Prefetch(forward=2)), "(prefetch)"),
+        (run_with(collective_guard=9.0), "(collective_guard)"),
+        (run_with(accumulation=Accumulation(reshard_after_backward=False)), "(reshard_after_backward)"),
+        (run_with(activation_checkpointing=ActivationCheckpointing(cpu_offload=True)), "(activation offloading)"),
+        (run_with(extras={"context_parallel": 2}), "(context parallelism)"),
+        (run_with(extras={"tensor_parallel": 2}), "(tensor parallelism)"),
+        (run_with(extras={"max_grad_norm": 0.5}), "(gradient clipping)"),
+    ],
+)
+def test_what_roll_cannot_say_is_a_finding(run: Run, key: str):
+    """Nothing of a run is lost on the way to ROLL without a word."""
+    assert key in {each.key for each in ROLL.express(run).findings}
+
+
+MESHES = [MeshSpec(), MeshSpec(shard=8, replicate=-1), MeshSpec(shard=12, replicate=2), MeshSpec(shard=24)]
+DTYPE = st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32])
+CONFIGS = st.builds(
+    ShardingConfig,
+    mesh=st.sampled_from([*MESHES, MeshSpec(shard=-1, replicate=2)]),
+    reshard_after_forward=st.sampled_from([True, False, 2, 4]),
+    mixed_precision=st.builds(
+        MixedPrecisionPolicy, param_dtype=DTYPE, reduce_dtype=DTYPE, cast_forward_inputs=st.booleans()
+    ),
+    cast_root_inputs=st.booleans(),
+    buffer_dtype=st.sampled_from([None, None, torch.bfloat16]),
+    cpu_offload=st.booleans(),
+    activation_checkpointing=st.builds(
+        ActivationCheckpointing, checkpoint=st.booleans(), reentrant=st.booleans(), cpu_offload=st.booleans()
+    ),
+    prefetch=st.builds(Prefetch, forward=st.sampled_from([None, 1]), backward=st.sampled_from([None, 0])),
+    accumulation=st.builds(
+        Accumulation, gradient_sync=st.sampled_from(GradientSync), reshard_after_backward=st.booleans()
+    ),
+    sync_module_states=st.sampled_from([True, False, None]),
+    keep_low_precision_grads=st.booleans(),
+    precision=st.sampled_from(["fp32", "amp_bf16", "amp_fp16"]),
+)
+
+
+# What is exact in ROLL, so that most examples have no gap to excuse a difference.
+EXACT_CONFIGS = st.builds(
+    ShardingConfig,
+    mesh=st.sampled_from(MESHES),
+    reshard_after_forward=st.sampled_from([True, False, 2, 4]),
+    mixed_precision=st.builds(
+        MixedPrecisionPolicy,
+        param_dtype=st.just(torch.bfloat16),
+        reduce_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+        cast_forward_inputs=st.just(False),
+    ),
+    cast_root_inputs=st.just(False),
+    cpu_offload=st.booleans(),
+    activation_checkpointing=st.just(ActivationCheckpointing(checkpoint=True, reentrant=False)),
+    accumulation=st.builds(Accumulation, gradient_sync=st.sampled_from([GradientSync.EVERY, GradientSync.LAST])),
+    sync_module_states=st.just(True),
+    precision=st.just("amp_bf16"),
+)
+
+
+def resolved(config: ShardingConfig) -> dict[str, Any]:
+    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    return fields | {"mesh": config.mesh.resolve(NUM_RANKS).shape}
+
+
+@given(CONFIGS | EXACT_CONFIGS, st.sampled_from(["full", "sharded"]), st.booleans())
+def test_what_is_expressed_exactly_is_read_back(config: ShardingConfig, state_dict_type: str, async_save: bool):
+    """To ROLL and back is the same run, wherever no finding says otherwise."""
+    run = Run(
+        config=config,
+        wrap=Wrap(kind=WrapKind.CLASSES, classes=("Layer",)),
+        state_dict_type=state_dict_type,
+        extras={"async_save": async_save},
+    )
+    expression = ROLL.express(run)
+    again = read({entry.key: entry.value for entry in expression.entries}, ranks=NUM_RANKS).run
+    if any(finding.outcome is not Outcome.EXACT for finding in expression.findings):
+        return
+    assert again is not None
+    assert resolved(again.config) == resolved(config)
+    assert (again.wrap, again.state_dict_type, again.extras) == (run.wrap, run.state_dict_type, run.extras)
+
+
+@given(EXACT_CONFIGS)
+def test_the_exact_configs_are_exact(config: ShardingConfig):
+    """The property above tests something: all that ROLL has a word for is expressed without a finding."""
+    run = Run(config=config, wrap=Wrap(kind=WrapKind.CLASSES), state_dict_type="sharded", extras={"async_save": True})
+    assert all(finding.outcome is Outcome.EXACT for finding in ROLL.express(run).findings)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables' own promises
+
+
+@pytest.mark.parametrize("row", [row for row in (*ROWS, *torchtitan.ROWS) if row.neutral], ids=lambda row: row.name)
+def test_a_value_that_asks_for_nothing_is_one_that_the_key_takes(row: Row):
+    """A user who spells out that a feature is off would be stopped by it."""
+    assert [value for value in row.neutral if not row.takes.fits(value)] == []
+
+
+def test_ulysses_of_null_asks_for_nothing():
+    """ROLL's type for it has null in it; the worker would not be read at all."""
+    said = yaml.safe_load(FILE)
+    said["actor_train"]["model_args"]["ulysses_size"] = None
+    (section, _) = migrate_text(yaml.safe_dump(said), to="composer").sections
+    (found,) = [each for each in section.findings if each.key == "model_args.ulysses_size"]
+    assert found.outcome is Outcome.UNNEEDED
+    assert "(context_parallel)" not in [each.key for each in section.findings]
+
+
+def test_each_key_becomes_its_own_word():
+    """The report would say of strategy_name that it became async_save."""
+    worker = yaml.safe_load(FILE)["actor_train"]
+    said = {"async_save_ckpt": True, "reduce_scatter_during_grad_accumulation": False, "save_only_model": True}
+    worker["strategy_args"]["strategy_config"] |= said
+    (section,) = migrate_text(yaml.safe_dump({"actor_train": worker}), to="composer").sections
+    became = {each.key: each.target for each in section.findings}
+    assert became["async_save_ckpt"] == "async_save: true"
+    assert became["reduce_scatter_during_grad_accumulation"] == "gradient_sync: last"
+    assert became["model_args.disable_gradient_checkpointing"].startswith("activation_checkpointing: true")
+    assert "gradient_sync" not in became["strategy_name"] + became["save_only_model"]
+    inference = yaml.safe_load(FILE)["reference"]
+    inference["strategy_args"]["strategy_config"] = {"reduce_dtype": "bf16"}
+    (section,) = migrate_text(yaml.safe_dump({"reference": inference}), to="composer").sections
+    (idle,) = [each for each in section.findings if each.key == "reduce_dtype"]
+    assert (idle.outcome, idle.target) == (Outcome.UNNEEDED, "")
+
+
+def test_a_key_that_is_overruled_or_off_is_told_so():
+    """The report would say that checkpoints are written in the background, and that a dtype is decided twice."""
+    worker = yaml.safe_load(FILE)["actor_train"]
+    worker["strategy_args"]["strategy_config"] |= {"async_save_ckpt": False, "enable_mix_precision": False}
+    (section,) = migrate_text(yaml.safe_dump({"actor_train": worker}), to="composer").sections
+    found = {each.key: each for each in section.findings}
+    assert "while training goes on" not in found["async_save_ckpt"].reason
+    assert found["enable_mix_precision"].outcome is Outcome.UNNEEDED

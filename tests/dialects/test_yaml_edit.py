@@ -1,0 +1,214 @@
+"""Pairs of texts before and after an edit: what is not edited keeps its bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_fsdp2.compat.migration.text_edit import Edit, apply_edits
+from composer_fsdp2.compat.migration.yaml_document import Document
+from composer_fsdp2.compat.migration.yaml_edit import edit_mapping, flow_text, stands_here
+from composer_fsdp2.errors import ConfigError
+
+Entries = list[tuple[str, Any]]
+
+
+def edited(text: str, path: str, replacements: dict[str, Entries], additions: Entries | None = None) -> str:
+    document = Document(text)
+    where = tuple(path.split(".")) if path else ()
+    return document.edited(edit_mapping(document, where, replacements, additions or []))
+
+
+PAIRS = [
+    pytest.param(
+        "a: 1\nb:\n  c: 'x'   # why\n  d: 2\n",
+        {"c": [("e", True)]},
+        [],
+        "a: 1\nb:\n  e: true   # why\n  d: 2\n",
+        id="a value in place, with the comment behind it",
+    ),
+    pytest.param(
+        "b:\n  c: 1  # why\n  d: 2\n",
+        {"c": []},
+        [],
+        "b:\n  # why\n  d: 2\n",
+        id="a comment outlives its key",
+    ),
+    pytest.param(
+        "b:\n  c:\n    - 1\n    - 2\n  # between\n\n  d: 2\n",
+        {"c": []},
+        [],
+        "b:\n  # between\n\n  d: 2\n",
+        id="a list goes, and what follows stays",
+    ),
+    pytest.param("b:\n  c: 1\n", {"c": []}, [], "b:\n  {}\n", id="nothing is left"),
+    pytest.param(
+        "b:\n  c:\n    - 1  # one\n    # two\n    - 2\n  d: 2\n",
+        {"c": []},
+        [],
+        "b:\n  # one\n  # two\n  d: 2\n",
+        id="comments in a list that goes",
+    ),
+    pytest.param(
+        "b:\n  c: 'x'  # why\n  d: 2\n",
+        {"c": [("c", "x"), ("e", 1)]},
+        [],
+        "b:\n  c: 'x'\n  e: 1  # why\n  d: 2\n",
+        id="an entry that is still there as it was written",
+    ),
+    pytest.param("b: {c: 'x', d: 2}\n", {"c": [("c", "x"), ("e", 1)]}, [], "b: {c: 'x', e: 1, d: 2}\n", id="and there"),
+    pytest.param(
+        "b:\n  c: 1 # x\n\n# end",
+        {},
+        [("d", {"e": 1, "f": [1, 2]}), ("g", "yes")],
+        'b:\n  c: 1\n  d:\n    e: 1\n    f: [1, 2]\n  g: "yes" # x\n\n# end',
+        id="new entries at the end",
+    ),
+    pytest.param("b: {c: 1, 'd': 2}\n", {"c": []}, [("e", None)], "b: {'d': 2, e: null}\n", id="on one line"),
+    pytest.param("b: {}  # none\n", {}, [("e", 1)], "b: {e: 1}  # none\n", id="an empty mapping"),
+    pytest.param(
+        "b: {\n  c: 1,  # one\n  d: 2,\n  e: 3  # three\n}\n",
+        {"c": [], "e": [("f", 4), ("g", 5)]},
+        [],
+        "b: {\n    # one\n  d: 2,\n  f: 4, g: 5  # three\n}\n",
+        id="over several lines between braces, with comments",
+    ),
+    pytest.param(
+        "b:\n  c: |\n    text\n    more\n  d: >-\n    folded\n\nz: 1\n",
+        {"c": [("e", 1)], "d": [("f", 2)]},
+        [],
+        "b:\n  e: 1\n  f: 2\n\nz: 1\n",
+        id="texts of several lines",
+    ),
+    pytest.param("b:\n  c:\n  d: 2\n", {"c": [("e", 1)]}, [], "b:\n  e: 1\n  d: 2\n", id="a key without a value"),
+    pytest.param('b:\n  "c d": 1\n', {"c d": [("e", 1)]}, [], "b:\n  e: 1\n", id="a quoted key"),
+    pytest.param(
+        "b:\r\n  c: 1 # x\r\n  d: 2\r\n",
+        {"c": [("e", 1), ("f", 2)]},
+        [],
+        "b:\r\n  e: 1\r\n  f: 2 # x\r\n  d: 2\r\n",
+        id="carriage returns",
+    ),
+    pytest.param("\ufeffb:\n  c: 1\n", {"c": [("e", 1)]}, [], "\ufeffb:\n  e: 1\n", id="a byte order mark"),
+    pytest.param(
+        "x: &x\n  c: 1\n  d: 2\nb:\n  <<: *x\n  e: 3\n",
+        {"c": [("f", 1)]},
+        [],
+        "x: &x\n  c: 1\n  d: 2\nb:\n  f: 1\n  d: 2\n  e: 3\n",
+        id="what a merge brings is written out",
+    ),
+    pytest.param(
+        "x: &x\n  c: 1\nb:\n  <<: *x\n  e: 3\n",
+        {"e": []},
+        [],
+        "x: &x\n  c: 1\nb:\n  <<: *x\n",
+        id="a merge stays where it may",
+    ),
+    pytest.param(
+        "x: &x {c: 1, d: 2}\nb: *x  # as x\n",
+        {"c": [("f", 1)]},
+        [],
+        "x: &x {c: 1, d: 2}\nb:\n  f: 1\n  d: 2  # as x\n",
+        id="an alias is written out, the anchor stays",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "replacements", "additions", "after"), PAIRS)
+def test_pair(before: str, replacements: dict[str, Entries], additions: Entries, after: str):
+    """A user's file would be rewritten where nothing had to change, or not be YAML any more."""
+    assert edited(before, "b", replacements, additions) == after
+    yaml.safe_load(after)
+
+
+def test_items_of_lists():
+    """A run in a list of runs is edited, not the first one."""
+    text = "runs:\n- fsdp: {a: 1}\n- name: x\n  fsdp:\n    a: 1 # here\n"
+    document = Document(text)
+    edits = edit_mapping(document, ("runs", 1, "fsdp"), {"a": [("b", 2)]})
+    assert document.edited(edits) == "runs:\n- fsdp: {a: 1}\n- name: x\n  fsdp:\n    b: 2 # here\n"
+
+
+def test_overlapping_edits_are_refused():
+    """Two edits of one place would write garbage."""
+    with pytest.raises(ValueError, match="overlap"):
+        apply_edits("abc", [Edit(0, 2, "x"), Edit(1, 3, "y")])
+
+
+def test_unknown_keys_are_refused():
+    """An edit of a key that is not there was meant for another place."""
+    with pytest.raises(KeyError, match="has no z"):
+        edited("b:\n  c: 1\n", "b", {"z": []})
+
+
+BAD = [
+    ("a: [1\nb: 2", "run.yaml:2:2"),
+    ("a: 1\n---\nb: 2\n", "run.yaml:2:1"),
+    ("- 1\n", "run.yaml:1:1"),
+    ("", "run.yaml:1:1"),
+    ("a:\n\t- 1\n", "run.yaml:2:1"),
+    ("a: 1\nb: \x00\n", "run.yaml:2:4"),
+    ("a: 1\n? [x, y]\n: 2\n", "run.yaml:2:3"),
+    ("a: &a [*a]\n", "run.yaml:1:"),
+    ("a: *nobody\n", "run.yaml:1:4"),
+    ("a: 1\nb: 2024-13-01\n", "run.yaml:2:4"),
+    ("a: =\n", "run.yaml:1:4"),
+]
+
+
+@pytest.mark.parametrize(("text", "place"), BAD)
+def test_what_is_no_configuration_is_placed(text: str, place: str):
+    """A user of a long file would have to search for the fault, or get a traceback."""
+    with pytest.raises(ConfigError) as error:
+        Document(text, "run.yaml")
+    assert str(error.value).startswith(place)
+
+
+def test_a_key_said_twice_is_placed():
+    """PyYAML takes the last of two in silence; which of them the user means, only the user knows."""
+    document = Document("b:\n  c: 1\n  d: 2\n  c: 3\n", "run.yaml")
+    assert document.duplicate(("b",)) == "run.yaml:4:3: c stands in line 2, too"
+
+
+def test_where_a_mapping_is_written():
+    """What an alias stands for is another place's text."""
+    document = Document("x: &x\n  c: 1\nb: *x\nm:\n  <<: {n: {p: 1}}\n")
+    assert stands_here(document, ("x",)) and not stands_here(document, ("b",))
+    assert document.line_of(("x", "c")) == 2
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+def test_flow_text_is_read_back(value: Any):
+    """A string such as yes, 1e3 or "- x" would come back as something else."""
+    text = f"a: {flow_text(value)}\n"
+    assert yaml.safe_load(text)["a"] == value
+    assert Document(text).values["a"] == value
+
+
+YAMLS = st.dictionaries(st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "Z"])), VALUES, max_size=4)
+
+
+@given(YAMLS, st.sampled_from([None, True, False]), st.booleans())
+def test_values_are_those_of_pyyaml(values: dict[str, Any], flow: bool | None, unicode: bool):
+    """What the systems read decides what a file asks for, and they read by PyYAML."""
+    text = yaml.safe_dump(values, default_flow_style=flow, allow_unicode=unicode)
+    assert Document(text).values == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a: yes\nb: 1e8\nc: 0o7\nd: 012\ne: 1_000\nf: 1:30\ng: 2024-01-02\nh: ~\ni: .inf\nj: 0x1F\n"]
+)
+def test_values_of_yaml_1_1(text: str):
+    """ruamel.yaml reads YAML 1.2, in which yes is a string and 012 is twelve."""
+    assert Document(text).values == yaml.safe_load(text)
