@@ -1,0 +1,354 @@
+"""Every block of ``migration_docs/*.md`` does what the page says.
+
+A page is run from top to bottom, in a folder of its own, by two gloo ranks. The info string says what a block is:
+
+| fence | what the test does |
+|---|---|
+| ``python`` | runs it on both ranks, as torchrun would; the blocks of a page share their names |
+| ``python file=net.py`` | writes it to the page's folder; so do ``yaml file=...`` and ``toml file=...``, parsed first |
+| ``yaml migrated=run.yaml`` | compares it, bytes and all, with what ``composer-fsdp2 migrate run.yaml`` prints |
+| ``console`` | runs each line after ``$ `` in bash and compares what it prints with the lines below it |
+| ``text output`` | compares it with what the python block before printed on rank 0 |
+| ``text error=NAME`` | compares it with the error that NAME in ``documented_errors.py`` raises |
+
+``...`` stands for any text within a line, a line of it for any number of lines. A command that fails must say so
+(``...; echo $?``), a python block that raises must catch it. ``skip="reason"`` leaves a block out: the reason names
+what it needs (GPUs, nodes), and ``MAX_SKIPPED`` limits how many there are. A fence without a language fails.
+
+The folder begins with what ``START`` says: old checkpoints, and ``net.py``, whose ``build_model`` is the model in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import yaml
+from documented_errors import ERRORS, check_errors
+from forked_commands import forked_commands
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.composer, pytest.mark.foundry]
+
+TESTS = Path(__file__).resolve().parent
+PAGES = sorted((TESTS.parent / "migration_docs").glob("*.md"))
+FIXTURES = TESTS / "fixtures"
+# Path in a page's folder -> what is copied there.
+START = {
+    "net.py": FIXTURES / "migration-docs" / "net.py",
+    "full": FIXTURES / "legacy-checkpoints" / "c172" / "full",  # Composer 0.17.2, torch 2.1
+    "sharded": FIXTURES / "legacy-checkpoints" / "c172" / "sharded",
+    "sharded-mesh": FIXTURES / "legacy-checkpoints" / "c220" / "sharded-mesh",  # Composer 0.22.0, torch 2.3
+    "local": FIXTURES / "legacy-checkpoints" / "c172" / "local-flat",
+    "per-rank": FIXTURES / "per-rank-checkpoints",  # the form of Composer 0.13
+}
+MAX_SKIPPED = 3
+COMMAND_S = 120
+PAGE_S = 300
+ERRORS_S = 150
+
+FENCE = re.compile(r"(?P<indent> *)(?P<ticks>`{3,})(?P<info>.*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One fenced block."""
+
+    page: str
+    line: int
+    language: str
+    options: Mapping[str, str]
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+@dataclass(slots=True)
+class Session:
+    """What one rank keeps while it goes through a page."""
+
+    names: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
+    printed: str = ""
+
+
+# --- reading pages
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in their order."""
+    found: list[Block] = []
+    opening: re.Match[str] | None = None
+    start, body = 0, []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        fence = FENCE.fullmatch(line)
+        if opening is None and fence:
+            opening, start, body = fence, number, []
+        elif opening is not None and line.strip() == opening["ticks"]:
+            language, options = parse_info(opening["info"])
+            text = "".join(each.removeprefix(opening["indent"]) + "\n" for each in body)
+            found.append(Block(page=page.name, line=start, language=language, options=options, text=text))
+            opening = None
+        else:
+            body.append(line)
+    assert opening is None, f"{page.name}:{start}: the block has no end"
+    return found
+
+
+def parse_info(info: str) -> tuple[str, dict[str, str]]:
+    """``python skip="needs 8 GPUs"`` is ``("python", {"skip": "needs 8 GPUs"})``."""
+    words = shlex.split(info)
+    options = (word.partition("=") for word in words[1:])
+    return words[0] if words else "", {name: value for name, _, value in options}
+
+
+def commands_of(text: str) -> list[tuple[str, str]]:
+    """The commands of a console block, each with the output that it shows."""
+    found: list[tuple[str, str]] = []
+    for line in text.splitlines(keepends=True):
+        if line.startswith("$ "):
+            found.append((line[2:], ""))
+        elif line.startswith("> "):
+            found[-1] = (found[-1][0] + line[2:], found[-1][1])
+        else:
+            found[-1] = (found[-1][0], found[-1][1] + line)
+    return found
+
+
+# --- comparing
+
+
+def matches(shown: str, printed: str) -> bool:
+    """Whether ``printed`` is what a page shows, where ``...`` stands for what varies or does not matter."""
+    pattern = "".join(map(pattern_of, lines_of(shown)))
+    return re.fullmatch(pattern, "".join(line + "\n" for line in lines_of(printed))) is not None
+
+
+def lines_of(text: str) -> list[str]:
+    """Without blanks at their ends, and without empty lines around all of them."""
+    return [line.rstrip() for line in text.strip("\n").splitlines()]
+
+
+def pattern_of(line: str) -> str:
+    if line.strip() == "...":
+        return r"(?:[^\n]*\n)*"
+    return r"[^\n]*".join(map(re.escape, line.split("..."))) + r"\n"
+
+
+def compare(shown: str, printed: str, what: str) -> None:
+    assert matches(shown, printed), f"{what} is shown as\n{shown}\nand is\n{printed}"
+
+
+# --- running blocks: each is called on both ranks
+
+
+def run_python(block: Block, session: Session) -> None:
+    if "file" in block.options:
+        write_file(block)
+        return
+    code = compile("\n" * block.line + block.text, block.page, "exec")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, session.names)
+    session.printed = printed.getvalue()
+
+
+def run_console(block: Block, session: Session) -> None:
+    assert block.text.startswith("$ "), "a console block begins with a command"
+    if dist.get_rank() != 0:
+        return
+    for command, shown in commands_of(block.text):
+        done = subprocess.run(
+            ["bash", "-c", command], env=environment(), text=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command.strip()} ended with {done.returncode}:\n{done.stdout}"
+        compare(shown, done.stdout, command.strip())
+
+
+def environment() -> dict[str, str]:
+    """A terminal of a known width, in which no rank is set."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in ranks}
+    return kept | {
+        "PYTHONPATH": str(TESTS.parent),  # this checkout's code, wherever the environment installed it from
+        "COLUMNS": "200",
+        "TERM": "dumb",
+        "NO_COLOR": "1",
+        "OMP_NUM_THREADS": "1",
+        # torchrun with a port of its own, as with --standalone.
+        "PET_STANDALONE": "1",
+        "PET_LOCAL_ADDR": "127.0.0.1",
+    }
+
+
+def run_yaml(block: Block, session: Session) -> None:
+    yaml.safe_load(block.text)
+    if "migrated" in block.options:
+        check_migrated(block)
+    else:
+        write_file(block)
+
+
+def run_toml(block: Block, session: Session) -> None:
+    tomllib.loads(block.text)
+    if "migrated" in block.options:
+        check_migrated(block)
+    else:
+        write_file(block)
+
+
+def check_migrated(block: Block) -> None:
+    if dist.get_rank() == 0:
+        command = ["composer-fsdp2", "migrate", *shlex.split(block.options["migrated"])]
+        done = subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=COMMAND_S)
+        assert done.returncode == 0, f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr}"
+        assert done.stdout == block.text, f"{shlex.join(command)} printed\n{done.stdout}"
+
+
+def write_file(block: Block) -> None:
+    """Rank 0 writes; a barrier follows each block."""
+    if dist.get_rank() == 0:
+        Path(block.options["file"]).write_text(block.text)
+
+
+def run_text(block: Block, session: Session) -> None:
+    if "output" in block.options and dist.get_rank() == 0:
+        compare(block.text, session.printed, "the output of the block before")
+
+
+RUNNERS: dict[str, Callable[[Block, Session], None]] = {
+    "python": run_python,
+    "console": run_console,
+    "yaml": run_yaml,
+    "toml": run_toml,
+    "text": run_text,
+}
+# Each kind of block by its language and the option that makes it that kind.
+KINDS = {("python", ""), ("console", ""), ("text", "output"), ("text", "error")} | {
+    (language, option) for language in ("python", "yaml", "toml") for option in ("file", "migrated")
+} - {("python", "migrated")}
+
+
+def check_page(page: Path) -> int:
+    """Run every block; returns how many ran. Called on all ranks."""
+    session, num_run = Session(), 0
+    sys.path.insert(0, os.getcwd())
+    for block in blocks_of(page):
+        if "skip" in block.options:
+            continue
+        try:
+            RUNNERS[block.language](block, session)
+        except BaseException as error:
+            error.add_note(f"in the block at {block.place}")
+            raise AssertionError(f"{block.place}: {type(error).__name__}: {error}") from error
+        dist.barrier()
+        num_run += 1
+    return num_run
+
+
+def start_folder(folder: Path) -> None:
+    for name, source in START.items():
+        if source.is_dir():
+            shutil.copytree(source, folder / name, symlinks=True)
+        else:
+            shutil.copy(source, folder / name)
+
+
+# --- tests
+
+
+def all_blocks() -> list[Block]:
+    return [block for page in PAGES for block in blocks_of(page)]
+
+
+def kind_of(block: Block) -> tuple[str, str]:
+    return block.language, next((name for name in block.options if name != "skip"), "")
+
+
+def test_every_block_says_what_it_is():
+    """A block of no known kind would be printed for readers and executed by nobody."""
+    unknown = [f"{block.place}: {kind_of(block)}" for block in all_blocks() if kind_of(block) not in KINDS]
+    assert unknown == []
+
+
+def test_few_blocks_are_left_out():
+    """Blocks that "cannot run here" would pile up until the pages are prose."""
+    skipped = [block for block in all_blocks() if "skip" in block.options]
+    unreasoned = [block.place for block in skipped if not re.search(r"needs .*(GPU|node|rank)", block.options["skip"])]
+    assert unreasoned == []
+    assert len(skipped) <= MAX_SKIPPED, [block.place for block in skipped]
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """PATH, with a quick ``composer-fsdp2`` before the commands of this environment."""
+    with forked_commands(tmp_path_factory.mktemp("commands")) as quick:
+        yield os.pathsep.join([str(quick), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.stem)
+def test_page(page: Path, commands: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A reader who types what the page shows gets what the page shows."""
+    wanted = sum("skip" not in block.options for block in blocks_of(page))
+    start_folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", commands)
+    assert run_ranks(check_page, 2, page, timeout_s=PAGE_S, fresh=True) == [wanted, wanted]
+
+
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """What each entry of ``ERRORS`` raises, by its name, as a traceback ends."""
+    folder = tmp_path_factory.mktemp("errors")
+    start_folder(folder)
+    with contextlib.chdir(folder):
+        return run_ranks(check_errors, 2, timeout_s=ERRORS_S, fresh=True)[0]
+
+
+ERROR_BLOCKS = [block for block in all_blocks() if "error" in block.options]
+
+
+@pytest.mark.parametrize("block", ERROR_BLOCKS, ids=lambda block: block.options["error"])
+def test_error_text(block: Block, raised: Mapping[str, str]):
+    """A user who searches the page for the text on the screen finds it."""
+    compare(block.text, raised[block.options["error"]], block.options["error"])
+
+
+def test_every_known_error_is_on_a_page():
+    """An error that is reproduced here and explained nowhere helps nobody."""
+    shown: Sequence[str] = [block.options["error"] for block in ERROR_BLOCKS]
+    assert sorted(shown) == sorted(ERRORS)
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ("a ... c", "a b c", True),
+        ("a ... c", "a b\nc", False),
+        ("a\n...\nd", "a\nb\nc\nd", True),
+        ("a\n...\nd", "a\nd", True),
+        ("a\n...", "a\nb\nc", True),
+        ("...\nd", "a\nd", True),
+        ("...\nd", "d", True),
+        ("a.c", "abc", False),
+        ("a\nb", "a\nx\nb", False),
+        ("", "a", False),
+    ],
+)
+def test_what_dots_stand_for(shown: str, printed: str, same: bool):
+    """A mask that matched too much would let a page show what no command prints."""
+    assert matches(shown, printed) is same
