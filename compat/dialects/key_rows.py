@@ -10,8 +10,10 @@ from typing import Any
 
 import yaml
 
-from composer_fsdp2.compat.dialects import composer_effects, roll, torchtitan
+from composer_fsdp2.compat.dialects import composer_effects
 from composer_fsdp2.compat.dialects import huggingface_keys as huggingface
+from composer_fsdp2.compat.dialects import roll_keys as roll
+from composer_fsdp2.compat.dialects import torchtitan_keys as torchtitan
 from composer_fsdp2.compat.dialects.base import Path, Section
 from composer_fsdp2.compat.dialects.rows import Row
 from composer_fsdp2.config import BackwardPrefetch, GradientSync, ShardingStrategy

@@ -1,12 +1,13 @@
 """What a configuration can be migrated to, and where the words of each target stand in a file."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from composer_fsdp2.compat.dialects import DIALECTS
 from composer_fsdp2.compat.dialects.base import Dialect, Entry, Expression
 from composer_fsdp2.compat.dialects.composer_effects import PLAIN_COMPOSER
+from composer_fsdp2.compat.dialects.torchtitan import tables_of
 from composer_fsdp2.compat.migration.toml_edit import toml_text
 from composer_fsdp2.compat.migration.yaml_edit import Entries, block_text
 
@@ -44,7 +45,7 @@ class Target:
         """A file that holds this section only."""
         head = f"# What {source} asks for, in the words of {self.name}; written by composer-fsdp2 migrate.\n"
         if self.suffix == ".toml":
-            return head + "\n".join(_toml(expression.entries)) + "\n"
+            return head + "\n".join(_toml(expression)) + "\n"
         values: dict[str, Any] = _mapping(expression.entries)
         for name, first in reversed(self.heads):
             values = {name: {**dict(first), **values}}
@@ -55,14 +56,10 @@ def _mapping(entries: Iterable[Entry]) -> dict[str, Any]:
     return {entry.key: entry.value for entry in entries}
 
 
-def _toml(entries: Iterable[Entry]) -> Iterable[str]:
-    tables: dict[str, dict[str, Any]] = {}
-    for entry in entries:
-        table, _, name = entry.key.rpartition(".")
-        tables.setdefault(table, {})[name] = entry.value
-    for number, (table, said) in enumerate(tables.items()):
+def _toml(expression: Expression) -> Iterator[str]:
+    for number, (table, said) in enumerate(tables_of(expression).items()):
         yield from ([""] if number else [])
-        yield f"[{table}]"
+        yield f"[{'.'.join(map(str, table))}]"
         yield from (f"{name} = {toml_text(value)}" for name, value in said.items())
 
 

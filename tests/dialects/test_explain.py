@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 
 from composer_fsdp2.cli.main import main
 from composer_fsdp2.compat import explain as explaining
-from composer_fsdp2.compat.dialects import DIALECTS, Section, huggingface_keys, key_rows, roll, torchtitan
+from composer_fsdp2.compat.dialects import DIALECTS, Section, huggingface_keys, key_rows, roll_keys, torchtitan_keys
 from composer_fsdp2.compat.explain import Explanation, all_keys, explain, nearest, unsaid
 from composer_fsdp2.findings import Outcome
 from composer_fsdp2.fsdp1 import keys as composer_keys
@@ -388,8 +388,10 @@ def test_what_no_key_says_is_told():
     }
     assert told["composer"] >= {"casting of inputs and buffers", "wrapping", "clipping by value"}
     assert told["huggingface"] >= {"casting of inputs and buffers", "gradient_sync", "wrapping"}
-    assert told["roll"] >= {key.removeprefix("(unsaid) ") for key, *_ in (*roll._UNSAID, *roll._UNSAID_TRAINING)}
-    assert told["torchtitan"] >= {key.removeprefix("(unsaid) ") for key, *_ in torchtitan._UNSAID}
+    assert told["roll"] >= {
+        key.removeprefix("(unsaid) ") for key, *_ in (*roll_keys.UNSAID, *roll_keys.UNSAID_TRAINING)
+    }
+    assert told["torchtitan"] >= {key.removeprefix("(unsaid) ") for key, *_ in torchtitan_keys.UNSAID}
     for dialect, names in told.items():
         assert not names & {row.name for row in key_rows.TABLES[dialect].rows}
 
@@ -470,7 +472,7 @@ def test_all_keys_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert ("│" in out) is terminal
     assert "what no key says:" in out and "composer: " not in out
     letters = re.sub(r"[\s│]|\x1b\[[0-9;]*m", "", out)
-    missing = [row.name for row in roll.ROWS if row.name not in letters]
+    missing = [row.name for row in roll_keys.ROWS if row.name not in letters]
     assert [name for name in missing if not terminal or len(name) < 20] == []  # long names are folded over lines
 
 
@@ -503,7 +505,7 @@ def test_the_generated_tables_are_current():
     assert is_current(ROOT)
 
 
-ROW_TABLES = [(composer_keys, "KEYS"), (huggingface_keys, "KEYS"), (roll, "ROWS"), (torchtitan, "ROWS")]
+ROW_TABLES = [(composer_keys, "KEYS"), (huggingface_keys, "KEYS"), (roll_keys, "ROWS"), (torchtitan_keys, "ROWS")]
 FIELDS = ("meaning", "reason", "target", "default", "aliases")
 
 

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_fsdp2.compat.dialects import torchtitan
 from composer_fsdp2.compat.dialects.base import Reading, Run, Section, Wrap, WrapKind
-from composer_fsdp2.compat.dialects.roll import ROWS, RollDialect
+from composer_fsdp2.compat.dialects.roll import RollDialect
+from composer_fsdp2.compat.dialects.roll_keys import ROWS
 from composer_fsdp2.compat.dialects.rows import Row
 from composer_fsdp2.compat.migration.migrate import migrate_text
 from composer_fsdp2.config import (

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_fsdp2.compat.dialects.base import Reading, Run, Section, Wrap, WrapKind
-from composer_fsdp2.compat.dialects.torchtitan import ROWS, TorchTitanDialect, tables_of
+from composer_fsdp2.compat.dialects.torchtitan import TorchTitanDialect, tables_of
+from composer_fsdp2.compat.dialects.torchtitan_keys import ROWS
 from composer_fsdp2.compat.migration.migrate import migrate_text
 from composer_fsdp2.compat.migration.text_edit import apply_edits
 from composer_fsdp2.compat.migration.toml_edit import TomlDocument, edit_tables
