@@ -37,12 +37,13 @@ test-all: venv venv-engine ## the slow tests too
 test-engine: venv-engine ## the engine's tests without Composer, on a newer torch
 	$(PY_ENGINE) -m pytest -m "not slow" tests/engine tests/benchmarks
 
-bench: venv ## what sharding and checkpoints cost, against torch by hand, Composer's FSDP2 and FSDP1
+bench: venv ## what sharding, checkpoints and migrating cost, against torch by hand, Composer's FSDP2 and FSDP1
 	-$(PY) benchmarks/step.py
 	-$(PY) benchmarks/step.py --strategy SHARD_GRAD_OP
 	-$(PY) benchmarks/step.py --against HEAD
 	-$(PY) benchmarks/setup.py
 	-$(PY) benchmarks/checkpoint.py
+	-$(PY) benchmarks/migrate.py
 
 check: venv ## lint, format, types, generated tables, and that every test can be collected
 	$(PY) -m ruff check .

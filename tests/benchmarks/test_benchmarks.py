@@ -167,3 +167,19 @@ def test_conversions_and_verifications_are_counted(checkpoint: dict[str, Any]):
         reference = checkpoint["rates"]["read" if cache == "cold" else "crc32"][0]
         assert checkpoint["verify_part"][cache] == checkpoint["file_bytes"] / usage["seconds"] / reference
     assert len(checkpoint["bars"]) == 13
+
+
+def test_files_are_migrated():
+    """The files of that benchmark are as long as it says, and each is migrated, which it checks itself."""
+    spec = importlib.util.spec_from_file_location("migrate_benchmark", ROOT / "benchmarks" / "migrate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    texts = {module.file_text(number) for number in range(25)}
+    assert len(texts) == 25 and {text.count("\n") for text in texts} == {150}
+    result = benchmark("migrate.py", "--files", "25")
+    assert result["files"] == 25 and result["seconds"] > 0 and len(result["bars"]) == 1
