@@ -74,9 +74,13 @@ class Migration:
     is_new_file: bool = False
 
     @property
+    def blocking(self) -> tuple[Finding, ...]:
+        return tuple(finding for section in self.sections for finding in section.blocking)
+
+    @property
     def exit_code(self) -> int:
         """0 if nothing is left for the user to do, else 1."""
-        return int(any(section.blocking for section in self.sections))
+        return int(bool(self.blocking))
 
     @property
     def is_changed(self) -> bool:

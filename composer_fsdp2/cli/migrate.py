@@ -105,7 +105,7 @@ def _migrate(paths: Sequence[Path], options: Options) -> None:
         )
         for result in _with_progress(work, len(sources)):
             results.append(result)
-            _show(result, options)
+            _show(result, options, is_one=len(sources) == 1)
         if options.show is Show.JSON:
             print(json.dumps([result.to_json() for result in results], indent=2))
         if options.report is not None:
@@ -118,6 +118,8 @@ def _migrate(paths: Sequence[Path], options: Options) -> None:
         _fail(f"{error.filename}: {error.strerror}")
     if len(results) > 1:
         print(_summary(results), file=sys.stderr)
+        if options.show is Show.REPORT and options.report is None:
+            print("--report FILE.md has what became of every key", file=sys.stderr)
     sys.exit(max(result.exit_code for result in results))
 
 
@@ -126,7 +128,8 @@ def _fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def _show(result: FileResult, options: Options) -> None:
+def _show(result: FileResult, options: Options, *, is_one: bool) -> None:
+    """Of one file everything; of several what is left to decide, since --report and --json have the rest."""
     if result.migration is None:
         if not result.is_skipped:
             print(f"composer-fsdp2: {result.error}", file=sys.stderr)
@@ -138,12 +141,14 @@ def _show(result: FileResult, options: Options) -> None:
             print("composer-fsdp2: something needs a decision; --force prints the text all the same", file=sys.stderr)
     elif options.show is Show.DIFF:
         print(result.migration.diff(), end="")
-        for section in result.migration.sections:
-            for finding in section.blocking:
-                print(finding, file=sys.stderr)
+        for finding in result.migration.blocking:
+            print(finding, file=sys.stderr)
     elif options.show is Show.REPORT:
-        print(result.migration)
+        if is_one:
+            print(result.migration)
         print(f"{result.path}: {result.done}")
+        for finding in () if is_one else result.migration.blocking:
+            print(f"  {finding}")
 
 
 def _summary(results: Sequence[FileResult]) -> str:

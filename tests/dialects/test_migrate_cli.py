@@ -141,6 +141,7 @@ def test_a_folder_goes_on_past_bad_files(folder: Path):
     done = run(folder, ".", "--check")
     assert done.returncode == 2
     assert "broken.yaml:2:1" in done.stderr and "data.yaml" not in done.stderr
+    assert "did you mean sharding_strategy?" in done.stdout and "limit_all_gathers" not in done.stdout
     assert "5 files: 2 without anything to decide, 1 with, 1 unusable, 1 that configure no sharding" in done.stderr
     (folder / "broken.yaml").unlink()
     assert run(folder, ".", "--check").returncode == 1
