@@ -42,21 +42,18 @@ def change_section(document: Document | TomlDocument, of: str, section: Section,
     Args:
         of: The name of its dialect.
     """
-    unresolved = [key for key, value in section.said.items() if has_interpolation(value)]
-    readable = {key: value for key, value in section.said.items() if key not in unresolved}
-    reading = DIALECTS[of].read(dataclasses.replace(section, said=readable) if unresolved else section)
-    if reading.run is None or unresolved:
+    reading = DIALECTS[of].read(section)
+    if reading.run is None or any(has_interpolation(finding.value) for finding in reading.findings):
         told = target.words.own_findings(reading) if of == target.dialect else reading.findings
-        return Change(findings=(*told, *(_unresolved(key, section.said[key]) for key in unresolved)))
+        return Change(findings=tuple(_unresolved(each) if has_interpolation(each.value) else each for each in told))
     if of == target.dialect:
         return _rewritten(document, section, reading, target)
     return _translated(document, DIALECTS[of].frame(section), section, reading, target)
 
 
-def _unresolved(key: str, value: object) -> Finding:
-    return Finding(
-        key=str(key),
-        value=value,
+def _unresolved(finding: Finding) -> Finding:
+    return dataclasses.replace(
+        finding,
         outcome=Outcome.NEEDS_DECISION,
         target="",
         reason="what it stands for is not in this file, nor in an environment variable that is set here",

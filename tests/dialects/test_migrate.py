@@ -239,6 +239,18 @@ def test_an_interpolation_that_cannot_be_resolved_is_a_decision(monkeypatch: pyt
     assert migrate_text(text).exit_code == 0
 
 
+def test_an_interpolation_that_is_none_of_the_sections_is_none_of_ours(monkeypatch: pytest.MonkeyPatch):
+    """A Trainer's output_dir is often the cluster's; FSDP does not read it."""
+    monkeypatch.delenv("OUT", raising=False)
+    text = "output_dir: ${oc.env:OUT}\nbf16: true\nfsdp: full_shard\nfsdp_config:\n  limit_all_gathers: true\n"
+    migration = migrate_text(text)
+    assert migration.is_changed and migration.after.startswith("output_dir: ${oc.env:OUT}\n")
+    text = text.replace("limit_all_gathers: true", "sync_module_states: ${oc.env:OUT}\n  limit_all_gathers: true")
+    migration = migrate_text(text)
+    assert found(migration, "fsdp_config.sync_module_states").outcome is Outcome.NEEDS_DECISION
+    assert found(migration, "fsdp_config.limit_all_gathers") and not migration.is_changed
+
+
 def test_a_whole_section_by_interpolation():
     """LLM Foundry's users share one section between runs; it is edited where it stands, once."""
     text = (
