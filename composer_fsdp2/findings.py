@@ -50,7 +50,8 @@ class Finding:
     def __str__(self) -> str:
         hint = f"; {self.hint}" if self.hint else ""
         where = f"   ({self.where})" if self.where else ""
-        return f"{self.key}: {self.value!r} is {self.outcome.value}: {self.reason}{hint}{where}"
+        is_what = "needs a decision" if self.outcome is Outcome.NEEDS_DECISION else f"is {self.outcome.value}"
+        return f"{self.key}: {self.value!r} {is_what}: {self.reason}{hint}{where}"
 
 
 def format_findings(findings: Iterable[Finding], width: int = 110) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from composer_fsdp2.config import ShardingConfig
+from composer_fsdp2.config import MeshSpec, ShardingConfig
 from composer_fsdp2.findings import Finding
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Section",
     "Wrap",
     "WrapKind",
+    "mesh_text",
     "splice",
 ]
 
@@ -51,6 +52,11 @@ class Section:
     @property
     def place(self) -> str:
         return ".".join(map(str, self.path))
+
+
+def mesh_text(mesh: MeshSpec) -> str:
+    """Without the type of device, which no file says."""
+    return str(mesh).partition(" mesh, ")[2]
 
 
 class WrapKind(enum.Enum):

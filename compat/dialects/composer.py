@@ -24,7 +24,7 @@ from composer_fsdp2.compat.dialects.composer_effects import (
     unsaid_findings,
 )
 from composer_fsdp2.compat.dialects.composer_words import express
-from composer_fsdp2.config import BackwardPrefetch, ShardingStrategy
+from composer_fsdp2.config import BackwardPrefetch, MeshSpec, ShardingStrategy
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.findings import Finding, Outcome
 from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME, nearest_key
@@ -234,7 +234,14 @@ def _strategy(said: Said, value: Any) -> Entries:
     if strategy is ShardingStrategy.NO_SHARD:
         if said.get("process_group") is not None:
             return [("sharding_strategy", value)]
-        return [("data_parallel_shard_degree", 1), ("data_parallel_replicate_degree", -1), *reshard]
+        mesh = MeshSpec(
+            shard=said.get("data_parallel_shard_degree", -1), replicate=said.get("data_parallel_replicate_degree")
+        ).without_shards()
+        return [
+            ("data_parallel_shard_degree", mesh.shard),
+            ("data_parallel_replicate_degree", mesh.replicate),
+            *reshard,
+        ]
     return reshard
 
 

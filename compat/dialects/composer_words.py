@@ -148,8 +148,9 @@ _GAPS: tuple[Gap, ...] = (
         target="activation_checkpointing_fn of the model",
         reason="Composer asks the model which modules are recomputed, too, and without an activation_checkpointing_fn "
         "or modules with _activation_checkpointing none is: the same numbers, but all activations are kept",
-        hint="LLM Foundry's models choose their own blocks; else give the model an activation_checkpointing_fn, or "
-        "call gradient_checkpointing_enable() on a transformers model and leave activation_checkpointing out",
+        hint="LLM Foundry's models choose their own blocks; else give the model an activation_checkpointing_fn, and a "
+        "transformers model config.use_cache = False, since a block that runs again would add to its cache; or call "
+        "gradient_checkpointing_enable() on the model, which does both, and leave activation_checkpointing out",
     ),
     Gap(
         key="(casting of inputs)",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from composer_fsdp2.compat.dialects.base import Entry, Expression, Part, Run, Wrap, WrapKind
+from composer_fsdp2.compat.dialects.base import Entry, Expression, Part, Run, Wrap, WrapKind, mesh_text
 from composer_fsdp2.compat.dialects.huggingface_keys import DEGREES_PREFIX
 from composer_fsdp2.compat.dialects.huggingface_reading import DTYPES, PRECISIONS, SIZE_HINT, SIZE_REASON, STATE_DICTS
 from composer_fsdp2.compat.dialects.rows import Gap, gaps
@@ -313,13 +313,15 @@ def _mesh_differences(run: Run) -> Iterator[Finding]:
         )
     if mesh.is_grouped:
         yield _difference(
-            "mesh", str(mesh), Outcome.UNSUPPORTED, "accelerate shards over all ranks, or replicas of them"
+            "mesh", mesh_text(mesh), Outcome.UNSUPPORTED, "accelerate shards over all ranks, or replicas of them"
         )
     elif mesh.shard == 1:
         reason = "accelerate's FSDP2 has no run without shards (NO_SHARD)"
-        yield _difference("mesh", str(mesh), Outcome.UNSUPPORTED, reason, "distributed_type: MULTI_GPU, which is DDP")
+        yield _difference(
+            "mesh", mesh_text(mesh), Outcome.UNSUPPORTED, reason, "distributed_type: MULTI_GPU, which is DDP"
+        )
     elif run.extras.get("parallelism_config"):
-        yield _difference("mesh", str(mesh), Outcome.EXACT, _SINCE_1_10, target="parallelism_config")
+        yield _difference("mesh", mesh_text(mesh), Outcome.EXACT, _SINCE_1_10, target="parallelism_config")
     elif _is_over_all_ranks(run):
         yield from _all_ranks(run)
     else:
@@ -334,15 +336,15 @@ def _all_ranks(run: Run) -> Iterator[Finding]:
     if mesh.shard != -1 and "num_processes" not in run.extras:
         reason = "accelerate shards over as many ranks as it is launched with"
         hint = f"launch {mesh.shard}"
-        yield _difference("mesh", str(mesh), Outcome.APPROXIMATE, reason, hint, "num_processes")
+        yield _difference("mesh", mesh_text(mesh), Outcome.APPROXIMATE, reason, hint, "num_processes")
     elif mesh != replace(mesh, shard=-1, replicate=None):
-        yield _difference("mesh", str(mesh), Outcome.UNNEEDED, "accelerate shards over all ranks by itself")
+        yield _difference("mesh", mesh_text(mesh), Outcome.UNNEEDED, "accelerate shards over all ranks by itself")
 
 
 def _axes(run: Run) -> Finding:
     """Replicas, or further axes: a word that part of accelerate's releases refuse."""
     mesh, others = run.config.mesh, [name for name in _OTHER_AXES if run.extras.get(name, 1) > 1]
-    value = ", ".join([str(mesh), *(f"{name} {run.extras[name]}" for name in others)])
+    value = ", ".join([mesh_text(mesh), *(f"{name} {run.extras[name]}" for name in others)])
     if degrees_of(run):
         reason = _SINCE_1_10
         hint = "accelerate 1.10 or later: write it, with --force or by hand; an earlier one: shard over all ranks"

@@ -764,7 +764,7 @@ for _name in ("tp_size", "cp_size"):
 
 
 def _unsaid(name: str, target: str, outcome: Outcome, reason: str, hint: str = "") -> Finding:
-    return Finding(key=f"(unsaid) {name}", value=None, outcome=outcome, target=target, reason=reason, hint=hint)
+    return Finding(key=f"(unsaid) {name}", value="", outcome=outcome, target=target, reason=reason, hint=hint)
 
 
 def _unsaid_findings(effect: Effect) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.compat.dialects.base import Entry, Expression, Part, Run, Wrap, WrapKind
+from composer_fsdp2.compat.dialects.base import Entry, Expression, Part, Run, Wrap, WrapKind, mesh_text
 from composer_fsdp2.compat.dialects.roll_keys import DTYPES, PRECISIONS
 from composer_fsdp2.compat.dialects.rows import Gap, gaps
 from composer_fsdp2.config import GradientSync
@@ -74,7 +74,7 @@ def _mesh_gaps(run: Run) -> Iterator[Finding]:
     elif mesh.is_resolved:
         yield Finding(
             key="(mesh)",
-            value=str(mesh),
+            value=mesh_text(mesh),
             outcome=Outcome.EXACT,
             target="fsdp_size",
             reason=f"the run is for {mesh.size} ranks, and ROLL makes as many replicas as there are ranks",
@@ -85,7 +85,7 @@ def _mesh_gaps(run: Run) -> Iterator[Finding]:
     is_open = mesh.shard == -1 and not mesh.is_grouped
     yield Finding(
         key="(mesh)",
-        value=str(mesh),
+        value=mesh_text(mesh),
         outcome=Outcome.NEEDS_DECISION if is_open else Outcome.UNSUPPORTED,
         target="fsdp_size" if is_open else "",
         reason=reason,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.compat.dialects.base import Entry, Expression, Run
+from composer_fsdp2.compat.dialects.base import Entry, Expression, Run, mesh_text
 from composer_fsdp2.compat.dialects.rows import Gap, gaps
 from composer_fsdp2.compat.dialects.torchtitan_keys import BY_NAME, EXTRAS
 from composer_fsdp2.config import GradientSync, ShardingConfig
@@ -67,7 +67,7 @@ def _mesh_gaps(run: Run) -> Iterator[Finding]:
         hint = ""
     else:
         return
-    yield Finding(key="(mesh)", value=str(mesh), outcome=outcome, target=target, reason=reason, hint=hint)
+    yield Finding(key="(mesh)", value=mesh_text(mesh), outcome=outcome, target=target, reason=reason, hint=hint)
 
 
 def _if(value: Any, condition: bool) -> Any:

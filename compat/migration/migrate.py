@@ -11,7 +11,7 @@ from typing import Any
 from composer_fsdp2.compat.dialects import DIALECTS, Path, Section
 from composer_fsdp2.compat.migration.changes import change_section
 from composer_fsdp2.compat.migration.interpolation import resolved_values
-from composer_fsdp2.compat.migration.shared_parts import shared_findings, stands_for
+from composer_fsdp2.compat.migration.shared_parts import shared_findings, with_shared
 from composer_fsdp2.compat.migration.targets import TARGETS, Target
 from composer_fsdp2.compat.migration.toml_edit import TomlDocument
 from composer_fsdp2.compat.migration.yaml_document import Document
@@ -132,10 +132,7 @@ def migrate_text(
     _check(document, sections, target)
     changes = [change_section(document, of, section, target) for of, section in sections]
     paths = [section.path for _, section in sections]
-    changes = [
-        change if stands_for(document, path, paths) is None else dataclasses.replace(change, edits=(), gone=(), come=())
-        for path, change in zip(paths, changes, strict=True)
-    ]
+    changes = [with_shared(document, path, paths, change) for path, change in zip(paths, changes, strict=True)]
     new_text = next((change.text for change in changes if change.text is not None), None)
     edits = [edit for change in changes for edit in change.edits]
     after = document.edited(edits) if new_text is None else new_text

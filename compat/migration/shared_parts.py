@@ -2,33 +2,56 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.nodes import Node, ScalarNode
 
 from composer_fsdp2.compat.migration.changes import Change
 from composer_fsdp2.compat.migration.interpolation import references
 from composer_fsdp2.compat.migration.toml_edit import TomlDocument
-from composer_fsdp2.compat.migration.yaml_document import Document
+from composer_fsdp2.compat.migration.yaml_document import Document, is_mapping
 from composer_fsdp2.compat.migration.yaml_edit import stands_here
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.findings import Finding, Outcome
 
-__all__ = ["shared_findings", "stands_for"]
+__all__ = ["shared_findings", "with_shared"]
 
 Path = tuple[str | int, ...]
 
 
-def stands_for(document: Document | TomlDocument, path: Path, sections: Sequence[Path]) -> Path | None:
+def with_shared(document: Document | TomlDocument, path: Path, sections: Sequence[Path], change: Change) -> Change:
+    """A section's change, if the section may be written somewhere else: another section's change does for it, or it is
+    written out in its place, with a finding.
+    """
+    if isinstance(document, TomlDocument) or not change.edits:
+        return change
+    node = document.node(path)
+    if is_mapping(node) and stands_here(document, path):
+        return change
+    if _stands_for(document, path, sections) is not None:
+        return replace(change, edits=(), gone=(), come=())
+    finding = Finding(
+        key="(alias)",
+        value="",
+        outcome=Outcome.UNNEEDED,
+        target="the section itself",
+        reason=f"the section was {_name(node)}, and is written out here; what it stood for stays as it was",
+        hint="remove that, if nothing else uses it",
+    )
+    return replace(change, findings=(*change.findings, finding))
+
+
+def _name(node: Node) -> str:
+    return node.value if isinstance(node, ScalarNode) else f"an alias of what begins in line {node.start_mark.line + 1}"
+
+
+def _stands_for(document: Document, path: Path, sections: Sequence[Path]) -> Path | None:
     """The other section that the value at ``path`` is only an alias of, or an interpolation; None if it is none."""
-    if isinstance(document, TomlDocument):
-        return None
     node = document.node(path)
     if isinstance(node, ScalarNode):
         referred = [each for each, _ in references(node.value)]
         return next((each for each in referred if each in sections), None)
-    if stands_here(document, path):
-        return None
     return next(
         (each for each in sections if each != path and stands_here(document, each) and document.node(each) is node),
         None,

@@ -96,6 +96,12 @@ class Document:
             node = found
         return node
 
+    def merged(self, path: Path) -> dict[Any, Any]:
+        """What merges (``<<``) bring to the mapping at ``path``, also what its own entries override."""
+        node = self.node(path)
+        merges = [value for name, value in node.value if _is_merge(name)] if is_mapping(node) else []
+        return {key: each for value in merges for node in _merged_nodes(value) for key, each in _value_of(node).items()}
+
     def line_of(self, path: Path) -> int:
         """The line of the key at ``path``, from 1; that of the mapping, where the key came from somewhere else."""
         if not path:

@@ -81,8 +81,8 @@ def edit_mapping(
             return edit_mapping(document, path[:-1], {here[0]: [here]})
         return edit_mapping(document, path[:-1], {}, [here])
     entries = {entry.key: entry for entry in _entries(document.text, node)}
-    inherited = {key: value for key, value in values.items() if str(key) not in entries}
-    if replacements.keys() & inherited.keys():
+    if replacements.keys() & document.merged(path).keys():  # also a key of its own: the merge would bring it back
+        inherited = {key: value for key, value in values.items() if str(key) not in entries}
         replacements = {key: new for key, new in replacements.items() if key in entries} | {
             "<<": [new for old in inherited.items() for new in replacements.get(old[0], [old])]
         }
@@ -359,7 +359,8 @@ def flow_text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
-        return repr(value)
+        number: str = yaml.safe_dump(value)  # 1e-06 would be read as a string
+        return number.partition("\n")[0]
     return _scalar_text(str(value))
 
 

@@ -165,6 +165,6 @@ def _summary(results: Sequence[FileResult]) -> str:
 def _with_progress(results: Iterator[FileResult], total: int) -> Iterator[FileResult]:
     """A bar on stderr, if that is a terminal."""
     console = Console(stderr=True)
-    yield from track(
-        results, "migrate", total=total, console=console, transient=True, disable=not console.is_terminal or total < 2
-    )
+    if console.is_terminal and total > 1:
+        results = track(results, "migrate", total=total, console=console, transient=True)  # type: ignore[assignment]
+    yield from results

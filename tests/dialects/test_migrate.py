@@ -281,6 +281,14 @@ def test_an_alias_of_another_section_stays_an_alias():
     assert migrate_text(text).after == text.replace("    limit_all_gathers: true\n", "")
 
 
+def test_an_alias_of_what_is_no_section_is_written_out_and_reported():
+    """FSDP1's words stay behind at the anchor, and the user would take them for migrated."""
+    text = "shared: &s {limit_all_gathers: true, verbose: true}\nfsdp_config: *s\n"
+    migration = migrate_text(text)
+    assert migration.after == "shared: &s {limit_all_gathers: true, verbose: true}\nfsdp_config:\n  verbose: true\n"
+    assert "line 1" in found(migration, "(alias)").reason and migration.exit_code == 0
+
+
 def test_an_anchor_that_others_use_is_a_decision():
     """The logger's copy of the section would change with it."""
     text = "fsdp_config: &s\n  sharding_strategy: FULL_SHARD\nlogged: *s\n"

@@ -102,6 +102,13 @@ PAIRS = [
         id="what a merge brings is written out",
     ),
     pytest.param(
+        "x: &x\n  c: 1\n  d: 2\nb:\n  <<: *x\n  c: 3\n",
+        {"c": [("f", 1)]},
+        [],
+        "x: &x\n  c: 1\n  d: 2\nb:\n  d: 2\n  f: 1\n",
+        id="what a merge brings is written out where it would bring back what goes",
+    ),
+    pytest.param(
         "x: &x\n  c: 1\nb:\n  <<: *x\n  e: 3\n",
         {"e": []},
         [],
