@@ -147,9 +147,9 @@ def _extras(section: Section) -> Iterator[tuple[str, Any]]:
 
 
 def _unknown(section: Section, name: str) -> Finding:
-    near = nearest_key(name)
+    near = nearest_key(str(name))
     return Finding(
-        key=name,
+        key=str(name),
         value=section.said[name],
         outcome=Outcome.NEEDS_DECISION if near else Outcome.UNSUPPORTED,
         target="",

@@ -322,6 +322,22 @@ def test_values_of_other_kinds_are_findings():
             migration.to_json()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fsdp_config: {1: 2}",
+        "fsdp: full_shard\nfsdp_config: {1: 2, true: 3}",
+        "distributed_type: FSDP\n1: 2\nfsdp_config: {null: 2}",
+        "w: {strategy_args: {strategy_name: fsdp2_train, strategy_config: {1: 2}}}",
+    ],
+)
+@pytest.mark.parametrize("to", sorted(TARGETS))
+def test_keys_that_are_no_strings_are_findings(text: str, to: str):
+    """YAML has them, and no system does."""
+    migration = migrate_text(text, to=to)
+    assert migration.exit_code == 1 and str(migration) and migration.to_json()
+
+
 # --- in what the report says
 
 
