@@ -5,7 +5,11 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Finding", "Outcome", "format_findings"]
+__all__ = ["ASKS_FOR_NOTHING", "OFF", "Finding", "Outcome", "format_findings"]
+
+# Reasons of findings for values that are the same under every FSDP.
+OFF = "off, as by default"
+ASKS_FOR_NOTHING = "this value asks for nothing"
 
 
 class Outcome(enum.Enum):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_fsdp2.compat.dialects.base import Section
-from composer_fsdp2.findings import Finding, Outcome
+from composer_fsdp2.findings import ASKS_FOR_NOTHING, Finding, Outcome
 
 __all__ = [
     "BESIDE",
@@ -181,8 +181,7 @@ def findings_beside(section: Section) -> Iterator[Finding]:
 def _beside(row: Beside, key: str, value: Any) -> Finding:
     shown = dict(value) if isinstance(value, Mapping) else value
     if value in row.neutral:
-        reason = "this value asks for nothing"
-        return Finding(key=key, value=shown, outcome=Outcome.UNNEEDED, target="", reason=reason)
+        return Finding(key=key, value=shown, outcome=Outcome.UNNEEDED, target="", reason=ASKS_FOR_NOTHING)
     return Finding(key=key, value=shown, outcome=row.outcome, target="", reason=row.reason, hint=row.hint)
 
 

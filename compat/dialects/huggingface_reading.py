@@ -39,7 +39,7 @@ from composer_fsdp2.config import (
     ShardingStrategy,
 )
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.findings import Finding, Outcome
+from composer_fsdp2.findings import OFF, Finding, Outcome
 from composer_fsdp2.fsdp1.keys import nearest_key
 
 __all__ = [
@@ -486,7 +486,7 @@ def _finding(said: Said, row: Key, **changes: Any) -> Finding:
         "value": said.value,
         "outcome": Outcome.UNNEEDED if is_off and row.outcome is Outcome.UNSUPPORTED else row.outcome,
         "target": "" if is_off else row.target,
-        "reason": "off, as by default" if is_off else row.reason,
+        "reason": OFF if is_off else row.reason,
     }
     return Finding(**(fields | changes))
 
@@ -695,7 +695,7 @@ def _text_fate(said: Said, effect: Effect) -> Changes:
 
 def _checkpointing_fate(said: Said, effect: Effect) -> Changes:
     if not effect.settings["activation_checkpointing"]:
-        return {"target": "", "reason": "off, as by default"}
+        return {"target": "", "reason": OFF}
     if changes := _text_fate(said, effect):
         return changes
     if wrap_of(effect.settings).kind is not WrapKind.ROOT:
@@ -717,7 +717,7 @@ def _checkpointing_fate(said: Said, effect: Effect) -> Changes:
 def _gradient_checkpointing_fate(said: Said, effect: Effect) -> Changes:
     if effect.source is Source.TRAINER_FSDP2 and effect.settings["gradient_checkpointing"]:
         return {"outcome": Outcome.EXACT, "reason": "the model does it, under FSDP2 as before"}
-    off: Changes = {"outcome": Outcome.EXACT, "target": "", "reason": "off, as by default"}
+    off: Changes = {"outcome": Outcome.EXACT, "target": "", "reason": OFF}
     return {} if effect.settings["gradient_checkpointing"] else off
 
 

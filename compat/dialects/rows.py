@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from composer_fsdp2.compat.dialects.base import Part, Run
-from composer_fsdp2.findings import Finding, Outcome
+from composer_fsdp2.findings import ASKS_FOR_NOTHING, Finding, Outcome
 
 __all__ = [
     "ANY",
@@ -102,7 +102,7 @@ def finding_of(row: Row, key: str, value: Any, *, is_read: bool = True) -> Findi
         reason = f"it is read together with {row.only_with} only, which is off"
         return Finding(key=key, value=value, outcome=Outcome.UNNEEDED, target="", reason=reason)
     if row.is_neutral(value):
-        reason = "this value asks for nothing"
+        reason = ASKS_FOR_NOTHING
         return Finding(key=key, value=value, outcome=Outcome.UNNEEDED, target="", reason=reason)
     return Finding(key=key, value=value, outcome=row.outcome, target=row.target, reason=row.reason, hint=row.hint)
 

@@ -13,8 +13,7 @@ from composer_fsdp2.compat.migration.text_edit import Edit
 from composer_fsdp2.compat.migration.toml_edit import TomlDocument, edit_table
 from composer_fsdp2.compat.migration.yaml_document import Document, is_mapping
 from composer_fsdp2.compat.migration.yaml_edit import edit_mapping, flow_text, rebuild_entry, stands_here
-from composer_fsdp2.findings import Finding, Outcome
-from composer_fsdp2.fsdp1.translate import ASKS_FOR_NOTHING, OFF
+from composer_fsdp2.findings import ASKS_FOR_NOTHING, OFF, Finding, Outcome
 
 __all__ = ["Change", "change_section"]
 

@@ -127,8 +127,8 @@ class Document:
     @functools.cached_property
     def has_aliases(self) -> bool:
         """Whether a node stands in more than one place."""
-        seen: set[int] = set()
-        return any(id(node) in seen or seen.add(id(node)) for node in self._nodes(self.root))  # type: ignore[func-returns-value]
+        places = [id(node) for node in self._nodes(self.root)]
+        return len(places) > len(set(places))
 
     @functools.cached_property
     def scalars(self) -> list[tuple[int, int]]:

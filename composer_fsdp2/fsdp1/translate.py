@@ -20,7 +20,7 @@ from composer_fsdp2.config import (
     check_reshard_degree,
 )
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError, UnsupportedError
-from composer_fsdp2.findings import Finding, Outcome, format_findings
+from composer_fsdp2.findings import ASKS_FOR_NOTHING, OFF, Finding, Outcome, format_findings
 from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME, nearest_key
 from composer_fsdp2.fsdp1.legacy import LegacyConfig
 from composer_fsdp2.fsdp1.values import (
@@ -43,11 +43,7 @@ from composer_fsdp2.fsdp1.values import (
     short_repr,
 )
 
-__all__ = ["ASKS_FOR_NOTHING", "OFF", "Translation", "translate"]
-
-# Reasons of findings for values that are the same under every FSDP.
-OFF = "off, as by default"
-ASKS_FOR_NOTHING = "this value asks for nothing"
+__all__ = ["Translation", "translate"]
 
 STATE_DICT_TYPES = (None, "full", "sharded")
 
