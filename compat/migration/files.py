@@ -56,6 +56,9 @@ class Destination:
         if self.output.is_file():
             raise ConfigError(f"{self.output} is a file, and there are {len(sources)} results; give a folder")
         places = Counter(_result_name(source, target) for source in sources)
+        own = [source.file for source in sources if _is_at(self.output / _result_name(source, target), source.file)]
+        if own:
+            raise ConfigError(f"{own[0]} would be written over; --write changes files in place, and keeps copies")
         doubled = [str(place) for place, count in places.items() if count > 1]
         if doubled:
             raise ConfigError(f"{self.output} would get several files of one name: {', '.join(doubled)}")
@@ -64,6 +67,10 @@ class Destination:
         assert self.output is not None
         is_one = len(sources) == 1 and sources[0].is_named
         return not is_one or self.output.is_dir() or self.output.suffix not in SUFFIXES
+
+
+def _is_at(path: Path, file: Path) -> bool:
+    return path.exists() and path.samefile(file)
 
 
 def _result_name(source: Source, target: Target) -> Path:

@@ -205,6 +205,8 @@ BAD_INPUT: list[tuple[Sequence[str], str]] = [
     (["good.yaml", "-o", "good.yaml"], "is the file itself"),
     (["good.yaml", "deep", "-o", "data.yaml"], "is a file, and there are 2 results"),
     (["good.yaml", "twin", "-o", "out"], "several files of one name: good"),
+    (["deep", "-o", "deep"], "good.yml would be written over; --write"),
+    (["good.yaml", "-o", "."], "good.yaml would be written over; --write"),
     (["good.yaml", "--check", "--report", "no/where.md"], "no/where.md: No such file or directory"),
     (["good.yaml", "--to", "lightning"], "lightning"),
     (["good.yaml", "--diff", "--json"], "choose one of"),
