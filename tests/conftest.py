@@ -1,15 +1,55 @@
-"""Fixtures of every test folder."""
+"""What holds for every test: ranks end with the session, two lanes, and the table of parity at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from ranks import close_pools
+from parity import summary
+from support import lanes, ranks, warm
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _close_rank_pools() -> Iterator[None]:
     """End the rank processes with the session; ``atexit`` is the second line, for sessions that crash."""
     yield
-    close_pools()
+    ranks.close_pools()
+    warm.close_servers()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before its fixtures, which may use ranks as well."""
+    ranks.choose_imports(composer=any(item.get_closest_marker(name) for name in lanes.WITH_COMPOSER))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = lanes.in_order(items)
+
+
+# --- with pytest-xdist
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> lanes.LaneScheduling:
+    return lanes.LaneScheduling(config, log)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a worker: hand over what this lane saw."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["parity"] = [tuple(row) for row in summary.SEEN]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    summary.add(getattr(node, "workeroutput", {}).get("parity", []))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if summary.SEEN:
+        terminalreporter.section("largest differences from the reference")
+        for line in summary.table(summary.SEEN):
+            terminalreporter.write_line(line)

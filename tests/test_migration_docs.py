@@ -38,8 +38,8 @@ import pytest
 import torch.distributed as dist
 import yaml
 from documented_errors import ERRORS, check_errors
-from forked_commands import forked_commands
-from ranks import run_ranks
+from support.forked_commands import forked_commands
+from support.ranks import run_ranks
 
 pytestmark = [pytest.mark.composer, pytest.mark.foundry]
 

@@ -15,10 +15,10 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from oracle import FSDP2
-from ranks import run_ranks
-from saved import differences, named, read
-from trainers import fit, make_trainer
+from support.oracle import FSDP2
+from support.ranks import run_ranks
+from support.saved import differences, named, read
+from support.trainers import fit, make_trainer
 
 from composer_fsdp2.errors import CheckpointError
 

@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from commands import BIN, SCRIPT, run_all
-from oracle import FSDP2
-from ranks import run_ranks
+from support.commands import BIN, SCRIPT, run_all
+from support.oracle import FSDP2
+from support.ranks import run_ranks
+from support.trainers import Trained, build_model, make_trainer, result
 from torch import nn
-from trainers import Trained, build_model, make_trainer, result
 
 pytestmark = pytest.mark.composer
 
@@ -345,7 +345,7 @@ def vars_of(trained: Trained) -> dict[str, Any]:
 
 def loader() -> Any:
     from composer.utils import dist as composer_dist
-    from scripts.train_with_trainer import data
+    from support.scripts.train_with_trainer import data
     from torch.utils.data import DataLoader
 
     evaluation = data(16)

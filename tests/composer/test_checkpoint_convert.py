@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from commands import BIN, LAUNCHERS, PYTHON, run_all
-from legacy import FOLDER, checkpoint_of, legacy_model
-from oracle import FSDP1
-from ranks import run_ranks
-from trainers import fit
+from support.commands import BIN, LAUNCHERS, PYTHON, run_all
+from support.legacy import FOLDER, checkpoint_of, legacy_model
+from support.oracle import FSDP1
+from support.ranks import run_ranks
+from support.trainers import fit
 
 from composer_fsdp2 import CheckpointError
 from composer_fsdp2.checkpoint.convert import convert_checkpoint
@@ -188,8 +188,8 @@ def test_the_command(tmp_path: Path):
     source = FOLDER / "c220/sharded/ep0-ba3"
     (tmp_path / "mine.py").write_text(
         "import sys\n"
-        f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
-        "from legacy import legacy_model\n"
+        f"sys.path[:0] = {[str(Path(__file__).parents[1])]!r}\n"
+        "from support.legacy import legacy_model\n"
         "def build():\n    return legacy_model('c172/local-flat')\n"
     )
     ended = run_all(

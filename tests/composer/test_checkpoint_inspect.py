@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from commands import PYTHON, Ended, run_all
 from engine.checkpoint.samples import LEGACY, assert_same, leaves, values_of
-from oracle import FSDP1
-from ranks import run_ranks
-from trainers import make_trainer
+from support.commands import PYTHON, Ended, run_all
+from support.oracle import FSDP1
+from support.ranks import run_ranks
+from support.trainers import make_trainer
 
 from composer_fsdp2 import inspect_checkpoint
 from composer_fsdp2.checkpoint.formats.compressed import unpacked
@@ -194,7 +194,7 @@ def test_folder_of_the_checkpoint_package_is_read(tmp_path: Path):
 def check_sharded_package(folder: str) -> dict[str, torch.Tensor]:
     """Save with FSDP1 on this rank; the whole parameters."""
     from composer.checkpoint.save import CheckpointSaveOptions, save_checkpoint_to_disk
-    from trainers import full_parameters
+    from support.trainers import full_parameters
 
     with FSDP1():
         trainer = make_trainer({}, optimizer="adamw", batches=2)

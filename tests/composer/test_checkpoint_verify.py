@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from commands import PYTHON, Ended, run_all
 from engine.checkpoint.corruptions import CORRUPTIONS, FoundBy, prepared
 from engine.checkpoint.samples import LEGACY
+from support.commands import PYTHON, Ended, run_all
 
 pytestmark = pytest.mark.composer
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import FSDP1, FSDP2
-from ranks import run_ranks
-from trainers import (
+from support.comparing import full_parameters
+from support.oracle import FSDP1, FSDP2
+from support.ranks import run_ranks
+from support.trainers import (
     build_model,
     build_on_rank_0,
     build_unlike_on_rank_1,
     fit,
-    full_parameters,
     largest_difference,
     make_trainer,
     result,

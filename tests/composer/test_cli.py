@@ -14,10 +14,10 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from commands import BIN, LAUNCHERS, PYTHON, SCRIPT, Ended, run_all
-from oracle import FSDP1
-from ranks import run_ranks
-from trainers import largest_difference
+from support.commands import BIN, LAUNCHERS, PYTHON, SCRIPT, Ended, run_all
+from support.oracle import FSDP1
+from support.ranks import run_ranks
+from support.trainers import largest_difference
 
 pytestmark = pytest.mark.composer
 

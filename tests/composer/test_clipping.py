@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import FSDP1, FSDP2, UNSHARDED
-from ranks import run_ranks
+from support.comparing import full_parameters
+from support.oracle import FSDP1, FSDP2, UNSHARDED
+from support.ranks import run_ranks
+from support.trainers import build_model, fit, largest_difference, make_trainer
 from torch import nn
-from trainers import build_model, fit, full_parameters, largest_difference, make_trainer
 
 pytestmark = pytest.mark.composer
 

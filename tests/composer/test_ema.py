@@ -10,12 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-from oracle import FSDP1, FSDP2, UNSHARDED, Under
-from ranks import run_ranks
-from saved import named, read
+from support.comparing import full_parameters, own_name
+from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
+from support.ranks import run_ranks
+from support.saved import named, read
+from support.trainers import close, largest_difference, make_trainer, result
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from trainers import close, full_parameters, largest_difference, make_trainer, own_name, result
 
 from composer_fsdp2.errors import CheckpointError
 
@@ -38,7 +39,7 @@ class Averaged:
 
 def module_model() -> Any:
     """The script's model as a child called ``module``, where Composer's EMA looks for FSDP1."""
-    from scripts.train_with_trainer import Model
+    from support.scripts.train_with_trainer import Model
 
     class ModuleModel(Model):
         def __init__(self) -> None:

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine.parity import FULL
-from oracle import FSDP1, FSDP2, Under
-from ranks import run_ranks
+from support.oracle import FSDP1, FSDP2, Under
+from support.ranks import run_ranks
+from support.training import FULL
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.composer
 def train(under: Under, parallelism: dict[str, Any]) -> tuple[Any, list[Any]]:
     """A run whose callback reads and changes whole weights and gradients, as it was written for FSDP1."""
     from composer import Callback, State
-    from trainers import fit, own_name
+    from support.comparing import own_name
+    from support.trainers import fit
 
     seen: list[Any] = []
 
@@ -73,7 +74,7 @@ def check_trainer(parallelism: dict[str, Any]) -> tuple[Any, Any]:
 def test_a_callback_written_for_fsdp1(strategy: str):
     """Clipping of whole gradients, surgery on weights and reading them after an eval: the same run on FSDP2, without a
     line changed."""
-    from trainers import largest_difference
+    from support.trainers import largest_difference
 
     for (theirs, their_notes), (ours, our_notes) in run_ranks(check_trainer, 2, {"sharding_strategy": strategy}):
         assert theirs.shards == {"FullyShardedDataParallel"} and ours.shards == {"FSDPModule"}

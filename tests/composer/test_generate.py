@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.parity import FULL, assert_close, full, named_parameters
-from ranks import run_ranks
+from support.comparing import full
+from support.ranks import run_ranks
+from support.training import FULL, assert_close, named_parameters
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor

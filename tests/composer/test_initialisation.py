@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine.parity import FULL
 from engine.test_initialisation import SEED, assert_same_bits, build, values_of
-from oracle import FSDP1
 from parity.harness import clean
-from ranks import run_ranks
+from support.oracle import FSDP1
+from support.ranks import run_ranks
+from support.training import FULL
 from torch import nn
 
 pytestmark = pytest.mark.composer

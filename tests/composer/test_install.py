@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.composer
 
@@ -85,9 +85,9 @@ def shards_with(prepare: Callable[..., Any]) -> str:
     from composer.core import Precision
     from composer.devices import DeviceCPU
     from composer.utils import FSDPConfig
-    from oracle import FSDP1
+    from support.oracle import FSDP1
+    from support.trainers import shards
     from torch import nn
-    from trainers import shards
 
     model = nn.Sequential(nn.Linear(2, 2))
     config = FSDPConfig()

@@ -13,15 +13,15 @@ import pytest
 
 pytestmark = pytest.mark.composer
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 KILLED = [-9, -9]
 
 
 def reports(folder: Path, mode: str) -> list[dict[str, Any]]:
     """What ``scripts/killed_runs.py`` says of each run, in order."""
-    path = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1])))
+    path = os.pathsep.join(map(str, (TESTS, TESTS.parent)))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", HERE / "scripts" / "killed_runs.py", folder, mode],
+        [sys.executable, "-W", "ignore", TESTS / "support" / "scripts" / "killed_runs.py", folder, mode],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,

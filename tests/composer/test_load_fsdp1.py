@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsdp1_checkpoints import Layout, Run, compare, write
 from parity.cases import Axes, pairwise
-from ranks import run_ranks
+from support.fsdp1_checkpoints import Layout, Run, compare, write
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.composer
 

@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp1_checkpoints import assert_same, assert_same_state, optimizer_state
-from legacy import FLAT, KINDS, WITHOUT_OPTIMIZER, checkpoint_of, legacy_model, legacy_optimizer, next_steps, reference
-from ranks import run_ranks
-from trainers import full_parameters
+from support.comparing import full_parameters
+from support.fsdp1_checkpoints import assert_same, assert_same_state, optimizer_state
+from support.legacy import (
+    FLAT,
+    KINDS,
+    WITHOUT_OPTIMIZER,
+    checkpoint_of,
+    legacy_model,
+    legacy_optimizer,
+    next_steps,
+    reference,
+)
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.composer
 

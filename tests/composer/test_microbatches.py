@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FSDP1, FSDP2, Under
-from ranks import run_ranks
+from support.oracle import FSDP1, FSDP2, Under
+from support.ranks import run_ranks
+from support.trainers import build_model, close, fit, make_trainer, result
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainers import build_model, close, fit, make_trainer, result
 
 pytestmark = pytest.mark.composer
 
@@ -135,7 +135,7 @@ class StrayOnce(nn.Module):
 
 
 def check_guard() -> tuple[str, str]:
-    from trainers import build_model
+    from support.trainers import build_model
 
     with FSDP2():
         model = build_model()

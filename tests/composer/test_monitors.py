@@ -11,10 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FSDP1, FSDP2, UNSHARDED, Under
-from ranks import run_ranks
+from support.comparing import own_name
+from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
+from support.ranks import run_ranks
+from support.trainers import build_model, build_optimizer, make_trainer
 from torch import nn
-from trainers import build_model, build_optimizer, make_trainer, own_name
 
 pytestmark = pytest.mark.composer
 

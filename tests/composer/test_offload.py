@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from commands import BIN, SCRIPT, run_all
-from trainers import largest_difference
+from support.commands import BIN, SCRIPT, run_all
+from support.trainers import largest_difference
 
 BATCHES, SAVED_AT = 6, 3
 COMMON = ["--batches", BATCHES, "--microbatch", "2", "--optimizer", "adamw", "--clip", "0.1"]

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FSDP2
-from ranks import run_ranks
-from trainers import build_model, build_optimizer, fit, make_trainer, result
+from support.oracle import FSDP2
+from support.ranks import run_ranks
+from support.trainers import build_model, build_optimizer, fit, make_trainer, result
 
 from composer_fsdp2.errors import UnsupportedError
 

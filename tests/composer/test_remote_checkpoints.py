@@ -18,10 +18,11 @@ from unittest import mock
 
 import pytest
 import torch
-from legacy import FOLDER, KINDS, checkpoint_of, legacy_model, legacy_optimizer
-from oracle import FSDP2
-from ranks import run_ranks
-from trainers import fit, full_parameters, make_trainer
+from support.comparing import full_parameters
+from support.legacy import FOLDER, KINDS, checkpoint_of, legacy_model, legacy_optimizer
+from support.oracle import FSDP2
+from support.ranks import run_ranks
+from support.trainers import fit, make_trainer
 
 pytestmark = pytest.mark.composer
 

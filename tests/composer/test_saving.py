@@ -15,11 +15,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FSDP1, FSDP2
-from ranks import run_ranks
-from saved import differences, form, named, read, tree
+from support.oracle import FSDP1, FSDP2
+from support.ranks import run_ranks
+from support.saved import differences, form, named, read, tree
+from support.trainers import build_model, fit, largest_difference, make_trainer
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
-from trainers import build_model, fit, largest_difference, make_trainer
 
 from composer_fsdp2.errors import CheckpointError, ConfigError
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import FSDP1, FSDP2, Under
-from ranks import run_ranks
+from support.oracle import FSDP1, FSDP2, Under
+from support.ranks import run_ranks
+from support.trainers import close, fit, largest_difference, make_trainer, result
 from torch.utils.data import DataLoader
-from trainers import close, fit, largest_difference, make_trainer, result
 
 pytestmark = pytest.mark.composer
 
@@ -156,7 +156,7 @@ def note_outputs() -> Any:
 
 def loader(num_samples: int = 16) -> DataLoader[Any]:
     from composer.utils import dist
-    from scripts.train_with_trainer import data
+    from support.scripts.train_with_trainer import data
 
     dataset = data(num_samples)
     return DataLoader(dataset, batch_size=4, sampler=dist.get_sampler(dataset))

@@ -11,22 +11,22 @@ from unittest import mock
 
 import pytest
 import torch
-from oracle import FSDP1, FSDP2
-from ranks import run_ranks
-from torch import nn
-from trainers import (
+from support.comparing import full_parameters
+from support.oracle import FSDP1, FSDP2
+from support.ranks import run_ranks
+from support.trainers import (
     Trained,
     build_model,
     build_on_rank_0,
     build_optimizer,
     build_unlike_on_rank_1,
     fit,
-    full_parameters,
     largest_difference,
     make_trainer,
     result,
     shards,
 )
+from torch import nn
 
 pytestmark = pytest.mark.composer
 

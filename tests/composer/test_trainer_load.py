@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from legacy import (
+from support.comparing import full_parameters
+from support.legacy import (
     FLAT,
     FOLDER,
     KINDS,
@@ -23,10 +24,10 @@ from legacy import (
     next_steps,
     reference,
 )
-from oracle import FSDP1, FSDP2
-from ranks import run_ranks
+from support.oracle import FSDP1, FSDP2
+from support.ranks import run_ranks
+from support.trainers import fit, full_optimizer_state, largest_difference, make_trainer
 from torch import nn
-from trainers import fit, full_optimizer_state, full_parameters, largest_difference, make_trainer
 
 pytestmark = pytest.mark.composer
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Chain, FakeMetric, Model, features, layer, tokens
-from ranks import run_ranks
+from support.models import Block, Chain, FakeMetric, Model, features, layer, tokens
+from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,

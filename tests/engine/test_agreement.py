@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 from composer_fsdp2 import ConfigError, PlanError
 from composer_fsdp2.agreement import agree, gather, require_process_group

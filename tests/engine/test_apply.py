@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import WIDTH, Block, Chain, Decoder, Model, Node, features, layer, random_model, tie, tokens
-from engine.parity import FULL, adamw, assert_close, full, named_parameters, sgd, train_alike
-from ranks import run_ranks
+from support.comparing import full
+from support.models import WIDTH, Block, Chain, Decoder, Model, Node, features, layer, random_model, tie, tokens
+from support.ranks import run_ranks
+from support.training import FULL, adamw, assert_close, named_parameters, sgd, train_alike
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import FSDPModule

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine.parity import FULL, full, named_parameters
-from engine.random_models import BATCH_SIZE, DTYPES, Tree, build, examples, fill, found, ignored_modules, trees
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from support.comparing import full
+from support.examples import examples
+from support.random_models import BATCH_SIZE, DTYPES, Tree, build, fill, found, ignored_modules, trees
+from support.ranks import run_ranks
+from support.training import FULL, named_parameters
 from torch import nn
 
 from composer_fsdp2 import (

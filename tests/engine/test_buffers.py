@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine.models import Block
+from support.models import Block
 from torch import nn
 
 from composer_fsdp2.buffers import cast_buffers

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Chain, Model, features, layer, tie, tokens
-from engine.parity import FULL, Inputs, assert_close, full
-from ranks import run_ranks
+from support.comparing import full
+from support.models import Block, Chain, Model, features, layer, tie, tokens
+from support.ranks import run_ranks
+from support.training import FULL, Inputs, assert_close
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine.models import Block, Chain, Model, features, layer
-from engine.parity import FULL
-from ranks import run_ranks
+from support.models import Block, Chain, Model, features, layer
+from support.ranks import run_ranks
+from support.training import FULL
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor

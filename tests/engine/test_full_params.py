@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Chain, Model, features, layer, tokens
-from engine.parity import FULL, assert_close, full, named_parameters, sgd
-from ranks import run_ranks
+from support.comparing import full
+from support.models import Block, Chain, Model, features, layer, tokens
+from support.ranks import run_ranks
+from support.training import FULL, assert_close, named_parameters, sgd
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy

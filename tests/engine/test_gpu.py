@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Model, tokens
-from engine.parity import FULL, adamw, full, train_alike
-from ranks import run_ranks
+from support.comparing import full
+from support.models import Block, Model, tokens
+from support.ranks import run_ranks
+from support.training import FULL, adamw, train_alike
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import ShardedGradScaler, clip_grad_norm_, prepare_fully_shard

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Model, tokens
-from engine.parity import full
-from ranks import run_ranks
+from support.comparing import full
+from support.models import Model, tokens
+from support.ranks import run_ranks
 from torch import nn
 
 from composer_fsdp2 import (

@@ -12,9 +12,10 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Chain, Decoder, Model, layer, random_model, tie
-from engine.parity import FULL, full
-from ranks import run_ranks
+from support.comparing import full
+from support.models import Block, Chain, Decoder, Model, layer, random_model, tie
+from support.ranks import run_ranks
+from support.training import FULL
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Chain, Decoder, FakeMetric, Model, layer, tie, tokens
-from engine.parity import FULL, full
-from ranks import run_ranks
+from support.comparing import full
+from support.models import Block, Chain, Decoder, FakeMetric, Model, layer, tie, tokens
+from support.ranks import run_ranks
+from support.training import FULL
 from torch import nn
 from torch.distributed.tensor import DTensor
 

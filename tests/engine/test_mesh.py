@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 from composer_fsdp2 import MeshSpec
 from composer_fsdp2.mesh import device_mesh, device_of

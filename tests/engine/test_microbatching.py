@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.parity import assert_close, full
-from ranks import run_ranks
+from support.comparing import full
+from support.ranks import run_ranks
+from support.training import assert_close
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

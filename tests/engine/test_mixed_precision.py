@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Model, features, tokens
-from engine.parity import assert_close, full
-from ranks import run_ranks
+from support.comparing import full
+from support.models import Block, Model, features, tokens
+from support.ranks import run_ranks
+from support.training import assert_close
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Chain, Decoder, Model, features, layer, tie, tokens
-from engine.parity import FULL, adamw, assert_close, compare_training, full, named_parameters, sgd, train_alike
-from ranks import run_ranks
+from support.comparing import full
+from support.models import Block, Chain, Decoder, Model, features, layer, tie, tokens
+from support.ranks import run_ranks
+from support.training import FULL, adamw, assert_close, compare_training, named_parameters, sgd, train_alike
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor

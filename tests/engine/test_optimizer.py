@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.models import Chain, Model, layer, tie, tokens
-from engine.parity import FULL, adamw, assert_close, compare_training, full, sgd
-from ranks import run_ranks
+from support.comparing import full
+from support.models import Chain, Model, layer, tie, tokens
+from support.ranks import run_ranks
+from support.training import FULL, adamw, assert_close, compare_training, sgd
 from torch import nn
 from torch.distributed.tensor import DTensor
 

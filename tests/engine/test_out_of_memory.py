@@ -20,9 +20,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import VOCABULARY, Chain, Model, tie
-from engine.parity import assert_close, full
-from ranks import run_ranks
+from support.comparing import full
+from support.models import VOCABULARY, Chain, Model, tie
+from support.ranks import run_ranks
+from support.training import assert_close
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Chain, Model, features, layer, random_model, tie
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.models import Block, Chain, Model, features, layer, random_model, tie
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from engine.random_models import Tree, build, examples, found, ignored_modules, trees
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from support.examples import examples
+from support.random_models import Tree, build, found, ignored_modules, trees
+from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

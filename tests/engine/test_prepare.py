@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Chain, Model, layer, tokens
-from engine.parity import sgd
-from ranks import run_ranks
+from support.models import Block, Chain, Model, layer, tokens
+from support.ranks import run_ranks
+from support.training import sgd
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor

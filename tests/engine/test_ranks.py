@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, run_ranks
+from support import warm
+from support.ranks import RankError, run_ranks
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,9 @@ def test_fresh_ranks_are_not_pooled():
 
 def test_ranks_that_do_not_start_say_why():
     """A broken environment shows the interpreter's own message."""
-    with pytest.raises(RankError, match="starting the ranks failed first on rank 0 of 1") as caught:
-        run_ranks(check_pid, 1, env={"PYTHONHOME": "/nowhere"}, fresh=True)
-    assert "No module named 'encodings'" in str(caught.value)
+    with pytest.raises(RuntimeError, match="imports no_such_module did not start") as caught:
+        warm.server(("no_such_module",))
+    assert "No module named 'no_such_module'" in str(caught.value)
 
 
 def test_ranks_die_with_their_parent(tmp_path):
@@ -193,8 +194,8 @@ def test_ranks_die_with_their_parent(tmp_path):
     )
     pids = tmp_path / "pids"
     pids.mkdir()
-    code = f"import body; from ranks import run_ranks; run_ranks(body.check, 1, {str(pids)!r})"
-    folders = [str(tmp_path), str(Path(sys.modules["ranks"].__file__).parent)]
+    code = f"import body; from support.ranks import run_ranks; run_ranks(body.check, 1, {str(pids)!r})"
+    folders = [str(tmp_path), str(warm.TESTS)]
     environ = {**os.environ, "PYTHONPATH": ":".join(folders), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=environ)
     assert _eventually(lambda: list(pids.iterdir()), 60), "the rank did not start"

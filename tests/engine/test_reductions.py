@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Chain, layer
-from engine.parity import FULL, full
-from ranks import run_ranks
+from support.comparing import full
+from support.models import Chain, layer
+from support.ranks import run_ranks
+from support.training import FULL
 from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard

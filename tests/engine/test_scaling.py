@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine.models import Block, Chain, features, layer
-from engine.parity import FULL, adamw, assert_close, full
-from ranks import run_ranks
+from support.comparing import full
+from support.models import Block, Chain, features, layer
+from support.ranks import run_ranks
+from support.training import FULL, adamw, assert_close
 from torch import nn
 
 from composer_fsdp2 import ShardedGradScaler, prepare_fully_shard

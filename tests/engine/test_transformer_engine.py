@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine.models import Model, tokens
-from ranks import run_ranks
+from support.models import Model, tokens
+from support.ranks import run_ranks
 
 from composer_fsdp2 import ConfigError, prepare_fully_shard, translate
 

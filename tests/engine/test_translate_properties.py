@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from engine.random_models import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from support.examples import examples
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from engine.models import Chain, layer, tie
+from support.models import Chain, layer, tie
 from torch import nn
 
 from composer_fsdp2.tying import parameter_uses, tie_groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine.models import Chain, FakeMetric, Model, Node, layer, tie
+from support.models import Chain, FakeMetric, Model, Node, layer, tie
 from torch import nn
 
 from composer_fsdp2 import PlanError

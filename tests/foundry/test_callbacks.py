@@ -12,10 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FSDP1, FSDP2, Under
-from ranks import run_ranks
-from runs import YAML, assert_alike, train
-from trainers import build_model, close, make_trainer, own_name, result
+from support.comparing import own_name
+from support.foundry_runs import YAML, assert_alike, train
+from support.oracle import FSDP1, FSDP2, Under
+from support.ranks import run_ranks
+from support.trainers import build_model, close, make_trainer, result
 
 pytestmark = pytest.mark.foundry
 

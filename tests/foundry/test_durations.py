@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import FSDP1, FSDP2, Under
-from ranks import run_ranks
-from runs import YAML, Trained, assert_alike, train
-from trainers import largest_difference
+from support.foundry_runs import YAML, Trained, assert_alike, train
+from support.oracle import FSDP1, FSDP2, Under
+from support.ranks import run_ranks
+from support.trainers import largest_difference
 
 pytestmark = pytest.mark.foundry
 

@@ -11,11 +11,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FSDP2
-from ranks import run_ranks
-from runs import BATCHES, YAML, assert_alike, train
-from test_monolithic_saver import FSDP1_saving
-from trainers import full_parameters
+from support.comparing import full_parameters
+from support.foundry_runs import BATCHES, YAML, assert_alike, train
+from support.oracle import FSDP2, FSDP1_saving
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.foundry
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from oracle import FSDP1, FSDP2, UNSHARDED
-from ranks import run_ranks
+from support.oracle import FSDP1, FSDP2, UNSHARDED
+from support.ranks import run_ranks
 from torch import nn
 
 pytestmark = pytest.mark.foundry
@@ -39,7 +39,7 @@ class Units(nn.Module):
 
 
 def build(name: str) -> Any:
-    from trainers import build_model
+    from support.trainers import build_model
 
     model = build_model(tied=False)
     if name == "units":
@@ -50,7 +50,7 @@ def build(name: str) -> Any:
 def train(under: Any, keys: dict[str, Any] | None, optimizer_name: str, model_name: str) -> tuple[list[float], Any]:
     """Losses, and by parameter: its value, and what its optimizer state holds of outliers."""
     import llmfoundry.optim
-    from trainers import full_parameters, make_trainer, own_name, result
+    from support.trainers import full_parameters, make_trainer, own_name, result
 
     model = build(model_name)
     # Threshold and rate such that some gradients are outliers, and some are not.
@@ -75,7 +75,7 @@ def check_step(optimizer_name: str) -> None:
     warnings.simplefilter("ignore")
     from llmfoundry.optim import adaptive_lion
     from llmfoundry.optim.outlier_detection import OutlierDetector
-    from trainers import largest_difference
+    from support.trainers import largest_difference
 
     # An outlier is one among the last 500 to 1000 steps; here among two.
     detector = functools.partial(OutlierDetector, delay_interval=2)

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FSDP1, FSDP2
-from ranks import run_ranks
+from support.oracle import FSDP2, FSDP1_saving
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.foundry
 
 
-@contextlib.contextmanager
-def _stays(self: Any) -> Iterator[None]:
-    yield
-
-
-@contextlib.contextmanager
-def FSDP1_saving() -> Iterator[None]:
-    """FSDP1 with full state on the CPU: torch frees what it moves there, and it was there already."""
-    with FSDP1(), mock.patch("torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu", _stays):
-        yield
-
-
 def check_saver(folder: str) -> None:
-    from saved import form
-    from trainers import full_optimizer_state, make_trainer
+    from support.saved import form
+    from support.trainers import full_optimizer_state, make_trainer
 
     warnings.simplefilter("ignore")
     from llmfoundry.callbacks.monolithic_ckpt_callback import MonolithicCheckpointSaver

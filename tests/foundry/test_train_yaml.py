@@ -14,9 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import FSDP1, FSDP2
-from ranks import run_ranks
-from runs import (
+from support.foundry_runs import (
     BATCHES,
     SAVED_AT,
     YAML,
@@ -25,7 +23,9 @@ from runs import (
     surroundings,
     train,
 )
-from trainers import largest_difference
+from support.oracle import FSDP1, FSDP2
+from support.ranks import run_ranks
+from support.trainers import largest_difference
 
 pytestmark = pytest.mark.foundry
 

@@ -22,9 +22,9 @@ from unittest import mock
 import pytest
 import torch
 from omegaconf import OmegaConf
-from oracle import FSDP1, FSDP2
-from ranks import run_ranks
-from runs import assert_alike, train
+from support.foundry_runs import assert_alike, train
+from support.oracle import FSDP1, FSDP2
+from support.ranks import run_ranks
 from torch import nn
 
 from composer_fsdp2 import ShardingPlan, plan_sharding, translate

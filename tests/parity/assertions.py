@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from parity.comparison import Comparison, Difference, compare
-from parity.harness import Run
-from ranks import run_ranks
-
-# Of each run that was compared in this session, the worst rank's; conftest.py sums them up.
-SEEN: dict[tuple[str, int], list[tuple[Run, Difference]]] = {}
+from parity.comparison import Comparison, compare
+from parity.harness import SETTINGS, Run
+from parity.summary import SEEN, Row
+from support.ranks import run_ranks
 
 
 def needs(model: str) -> list[pytest.MarkDecorator]:
@@ -32,6 +30,22 @@ def assert_parity(run: Run, world_size: int, comparing: Callable[[Run], Comparis
 def assert_no_problem(run: Run, comparisons: list[Comparison], reference: str = "FSDP1") -> None:
     """Note how far off the worst rank is, then fail with all problems of all ranks."""
     worst = max((each.difference for each in comparisons), key=lambda found: found.parameters)
-    SEEN.setdefault((reference, len(comparisons)), []).append((run, worst))
+    SEEN.append(
+        Row(
+            reference=reference,
+            num_ranks=len(comparisons),
+            optimizer=_optimizer(run),
+            losses=worst.losses,
+            norms=worst.norms,
+            parameters=worst.parameters,
+            is_bit_equal=worst.is_bit_equal,
+        )
+    )
     problems = [f"rank {rank}: {problem}" for rank, each in enumerate(comparisons) for problem in each.problems]
     assert not problems, "\n".join([str(run), *problems])
+
+
+def _optimizer(run: Run) -> str:
+    name = {"sgd": "SGD", "adamw": "AdamW"}[run.optimizer.removesuffix("64").removesuffix("16")]
+    is_low = "mixed_precision" in SETTINGS[run.settings]
+    return f"{name}, {'mixed with bf16' if is_low else 'float64' if run.optimizer.endswith('64') else 'fp32'}"

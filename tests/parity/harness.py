@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from oracle import FSDP1
 from parity.models import Parent, build
+from support.oracle import FSDP1
 from torch import nn
 
 STEPS = 10

@@ -9,7 +9,7 @@ import pytest
 from parity.assertions import assert_no_problem, needs
 from parity.cases import FULL_PRODUCT, product, runs
 from parity.comparison import compare_all
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 pytestmark = [pytest.mark.composer, pytest.mark.slow, pytest.mark.timeout(3600)]
 

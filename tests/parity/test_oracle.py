@@ -9,7 +9,7 @@ from parity.cases import REFUSED
 from parity.comparison import TOLERANCE, Difference, difference, fsdp1_error
 from parity.harness import Run, Sharding, make_optimizer, shard, train
 from parity.models import NOISE, build
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.composer
 

@@ -8,7 +8,7 @@ import pytest
 from parity.assertions import assert_parity, parametrize_runs
 from parity.comparison import compare_with_unsharded, fsdp1_error
 from parity.harness import Run
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.composer
 

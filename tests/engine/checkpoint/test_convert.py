@@ -30,7 +30,7 @@ from engine.checkpoint.conversions import (
 )
 from engine.checkpoint.samples import FIXTURES, LEGACY, composer_state
 from engine.checkpoint.test_composer_package import write as write_composer_package
-from ranks import run_ranks
+from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 

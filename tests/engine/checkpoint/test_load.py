@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from engine.checkpoint.corruptions import CORRUPTIONS, FoundBy, flip, prepared
 from engine.checkpoint.samples import bytes_of
-from engine.models import VOCABULARY, WIDTH, Model, tokens
-from engine.parity import assert_close, full
-from ranks import run_ranks
+from support.comparing import full
+from support.models import VOCABULARY, WIDTH, Model, tokens
+from support.ranks import run_ranks
+from support.training import assert_close
 from torch import nn
 from torch.distributed.checkpoint import save as save_directory
 from torch.distributed.fsdp import fully_shard

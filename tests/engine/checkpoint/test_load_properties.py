@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine.checkpoint.samples import bytes_of
-from engine.random_models import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from support.examples import examples
+from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo

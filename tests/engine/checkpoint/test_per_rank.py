@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine.checkpoint.samples import FIXTURES, values_of
-from ranks import run_ranks
+from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,

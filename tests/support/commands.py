@@ -1,4 +1,4 @@
-"""Commands as a user types them: ``from commands import LAUNCHERS, SCRIPT, run_all``."""
+"""Commands as a user types them: ``from support.commands import LAUNCHERS, SCRIPT, run_all``."""
 
 from __future__ import annotations
 

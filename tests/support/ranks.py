@@ -1,7 +1,7 @@
-"""Run a test's body on several gloo ranks of this machine: ``from ranks import run_ranks``.
+"""Run a test's body on several gloo ranks of this machine: ``from support.ranks import run_ranks``.
 
-Use that import form only; ``pythonpath = ["tests"]`` in pyproject.toml puts this folder on ``sys.path``, and
-the ranks copy the parent's ``sys.path``.
+``pythonpath = ["tests"]`` in pyproject.toml puts the folder ``support`` on ``sys.path``, and the ranks copy the
+parent's ``sys.path``.
 
     def check_sum(value):  # top-level, so that a rank can import it
         tensor = torch.tensor(value + dist.get_rank())
@@ -11,20 +11,20 @@ the ranks copy the parent's ``sys.path``.
     def test_sum():
         assert run_ranks(check_sum, 2, 10) == [21, 21]
 
-[Note: pooled ranks] Importing torch costs seconds, so one pool of processes per world size lives until the
-session ends or a check fails. Its process group lives as long: where ranks end a gloo group, the last one sometimes
-waits for ever (torch 2.7.0, 3 of 100 times), and one that is left behind keeps its threads. So the group of a mesh
-is made once for the same ranks, and handed out again (`_reuse_groups`). Each call gets the parent's environment,
-folder and ``sys.path``, seed 0 and default torch settings (`_reset`). What still leaks into the next check: groups,
-imported modules and their globals (monkeypatches, registries, "warned once" flags), variables that a library read
-while it was imported, threads, signal handlers. A check that leaves or needs such state takes ``fresh=True``.
+[Note: pooled ranks] Ranks are forked from a process that has imported torch, and Composer for the tests that are
+marked with it (`choose_imports`). Starting gloo still costs a part of a second, so one pool of processes per world size
+lives until the session ends or a check fails. Its process group lives as long: where ranks end a gloo group, the last
+one sometimes waits for ever (torch 2.7.0, 3 of 100 times), and one that is left behind keeps its threads. So the group
+of a mesh is made once for the same ranks, and handed out again (`_reuse_groups`). Each call gets the parent's
+environment, folder and ``sys.path``, seed 0 and default torch settings (`_reset`). What still leaks into the next
+check: groups, imported modules and their globals (monkeypatches, registries, "warned once" flags), threads, signal
+handlers. A check that leaves or needs such state takes ``fresh=True``.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -36,7 +36,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -50,6 +49,14 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from support import warm
+
+# What ranks have imported before they are forked. torch._dynamo comes with the first step of an optimizer.
+WITH_TORCH = ("pytest", "hypothesis", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo")
+WITH_COMPOSER = (
+    *WITH_TORCH, "composer.algorithms", "composer.loggers", "llmfoundry.command_utils",
+    "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+)  # fmt: skip
 START_TIMEOUT_S = 180
 MAX_CALLS = 200  # Then new processes: something always leaks.
 PEER_GRACE_S = 1.0  # After a failure: how long other ranks may still report their own.
@@ -123,13 +130,13 @@ def run_ranks(
     Raises:
         RankError: a rank failed, died or was still running at ``timeout_s``; the pool is then discarded.
         ValueError: the check cannot be imported by the ranks.
-    Tests call it in the pytest process, from the main thread: ranks die with the thread that started them.
+    Tests call it in the pytest process, from the main thread: ranks die with the thread that started the first ones.
     """
     module = sys.modules[check.__module__]
     if "<" in check.__qualname__ or check.__module__ == "__main__":
         raise ValueError(f"{check.__module__}.{check.__qualname__} must be a top-level function of a module")
     environ = {**os.environ, **(env or {})}
-    pool = _Pool(world_size, environ) if fresh else _pooled(world_size)
+    pool = _Pool(world_size, _imports) if fresh else _pooled(world_size)
     call = _Call(
         module.__name__, inspect.getfile(module), check.__qualname__, pickle.dumps(args), world_size,
         str(pool.folder / f"store-{pool.num_calls}"), timeout_s, environ, list(sys.path), os.getcwd(),
@@ -146,22 +153,30 @@ def run_ranks(
 
 # --- In the parent ---
 
-_pools: dict[int, _Pool] = {}
+_pools: dict[tuple[int, tuple[str, ...]], _Pool] = {}
+_imports = WITH_TORCH
+
+
+def choose_imports(*, composer: bool) -> None:
+    """Say what the ranks of the next test have imported; conftest.py calls it with the test's markers."""
+    global _imports
+    _imports = WITH_COMPOSER if composer else WITH_TORCH
 
 
 def _pooled(world_size: int) -> _Pool:
-    pool = _pools.get(world_size)
+    key = world_size, _imports
+    pool = _pools.get(key)
     if pool is None or not pool.is_alive() or pool.num_calls >= MAX_CALLS:
-        close_pools(world_size)
-        pool = _pools[world_size] = _Pool(world_size, dict(os.environ))
+        if pool is not None:
+            pool.close()
+        pool = _pools[key] = _Pool(world_size, _imports)
     return pool
 
 
-def close_pools(*world_sizes: int) -> None:
-    """Kill the ranks of these world sizes, or of all; conftest.py and ``atexit`` call it in the parent."""
-    for world_size in world_sizes or tuple(_pools):
-        if pool := _pools.pop(world_size, None):
-            pool.close()
+def close_pools() -> None:
+    """Kill the ranks; conftest.py and ``atexit`` call it in the parent."""
+    while _pools:
+        _pools.popitem()[1].close()
 
 
 atexit.register(close_pools)
@@ -170,32 +185,27 @@ atexit.register(close_pools)
 class _Pool:
     """``world_size`` rank processes; the parent speaks to each over its own socket pair."""
 
-    def __init__(self, world_size: int, environ: dict[str, str]):
+    def __init__(self, world_size: int, imports: tuple[str, ...]):
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.num_calls = 0
-        self.processes: list[subprocess.Popen] = []
+        self.processes: list[warm.WarmProcess] = []
         self.connections: list[Connection] = []
         self.output_start = [0] * world_size
         try:
             for rank in range(world_size):
-                self._start(rank, environ)
+                self._start(rank, imports)
             self._collect("starting the ranks", START_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, rank: int, environ: dict[str, str]) -> None:
+    def _start(self, rank: int, imports: tuple[str, ...]) -> None:
         ours, theirs = Pipe()
-        here = str(Path(__file__).parent)
-        code = f"import sys; sys.path.insert(0, {here!r}); import ranks; ranks._serve(*sys.argv[1:])"
-        arguments = [theirs.fileno(), rank, os.getpid(), self._file(rank, "stack")]
         self._file(rank, "stack").touch()  # Read even if the rank dies before it opens the file.
-        with theirs, open(self._file(rank, "output"), "wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-c", code, *map(str, arguments)],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env={**environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                pass_fds=[theirs.fileno()], start_new_session=True,  # Ctrl-C reaches the parent only.
+        with theirs, open(self._file(rank, "output"), "wb") as output, open(os.devnull) as nothing:
+            process = warm.start(
+                imports, "support.ranks:serve", [rank, str(self._file(rank, "stack"))],
+                streams=[nothing.fileno(), output.fileno(), output.fileno()], descriptors=[theirs.fileno()],
             )  # fmt: skip
         self.processes.append(process)
         self.connections.append(ours)
@@ -298,25 +308,20 @@ def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
 # --- On the ranks ---
 
 
-def _serve(descriptor: str, rank: str, parent_pid: str, stack_file: str) -> None:
-    """Be rank ``rank`` until the parent dies or kills us; the command line in `_Pool._start` calls it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank in a collective dies as well.
-        if os.getppid() != int(parent_pid):
-            return
+def serve(descriptor: int, rank: int, stack_file: str) -> None:
+    """Be rank ``rank`` until the parent dies or kills us; `_Pool._start` has a forked process call it."""
     stack = open(stack_file, "w")  # noqa: SIM115  Open until the process ends; faulthandler writes to it.
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack)
-    connection = Connection(int(descriptor))
+    connection = Connection(descriptor)
     import torch.distributed  # Here, so that the parent may import this file without torch.
 
     assert torch.distributed.is_available()
     _reuse_groups()
-    gc.freeze()  # Otherwise each call's collection walks all of torch, 0.1 s.
     with contextlib.suppress(EOFError, BrokenPipeError):  # The parent has gone.
         _answer(connection, b"")
         while True:
-            _run_call(connection, int(rank), pickle.loads(connection.recv_bytes()))
+            _run_call(connection, rank, pickle.loads(connection.recv_bytes()))
 
 
 def _reuse_groups() -> None:

@@ -1,6 +1,6 @@
 """Models that several test files shard, small enough to compare with the unsharded one to the last digits.
 
-Tests and ranks import it as ``engine.models``; a rank can build only what a module on its path defines.
+Tests and ranks import it as ``support.models``; a rank can build only what a module on its path defines.
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from oracle import FSDP1, FSDP2
+from support.comparing import full_parameters, own_name
+from support.oracle import FSDP1, FSDP2
+from support.trainers import build_model, largest_difference
 from torch import nn
 from torch.nn import functional
-from trainers import build_model, full_parameters, largest_difference, own_name
 
 SAVED_AT, NEXT_STEPS = 3, 5
 VOCABULARY, SEQUENCE = 13, 5  # of both models
@@ -189,7 +190,7 @@ def write(run: Run, folder: Path) -> None:
 def _make_trainer(model: Any, optimizer: torch.optim.Optimizer, config: dict[str, Any], **options: Any) -> Any:
     from composer import Trainer
     from composer.utils import dist as composer_dist
-    from scripts.train_with_trainer import data
+    from support.scripts.train_with_trainer import data
     from torch.utils.data import DataLoader
 
     train = data()

@@ -1,4 +1,4 @@
-"""Runs of LLM Foundry's training on the ranks: ``from runs import train``.
+"""Runs of LLM Foundry's training on the ranks: ``from support.foundry_runs import train``.
 
 Imports Foundry only when called, so that collecting the tests stays cheap.
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from oracle import Under
-from trainers import largest_difference
+from support.oracle import Under
+from support.trainers import largest_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"

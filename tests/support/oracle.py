@@ -1,4 +1,4 @@
-"""Composer with FSDP1, the reference, on the CPU; and with ours: ``from oracle import FSDP1, FSDP2, UNSHARDED``.
+"""Composer with FSDP1, the reference, on the CPU; and with ours: ``with FSDP1(): ...``, ``with FSDP2(): ...``.
 
 Imports Composer only when used on the ranks, so that collecting the tests stays cheap.
 """
@@ -30,6 +30,18 @@ def FSDP1() -> Iterator[None]:
         mock.patch.object(nn.Module, "to_empty", to_empty_on_cpu),
     ):
         yield
+
+
+@contextlib.contextmanager
+def FSDP1_saving() -> Iterator[None]:
+    """FSDP1 with full state on the CPU: torch frees what it moves there, and it was there already."""
+    with FSDP1(), mock.patch("torch.distributed.fsdp._flat_param.FlatParamHandle.to_cpu", _stays):
+        yield
+
+
+@contextlib.contextmanager
+def _stays(self: Any) -> Iterator[None]:
+    yield
 
 
 # Composer as it is; without a parallelism_config it trains whole models (DDP).

@@ -1,4 +1,4 @@
-"""What lies in a saved checkpoint, by torch's and Composer's own readers: ``from saved import differences, read``."""
+"""What lies in a saved checkpoint, by torch's and Composer's own readers."""
 
 from __future__ import annotations
 

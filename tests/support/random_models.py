@@ -1,20 +1,18 @@
 """Random models as values: a ``Tree`` says what a model is, ``build`` makes it, ``trees`` draws one.
 
 A tree pickles, so that a failing example shrinks in the parent and is built again on each rank. Every tree runs: its
-forward takes and gives a tensor of [batch, width]. ``MORE_EXAMPLES=20`` in the environment draws 20 times as many
-examples, others in each run; without it, each run draws the same.
+forward takes and gives a tensor of [batch, width].
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, example, settings
+from hypothesis import example
 from hypothesis import strategies as st
 from torch import nn
 
@@ -22,19 +20,6 @@ BATCH_SIZE = 4
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # One is the beginning of the next, as paths of modules are that do not contain each other.
 NAMES = ("a", "ab", "a_b", "abc")
-
-
-def examples(number: int) -> settings:
-    """How many examples a property gets: a decorator."""
-    factor = int(os.environ.get("MORE_EXAMPLES", "0"))
-    return settings(
-        derandomize=not factor,
-        max_examples=number * max(1, factor),
-        deadline=None,
-        database=None,
-        print_blob=bool(factor),
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def found(arguments: Callable[[Tree], tuple[Any, ...]]) -> Callable[[Any], Any]:

@@ -25,10 +25,10 @@ from unittest import mock
 import torch.distributed as dist
 from composer import Callback
 from composer.utils import get_composer_env_dict
-from oracle import FSDP2
-from saved import read
+from support.oracle import FSDP2
+from support.saved import read
+from support.trainers import make_trainer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from trainers import make_trainer
 
 from composer_fsdp2.checkpoint import save
 

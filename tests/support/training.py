@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.comparing import full
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import prepare_fully_shard
 
@@ -17,11 +17,6 @@ Inputs = Callable[[int], torch.Tensor]  # from a seed
 
 # FSDP1's default casts to the precision, and fp32 is the highest that Composer has.
 FULL = {"mixed_precision": "FULL"}
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, gathered if it is sharded; called on all ranks."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def assert_close(what: str, actual: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float) -> None:

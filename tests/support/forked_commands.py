@@ -49,7 +49,7 @@ def forked_commands(folder: Path) -> Iterator[Path]:
     script = bin_folder / "composer-fsdp2"
     script.write_text(SCRIPT.format(python=sys.executable, address=str(address)))
     script.chmod(0o755)
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     server = subprocess.Popen(
         [sys.executable, __file__, str(address)], env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     )

@@ -1,4 +1,4 @@
-"""Runs of the real Composer Trainer on the ranks: ``from trainers import fit, make_trainer``.
+"""Runs of the real Composer Trainer on the ranks: ``from support.trainers import fit, make_trainer``.
 
 Imports Composer only when called, so that collecting the tests stays cheap.
 """
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from oracle import Under
+from support.comparing import full, full_parameters, own_name
+from support.oracle import Under
 from torch import nn
 
 
@@ -46,7 +47,7 @@ def make_trainer(
     from composer import Trainer
     from composer.algorithms import GradientClipping
     from composer.utils import ParallelismConfig, dist
-    from scripts.train_with_trainer import Record, data
+    from support.scripts.train_with_trainer import Record, data
     from torch.utils.data import DataLoader
 
     model = build_model(tied=tied) if model is None else model
@@ -74,7 +75,7 @@ def make_trainer(
 
 def build_model(*, tied: bool = True) -> Any:
     """The script's model, with or without its tie."""
-    from scripts.train_with_trainer import Model
+    from support.scripts.train_with_trainer import Model
 
     model = Model()
     if not tied:
@@ -151,38 +152,17 @@ def shards(model: nn.Module) -> set[str]:
     }
 
 
-def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter, whole, by the name it had before any wrapping. Called on all ranks."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        with FullyShardedDataParallel.summon_full_params(model):
-            return {own_name(name): p.detach().clone() for name, p in model.named_parameters()}
-    return {
-        own_name(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
-
-
 def full_optimizer_state(trainer: Any) -> dict[str, dict[str, Any]]:
     """Every parameter's optimizer state, whole, by the parameter's own name. Called on all ranks."""
-    from torch.distributed.tensor import DTensor
-
     [optimizer] = trainer.state.optimizers
     return {
         own_name(name): {
-            key: value.full_tensor() if isinstance(value, DTensor) else copy.deepcopy(value)
+            key: full(value).clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
             for key, value in optimizer.state[parameter].items()
         }
         for name, parameter in trainer.state.model.named_parameters()
         if parameter in optimizer.state
     }
-
-
-def own_name(name: str) -> str:
-    """The name of a parameter without those of the wrappers around its modules."""
-    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def largest_difference(ours: list[float], theirs: list[float]) -> float:

@@ -1,0 +1,40 @@
+"""After a run: how far from its reference ours was, as the README shows it. Imports neither torch nor Composer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+HEADER = ("reference", "ranks", "optimizer", "runs", "losses", "gradient norms", "parameters", "bit for bit")
+
+
+class Row(NamedTuple):
+    """One run that was compared, of its worst rank; plain values, which pytest-xdist passes on."""
+
+    reference: str
+    num_ranks: int
+    optimizer: str
+    losses: float
+    norms: float
+    parameters: float
+    is_bit_equal: bool
+
+
+SEEN: list[Row] = []
+
+
+def add(rows: list[Any]) -> None:
+    """What another worker saw."""
+    SEEN.extend(Row(*row) for row in rows)
+
+
+def table(rows: list[Row]) -> Iterator[str]:
+    """In Markdown, a row for each reference, number of ranks and optimizer."""
+    yield f"| {' | '.join(HEADER)} |"
+    yield "|" + "---|" * len(HEADER)
+    for kind in sorted({row[:3] for row in rows}):
+        found = [row for row in rows if row[:3] == kind]
+        worst = (max(getattr(row, name) for row in found) for name in ("losses", "norms", "parameters"))
+        equal = f"{sum(row.is_bit_equal for row in found)} of {len(found)}"
+        cells = (*kind[:3], len(found), *(f"{value:.1e}" for value in worst), equal)
+        yield f"| {' | '.join(map(str, cells))} |"

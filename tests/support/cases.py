@@ -1,0 +1,53 @@
+"""Many cases in one call of the ranks, all failures reported: ``for_each(check, {"name": (arguments), ...})``."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+PEER_GRACE = timedelta(seconds=5)  # After a failure: how long other ranks may take to end the same case.
+
+_numbers = itertools.count()
+
+
+def for_each(check: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return what ``check(*arguments)`` gave, by the case's name.
+
+    A case that fails does not hide the next ones, unless it leaves other ranks in the middle of a collective: then the
+    rest is not run, and named.
+
+    Raises:
+        AssertionError: cases failed, with the traceback of each.
+    Called on all ranks, with the same cases.
+    """
+    store = dist.PrefixStore(f"cases-{next(_numbers)}", dist.distributed_c10d._get_default_store())
+    results: dict[str, Any] = {}
+    failures: dict[str, str] = {}
+    names = list(cases)
+    for number, (name, arguments) in enumerate(cases.items()):
+        try:
+            results[name] = check(*arguments)
+        except Exception:
+            failures[name] = traceback.format_exc()
+        store.set(f"{number}/{dist.get_rank()}", "ended")
+        if name in failures and not _all_ended(store, number):
+            skipped = ", ".join(names[number + 1 :]) or "none"
+            failures[name] += f"Other ranks are still within this case; not run: {skipped}\n"
+            break
+    assert not failures, f"{len(failures)} of {len(cases)} cases failed\n" + "\n".join(
+        f"[{name}] {text}" for name, text in failures.items()
+    )
+    return results
+
+
+def _all_ended(store: dist.Store, number: int) -> bool:
+    try:
+        store.wait([f"{number}/{rank}" for rank in range(dist.get_world_size())], PEER_GRACE)
+    except dist.DistError:
+        return False
+    return True

@@ -1,0 +1,243 @@
+"""Processes that cost no imports: a warm process has imported what they need, and forks each of them.
+
+``start(imports, "module:function", ...)`` gives something like ``subprocess.Popen``. The child gets the caller's
+variables, folder and streams and calls the function; what a library reads while it is imported is what the warm
+process had, the caller's variables of its first use.
+
+[Note: what a fork loses] Only the thread that forks lives on in the child. torch starts none before its first backward
+pass, nor does Composer on the CPU; a module that starts threads while it is imported cannot be among ``imports``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import os
+import pickle
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+START_S = 300  # With Composer, on a machine that does something else.
+TESTS = Path(__file__).resolve().parents[1]
+NUMBER = struct.Struct("i")
+SET_PARENT_DEATH_SIGNAL = 1
+
+_servers: dict[tuple[str, ...], WarmServer] = {}
+
+
+class WarmProcess:
+    """What ``start`` gives: a process that is the warm process's child, not ours."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.pid = self._number()
+        self.returncode: int | None = None
+
+    def _number(self) -> int:
+        received = b""
+        while len(received) < NUMBER.size and (more := self._connection.recv(NUMBER.size - len(received))):
+            received += more
+        return NUMBER.unpack(received)[0] if len(received) == NUMBER.size else -signal.SIGKILL  # its keeper was killed
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self._connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                self._connection.recv(1, socket.MSG_PEEK)
+                self.wait()
+        return self.returncode
+
+    def wait(self) -> int:
+        """The exit code, negative for a signal."""
+        if self.returncode is None:
+            self._connection.setblocking(True)
+            self.returncode = self._number()
+            self._connection.close()
+        return self.returncode
+
+
+class WarmServer:
+    """A warm process; ends with the thread that made it."""
+
+    def __init__(self, imports: tuple[str, ...]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        self.address = str(self.folder / "socket")
+        output = self.folder / "output"
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-W", "ignore", __file__, self.address, str(os.getpid()), *imports],
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
+            )  # fmt: skip
+        deadline = time.monotonic() + START_S
+        while not os.path.exists(self.address):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                said = output.read_text(errors="replace")
+                self.close()
+                raise RuntimeError(f"the process that imports {', '.join(imports)} did not start:\n{said[-4000:]}")
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Its children die with it."""
+        self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
+
+
+def server(imports: tuple[str, ...]) -> WarmServer:
+    """The warm process that has imported these modules; started at the first call."""
+    found = _servers.get(imports)
+    if found is None or found.process.poll() is not None:
+        found = _servers[imports] = WarmServer(imports)
+    return found
+
+
+@atexit.register
+def close_servers() -> None:
+    while _servers:
+        _servers.popitem()[1].close()
+
+
+def start(
+    imports: tuple[str, ...],
+    function: str,
+    arguments: Sequence[Any] = (),
+    *,
+    streams: Sequence[int],
+    descriptors: Sequence[int] = (),
+    environ: dict[str, str] | None = None,
+) -> WarmProcess:
+    """Run ``function`` in a new process and session of its own.
+
+    Args:
+        function: ``module:name``; it gets copies of ``descriptors``, then ``arguments``, which must pickle.
+        streams: The descriptors of its standard input, output and error.
+        environ: Its variables; the caller's by default.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(server(imports).address)
+    request = (
+        function,
+        len(descriptors),
+        tuple(arguments),
+        os.getcwd(),
+        dict(os.environ if environ is None else environ),
+    )
+    send(connection, [*streams, *descriptors], request)
+    return WarmProcess(connection)
+
+
+def send(connection: socket.socket, descriptors: Sequence[int], request: Any) -> None:
+    socket.send_fds(connection, [b"."], list(descriptors))
+    connection.sendall(pickle.dumps(request))
+    connection.shutdown(socket.SHUT_WR)
+
+
+# --- in the warm process
+
+
+def serve(address: str, parent_pid: int, imports: Sequence[str]) -> None:
+    """Import, then fork a keeper for each request, until killed."""
+    die_with(parent_pid)
+    for name in imports:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # Otherwise each collection in a child walks, and copies, all that was imported.
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address + ".new")
+    listener.listen(64)
+    os.rename(address + ".new", address)  # there once it answers
+    server_pid = os.getpid()
+    while True:
+        connection, _ = listener.accept()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass  # what has ended by now
+        if os.fork() == 0:
+            listener.close()
+            die_with(server_pid)
+            keep(connection)
+        connection.close()
+
+
+def keep(connection: socket.socket) -> None:
+    """Fork the process, say its number, and, once it has ended, how."""
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 16)
+    request = b"".join(iter(lambda: connection.recv(65536), b""))
+    keeper_pid = os.getpid()
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        die_with(keeper_pid)
+        call(descriptors, *pickle.loads(request))
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with contextlib.suppress(BrokenPipeError):  # Nobody waits for it any more.
+        connection.sendall(NUMBER.pack(child))
+        connection.sendall(NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+    os._exit(0)
+
+
+def call(
+    descriptors: Sequence[int],
+    function: str,
+    num_arguments: int,
+    arguments: tuple[Any, ...],
+    folder: str,
+    environ: dict[str, str],
+) -> None:
+    """Be the process: never returns."""
+    code = 1
+    try:
+        os.setsid()  # Ctrl-C reaches the caller only, and one signal reaches all that this process starts.
+        streams, given = descriptors[: -num_arguments or None], descriptors[len(descriptors) - num_arguments :]
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environ)
+        module, _, name = function.partition(":")
+        getattr(importlib.import_module(module), name)(*given, *arguments)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def die_with(parent_pid: int) -> None:
+    """Be killed when the parent dies, also inside a collective."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
