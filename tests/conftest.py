@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from parity import summary
-from support import lanes, ranks, warm
+from support import lanes, measured, ranks, warm
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,6 +21,7 @@ def _close_rank_pools() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before its fixtures, which may use ranks as well."""
+    measured.begin(item.nodeid)
     ranks.choose_imports(composer=any(item.get_closest_marker(name) for name in lanes.WITH_COMPOSER))
 
 

@@ -49,7 +49,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from support import warm
+from support import measured, warm
 
 # What ranks have imported before they are forked. torch._dynamo comes with the first step of an optimizer.
 WITH_TORCH = ("pytest", "hypothesis", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo")
@@ -367,8 +367,10 @@ def _run_call(connection: Connection, rank: int, call: _Call) -> None:
             if dist.is_initialized():
                 dist.barrier()
             gc.collect()
+            measured.save()
             _answer(connection, result)
         except BaseException as error:  # SystemExit and pytest.skip too: the parent must hear of each.
+            measured.save()
             text = "".join(traceback.format_exception_only(error)).strip()
             _answer(connection, (time.monotonic(), text, traceback.format_exc()))
             connection.recv_bytes()  # Keep our sockets open until we are killed: peers shall not see them close.
@@ -409,6 +411,7 @@ def _reset(call: _Call) -> None:
 
     os.environ.clear()
     os.environ.update(call.environ)
+    measured.begin()
     os.chdir(call.folder)
     sys.path[:] = call.sys_path
     warnings.simplefilter("default")
