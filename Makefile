@@ -12,12 +12,16 @@ endif
 PY := .venv/bin/python
 PY_ENGINE := .venv-engine/bin/python
 ARGS ?=
+# Two lanes, see tests/support/lanes.py; ARGS="-n 0" is one process, for a debugger.
+PYTEST := -m pytest -n 2
+# What the newer torch is for: all of the engine but what says nothing of torch.
+ENGINE_TESTS := tests/engine tests/benchmarks
 
 # Several ranks share this machine; one thread each keeps them from fighting for its cores.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-engine bench check docs venv venv-engine clean
+.PHONY: help demo test test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench check docs venv venv-engine clean
 # The two environments install the same folder and would write the same metadata at once.
 .NOTPARALLEL:
 
@@ -28,14 +32,31 @@ demo: venv ## from FSDP1 to FSDP2 on CPU, start to end
 	$(PY) demo/run.py $(ARGS)
 
 test: test-engine venv ## all tests but the slow ones, on both stacks; ARGS="-k name" selects on the official one
-	$(PY) -m pytest -m "not slow" $(ARGS)
-
-test-all: venv venv-engine ## the slow tests too
-	$(PY_ENGINE) -m pytest tests/engine tests/benchmarks
-	$(PY) -m pytest $(ARGS)
+	$(PY) $(PYTEST) -m "not slow" $(ARGS)
 
 test-engine: venv-engine ## the engine's tests without Composer, on a newer torch
-	$(PY_ENGINE) -m pytest -m "not slow" tests/engine tests/benchmarks
+	$(PY_ENGINE) $(PYTEST) -m "not slow and not any_torch" $(ENGINE_TESTS)
+
+test-all: test-all-engine test-all-official test-all-checkpoints test-all-parity ## the slow tests too, in four parts
+
+test-all-engine: venv-engine
+	THOROUGH=1 $(PY_ENGINE) $(PYTEST) $(ENGINE_TESTS)
+
+test-all-official: venv
+	THOROUGH=1 $(PY) $(PYTEST) --ignore=tests/parity --ignore=tests/composer/test_load_fsdp1.py $(ARGS)
+
+test-all-checkpoints: venv
+	THOROUGH=1 $(PY) $(PYTEST) tests/composer/test_load_fsdp1.py $(ARGS)
+
+test-all-parity: venv
+	THOROUGH=1 $(PY) $(PYTEST) tests/parity $(ARGS)
+
+coverage: venv venv-engine ## branch coverage of `make test`; .coverage says which test file runs which line
+	$(PY) -m coverage erase
+	-$(PY_ENGINE) -m coverage run $(PYTEST) -m "not slow and not any_torch" $(ENGINE_TESTS)
+	-$(PY) -m coverage run $(PYTEST) -m "not slow" $(ARGS)
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage report --skip-covered --sort=cover
 
 bench: venv ## what sharding, checkpoints and migrating cost, against torch by hand, Composer's FSDP2 and FSDP1
 	-$(PY) benchmarks/step.py
@@ -63,5 +84,5 @@ venv-engine: ## .venv-engine: torch 2.13.0, no Composer
 
 clean: ## remove the environments, builds and caches
 	rm -rf .venv .venv-engine .venv.log .venv-engine.log build dist composer_fsdp2.egg-info
-	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Two lanes of one test run (``pytest -n 2``): tests that start ranks, and tests that run by themselves.
 
-Ranks spend a third of their time on waiting for each other. So ``in_order`` puts the files that start ranks first, and
+Ranks spend a part of their time on waiting for each other. So ``in_order`` puts the files that start ranks first, and
 of two workers of pytest-xdist one takes files from the front and the other from the back, until they meet. A file's
 tests stay together, because they share fixtures.
 """
