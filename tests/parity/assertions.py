@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 from parity.comparison import Comparison, compare
@@ -16,9 +16,13 @@ def needs(model: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.foundry] if model.startswith("mpt") else []
 
 
-def parametrize_runs(runs: list[Run]) -> pytest.MarkDecorator:
-    """One test for each run, under the run's own name."""
-    return pytest.mark.parametrize("run", [pytest.param(run, id=str(run), marks=needs(run.model)) for run in runs])
+def parametrize_runs(runs: list[Run], slow: Collection[Run] = ()) -> pytest.MarkDecorator:
+    """One test for each run, under the run's own name; those that are in ``slow``, too, are left to the slow tests."""
+
+    def marks(run: Run) -> list[pytest.MarkDecorator]:
+        return [*needs(run.model), *([pytest.mark.slow] if run in slow else [])]
+
+    return pytest.mark.parametrize("run", [pytest.param(run, id=str(run), marks=marks(run)) for run in runs])
 
 
 def assert_parity(run: Run, world_size: int, comparing: Callable[[Run], Comparison] = compare) -> None:

@@ -68,10 +68,14 @@ TWO_RANKS_AND_SETTINGS: Axes = {
     "settings": ("default", "prefetch-pre", "prefetch-none", "prefetch-far", "flat"),
 }
 
+MODELS = ("mlp", "gpt2", "llama", "mpt")
+# Every two settings on some model, and every setting on every model; the slow tests have each two on each model.
+TWO_RANKS_AND_MODELS: Axes = {"model": MODELS, **TWO_RANKS_AND_SETTINGS}
+
 # AdamW in fp32 turns rounding into steps wherever a gradient is near zero: after 10 steps 2e-6 of a weight's largest
 # value, with sums in another order. test_unsharded.py has AdamW with clipping on 4 ranks, in float64.
 FOUR_RANKS: Axes = {
-    "model": ("mlp", "gpt2", "llama", "mpt"),
+    "model": MODELS,
     **TWO_RANKS,
     "strategy": (
         "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD:2", "_HYBRID_SHARD_ZERO2:2", "reshard:2"
@@ -79,6 +83,12 @@ FOUR_RANKS: Axes = {
     "checkpointing": ("off", "reentrant", "non-reentrant", "non-reentrant+offload"),
     "optimizer": ("sgd", "adamw64"),
 }  # fmt: skip
+# What lies otherwise on 4 ranks than on 2, to meet every other value, and each of the others once.
+FOUR_RANKS_FEW: Axes = {**FOUR_RANKS, "strategy": ("FULL_SHARD", "HYBRID_SHARD:2", "_HYBRID_SHARD_ZERO2:2")}
+FOUR_RANKS_ONCE = (
+    Run(model="gpt2", tied=True, strategy="SHARD_GRAD_OP", groups="several", clipping="norm", microbatches=3),
+    Run(strategy="NO_SHARD", optimizer="adamw64", checkpointing="non-reentrant", microbatches=3, evaluate=True),
+)
 
 # What most runs set; the other values of these axes are met by the pairs above.
 FULL_PRODUCT: Axes = {
@@ -102,10 +112,12 @@ def pairs(case: Mapping[str, Any]) -> Iterator[Pair]:
     return (frozenset(pair) for pair in itertools.combinations(case.items(), 2))
 
 
-def possible_pairs(axes: Axes) -> list[Pair]:
-    """In the order of the axes, without those that FSDP1 refuses."""
+def possible_pairs(axes: Axes, of: str | None = None) -> list[Pair]:
+    """In the order of the axes, without those that FSDP1 refuses; with ``of``, those of this axis with another."""
     found = []
     for (first, firsts), (second, seconds) in itertools.combinations(axes.items(), 2):
+        if of not in (None, first, second):
+            continue
         for values in itertools.product(firsts, seconds):
             case = dict(zip((first, second), values, strict=True))
             if not is_refused(case):
@@ -113,13 +125,13 @@ def possible_pairs(axes: Axes) -> list[Pair]:
     return found
 
 
-def pairwise(axes: Axes) -> list[dict[str, Any]]:
-    """Cases in which every possible pair occurs; the same ones each time.
+def pairwise(axes: Axes, of: str | None = None) -> list[dict[str, Any]]:
+    """Cases in which every possible pair occurs, or every one of the axis ``of``; the same ones each time.
 
     Greedy: a case starts from the first pair that is missing, and each other axis takes the value that adds the most
     missing pairs.
     """
-    missing = dict.fromkeys(possible_pairs(axes))
+    missing = dict.fromkeys(possible_pairs(axes, of))
     cases = []
     while missing:
         case = dict(next(iter(missing)))

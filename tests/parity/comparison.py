@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.distributed as dist
-from parity.harness import STRATEGIES, THRESHOLDS, Run, Sharding, Trained, train
+from parity.harness import SAME_UNDER_FSDP1, STRATEGIES, THRESHOLDS, Run, Sharding, Trained, train
 from parity.models import NOISE
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -41,7 +42,7 @@ class Comparison:
 
 def compare(run: Run) -> Comparison:
     """Ours against Composer's FSDP1; called on all ranks."""
-    theirs, ours = train(run, Sharding.FSDP1), train(run, Sharding.FSDP2)
+    theirs, ours = fsdp1(run), train(run, Sharding.FSDP2)
     assert theirs.unit_classes == {FullyShardedDataParallel}, theirs.unit_classes
     assert ours.unit_classes == {FSDPModule}, ours.unit_classes
     found = difference(ours, theirs, run)
@@ -58,11 +59,26 @@ def compare_all(runs: list[Run]) -> list[Comparison]:
 
 def compare_with_unsharded(run: Run) -> Comparison:
     """Ours against one process that averages the losses of all ranks; called on all ranks."""
-    expected, ours = train(run, Sharding.NONE), train(run, Sharding.FSDP2)
+    expected, ours = one_process(run), train(run, Sharding.FSDP2)
     assert expected.unit_classes == set(), expected.unit_classes
     assert ours.unit_classes == {FSDPModule}, ours.unit_classes
     found = difference(ours, expected, run)
     return Comparison(difference=found, problems=(*_numeric_problems(found), *_clipping_problems(run, ours)))
+
+
+def fsdp1(run: Run) -> Trained:
+    """The reference of this run, trained once for all runs that look alike to FSDP1; called on all ranks."""
+    return _reference(replace(run, strategy=SAME_UNDER_FSDP1.get(run.strategy, run.strategy)), Sharding.FSDP1)
+
+
+def one_process(run: Run) -> Trained:
+    """The reference of this run, trained once for all runs that are sharded differently; called on all ranks."""
+    return _reference(replace(run, strategy="FULL_SHARD", checkpointing="off", settings="default"), Sharding.NONE)
+
+
+@cache
+def _reference(run: Run, sharding: Sharding) -> Trained:
+    return train(run, sharding)
 
 
 def keeps_order_of_sums(run: Run, world_size: int) -> bool:

@@ -7,9 +7,11 @@ import itertools
 import pytest
 from parity.cases import (
     FOUR_RANKS,
+    FOUR_RANKS_FEW,
     FULL_PRODUCT,
     REFUSED,
     TWO_RANKS,
+    TWO_RANKS_AND_MODELS,
     TWO_RANKS_AND_SETTINGS,
     Axes,
     is_refused,
@@ -20,8 +22,8 @@ from parity.cases import (
 
 ALL_AXES = pytest.mark.parametrize(
     "axes",
-    [TWO_RANKS, TWO_RANKS_AND_SETTINGS, FOUR_RANKS, FULL_PRODUCT],
-    ids=["two ranks", "with settings", "four ranks", "full product"],
+    [TWO_RANKS, TWO_RANKS_AND_SETTINGS, TWO_RANKS_AND_MODELS, FOUR_RANKS, FULL_PRODUCT],
+    ids=["two ranks", "with settings", "with models", "four ranks", "full product"],
 )
 
 
@@ -39,6 +41,20 @@ def test_every_two_values_meet_unless_fsdp1_refuses_them(axes: Axes):
     assert missing == []
 
 
+def test_every_value_meets_each_of_the_chosen_axis():
+    """A setting that goes wrong with replicas only would pass unseen."""
+    axes = FOUR_RANKS_FEW
+    met = {pair for case in pairwise(axes, of="strategy") for pair in pairs(case)}
+    wanted = {
+        frozenset({("strategy", strategy), (axis, value)})
+        for strategy in axes["strategy"]
+        for axis, values in axes.items()
+        for value in values
+        if axis != "strategy"
+    }
+    assert wanted <= met
+
+
 @ALL_AXES
 def test_no_case_is_one_that_fsdp1_refuses(axes: Axes):
     """A case without a reference would fail and say nothing about us."""
@@ -50,7 +66,9 @@ def test_cases_are_few_and_the_same_each_time():
     assert pairwise(TWO_RANKS) == pairwise(TWO_RANKS)
     assert len(pairwise(TWO_RANKS)) <= 26
     assert len(pairwise(TWO_RANKS_AND_SETTINGS)) <= 32
+    assert len(pairwise(TWO_RANKS_AND_MODELS)) <= 34
     assert len(pairwise(FOUR_RANKS)) <= 30
+    assert len(pairwise(FOUR_RANKS_FEW, of="strategy")) <= 14
 
 
 def test_the_product_has_every_combination_once():
