@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
+from support.cases import for_each
 from support.comparing import full_parameters
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
+from support.references import reference
 from support.trainers import (
     Trained,
     build_model,
@@ -30,7 +33,14 @@ from torch import nn
 
 pytestmark = pytest.mark.composer
 
-CLIPPED_WITH_EVALS: dict[str, Any] = {"batches": 6, "clip": ("norm", 0.1), "eval_interval": "2ba"}
+CLIPPED_WITH_EVALS: dict[str, Any] = {"batches": 4, "clip": ("norm", 0.1), "eval_interval": "2ba"}
+
+
+def fsdp1(strategy: str, **keys: Any) -> Trained:
+    """What FSDP1 trains; once for all tests, also those whose keys change no number, such as what is recomputed."""
+    trained = reference(fit, FSDP1, {"sharding_strategy": strategy, **keys}, **CLIPPED_WITH_EVALS)
+    assert trained.shards == {"FullyShardedDataParallel"}
+    return trained
 
 
 # --- every way to ask
@@ -89,8 +99,7 @@ def look_at_blocks() -> Any:
 def check_ways() -> None:
     for strategy, keeps in (("FULL_SHARD", False), ("SHARD_GRAD_OP", True)):
         keys = {"sharding_strategy": strategy, "data_parallel_shard_degree": 2}
-        theirs = fit(FSDP1, dict(keys), **CLIPPED_WITH_EVALS)
-        assert theirs.shards == {"FullyShardedDataParallel"}
+        theirs = fsdp1(strategy)
         for way, ask in ways().items():
             what = f"{strategy} as {way}"
             look = look_at_blocks()
@@ -108,7 +117,7 @@ def test_every_way_to_ask_trains_on_fsdp2_with_fsdp1s_losses():
 def check_fsdp2_config() -> None:
     from composer.utils import FSDP2Config, ParallelismConfig
 
-    theirs = fit(FSDP1, {}, **CLIPPED_WITH_EVALS)
+    theirs = fsdp1("FULL_SHARD")
     for keeps in (False, True):
         for wrap in (lambda config: config, lambda config: ParallelismConfig(fsdp2=config)):
             look = look_at_blocks()
@@ -132,14 +141,14 @@ def check_reuse() -> None:
         ParallelismConfig(fsdp=FSDPConfig()),
         ParallelismConfig(fsdp2=FSDP2Config()),
     ):
-        first, second = fit(FSDP2, config), fit(FSDP2, config)
+        first, second = (fit(FSDP2, config, batches=2) for _ in range(2))
         assert first.shards == second.shards == {"FSDPModule"}
         assert first.losses == second.losses
         if isinstance(config, ParallelismConfig):
             assert type(config.fsdp2) in (FSDP2Config, type(None)), "the user's own object was given another class"
-    theirs = fit(FSDP1, config := FSDPConfig())
-    assert_alike(fit(FSDP2, config), theirs, "a configuration that FSDP1 had before")
-    assert fit(FSDP1, config).shards == {"FullyShardedDataParallel"}
+    theirs = fit(FSDP1, config := FSDPConfig(), batches=2)
+    assert_alike(fit(FSDP2, config, batches=2), theirs, "a configuration that FSDP1 had before")
+    assert fit(FSDP1, config, batches=1).shards == {"FullyShardedDataParallel"}
 
 
 def test_one_configuration_serves_several_trainers():
@@ -157,12 +166,13 @@ RECOMPUTING: tuple[dict[str, Any], ...] = (
 
 
 def check_losses() -> None:
-    for strategy in STRATEGIES:
-        for recomputing in RECOMPUTING:
-            keys = {"sharding_strategy": strategy, **recomputing}
-            theirs = fit(FSDP1, dict(keys), **CLIPPED_WITH_EVALS)
-            ours = fit(FSDP2, dict(keys), **CLIPPED_WITH_EVALS)
-            assert_alike(ours, theirs, str(keys))
+    cases = {str(keys): keys for keys in itertools.product(STRATEGIES, RECOMPUTING)}
+    for_each(check_curve, cases)
+
+
+def check_curve(strategy: str, recomputing: dict[str, Any]) -> None:
+    keys = {"sharding_strategy": strategy, **recomputing}
+    assert_alike(fit(FSDP2, keys, **CLIPPED_WITH_EVALS), fsdp1(strategy), str(keys))
 
 
 def test_losses_are_fsdp1s():
@@ -170,14 +180,26 @@ def test_losses_are_fsdp1s():
     run_ranks(check_losses, 2)
 
 
+def check_recomputing() -> None:
+    for strategy in STRATEGIES:
+        for keys in RECOMPUTING[1:]:
+            assert fsdp1(strategy, **keys).losses == fsdp1(strategy).losses, f"{strategy}, {keys}"
+
+
+@pytest.mark.slow
+def test_recomputing_changes_no_number_of_fsdp1s():
+    """One curve of FSDP1's stands for those of every treatment of activations in the test above."""
+    run_ranks(check_recomputing, 2)
+
+
 def check_groups_and_ignored_modules() -> list[str]:
     from composer_fsdp2 import ShardedGradScaler
 
-    for keys in ({"process_group": "set2"}, {"process_group": "self"}, {"process_group": [0, 1]}):
+    for group in ("set2", "self", [0, 1]):
         for strategy in ("FULL_SHARD", "NO_SHARD"):
-            said = {"sharding_strategy": strategy, **keys}
-            theirs = fit(FSDP1, dict(said), **CLIPPED_WITH_EVALS)
-            assert_alike(fit(FSDP2, dict(said), **CLIPPED_WITH_EVALS), theirs, str(said))
+            keys = {"sharding_strategy": strategy, "process_group": group}
+            theirs = fsdp1(strategy, process_group=group)
+            assert_alike(fit(FSDP2, keys, **CLIPPED_WITH_EVALS), theirs, str(keys))
     options = {**CLIPPED_WITH_EVALS, "clip": None}
     runs = {}
     for under in (FSDP1, FSDP2):
@@ -202,8 +224,8 @@ def check_optimizers() -> None:
 
     for name in ("decoupled_sgdw", "decoupled_adamw", "groups"):
         options = {"optimizer": name, "schedulers": CosineAnnealingWithWarmupScheduler("2ba", "1dur")}
-        theirs = fit(FSDP1, {}, **CLIPPED_WITH_EVALS | options)
-        assert_alike(fit(FSDP2, {}, **CLIPPED_WITH_EVALS | options), theirs, name)
+        theirs, ours = (fit(under, {}, **CLIPPED_WITH_EVALS | options) for under in (FSDP1, FSDP2))
+        assert_alike(ours, theirs, name)
 
 
 def test_composers_optimizers_and_schedulers_follow():
@@ -214,16 +236,16 @@ def test_composers_optimizers_and_schedulers_follow():
 def check_initialisation() -> None:
     from composer.utils import FSDP2Config
 
-    expected = fit(FSDP2, {})
+    expected = fit(FSDP2, {}, batches=2)
     trained = {
-        "FSDP1's keys": fit(FSDP2, {"sync_module_states": True}, model=build_on_rank_0()),
-        "FSDP2Config": fit(FSDP2, FSDP2Config(), model=build_on_rank_0()),
+        "FSDP1's keys": fit(FSDP2, {"sync_module_states": True}, model=build_on_rank_0(), batches=2),
+        "FSDP2Config": fit(FSDP2, FSDP2Config(), model=build_on_rank_0(), batches=2),
     }
     with environment_of("FSDP_VERSION=2"):
-        trained["FSDP_VERSION=2"] = fit(FSDP2, {}, model=build_on_rank_0())
+        trained["FSDP_VERSION=2"] = fit(FSDP2, {}, model=build_on_rank_0(), batches=2)
     told = FSDP2Config()
     told.sync_module_states = True  # the constructor does not take it
-    trained["FSDP2Config, told to"] = fit(FSDP2, told, model=build_unlike_on_rank_1())
+    trained["FSDP2Config, told to"] = fit(FSDP2, told, model=build_unlike_on_rank_1(), batches=2)
     for what, run in trained.items():
         assert run.losses == expected.losses, f"{what}: {run.losses}, {expected.losses}"
 
@@ -244,7 +266,7 @@ def check_replicas() -> None:
     zero2 = {"sharding_strategy": "_HYBRID_SHARD_ZERO2", **degrees}
     zero3 = {"sharding_strategy": "HYBRID_SHARD", **degrees}
     for keys, asked in ((zero2, ["FSDP_VERSION=2"]), (zero3, ["dict", "FSDP_VERSION=2"])):
-        theirs = fit(FSDP1, dict(keys), **CLIPPED_WITH_EVALS)
+        theirs = reference(fit, FSDP1, keys, **CLIPPED_WITH_EVALS)
         for way in asked:
             with environment_of(way):
                 check_mesh_and_curve(ways()[way](keys), theirs, f"{keys} as {way}", keeps=keys is zero2)
@@ -308,7 +330,8 @@ def check_planners(folder: str) -> None:
         with environment_of(way):
             fit(FSDP2, ask(keys), batches=2, save_folder=path, save_interval="1ba")
             assert (save.num_plans, load.num_plans) == (2, 0), f"{way}: {save.num_plans} saves, {load.num_plans} loads"
-            fit(FSDP2, ask(keys), batches=3, load_path=f"{path}/ep0-ba2")
+            with FSDP2():
+                make_trainer(ask(keys), load_path=f"{path}/ep0-ba2").close()
             assert (save.num_plans, load.num_plans) == (2, 1), f"{way}: {save.num_plans} saves, {load.num_plans} loads"
 
 

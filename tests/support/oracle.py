@@ -6,8 +6,11 @@ Imports Composer only when used on the ranks, so that collecting the tests stays
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -50,8 +53,26 @@ UNSHARDED: Under = contextlib.nullcontext
 
 @contextlib.contextmanager
 def FSDP2() -> Iterator[None]:
-    """Composer with the shim."""
-    from composer_fsdp2.compat import fsdp2
+    """Composer with the shim.
 
-    with fsdp2():
+    Its names are replaced where they can be bound: to go through all 7,000 modules takes longer than to train a batch.
+    ``test_install.py`` looks at every one.
+    """
+    from composer_fsdp2.compat import fsdp2, seams
+
+    with mock.patch.object(seams, "sys", _Modules()), fsdp2():
         yield
+
+
+class _Modules:
+    """In place of ``sys``: without the modules of installed packages that know nothing of Composer."""
+
+    @property
+    def modules(self) -> dict[str, ModuleType]:
+        return {name: module for name, module in sys.modules.items() if not _is_stranger(name.partition(".")[0])}
+
+
+@functools.cache
+def _is_stranger(package: str) -> bool:
+    path = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package not in ("composer", "llmfoundry") and path.startswith((sys.prefix, sys.base_prefix))

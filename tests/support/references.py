@@ -1,0 +1,50 @@
+"""References that several tests compare with, trained once: ``reference(fit, FSDP1, {}, optimizer="adamw")``.
+
+A pool of ranks remembers them for as long as it lives, so the next check on the same ranks, of any test file, gets what
+the first one trained. They are in no file.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Hashable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+_results: dict[Hashable, Any] = {}
+
+
+def reference(train: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """A copy of what ``train(*arguments, **options)`` returns, which is run once for each pool of ranks.
+
+    Args:
+        train: A function of a module that seeds what it draws, and whose result its arguments decide.
+        arguments: Values: numbers, strings, None, functions and classes of a module, and collections of these.
+    Raises:
+        TypeError: an argument is of another kind, and what it holds would not be part of the key.
+    Called on all ranks, with the same arguments: all train, or none does, since the ranks of a pool live equally long.
+    """
+    key = _key((train, arguments, options))
+    if key not in _results:
+        with torch.random.fork_rng(devices=[]):  # The next draw is the same, whoever trained.
+            _results[key] = train(*copy.deepcopy(arguments), **copy.deepcopy(options))
+    return copy.deepcopy(_results[key])
+
+
+def _key(value: Any) -> Hashable:
+    """Equal for equal values only: 1, 1.0 and True are three."""
+    match value:
+        case dict():
+            return "dict", frozenset((_key(name), _key(each)) for name, each in value.items())
+        case list() | tuple():
+            return type(value), tuple(map(_key, value))
+        case None | bool() | int() | float() | str():
+            return type(value), value
+        case FunctionType() | type() if "<" not in value.__qualname__:
+            return value.__module__, value.__qualname__
+        case functools.partial():
+            return functools.partial, _key((value.func, value.args, value.keywords))
+    raise TypeError(f"{value!r} is no key of a reference: what it holds is not part of its name")
