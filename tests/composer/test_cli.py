@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from support.commands import BIN, LAUNCHERS, PYTHON, SCRIPT, Ended, run_all
+from support.commands import BIN, LAUNCHERS, PYTHON, SCRIPT, Ended, run_all, run_forked
 from support.oracle import FSDP1
 from support.ranks import run_ranks
 from support.trainers import largest_difference
@@ -45,58 +45,76 @@ sys.exit(7)
 # --- the script's surroundings
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """The probe and a script that fails, run by Python and by ours."""
-    folder = tmp_path_factory.mktemp("cli")
+def write_scripts(folder: Path) -> None:
     (folder / "scripts").mkdir()
     (folder / "users").mkdir()
     (folder / "users" / "__init__.py").touch()
     for path in ("scripts/probe.py", "users/probe.py"):
         (folder / path).write_text(PROBE)
     (folder / "fails.py").write_text("def f():\n    raise ValueError('the script failed')\nf()\n")
-    commands = {
-        "python script": [*PYTHON, "scripts/probe.py", *ARGUMENTS],
-        "our script": [*COMMAND, "run", "scripts/probe.py", *ARGUMENTS],
-        "our script by -m": [*AS_MODULE, "run", "scripts/probe.py", *ARGUMENTS],
-        "python module": [*PYTHON, "-m", "users.probe", *ARGUMENTS],
-        "our module": [*COMMAND, "run", "-m", "users.probe", *ARGUMENTS],
-        "our failure": [*COMMAND, "run", "fails.py"],
-        "our only rank": [*COMMAND, "run", SCRIPT, "--out", "alone.json", "--batches", "3", "--clip", "0.1"],
+
+
+PYTHONS = {
+    "python script": [*PYTHON, "scripts/probe.py", *ARGUMENTS],
+    "python module": [*PYTHON, "-m", "users.probe", *ARGUMENTS],
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """The probe and a script that fails, run by Python and by ours."""
+    folder = tmp_path_factory.mktemp("cli")
+    write_scripts(folder)
+    ours = {
+        "our script": ["run", "scripts/probe.py", *ARGUMENTS],
+        "our module": ["run", "-m", "users.probe", *ARGUMENTS],
+        "our failure": ["run", "fails.py"],
+        "our only rank": ["run", SCRIPT, "--out", "alone.json", "--batches", "3", "--clip", "0.1"],
     }
-    done = run_all(commands, folder)
+    done = run_all(PYTHONS, folder) | run_forked(ours, folder)
     if (folder / "alone.json").exists():
         done["our only rank"].out += "\n" + (folder / "alone.json").read_text()
     return done
 
 
-@pytest.mark.parametrize("ours", ["our script", "our script by -m"])
-def test_script_sees_what_python_gives(ended: dict[str, Ended], ours: str):
-    """A script that parses flags, finds files beside itself or imports its neighbours runs unchanged."""
-    assert ended[ours].last["seen"] == ended["python script"].last["seen"], ended[ours].err
+def assert_sees_the_same(ours: Ended, python: Ended) -> None:
+    assert ours.last["seen"] == python.last["seen"], ours.err
+    assert ours.last["shim"] == {"installed": True, "module": "composer_fsdp2"}
+    assert ours.code == python.code == 7, ours.err
+
+
+def test_script_sees_what_python_gives(ended: dict[str, Ended]):
+    """A script that parses flags, finds files beside itself or imports its neighbours runs unchanged.
+
+    Its first import of Composer already gives ours, and schedulers restart or stop by its own exit code.
+    """
+    assert_sees_the_same(ended["our script"], ended["python script"])
 
 
 def test_module_sees_what_python_gives(ended: dict[str, Ended]):
     """``python -m package.train`` becomes ``composer-fsdp2 run -m package.train``."""
-    assert ended["our module"].last["seen"] == ended["python module"].last["seen"], ended["our module"].err
+    assert_sees_the_same(ended["our module"], ended["python module"])
 
 
 def test_nothing_is_left_beside_the_script(ended: dict[str, Ended]):
     """A read-only or version-controlled folder of scripts stays as it was."""
-    for ours in ("our script", "our script by -m"):
-        assert ended[ours].last["beside"] == ["probe.py"]
+    assert ended["our script"].last["beside"] == ["probe.py"]
 
 
-def test_shim_is_in_place_for_the_script(ended: dict[str, Ended]):
-    """The script's first import of Composer already gives ours."""
-    for ours in ("our script", "our script by -m", "our module"):
-        assert ended[ours].last["shim"] == {"installed": True, "module": "composer_fsdp2"}, ours
-
-
-def test_exit_code_passes_through(ended: dict[str, Ended]):
-    """Schedulers restart or stop by the script's own exit code."""
-    for name in ("python script", "our script", "our script by -m", "our module"):
-        assert ended[name].code == 7, f"{name}: {ended[name].err}"
+@pytest.mark.slow  # each imports Composer
+def test_installed_commands_do_what_forked_ones_do(tmp_path: Path):
+    """The console script and ``python -m composer_fsdp2`` leave a script what Python gives it."""
+    write_scripts(tmp_path)
+    ours = {
+        "our script": [*COMMAND, "run", "scripts/probe.py", *ARGUMENTS],
+        "our script by -m": [*AS_MODULE, "run", "scripts/probe.py", *ARGUMENTS],
+        "our module": [*COMMAND, "run", "-m", "users.probe", *ARGUMENTS],
+    }
+    done = run_all(PYTHONS | ours, tmp_path)
+    for name in ("our script", "our script by -m"):
+        assert_sees_the_same(done[name], done["python script"])
+        assert done[name].last["beside"] == ["probe.py"]
+    assert_sees_the_same(done["our module"], done["python module"])
 
 
 def test_exception_ends_with_its_traceback(ended: dict[str, Ended]):
@@ -238,14 +256,32 @@ def fsdp1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained
 
 
+# Before the script's first line: what it was given, by rank; and no further under plain Python.
+LOOK = """
+import json, os, sys
+seen = {"argv": sys.argv, "file": __file__, "name": __name__, "package": __package__,
+        "main": vars(sys.modules["__main__"]) is globals(),
+        "path": sys.path[: next(i for i, folder in enumerate(sys.path) if folder.endswith("site-packages"))]}
+with open(f"seen-{os.environ.get('RANK', 'python')}.json", "w") as file:
+    json.dump(seen, file)
+if "RANK" not in os.environ:
+    sys.exit()
+"""
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launchers_train_the_unchanged_script(tmp_path: Path, fsdp1: dict[str, Any], launcher: str):
-    """The launch line gets one more word, and the curve stays."""
-    out = tmp_path / "out.json"
-    command = [*LAUNCHERS[launcher], "run", SCRIPT, "--out", out, *TRAINING]
-    done = run_all({"it": command}, tmp_path)["it"]
-    assert done.code == 0, f"{done.out}\n{done.err}"
-    trained = json.loads(out.read_text())
+    """The launch line gets one more word; the curve stays, and on each rank the script sees what Python gives it."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(LOOK + SCRIPT.read_text())
+    script = ["scripts/train.py", "--out", "out.json", *TRAINING]
+    ended = run_all({"python": [*PYTHON, *script], "ours": [*LAUNCHERS[launcher], "run", *script]}, tmp_path)
+    assert ended["python"].code == ended["ours"].code == 0, f"{ended['ours'].out}\n{ended['ours'].err}"
+    expected = json.loads((tmp_path / "seen-python.json").read_text())
+    for rank in range(2):
+        assert json.loads((tmp_path / f"seen-{rank}.json").read_text()) == expected, f"rank {rank}"
+    assert [path.name for path in (tmp_path / "scripts").iterdir()] == ["train.py"]
+    trained = json.loads((tmp_path / "out.json").read_text())
     assert "FullyShardedDataParallel" not in trained["kinds"]
     assert "FSDPModule" in trained["kinds"]
     assert trained["types"] == [["DTensor"]] * len(trained["types"])

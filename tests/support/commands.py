@@ -1,15 +1,21 @@
-"""Commands as a user types them: ``from support.commands import LAUNCHERS, SCRIPT, run_all``."""
+"""Commands as a user types them: ``from support.commands import LAUNCHERS, SCRIPT, run_all, run_forked``."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from support import warm
+from support.ranks import WITH_COMPOSER
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_with_trainer.py"
 BIN = Path(sys.executable).parent
@@ -69,3 +75,55 @@ def run_all(commands: dict[str, list[Any]], folder: Path, *, timeout_s: float = 
         for process in started.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # a launcher alone would leave its ranks behind
+
+
+def run_forked(
+    commands: dict[str, list[Any]], folder: Path, *, variables: dict[str, dict[str, str]] | None = None
+) -> dict[str, Ended]:
+    """``composer-fsdp2`` with these arguments, side by side, without the seconds of imports.
+
+    Args:
+        variables: What a command has in its environment besides, by its name.
+    """
+    calls = {name: [[*map(str, arguments)]] for name, arguments in commands.items()}
+    return call_forked("support.forked_commands:run", calls, folder, variables=variables)
+
+
+def call_forked(
+    function: str,
+    calls: dict[str, list[Any]],
+    folder: Path,
+    *,
+    variables: dict[str, dict[str, str]] | None = None,
+    timeout_s: float = 550,
+) -> dict[str, Ended]:
+    """``function``, ``module:name``, called side by side in processes forked from one that has imported Composer."""
+    started: dict[str, warm.WarmProcess] = {}
+    with tempfile.TemporaryDirectory() as outputs, contextlib.chdir(folder):
+        files = {
+            name: (Path(outputs, f"{number}.out"), Path(outputs, f"{number}.err")) for number, name in enumerate(calls)
+        }
+        try:
+            for name, arguments in calls.items():
+                with open(os.devnull) as nothing, files[name][0].open("wb") as out, files[name][1].open("wb") as err:
+                    started[name] = warm.start(
+                        WITH_COMPOSER,
+                        function,
+                        arguments,
+                        streams=[nothing.fileno(), out.fileno(), err.fileno()],
+                        environ=environment() | (variables or {}).get(name, {}),
+                    )
+            _wait_for(started, timeout_s)
+            return {name: Ended(started[name].wait(), *(file.read_text() for file in files[name])) for name in calls}
+        finally:
+            for process in started.values():
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_for(started: dict[str, warm.WarmProcess], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while running := [name for name, process in started.items() if process.poll() is None]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"still running after {timeout_s:g} s: {', '.join(running)}")
+        time.sleep(0.02)

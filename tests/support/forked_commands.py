@@ -1,25 +1,22 @@
 """``composer-fsdp2`` without its imports: ``with forked_commands(folder) as bin: ...`` puts a quick one into ``bin``.
 
-Pages of documentation run dozens of commands, and each would import torch for seconds. Here one process has imported
-all of it, and forks for each command: the child gets the caller's arguments, folder, variables and standard streams,
-and runs ``python -m composer_fsdp2``. tests/composer/test_cli.py runs the installed script itself.
+Pages of documentation run dozens of commands, and each would import torch for seconds. Here each is forked from a warm
+process (`support.warm`), and gets the caller's arguments, folder, variables and standard streams.
+tests/composer/test_checkpoint_convert.py runs the installed script itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import pickle
-import runpy
-import socket
-import subprocess
 import sys
-import time
-import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from support import warm
+
+# Not Composer: what a page types needs it only for `run` and `train`, which pages give to a launcher.
 IMPORTED = (
     "composer_fsdp2.cli.main",
     "composer_fsdp2.checkpoint.convert",
@@ -28,92 +25,42 @@ IMPORTED = (
     "composer_fsdp2.compat.migration.files",
     "rich.progress",
 )
-START_S = 120
-# What stands where the console script would: a program of its own, which imports next to nothing.
+COMMAND = Path(sys.executable).parent / "composer-fsdp2"
+# What stands where the console script would: a program of its own, which imports next to nothing. It sends what
+# `warm.start` sends, and exits as the process that this makes.
 SCRIPT = """#!{python} -ES
-import os, pickle, socket, sys
+import os, pickle, socket, struct, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 socket.send_fds(server, [b"."], [0, 1, 2])
-server.sendall(pickle.dumps((sys.argv[1:], os.getcwd(), dict(os.environ))))
+server.sendall(pickle.dumps(({function!r}, 0, (sys.argv[1:],), os.getcwd(), dict(os.environ))))
 server.shutdown(socket.SHUT_WR)
-sys.exit(int(server.recv(16)))
+process, code = struct.unpack("2i", server.recv(8, socket.MSG_WAITALL))
+sys.exit(code)
 """
 
 
 @contextlib.contextmanager
 def forked_commands(folder: Path) -> Iterator[Path]:
-    """A folder for PATH, in which ``composer-fsdp2`` is quick until the block ends."""
-    address, bin_folder = folder / "socket", folder / "bin"
+    """A folder for PATH, in which ``composer-fsdp2`` is quick until the session ends."""
+    bin_folder = folder / "bin"
     bin_folder.mkdir()
-    script = bin_folder / "composer-fsdp2"
-    script.write_text(SCRIPT.format(python=sys.executable, address=str(address)))
+    script = bin_folder / COMMAND.name
+    address = warm.server(IMPORTED).address
+    script.write_text(SCRIPT.format(python=sys.executable, address=address, function=f"{__name__}:run"))
     script.chmod(0o755)
-    root = str(Path(__file__).resolve().parents[2])
-    server = subprocess.Popen(
-        [sys.executable, __file__, str(address)], env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    )
-    try:
-        deadline = time.monotonic() + START_S
-        while not address.exists():
-            assert server.poll() is None and time.monotonic() < deadline, "the command server did not start"
-            time.sleep(0.05)
-        yield bin_folder
-    finally:
-        server.kill()
-        server.wait()
+    yield bin_folder
 
 
-def serve(address: str) -> None:
-    """Answer until killed. Never imports Composer, whose threads a fork would lose."""
-    for name in IMPORTED:
-        importlib.import_module(name)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address + ".new")
-    listener.listen()
-    os.rename(address + ".new", address)  # there once it answers
-    while True:
-        connection, _ = listener.accept()
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass  # what has ended by now
-        if os.fork() == 0:  # it waits for the command, so that commands in a pipe run side by side
-            listener.close()
-            answer(connection)
+def run(arguments: list[str]) -> None:
+    """Be the console script, in a process of its own."""
+    warnings.resetwarnings()  # The warm process shows none; these are what Python itself leaves out.
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    installed = next(number for number, folder in enumerate(sys.path) if folder.endswith(".zip"))
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = [str(COMMAND.parent), *given, *sys.path[installed:]]
+    sys.argv = [str(COMMAND), *arguments]
+    from composer_fsdp2.cli.main import main
 
-
-def answer(connection: socket.socket) -> None:
-    _, streams, _, _ = socket.recv_fds(connection, 1, 3)
-    request = b"".join(iter(lambda: connection.recv(65536), b""))
-    child = os.fork()
-    if child == 0:
-        run(streams, *pickle.loads(request))
-    _, status = os.waitpid(child, 0)
-    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-    os._exit(0)
-
-
-def run(streams: list[int], arguments: list[str], folder: str, environment: dict[str, str]) -> None:
-    code = 1
-    try:
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-        os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv = ["composer-fsdp2", *arguments]
-        runpy.run_module("composer_fsdp2", run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BrokenPipeError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])
+    main()

@@ -54,8 +54,8 @@ from support import measured, warm
 # What ranks have imported before they are forked. torch._dynamo comes with the first step of an optimizer.
 WITH_TORCH = ("pytest", "hypothesis", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo")
 WITH_COMPOSER = (
-    *WITH_TORCH, "composer.algorithms", "composer.loggers", "llmfoundry.command_utils",
-    "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+    *WITH_TORCH, "composer.algorithms", "composer.loggers", "llmfoundry.command_utils", "support.entry_points",
+    "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "support.about_the_machine",
 )  # fmt: skip
 START_TIMEOUT_S = 180
 MAX_CALLS = 200  # Then new processes: something always leaks.
@@ -318,10 +318,18 @@ def serve(descriptor: int, rank: int, stack_file: str) -> None:
 
     assert torch.distributed.is_available()
     _reuse_groups()
+    name_own_file(rank)
     with contextlib.suppress(EOFError, BrokenPipeError):  # The parent has gone.
         _answer(connection, b"")
         while True:
             _run_call(connection, rank, pickle.loads(connection.recv_bytes()))
+
+
+def name_own_file(rank: int) -> None:
+    """Composer names a rank's file of a sharded checkpoint when it is imported: in the warm process, which is none."""
+    for name in ("composer.utils.checkpoint", "composer.checkpoint.save"):
+        if module := sys.modules.get(name):
+            module._TORCH_DISTRIBUTED_CHECKPOINTS_FILENAME = f"__{rank}_0.distcp"  # type: ignore[attr-defined]
 
 
 def _reuse_groups() -> None:
