@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparing import full
-from support.models import WIDTH, Block, Chain, Decoder, Model, Node, features, layer, random_model, tie, tokens
+from support.models import WIDTH, Block, Chain, Decoder, Model, features, layer, tie, tokens
 from support.ranks import run_ranks
 from support.training import FULL, adamw, assert_close, named_parameters, sgd, train_alike
 from torch import nn
@@ -305,10 +304,16 @@ def with_an_excluded_child() -> nn.Module:
     return model
 
 
+class Weighted(Chain):
+    """A chain with a weight of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.tanh(x @ self.weight))
+
+
 def with_the_model() -> nn.Module:
-    model = Node(6, has_weight=True)
-    model.net = Chain({"inner": True}, inner=Block(), tied=layer())
-    model.net.tied.weight = model.weight
+    model = Weighted(net=Chain({"inner": True}, inner=Block(), tied=layer()))
+    model.weight = model.net.tied.weight
     return model
 
 
@@ -361,37 +366,6 @@ def check_ties(name: str, config: dict[str, Any]) -> int:
 def test_tied_parameters_stay_tied(name: str, config: dict[str, Any]):
     """Two modules that share a weight share it after sharding, and learn it together (torch 2.7 alone unties them)."""
     assert all(run_ranks(check_ties, 2, name, config))
-
-
-# --- every tree
-
-
-def random_tree(seed: int) -> nn.Module:
-    """Without what FSDP1 left out: gradients there are not averaged, so nothing could be compared."""
-    torch.manual_seed(seed)
-    model = random_model(random.Random(seed), excluded=False)
-    if model.weight is not None:
-        model.weight.requires_grad_(False)
-    return model
-
-
-def is_trainable(seed: int) -> bool:
-    model = random_tree(seed)
-    return any(parameter.requires_grad for child in model.children() for parameter in child.parameters())
-
-
-def check_random_trees(seeds: list[int]) -> None:
-    for seed in seeds:
-        config: dict[str, Any] = random.Random(seed).choice([{}, {"sharding_strategy": "SHARD_GRAD_OP"}, AC])
-        try:
-            train_alike(lambda seed=seed: random_tree(seed), config, lambda i: features(i, width=3))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, {config}: {random_tree(seed)}") from error
-
-
-def test_random_trees_train_as_unsharded():
-    """Whatever is nested, shared, tied, frozen or chosen, the plan is one that torch can carry out."""
-    run_ranks(check_random_trees, 2, [seed for seed in range(60) if is_trainable(seed)])
 
 
 # --- what stays as it was

@@ -21,6 +21,8 @@ from composer_fsdp2 import ComposerFSDP2Error, ShardingConfig, Translation, plan
 from composer_fsdp2.fsdp1.keys import KEYS
 from composer_fsdp2.fsdp1.unit_settings import UNIT_KEYS, translate_unit_settings
 
+pytestmark = pytest.mark.any_torch
+
 WRONG: dict[str, Any] = {
     "None": None,
     "true": True,

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from composer_fsdp2 import ConfigError, MeshSpec, ShardingConfig
 from composer_fsdp2.config import GroupRule, RankGroups, ShardingStrategy, check_reshard_degree
 
+pytestmark = pytest.mark.any_torch
+
 
 @pytest.mark.parametrize(
     ("spec", "world_size", "shape"),

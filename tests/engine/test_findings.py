@@ -9,6 +9,8 @@ import pytest
 from composer_fsdp2 import Finding, Outcome
 from composer_fsdp2.findings import format_findings
 
+pytestmark = pytest.mark.any_torch
+
 FINDING = Finding(
     key="ignored_modules",
     value=[1, 2],

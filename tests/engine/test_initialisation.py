@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from support.comparing import full
-from support.models import Block, Chain, Decoder, Model, layer, random_model, tie
+from hypothesis import given
+from support.cases import for_each
+from support.comparing import assert_same, full
+from support.examples import examples
+from support.models import Block, Chain, Decoder, Model, layer, tie
+from support.random_models import Tree
+from support.random_models import build as build_tree
+from support.random_models import trees as random_trees
 from support.ranks import run_ranks
 from support.training import FULL
 from torch import nn
@@ -21,10 +29,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from composer_fsdp2 import ShardingConfig, plan_sharding, prepare_fully_shard
+from composer_fsdp2 import PlanError, ShardingConfig, plan_sharding, prepare_fully_shard
 
 SEED = 100
 ODD = 5  # rows that divide by neither 2 nor 4
+NUM_TREES = 10
 
 
 # --- models on the meta device
@@ -144,27 +153,34 @@ def turned() -> nn.Module:
 def draw(module: nn.Module) -> None:
     for parameter in module.parameters(recurse=False):
         nn.init.normal_(parameter)
+    for buffer in module.buffers(recurse=False):
+        nn.init.uniform_(buffer)
 
 
-def random_tree(seed: int) -> nn.Module:
-    """Nesting, containers, ties and modules in two places as they come; without what is left out, which is refused."""
-    model = random_model(random.Random(seed), excluded=False)
+def random_tree(tree: Tree) -> nn.Module:
+    """On the meta device, drawn anew by each of its modules that holds something."""
+    model = build_tree(tree, "meta")
     for child in model.children():
         child.param_init_fn = draw
     return model
 
 
-def trees() -> list[int]:
-    """The random trees that have something to draw and nothing that no unit holds."""
-    found = []
-    for seed in range(60):
-        with torch.device("meta"):
-            model = random_tree(seed)
-        if getattr(model, "weight", None) is None and any(child.parameters() for child in model.children()):
-            names = [name for child in model.children() for name, _ in child.named_parameters()]
-            if names:
-                found.append(seed)
-    return found
+@functools.cache
+def some_trees() -> list[Tree]:
+    """Nesting, containers, ties and modules in two places as they come; without what no unit holds, which is
+    refused."""
+    found: list[Tree] = []
+
+    @given(random_trees(ignored=False))
+    @examples(60)
+    def collect(tree: Tree) -> None:
+        model = random_tree(tree)
+        with contextlib.suppress(PlanError):  # nothing to shard
+            if not plan_sharding(model, ShardingConfig()).left_out:
+                found.append(tree)
+
+    collect()
+    return sorted(found, key=lambda tree: sum(1 for _ in tree), reverse=True)[:NUM_TREES]
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -173,18 +189,24 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def build(name: str) -> nn.Module:
+def build(model: str | Tree) -> nn.Module:
+    if isinstance(model, Tree):
+        return random_tree(model)
     with torch.device("meta"):
-        return random_tree(int(name)) if name.isdigit() else MODELS[name]()
+        return MODELS[model]()
+
+
+def named_models() -> dict[str, str | Tree]:
+    return {name: name for name in MODELS} | {f"tree {number}": tree for number, tree in enumerate(some_trees())}
 
 
 # --- one process
 
 
-def drawn_by_one_process(name: str) -> dict[str, torch.Tensor]:
+def drawn_by_one_process(model_of: str | Tree) -> dict[str, torch.Tensor]:
     """The reference: FSDP1's lookup (composer/distributed/dist_strategy.py, _param_init_fn) in the order of the plan,
     breadth first within a unit, on a model that nobody shards."""
-    model = build(name)
+    model = build(model_of)
     plan = plan_sharding(model, ShardingConfig())
     children = dict(model.named_children())
     order = [path for unit in plan.units for path in breadth_first(model, plan, unit.modules)]
@@ -242,49 +264,45 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 # --- any number of ranks
 
 
-def check_values(names: list[str], config: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
-    """All models' values, after checking that the ranks have the same; each rank's own seed is another."""
-    drawn = {}
-    for name in names:
-        model = build(name)
-        torch.manual_seed(SEED + dist.get_rank())
-        expected = torch.get_rng_state()
-        prepare_fully_shard(model, None, FULL | config, device="cpu")
-        assert torch.equal(torch.get_rng_state(), expected), f"{name}: the random state of the run was moved"
-        drawn[name] = values_of(model)
-        assert not any(value.is_meta or value.isnan().any() for value in drawn[name].values()), name
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, drawn)
-    for name, values in drawn.items():
-        for other in everyone:
-            assert_same_bits(name, other[name], values)
-    return drawn
+def check_values(model: str | Tree, config: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+    """Each rank's own seed is another."""
+    built = build(model)
+    torch.manual_seed(SEED + dist.get_rank())
+    before = torch.get_rng_state()
+    prepare_fully_shard(built, None, FULL | config, device="cpu")
+    assert torch.equal(torch.get_rng_state(), before), "the random state of the run was moved"
+    drawn = values_of(built)
+    assert not any(value.is_meta or value.isnan().any() for value in drawn.values())
+    assert_same(drawn, expected)
 
 
-def assert_same_bits(name: str, actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys(), name
-    different = [each for each, value in expected.items() if not torch.equal(actual[each], value)]
-    assert not different, f"{name}: {different}"
+def check_all_values(cases: dict[str, tuple[Any, ...]]) -> None:
+    for_each(check_values, cases)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+CONFIGS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{}, {"sync_module_states": True}, {"sharding_strategy": "SHARD_GRAD_OP"}],
+    4: [{}, {"data_parallel_replicate_degree": 2}],
+}
+
+
+@pytest.mark.parametrize("world_size", CONFIGS)
 def test_one_seed_means_one_model(world_size: int):
     """A run on another number of GPUs starts from the same bits, those that one process draws with FSDP1's lookup:
     with ties, shared modules, nested units, hooks, random trees."""
-    names = [*MODELS, *map(str, trees()[:12])]
-    expected = {name: drawn_by_one_process(name) for name in names}
-    configs: list[dict[str, Any]] = [{}, {"sync_module_states": True}, {"sharding_strategy": "SHARD_GRAD_OP"}]
-    if world_size == 4:
-        configs = [{}, {"data_parallel_replicate_degree": 2}]
-    for config in configs:
-        for drawn in run_ranks(check_values, world_size, names, config):
-            for name in names:
-                assert_same_bits(f"{name}, {config}", drawn[name], expected[name])
+    expected = {name: (model, drawn_by_one_process(model)) for name, model in named_models().items()}
+    cases = {
+        f"{name}, {config}": (model, config, values)
+        for name, (model, values) in expected.items()
+        for config in CONFIGS[world_size]
+    }
+    run_ranks(check_all_values, world_size, cases)
 
 
 def test_the_seed_counts():
     """The comparison above would also hold for models without a random value."""
-    assert len(trees()) >= 12
+    assert len(some_trees()) == NUM_TREES
     for name in MODELS:
         values = drawn_by_one_process(name)
         assert sum(value.is_floating_point() and value.unique().numel() > 4 for value in values.values()) >= 3, name
@@ -405,7 +423,7 @@ class Layers(nn.Module):
         return type(module) is Chain
 
 
-def check_peak(device: str, turned: bool, with_optimizer: bool, config: dict[str, Any]) -> tuple[int, int, int]:
+def peak(device: str, turned: bool, with_optimizer: bool, config: dict[str, Any]) -> tuple[int, int, int]:
     """The peak while sharding, this rank's shards, and the largest unit, in bytes."""
     with torch.device(device):
         model = nn.Sequential(Layers(turned=turned))
@@ -417,29 +435,42 @@ def check_peak(device: str, turned: bool, with_optimizer: bool, config: dict[str
     return live.peak_bytes, sum(storage.nbytes() for storage in shards), unit_bytes
 
 
-def assert_one_unit_above_the_shards(world_size: int, device: str, turned: bool, with_optimizer: bool) -> None:
-    for config in ({}, {"sync_module_states": True}, {"activation_checkpointing": True}):
-        # Random states on their way between ranks, 5 KiB each; gloo lets go of what it has sent last a little later.
-        slack_bytes = 16384 + (4 * WIDTH * WIDTH if config.get("sync_module_states") else 0)
-        measured = run_ranks(check_peak, world_size, device, turned, with_optimizer, config)
-        for peak_bytes, shard_bytes, unit_bytes in measured:
-            values = f"peak {peak_bytes}, shards {shard_bytes}, unit {unit_bytes}, {config}"
-            assert peak_bytes <= shard_bytes + unit_bytes + slack_bytes, values
-            assert peak_bytes >= shard_bytes + unit_bytes // 3, f"nothing was measured: {values}"
+def check_one_unit_above_the_shards(
+    device: str, turned: bool, with_optimizer: bool, config: dict[str, Any], slack_bytes: int
+) -> None:
+    peak_bytes, shard_bytes, unit_bytes = peak(device, turned, with_optimizer, config)
+    values = f"peak {peak_bytes}, shards {shard_bytes}, unit {unit_bytes}"
+    assert peak_bytes <= shard_bytes + unit_bytes + slack_bytes, values
+    assert peak_bytes >= shard_bytes + unit_bytes // 3, f"nothing was measured: {values}"
 
 
-@pytest.mark.parametrize("with_optimizer", [False, True], ids=["", "with an optimizer"])
+def check_peaks(device: str, turned: bool) -> None:
+    # Random states on their way between ranks, 5 KiB each; gloo lets go of what it has sent last a little later.
+    slack_bytes = 16384
+    of_configs: list[tuple[dict[str, Any], int]] = [
+        ({}, slack_bytes),
+        ({"sync_module_states": True}, slack_bytes + 4 * WIDTH * WIDTH),
+        ({"activation_checkpointing": True}, slack_bytes),
+    ]
+    cases = {
+        f"{config}, {with_optimizer}": (device, turned, with_optimizer, config, slack)
+        for with_optimizer in (False, True)
+        for config, slack in of_configs
+    }
+    for_each(check_one_unit_above_the_shards, cases)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_meta_model_is_whole_one_unit_at_a_time(world_size: int, with_optimizer: bool):
-    """A model that fits on no single GPU can be made on many: at its peak a rank holds its shards and one unit."""
-    assert_one_unit_above_the_shards(world_size, "meta", False, with_optimizer)
+def test_a_meta_model_is_whole_one_unit_at_a_time(world_size: int):
+    """A model that fits on no single GPU can be made on many: at its peak a rank holds its shards and one unit, with an
+    optimizer and without."""
+    run_ranks(check_peaks, world_size, "meta", False)
 
 
-@pytest.mark.parametrize("with_optimizer", [False, True], ids=["", "with an optimizer"])
-def test_a_model_with_values_moves_unit_by_unit(with_optimizer: bool):
+def test_a_model_with_values_moves_unit_by_unit():
     """What is moved to the device, or copied because of its layout (which shows on the CPU), is let go with its unit:
     else a model that was read on the host would lie whole on each GPU, beside its shards, before training begins."""
-    assert_one_unit_above_the_shards(4, "cpu", True, with_optimizer)
+    run_ranks(check_peaks, 4, "cpu", True)
 
 
 # --- the models above
@@ -452,7 +483,7 @@ def test_models_are_what_they_say():
     assert [unit.name for unit in notes["tied_children"].roots] == [""]
     assert isinstance(build("decoder").decoder, Decoder)
     assert {len(names) for names in notes["nested"].tie_groups} == {2} and len(notes["nested"].units) == 5
-    assert sum(bool(plan_sharding(build(str(seed)), ShardingConfig()).tie_groups) for seed in trees()[:12]) >= 3
+    assert sum(bool(plan_sharding(build(tree), ShardingConfig()).tie_groups) for tree in some_trees()) >= 3
 
 
 class DrawnElsewhere(nn.Module):

@@ -9,6 +9,8 @@ import pytest
 from composer_fsdp2 import ConfigError, Outcome, translate
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Key, Kind, Origin, nearest_key
 
+pytestmark = pytest.mark.any_torch
+
 WRONG_VALUES = {
     Kind.BOOL: "yes",
     Kind.INT: 1.5,

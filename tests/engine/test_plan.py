@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from support.models import Block, Chain, Model, features, layer, random_model, tie
+from support.models import Block, Chain, Model, layer, tie
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
@@ -31,6 +26,8 @@ from composer_fsdp2 import (
     UnsupportedError,
     plan_sharding,
 )
+
+pytestmark = pytest.mark.any_torch
 
 BF16 = torch.bfloat16
 LOW = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -441,108 +438,6 @@ def test_optimizer_of_another_model():
         plan_sharding(Model(), ShardingConfig(), optimizers=torch.optim.SGD(Model().parameters(), lr=0.1))
 
 
-# --- every model
-
-
-def claims(model: nn.Module, plan: ShardingPlan) -> Iterator[tuple[ShardUnit, set[nn.Parameter]]]:
-    """Which parameters fully_shard takes in each call, in the order of the plan.
-
-    Its rule (torch/distributed/fsdp/_fully_shard/_fsdp_init.py, _get_managed_modules): everything below the given
-    modules, but not inside a module that an earlier call was given, nor ignored.
-    """
-    by_path = dict(model.named_modules(remove_duplicate=False))
-    by_name = dict(model.named_parameters(remove_duplicate=False))
-    ignored = {by_name[name] for left in plan.left_out for name in left.names}
-    sharded: set[nn.Module] = set()
-    for unit in plan.units:
-        heads = [by_path[path] for path in unit.modules]
-        waiting, seen = list(heads), set(heads)
-        while waiting:
-            for child in waiting.pop().children():
-                if child not in seen and child not in sharded:
-                    seen.add(child)
-                    waiting.append(child)
-        yield unit, {p for module in seen for p in module.parameters(recurse=False)} - ignored
-        sharded.update(heads)
-
-
-def check_complete(model: nn.Module, plan: ShardingPlan) -> None:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    by_name = dict(model.named_parameters(remove_duplicate=False))
-    taken: list[nn.Parameter] = [by_name[name] for left in plan.left_out for name in left.names]
-    for unit, claimed in claims(model, plan):
-        assert claimed == {by_name[name] for name in names_of(unit)}, f"{unit.modules} takes other parameters"
-        assert [list(p.names) for p in unit.parameters] == [names[by_name[name]] for name in names_of(unit)]
-        taken.extend(claimed)
-    assert len(taken) == len(set(taken)) == len(names), "a parameter lies in two units, or in none"
-    assert set(taken) == set(names)
-
-
-def check_order(model: nn.Module, plan: ShardingPlan) -> None:
-    by_path = dict(model.named_modules(remove_duplicate=False))
-    done: set[nn.Module] = set()
-    for unit in plan.units:
-        heads = [by_path[path] for path in unit.modules]
-        assert not done & set(heads), f"{unit.modules} is sharded twice"
-        below = {module for head in done for module in head.modules()}
-        assert not below & set(heads), f"{unit.modules} comes after what contains it"
-        assert not any(isinstance(head, nn.ModuleList | nn.ModuleDict) for head in heads)
-        done.update(heads)
-
-
-def check_roots(plan: ShardingPlan) -> None:
-    """torch: the outermost unit of a call must be one module; a group there fails in the first forward."""
-    for unit in plan.units:
-        roots = [
-            root
-            for root in plan.roots
-            for path in unit.modules
-            if f"{path}.".startswith(f"{root.name}.") or not root.name
-        ]
-        assert len(roots) >= len(unit.modules), f"no root above {unit.modules}"
-        assert not unit.is_root or len(unit.modules) == 1
-
-
-@given(st.randoms(use_true_random=False), st.booleans())
-@settings(derandomize=True, deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
-def test_every_parameter_has_one_place(rng: random.Random, is_low: bool):
-    """Whatever the tree: no parameter is forgotten, none is gathered twice (torch 2.7 unties in silence, later ones
-    raise), ties hold, and the plan is the same on every rank."""
-    model = random_model(rng)
-    config = ShardingConfig(mixed_precision=LOW if is_low else MixedPrecisionPolicy(cast_forward_inputs=False))
-    before = footprint(model)
-    try:
-        plan = plan_sharding(model, config)
-    except PlanError as error:
-        assert "nothing to shard" in str(error)  # noqa: PT017  one of the two right answers
-        children = [child for child in model.children() if getattr(child, "_fsdp_wrap", True)]
-        assert not any(True for child in children for _ in child.parameters())
-        return
-    assert footprint(model) == before
-    check_complete(model, plan)
-    check_order(model, plan)
-    check_roots(plan)
-    assert plan_sharding(copy.deepcopy(model), config) == plan
-    json.dumps(plan.to_json())
-    assert plan.explain()
-
-
-def test_random_trees_have_what_the_property_is_about():
-    """The property above would say little about trees without ties, groups, containers and left-out parameters."""
-    plans = []
-    for seed in range(300):
-        model = random_model(random.Random(seed))
-        if any(True for child in model.children() if getattr(child, "_fsdp_wrap", True) for _ in child.parameters()):
-            plans.append(plan_of(model))
-    assert sum(bool(plan.tie_groups) for plan in plans) > 50
-    assert sum(any(len(unit.modules) > 1 for unit in plan.units) for plan in plans) > 5
-    assert sum(bool(plan.left_out) for plan in plans) > 20
-    assert sum(any(not unit.name for unit in plan.units) for plan in plans) > 10
-    assert sum(len(plan.units) > 4 for plan in plans) > 50
-
-
 # --- time
 
 
@@ -553,9 +448,10 @@ def many_blocks(num_blocks: int) -> Model:
 
 
 def seconds_to_plan(model: nn.Module, config: ShardingConfig) -> float:
-    begin_s = time.perf_counter()
+    """Of the processor: what else the machine does costs nothing."""
+    begin_s = time.process_time()
     plan_sharding(model, config)
-    return time.perf_counter() - begin_s
+    return time.process_time() - begin_s
 
 
 @pytest.mark.parametrize("prefetch", [Prefetch(), Prefetch(forward=2, backward=2)], ids=["default", "prefetch"])
@@ -582,9 +478,3 @@ def test_planning_many_ties_takes_no_longer():
         return Chain(child=child)
 
     assert seconds_to_plan(tied(200), ShardingConfig()) < 4
-
-
-def test_random_models_run():
-    """The trees of the property are models: the tests of apply train them."""
-    for seed in range(20):
-        assert random_model(random.Random(seed))(features(seed, width=3)).isfinite().all(), f"seed {seed}"

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_fsdp2 import ActivationCheckpointing, PlanError, Prefetch, ShardingConfig, ShardingPlan, plan_sharding
+
+pytestmark = pytest.mark.any_torch
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
 CONFIGS = st.builds(
@@ -110,6 +113,7 @@ def test_every_tree_has_a_plan_that_can_be_carried_out(tree: Tree, config: Shard
     check_places(model, plan)
     check_ties(model, plan)
     check_units_gather_what_runs_in_them(model, plan)
+    check_what_torch_takes(model, plan)
     check_order(model, plan)
     check_roots(model, plan)
 
@@ -149,6 +153,31 @@ def check_units_gather_what_runs_in_them(model: nn.Module, plan: ShardingPlan) -
                     unit_of[modules[path]] for path in at_or_above(name.rpartition(".")[0]) if modules[path] in unit_of
                 )
                 assert above is unit, f"{name} is in {unit.name!r}, and {above.name!r} is around it"
+
+
+def check_what_torch_takes(model: nn.Module, plan: ShardingPlan) -> None:
+    """fully_shard, called unit by unit, takes the parameters that the plan says, and no others.
+
+    Its rule (torch/distributed/fsdp/_fully_shard/_fsdp_init.py, _get_managed_modules): everything below the given
+    modules, but not inside a module that an earlier call was given, nor ignored.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    outside = {name for left in plan.left_out for name in left.names} | set(plan.ignored)
+    outside |= {spec.name for spec in plan.replicated}
+    ignored = {by_name[name] for name in outside}
+    sharded: set[nn.Module] = set()
+    for unit in plan.units:
+        heads = [modules[path] for path in unit.modules]
+        waiting, seen = list(heads), set(heads)
+        while waiting:
+            for child in waiting.pop().children():
+                if child not in seen and child not in sharded:
+                    seen.add(child)
+                    waiting.append(child)
+        taken = {parameter for module in seen for parameter in module.parameters(recurse=False)} - ignored
+        assert taken == {by_name[spec.name] for spec in unit.parameters}, f"{unit.modules} takes other parameters"
+        sharded.update(heads)
 
 
 def check_order(model: nn.Module, plan: ShardingPlan) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from support.models import Chain, layer, tie
 from torch import nn
 
 from composer_fsdp2.tying import parameter_uses, tie_groups
+
+pytestmark = pytest.mark.any_torch
 
 
 def test_every_name_of_a_tied_parameter_is_known():

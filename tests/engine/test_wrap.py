@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.models import Chain, FakeMetric, Model, Node, layer, tie
+from support.models import Chain, FakeMetric, Model, layer, tie
 from torch import nn
 
 from composer_fsdp2 import PlanError
 from composer_fsdp2.wrap import Selection, is_metric, select_units
+
+pytestmark = pytest.mark.any_torch
 
 
 def units_of(model: nn.Module, **options: Any) -> dict[str, list[str]]:
@@ -156,7 +158,7 @@ def test_a_chosen_container_stays_in_the_unit_above():
 
 def test_container_with_parameters_of_its_own_needs_the_model():
     """Nobody calls a ParameterList, so only the model's own forward can gather what it holds."""
-    model = Node(2, has_weight=False)
+    model = Chain()
     model.bias = nn.ParameterList([nn.Parameter(layer().weight.data)])
     model.inner = layer()
     assert units_of(model) == {"inner": ["inner.weight"], "": ["bias.0"]}

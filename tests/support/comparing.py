@@ -12,16 +12,19 @@ from torch.distributed.tensor import DTensor
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def assert_same(found: Any, expected: Any, what: str = "") -> None:
-    """The same keys and classes, and every tensor equal in dtype, shape and each bit; names all that differ.
+def assert_same(found: Any, expected: Any, what: str = "", *, in_bits: bool = False) -> None:
+    """The same keys and classes, and every tensor equal in dtype, shape and each element; names all that differ.
 
     Mappings and sequences are walked; a number is compared as it is, NaN is equal to itself.
+
+    Args:
+        in_bits: Whether -0.0 is another tensor element than 0.0, as in a copy.
     """
-    problems = list(differences(found, expected))
+    problems = list(differences(found, expected, in_bits=in_bits))
     assert not problems, "\n".join(filter(None, [what, *problems]))
 
 
-def differences(found: Any, expected: Any, path: str = "") -> Iterator[str]:
+def differences(found: Any, expected: Any, path: str = "", *, in_bits: bool = False) -> Iterator[str]:
     """A line for each place where two nested values differ."""
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         for key in [*expected, *(key for key in found if key not in expected)]:
@@ -29,9 +32,9 @@ def differences(found: Any, expected: Any, path: str = "") -> Iterator[str]:
             if key not in found or key not in expected:
                 yield f"{place}: {'missing' if key not in found else 'not expected'}"
             else:
-                yield from differences(found[key], expected[key], place)
+                yield from differences(found[key], expected[key], place, in_bits=in_bits)
     elif isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        if problem := _tensor_difference(found, expected):
+        if problem := _tensor_difference(found, expected, in_bits):
             yield f"{path}: {problem}"
     elif isinstance(expected, list | tuple) and isinstance(found, list | tuple):
         if (type(found), len(found)) != (type(expected), len(expected)):
@@ -39,15 +42,18 @@ def differences(found: Any, expected: Any, path: str = "") -> Iterator[str]:
             yield f"{path}: {kinds[0]}, expected {kinds[1]}"
         else:
             for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-                yield from differences(one, other, f"{path}[{number}]")
+                yield from differences(one, other, f"{path}[{number}]", in_bits=in_bits)
+    elif type(expected).__module__ == "numpy" and type(found) is type(expected):
+        if (found.dtype, found.shape, found.tobytes()) != (expected.dtype, expected.shape, expected.tobytes()):
+            yield f"{path}: {found!r}, expected {expected!r}"
     elif type(found) is not type(expected) or not (found == expected or (found != found and expected != expected)):
         yield f"{path}: {found!r}, expected {expected!r}"
 
 
-def _tensor_difference(found: torch.Tensor, expected: torch.Tensor) -> str:
+def _tensor_difference(found: torch.Tensor, expected: torch.Tensor, in_bits: bool) -> str:
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
         return f"{found.dtype} of {tuple(found.shape)}, expected {expected.dtype} of {tuple(expected.shape)}"
-    if torch.equal(found, expected) or torch.equal(_bits(found), _bits(expected)):  # the second for NaN
+    if (not in_bits and torch.equal(found, expected)) or torch.equal(_bits(found), _bits(expected)):  # of NaN, too
         return ""
     number = int((found != expected).sum())
     return f"{number} of {expected.numel()} elements differ: {found}, expected {expected}"

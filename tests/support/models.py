@@ -5,7 +5,6 @@ Tests and ranks import it as ``support.models``; a rank can build only what a mo
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import torch
@@ -122,91 +121,3 @@ class FakeMetric(nn.Module):
 
 
 FakeMetric.__name__, FakeMetric.__module__ = "Metric", "torchmetrics.metric"
-
-
-# Random trees ---------------------------------------------------------------------------------------------------------
-
-
-class Leaf(nn.Module):
-    """One square weight."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(x @ self.weight)
-
-
-class Node(Wrapping):
-    """Calls its children, reaching through containers, and may hold a weight of its own."""
-
-    def __init__(self, width: int, has_weight: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width) if has_weight else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight is not None:
-            x = x + torch.tanh(x @ self.weight)
-        for child in callable_children(self):
-            x = child(x)
-        return x
-
-
-def callable_children(module: nn.Module) -> list[nn.Module]:
-    found = []
-    for child in module._modules.values():  # named_children would hide a module's second place
-        found.extend(callable_children(child) if isinstance(child, nn.ModuleList) else [child])
-    return found
-
-
-def random_model(rng: random.Random, *, width: int = 3, excluded: bool = True) -> Node:
-    """A tree with nesting, containers, modules without parameters or in two places, ties, frozen parameters and every
-    kind of answer that a wrap function may give.
-
-    Args:
-        rng: ``random.Random``, or what hypothesis passes for it.
-        excluded: Whether a direct child may have ``_fsdp_wrap = False``.
-    """
-    model = Node(width, rng.random() < 0.2)
-    made: list[nn.Module] = []
-    for i in range(rng.choice([1, 1, 2, 3])):
-        child = _random_module(rng, width, depth=3, made=made)
-        model.add_module(f"child{i}", child)
-        if excluded and rng.random() < 0.1:
-            child._fsdp_wrap = False
-        if isinstance(child, Node):
-            _choose_answers(rng, child)
-    _tie_some(rng, model)
-    for parameter in model.parameters():
-        parameter.requires_grad_(rng.random() < 0.85)
-    return model
-
-
-def _random_module(rng: random.Random, width: int, depth: int, made: list[nn.Module]) -> nn.Module:
-    kind = rng.choice(["leaf", "leaf", "leaf", "node", "node", "list", "empty", "again"] if made else ["node", "list"])
-    if kind == "again" and made:
-        return rng.choice(made)
-    if depth and kind in ("node", "list"):
-        module: nn.Module = Node(width, rng.random() < 0.4) if kind == "node" else nn.ModuleList()
-        for i in range(rng.randint(0, 4)):
-            module.add_module(str(i), _random_module(rng, width, depth - 1, made))
-    else:
-        module = nn.Tanh() if kind == "empty" else Leaf(width)
-    made.append(module)
-    return module
-
-
-def _choose_answers(rng: random.Random, child: Node) -> None:
-    choices: list[Any] = [False, True, True, True, {}, {"reshard_after_forward": False}]
-    for path, module in child.named_modules():
-        child.answers[path] = rng.choice(choices)
-        if path and rng.random() < 0.15:
-            module._fsdp_wrap = rng.random() < 0.5
-
-
-def _tie_some(rng: random.Random, model: nn.Module) -> None:
-    owners = [module for module in model.modules() if getattr(module, "weight", None) is not None]
-    for _ in range(rng.choice([0, 1, 1, 2, 2, 3])):
-        if len(owners) > 1:
-            tie(*(rng.choice(owners) for _ in range(rng.randint(2, 3))))

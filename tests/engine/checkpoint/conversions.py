@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -47,25 +46,6 @@ def without_empty_dicts(value: Any) -> Any:
         parts = {key: without_empty_dicts(part) for key, part in value.items()}
         return {key: part for key, part in parts.items() if part != {} or not isinstance(part, dict)}
     return value
-
-
-def assert_same(ours: Any, theirs: Any, path: str = "") -> None:
-    """The same nested value, bit for bit and type for type; an OrderedDict is a dict."""
-    if isinstance(theirs, torch.Tensor):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), path
-        assert raw(ours) == raw(theirs), path
-    elif isinstance(theirs, dict):
-        assert isinstance(ours, dict) and set(ours) == set(theirs), (path, list(ours), list(theirs))
-        for key in theirs:
-            assert_same(ours[key], theirs[key], f"{path}.{key}")
-    elif isinstance(theirs, list | tuple):
-        assert type(ours) is type(theirs) and len(ours) == len(theirs), path
-        for number, part in enumerate(theirs):
-            assert_same(ours[number], part, f"{path}.{number}")
-    elif isinstance(theirs, numpy.ndarray):
-        assert ours.dtype == theirs.dtype and numpy.array_equal(ours, theirs), path
-    else:
-        assert ours == theirs, path
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -64,19 +64,6 @@ def values_of(inventory: CheckpointInventory) -> dict[EntryPath, Any]:
     return found
 
 
-def assert_same(found: dict[EntryPath, Any], expected: dict[EntryPath, Any]) -> None:
-    """Bit for bit, kind for kind."""
-    assert found.keys() == expected.keys()
-    for path, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert (found[path].dtype, found[path].shape) == (value.dtype, value.shape), path
-            assert bytes_of(found[path]) == bytes_of(value), path
-        elif type(value).__module__ == "numpy":
-            assert found[path].tolist() == value.tolist() and found[path].dtype == value.dtype, path
-        else:
-            assert found[path] == value, path
-
-
 def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 

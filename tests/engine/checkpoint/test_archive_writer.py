@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support.comparing import assert_same
 
 from composer_fsdp2.checkpoint.storage.archive_writer import ArchivePlan, Slot, plan_archive
 
@@ -87,23 +88,6 @@ def checkpoint() -> dict[str, Any]:
     }
 
 
-def assert_same(ours: Any, theirs: Any, path: str = "") -> None:
-    if isinstance(theirs, torch.Tensor):
-        assert (ours.shape, ours.dtype, raw(ours)) == (theirs.shape, theirs.dtype, raw(theirs)), path
-    elif isinstance(theirs, dict):
-        assert list(ours) == list(theirs), path
-        for key in theirs:
-            assert_same(ours[key], theirs[key], f"{path}.{key}")
-    elif isinstance(theirs, list | tuple):
-        assert type(ours) is type(theirs) and len(ours) == len(theirs), path
-        for number, part in enumerate(theirs):
-            assert_same(ours[number], part, f"{path}.{number}")
-    elif isinstance(theirs, numpy.ndarray):
-        assert numpy.array_equal(ours, theirs), path
-    else:
-        assert ours == theirs, path
-
-
 def test_the_bytes_are_those_of_torch_save(tmp_path: Path):
     """A file of ours is one of torch's to whatever reads it: it differs in the 40 digits of its id, and their CRC."""
     value = checkpoint()
@@ -127,7 +111,7 @@ def test_torch_loads_it(tmp_path: Path, options: dict[str, Any]):
     value = checkpoint()
     write(tmp_path / "ours.pt", value)
     loaded = torch.load(tmp_path / "ours.pt", **options)
-    assert_same(loaded, value)
+    assert_same(loaded, value, in_bits=True)
     assert loaded["state"]["model"]["wte.weight"] is loaded["state"]["model"]["lm_head.weight"]
 
 
@@ -135,7 +119,7 @@ def test_torch_loads_weights_only(tmp_path: Path):
     """A file of tensors needs nothing beyond torch's own allow-list."""
     value = {"model": checkpoint()["state"]["dtypes"], "of": {"params": ["a", "b"], "lr": 0.1}}
     write(tmp_path / "ours.pt", value)
-    assert_same(torch.load(tmp_path / "ours.pt", weights_only=True), value)
+    assert_same(torch.load(tmp_path / "ours.pt", weights_only=True), value, in_bits=True)
 
 
 def test_zip_tools_find_it_whole(tmp_path: Path):
@@ -154,8 +138,8 @@ def test_an_archive_in_the_middle_of_a_file(tmp_path: Path):
     second = write(path, {"b": torch.arange(7)}, at=first.num_bytes)
     data = path.read_bytes()
     assert len(data) == first.num_bytes + second.num_bytes
-    assert_same(torch.load(io.BytesIO(data[: first.num_bytes])), {"a": torch.ones(3)})
-    assert_same(torch.load(io.BytesIO(data[first.num_bytes :])), {"b": torch.arange(7)})
+    assert_same(torch.load(io.BytesIO(data[: first.num_bytes])), {"a": torch.ones(3)}, in_bits=True)
+    assert_same(torch.load(io.BytesIO(data[first.num_bytes :])), {"b": torch.arange(7)}, in_bits=True)
 
 
 LARGE = {

@@ -19,6 +19,8 @@ from engine.checkpoint.samples import composer_state
 
 from composer_fsdp2.checkpoint.conversion import copying, unfinished
 
+pytestmark = pytest.mark.any_torch
+
 NUM_POINTS = 50
 
 

@@ -14,10 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
-from engine.checkpoint.conversions import assert_same, convert, loaded, loaded_folder, without_empty_dicts
+from engine.checkpoint.conversions import convert, loaded, loaded_folder, without_empty_dicts
 from engine.checkpoint.test_archive_writer import DTYPES, random_tensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.comparing import assert_same
 
 from composer_fsdp2.checkpoint.conversion import copying
 from composer_fsdp2.checkpoint.formats.safetensors_folder import DTYPES as SAFETENSORS_DTYPES
@@ -76,10 +77,10 @@ def test_there_and_back(state: dict[str, Any], files: int, chunk_bytes: int):
     with folder_and_chunks(chunk_bytes) as folder:
         torch.save(state, folder / "source.pt")
         convert(folder / "source.pt", folder / "sharded", "dcp", files=files)
-        assert_same(without_empty_dicts(loaded_folder(folder / "sharded")), without_empty_dicts(state))
+        assert_same(without_empty_dicts(loaded_folder(folder / "sharded")), without_empty_dicts(state), in_bits=True)
         convert(folder / "sharded", folder / "resharded", "dcp", files=6 - files)
         convert(folder / "resharded", folder / "back.pt", "monolithic")
-        assert_same(loaded(folder / "back.pt"), state)
+        assert_same(loaded(folder / "back.pt"), state, in_bits=True)
 
 
 @SETTINGS
@@ -98,12 +99,12 @@ def test_through_safetensors(model: dict[str, torch.Tensor], files: int, chunk_b
         torch.save({"state": {"model": model}}, folder / "source.pt")
         convert(folder / "source.pt", folder / "hf", "safetensors", files=files)
         convert(folder / "hf", folder / "back.pt", "monolithic")
-        assert_same(loaded(folder / "back.pt"), {"state": {"model": model}})
+        assert_same(loaded(folder / "back.pt"), {"state": {"model": model}}, in_bits=True)
         if (library := _safetensors()) is not None:
             found: dict[str, torch.Tensor] = {}
             for file in (folder / "hf").glob("*.safetensors"):
                 found |= library(file)
-            assert_same(found, model)
+            assert_same(found, model, in_bits=True)
 
 
 def _safetensors() -> Any:

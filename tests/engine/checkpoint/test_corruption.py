@@ -15,6 +15,8 @@ from composer_fsdp2.checkpoint.verification.faults import FaultKind
 from composer_fsdp2.checkpoint.verify import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
 
+pytestmark = pytest.mark.any_torch
+
 
 def rows(*found_by: FoundBy) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("corruption", [c for c in CORRUPTIONS if c.found_by in found_by], ids=str)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import zlib
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_fsdp2.checkpoint.storage.crc import shifted
+
+pytestmark = pytest.mark.any_torch
 
 binaries = st.binary(max_size=300)
 

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from engine.checkpoint.samples import LEGACY, assert_same, composer_state, leaves, values_of
+from engine.checkpoint.samples import LEGACY, composer_state, leaves, values_of
+from support.comparing import assert_same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint
 from composer_fsdp2.checkpoint.formats import dcp
+from composer_fsdp2.checkpoint.verify import verify_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 
@@ -35,7 +37,15 @@ def of_torch(folder: Path, scratch: Path) -> dict[Any, Any]:
 def test_old_directory_holds_what_torch_reads(tmp_path: Path, name: str):
     """ShardedTensor, DTensor and flat checkpoints of Composer 0.17 and 0.22 are read whole, entry by entry."""
     folder = LEGACY / name / "ep0-ba3"
-    assert_same(values_of(inspect_checkpoint(folder)), of_torch(folder, tmp_path / "x.pt"))
+    assert_same(values_of(inspect_checkpoint(folder)), of_torch(folder, tmp_path / "x.pt"), in_bits=True)
+
+
+def test_verify_finds_torchs_conversion_equal(tmp_path: Path):
+    """A sharded checkpoint and torch's own conversion of it are equal, though one is flattened and in boxes."""
+    source = LEGACY / "c220" / "sharded" / "ep0-ba3"
+    dcp_to_torch_save(str(source), str(tmp_path / "file.pt"))
+    assert (report := verify_checkpoint(tmp_path / "file.pt", source)).ok, str(report)
+    assert (report := verify_checkpoint(source, tmp_path / "file.pt")).ok, str(report)
 
 
 def test_old_directories_are_told_apart():
@@ -53,7 +63,7 @@ def test_directory_of_this_torch_holds_what_was_saved(tmp_path: Path):
     state = composer_state()
     torch_dcp.save(state, checkpoint_id=str(tmp_path))
     inventory = inspect_checkpoint(tmp_path)
-    assert_same(values_of(inventory), dict(leaves(state)))
+    assert_same(values_of(inventory), dict(leaves(state)), in_bits=True)
     assert inventory.groups("AdamW")[0]["params"] == ["model.weight", "model.bias"]
     assert inventory.writer.composer_version == "0.32.1"
 
@@ -63,7 +73,11 @@ def test_part_of_a_state_is_read_to_where_it_belongs(tmp_path: Path):
     optimizer = composer_state()["state"]["optimizers"]["AdamW"]
     torch_dcp.save(optimizer, checkpoint_id=str(tmp_path))
     inventory = dcp.read(tmp_path, trust=False, prefix=("state", "optimizers", "AdamW"))
-    assert_same(values_of(inventory), {("state", "optimizers", "AdamW", *path): v for path, v in leaves(optimizer)})
+    assert_same(
+        values_of(inventory),
+        {("state", "optimizers", "AdamW", *path): v for path, v in leaves(optimizer)},
+        in_bits=True,
+    )
 
 
 def test_directory_of_another_trainer_is_refused(tmp_path: Path):

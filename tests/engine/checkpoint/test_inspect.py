@@ -24,6 +24,8 @@ from composer_fsdp2.checkpoint.describe import Section, as_data, as_text, human_
 from composer_fsdp2.checkpoint.formats import monolithic
 from composer_fsdp2.checkpoint.locate import NotACheckpointError
 
+pytestmark = pytest.mark.any_torch
+
 # --- only metadata
 
 
@@ -35,9 +37,9 @@ def test_gigabytes_are_inspected_in_well_under_a_second(tmp_path: Path, form: st
         torch.save({"state": {"model": {"w": torch.empty(3 << 29)}}}, path)
     if form == "in a tar file":
         path = in_sparse_tar(path, tmp_path / "big.tar")
-    started, before = time.monotonic(), bytes_read()
+    started, before = time.process_time(), bytes_read()
     inventory = inspect_checkpoint(path)
-    assert bytes_read() - before < 1_000_000 and time.monotonic() - started < 1
+    assert bytes_read() - before < 1_000_000 and time.process_time() - started < 1
     assert {name: record.num_bytes for name, record in inventory.model.items()} == {"w": 6 << 30}
     assert inventory.num_bytes > 6 << 30
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from engine.checkpoint.corruptions import CORRUPTIONS, FoundBy, flip, prepared
 from engine.checkpoint.samples import bytes_of
-from support.comparing import full
+from support.comparing import assert_same, full
 from support.models import VOCABULARY, WIDTH, Model, tokens
 from support.ranks import run_ranks
 from support.training import assert_close
@@ -137,14 +137,6 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str) -> None:
-    """Bit for bit."""
-    assert ours.keys() == theirs.keys(), f"{what}: {sorted(ours.keys() ^ theirs.keys())}"
-    for name, value in theirs.items():
-        assert (ours[name].dtype, ours[name].shape) == (value.dtype, value.shape), f"{what}: {name} {ours[name].dtype}"
-        assert bytes_of(ours[name].cpu()) == bytes_of(value.cpu()), f"{what}: {name}: {ours[name]}, not {value}"
-
-
 def refused(
     what: str,
     path: str | Path,
@@ -159,7 +151,7 @@ def refused(
         load_checkpoint(path, model, optimizer, **options)
     missing = [text for text in says if not re.search(text, str(raised.value))]
     assert not missing, f"{what}: {raised.value}\ndoes not say {missing}"
-    assert_same(contents(model, optimizer), before[0], what)
+    assert_same(contents(model, optimizer), before[0], what, in_bits=True)
     assert (hyperparameters(optimizer) if optimizer else []) == before[1], what
 
 
@@ -229,7 +221,7 @@ def check_optimizers(folder: str) -> None:
                 report = load_checkpoint(path, ours, own)
                 assert (report.left_out, report.kept, report.cast) == ((), (), ()), f"{what}: {report}"
                 assert report.unchecked_bytes == 0, f"{what}: {report}"
-                assert_same(contents(ours, own), contents(model, optimizer), what)
+                assert_same(contents(ours, own), contents(model, optimizer), what, in_bits=True)
                 assert hyperparameters(own) == hyperparameters(optimizer), what
                 if name not in WITHOUT_STEP or config is None:
                     step(model, optimizer, 2)
@@ -327,7 +319,7 @@ def check_groups(folder: str) -> None:
                 refused(what, path, ours, own, [expected])
             else:
                 load_checkpoint(path, ours, own)
-                assert_same(contents(ours, own), contents(model, optimizer), what)
+                assert_same(contents(ours, own), contents(model, optimizer), what, in_bits=True)
                 assert [group["weight_decay"] for group in own.param_groups] == expected, f"{what}: {own}"
                 assert {g["eps"] for g in own.param_groups if g["params"]} == {1e-4}, f"{what}: {own}"
 
@@ -343,7 +335,7 @@ def check_part_of_the_parameters(folder: str) -> None:
     path = saved(composer_state(model, optimizer), f"{folder}/part.pt")
     ours, own = untrained(make_optimizer=WITHOUT_HEAD, config={})
     load_checkpoint(path, ours, own)
-    assert_same(contents(ours, own), contents(model, optimizer), "part")
+    assert_same(contents(ours, own), contents(model, optimizer), "part", in_bits=True)
     # More parameters than in the file, and fewer.
     ours, own = untrained(make_optimizer=ONE, config={})
     refused("more", path, ours, own, [r"missing: .*the state of decoder\.head\.weight"])
@@ -371,7 +363,7 @@ def check_frozen(folder: str) -> None:
     ours, own = untrained(freeze_blocks, config={})
     report = load_checkpoint(path, ours, own)
     assert (report.left_out, report.kept) == ((), ()), str(report)
-    assert_same(contents(ours, own), contents(model, optimizer), "frozen")
+    assert_same(contents(ours, own), contents(model, optimizer), "frozen", in_bits=True)
     # Thawed since: these have no state in the file.
     ours, own = untrained(config={})
     refused("thawed", path, ours, own, [r"the state of decoder\.blocks\.0\.fc_in\.weight"])
@@ -460,7 +452,7 @@ def check_ties(folder: str) -> None:
             report = load_checkpoint(path, ours, own)
             assert (report.left_out, report.kept) == ((), ()), f"{name}: {report}"
             assert ours.decoder.embed.weight is ours.decoder.head.weight, name
-            assert_same(contents(ours, own), expected, f"{name}, {config}")
+            assert_same(contents(ours, own), expected, f"{name}, {config}", in_bits=True)
     bad = {
         "weights differ": (differ, rf"{EMBED} = .*{HEAD}: found different values"),
         "a part of a storage differs": (differ_in_part_of_a_storage, rf"{EMBED} = .*{HEAD}"),
@@ -514,14 +506,14 @@ def check_names(folder: str) -> None:
             report = load_checkpoint(path, ours, own)
             assert (report.left_out, report.kept) == ((), ()), f"{name}: {report}"
             assert bool(report.renamed) == is_renamed, f"{name}: {report.renamed}"
-            assert_same(contents(ours, own), expected, f"{name}, {config}")
+            assert_same(contents(ours, own), expected, f"{name}, {config}", in_bits=True)
     # And where the file lacks a prefix that the model has.
     path = saved({name.removeprefix("decoder."): v for name, v in whole["state"]["model"].items()}, f"{folder}/bare.pt")
     ours = Holder(Model().decoder)
     fully_shard(ours)
     load_checkpoint(path, ours)
     theirs = {name.replace("decoder.", "model."): value for name, value in contents(model).items()}
-    assert_same(contents(ours), theirs, "a prefix that the file lacks")
+    assert_same(contents(ours), theirs, "a prefix that the file lacks", in_bits=True)
 
 
 def test_names_with_prefixes(tmp_path: Path):
@@ -558,7 +550,7 @@ def check_safetensors(folder: str) -> None:
         assert report.left_out == () and len(report.renamed) == len(weights) - len(change), str(report)
         assert report.unchecked_bytes > 0, str(report)
         theirs = {key.replace("decoder.", "model."): value for key, value in contents(model).items()}
-        assert_same(contents(ours), theirs, name)
+        assert_same(contents(ours), theirs, name, in_bits=True)
         optimizer = adamw(ours)
         refused("no optimizer there", path, ours, optimizer, ["optimizers: found none"])
         load_checkpoint(path, ours, optimizer, weights_only=True)
@@ -663,7 +655,7 @@ def check_not_strict(folder: str) -> None:
         expected |= {name: before[name] for name in kept}
         for name in ("model decoder.norm.weight", "exp_avg of decoder.norm.weight"):
             expected[name] = expected[name].bfloat16().float()
-        assert_same(contents(ours, own), expected, "not strict")
+        assert_same(contents(ours, own), expected, "not strict", in_bits=True)
         assert own.param_groups[0]["initial_lr"] == 0.5 and own.param_groups[0]["amsgrad"] is False
         step(ours, own, 2)
 
@@ -684,12 +676,12 @@ def test_without_a_process_group(tmp_path: Path):
     path = saved(composer_state(model, optimizer), tmp_path / "a.pt")
     ours, own = untrained(tied)
     report = load_checkpoint(path, ours, own)
-    assert_same(contents(ours, own), contents(model, optimizer), "alone")
+    assert_same(contents(ours, own), contents(model, optimizer), "alone", in_bits=True)
     assert report.unchecked_bytes == 0
     bare = saved(model.state_dict(), tmp_path / "bare.pt")
     ours, _ = untrained(tied)
     load_checkpoint(bare, ours)
-    assert_same(contents(ours), contents(model), "bare")
+    assert_same(contents(ours), contents(model), "bare", in_bits=True)
     path = saved({"state": {"optimizers": {}}, "rng": []}, tmp_path / "none.pt")
     refused("without weights", path, ours, None, ["no model weights"])
     lone, own = saved(optimizer.state_dict(), tmp_path / "optimizer.pt"), adamw(ours)
@@ -703,7 +695,7 @@ def check_ddp(folder: str) -> None:
     ours = DistributedDataParallel(plain)
     own = adamw(ours)
     report = load_checkpoint(path, ours, own)
-    assert_same(contents(ours, own), contents(model, optimizer), "DDP")
+    assert_same(contents(ours, own), contents(model, optimizer), "DDP", in_bits=True)
     read = torch.tensor(report.num_bytes)
     dist.all_reduce(read)
     assert read.item() < 1.2 * path.stat().st_size, "each rank of a replicated model read the whole file"
@@ -711,7 +703,7 @@ def check_ddp(folder: str) -> None:
     path = saved(composer_state(ours, own, by_id=True), f"{folder}/ddp.pt")
     sharded, its_own = untrained(config={})
     load_checkpoint(path, sharded, its_own)
-    assert_same(contents(sharded, its_own), contents(model, optimizer), "from DDP")
+    assert_same(contents(sharded, its_own), contents(model, optimizer), "from DDP", in_bits=True)
 
 
 def test_ddp(tmp_path: Path):
@@ -842,7 +834,7 @@ def check_dtypes(folder: str) -> None:
             expected, value = model.state_dict()[name], value.detach()
             if isinstance(value, DTensor):
                 expected, value = expected.chunk(2)[dist.get_rank()], value.to_local()
-            assert_same({name: value}, {name: expected}, way)
+            assert_same({name: value}, {name: expected}, way, in_bits=True)
 
 
 def test_dtypes(tmp_path: Path):
@@ -866,7 +858,7 @@ def check_shard_of_columns(folder: str) -> None:
         report = load_checkpoint(path, ours, own)
         assert ours[0].weight.placements == (Shard(1),)
         assert report.unchecked_bytes == 0, str(report)
-        assert_same(contents(ours, own), contents(model, optimizer), str(path))
+        assert_same(contents(ours, own), contents(model, optimizer), str(path), in_bits=True)
         assert own.state[ours[0].weight]["exp_avg"].placements == (Shard(1),)
 
 
@@ -893,17 +885,17 @@ def check_plans(folder: str) -> None:
         for one_reader in (False, True):
             ours, own = untrained(tied, config=config)
             load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
-            assert_same(contents(ours, own), expected, name)
+            assert_same(contents(ours, own), expected, name, in_bits=True)
             assert ours.decoder.blocks[0].scale.item() == 0.75, f"{name}: what the state dict shows was a copy"
             ours, own = untrained(tied, config=config)
             report = load_checkpoint(path, ours, own, weights_only=True, one_reader_per_node=one_reader)
             assert report.left_out == ("optimizer AdamW",) and not own.state, f"{name}: {report}"
-            assert_same(contents(ours), contents(model), name)
+            assert_same(contents(ours), contents(model), name, in_bits=True)
             # After a forward without gradients, an evaluation's, parameters are gathered.
             with torch.no_grad():
                 ours(tokens(0))
             load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
-            assert_same(contents(ours, own), expected, name)
+            assert_same(contents(ours, own), expected, name, in_bits=True)
 
 
 def test_any_plan(tmp_path: Path):
@@ -926,7 +918,7 @@ def check_bytes(folder: str, config: dict[str, Any], num_shards: int) -> list[in
     path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
     ours, own = untrained(Large, config=config)
     report = load_checkpoint(path, ours, own)
-    assert_same(contents(ours, own), contents(model, optimizer), str(config))
+    assert_same(contents(ours, own), contents(model, optimizer), str(config), in_bits=True)
     assert report.unchecked_bytes == 0
     num_bytes = sum(value.numel() * value.element_size() for value in contents(model, optimizer).values())
     shard = num_bytes / num_shards / (dist.get_world_size() / num_shards)
@@ -957,7 +949,7 @@ def check_one_reader(folder: str) -> int:
     # Two machines of two ranks each, by what their ranks say they are called.
     with mock.patch("socket.gethostname", return_value=f"machine {dist.get_rank() // 2}"):
         report = load_checkpoint(path, ours, own, one_reader_per_node=True)
-    assert_same(contents(ours, own), contents(model, optimizer), "one reader")
+    assert_same(contents(ours, own), contents(model, optimizer), "one reader", in_bits=True)
     return report.num_bytes
 
 
@@ -1054,7 +1046,7 @@ def check_corruptions(folder: str, layout: str) -> dict[str, str]:
             place = damaged.parent if layout == "monolithic" else damaged
             assert str(place) in found[row.name], f"{row}: {found[row.name]}"
         if expected is not None:
-            assert_same(contents(model, optimizer), expected, f"{row}: {found[row.name]}")
+            assert_same(contents(model, optimizer), expected, f"{row}: {found[row.name]}", in_bits=True)
     return found
 
 
@@ -1103,7 +1095,7 @@ def check_one_ranks_bytes(folder: str) -> None:
     mine = copies[dist.get_rank()]
     ours, own = untrained(Large, config={})
     assert load_checkpoint(mine, ours, own).unchecked_bytes == 0  # each node has its own copy
-    assert_same(contents(ours, own), contents(model, optimizer), "own copies")
+    assert_same(contents(ours, own), contents(model, optimizer), "own copies", in_bits=True)
     for damage in ("bits", "length", "missing", "other"):
         ours, own = untrained(Large, config={})
         if dist.get_rank() == 1:

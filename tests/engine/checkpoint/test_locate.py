@@ -14,6 +14,8 @@ from engine.checkpoint.samples import LEGACY, composer_state
 from composer_fsdp2 import CheckpointError
 from composer_fsdp2.checkpoint.locate import NotACheckpointError, find, locate
 
+pytestmark = pytest.mark.any_torch
+
 DCP = LEGACY / "c220" / "sharded" / "ep0-ba3"
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine.checkpoint.samples import LEGACY, assert_same, composer_state, leaves, values_of
+from engine.checkpoint.samples import LEGACY, composer_state, leaves, values_of
+from support.comparing import assert_same
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint
 
@@ -22,7 +23,9 @@ def test_old_file_holds_what_torch_load_gives(run: str):
     """Weights, optimizer, random states and the rest of a file of Composer 0.17 or 0.22 arrive as they were saved."""
     path = LEGACY / run / "full" / "ep0-ba3-rank0.pt"
     inventory = inspect_checkpoint(path)
-    assert_same(values_of(inventory), dict(leaves(torch.load(path, weights_only=False, map_location="cpu"))))
+    assert_same(
+        values_of(inventory), dict(leaves(torch.load(path, weights_only=False, map_location="cpu"))), in_bits=True
+    )
 
 
 def test_old_file_says_who_wrote_it():
@@ -57,7 +60,7 @@ def test_tensors_of_every_form_are_found_in_the_file(tmp_path: Path):
     }
     path = saved({"state": {"model": model}}, tmp_path / "x.pt")
     expected = {("state", "model", name): value for name, value in torch.load(path)["state"]["model"].items()}
-    assert_same(values_of(inspect_checkpoint(path)), expected)
+    assert_same(values_of(inspect_checkpoint(path)), expected, in_bits=True)
 
 
 def test_optimizer_of_ddp_is_told_from_fsdps(tmp_path: Path):
@@ -98,7 +101,7 @@ def test_file_without_crcs_is_read(tmp_path: Path):
         path = saved(composer_state(), tmp_path / "x.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert_same(values_of(inspect_checkpoint(path)), dict(leaves(torch.load(path, weights_only=False))))
+    assert_same(values_of(inspect_checkpoint(path)), dict(leaves(torch.load(path, weights_only=False))), in_bits=True)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ def read_old(name: str) -> tuple[CheckpointInventory, dict[Any, Any], dict[str, 
     return inventory, values_of(inventory), torch.load(OLD / "whole.pt")
 
 
+@pytest.mark.any_torch
 def test_sharded_files_of_torch_1_13_are_read():
     """The pickles that are really out there, not only those of today's torch."""
     inventory, values, whole = read_old("sharded")
@@ -185,6 +186,7 @@ def test_sharded_files_of_torch_1_13_are_read():
     assert inventory.tree(("rng",)) == [{"rank": 0}, {"rank": 1}]
 
 
+@pytest.mark.any_torch
 def test_local_files_of_torch_1_13_are_read():
     """There the vector was called flat_param, and its optimizer state had only a position."""
     inventory, values, whole = read_old("local")
@@ -203,6 +205,7 @@ def copied(folder: Path, *names: str) -> Path:
     return folder
 
 
+@pytest.mark.any_torch
 def test_missing_ranks_are_named(tmp_path: Path):
     """Half of a checkpoint does not load as a whole one."""
     copied(tmp_path, "ep0-ba3-rank1")
@@ -210,6 +213,7 @@ def test_missing_ranks_are_named(tmp_path: Path):
         inspect_checkpoint(tmp_path / "ep0-ba3-rank1.pt")
 
 
+@pytest.mark.any_torch
 def test_swapped_files_are_refused(tmp_path: Path):
     """A file under another rank's name is of another save, or was renamed by mistake."""
     shutil.copy(OLD / "sharded-rank0.pt", tmp_path / "x-rank1.pt")
@@ -241,6 +245,7 @@ def edited_record(data: bytes, after: bytes, old: bytes, new: bytes) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.any_torch
 def test_name_without_a_rank_is_refused(tmp_path: Path):
     """Renamed to checkpoint.pt, one file of many says that it is one of many."""
     shutil.copy(OLD / "sharded-rank0.pt", tmp_path / "checkpoint.pt")
@@ -248,6 +253,7 @@ def test_name_without_a_rank_is_refused(tmp_path: Path):
         inspect_checkpoint(tmp_path / "checkpoint.pt")
 
 
+@pytest.mark.any_torch
 def test_folder_of_ranks_files_is_found(tmp_path: Path):
     """0.13 put all steps into one folder, 0.15 each step into its own: the newest with all its ranks is taken."""
     copied(tmp_path, "ep0-ba3-rank0", "ep0-ba3-rank1", "ep0-ba6-rank0", "ep1-ba9-rank0")

@@ -23,6 +23,8 @@ from composer_fsdp2.checkpoint.storage.archive import Archive
 from composer_fsdp2.checkpoint.storage.crc import shifted
 from composer_fsdp2.errors import CheckpointError
 
+pytestmark = pytest.mark.any_torch
+
 DTYPES = [
     torch.float32,
     torch.bfloat16,

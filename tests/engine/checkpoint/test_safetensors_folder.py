@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine.checkpoint.samples import assert_same, bytes_of, values_of
+from engine.checkpoint.samples import bytes_of, values_of
+from support.comparing import assert_same
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint
+
+pytestmark = pytest.mark.any_torch
 
 # The format's own names (safetensors' README).
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
@@ -65,7 +68,7 @@ def test_weights_are_found_in_the_file(tmp_path: Path, form: str):
     if form == "shards":
         in_shards(tmp_path, values)
     inventory = inspect_checkpoint(tmp_path if form == "folder" else path)
-    assert_same(values_of(inventory), expected(values))
+    assert_same(values_of(inventory), expected(values), in_bits=True)
     assert inventory.layout == "safetensors" and "optimizer" in inventory.remarks[0]
     assert inventory.num_bytes == sum(file.stat().st_size for file in tmp_path.iterdir())
 
@@ -76,7 +79,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path):
     kinds = {"f16": torch.float16, "f64": torch.float64, "u8": torch.uint8, "f8": torch.float8_e4m3fn}
     values = {name: torch.arange(6.0).to(dtype) for name, dtype in kinds.items()} | tensors()
     library.save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert_same(values_of(inspect_checkpoint(tmp_path)), expected(values))
+    assert_same(values_of(inspect_checkpoint(tmp_path)), expected(values), in_bits=True)
 
 
 @pytest.mark.parametrize(

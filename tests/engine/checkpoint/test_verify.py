@@ -22,13 +22,14 @@ from engine.checkpoint.corruptions import flip, record_at, write_safetensors
 from engine.checkpoint.samples import LEGACY, composer_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composer_fsdp2.checkpoint.convert import convert_checkpoint
 from composer_fsdp2.checkpoint.verification import checksums, comparing
 from composer_fsdp2.checkpoint.verification.faults import FaultKind
 from composer_fsdp2.checkpoint.verify import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
+
+pytestmark = pytest.mark.any_torch
 
 FIXTURES = [
     LEGACY / "c172" / "full" / "ep0-ba3-rank0.pt",
@@ -201,14 +202,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path):
 
 
 # --- equality with another checkpoint
-
-
-def test_dcp_equals_what_torch_makes_of_it(tmp_path: Path):
-    """A sharded checkpoint and torch's own conversion of it are equal, though one is flattened and in boxes."""
-    source = FIXTURES[4]
-    dcp_to_torch_save(str(source), str(tmp_path / "file.pt"))
-    assert (report := verify_checkpoint(tmp_path / "file.pt", source)).ok, str(report)
-    assert (report := verify_checkpoint(source, tmp_path / "file.pt")).ok, str(report)
 
 
 def test_two_runs_differ_in_what_they_measured():

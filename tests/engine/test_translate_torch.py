@@ -1,0 +1,107 @@
+"""torch's own objects in a configuration: strategies, meshes and policies of the torch that is installed."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composer_fsdp2 import ConfigError, MeshSpec, Outcome, ShardingConfig, translate
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def config_of(fsdp_config: object, **options: Any) -> ShardingConfig:
+    config = translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options}).config
+    assert config is not None
+    return config
+
+
+def finding_of(fsdp_config: dict[str, Any], key: str, **options: Any) -> Any:
+    findings = translate(fsdp_config, **{"device": "cpu", "world_size": 4, "strict": False, **options}).findings
+    return next(finding for finding in findings if finding.key == key)
+
+
+def refused(fsdp_config: object, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", [strategy.name for strategy in ShardingStrategy])
+def test_every_strategy_of_torch_is_known(strategy: str):
+    """No FSDP1 configuration is refused for its strategy."""
+    assert translate({"sharding_strategy": strategy}, device="cpu").config is not None
+
+
+@pytest.fixture
+def fake_ranks():
+    """Four ranks of which this process is the first; nothing is sent."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_device_mesh_says_what_the_degrees_said():
+    """Composer's State replaces the degrees by the mesh that it built; the layout stays."""
+    one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    assert config_of({"device_mesh": one}).mesh == MeshSpec(shard=4)
+    assert config_of({"device_mesh": two}).mesh == MeshSpec(shard=2, replicate=2)
+    assert config_of({"device_mesh": one, "sharding_strategy": "NO_SHARD"}).mesh == MeshSpec(shard=1, replicate=4)
+    built = types.SimpleNamespace(data_parallel_replicate_degree=2, device_mesh=two)  # as State leaves it
+    assert config_of(built).mesh == MeshSpec(shard=2, replicate=2)
+    assert finding_of({"device_mesh": one}, "device_mesh").outcome is Outcome.EXACT
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_device_mesh_that_cannot_be_used():
+    """A mesh on other devices than the run's is refused; one in another order of ranks is taken as it is."""
+    turned = DeviceMesh("cpu", torch.tensor([1, 0, 2, 3]))
+    cubic = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    assert config_of({"device_mesh": turned}).mesh.is_grouped
+    assert "3 axes" in refused({"device_mesh": cubic})
+    assert "device_mesh lies on cpu, but the model's device is cuda" in refused({"device_mesh": two}, device="cuda")
+    assert "two ways to say one thing" in refused({"device_mesh": two, "data_parallel_shard_degree": 2})
+    assert "world size is 8" in refused({"device_mesh": two}, world_size=8)
+    assert "stopped taking lists in 0.24" in refused({"device_mesh": [2, 2]})
+
+
+def test_mixed_precision_of_torch():
+    """A script that hands over FSDP1's own MixedPrecision keeps each of its fields."""
+    said = MixedPrecision(param_dtype=BF16, reduce_dtype=F32, buffer_dtype=F16, cast_root_forward_inputs=False)
+    config = config_of({"mixed_precision": said})
+    assert config.mixed_precision == MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32, cast_forward_inputs=False)
+    assert config.buffer_dtype == F16
+    assert not config.cast_root_inputs
+    assert config_of({"mixed_precision": MixedPrecision(cast_forward_inputs=True)}).mixed_precision.cast_forward_inputs
+
+
+@pytest.mark.parametrize("key", ["mixed_precision", "mp_policy"])
+def test_mixed_precision_policy_goes_through(key: str):
+    """FSDP2's own policy is not second-guessed: it casts at every unit, root or not, if it says so."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F32)
+    config = config_of({key: policy}, precision="amp_fp16")
+    assert config.mixed_precision == policy
+    assert config.cast_root_inputs
+    assert config.buffer_dtype is None
+
+
+def test_cpu_offload_of_torch():
+    """A script that hands over FSDP1's or FSDP2's own object moves parameters to host memory, or does not."""
+    assert config_of({"cpu_offload": CPUOffload(offload_params=True)}).cpu_offload
+    assert config_of({"offload_policy": CPUOffloadPolicy(pin_memory=False)}).cpu_offload
+    assert not config_of({"offload_policy": OffloadPolicy()}).cpu_offload
