@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.comparing import full
 from support.models import WIDTH, Block, Chain, Decoder, Model, features, layer, tie, tokens
 from support.ranks import run_ranks
@@ -75,15 +76,20 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def check_setting(name: str, tied: bool) -> None:
-    train_alike(lambda: Model(num_blocks=3, tied=tied), SETTINGS[name][1], tokens)
+def check_setting(config: dict[str, Any], tied: bool) -> None:
+    torch.manual_seed(0)
+    train_alike(lambda: Model(num_blocks=3, tied=tied), config, tokens)
+
+
+def check_settings(tied: bool, world_size: int) -> None:
+    for_each(check_setting, {name: (config, tied) for name, (size, config) in SETTINGS.items() if size == world_size})
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_trains_as_unsharded(name: str, tied: bool):
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_trains_as_unsharded(tied: bool, world_size: int):
     """No setting changes what is learnt."""
-    run_ranks(check_setting, SETTINGS[name][0], name, tied)
+    run_ranks(check_settings, world_size, tied, world_size)
 
 
 def check_adamw() -> None:
@@ -348,13 +354,17 @@ TIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def check_ties(name: str, config: dict[str, Any]) -> int:
+def check_tie(name: str, config: dict[str, Any]) -> None:
     torch.manual_seed(0)
     groups = plan_sharding(TIES[name](), ShardingConfig()).tie_groups
     model = train_alike(TIES[name], config, features, num_steps=3)
+    assert groups
     for names in groups:
         assert len({id(model.get_parameter(name)) for name in names}) == 1, f"{names} came apart"
-    return len(groups)
+
+
+def check_ties(config: dict[str, Any]) -> None:
+    for_each(check_tie, {name: (name, config) for name in TIES})
 
 
 @pytest.mark.parametrize(
@@ -362,10 +372,9 @@ def check_ties(name: str, config: dict[str, Any]) -> int:
     [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, AC | {"sync_module_states": True}],
     ids=["", "ZeRO-2", "sync"],
 )
-@pytest.mark.parametrize("name", TIES)
-def test_tied_parameters_stay_tied(name: str, config: dict[str, Any]):
+def test_tied_parameters_stay_tied(config: dict[str, Any]):
     """Two modules that share a weight share it after sharding, and learn it together (torch 2.7 alone unties them)."""
-    assert all(run_ranks(check_ties, 2, name, config))
+    run_ranks(check_ties, 2, config)
 
 
 # --- what stays as it was

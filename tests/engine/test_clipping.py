@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.comparing import full
 from support.models import Block, Chain, Model, features, layer, tie, tokens
 from support.ranks import run_ranks
@@ -85,6 +86,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
 def gradients(name: str, config: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
     """A sharded model and its whole copy after one backward over the same data."""
     torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
     build, inputs = MODELS[name]
     model = build()
     reference = copy.deepcopy(model)
@@ -96,8 +98,33 @@ def gradients(name: str, config: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
     return model, reference
 
 
-def check_clipping(name: str, config: dict[str, Any], max_norm: float, norm_type: float) -> list[str]:
-    model, reference = gradients(name, config)
+NORM_TYPES = (2.0, 1.0, 3.0, math.inf)
+MAX_NORMS = {"clips": 1e-3, "lets through": 1e6}
+
+
+def check_clipping(names: Sequence[str], config: dict[str, Any], norm_types: Sequence[float], what: list[str]) -> None:
+    for name in names:
+        sharded, whole = gradients(name, config)
+        ours, theirs = saved_gradients(sharded), saved_gradients(whole)
+
+        def clip(norm_type: float, max_norm: float) -> None:
+            restore_gradients(sharded, ours)  # noqa: B023
+            restore_gradients(whole, theirs)  # noqa: B023
+            check_clipped(name, sharded, whole, max_norm, norm_type)  # noqa: B023
+
+        for_each(clip, {f"{name}, {n}, {m}": (n, MAX_NORMS[m]) for n in norm_types for m in what})
+
+
+def saved_gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+def restore_gradients(model: nn.Module, gradients: list[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.clone()
+
+
+def check_clipped(name: str, model: nn.Module, reference: nn.Module, max_norm: float, norm_type: float) -> None:
     norms = clip_grad_norm_(model, max_norm, norm_type)
     roots = (
         [""] if name == "the model is the root" else [n for n, c in reference.named_children() if list(c.parameters())]
@@ -112,16 +139,13 @@ def check_clipping(name: str, config: dict[str, Any], max_norm: float, norm_type
         # One that the backward did not reach has a gradient of zero, like the rest of its unit.
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         assert_close(path, full(model.get_parameter(path).grad), expected, rtol=1e-12, atol=1e-14)
-    return roots
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
-@pytest.mark.parametrize("max_norm", [1e-3, 1e6], ids=["clips", "lets through"])
 @pytest.mark.parametrize("name", MODELS)
-def test_clips_as_the_unsharded_model(name: str, max_norm: float, norm_type: float):
+def test_clips_as_the_unsharded_model(name: str):
     """The norm that is logged and the step that is taken are those of torch.nn.utils.clip_grad_norm_ on each root;
     a rank with an empty shard neither fails (torch's own does, for inf) nor makes others wait."""
-    run_ranks(check_clipping, 2, name, {}, max_norm, norm_type)
+    run_ranks(check_clipping, 2, [name], {}, NORM_TYPES, [*MAX_NORMS])
 
 
 @pytest.mark.parametrize(
@@ -135,11 +159,9 @@ def test_clips_as_the_unsharded_model(name: str, max_norm: float, norm_type: flo
         (1, {}),
     ],
 )
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_meshes_and_offload(world_size: int, config: dict[str, Any], norm_type: float):
+def test_meshes_and_offload(world_size: int, config: dict[str, Any]):
     """Replicas are not counted twice, and offloaded gradients are counted at all."""
-    for name in ("one root", "thin", "several roots"):
-        run_ranks(check_clipping, world_size, name, config, 1e-3, norm_type)
+    run_ranks(check_clipping, world_size, ["one root", "thin", "several roots"], config, (2.0, math.inf), ["clips"])
 
 
 def check_left_out() -> tuple[list[str], bool]:

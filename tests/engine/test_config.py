@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from composer_fsdp2 import ConfigError, MeshSpec, ShardingConfig
 from composer_fsdp2.config import GroupRule, RankGroups, ShardingStrategy, check_reshard_degree
@@ -59,7 +60,7 @@ def test_impossible_degrees_are_refused_when_written(degrees: dict[str, int]):
 
 
 @given(st.integers(1, 512), st.integers(1, 512) | st.just(-1), st.integers(1, 64) | st.just(-1) | st.none())
-@settings(derandomize=True, deadline=None)
+@examples(100)
 def test_resolve_fills_the_world_or_refuses(world_size: int, shard: int, replicate: int | None):
     """No rank is left over and none is counted twice, whatever the degrees."""
     if shard == replicate == -1:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.comparing import full
 from support.models import Block, Chain, features, layer
 from support.ranks import run_ranks
@@ -103,30 +104,34 @@ def check_gradients(name: str, where: str) -> tuple[int, float]:
     return model.net.block.fc_in.weight.to_local().numel(), norm.item()
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_process_group_of_the_model(name: str):
+Found = dict[str, tuple[int, float]]
+
+
+def check_all_gradients(where: str) -> Found:
+    return for_each(check_gradients, {name: (name, where) for name in FORMS if where != "FSDP2" or "mesh" in name})
+
+
+def test_process_group_of_the_model():
     """Each of Composer's forms of process_group averages over the ranks that it names, and over no others."""
-    found = run_ranks(check_gradients, 4, name, "model")
-    for group in FORMS[name][1]:
-        assert len({norm for rank, (_, norm) in enumerate(found) if rank in group}) == 1, "a group clips alike"
+    found: list[Found] = run_ranks(check_all_gradients, 4, "model")
+    for name, (_, groups) in FORMS.items():
+        for group in groups:
+            assert len({found[rank][name][1] for rank in group}) == 1, f"{name}: a group clips alike"
 
 
 @pytest.mark.parametrize("where", ["FSDP1", "FSDP2"])
-@pytest.mark.parametrize("name", FORMS)
-def test_process_group_of_one_module(name: str, where: str):
-    """One module lies on ranks of its own, the rest on all; all ranks find one norm."""
-    if where == "FSDP2" and "mesh" not in name:
-        where = "module"
-    found = run_ranks(check_gradients, 4, name, where)
-    norms = [norm for _, norm in found]
-    assert max(norms) - min(norms) < 1e-12 * max(norms)
+def test_process_group_of_one_module(where: str):
+    """One module lies on ranks of its own, the rest on all; all ranks find one norm. FSDP2 calls a mesh ``mesh``.
 
-
-def test_how_much_lies_on_each_rank():
-    """A group of two holds halves, also beside modules on all four ranks."""
+    A group of two holds halves, also beside modules on all four ranks."""
+    found: list[Found] = run_ranks(check_all_gradients, 4, where)
+    for name in found[0]:
+        norms = [of_rank[name][1] for of_rank in found]
+        assert max(norms) - min(norms) < 1e-12 * max(norms), name
     whole = 6 * 12
     for name, expected in (("self", whole), ("set", whole // 2), ("mod of one", whole // 4), ("whole", whole)):
-        assert [numel for numel, _ in run_ranks(check_gradients, 4, name, "module")] == [expected] * 4
+        if where == "FSDP1":
+            assert [of_rank[name][0] for of_rank in found] == [expected] * 4, name
 
 
 def check_sync() -> list[float]:

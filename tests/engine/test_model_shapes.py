@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.comparing import full
+from support.examples import IS_THOROUGH
 from support.models import Block, Chain, Decoder, Model, features, layer, tie, tokens
 from support.ranks import run_ranks
 from support.training import FULL, adamw, assert_close, compare_training, named_parameters, sgd, train_alike
@@ -60,11 +62,10 @@ def odd_tokens(seed: int) -> torch.Tensor:
 def check_shape(
     build: Callable[[], nn.Module], inputs: Callable[[int], torch.Tensor], settings: dict[str, dict[str, Any]]
 ) -> None:
-    for name, config in settings.items():
-        try:
-            train_alike(build, config, inputs, optimizer=adamw, rtol=1e-9, atol=1e-12)
-        except Exception as error:
-            raise AssertionError(f"{build.__name__}, {name}") from error
+    def check(config: dict[str, Any]) -> None:
+        train_alike(build, config, inputs, optimizer=adamw, rtol=1e-9, atol=1e-12)
+
+    for_each(check, {f"{build.__name__}, {name}": (config,) for name, config in settings.items()})
 
 
 # --- ties
@@ -168,6 +169,7 @@ def small() -> nn.Module:
 def check_small(config: dict[str, Any], norm_type: float) -> list[int]:
     """Two steps before sharding, so that the optimizer has state to cut; then clipped ones."""
     torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
     model = small()
     ours = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     for seed in range(2):
@@ -177,7 +179,7 @@ def check_small(config: dict[str, Any], norm_type: float) -> list[int]:
     reference, theirs = copy.deepcopy((model, ours))
     prepare_fully_shard(model, ours, FULL | config, device="cpu")
     world_size = dist.get_world_size()
-    for step in range(3):
+    for step in range(2):
         model(odd_features(step * world_size + dist.get_rank())).square().mean().backward()
         for peer in range(world_size):
             (reference(odd_features(step * world_size + peer)).square().mean() / world_size).backward()
@@ -193,15 +195,17 @@ def check_small(config: dict[str, Any], norm_type: float) -> list[int]:
     return [parameter.to_local().numel() for parameter in model.parameters()]
 
 
+def check_all_small() -> dict[str, list[int]]:
+    configs = (SETTINGS["FULL_SHARD"], ZERO_2, {"sharding_strategy": "NO_SHARD"})
+    return for_each(check_small, {f"{c}, {norm}": (c, norm) for c in configs for norm in (2.0, float("inf"))})
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_parameters_smaller_than_the_world(world_size: int):
     """A gain of one element lives on one rank: the others neither fail nor wait, when it is gathered, clipped (by a
     norm, or a largest value, of nothing), stepped on with AdamW's state from before sharding, and read again."""
-    for config in (SETTINGS["FULL_SHARD"], ZERO_2, {"sharding_strategy": "NO_SHARD"}):
-        for norm_type in (2.0, float("inf")):
-            held = run_ranks(check_small, world_size, config, norm_type)
-            is_sharded = config.get("sharding_strategy") != "NO_SHARD"
-            assert (0 in held[-1][:2]) == is_sharded, held
+    for name, held in run_ranks(check_all_small, world_size)[-1].items():
+        assert (0 in held[:2]) == ("NO_SHARD" not in name), f"{name}: {held}"
 
 
 # --- frozen
@@ -254,11 +258,7 @@ def check_freezing(config: dict[str, Any], evaluate: bool) -> None:
 
 
 def check_all_freezing() -> None:
-    for i, (name, config) in enumerate(SETTINGS.items()):
-        try:
-            check_freezing(config, evaluate=i % 2 == 1)
-        except Exception as error:
-            raise AssertionError(name) from error
+    for_each(check_freezing, {name: (config, i % 2 == 1) for i, (name, config) in enumerate(SETTINGS.items())})
 
 
 def test_frozen_beside_trainable():
@@ -416,11 +416,7 @@ def check_scalars(config: dict[str, Any]) -> None:
 
 
 def check_all_scalars(settings: dict[str, dict[str, Any]]) -> None:
-    for name, config in settings.items():
-        try:
-            check_scalars(config)
-        except Exception as error:
-            raise AssertionError(name) from error
+    for_each(check_scalars, {name: (config,) for name, config in settings.items()})
 
 
 def test_scalars():
@@ -464,22 +460,22 @@ def adapters() -> nn.Module:
     return Chain(net=Chain(inlet=layer(ODD), **units, in_root=Adapted(), end=layer(ODD)))
 
 
-def check_adapters(settings: dict[str, dict[str, Any]]) -> None:
-    for name, config in settings.items():
-        try:
-            model = train_alike(adapters, config, odd_features, rtol=1e-5, atol=1e-7)
-            dtypes = {each: parameter.dtype for each, parameter in named_parameters(model).items()}
-            assert dtypes["net.block0.a.base.weight"] == torch.float64, dtypes
-            assert dtypes["net.block0.a.down.weight"] == dtypes["net.block0.b.up"] == torch.float32, dtypes
-            assert isinstance(named_parameters(model)["net.block0.a.down.weight"], DTensor)
-        except Exception as error:
-            raise AssertionError(name) from error
+def check_adapters(config: dict[str, Any]) -> None:
+    model = train_alike(adapters, config, odd_features, rtol=1e-5, atol=1e-7)
+    dtypes = {each: parameter.dtype for each, parameter in named_parameters(model).items()}
+    assert dtypes["net.block0.a.base.weight"] == torch.float64, dtypes
+    assert dtypes["net.block0.a.down.weight"] == dtypes["net.block0.b.up"] == torch.float32, dtypes
+    assert isinstance(named_parameters(model)["net.block0.a.down.weight"], DTensor)
+
+
+def check_all_adapters(settings: dict[str, dict[str, Any]]) -> None:
+    for_each(check_adapters, {name: (config,) for name, config in settings.items()})
 
 
 def test_adapters_of_another_dtype():
     """LoRA in fp32 beside a frozen base in bf16 (here float32 and float64) trains without a cast of either; torch
     fails in the first forward, and FSDP1 refused it."""
-    run_ranks(check_adapters, 2, SETTINGS | {"NO_SHARD": {"sharding_strategy": "NO_SHARD"}})
+    run_ranks(check_all_adapters, 2, SETTINGS | {"NO_SHARD": {"sharding_strategy": "NO_SHARD"}})
 
 
 # --- several forwards
@@ -529,12 +525,12 @@ def check_several_backwards(config: dict[str, Any], is_reversed: bool) -> None:
 
 
 def check_all_backwards() -> None:
-    for name, config in SETTINGS.items():
-        for is_reversed in (False, True):
-            try:
-                check_several_backwards(config, is_reversed)
-            except Exception as error:
-                raise AssertionError(f"{name}, reversed {is_reversed}") from error
+    cases = {
+        f"{name}, reversed {is_reversed}": (config, is_reversed)
+        for name, config in SETTINGS.items()
+        for is_reversed in (False, True)
+    }
+    for_each(check_several_backwards, cases)
 
 
 def test_two_forwards_before_one_backward():
@@ -596,6 +592,7 @@ def reader() -> nn.Module:
 def check_generate(config: dict[str, Any]) -> int:
     """Before the first step, after it, between evaluations; counts the different tokens, lest there be one only."""
     torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
     model = reader()
     reference = copy.deepcopy(model)
     ours, theirs = sgd(model), sgd(reference)
@@ -613,12 +610,16 @@ def check_generate(config: dict[str, Any]) -> int:
     return len(seen)
 
 
+def check_all_generate(settings: list[str]) -> dict[str, int]:
+    return for_each(check_generate, {name: (SETTINGS[name],) for name in settings})
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_generate_is_a_way_in(world_size: int):
     """A model that generates through its own layers (T5 runs its encoder first, peft calls the inner model) finds
     whole parameters without a word from the user, before training and after each step."""
-    for config in SETTINGS.values() if world_size == 2 else [{}]:
-        assert min(run_ranks(check_generate, world_size, config)) > 10
+    for seen in run_ranks(check_all_generate, world_size, [*SETTINGS] if world_size == 2 else ["FULL_SHARD"]):
+        assert min(seen.values()) > 10, seen
 
 
 def check_registered(config: dict[str, Any]) -> None:
@@ -640,11 +641,7 @@ def check_registered(config: dict[str, Any]) -> None:
 
 
 def check_all_registered(settings: list[str]) -> None:
-    for name in settings:
-        try:
-            check_registered(SETTINGS[name])
-        except Exception as error:
-            raise AssertionError(name) from error
+    for_each(check_registered, {name: (SETTINGS[name],) for name in settings})
 
 
 def test_methods_that_the_user_registers():
@@ -698,7 +695,8 @@ def check_compiled(way: str, config: dict[str, Any]) -> None:
         num_graphs += 1
         return graph.forward
 
-    for backend in (count, "aot_eager") if way in ("in place", "replaced") else (count,):
+    has_two = way in ("in place", "replaced") and (IS_THOROUGH or not config)
+    for backend in (count, "aot_eager") if has_two else (count,):
         model, reference = compiled(way, backend), compiled("not", None)
         keys, names = list(model.state_dict()), list(dict(model.named_parameters()))
         ours, theirs = sgd(model), sgd(reference)
@@ -731,13 +729,8 @@ def clean(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def check_all_compiled(ways: tuple[str, ...]) -> None:
-    for way in ways:
-        for config in ({}, AC, NOT_REENTRANT):
-            try:
-                check_compiled(way, config)
-            except Exception as error:
-                raise AssertionError(f"{way}, {config}") from error
+def check_all_compiled(way: str) -> None:
+    for_each(check_compiled, {f"{way}, {config}": (way, config) for config in ({}, AC, NOT_REENTRANT)})
     torch._dynamo.reset()
 
 
@@ -745,7 +738,7 @@ def check_all_compiled(ways: tuple[str, ...]) -> None:
 def test_blocks_compiled_before_sharding(way: str):
     """torch.compile per block, as one graph without breaks: what is compiled must stay inside of the hooks that gather
     parameters and of the checkpointing, or it computes with shards, or remembers what it should recompute."""
-    run_ranks(check_all_compiled, 2, (way,))
+    run_ranks(check_all_compiled, 2, way)
 
 
 # --- what user code sees

@@ -184,12 +184,18 @@ def check_all(configs: dict[str, dict[str, Any]], num_points: int) -> None:
 
 def test_out_of_memory_anywhere():
     """Gradients, buffers and random numbers of the repeated batch are those of a run that began with its size."""
-    run_ranks(check_all, 2, CONFIGS, 12, timeout_s=TIME_LIMIT_S)
+    run_ranks(check_all, 2, CONFIGS, 5, timeout_s=TIME_LIMIT_S)
 
 
 def test_out_of_memory_on_two_axes():
     """A reduction over replicas that was put off is dropped with the batch."""
-    run_ranks(check_all, 4, OF_FOUR_RANKS, 5, timeout_s=TIME_LIMIT_S)
+    run_ranks(check_all, 4, OF_FOUR_RANKS, 2, timeout_s=TIME_LIMIT_S)
+
+
+@pytest.mark.slow
+def test_out_of_memory_at_more_points_on_two_axes():
+    """As above, at more operations of each rank."""
+    run_ranks(check_all, 4, OF_FOUR_RANKS, 8, timeout_s=TIME_LIMIT_S)
 
 
 @pytest.mark.slow

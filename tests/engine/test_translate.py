@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from support.examples import examples
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -797,7 +798,7 @@ def outcome_of(said: dict[str, Any], precision: object, world_size: int | None) 
 
 
 @given(mappings(), st.sampled_from(["fp32", "amp_bf16", "amp_fp8", None]), st.sampled_from([None, 1, 4]))
-@settings(derandomize=True, deadline=None, max_examples=400)
+@examples(100)
 def test_every_mapping_has_an_answer(said: dict[str, Any], precision: str | None, world_size: int | None):
     """Whatever a YAML holds, the answer is a translation that accounts for every line, or one error of ours; twice
     the same, so that ranks agree."""
@@ -817,7 +818,7 @@ def test_most_of_those_mappings_are_accepted():
     accepted = []
 
     @given(mappings())
-    @settings(derandomize=True, deadline=None, max_examples=300)
+    @examples(100)
     def count(said: dict[str, Any]) -> None:
         accepted.append(isinstance(outcome_of(said, "fp32", 4), Translation) and len(said) > 1)
 

@@ -87,7 +87,7 @@ def config_of(answer: Translation | str) -> ShardingConfig | None:
 
 
 @given(mappings(VALUES), st.sampled_from(PRECISIONS), st.sampled_from(WORLD_SIZES), st.booleans())
-@examples(300)
+@examples(100)
 def test_no_key_is_lost(said: dict[str, Any], precision: str | None, world_size: int | None, strict: bool):
     """A setting that is dropped without a word is found in the loss curve, or never: every key that was said has its
     line in the report, and the run starts unless one of those lines stands in its way."""
@@ -111,7 +111,7 @@ def test_no_key_is_lost(said: dict[str, Any], precision: str | None, world_size:
 
 
 @given(mappings(VALUES), st.sampled_from(PRECISIONS), st.sampled_from(WORLD_SIZES), st.randoms(use_true_random=False))
-@examples(200)
+@examples(60)
 def test_the_answer_is_the_same_each_time(
     said: dict[str, Any], precision: str | None, world_size: int | None, rng: Any
 ):
@@ -136,7 +136,7 @@ def test_the_answer_is_the_same_each_time(
 
 
 @given(mappings(PLAIN_VALUES), st.sampled_from(PRECISIONS), st.sampled_from(WORLD_SIZES))
-@examples(200)
+@examples(60)
 def test_every_form_says_the_same(said: dict[str, Any], precision: str | None, world_size: int | None):
     """A YAML, a dict in a script and a configuration object train alike."""
     options = {"precision": precision, "world_size": world_size}
@@ -158,7 +158,7 @@ SYNONYMS = {"cpu_offload": "offload_policy", "mixed_precision": "mp_policy"}
 
 
 @given(mappings(VALUES), st.sampled_from(sorted(KEYS_BY_NAME.keys() - MATTERS_TO_SAY)), st.sampled_from(WORLD_SIZES))
-@examples(300)
+@examples(100)
 def test_a_default_may_be_said(said: dict[str, Any], name: str, world_size: int | None):
     """Whoever writes every key out trains as if those with their default were left away."""
     said = {key: value for key, value in said.items() if key not in (name, SYNONYMS.get(name))}
@@ -177,7 +177,7 @@ def test_most_mappings_are_accepted():
     answers: list[tuple[dict[str, Any], Translation | str]] = []
 
     @given(mappings(VALUES), st.sampled_from(WORLD_SIZES))
-    @examples(300)
+    @examples(100)
     def collect(said: dict[str, Any], world_size: int | None) -> None:
         answers.append((said, answer_to(said, precision="fp32", world_size=world_size)))
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 from engine.checkpoint.conversions import convert, loaded, raw, staging_of
 from engine.checkpoint.samples import composer_state
+from support.examples import IS_THOROUGH
 
 from composer_fsdp2.checkpoint.conversion import copying, unfinished
 
 pytestmark = pytest.mark.any_torch
 
-NUM_POINTS = 50
+NUM_POINTS = 50 if IS_THOROUGH else 15
 
 
 @pytest.fixture(autouse=True)

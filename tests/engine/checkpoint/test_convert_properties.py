@@ -16,17 +16,16 @@ import pytest
 import torch
 from engine.checkpoint.conversions import convert, loaded, loaded_folder, without_empty_dicts
 from engine.checkpoint.test_archive_writer import DTYPES, random_tensor
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.comparing import assert_same
+from support.examples import examples
 
 from composer_fsdp2.checkpoint.conversion import copying
 from composer_fsdp2.checkpoint.formats.safetensors_folder import DTYPES as SAFETENSORS_DTYPES
 from composer_fsdp2.checkpoint.storage.crc import shifted
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-
-SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 dtypes = st.sampled_from(DTYPES)
@@ -70,7 +69,7 @@ def folder_and_chunks(chunk_bytes: int) -> Iterator[Path]:
         yield Path(name)
 
 
-@SETTINGS
+@examples(20)
 @given(state=states, files=st.integers(1, 5), chunk_bytes=st.integers(16, 200))
 def test_there_and_back(state: dict[str, Any], files: int, chunk_bytes: int):
     """Nothing that torch.save writes is lost or changed by any split, however a tensor lies in its storage."""
@@ -83,7 +82,7 @@ def test_there_and_back(state: dict[str, Any], files: int, chunk_bytes: int):
         assert_same(loaded(folder / "back.pt"), state, in_bits=True)
 
 
-@SETTINGS
+@examples(20)
 @given(
     model=st.dictionaries(
         st.sampled_from(["a", "b.c", "b.d.e", "f"]),
@@ -115,7 +114,8 @@ def _safetensors() -> Any:
     return load_file
 
 
-@settings(SETTINGS, max_examples=200)
+@pytest.mark.any_torch
+@examples(100)
 @given(sizes=shapes, max_elements=st.integers(1, 40))
 def test_slabs_are_the_elements_in_order(sizes: tuple[int, ...], max_elements: int):
     """A chunk is one run of the tensor, and the chunks are all of it."""
@@ -128,7 +128,8 @@ def test_slabs_are_the_elements_in_order(sizes: tuple[int, ...], max_elements: i
     assert all(len(run) <= max_elements for run in runs)
 
 
-@settings(SETTINGS, max_examples=200)
+@pytest.mark.any_torch
+@examples(100)
 @given(sizes=st.lists(st.integers(1, 1000), max_size=40), world_size=st.integers(1, 9))
 def test_shares_are_all_units_once(sizes: list[int], world_size: int):
     """No rank leaves work to a rank that does not do it, and none has much more than its part."""
@@ -141,7 +142,8 @@ def test_shares_are_all_units_once(sizes: list[int], world_size: int):
         assert sum(unit.num_bytes for unit in share) <= sum(sizes) / world_size + max(sizes, default=0)
 
 
-@settings(SETTINGS, max_examples=200)
+@pytest.mark.any_torch
+@examples(100)
 @given(parts=st.lists(st.binary(max_size=30), max_size=6))
 def test_the_crc_of_a_whole_from_its_parts(parts: list[bytes]):
     """A tensor that was copied in pieces gets the CRC32 that zlib gives the whole."""

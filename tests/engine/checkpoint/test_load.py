@@ -16,6 +16,7 @@ import torch.distributed as dist
 from engine.checkpoint.corruptions import CORRUPTIONS, FoundBy, flip, prepared
 from engine.checkpoint.samples import bytes_of
 from support.comparing import assert_same, full
+from support.examples import IS_THOROUGH
 from support.models import VOCABULARY, WIDTH, Model, tokens
 from support.ranks import run_ranks
 from support.training import assert_close
@@ -210,7 +211,8 @@ WITHOUT_STEP = ("Adafactor",)
 def check_optimizers(folder: str) -> None:
     for name, make_optimizer in OPTIMIZERS.items():
         make = make_bf16 if name == "moments in fp32" else Model
-        for by_id in (False, True):
+        # Whose entry is whose is told before what is in it, so one optimizer by position says it for all.
+        for by_id in (False, True) if IS_THOROUGH or name == "AdamW" else (False,):
             for config in ({}, None):
                 what = f"{name}, by {'id' if by_id else 'name'}, {'whole' if config is None else 'sharded'}"
                 model, optimizer = trained(make, make_optimizer)
@@ -882,7 +884,7 @@ def check_plans(folder: str) -> None:
     path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
     expected = contents(model, optimizer)
     for name, config in PLANS.items():
-        for one_reader in (False, True):
+        for one_reader in (False, True) if IS_THOROUGH or name == "offloaded" else (False,):
             ours, own = untrained(tied, config=config)
             load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
             assert_same(contents(ours, own), expected, name, in_bits=True)

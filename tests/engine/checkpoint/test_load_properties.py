@@ -240,7 +240,7 @@ def assert_part(name: str, ours: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 @given(case=cases, world_size=st.sampled_from([1, 1, 2, 2, 3]))
-@examples(60)
+@examples(30)
 def test_what_one_world_saved_another_loads(case: Case, world_size: int):
     """A split that one size of job makes and another misreads would put rows of a weight in another's place."""
     with tempfile.TemporaryDirectory() as folder:
@@ -257,7 +257,7 @@ def test_what_one_world_saved_another_loads(case: Case, world_size: int):
 
 
 @given(case=cases.filter(lambda case: case.num_files > 0))
-@examples(20)
+@examples(15)
 def test_the_directories_above_are_torchs(case: Case):
     """The oracle of the property: torch reads the same values from what was written here."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

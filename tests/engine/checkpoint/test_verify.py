@@ -20,8 +20,9 @@ import pytest
 import torch
 from engine.checkpoint.corruptions import flip, record_at, write_safetensors
 from engine.checkpoint.samples import LEGACY, composer_state
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from composer_fsdp2.checkpoint.convert import convert_checkpoint
 from composer_fsdp2.checkpoint.verification import checksums, comparing
@@ -94,7 +95,7 @@ def _content_of(path: Path, name: str) -> int:
 
 
 @given(num_bytes=st.integers(0, 100), piece=st.integers(1, 40), chunk=st.integers(1, 40), threads=st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@examples(25)
 def test_pieces_and_threads(num_bytes: int, piece: int, chunk: int, threads: int):
     """A record larger than one thread's piece is put together from the pieces of several."""
     with (
@@ -265,7 +266,7 @@ values = st.sampled_from([0.0, -0.0, 1.0, 1.001, 1.1, -1.0, 1e-30, 1e30, math.in
     atol=st.sampled_from([1e-6, 0.5]),
     block=st.integers(1, 64),
 )
-@settings(max_examples=60, deadline=None)
+@examples(40)
 def test_tolerance_is_torchs(pairs: list[tuple[float, float]], rtol: float, atol: float, block: int):
     """Within a tolerance means what torch.isclose means, however the tensor is cut into blocks."""
     mine, other = (torch.tensor(column) for column in zip(*pairs, strict=True))
@@ -281,6 +282,7 @@ def test_tolerance_is_torchs(pairs: list[tuple[float, float]], rtol: float, atol
 
 
 @given(shape=st.lists(st.integers(0, 5), max_size=4), max_numel=st.integers(1, 30))
+@examples(60)
 def test_blocks_tile(shape: list[int], max_numel: int):
     """No element is left out of a comparison, or compared in a block larger than memory should hold."""
     count = torch.zeros(shape, dtype=torch.int)
