@@ -1,6 +1,6 @@
 """What transformers and accelerate themselves make of a section: cases as JSON on stdin, their settings on stdout.
 
-Run as a script, in a process of its own: both go by the environment, and leave their mark on it.
+Run as a script, in a process of its own: both go by the environment, and leave their mark on it. ``ask`` runs it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,22 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+IMPORTS = ("accelerate.commands.launch", "transformers.training_args")
+
+
+def ask(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What transformers ("trainer") and accelerate's launcher ("accelerate") make of each; one process for all."""
+    from support.forked_scripts import run_script
+
+    said = json.dumps([{"system": system, "said": said} for system, said in cases])
+    done = run_script(IMPORTS, Path(__file__), stdin=said)
+    assert done.returncode == 0, done.stderr
+    answers: list[dict[str, Any]] = json.loads(done.stdout)
+    return answers
 
 
 def settings_of(case: dict[str, Any]) -> dict[str, Any]:

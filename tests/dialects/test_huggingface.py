@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
+from support.examples import IS_THOROUGH, examples
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_fsdp2.activation_checkpointing import select_checkpointed
@@ -31,7 +28,9 @@ from composer_fsdp2.config import (
     ShardingConfig,
 )
 from composer_fsdp2.findings import Finding, Outcome
+from tests.dialects.huggingface_oracle import ask
 
+NUM_SECTIONS = 600 if IS_THOROUGH else 200  # of each system, at random
 DIALECT = HuggingFaceDialect()
 Said = dict[str, Any]
 
@@ -66,22 +65,6 @@ def migrated(said: Said) -> Said:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Against the systems themselves
-
-
-def ask(cases: list[tuple[str, Said]]) -> list[dict[str, Any]]:
-    """What transformers ("trainer") and accelerate's launcher ("accelerate") make of each; one process for all."""
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("huggingface_oracle.py"))],
-        input=json.dumps([{"system": system, "said": said} for system, said in cases]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers: list[dict[str, Any]] = json.loads(done.stdout)
-    return answers
 
 
 def as_the_oracle_says(run: Run, *, is_fsdp2: bool) -> dict[str, Any]:
@@ -224,8 +207,8 @@ def random_accelerate(rng: random.Random) -> Said:
 def answered() -> list[tuple[str, Said, dict[str, Any]]]:
     """Sections at random, alike in every run, with the oracle's answers."""
     rng = random.Random(6)
-    cases = [("trainer", random_trainer(rng)) for _ in range(600)]
-    cases += [("accelerate", random_accelerate(rng)) for _ in range(600)]
+    cases = [("trainer", random_trainer(rng)) for _ in range(NUM_SECTIONS)]
+    cases += [("accelerate", random_accelerate(rng)) for _ in range(NUM_SECTIONS)]
     return [(*case, answer) for case, answer in zip(cases, ask(cases), strict=True)]
 
 
@@ -246,7 +229,7 @@ def test_a_migrated_file_starts_and_shards_alike(answered: list[tuple[str, Said,
     pairs = [(said, migrated(said)) for said in before]
     pairs = [(said, new) for said, new in pairs if "parallelism_config" not in new]
     answers = ask([("accelerate", new) for _, new in pairs])
-    assert len(pairs) > 100
+    assert len(pairs) > NUM_SECTIONS / 6
     for (said, new), answer in zip(pairs, answers, strict=True):
         old, run = run_of(said), run_of(new)
         if old.config.mesh.shard == 1:
@@ -270,7 +253,7 @@ def test_a_run_in_accelerates_words_starts_and_shards_alike(
     pairs = [(run, new) for run, new in pairs if not any(each.outcome.blocks for each in new.findings)]
     pairs = [(run, new) for run, new in pairs if "parallelism_config" not in said_by(new)]
     files = [{"num_processes": 8, **said_by(new)} for _, new in pairs]
-    assert len(files) > 100
+    assert len(files) > NUM_SECTIONS / 6
     for (run, _), file, answer in zip(pairs, files, ask([("accelerate", file) for file in files]), strict=True):
         check(file, answer)
         assert answer["reshard"] == run.config.reshard_after_forward
@@ -296,7 +279,7 @@ def leaves(said: Said) -> set[str]:
     return keys
 
 
-@settings(max_examples=200, deadline=None)
+@examples(50)
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_every_key_has_one_finding_and_a_second_run_changes_nothing(rng: random.Random, is_trainer: bool) -> None:
     """A key would be dropped in silence, or a folder in CI would never come to rest."""
@@ -396,7 +379,7 @@ def said_by(expression: Expression) -> Said:
     return {entry.key: entry.value for entry in expression.entries}
 
 
-@settings(max_examples=400, deadline=None)
+@examples(60)
 @given(runs)
 def test_what_is_expressed_without_a_loss_reads_back_the_same(run: Run) -> None:
     """A loss without a finding: the user's run would differ, and no report say so."""

@@ -6,10 +6,7 @@ sources, TorchTitan's TOML of v0.2.2.
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +23,7 @@ from composer_fsdp2.compat.dialects import DIALECTS, Section
 from composer_fsdp2.compat.dialects.base import Run, WrapKind
 from composer_fsdp2.compat.migration.migrate import migrate_text
 from composer_fsdp2.config import ShardingConfig
+from tests.dialects.huggingface_oracle import ask
 
 FOLDER = Path(__file__).resolve().parents[2] / "yamls"
 FAMILIES = {"huggingface": "huggingface", "accelerate": "huggingface", "roll": "roll", "torchtitan": "torchtitan"}
@@ -369,20 +367,6 @@ def test_every_key_has_its_line(name: str, place: str):
     migration = migrate_text((FOLDER / name).read_text(), name)
     (section,) = [section for section in migration.sections if section.place == place]
     assert set(own) - {finding.key for finding in section.findings} == set()
-
-
-def ask(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What transformers ("trainer") and accelerate's launcher ("accelerate") themselves make of each."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("huggingface_oracle.py"))],
-        input=json.dumps([{"system": system, "said": said} for system, said in cases]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers: list[dict[str, Any]] = json.loads(done.stdout)
-    return answers
 
 
 def test_the_systems_did_the_same():
