@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.commands import BIN, LAUNCHERS, PYTHON, run_all
+from support.cases import for_each
+from support.commands import BIN, LAUNCHERS, run_all, run_forked
+from support.comparing import assert_same
 from support.legacy import FOLDER, checkpoint_of, legacy_model
 from support.oracle import FSDP1
 from support.ranks import run_ranks
@@ -47,30 +48,30 @@ def test_stock_composer_goes_on_from_what_was_converted(tmp_path: Path):
     run_ranks(check_stock_composer, 2, str(tmp_path))
 
 
-def test_flat_parameters_become_the_named_ones(tmp_path: Path):
-    """A ``local`` checkpoint of Composer 0.17 becomes what the same run saved whole, given its model."""
+def check_flat(folder: str) -> None:
     model = legacy_model("c172/local-flat")
-    convert_checkpoint(checkpoint_of("c172/local-flat"), tmp_path / "new.pt", to="monolithic", model=model)
-    found = torch.load(tmp_path / "new.pt", weights_only=False)["state"]
+    new = Path(folder, "new.pt")
+    convert_checkpoint(checkpoint_of("c172/local-flat"), new, to="monolithic", model=model)
+    found = torch.load(new, weights_only=False)["state"]
     expected = torch.load(checkpoint_of("c172/full"), weights_only=False)["state"]
     parameters = dict(model.named_parameters())
-    assert set(parameters) <= set(found["model"]) <= set(expected["model"])
-    for name, tensor in found["model"].items():
-        assert torch.equal(tensor, expected["model"][name]), name
+    assert set(parameters) <= set(found["model"]) <= set(expected["model"]), set(found["model"])
+    assert_same(found["model"], {name: expected["model"][name] for name in found["model"]})
     state, saved = (value["optimizers"]["DecoupledAdamW"]["state"] for value in (found, expected))
-    assert set(state) == set(saved)
-    for name in saved:
-        for key, value in saved[name].items():
-            assert torch.equal(state[name][key], value), (name, key)
+    assert_same(state, saved)
+
+
+def test_flat_parameters_become_the_named_ones(tmp_path: Path):
+    """A ``local`` checkpoint of Composer 0.17 becomes what the same run saved whole, given its model."""
+    run_ranks(check_flat, 1, str(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hugging Face
 
 
-@contextlib.contextmanager
-def saved_gpt2(folder: Path) -> Iterator[Any]:
-    """A tiny GPT-2 after two steps of Composer's Trainer on one device, and its checkpoint in ``folder``."""
+def check_gpt2(folder: str) -> None:
+    """A tiny GPT-2 after two steps of Composer's Trainer on one device: its checkpoint, and what it answers."""
     import transformers
     from composer import Trainer
     from composer.models import HuggingFaceModel
@@ -95,137 +96,192 @@ def saved_gpt2(folder: Path) -> Iterator[Any]:
         train_dataloader=DataLoader(data, batch_size=2),
         max_duration="2ba",
         device="cpu",
-        save_folder=str(folder),
+        save_folder=folder,
         save_interval="2ba",
         progress_bar=False,
         log_to_console=False,
     )
     trainer.fit()
     trainer.close()
-    yield model.model.eval(), ids
+    inner = model.model.eval()
+    with torch.no_grad():
+        held = {
+            "ids": ids,
+            "logits": inner(ids).logits,
+            "weights": inner.state_dict(),
+            "parameters": [f"model.{name}" for name, _ in model.model.named_parameters()],
+        }
+    torch.save(held, Path(folder, "held.pt"))
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers and Composer
-def test_from_pretrained_loads_a_converted_gpt2(tmp_path: Path):
-    """A Composer run becomes a folder for ``from_pretrained``: equal logits, its tokenizer, ties once."""
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of its run."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    run_ranks(check_gpt2, 1, str(folder))
+    return folder
+
+
+SAVED = "ep0-ba2-rank0.pt"
+
+
+def check_from_pretrained(run: Path, folder: Path) -> None:
     import transformers
 
-    with saved_gpt2(tmp_path / "run") as (model, ids):
-        source = tmp_path / "run" / "ep0-ba2-rank0.pt"
-        convert_checkpoint(source, tmp_path / "hf", to="safetensors")
-        convert_checkpoint(source, tmp_path / "folder", to="dcp", files=2)
-        sharded = convert_checkpoint(tmp_path / "folder", tmp_path / "hf2", to="safetensors", files=3)
-        half = convert_checkpoint(source, tmp_path / "half", to="safetensors", dtype=torch.bfloat16)
-        with torch.no_grad():
-            expected = model(ids).logits
-            for folder in ("hf", "hf2"):
-                found, said = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / folder, output_loading_info=True)
-                assert not any(said.values()), said
-                for name, tensor in model.state_dict().items():
-                    assert torch.equal(found.state_dict()[name], tensor), f"{folder}: {name}"
-                # Not to the bit: where tensors lie in memory decides which kernel runs.
-                torch.testing.assert_close(found.eval()(ids).logits, expected, rtol=0, atol=1e-6)
-            auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half", torch_dtype="auto")
-            assert auto.dtype == torch.bfloat16 and type(auto) is type(model)
-            assert torch.equal(auto.transformer.wte.weight, model.transformer.wte.weight.bfloat16())
-            convert_checkpoint(tmp_path / "half", tmp_path / "whole", to="safetensors", dtype=torch.float32)
-            auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", torch_dtype="auto")
-            assert auto.dtype == torch.float32
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert tokenizer("b d zebra")["input_ids"] == [2, 4, 0]
+    source, held = run / SAVED, torch.load(run / "held.pt")
+    convert_checkpoint(source, folder / "hf", to="safetensors")
+    convert_checkpoint(source, folder / "folder", to="dcp", files=2)
+    sharded = convert_checkpoint(folder / "folder", folder / "hf2", to="safetensors", files=3)
+    half = convert_checkpoint(source, folder / "half", to="safetensors", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name in ("hf", "hf2"):
+            found, said = transformers.GPT2LMHeadModel.from_pretrained(folder / name, output_loading_info=True)
+            assert not any(said.values()), said
+            assert_same(dict(found.state_dict()), dict(held["weights"]), name)
+            # Not to the bit: where tensors lie in memory decides which kernel runs.
+            torch.testing.assert_close(found.eval()(held["ids"]).logits, held["logits"], rtol=0, atol=1e-6)
+    auto = transformers.AutoModelForCausalLM.from_pretrained(folder / "half", torch_dtype="auto")
+    assert auto.dtype == torch.bfloat16 and type(auto) is transformers.GPT2LMHeadModel, auto
+    name = "transformer.wte.weight"
+    assert_same(auto.state_dict()[name], held["weights"][name].bfloat16(), name)
+    convert_checkpoint(folder / "half", folder / "whole", to="safetensors", dtype=torch.float32)
+    auto = transformers.AutoModelForCausalLM.from_pretrained(folder / "whole", torch_dtype="auto")
+    assert auto.dtype == torch.float32, auto.dtype
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
+    ids = tokenizer("b d zebra")["input_ids"]
+    assert ids == [2, 4, 0], ids
     for report in (sharded, half):
-        assert [text for text in report.remarks if "tied" in text] == [
-            "leaves out lm_head.weight (tied to transformer.wte.weight), which is the same bytes"
-        ]
-    assert len(list((tmp_path / "hf2").glob("*.safetensors"))) == 3
+        said = [text for text in report.remarks if "tied" in text]
+        assert said == ["leaves out lm_head.weight (tied to transformer.wte.weight), which is the same bytes"], said
+    files = [path.name for path in (folder / "hf2").glob("*.safetensors")]
+    assert len(files) == 3, files
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("noted", "architectures"),
-    [
-        ("transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel", ["GPT2LMHeadModel"]),
-        ("torch.distributed.fsdp._fully_shard._fully_shard.FSDPGPT2LMHeadModel", ["GPT2LMHeadModel"]),
-        ("torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel", None),
-    ],
-    ids=["one device", "Composer's FSDP2", "FSDP1"],
-)
-def test_the_architecture_of_a_sharded_run(tmp_path: Path, noted: str, architectures: list[str] | None):
-    """Composer notes the class of the module that it saved, which is no model's once it is sharded."""
-    with saved_gpt2(tmp_path / "run"):
-        source = torch.load(tmp_path / "run" / "ep0-ba2-rank0.pt", weights_only=False)
+def test_from_pretrained_loads_a_converted_gpt2(gpt2: Path, tmp_path: Path):
+    """A Composer run becomes a folder for ``from_pretrained``: equal logits, its tokenizer, ties once."""
+    run_ranks(check_from_pretrained, 1, gpt2, tmp_path)
+
+
+# The class that Composer noted, and what from_pretrained is to be told.
+NOTED: dict[str, tuple[str, list[str] | None]] = {
+    "one device": ("transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel", ["GPT2LMHeadModel"]),
+    "Composer's FSDP2": (
+        "torch.distributed.fsdp._fully_shard._fully_shard.FSDPGPT2LMHeadModel",
+        ["GPT2LMHeadModel"],
+    ),
+    "FSDP1": ("torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel", None),
+}
+
+
+def check_architecture(run: Path, folder: Path, noted: str, architectures: list[str] | None) -> None:
+    folder.mkdir()
+    source = torch.load(run / SAVED, weights_only=False)
     entry = source["state"]["integrations"]["huggingface"]["model"]["config"]
-    assert entry["class"].endswith("GPT2LMHeadModel")
+    assert entry["class"].endswith("GPT2LMHeadModel"), entry["class"]
     entry["class"] = noted
     entry["content"]["architectures"] = None
-    torch.save(source, tmp_path / "noted.pt")
-    convert_checkpoint(tmp_path / "noted.pt", tmp_path / "hf", to="safetensors")
-    assert json.loads((tmp_path / "hf" / "config.json").read_text()).get("architectures") == architectures
+    torch.save(source, folder / "noted.pt")
+    convert_checkpoint(folder / "noted.pt", folder / "hf", to="safetensors")
+    found = json.loads((folder / "hf" / "config.json").read_text()).get("architectures")
+    assert found == architectures, found
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_names_of_a_single_device_run(tmp_path: Path):
-    """GPT-2's tied weights leave one way to name what the optimizer keyed by position; Composer's are those."""
-    with saved_gpt2(tmp_path / "run") as (model, _):
-        convert_checkpoint(tmp_path / "run" / "ep0-ba2-rank0.pt", tmp_path / "folder", to="dcp")
-        convert_checkpoint(tmp_path / "folder", tmp_path / "new.pt", to="monolithic")
-    found = torch.load(tmp_path / "new.pt", weights_only=False)["state"]["optimizers"]["AdamW"]
-    source = torch.load(tmp_path / "run" / "ep0-ba2-rank0.pt", weights_only=False)["state"]["optimizers"]["AdamW"]
-    names = [f"model.{name}" for name, _ in model.named_parameters()]
+def check_architectures(run: Path, folder: Path) -> None:
+    for_each(check_architecture, {name: (run, folder / name, *case) for name, case in NOTED.items()})
+
+
+def test_the_architecture_of_a_sharded_run(gpt2: Path, tmp_path: Path):
+    """Composer notes the class of the module that it saved, which is no model's once it is sharded."""
+    run_ranks(check_architectures, 1, gpt2, tmp_path)
+
+
+def check_names(run: Path, folder: Path) -> None:
+    convert_checkpoint(run / SAVED, folder / "folder", to="dcp")
+    convert_checkpoint(folder / "folder", folder / "new.pt", to="monolithic")
+    found = torch.load(folder / "new.pt", weights_only=False)["state"]["optimizers"]["AdamW"]
+    source = torch.load(run / SAVED, weights_only=False)["state"]["optimizers"]["AdamW"]
+    names = torch.load(run / "held.pt")["parameters"]
     keys = source["param_groups"][0]["params"]
-    assert found["param_groups"][0]["params"] == names
+    assert found["param_groups"][0]["params"] == names, found["param_groups"]
     for name, key in zip(names, keys, strict=True):
-        assert torch.equal(found["state"][name]["exp_avg"], source["state"][key]["exp_avg"]), name
+        assert_same(found["state"][name]["exp_avg"], source["state"][key]["exp_avg"], name)
+
+
+def test_the_names_of_a_single_device_run(gpt2: Path, tmp_path: Path):
+    """GPT-2's tied weights leave one way to name what the optimizer keyed by position; Composer's are those."""
+    run_ranks(check_names, 1, gpt2, tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 
+CONVERT = ["checkpoint", "convert"]
+SOURCE = FOLDER / "c220/sharded/ep0-ba3"
+TWO = [*CONVERT, SOURCE, "two", "--to", "dcp", "--files", "2"]
+
+
+def variables_of_ranks() -> list[dict[str, str]]:
+    """What a launcher gives each of two processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [
+        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for rank in ("0", "1")
+    ]
+
 
 def test_the_command(tmp_path: Path):
     """What the help says: a plan, a report, several processes, a model for flat files, and exit codes for scripts."""
-    command = [*PYTHON, "-m", "composer_fsdp2", "checkpoint", "convert"]
-    source = FOLDER / "c220/sharded/ep0-ba3"
     (tmp_path / "mine.py").write_text(
         "import sys\n"
         f"sys.path[:0] = {[str(Path(__file__).parents[1])]!r}\n"
         "from support.legacy import legacy_model\n"
         "def build():\n    return legacy_model('c172/local-flat')\n"
     )
-    ended = run_all(
-        {
-            "dry": [*command, source, "dry.pt", "--to", "monolithic", "--dry-run", "--no-optimizer"],
-            "json": [*command, source, "new.pt", "--to", "monolithic", "--json", "--dtype", "bf16"],
-            "ranks": [*LAUNCHERS["torchrun"], "checkpoint", "convert", source, "two", "--to", "dcp", "--files", "2"],
-            "flat": [
-                *(*command, FOLDER / "c172/local-flat/ep0-ba3", "flat.pt", "--to", "monolithic"),
-                *("--model", "mine.py:build", "--include", "*.wte.*"),
-            ],
-        },
-        tmp_path,
-    ) | run_all(
-        {
-            "missing": [*command, "nowhere", "x.pt", "--to", "monolithic"],
-            "exists": [*command, source, "mine.py", "--to", "monolithic"],
-            "dtype": [*command, source, "x.pt", "--to", "monolithic", "--dtype", "bf61"],
-            "console script": [BIN / "composer-fsdp2", "checkpoint", "convert", "--help"],
-        },
-        tmp_path,
-    )
+    forked = {
+        "dry": [*CONVERT, SOURCE, "dry.pt", "--to", "monolithic", "--dry-run", "--no-optimizer"],
+        "rank 0": TWO,
+        "rank 1": TWO,
+        "flat": [
+            *(*CONVERT, FOLDER / "c172/local-flat/ep0-ba3", "flat.pt", "--to", "monolithic"),
+            *("--model", "mine.py:build", "--include", "*.wte.*"),
+        ],
+        "missing": [*CONVERT, "nowhere", "x.pt", "--to", "monolithic"],
+        "exists": [*CONVERT, SOURCE, "mine.py", "--to", "monolithic"],
+        "dtype": [*CONVERT, SOURCE, "x.pt", "--to", "monolithic", "--dtype", "bf61"],
+        "help": [*CONVERT, "--help"],
+    }
+    ended = run_forked(forked, tmp_path, variables=dict(zip(("rank 0", "rank 1"), variables_of_ranks(), strict=True)))
+    installed = [BIN / "composer-fsdp2", *CONVERT, SOURCE, "new.pt", "--to", "monolithic", "--json", "--dtype", "bf16"]
+    ended |= run_all({"installed": installed}, tmp_path)
     codes = {name: command.code for name, command in ended.items()}
     bad = {"missing": 2, "exists": 1, "dtype": 2}
     assert codes == {name: bad.get(name, 0) for name in ended}, {name: command.err for name, command in ended.items()}
     assert "leaves out (1)\n    state.optimizers.DecoupledAdamW" in ended["dry"].out
     assert not (tmp_path / "dry.pt").exists() and not (tmp_path / "x.pt").exists()
-    report = json.loads(ended["json"].out)
+    report = json.loads(ended["installed"].out)
     assert report["destination"] == str(tmp_path / "new.pt") and report["num_tensors"] == 65
     loaded = torch.load(tmp_path / "new.pt", weights_only=False)["state"]["model"]
     assert {tensor.dtype for tensor in loaded.values()} == {torch.bfloat16}
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
-    assert ended["ranks"].out.count("two: 65 tensors") == 1
+    assert_is_two(tmp_path / "two", ended["rank 0"].out + ended["rank 1"].out)
     assert list(torch.load(tmp_path / "flat.pt", weights_only=False)["state"]["model"]) == ["model.wte.weight"]
     assert "nowhere" in ended["missing"].err and "bf61" in ended["dtype"].err
     assert all("Traceback" not in command.err for command in ended.values())
+
+
+def assert_is_two(folder: Path, said: str) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert said.count("two: 65 tensors") == 1
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_command(tmp_path: Path):
+    """As the help has it: ``torchrun --nproc-per-node 2 -m composer_fsdp2 checkpoint convert ...``."""
+    done = run_all({"ranks": [*LAUNCHERS["torchrun"], *TWO]}, tmp_path)["ranks"]
+    assert done.code == 0 and "Traceback" not in done.err, done.err
+    assert_is_two(tmp_path / "two", done.out)
 
 
 def test_the_error_for_flat_files_names_the_way(tmp_path: Path):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from engine.checkpoint.corruptions import CORRUPTIONS, FoundBy, prepared
 from engine.checkpoint.samples import LEGACY
-from support.commands import PYTHON, Ended, run_all
+from support.commands import Ended, run_forked
 
 pytestmark = pytest.mark.composer
 
-VERIFY = [*PYTHON, "-m", "composer_fsdp2", "checkpoint", "verify"]
+VERIFY = ["checkpoint", "verify"]
 FULL, SHARDED = (LEGACY / "c172" / kind for kind in ("full", "sharded"))
 
 
@@ -36,10 +36,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
         "near, tolerated": [*VERIFY, *near, "--atol", "1e-3"],
         "help": [*VERIFY, "--help"],
     }
-    done: dict[str, Ended] = {}
-    for names in (list(commands)[:4], list(commands)[4:]):
-        done |= run_all({name: commands[name] for name in names}, folder)
-    return done
+    return run_forked(commands, folder)
 
 
 def test_exit_codes(ended: dict[str, Ended]):

@@ -1,7 +1,7 @@
 """What real FSDP1 wrote goes on under FSDP2: the same bits, and the same next losses.
 
 [Note: losses at another world size] Ranks share each batch, so another number of them adds up gradients in another
-order: a few units in the last place of fp32 in each of five steps. Measured: at most 4e-7 of a loss. Step counts that
+order: a few units in the last place of fp32 in each step. Measured: at most 4e-7 of a loss. Step counts that
 were counted twice, for comparison, gave 4e-3.
 """
 
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from parity.cases import Axes, pairwise
+from support.cases import for_each
 from support.fsdp1_checkpoints import Layout, Run, compare, write
 from support.ranks import run_ranks
 
@@ -27,9 +30,14 @@ AXES: Axes = {
     "optimizer": ("adam", "decoupled_adamw", "decoupled_lionw"),
 }
 # Moments and step counts of flat parameters in files that hold no names.
-RUNS = [
-    *(Run(**case) for case in pairwise(AXES)),
-    Run(world_size=2, model="mpt", parameters="flat", mesh=False, optimizer="adam"),
+FLAT = Run(world_size=2, model="mpt", parameters="flat", mesh=False, optimizer="adam")
+PAIRS = [*(Run(**case) for case in pairwise(AXES)), FLAT]
+# Every value of every axis, and every layout.
+FEW = [
+    FLAT,
+    Run(world_size=1, model="mpt", parameters="orig", mesh=False, optimizer="decoupled_adamw"),
+    Run(world_size=2, model="small", parameters="groups", mesh=True, optimizer="decoupled_lionw"),
+    Run(world_size=4, model="small", parameters="flat", mesh=True, optimizer="decoupled_adamw"),
 ]
 CONFIGS: dict[int, list[dict[str, Any]]] = {
     1: [{}, {"activation_checkpointing": True}],
@@ -51,17 +59,23 @@ def check_write(folder: str, runs: Sequence[Run]) -> None:
 
 def check_load(folder: str, runs: Sequence[Run], world_size: int, all_configs: bool) -> float:
     """Returns the largest difference of losses at another world size than the writing run's."""
-    worst = 0.0
     configs = itertools.cycle(CONFIGS[world_size])
-    for run in runs:
-        for layout in run.layouts:
-            for config in CONFIGS[world_size] if all_configs else [next(configs)]:
-                difference = compare(run, layout, Path(folder), config)
-                bound = SAME_WORLD_SIZE if run.world_size == world_size else OTHER_WORLD_SIZE
-                assert difference <= bound, f"{run}, {layout.value}, {config}: losses differ by {difference}"
-                if run.world_size != world_size:
-                    worst = max(worst, difference)
-    return worst
+    cases = {
+        f"{run}, {layout.value}, {config}": (Path(folder), run, layout, config)
+        for run in runs
+        for layout in run.layouts
+        for config in (CONFIGS[world_size] if all_configs else [next(configs)])
+    }
+    differences = for_each(check_one, cases)
+    others = [differences[name] for name, (_, run, *_) in cases.items() if run.world_size != world_size]
+    return max(others, default=0.0)
+
+
+def check_one(folder: Path, run: Run, layout: Layout, config: dict[str, Any], by_trainer: bool = False) -> float:
+    difference = compare(run, layout, folder, config, by_trainer=by_trainer)
+    bound = SAME_WORLD_SIZE if run.world_size == dist.get_world_size() else OTHER_WORLD_SIZE
+    assert difference <= bound, f"losses differ by {difference}"
+    return difference
 
 
 def write_all(folder: Path, runs: Sequence[Run]) -> None:
@@ -70,35 +84,47 @@ def write_all(folder: Path, runs: Sequence[Run]) -> None:
             run_ranks(check_write, world_size, str(folder), chosen, timeout_s=1800)
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fsdp1")
-    write_all(folder, RUNS)
-    return folder
+@dataclass(frozen=True)
+class Written:
+    folder: Path
+    runs: list[Run]
 
 
-def test_the_runs_save_every_layout():
-    """A layout that no run saves would be proved by nothing."""
-    assert {layout for run in RUNS for layout in run.layouts} == set(Layout)
+@pytest.fixture(scope="module", params=["few", pytest.param("pairs", marks=pytest.mark.slow)])
+def written(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Written:
+    made = Written(tmp_path_factory.mktemp("fsdp1"), {"few": FEW, "pairs": PAIRS}[request.param])
+    write_all(made.folder, made.runs)
+    return made
+
+
+@pytest.mark.parametrize("runs", [FEW, PAIRS], ids=["few", "pairs"])
+def test_the_runs_save_every_layout(runs: list[Run]):
+    """A layout, or a value of an axis, that no run has would be proved by nothing."""
+    assert {layout for run in runs for layout in run.layouts} == set(Layout)
+    for name, values in AXES.items():
+        assert {getattr(run, name) for run in runs} == set(values)
 
 
 @pytest.mark.parametrize("world_size", CONFIGS)
-def test_fsdp1s_checkpoints_load(written: Path, world_size: int):
+def test_fsdp1s_checkpoints_load(written: Written, world_size: int):
     """Whatever an FSDP1 run saved, on however many ranks, goes on: not one bit of weights or moments is another."""
-    [worst, *_] = run_ranks(check_load, world_size, str(written), RUNS, world_size, False, timeout_s=600)
+    arguments = str(written.folder), written.runs, world_size, False
+    [worst, *_] = run_ranks(check_load, world_size, *arguments, timeout_s=600)
     print(f"on {world_size} ranks, of another number: losses differ by at most {worst:.1e}")
 
 
 def check_trainer(folder: str, runs: Sequence[Run]) -> None:
-    for run in runs:
-        for layout in (Layout.FULL, Layout.SHARDED):
-            difference = compare(run, layout, Path(folder), {}, by_trainer=True)
-            assert difference <= OTHER_WORLD_SIZE, f"{run}, {layout.value}: losses differ by {difference}"
+    cases = {
+        f"{run}, {layout.value}": (Path(folder), run, layout, {}, True)
+        for run in runs
+        for layout in (Layout.FULL, Layout.SHARDED)
+    }
+    for_each(check_one, cases)
 
 
-def test_the_trainer_loads_fsdp1s_checkpoints(written: Path):
+def test_the_trainer_loads_fsdp1s_checkpoints(written: Written):
     """The same by ``load_path``, which is how a run in flight moves over."""
-    run_ranks(check_trainer, 2, str(written), RUNS, timeout_s=600)
+    run_ranks(check_trainer, 2, str(written.folder), written.runs, timeout_s=600)
 
 
 @pytest.mark.slow

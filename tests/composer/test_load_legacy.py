@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import full_parameters
-from support.fsdp1_checkpoints import assert_same, assert_same_state, optimizer_state
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import assert_same, full_parameters
+from support.fsdp1_checkpoints import optimizer_state
 from support.legacy import (
     FLAT,
     KINDS,
@@ -56,30 +58,30 @@ def read_directory(path: Path) -> Any:
 
 
 def check_legacy(world_size: int) -> None:
+    cases = {f"{kind}, {config}": (kind, config) for kind in KINDS for config in CONFIGS[world_size]}
+    for_each(check_one, cases)
+
+
+def check_one(kind: str, config: dict[str, Any]) -> None:
     from composer_fsdp2 import load_checkpoint, prepare_fully_shard
 
-    for kind in KINDS:
-        for config in CONFIGS[world_size]:
-            what = f"{kind}, {config}"
-            model = legacy_model(kind)
-            optimizer = legacy_optimizer(model)
-            prepare_fully_shard(model, optimizer, dict(config), precision="fp32")
-            report = load_checkpoint(checkpoint_of(kind), model, optimizer)
-            assert report.left_out == (), what
-            assert len(report.loaded) == 18, f"{what}: {report}"
-            assert len(report.optimizer_loaded) == 15, f"{what}: {report}"
-            weights, state = contents(kind)
-            assert_same(
-                full_parameters(model), {name: weights[name] for name, _ in legacy_model(kind).named_parameters()}, what
-            )
-            assert_same_state(optimizer_state(model, optimizer), state, what)
-            expected = reference(kind)
-            has_optimizer = kind not in WITHOUT_OPTIMIZER
-            logits, losses = next_steps(model, optimizer if has_optimizer else None)
-            torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=2e-6)
-            if has_optimizer:
-                worst = max(abs(a - b) for a, b in zip(losses, expected["losses"], strict=True))
-                assert worst <= LOSS_TOLERANCE[world_size], f"{what}: {losses}, {expected['losses']}"
+    model = legacy_model(kind)
+    optimizer = legacy_optimizer(model)
+    prepare_fully_shard(model, optimizer, dict(config), precision="fp32")
+    report = load_checkpoint(checkpoint_of(kind), model, optimizer)
+    assert report.left_out == (), report
+    assert (len(report.loaded), len(report.optimizer_loaded)) == (18, 15), report
+    weights, state = contents(kind)
+    names = [name for name, _ in legacy_model(kind).named_parameters()]
+    assert_same(full_parameters(model), {name: weights[name] for name in names})
+    assert_same(optimizer_state(model, optimizer), state)
+    expected = reference(kind)
+    has_optimizer = kind not in WITHOUT_OPTIMIZER
+    logits, losses = next_steps(model, optimizer if has_optimizer else None)
+    torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=2e-6)
+    if has_optimizer:
+        worst = max(abs(a - b) for a, b in zip(losses, expected["losses"], strict=True))
+        assert worst <= LOSS_TOLERANCE[dist.get_world_size()], f"{losses}, {expected['losses']}"
 
 
 @pytest.mark.parametrize("world_size", CONFIGS)

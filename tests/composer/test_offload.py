@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.commands import BIN, SCRIPT, run_all
-from support.trainers import largest_difference
+from support.oracle import FSDP1, FSDP2
+from support.ranks import run_ranks
+from support.saved import named
+from support.trainers import fit, largest_difference
+
+pytestmark = pytest.mark.composer
 
 BATCHES, SAVED_AT = 6, 3
 COMMON = ["--batches", BATCHES, "--microbatch", "2", "--optimizer", "adamw", "--clip", "0.1"]
@@ -17,11 +22,31 @@ COMMON = ["--batches", BATCHES, "--microbatch", "2", "--optimizer", "adamw", "--
 # Without a GPU only the wiring shows: parameters and communication share the CPU.
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CASES = [
-    ("cpu", "full"),
+    pytest.param("cpu", "full", marks=pytest.mark.slow),
     pytest.param("cpu", "sharded", marks=pytest.mark.slow),
     pytest.param("gpu", "full", marks=ON_GPU),
     pytest.param("gpu", "sharded", marks=ON_GPU),
 ]
+
+
+def check_offloaded(folder: str) -> None:
+    training: dict[str, Any] = {"batches": BATCHES, "optimizer": "adamw", "clip": ("norm", 0.1)}
+    theirs = fit(FSDP1, {}, **training)
+    assert theirs.shards == {"FullyShardedDataParallel"}
+    for state_dict_type in ("full", "sharded"):
+        config = {"cpu_offload": True, "state_dict_type": state_dict_type}
+        saved = f"{folder}/{state_dict_type}"
+        whole = fit(FSDP2, dict(config), save_folder=saved, save_interval=f"{SAVED_AT}ba", **training)
+        assert whole.shards == {"FSDPModule"}
+        difference = largest_difference(whole.losses, theirs.losses)
+        assert difference <= 1e-6, f"{state_dict_type}: {whole.losses}, {theirs.losses}"
+        resumed = fit(FSDP2, dict(config), load_path=f"{saved}/{named(state_dict_type, SAVED_AT)}", **training)
+        assert resumed.losses == whole.losses[SAVED_AT:], f"{state_dict_type}: {resumed.losses}, {whole.losses}"
+
+
+def test_offloaded_run_has_fsdp1s_curve(tmp_path: Path):
+    """cpu_offload is carried over, and clipping, saving and loading know that parameters lie in host memory."""
+    run_ranks(check_offloaded, 2, str(tmp_path))
 
 
 def launched(device: str, *command: Any) -> list[Any]:
@@ -29,7 +54,6 @@ def launched(device: str, *command: Any) -> list[Any]:
     return [BIN / "composer", "-n", num_ranks, *command, "--device", device, *COMMON]
 
 
-@pytest.mark.composer
 @pytest.mark.parametrize(("device", "state_dict_type"), CASES)
 def test_offloaded_run_saves_and_resumes_with_fsdp1s_curve(tmp_path: Path, device: str, state_dict_type: str):
     """A model too large for the device trains from host memory over plain NCCL, which knows no CPU tensors."""
@@ -48,7 +72,7 @@ def test_offloaded_run_saves_and_resumes_with_fsdp1s_curve(tmp_path: Path, devic
         },
         tmp_path,
     )
-    checkpoint = f"saved/ep0-ba{SAVED_AT}" + ("-rank0.pt" if state_dict_type == "full" else "")
+    checkpoint = f"saved/{named(state_dict_type, SAVED_AT)}"
     done |= run_all({"resumed": [*ours, "--out", "resumed.json", "--load-path", checkpoint]}, tmp_path)
     assert [each.code for each in done.values()] == [0, 0, 0], "\n".join(each.err for each in done.values())
     fsdp1, whole, resumed = (json.loads((tmp_path / f"{name}.json").read_text()) for name in done)

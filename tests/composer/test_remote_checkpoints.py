@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.comparing import full_parameters
+from support.comparing import assert_same, full_parameters
 from support.legacy import FOLDER, KINDS, checkpoint_of, legacy_model, legacy_optimizer
 from support.oracle import FSDP2
 from support.ranks import run_ranks
@@ -124,12 +124,6 @@ def load(trainer: Any, path: str, store: Any = None) -> dict[str, torch.Tensor]:
     checkpoint.load_checkpoint(path, trainer.state, trainer.logger, store, progress_bar=False)
     assert int(trainer.state.timestamp.batch) == 3
     return full_parameters(trainer.state.model)
-
-
-def assert_same(loaded: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
-    assert loaded.keys() == expected.keys()
-    for name, parameter in expected.items():
-        assert torch.equal(loaded[name], parameter), f"{what}: {name}"
 
 
 def everything_downloaded(store: Any) -> list[str]:
@@ -239,8 +233,7 @@ def check_rank_files() -> None:
         ):
             load_inventory(inventory, model, None, strict=name.startswith("sharded"), bring=checkpoint.bring)
         loaded = full_parameters(model)
-        assert torch.equal(loaded["model.weight"], values["weight"]), name
-        assert torch.equal(loaded["model.bias"], values["bias"]), name
+        assert_same(loaded, {f"model.{key}": values[key] for key in ("weight", "bias")}, name)
         kind = name.partition("-")[0]
         assert everything_downloaded(store) == [f"{kind}-rank0.pt", f"{kind}-rank1.pt"]
 

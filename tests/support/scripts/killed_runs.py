@@ -1,8 +1,7 @@
-"""Runs of two ranks that are killed while they save and started again: ``killed_runs.py FOLDER {middle,ROUNDS}``.
+"""Runs of two ranks that are killed while they save and started again.
 
-One process imports everything and forks the ranks, so that a start costs no imports. ROUNDS is a number: so many runs,
-each killed at a random point. ``middle``: each kind of saving is killed in the middle of its second checkpoint. What is
-found after each kill is a line of JSON on stdout.
+``main`` runs in a process of its own that forks the ranks, so that a start costs no imports. What is found after each
+kill is a line of JSON on stdout.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from composer import Callback
 from composer.utils import get_composer_env_dict
 from support.oracle import FSDP2
+from support.ranks import name_own_file
 from support.saved import read
 from support.trainers import make_trainer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -104,6 +104,7 @@ def writers_call(before: Callable[[], None]) -> Iterator[None]:
 
 def train(run: Run, rank: int, before: Callable[[], None]) -> None:
     warnings.simplefilter("ignore")
+    name_own_file(rank)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0")
     os.environ.update(WORLD_SIZE=str(NUM_RANKS), LOCAL_WORLD_SIZE=str(NUM_RANKS))
     store = dist.FileStore(f"{run.steps_file}.store", NUM_RANKS)
@@ -229,10 +230,11 @@ def one_in_the_middle(folder: Path, kind: str, is_async: bool) -> None:
     report(again, start(again, lambda: None))
 
 
-if __name__ == "__main__":
+def main(folder: Path, num_rounds: int | None) -> None:
+    """So many runs, each killed at a random point; or each kind of saving in the middle of its second checkpoint."""
     get_composer_env_dict()  # asks the CPU for its name, for half a second
     with FSDP2():
-        if sys.argv[2] == "middle":
-            in_the_middle(Path(sys.argv[1]))
+        if num_rounds is None:
+            in_the_middle(folder)
         else:
-            at_random_points(Path(sys.argv[1]), int(sys.argv[2]))
+            at_random_points(folder, num_rounds)
