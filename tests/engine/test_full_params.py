@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.comparing import full
+from support.comparing import full, own_name
 from support.models import Block, Chain, Model, features, layer, tokens
 from support.ranks import run_ranks
 from support.training import FULL, assert_close, named_parameters, sgd
@@ -69,10 +69,7 @@ def raised(model: nn.Module, block: Callable[[], Any], **options: Any) -> str:
 
 
 def own_names(named: Any) -> dict[str, Any]:
-    return {
-        name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", ""): value
-        for name, value in named
-    }
+    return {own_name(name): value for name, value in named}
 
 
 def shapes() -> dict[str, torch.Size]:

@@ -48,11 +48,6 @@ def without_empty_dicts(value: Any) -> Any:
     return value
 
 
-def raw(tensor: torch.Tensor) -> bytes:
-    """Its elements in row-major order."""
-    return bytes(tensor.detach().contiguous().clone().untyped_storage()) if tensor.numel() else b""
-
-
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
     """All that is in a folder: sizes and times."""
     return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*"))}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import io
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,3 +74,27 @@ def bytes_read() -> int:
     """What this process has asked of files so far."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])
+
+
+def saveable(dtype: torch.dtype) -> bool:
+    """Whether torch.save can write plain tensors of this dtype; it has no storage for uint4 and the like."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of experimental and deprecated dtypes
+        try:
+            tensor = torch.empty(2, dtype=dtype)
+            torch.save(tensor, io.BytesIO())
+        except (KeyError, RuntimeError):
+            return False
+    return not tensor.is_quantized
+
+
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype) and saveable(value)}, key=str
+)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Any bits that are a value of the dtype."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+    return bits.view(dtype).reshape(shape) if num_bytes else torch.empty(shape, dtype=dtype)

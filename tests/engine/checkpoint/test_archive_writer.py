@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import io
 import os
-import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -15,38 +14,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from engine.checkpoint.samples import DTYPES, bytes_of, random_tensor
 from support.comparing import assert_same
 
 from composer_fsdp2.checkpoint.storage.archive_writer import ArchivePlan, Slot, plan_archive
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-
-
-def saveable(dtype: torch.dtype) -> bool:
-    """Whether torch.save can write plain tensors of this dtype; it has no storage for uint4 and the like."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of experimental and deprecated dtypes
-        try:
-            tensor = torch.empty(2, dtype=dtype)
-            torch.save(tensor, io.BytesIO())
-        except (KeyError, RuntimeError):
-            return False
-    return not tensor.is_quantized
-
-
-DTYPES = sorted(
-    {value for value in vars(torch).values() if isinstance(value, torch.dtype) and saveable(value)}, key=str
-)
-
-
-def random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Any bits that are a value of the dtype."""
-    data = torch.randint(0, 2 if dtype == torch.bool else 256, (torch.Size(shape).numel() * dtype.itemsize,))
-    return data.to(torch.uint8).view(dtype).reshape(shape) if data.numel() else torch.empty(shape, dtype=dtype)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().clone().untyped_storage())
 
 
 def with_slots(value: Any, tensors: dict[Slot, torch.Tensor]) -> Any:
@@ -69,8 +42,8 @@ def write(path: Path, value: Any, *, at: int = 0) -> ArchivePlan:
     plan = plan_archive(with_slots(value, tensors))
     with open(path, "r+b" if path.exists() else "wb") as file:
         for slot, tensor in reversed(tensors.items()):
-            os.pwrite(file.fileno(), raw(tensor), at + plan.offset_of(slot))
-        plan.finish(file, {slot: zlib.crc32(raw(tensor)) for slot, tensor in tensors.items()}, at=at)
+            os.pwrite(file.fileno(), bytes_of(tensor), at + plan.offset_of(slot))
+        plan.finish(file, {slot: zlib.crc32(bytes_of(tensor)) for slot, tensor in tensors.items()}, at=at)
     return plan
 
 
@@ -172,7 +145,7 @@ def test_a_file_beyond_4_gib_is_read(tmp_path: Path):
     plan = plan_archive(slots)
     expected = torch.tensor([1.0, 2.0, 3.0])
     with open(_named(tmp_path), "wb") as file:
-        os.pwrite(file.fileno(), raw(expected), plan.offset_of(slots["behind it"]))
+        os.pwrite(file.fileno(), bytes_of(expected), plan.offset_of(slots["behind it"]))
         plan.finish(file, dict.fromkeys(plan.slots, 0))
     loaded = torch.load(_named(tmp_path), mmap=True)
     assert torch.equal(loaded["behind it"], expected)

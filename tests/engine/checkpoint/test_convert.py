@@ -23,11 +23,10 @@ from engine.checkpoint.conversions import (
     loaded,
     loaded_folder,
     planned,
-    raw,
     staging_of,
     without_empty_dicts,
 )
-from engine.checkpoint.samples import FIXTURES, LEGACY, composer_state
+from engine.checkpoint.samples import FIXTURES, LEGACY, bytes_of, composer_state
 from engine.checkpoint.test_composer_package import write as write_composer_package
 from support.comparing import assert_same
 from support.ranks import run_ranks
@@ -118,7 +117,7 @@ def test_shards_of_safetensors(tmp_path: Path, source: Path):
     model = loaded(source)["state"]["model"]
     assert_same(found, model, in_bits=True)
     assert sorted(set(index["weight_map"].values())) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    assert index["metadata"]["total_size"] == sum(len(raw(tensor)) for tensor in model.values())
+    assert index["metadata"]["total_size"] == sum(len(bytes_of(tensor)) for tensor in model.values())
 
 
 @pytest.mark.any_torch
@@ -448,7 +447,7 @@ def test_keys_that_would_be_one_in_a_folder(tmp_path: Path):
 
 def with_a_flipped_bit(path: Path, tensor: torch.Tensor) -> None:
     data = bytearray(path.read_bytes())
-    data[data.index(raw(tensor)) + 5] ^= 16
+    data[data.index(bytes_of(tensor)) + 5] ^= 16
     path.write_bytes(data)
 
 

@@ -14,8 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
-from engine.checkpoint.conversions import convert, loaded, raw, staging_of
-from engine.checkpoint.samples import composer_state
+from engine.checkpoint.conversions import convert, loaded, staging_of
+from engine.checkpoint.samples import bytes_of, composer_state
 from support.examples import IS_THOROUGH
 
 from composer_fsdp2.checkpoint.conversion import copying, unfinished
@@ -144,7 +144,7 @@ def test_what_was_written_is_checked_before_it_is_kept(tmp_path: Path):
     noted = len(journal.read_text().splitlines())
     written = staging_of(target) / "files/new.pt"
     data = bytearray(written.read_bytes())
-    place = data.index(raw(loaded(source)["state"]["model"]["model.0"])[:64])
+    place = data.index(bytes_of(loaded(source)["state"]["model"]["model.0"])[:64])
     data[place] ^= 1
     written.write_bytes(data)
     report = convert(source, target, "monolithic")

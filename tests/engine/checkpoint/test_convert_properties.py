@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from engine.checkpoint.conversions import convert, loaded, loaded_folder, without_empty_dicts
-from engine.checkpoint.test_archive_writer import DTYPES, random_tensor
+from engine.checkpoint.samples import DTYPES, random_tensor
 from hypothesis import given
 from hypothesis import strategies as st
 from support.comparing import assert_same

@@ -1052,6 +1052,7 @@ def check_corruptions(folder: str, layout: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("layout", ["monolithic", "dcp", "safetensors"])
 def test_damage_is_refused_on_every_rank(tmp_path: Path, layout: str):
     """Damaged files give one error on all ranks, with model and optimizer as they were, or the values that were saved.

@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from engine.checkpoint.samples import bytes_of, random_tensor
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -49,13 +50,6 @@ class Tracker:
     name: str = "tracker"
 
 
-def any_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Any bits that are a value of the dtype; the same on all ranks."""
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (num_bytes,), dtype=torch.uint8, generator=generator)
-    return bits.view(dtype).view(shape) if num_bytes else torch.empty(shape, dtype=dtype)
-
-
 def sharded(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     """As fully_shard cuts: torch.chunk's parts along one dimension. Does not communicate, so any dtype will do."""
     local = tensor.clone()
@@ -67,15 +61,11 @@ def sharded(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTe
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=stride)
 
 
-def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
-
-
 def assert_same(found: Any, expected: Any, where: str = "state") -> None:
     """Equal in class, keys, order and bits."""
     if isinstance(expected, torch.Tensor):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype), where
-        assert raw(found) == raw(expected), where
+        assert bytes_of(found) == bytes_of(expected), where
         return
     assert type(found) is type(expected), f"{where}: {type(found)}"
     if isinstance(expected, dict):
@@ -111,7 +101,7 @@ def check_contents(folder: str) -> None:
     for number, (shape, dim) in enumerate([*fixed, *((s, choose.randrange(len(s))) for s in drawn)]):
         for dtype in DTYPES if number < len(fixed) else [choose.choice(DTYPES)]:
             name = f"{number} {shape} {dim} {dtype}"
-            whole[name] = any_tensor(shape, dtype, generator)
+            whole[name] = random_tensor(shape, dtype, generator)
             cut[name] = sharded(whole[name], mesh, Replicate() if dim is None else Shard(dim))
     tied, step = torch.randn(4, 2), torch.tensor(3.0)
     cut_tied = sharded(tied, mesh, Shard(0))
