@@ -18,6 +18,7 @@ from support.foundry_runs import (
     BATCHES,
     SAVED_AT,
     YAML,
+    Trained,
     assert_alike,
     read_losses,
     surroundings,
@@ -33,16 +34,29 @@ pytestmark = pytest.mark.foundry
 # --- MPT from the repository's YAML
 
 
-def check_mpt(folder: str) -> None:
-    evals = [
+def with_evals(folder: str, name: str) -> list[str]:
+    return [
+        f"save_folder={folder}/{name}",
         "eval_first=true",
         "eval_interval=2ba",
         "eval_subset_num_batches=2",
         "eval_loader={name: text, drop_last: false, num_workers: 1, dataset: {local: "
         + f"{folder}/data/mds, shuffle: false, max_seq_len: 64, eos_token_id: 0}}}}",
     ]
-    theirs = train(FSDP1, YAML, folder, "fsdp1", f"save_folder={folder}/fsdp1", *evals)
-    ours = train(FSDP2, YAML, folder, "fsdp2", f"save_folder={folder}/fsdp2", *evals)
+
+
+def check_theirs(folder: str) -> Trained:
+    return train(FSDP1, YAML, folder, "fsdp1", *with_evals(folder, "fsdp1"))
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: str) -> Trained:
+    """The YAML under FSDP1; with its checkpoints in ``folder``/fsdp1."""
+    return run_ranks(check_theirs, 2, folder)[0]
+
+
+def check_mpt(folder: str, theirs: Trained) -> None:
+    ours = train(FSDP2, YAML, folder, "fsdp2", *with_evals(folder, "fsdp2"))
     assert_alike(ours, theirs, "the YAML")
     assert "LanguageCrossEntropy" in theirs.metrics
     assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-6)
@@ -54,16 +68,15 @@ def check_mpt(folder: str) -> None:
         assert_alike(train(FSDP2, YAML, folder, "version2"), theirs, "FSDP_VERSION=2")
 
 
-def test_yaml_trains_with_fsdp1s_losses(folder: str):
+def test_yaml_trains_with_fsdp1s_losses(folder: str, theirs: Trained):
     """MPT with tied embeddings, recomputed blocks, clipping and streaming data: the curve and the checkpoint stay."""
-    run_ranks(check_mpt, 2, folder)
+    run_ranks(check_mpt, 2, folder, theirs)
     names = {path.relative_to(f"{folder}/fsdp1") for path in Path(folder, "fsdp1").rglob("*")}
     assert names == {path.relative_to(f"{folder}/fsdp2") for path in Path(folder, "fsdp2").rglob("*")}
 
 
-def check_mixed(folder: str) -> None:
+def check_mixed(folder: str, theirs: Trained) -> None:
     # FSDP1 cannot broadcast CPU tensors, so the measure is its run with every rank's model on the CPU.
-    theirs = train(FSDP1, YAML, folder, "cpu")
     for state_dict_type in ("sharded", "full"):  # with full, Foundry sets load_monolith_rank0_only
         overrides = ["model.init_device=mixed", f"fsdp_config.state_dict_type={state_dict_type}"]
         what = f"mixed-{state_dict_type}"
@@ -74,9 +87,9 @@ def check_mixed(folder: str) -> None:
     assert difference <= 1e-6, f"{resumed.losses}, {theirs.losses}"
 
 
-def test_mixed_initialisation(folder: str):
+def test_mixed_initialisation(folder: str, theirs: Trained):
     """Rank 0 alone builds the model and reads the file, as the YAMLs of large models ask."""
-    run_ranks(check_mixed, 2, folder)
+    run_ranks(check_mixed, 2, folder, theirs)
 
 
 def check_meta(folder: str) -> None:
