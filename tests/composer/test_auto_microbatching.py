@@ -16,7 +16,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.commands import BIN, SCRIPT, run_all
+from support.comparing import assert_same
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.trainers import Trained, build_model, make_trainer, result
@@ -25,6 +27,7 @@ from torch import nn
 pytestmark = pytest.mark.composer
 
 TIME_LIMIT_S = 300  # a hang
+BATCHES = 2  # the one that is repeated, and one after it
 OUT_OF_MEMORY = SCRIPT.with_name("out_of_memory.py")
 
 
@@ -208,19 +211,19 @@ def left_by(trained: Trained, trainer: Any) -> dict[str, Any]:
     }
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda text: f"{where}: {text}")
-
-
 def check_phases(config: dict[str, Any], phases: tuple[str, ...]) -> None:
-    expected = left_by(*run(2, config))
-    for phase in phases:
-        for ranks in ((0,), (1,), (0, 1)):
-            trained, trainer = run("auto", config, {"phase": phase, "limit": 2, "ranks": ranks})
-            where = f"{phase}, ranks {ranks}"
-            assert trainer.state.device_train_microbatch_size == 2, where
-            assert trainer.state.auto_microbatching, where
-            assert_same(left_by(trained, trainer), expected, where)
+    expected = left_by(*run(2, config, batches=BATCHES))
+
+    def check_phase(phase: str, ranks: tuple[int, ...]) -> None:
+        trained, trainer = run("auto", config, {"phase": phase, "limit": 2, "ranks": ranks}, batches=BATCHES)
+        assert trainer.state.device_train_microbatch_size == 2
+        assert trainer.state.auto_microbatching
+        assert_same(left_by(trained, trainer), expected)
+
+    for_each(
+        check_phase,
+        {f"{phase}, ranks {ranks}": (phase, ranks) for phase in phases for ranks in ((0,), (1,), (0, 1))},
+    )
 
 
 def test_the_run_is_the_one_with_the_smaller_microbatch():
@@ -239,13 +242,16 @@ def check_configs() -> None:
         "recomputed": {"activation_checkpointing": True},
         "FSDP2Config": ParallelismConfig(fsdp2=FSDP2Config()),
     }
-    for name, config in configs.items():
-        for optimizer in ("sgd", "decoupled_adamw"):
-            options = {"optimizer": optimizer, "clip": ("norm", 0.5)}
-            expected = left_by(*run(1, config, **options))
-            trained, trainer = run("auto", config, {**hungry, "times": 2}, **options)
-            assert trainer.state.device_train_microbatch_size == 1
-            assert_same(left_by(trained, trainer), expected, f"{name}, {optimizer}")
+
+    def check_config(config: Any, optimizer: str) -> None:
+        options = {"optimizer": optimizer, "clip": ("norm", 0.5), "batches": BATCHES}
+        expected = left_by(*run(1, config, **options))
+        trained, trainer = run("auto", config, {**hungry, "times": 2}, **options)
+        assert trainer.state.device_train_microbatch_size == 1
+        assert_same(left_by(trained, trainer), expected)
+
+    optimizers = ("sgd", "decoupled_adamw")
+    for_each(check_config, {f"{name}, {each}": (configs[name], each) for name in configs for each in optimizers})
 
 
 def test_however_it_is_sharded():
@@ -256,9 +262,10 @@ def test_however_it_is_sharded():
 def check_fp16() -> None:
     # The training metrics come last before the scaler; they are of a model in evaluation mode.
     cases = [{"phase": "metric", "in_training": False}, {"phase": "last backward"}]
-    expected = left_by(*run(2, {}, fp16=True))
+    expected = left_by(*run(2, {}, fp16=True, batches=BATCHES))
     for case in cases:
-        trained, trainer = run("auto", {}, {"limit": 2, "ranks": (1,), **case}, fp16=True, dist_timeout=60)
+        hungry = {"limit": 2, "ranks": (1,), **case}
+        trained, trainer = run("auto", {}, hungry, fp16=True, dist_timeout=60, batches=BATCHES)
         assert_same(left_by(trained, trainer), expected, str(case))
 
 
@@ -466,23 +473,28 @@ def test_votes_end_with_an_error():
     assert run_ranks(check_error_between_batches, 2, timeout_s=TIME_LIMIT_S) == [True, True]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "CUDA out of memory. Tried to allocate 20.00 MiB",
-        "CUDA error: out of memory",
-        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
-        "CUDA error: an illegal memory access was encountered",
-    ],
+ERRORS = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB",
+    "CUDA error: out of memory",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+    "CUDA error: an illegal memory access was encountered",
 )
-@pytest.mark.filterwarnings("ignore:Encountered .cuDNN")
-def test_errors_are_those_that_composer_repeats_for(text: str):
-    """What was repeated under FSDP1 would end on one rank, and leave the others waiting."""
+
+
+def repeated() -> list[bool]:
+    """Which of the errors Composer repeats a batch for."""
     from composer.trainer.trainer import _is_cuda_oom
 
+    return [_is_cuda_oom(RuntimeError(text)) for text in ERRORS]
+
+
+def test_errors_are_those_that_composer_repeats_for():
+    """What was repeated under FSDP1 would end on one rank, and leave the others waiting."""
     from composer_fsdp2.out_of_memory import is_out_of_memory
 
-    assert is_out_of_memory(RuntimeError(text)) == _is_cuda_oom(RuntimeError(text))
+    composers, *_ = run_ranks(repeated, 2)
+    assert [is_out_of_memory(RuntimeError(text)) for text in ERRORS] == composers
+    assert composers == [True, True, True, False]
 
 
 # --- a real one

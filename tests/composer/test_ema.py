@@ -10,9 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
-from support.comparing import full_parameters, own_name
+from support.comparing import full, full_parameters, own_name
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
+from support.references import reference
 from support.saved import named, read
 from support.trainers import close, largest_difference, make_trainer, result
 from torch import nn
@@ -22,7 +23,7 @@ from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.composer
 
-BATCHES, SAVED_AT = 6, 2
+BATCHES, SAVED_AT = 4, 2
 # Blocks are recomputed, so that their parameters have a wrapper in their names.
 CONFIG: dict[str, Any] = {"activation_checkpointing": True}
 
@@ -90,10 +91,6 @@ def whole(ema: Any) -> dict[str, torch.Tensor]:
     return {own(name): full(value) for name, value in ema.ema_model.named_parameters_dict.items()}
 
 
-def full(value: Any) -> torch.Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
 def own(name: str) -> str:
     """Without DDP's name in front of the model's own, which is the same."""
     return own_name(name).replace("module.module.", "module.")
@@ -123,7 +120,7 @@ def assert_values(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 def check_training() -> None:
     from torch.distributed.tensor import DTensor
 
-    theirs = averaged(UNSHARDED, None)
+    theirs = reference(averaged, UNSHARDED, None)
     assert_alike(averaged(FSDP1, dict(CONFIG)), theirs, "FSDP1")
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
         ours = averaged(FSDP2, {**CONFIG, "sharding_strategy": strategy})

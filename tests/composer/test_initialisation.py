@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_initialisation import SEED, assert_same_bits, build, values_of
-from parity.harness import clean
+from engine.test_initialisation import SEED, build, values_of
+from support.comparing import assert_same, own_name
 from support.oracle import FSDP1
 from support.ranks import run_ranks
 from support.training import FULL
@@ -45,9 +45,9 @@ def check_values() -> None:
             torch.manual_seed(SEED)  # as Composer's State does on every rank
             prepare(model)
             with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-                values.append({clean(each): value for each, value in values_of(model).items()})
+                values.append({own_name(each): value for each, value in values_of(model).items()})
         theirs, ours = values
-        assert_same_bits(name, ours, theirs)
+        assert_same(ours, theirs, name)
         assert sum(value.unique().numel() > 4 for value in ours.values()) >= 3, f"{name} is hardly random"
 
 

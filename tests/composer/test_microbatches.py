@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from support.oracle import FSDP1, FSDP2, Under
 from support.ranks import run_ranks
+from support.references import reference
 from support.trainers import build_model, close, fit, make_trainer, result
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +28,7 @@ CLIP = ("norm", 0.5)
 def check_against_fsdp1() -> None:
     for optimizer in ("sgd", "decoupled_adamw"):
         options = {"optimizer": optimizer, "clip": CLIP, "microbatch": 1, "eval_interval": "2ba"}
-        fsdp1 = fit(FSDP1, {}, **options)
+        fsdp1 = reference(fit, FSDP1, {}, **options)
         for name, keys in KEYS.items():
             ours = fit(FSDP2, keys, **options)
             assert close(ours.losses, fsdp1.losses), f"{optimizer}, {name}: {ours.losses}, {fsdp1.losses}"
@@ -73,19 +74,19 @@ def fit_after_an_error(under: Under, keys: dict[str, Any], where: str) -> dict[s
     return parameters
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], where: str) -> None:
+def assert_alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], where: str) -> None:
     for path, value in theirs.items():
         torch.testing.assert_close(ours[path], value, msg=lambda text, path=path: f"{where}: {path}: {text}")
 
 
 def check_after_an_error() -> None:
     for where in ("forward", "loss"):
-        theirs = fit_after_an_error(FSDP1, {}, where)
+        theirs = reference(fit_after_an_error, FSDP1, {}, where)
         for name, keys in KEYS.items():
             ours = fit_after_an_error(FSDP2, keys, where)
-            assert_same(ours, theirs, f"{where}, {name}")
+            assert_alike(ours, theirs, f"{where}, {name}")
     every, last = (fit_after_an_error(FSDP2, KEYS[name], "backward") for name in ("every", "last"))
-    assert_same(last, every, "backward")  # FSDP1 itself stays in its backward then
+    assert_alike(last, every, "backward")  # FSDP1 itself stays in its backward then
 
 
 def test_a_fit_after_an_error():

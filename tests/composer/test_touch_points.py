@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.oracle import FSDP1, FSDP2, Under
 from support.ranks import run_ranks
+from support.references import reference
 from support.trainers import close, fit, largest_difference, make_trainer, result
 from torch.utils.data import DataLoader
 
@@ -71,8 +72,9 @@ def logged_run(under: Under, case: Case, **keys: Any) -> tuple[Any, dict[str, li
         under,
         dict(keys),
         optimizer="adamw",
-        batches=24,
-        eval_interval="5ba",
+        batches=12,
+        train_subset_num_batches=6,
+        eval_interval="4ba",
         algorithms=algorithms,
         callbacks=callbacks,
         loggers=[logger],
@@ -121,7 +123,7 @@ def check_sam() -> None:
     warnings.simplefilter("ignore")
     for interval in (1, 2):
         # The norm of a shard is not that of the gradient: under FSDP1 SAM was right without shards only.
-        theirs = sam_run(FSDP1, {"sharding_strategy": "NO_SHARD"}, interval=interval)
+        theirs = reference(sam_run, FSDP1, {"sharding_strategy": "NO_SHARD"}, interval=interval)
         for strategy in ("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP"):
             ours = sam_run(FSDP2, {"sharding_strategy": strategy}, interval=interval)
             what = f"{strategy}, every {interval}"
@@ -196,7 +198,7 @@ def check_calls(folder: str) -> None:
             predicted = calls(trainer)
             results[what] = (result(trainer), note.outputs, predicted)
             trainer.close()
-    whole = fit(FSDP1, {}, optimizer="adamw")
+    whole = reference(fit, FSDP1, {}, optimizer="adamw")
     theirs, their_outputs, their_predictions = results.pop("FSDP1 {}")
     assert close(theirs.losses, whole.losses)
     assert len(their_predictions) == 3
@@ -284,7 +286,7 @@ def generator() -> Any:
 def check_events() -> None:
     from composer.core import Event
 
-    theirs = fit(FSDP1, {}, optimizer="adamw", eval_interval="1ba")
+    theirs = reference(fit, FSDP1, {}, optimizer="adamw")
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
         read = reader()
         with FSDP2():
@@ -292,6 +294,7 @@ def check_events() -> None:
                 {"sharding_strategy": strategy},
                 optimizer="adamw",
                 eval_interval="1ba",
+                train_subset_num_batches=4,  # an epoch
                 callbacks=[generator(), read],
             )
             calls(trainer)
