@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -150,31 +151,39 @@ def test_every_folder_of_code_is_an_installed_package():
     assert [str(f) for f in declared if not (f / "__init__.py").is_file()] == []
 
 
-@pytest.mark.parametrize("link", ["link", "file"])
-def test_wheel_holds_everything_under_one_name(tmp_path: Path, link: str):
-    """Installing the project puts no `compat` beside other people's packages, and leaves none of ours out."""
-    source, wheels, site = tmp_path / "source", tmp_path / "wheels", tmp_path / "site"
-    copy_sources(source)
-    if link == "file":  # what unpacking a zip of the repository may leave
-        (source / "composer_fsdp2/compat").unlink()
-        (source / "composer_fsdp2/compat").write_text("../compat")
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", wheels, source], cwd=tmp_path)
-    [wheel] = wheels.iterdir()
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        archive.extractall(site)
+def test_wheel_holds_everything_under_one_name(tmp_path: Path):
+    """Installing the project puts no `compat` beside other people's packages, and leaves none of ours out; also from
+    what unpacking a zip of the repository may leave, a file in place of the link."""
+    contents = wheel_of(tmp_path / "link")
+    assert wheel_of(tmp_path / "file", link_is_file=True) == contents
 
-    top_level = {name.split("/")[0] for name in names}
+    top_level = {name.split("/")[0] for name in contents}
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"composer_fsdp2"}
-    missing = {module.replace(".", "/") for module in modules()} - {name.removesuffix(".py") for name in names}
+    missing = {module.replace(".", "/") for module in modules()} - {name.removesuffix(".py") for name in contents}
     assert missing == set()
-    assert "composer_fsdp2/py.typed" in names
+    assert "composer_fsdp2/py.typed" in contents
 
     # -I: neither the environment nor the current folder may supply the modules.
+    site = tmp_path / "file" / "site"
     script = "import sys; sys.path.insert(0, sys.argv[1]); import composer_fsdp2.compat as c; print(c.__file__)"
     imported_from = run([sys.executable, "-I", "-c", script, site], cwd=tmp_path).strip().splitlines()[-1]
     assert Path(imported_from).is_relative_to(site)
+
+
+def wheel_of(folder: Path, *, link_is_file: bool = False) -> dict[str, bytes]:
+    """The files of a wheel that is built in ``folder`` and unpacked into its ``site``."""
+    folder.mkdir()
+    source, wheels = folder / "source", folder / "wheels"
+    copy_sources(source)
+    if link_is_file:
+        (source / "composer_fsdp2/compat").unlink()
+        (source / "composer_fsdp2/compat").write_text("../compat")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", wheels, source], cwd=folder)
+    [wheel] = wheels.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def copy_sources(destination: Path) -> None:
@@ -206,6 +215,7 @@ def test_compat_refuses_its_folder_name():
 # --- which room imports from which
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every file of the project, by what it must be called in ORDER after `composer_fsdp2.`: dotted name → path."""
     return {
@@ -215,10 +225,15 @@ def modules() -> dict[str, Path]:
     }
 
 
+@functools.cache
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def imports(module: str, file: Path) -> Iterator[tuple[int, str]]:
     """Line number and absolute dotted name of all that a file imports, inside functions too."""
     package = module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -229,7 +244,7 @@ def imports(module: str, file: Path) -> Iterator[tuple[int, str]]:
 
 def torch_attributes(file: Path) -> Iterator[tuple[int, str]]:
     """Line number and dotted name of every `torch.a.b` that a file spells out."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         names, value = [], node
         while isinstance(value, ast.Attribute):
             names, value = [value.attr, *names], value.value
