@@ -9,8 +9,6 @@ import contextlib
 import importlib
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 from omegaconf import OmegaConf
+from support.commands import run_forked
 from support.foundry_runs import assert_alike, train
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
@@ -181,10 +180,9 @@ def test_comments_are_kept(name: str):
 def test_command_migrates_the_folders(tmp_path: Path):
     """The command on folders, as one would move a repository's runs: both sides of a pair come out as its right."""
     families = sorted({name.split("/")[0] for name in PAIRS})
-    for family in families:
-        command = [sys.executable, "-m", "composer_fsdp2", "migrate", FOLDER / family, "-o", tmp_path / family]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    commands = {family: ["migrate", FOLDER / family, "-o", tmp_path / family] for family in families}
+    for done in run_forked(commands, tmp_path).values():
+        assert done.code == 0, done.out + done.err
     for name in PAIRS:
         assert (tmp_path / f"{name}-fsdp1.yaml").read_bytes() == right(name).read_bytes(), name
         assert (tmp_path / f"{name}-fsdp2.yaml").read_bytes() == right(name).read_bytes(), name
