@@ -39,7 +39,8 @@ import torch.distributed as dist
 import yaml
 from documented_errors import ERRORS, check_errors
 from support.forked_commands import forked_commands
-from support.ranks import run_ranks
+from support.forked_scripts import add_launchers
+from support.ranks import WITH_COMPOSER, run_ranks
 
 pytestmark = [pytest.mark.composer, pytest.mark.foundry]
 
@@ -56,9 +57,10 @@ START = {
     "per-rank": FIXTURES / "per-rank-checkpoints",  # the form of Composer 0.13
 }
 MAX_SKIPPED = 3
-COMMAND_S = 120
-PAGE_S = 300
-ERRORS_S = 150
+# Generous: the machine may do something else.
+COMMAND_S = 400
+PAGE_S = 500
+ERRORS_S = 400
 
 FENCE = re.compile(r"(?P<indent> *)(?P<ticks>`{3,})(?P<info>.*)")
 
@@ -295,8 +297,9 @@ def test_few_blocks_are_left_out():
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """PATH, with a quick ``composer-fsdp2`` before the commands of this environment."""
+    """PATH, with a quick ``composer-fsdp2`` and quick launchers before the commands of this environment."""
     with forked_commands(tmp_path_factory.mktemp("commands")) as quick:
+        add_launchers(quick, WITH_COMPOSER)
         yield os.pathsep.join([str(quick), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 

@@ -1,14 +1,18 @@
-"""A script without its imports, forked from a warm process (`support.warm`): ``run_script(imports, path, *words)``.
+"""Scripts and launchers without their imports, forked from a warm process (`support.warm`).
 
-tests/benchmarks/test_benchmarks.py starts a script as a user does, too.
+``run_script(imports, path, *words)`` runs a script; ``add_launchers(bin_folder, imports)`` puts a quick ``composer``
+and a quick ``torchrun`` into a folder for PATH, whose ranks are forked as well. tests/benchmarks/test_benchmarks.py
+starts a script as a user does, and tests/composer/test_cli.py each launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +20,10 @@ import tempfile
 from pathlib import Path
 
 from support import warm
+from support.forked_commands import SCRIPT
+from support.ranks import name_own_file
+
+LAUNCHERS = {"composer": "composer.cli.launcher", "torchrun": "torch.distributed.run"}
 
 
 def run_script(
@@ -47,3 +55,38 @@ def run(script: str, *arguments: str) -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
+
+
+def add_launchers(bin_folder: Path, imports: tuple[str, ...]) -> None:
+    """Also a quick ``python``, which the launchers start as their ranks."""
+    address = warm.server(imports).address
+    for name in (*LAUNCHERS, "python"):
+        function = f"{__name__}:{'interpreter' if name == 'python' else name}"
+        script = bin_folder / name
+        script.write_text(SCRIPT.format(python=sys.executable, address=address, function=function))
+        script.chmod(0o755)
+
+
+def composer(arguments: list[str]) -> None:
+    launch("composer", arguments)
+
+
+def torchrun(arguments: list[str]) -> None:
+    launch("torchrun", arguments)
+
+
+def launch(name: str, arguments: list[str]) -> None:
+    """Be the launcher; what it starts with ``sys.executable`` is the quick ``python``."""
+    path = shutil.which(name)
+    assert path is not None
+    sys.argv = [path, *arguments]
+    sys.executable = str(Path(path).parent / "python")
+    importlib.import_module(LAUNCHERS[name]).main()
+
+
+def interpreter(arguments: list[str]) -> None:
+    """Be ``python -m module ...``, a rank of a launcher."""
+    name_own_file(int(os.environ["RANK"]))
+    sys.argv = arguments[arguments.index("-m") + 1 :]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
