@@ -818,7 +818,7 @@ def test_most_of_those_mappings_are_accepted():
     accepted = []
 
     @given(mappings())
-    @examples(100)
+    @examples(300)
     def count(said: dict[str, Any]) -> None:
         accepted.append(isinstance(outcome_of(said, "fp32", 4), Translation) and len(said) > 1)
 

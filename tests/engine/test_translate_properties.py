@@ -177,7 +177,7 @@ def test_most_mappings_are_accepted():
     answers: list[tuple[dict[str, Any], Translation | str]] = []
 
     @given(mappings(VALUES), st.sampled_from(WORLD_SIZES))
-    @examples(100)
+    @examples(300)
     def collect(said: dict[str, Any], world_size: int | None) -> None:
         answers.append((said, answer_to(said, precision="fp32", world_size=world_size)))
 
