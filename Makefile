@@ -19,6 +19,8 @@ ENGINE_TESTS := tests/engine tests/benchmarks
 
 # Several ranks share this machine; one thread each keeps them from fighting for its cores.
 export OMP_NUM_THREADS ?= 1
+# Without compiled files each new process would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench check docs venv venv-engine clean

@@ -85,7 +85,7 @@ def check_settings(tied: bool, world_size: int) -> None:
     for_each(check_setting, {name: (config, tied) for name, (size, config) in SETTINGS.items() if size == world_size})
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow, id=""), pytest.param(True, id="tied")])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_trains_as_unsharded(tied: bool, world_size: int):
     """No setting changes what is learnt."""

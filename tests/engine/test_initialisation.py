@@ -281,7 +281,7 @@ def check_all_values(cases: dict[str, tuple[Any, ...]]) -> None:
 
 
 CONFIGS: dict[int, list[dict[str, Any]]] = {
-    1: [{}],
+    1: [{}, {"sync_module_states": True}, {"sharding_strategy": "SHARD_GRAD_OP"}],
     2: [{}, {"sync_module_states": True}, {"sharding_strategy": "SHARD_GRAD_OP"}],
     4: [{}, {"data_parallel_replicate_degree": 2}],
 }

@@ -21,8 +21,7 @@ from support.oracle import FSDP1
 from torch import nn
 
 # Momentum needs two steps to show, and an evaluation has steps before and behind it.
-STEPS = 10 if IS_THOROUGH else 4
-EVAL_AFTER = (2, 6) if IS_THOROUGH else (1,)
+STEPS = 10 if IS_THOROUGH else 6
 # Far enough below the norms of these models that most steps are clipped.
 THRESHOLDS = {"norm": 0.3, "value": 0.05}
 
@@ -90,6 +89,7 @@ class Run:
             block) or ``frozen`` (the first block's matrices need no gradient).
         clipping: ``off`` or Composer's clipping type; ``value`` clips by the largest absolute value under a root.
         settings: A name in ``SETTINGS``.
+        steps: Of the optimizer; an evaluation comes after the third and after half of them.
     """
 
     model: str = "mlp"
@@ -103,6 +103,7 @@ class Run:
     evaluate: bool = False
     dropout: bool = True
     settings: str = "default"
+    steps: int = STEPS
 
     def __str__(self) -> str:
         """What is not default, as a test's id; bare where the value speaks for itself."""
@@ -187,7 +188,7 @@ def train(run: Run, sharding: Sharding, *, gradient_scale: float = 1.0) -> Train
     torch.manual_seed(100 + dist.get_rank())  # Each rank has its own dropout, the same whoever shards.
     if run.evaluate:
         _evaluate(model, 0, trained)  # Before anything is trained, as a user's trainer.eval() may be.
-    for step in range(STEPS):
+    for step in range(run.steps):
         optimizer.zero_grad()
         losses = []
         for microbatch in range(run.microbatches):
@@ -198,7 +199,7 @@ def train(run: Run, sharding: Sharding, *, gradient_scale: float = 1.0) -> Train
         trained.norms.append(_gradient_squares(model))
         _clip(run, sharding, model, trained)
         optimizer.step()
-        if run.evaluate and step in EVAL_AFTER:
+        if run.evaluate and step in (2, run.steps // 2 + 1):
             _evaluate(model, 1 + step, trained)
     _reduce_numbers(run, sharding, trained)
     _collect(sharding, model, trained)

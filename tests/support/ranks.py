@@ -52,7 +52,9 @@ from typing import Any
 from support import measured, warm
 
 # What ranks have imported before they are forked. torch._dynamo comes with the first step of an optimizer.
-WITH_TORCH = ("pytest", "hypothesis", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo")
+WITH_TORCH = (
+    "pytest", "hypothesis", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "composer_fsdp2"
+)  # fmt: skip
 WITH_COMPOSER = (
     *WITH_TORCH, "composer.algorithms", "composer.loggers", "llmfoundry.command_utils", "support.entry_points",
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "support.about_the_machine",
