@@ -7,6 +7,7 @@ tests stay together, because they share fixtures.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,25 +17,30 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 # What a test file imports to start ranks, or commands that start some.
-STARTS = ("run_ranks", "run_all")
+STARTS = ("run_ranks", "run_all", "run_script", "call_forked")
 WITH_COMPOSER = ("composer", "foundry")
+# Slow tests of many minutes that share no fixture: each parameter may go to another lane.
+APART = ("test_all_combinations", "test_every_combination_loads")
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """First what keeps both cores busy and needs Composer in every rank, last what needs neither."""
+    """First the files that keep both cores busy and need Composer in every rank, last those that need neither."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(file_of(item.nodeid), []).append(item)
+    return list(itertools.chain.from_iterable(sorted(files.values(), key=lambda tests: min(map(place, tests)))))
 
-    def place(item: pytest.Item) -> tuple[bool, bool]:
-        module = item.getparent(pytest.Module)
-        starts_ranks = module is not None and any(hasattr(module.obj, name) for name in STARTS)
-        needs_composer = any(item.get_closest_marker(name) for name in WITH_COMPOSER)
-        return not starts_ranks, not needs_composer
 
-    places: dict[str, tuple[bool, bool]] = {}
-    for item in items:  # of a file as a whole: a file is not taken apart
-        places[item.nodeid.partition("::")[0]] = min(
-            places.get(item.nodeid.partition("::")[0], (True, True)), place(item)
-        )
-    return sorted(items, key=lambda item: places[item.nodeid.partition("::")[0]])
+def place(item: pytest.Item) -> tuple[bool, bool]:
+    """Of a test by itself: the larger, the later."""
+    module = item.getparent(pytest.Module)
+    starts_ranks = module is not None and any(hasattr(module.obj, name) for name in STARTS)
+    needs_composer = any(item.get_closest_marker(name) for name in WITH_COMPOSER)
+    return not starts_ranks, not needs_composer
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 class LaneScheduling(LoadFileScheduling):
@@ -43,6 +49,10 @@ class LaneScheduling(LoadFileScheduling):
     def schedule(self) -> None:
         self.config.option.loadscopereorder = False  # By default the files with the most tests come first.
         super().schedule()
+
+    def _split_scope(self, nodeid: str) -> str:
+        test = nodeid.partition("::")[2]
+        return nodeid if test.startswith(APART) else file_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         if self.nodes.index(node) % 2:
