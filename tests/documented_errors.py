@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.models import Chain, tie
 from support.oracle import FSDP1, FSDP2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -76,18 +77,6 @@ class Stack(nn.Module):
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear)
-
-
-class Tied(nn.Module):
-    """An embedding and a head that share a weight, both of them direct children."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-        self.head.weight = self.wte.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.wte(ids))
 
 
 def composer_model() -> Any:
@@ -523,7 +512,8 @@ def _() -> None:
 
 @error("fsdp1-tied")
 def _() -> None:
-    model = Tied()
+    model = Chain(wte=nn.Embedding(5, 4), head=nn.Linear(4, 5, bias=False))
+    tie(model.wte, model.head)
     model.head = FullyShardedDataParallel(model.head, device_id=torch.device("cpu"), use_orig_params=True)
     model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     model(torch.tensor([[1]]))

@@ -29,7 +29,7 @@ TYPES = ("full", "sharded")
 WAIT_S = 60.0
 
 
-def assert_same(ours: str, composers: str) -> None:
+def assert_same_checkpoint(ours: str, composers: str) -> None:
     """Equal bit for bit, but for the saver's list of its own files, which the callbacks here see one shorter."""
     found = differences(ours, composers, except_for="all_saved_checkpoints")
     assert not found, f"{ours}: {found}"
@@ -157,7 +157,7 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
         assert sorted(os.listdir(ours)) == [named(kind, 4), named(kind, 6), "latest-rank0.pt"], os.listdir(ours)
         assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 6)
         for batch in (4, 6):
-            assert_same(f"{ours}/{named(kind, batch)}", f"{composers}/{named(kind, batch)}")
+            assert_same_checkpoint(f"{ours}/{named(kind, batch)}", f"{composers}/{named(kind, batch)}")
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -197,7 +197,7 @@ def check_held_snapshot(folder: str, kind: str) -> None:
         )
     if dist.get_rank() == 0:
         assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 1)
-        assert_same(f"{ours}/{named(kind, 1)}", f"{composers}/{named(kind, 1)}")
+        assert_same_checkpoint(f"{ours}/{named(kind, 1)}", f"{composers}/{named(kind, 1)}")
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -255,7 +255,7 @@ def check_several(folder: str, kind: str) -> None:
         trainer.close()
     if dist.get_rank() == 0:
         hand = "by-hand.pt" if kind == "full" else "ep0-ba2"
-        assert_same(f"{folder}/hand/{hand}", f"{folder}/composers/{named(kind, 2)}")
+        assert_same_checkpoint(f"{folder}/hand/{hand}", f"{folder}/composers/{named(kind, 2)}")
         for weights_only in (True, False):
             names = sorted(os.listdir(f"{folder}/{weights_only}"))
             assert names == [*(named(kind, batch) for batch in (1, 2, 3)), "latest-rank0.pt"], names

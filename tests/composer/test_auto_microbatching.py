@@ -8,6 +8,7 @@ real GPU run out of memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -263,10 +264,13 @@ def check_fp16() -> None:
     # The training metrics come last before the scaler; they are of a model in evaluation mode.
     cases = [{"phase": "metric", "in_training": False}, {"phase": "last backward"}]
     expected = left_by(*run(2, {}, fp16=True, batches=BATCHES))
-    for case in cases:
+
+    def check(case: dict[str, Any]) -> None:
         hungry = {"limit": 2, "ranks": (1,), **case}
         trained, trainer = run("auto", {}, hungry, fp16=True, dist_timeout=60, batches=BATCHES)
-        assert_same(left_by(trained, trainer), expected, str(case))
+        assert_same(left_by(trained, trainer), expected)
+
+    for_each(check, {f"{case}": (case,) for case in cases})
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
@@ -361,10 +365,12 @@ def loader() -> Any:
 
 def check_evaluations() -> None:
     expected = evaluated(2, None)
-    for phase in ("embedding", "block", "metric"):
-        for ranks in ((0,), (1,), (0, 1)):
-            found = evaluated("auto", {"phase": phase, "limit": 2, "ranks": ranks, "in_training": False})
-            assert_same(found, expected, f"{phase}, ranks {ranks}")
+
+    def check(phase: str, ranks: tuple[int, ...]) -> None:
+        assert_same(evaluated("auto", {"phase": phase, "limit": 2, "ranks": ranks, "in_training": False}), expected)
+
+    cases = itertools.product(("embedding", "block", "metric"), ((0,), (1,), (0, 1)))
+    for_each(check, {f"{phase}, ranks {ranks}": (phase, ranks) for phase, ranks in cases})
     hungry = {"phase": "metric", "limit": 0, "in_training": False}
     ended = evaluated(2, {**hungry, "ranks": (0, 1), "times": 1})  # a size that is given: an error like any other
     found = evaluated("auto", {**hungry, "ranks": (1,), "times": 3})

@@ -33,12 +33,15 @@ def check_stock_composer(folder: str) -> None:
     convert_checkpoint(saved, path / "full.pt", to="monolithic")
     convert_checkpoint(path / "full.pt", path / "two", to="dcp", files=2)
     convert_checkpoint(saved, path / "three", to="dcp", files=3)
-    for name in ("two", "three"):
+
+    def check(name: str) -> None:
         resumed = fit(FSDP1, dict(sharded), load_path=str(path / name), **TRAINING)
         assert resumed.shards == {"FullyShardedDataParallel"}
         assert resumed.losses == continuous.losses[SAVED_AT:], name
         for key, parameter in continuous.parameters.items():
             assert torch.equal(resumed.parameters[key], parameter), f"{name}: {key}"
+
+    for_each(check, {name: (name,) for name in ("two", "three")})
     full = fit(FSDP1, {"state_dict_type": "full"}, load_path=str(path / "full.pt"), **TRAINING)
     assert full.losses == continuous.losses[SAVED_AT:]
 

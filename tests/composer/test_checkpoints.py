@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,15 @@ def test_replicas_resume_bit_for_bit(tmp_path: Path):
 
 
 def check_autoresume(folder: str) -> None:
-    for state_dict_type in TYPES:
+    def check(state_dict_type: str) -> None:
         config = {"state_dict_type": state_dict_type}
         options = {**SAVING, "autoresume": True, "run_name": "again", "save_folder": f"{folder}/{state_dict_type}"}
         continuous = fit(FSDP2, dict(config), **RESUMING)
         first = fit(FSDP2, dict(config), **{**options, "batches": SAVED_AT})
         second = fit(FSDP2, dict(config), **options)
-        assert first.losses + second.losses == continuous.losses, state_dict_type
+        assert first.losses + second.losses == continuous.losses
+
+    for_each(check, {state_dict_type: (state_dict_type,) for state_dict_type in TYPES})
 
 
 def test_autoresume_finds_the_latest(tmp_path: Path):
@@ -95,18 +98,22 @@ def check_weights(folder: str) -> None:
     trained = fit(FSDP2, {}, save_folder=f"{folder}/full", **saving)
     fit(FSDP2, {"state_dict_type": "sharded"}, save_folder=f"{folder}/sharded", **saving)
     full, sharded = f"{folder}/full/ep0-ba{LAST}-rank0.pt", f"{folder}/sharded/ep0-ba{LAST}"
-    for path, parallelism in (
-        (full, {}),
-        (full, {"sharding_strategy": "NO_SHARD"}),
-        (full, None),  # DDP
-        (sharded, {"state_dict_type": "sharded"}),
-    ):
+
+    def check(path: str, parallelism: Any) -> None:
         with FSDP2():
             trainer = make_trainer(parallelism, load_path=path, load_weights_only=True)
             loaded = full_parameters(trainer.state.model)
             trainer.close()
         loaded = {name.removeprefix("module."): parameter for name, parameter in loaded.items()}  # DDP's
-        assert_same(loaded, trained.parameters, f"{path} into {parallelism}")
+        assert_same(loaded, trained.parameters)
+
+    cases = {
+        "sharded": (full, {}),
+        "whole": (full, {"sharding_strategy": "NO_SHARD"}),
+        "DDP": (full, None),
+        "sharded from shards": (sharded, {"state_dict_type": "sharded"}),
+    }
+    for_each(check, cases)
 
 
 def test_weights_alone_load_with_and_without_sharding(tmp_path: Path):
@@ -166,18 +173,20 @@ def check_monolith(folder: str) -> None:
         "dict": lambda: {**keys, "sync_module_states": True},
         "FSDP2Config": lambda: FSDP2Config(**keys),
     }
-    for way, config in ask.items():
-        for build in (build_model, build_unlike_on_rank_1, build_on_rank_0):
-            what = f"{way}, {build.__name__}"
-            with FSDP2():
-                trainer = make_trainer(config(), model=build(), load_path=checkpoint(folder, "full"), **RESUMING)
-                assert_same(full_parameters(trainer.state.model), stopped.parameters, what)
-                trainer.fit()
-                resumed = result(trainer)
-                trainer.close()
-            assert resumed.shards == {"FSDPModule"}
-            assert resumed.losses == continuous.losses[SAVED_AT:], f"{what}: {resumed.losses}, {continuous.losses}"
-            assert_same(resumed.parameters, continuous.parameters, what)
+
+    def check(config: Callable[[], Any], build: Callable[[], Any]) -> None:
+        with FSDP2():
+            trainer = make_trainer(config(), model=build(), load_path=checkpoint(folder, "full"), **RESUMING)
+            assert_same(full_parameters(trainer.state.model), stopped.parameters, "loaded")
+            trainer.fit()
+            resumed = result(trainer)
+            trainer.close()
+        assert resumed.shards == {"FSDPModule"}
+        assert resumed.losses == continuous.losses[SAVED_AT:], f"{resumed.losses}, {continuous.losses}"
+        assert_same(resumed.parameters, continuous.parameters, "trained")
+
+    builds = (build_model, build_unlike_on_rank_1, build_on_rank_0)
+    for_each(check, {f"{way}, {build.__name__}": (ask[way], build) for way in ask for build in builds})
 
 
 def test_load_monolith_rank0_only(tmp_path: Path):
@@ -188,10 +197,13 @@ def test_load_monolith_rank0_only(tmp_path: Path):
 def check_monolith_without_file() -> None:
     monolith = {"load_monolith_rank0_only": True, "sync_module_states": True}
     expected = fit(FSDP2, {})
-    for build in (build_unlike_on_rank_1, build_on_rank_0):
+
+    def check(build: Callable[[], Any]) -> None:
         trained = fit(FSDP2, dict(monolith), model=build())
         assert trained.shards == {"FSDPModule"}
-        assert trained.losses == expected.losses, build.__name__
+        assert trained.losses == expected.losses
+
+    for_each(check, {build.__name__: (build,) for build in (build_unlike_on_rank_1, build_on_rank_0)})
 
 
 def test_load_monolith_rank0_only_without_a_file():
@@ -235,39 +247,41 @@ def check_after_eval(folder: str) -> None:
     from torch.distributed.tensor import DTensor
 
     plain = fit(FSDP2, {}, **RESUMING)
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        for state_dict_type in TYPES:
-            what, seen = f"{strategy}, {state_dict_type}", {}
-            path = f"{folder}/{what}"
-            with FSDP2():
-                trainer = make_trainer(
-                    {"sharding_strategy": strategy, "state_dict_type": state_dict_type},
-                    callbacks=[read_state(seen)],
-                    eval_interval="2ba",
-                    **RESUMING,
-                )
-                trainer.eval()
-                trainer.fit()
-                trained = result(trainer)
-                assert trained.losses == plain.losses, f"{what}: an eval changed the training"
-                model = trainer.state.model
-                trainer.eval()
-                assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), what
-                saved = trainer.save_checkpoint(f"{path}/after-eval/ep{{epoch}}-ba{{batch}}.pt")
-                assert_same(full_parameters(model), trained.parameters, what)
-                trainer.predict(trainer.state.train_dataloader, subset_num_batches=1)
-                trainer.close()
-            assert seen == {"eval_end": 3, "eval_standalone_end": 1, "predict_end": 1}, f"{what}: {seen}"
-            with FSDP2():
-                again = make_trainer(
-                    {"sharding_strategy": strategy, "state_dict_type": state_dict_type},
-                    load_path=str(Path(saved).parent)
-                    if state_dict_type == "sharded"
-                    else f"{path}/after-eval/ep0-ba{LAST}.pt",
-                    **RESUMING,
-                )
-                assert_same(full_parameters(again.state.model), trained.parameters, what)
-                again.close()
+
+    def check(strategy: str, state_dict_type: str) -> None:
+        what, seen = f"{strategy}, {state_dict_type}", {}
+        path = f"{folder}/{what}"
+        with FSDP2():
+            trainer = make_trainer(
+                {"sharding_strategy": strategy, "state_dict_type": state_dict_type},
+                callbacks=[read_state(seen)],
+                eval_interval="2ba",
+                **RESUMING,
+            )
+            trainer.eval()
+            trainer.fit()
+            trained = result(trainer)
+            assert trained.losses == plain.losses, f"{what}: an eval changed the training"
+            model = trainer.state.model
+            trainer.eval()
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), what
+            saved = trainer.save_checkpoint(f"{path}/after-eval/ep{{epoch}}-ba{{batch}}.pt")
+            assert_same(full_parameters(model), trained.parameters, what)
+            trainer.predict(trainer.state.train_dataloader, subset_num_batches=1)
+            trainer.close()
+        assert seen == {"eval_end": 3, "eval_standalone_end": 1, "predict_end": 1}, f"{what}: {seen}"
+        with FSDP2():
+            again = make_trainer(
+                {"sharding_strategy": strategy, "state_dict_type": state_dict_type},
+                load_path=str(Path(saved).parent)
+                if state_dict_type == "sharded"
+                else f"{path}/after-eval/ep0-ba{LAST}.pt",
+                **RESUMING,
+            )
+            assert_same(full_parameters(again.state.model), trained.parameters, what)
+            again.close()
+
+    for_each(check, {f"{case}": case for case in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP"), TYPES)})
 
 
 def test_state_can_be_read_after_an_eval(tmp_path: Path):

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from support.cases import for_each
 from support.commands import BIN, LAUNCHERS, PYTHON, SCRIPT, Ended, run_all, run_forked
 from support.oracle import FSDP1
 from support.ranks import run_ranks
@@ -180,11 +181,13 @@ NOTHING_TO_RUN = {
 
 
 def check_nothing_to_run() -> None:
-    for arguments, said in NOTHING_TO_RUN.items():
+    def check(arguments: tuple[str, ...], said: str) -> None:
         code, _, err = main_of([*arguments])
         assert code == 2, f"{arguments}: {code}, {err}"
         assert said in err, f"{arguments}: {err}"
         assert "Traceback" not in err, f"{arguments}: {err}"
+
+    for_each(check, {f"{arguments}": (arguments, said) for arguments, said in NOTHING_TO_RUN.items()})
 
 
 def test_nothing_to_run_is_said_in_a_line():
@@ -217,7 +220,8 @@ def check_left_behind(folder: str) -> None:
 
     original = composer.distributed.prepare_fsdp_module
     script = Path(folder) / "script.py"
-    for source, code in (("", 0), ("raise SystemExit(3)", 3), ("raise ValueError", 1)):
+
+    def check(source: str, code: int) -> None:
         if os.environ["RANK"] == "0":
             script.write_text(source)
         dist.barrier()
@@ -225,6 +229,9 @@ def check_left_behind(folder: str) -> None:
         assert not is_installed(), source
         assert composer.distributed.prepare_fsdp_module is original, source
         dist.barrier()
+
+    cases = {"pass": 0, "raise SystemExit(3)": 3, "raise ValueError": 1}
+    for_each(check, {source: (source, code) for source, code in cases.items()})
 
 
 def test_shim_is_gone_after_the_script(tmp_path: Path):

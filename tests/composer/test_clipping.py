@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from support.cases import for_each
 from support.comparing import full_parameters
 from support.oracle import FSDP1, FSDP2, UNSHARDED
 from support.ranks import run_ranks
-from support.trainers import build_model, fit, largest_difference, make_trainer
+from support.trainers import Trained, build_model, fit, largest_difference, make_trainer
 from torch import nn
 
 pytestmark = pytest.mark.composer
@@ -44,21 +46,27 @@ THRESHOLDS = {"norm": (0.05, 1e6), "value": (0.01, 1e6)}
 
 
 def check_like_fsdp1() -> None:
-    for name, build in BUILDS.items():
-        unclipped = fit(FSDP2, {}, model=build(), batches=BATCHES)
-        for kind, (low, high) in THRESHOLDS.items():
-            for strategy in ("FULL_SHARD", *(("SHARD_GRAD_OP", "NO_SHARD") if name != "a row" else ())):
-                what = f"{kind} {low}, {strategy}, {name}"
-                keys = {"sharding_strategy": strategy}
-                theirs = fit(FSDP1, dict(keys), model=build(), clip=(kind, low), batches=BATCHES)
-                ours = fit(FSDP2, dict(keys), model=build(), clip=(kind, low), batches=BATCHES)
-                assert largest_difference(theirs.losses, unclipped.losses) > 0.01, f"{what}: clips nothing"
-                difference = largest_difference(ours.losses, theirs.losses)
-                assert difference <= 1e-6, f"{what}: {difference}: {ours.losses}, FSDP1 {theirs.losses}"
-                for parameter, value in theirs.parameters.items():
-                    torch.testing.assert_close(ours.parameters[parameter], value, rtol=1e-5, atol=1e-6)
-            free = fit(FSDP2, {}, model=build(), clip=(kind, high), batches=BATCHES)
-            assert free.losses == unclipped.losses, f"{kind}, {name}"
+    unclipped = {name: fit(FSDP2, {}, model=build(), batches=BATCHES).losses for name, build in BUILDS.items()}
+
+    def check(name: str, kind: str, strategy: str) -> None:
+        keys, clip = {"sharding_strategy": strategy}, (kind, THRESHOLDS[kind][0])
+        theirs, ours = (
+            fit(under, dict(keys), model=BUILDS[name](), clip=clip, batches=BATCHES) for under in (FSDP1, FSDP2)
+        )
+        assert largest_difference(theirs.losses, unclipped[name]) > 0.01, "clips nothing"
+        difference = largest_difference(ours.losses, theirs.losses)
+        assert difference <= 1e-6, f"{difference}: {ours.losses}, FSDP1 {theirs.losses}"
+        for parameter, value in theirs.parameters.items():
+            torch.testing.assert_close(ours.parameters[parameter], value, rtol=1e-5, atol=1e-6)
+
+    def check_free(name: str, kind: str) -> None:
+        free = fit(FSDP2, {}, model=BUILDS[name](), clip=(kind, THRESHOLDS[kind][1]), batches=BATCHES)
+        assert free.losses == unclipped[name]
+
+    pairs = list(itertools.product(BUILDS, THRESHOLDS))
+    strategies = dict.fromkeys(BUILDS, ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")) | {"a row": ("FULL_SHARD",)}
+    for_each(check, {f"{(*pair, each)}": (*pair, each) for pair in pairs for each in strategies[pair[0]]})
+    for_each(check_free, {f"{pair}": pair for pair in pairs})
 
 
 def test_clipping_is_fsdp1s():
@@ -79,13 +87,16 @@ def moved(keys: dict[str, Any], clip: tuple[str, float] | None) -> float:
 def check_tiny_threshold() -> None:
     from composer.utils import FSDP2Config
 
-    for keys in ({}, {"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}, FSDP2Config()):
+    def check(keys: Any) -> None:
         free = moved(keys, None)
         assert free > 1e-3, free
         for threshold in (1e-6, 1e-3):
             far = moved(keys, ("norm", threshold))
             # The norm is divided by itself plus 1e-6, as FSDP1 did, and parameters are rounded to fp32.
-            assert far == pytest.approx(NO_MOMENTUM_LR * threshold, rel=0.05, abs=2e-8), f"{keys}: {far}"
+            assert far == pytest.approx(NO_MOMENTUM_LR * threshold, rel=0.05, abs=2e-8), far
+
+    configs = ({}, {"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}, FSDP2Config())
+    for_each(check, {f"{keys}": (keys,) for keys in configs})
 
 
 def test_a_tiny_threshold_stops_the_model():
@@ -94,12 +105,14 @@ def test_a_tiny_threshold_stops_the_model():
 
 
 def check_offload() -> None:
-    for clip in (("norm", 0.05), ("value", 0.01)):
+    def check(*clip: Any) -> None:
         on_device = fit(FSDP2, {}, clip=clip, eval_interval="2ba")
         offloaded = fit(FSDP2, {"cpu_offload": True}, clip=clip, eval_interval="2ba")
-        assert offloaded.losses == on_device.losses, clip
+        assert offloaded.losses == on_device.losses
         for name, parameter in on_device.parameters.items():
-            assert torch.equal(offloaded.parameters[name], parameter), f"{clip}, {name}"
+            assert torch.equal(offloaded.parameters[name], parameter), name
+
+    for_each(check, {f"{clip}": clip for clip in (("norm", 0.05), ("value", 0.01))})
 
 
 def test_clipping_with_cpu_offload():
@@ -130,6 +143,15 @@ def test_the_function_clips_too():
     run_ranks(check_function, 2)
 
 
+def check_adaptive_run(keys: dict[str, Any], threshold: float, whole: Trained) -> None:
+    ours = fit(FSDP2, dict(keys), model=with_row(), clip=("adaptive", threshold))
+    difference = largest_difference(ours.losses, whole.losses)
+    assert difference <= 1e-6, f"{difference}: {ours.losses}, whole {whole.losses}"
+    for name, value in whole.parameters.items():
+        actual = ours.parameters[name.removeprefix("module.")]
+        torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def check_adaptive() -> None:
     last = fit(UNSHARDED, None, model=with_row())
     others = [{"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}]
@@ -137,14 +159,7 @@ def check_adaptive() -> None:
         whole = fit(UNSHARDED, None, model=with_row(), clip=("adaptive", threshold))
         assert largest_difference(whole.losses, last.losses) > 1e-3, f"{threshold} changes nothing"
         last = whole
-        for keys in variants:
-            what = f"{keys}, {threshold}"
-            ours = fit(FSDP2, dict(keys), model=with_row(), clip=("adaptive", threshold))
-            difference = largest_difference(ours.losses, whole.losses)
-            assert difference <= 1e-6, f"{what}: {difference}: {ours.losses}, whole {whole.losses}"
-            for name, value in whole.parameters.items():
-                actual = ours.parameters[name.removeprefix("module.")]
-                torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-6, msg=f"{what}, {name}")
+        for_each(check_adaptive_run, {f"{keys}, {threshold}": (keys, threshold, whole) for keys in variants})
 
 
 def test_adaptive_clipping_is_the_whole_models():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.cases import for_each
 from support.comparing import full, full_parameters, own_name
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
@@ -76,7 +78,7 @@ def averaged(under: Under, parallelism: Any, **options: Any) -> Averaged:
     with under():
         trainer, ema, evaluations = make(parallelism, **options)
         trainer.fit()
-        left = Averaged(result(trainer).losses, evaluations, parameters(trainer), whole(ema))
+        left = Averaged(result(trainer).losses, evaluations, parameters(trainer), averages_of(ema))
         trainer.close()
     return left
 
@@ -86,7 +88,7 @@ def parameters(trainer: Any) -> dict[str, torch.Tensor]:
     return {own(name): value for name, value in found.items()}
 
 
-def whole(ema: Any) -> dict[str, torch.Tensor]:
+def averages_of(ema: Any) -> dict[str, torch.Tensor]:
     """The averages by the model's own names. Called on all ranks."""
     return {own(name): full(value) for name, value in ema.ema_model.named_parameters_dict.items()}
 
@@ -122,11 +124,14 @@ def check_training() -> None:
 
     theirs = reference(averaged, UNSHARDED, None)
     assert_alike(averaged(FSDP1, dict(CONFIG)), theirs, "FSDP1")
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+
+    def check(strategy: str) -> None:
         ours = averaged(FSDP2, {**CONFIG, "sharding_strategy": strategy})
         assert_alike(ours, theirs, strategy)
         for name, value in ours.averages.items():
             assert not torch.allclose(value, ours.parameters[name]), f"{name}: the average is the parameter itself"
+
+    for_each(check, {strategy: (strategy,) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")})
     with FSDP2():
         trainer, ema, _ = make({}, batches=2)
         trainer.fit()
@@ -175,22 +180,23 @@ def path_of(folder: str, kind: str) -> str:
 def check_saving(folder: str) -> None:
     import torch.distributed as dist
 
-    runs = {kind: averaged(under, config, **saving(folder, kind)) for kind, (under, config) in KINDS.items()}
-    theirs = runs["DDP"]
-    for kind, run in runs.items():
-        assert_alike(run, theirs, kind)
-    if dist.get_rank() == 0:
-        expected = averages_in(path_of(folder, "DDP"))
-        for kind in runs:
-            saved = averages_in(path_of(folder, kind))
-            assert {type(value) for value in saved.values()} == {torch.Tensor}, kind
-            assert_values(saved, expected, f"{kind}: what is saved")
+    theirs = averaged(*KINDS["DDP"], **saving(folder, "DDP"))
     dist.barrier()
+    expected = averages_in(path_of(folder, "DDP"))
     # Averages and training's parameters have changed places where a checkpoint was just saved.
     swapped = Averaged(theirs.losses, theirs.evaluations, theirs.averages, theirs.parameters)
-    for kind in runs:
+
+    def check(kind: str) -> None:
+        if kind != "DDP":
+            assert_alike(averaged(*KINDS[kind], **saving(folder, kind)), theirs, kind)
+            dist.barrier()
+        saved = averages_in(path_of(folder, kind)) if dist.get_rank() == 0 else expected
+        assert {type(value) for value in saved.values()} == {torch.Tensor}, kind
+        assert_values(saved, expected, f"{kind}: what is saved")
         resumed = averaged(FSDP2, dict(CONFIG), load_path=path_of(folder, kind))
         assert_alike(resumed, swapped, f"from {kind}", since=SAVED_AT)
+
+    for_each(check, {kind: (kind,) for kind in KINDS})
 
 
 def test_checkpoints_of_every_layout_resume(tmp_path: Path):
@@ -233,16 +239,18 @@ def check_late_start(folder: str) -> None:
 
     options: dict[str, Any] = {"ema_start": "3ba", "optimizer": "sgd"}
     theirs = averaged(FSDP2, {}, **options)
-    for kind in ("full", "sharded"):
-        for is_mixed in (False, True):
-            what = f"{kind}, mixed initialisation: {is_mixed}"
-            config = {"state_dict_type": kind, "sync_module_states": is_mixed}
-            with torch.device("meta" if is_mixed and dist.get_rank() else "cpu"):
-                model = module_model()
-            place = f"{folder}/{what}"
-            averaged(FSDP2, config, **options, model=model, batches=SAVED_AT, **saving(place, kind))
-            resumed = averaged(FSDP2, config, **options, load_path=path_of(place, kind))
-            assert_alike(resumed, theirs, what, since=SAVED_AT)
+
+    def check(kind: str, is_mixed: bool) -> None:
+        config = {"state_dict_type": kind, "sync_module_states": is_mixed}
+        with torch.device("meta" if is_mixed and dist.get_rank() else "cpu"):
+            model = module_model()
+        place = f"{folder}/{kind}, {is_mixed}"
+        averaged(FSDP2, config, **options, model=model, batches=SAVED_AT, **saving(place, kind))
+        resumed = averaged(FSDP2, config, **options, load_path=path_of(place, kind))
+        assert_alike(resumed, theirs, "resumed", since=SAVED_AT)
+
+    cases = itertools.product(("full", "sharded"), (False, True))
+    for_each(check, {f"{kind}, mixed initialisation: {is_mixed}": (kind, is_mixed) for kind, is_mixed in cases})
 
 
 def test_checkpoint_from_before_the_first_average(tmp_path: Path):

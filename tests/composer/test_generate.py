@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.comparing import full
 from support.ranks import run_ranks
 from support.training import FULL, assert_close, named_parameters
@@ -184,11 +185,7 @@ def check_generate(case: dict[str, Any], config: dict[str, Any]) -> Any:
 
 
 def check_all(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for case, config in cases:
-        try:
-            check_generate(case, config)
-        except Exception as error:
-            raise AssertionError(f"{case}, {config}") from error
+    for_each(check_generate, {f"{case}, {config}": (case, config) for case, config in cases})
 
 
 ZERO_2 = {"sharding_strategy": "SHARD_GRAD_OP"}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine.test_initialisation import SEED, build, values_of
+from support.cases import for_each
 from support.comparing import assert_same, own_name
 from support.oracle import FSDP1
 from support.ranks import run_ranks
@@ -38,7 +39,7 @@ def check_values() -> None:
 
     from composer_fsdp2 import prepare_fully_shard
 
-    for name in NAMES:
+    def check(name: str) -> None:
         values: list[dict[str, Any]] = []
         for prepare in (prepare_fsdp1, lambda model: prepare_fully_shard(model, None, FULL, device="cpu")):
             model = build(name)
@@ -49,6 +50,8 @@ def check_values() -> None:
         theirs, ours = values
         assert_same(ours, theirs, name)
         assert sum(value.unique().numel() > 4 for value in ours.values()) >= 3, f"{name} is hardly random"
+
+    for_each(check, {name: (name,) for name in NAMES})
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.oracle import FSDP1, FSDP2, Under
 from support.ranks import run_ranks
 from support.references import reference
@@ -26,15 +28,14 @@ CLIP = ("norm", 0.5)
 
 
 def check_against_fsdp1() -> None:
-    for optimizer in ("sgd", "decoupled_adamw"):
+    def check(optimizer: str, name: str) -> None:
         options = {"optimizer": optimizer, "clip": CLIP, "microbatch": 1, "eval_interval": "2ba"}
-        fsdp1 = reference(fit, FSDP1, {}, **options)
-        for name, keys in KEYS.items():
-            ours = fit(FSDP2, keys, **options)
-            assert close(ours.losses, fsdp1.losses), f"{optimizer}, {name}: {ours.losses}, {fsdp1.losses}"
-            assert ours.eval_parameters == [["DTensor"], ["DTensor"]], ours.eval_parameters
-            for path, value in fsdp1.parameters.items():
-                torch.testing.assert_close(ours.parameters[path], value, msg=lambda text, path=path: f"{path}: {text}")
+        ours, theirs = fit(FSDP2, KEYS[name], **options), reference(fit, FSDP1, {}, **options)
+        assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
+        assert ours.eval_parameters == [["DTensor"], ["DTensor"]], ours.eval_parameters
+        assert_alike(ours.parameters, theirs.parameters, "after training")
+
+    for_each(check, {f"{case}": case for case in itertools.product(("sgd", "decoupled_adamw"), KEYS)})
 
 
 def test_the_curve_is_fsdp1s():
@@ -80,11 +81,11 @@ def assert_alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
 
 
 def check_after_an_error() -> None:
-    for where in ("forward", "loss"):
-        theirs = reference(fit_after_an_error, FSDP1, {}, where)
-        for name, keys in KEYS.items():
-            ours = fit_after_an_error(FSDP2, keys, where)
-            assert_alike(ours, theirs, f"{where}, {name}")
+    def check(where: str, name: str) -> None:
+        ours = fit_after_an_error(FSDP2, KEYS[name], where)
+        assert_alike(ours, reference(fit_after_an_error, FSDP1, {}, where), where)
+
+    for_each(check, {f"{case}": case for case in itertools.product(("forward", "loss"), KEYS)})
     every, last = (fit_after_an_error(FSDP2, KEYS[name], "backward") for name in ("every", "last"))
     assert_alike(last, every, "backward")  # FSDP1 itself stays in its backward then
 

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.comparing import own_name
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
@@ -96,7 +97,7 @@ def foundry_optimizer(name: str) -> Any:
     return build
 
 
-def assert_same(ours: dict[str, list[float]], theirs: dict[str, list[float]], what: str) -> None:
+def assert_same_log(ours: dict[str, list[float]], theirs: dict[str, list[float]], what: str) -> None:
     assert set(ours) == set(theirs), f"{what}: {sorted(set(ours) ^ set(theirs))[:6]}"
     for key, values in theirs.items():
         assert ours[key] == pytest.approx(values, rel=2e-5, abs=1e-7), f"{what}, {key}: {ours[key]}, {values}"
@@ -107,17 +108,20 @@ def assert_same(ours: dict[str, list[float]], theirs: dict[str, list[float]], wh
 
 
 def check_values(optimizers: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
-    last = {}
-    for name, optimizer in optimizers.items():
-        for with_optimizer in (True, False) if name == "decoupled_adamw" else (True,):
-            shared = {"optimizer": optimizer, "with_optimizer": with_optimizer}
-            whole = Run(UNSHARDED, **shared).logged()
-            for keys in variants:
-                what = f"{name}, {with_optimizer}, {keys}"
-                last = Run(FSDP2, keys, **shared).logged()
-                assert_same(last, whole, what)
-                assert ("l2_norm/moment/thin.row" in last) == (with_optimizer and "sgd" not in name), what
-    return last
+    def check(name: str, with_optimizer: bool) -> dict[str, Any]:
+        shared = {"optimizer": optimizers[name], "with_optimizer": with_optimizer}
+        whole = Run(UNSHARDED, **shared).logged()
+        last = {}
+        for keys in variants:
+            last = Run(FSDP2, keys, **shared).logged()
+            assert_same_log(last, whole, f"{keys}")
+            assert ("l2_norm/moment/thin.row" in last) == (with_optimizer and "sgd" not in name), keys
+        return last
+
+    cases = {name: (name, True) for name in optimizers}
+    if "decoupled_adamw" in optimizers:
+        cases["decoupled_adamw, without its own"] = ("decoupled_adamw", False)
+    return [*for_each(check, cases).values()][-1]
 
 
 def test_the_norms_are_the_whole_models():
@@ -144,13 +148,15 @@ def check_foundry() -> None:
 
 
 def check_four() -> None:
-    for keys in ({"data_parallel_replicate_degree": 2}, {"process_group": "set2"}):
+    def check(keys: dict[str, Any]) -> None:
         optimizer = "decoupled_adamw"
         ours = Run(FSDP2, keys, optimizer=optimizer).logged()
         if "process_group" not in keys:
-            assert_same(ours, Run(UNSHARDED, optimizer=optimizer).logged(), f"{keys}")
+            assert_same_log(ours, Run(UNSHARDED, optimizer=optimizer).logged(), f"{keys}")
         squares = sum(v[0] ** 2 for key, v in ours.items() if key.startswith("l2_norm/grad/") and "global" not in key)
         assert ours["l2_norm/grad/global"][0] == pytest.approx(math.sqrt(squares))
+
+    for_each(check, {f"{k}": (k,) for k in ({"data_parallel_replicate_degree": 2}, {"process_group": "set2"})})
 
 
 def test_replicas_and_groups():
@@ -160,14 +166,17 @@ def test_replicas_and_groups():
 
 def check_like_fsdp1() -> None:
     """Where FSDP1 was right, 1-D with DecoupledAdamW: its very keys and numbers, on rank 0 and on the others."""
-    for ac in (False, True):
+
+    def check(ac: bool) -> None:
         theirs = Run(FSDP1, {}, model=build_model, ac=ac).logged()
         ours = Run(FSDP2, {"fsdp1_metric_names": True}, model=build_model, ac=ac).logged()
-        assert_same(ours, theirs, f"activation_checkpointing={ac}")
+        assert_same_log(ours, theirs, "FSDP1's names")
         plain = Run(FSDP2, {}, model=build_model, ac=ac).logged()
-        assert_same(plain, {own_name(key): value for key, value in theirs.items()}, f"plain, {ac}")
+        assert_same_log(plain, {own_name(key): value for key, value in theirs.items()}, "plain")
         assert any("_checkpoint_wrapped_module" in key for key in theirs) == ac
         assert not any("wrapped_module" in key for key in plain)
+
+    for_each(check, {f"activation_checkpointing={ac}": (ac,) for ac in (False, True)})
 
 
 def test_like_fsdp1():
@@ -310,14 +319,16 @@ def check_own_callback(optimizers: list[str]) -> None:
             metrics = optimizer.dist_reduce_metrics(optimizer.pre_reduce_metrics(metrics))
             logger.log_metrics({key: torch.as_tensor(value).item() for key, value in metrics.items()})
 
-    for name in optimizers:
+    def check(name: str) -> None:
         optimizer = name if name.islower() else foundry_optimizer(name)
         ours = Run(FSDP2, {}, optimizer=optimizer).logged(Own())
         whole = Run(UNSHARDED, optimizer=optimizer, interval=1).logged()
         for key in set(whole) - {"l2_norm/grad/global"}:
             # Foundry's methods add up over ranks what is whole on each, as they did under FSDP1.
             if optimizer is name or "thin.gain" not in key:
-                assert ours[key] == pytest.approx(whole[key], rel=2e-5, abs=1e-7), f"{name}, {key}"
+                assert ours[key] == pytest.approx(whole[key], rel=2e-5, abs=1e-7), key
+
+    for_each(check, {name: (name,) for name in optimizers})
 
 
 def test_callbacks_of_ones_own():
@@ -373,7 +384,8 @@ def check_activations() -> None:
 
     whole = logged(UNSHARDED, None, False)
     assert "activations/average/squash_output.0" in whole
-    for ac in (False, True):
+
+    def check(ac: bool) -> None:
         theirs = logged(FSDP1, {}, ac)
         ours = logged(FSDP2, {"fsdp1_metric_names": True}, ac)
         assert set(ours) == set(theirs), sorted(set(ours) ^ set(theirs))[:6]
@@ -381,7 +393,9 @@ def check_activations() -> None:
         assert set(plain) == set(whole), sorted(set(plain) ^ set(whole))[:6]
         for run, reference in ((ours, theirs), (plain, whole)):
             for key, values in reference.items():
-                assert run[key] == pytest.approx(values, rel=1e-4, abs=1e-6, nan_ok=True), f"{ac}, {key}"
+                assert run[key] == pytest.approx(values, rel=1e-4, abs=1e-6, nan_ok=True), key
+
+    for_each(check, {f"activation_checkpointing={ac}": (ac,) for ac in (False, True)})
 
 
 def test_activation_monitor():

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.cases import for_each
 from support.comparing import assert_same, full_parameters
 from support.legacy import FOLDER, KINDS, checkpoint_of, legacy_model, legacy_optimizer
 from support.oracle import FSDP2
@@ -150,13 +151,16 @@ def check_every_layout(folder: str) -> None:
             kinds = [kind for kind, numel in KINDS.items() if numel == scale_numel]
             with a_trainer(full) as trainer:
                 expected = {kind: load(trainer, str(checkpoint_of(kind))) for kind in kinds}
-                for kind in kinds:
+
+                def check(kind: str) -> None:
                     local = checkpoint_of(kind)
                     store = store_class()(FOLDER)
                     name = local.relative_to(FOLDER).as_posix()
-                    assert_same(load(trainer, name, store), expected[kind], kind)
+                    assert_same(load(trainer, name, store), expected[kind])  # noqa: B023
                     files = [f"{name}/{file.name}" for file in local.iterdir()] if local.is_dir() else [name]
-                    assert everything_downloaded(store) == sorted(files), kind
+                    assert everything_downloaded(store) == sorted(files)
+
+                for_each(check, {kind: (kind,) for kind in kinds})
                 packed, content = f"{full}.pt.gz", gzip.compress(checkpoint_of(full).read_bytes())
                 write_once(Path(folder, packed), functools.partial(Path.write_bytes, data=content))
                 assert_same(load(trainer, packed, store_class()(folder)), expected[full], packed)
@@ -224,7 +228,8 @@ def check_rank_files() -> None:
 
     folder = FOLDER.parent / "per-rank-checkpoints"
     values = torch.load(folder / "whole.pt")
-    for name in ("sharded-rank{rank}.pt", "local-rank0.pt"):
+
+    def check(name: str) -> None:
         model, store = Linear(), store_class()(folder)
         prepare_fully_shard(model, None, {}, precision="fp32")
         with (
@@ -236,6 +241,8 @@ def check_rank_files() -> None:
         assert_same(loaded, {f"model.{key}": values[key] for key in ("weight", "bias")}, name)
         kind = name.partition("-")[0]
         assert everything_downloaded(store) == [f"{kind}-rank0.pt", f"{kind}-rank1.pt"]
+
+    for_each(check, {name: (name,) for name in ("sharded-rank{rank}.pt", "local-rank0.pt")})
 
 
 def test_one_file_per_rank():
@@ -309,7 +316,7 @@ def check_names(folder: str) -> None:
     store = store_class()(folder)
     with a_trainer("c220/full") as trainer:
         expected = load(trainer, str(checkpoint_of("c220/full")))
-        for path in (
+        leading = (
             "run/latest-rank0.pt.symlink",
             "run/latest-rank0.pt",
             "run/latest-rank{rank}.pt",
@@ -317,18 +324,22 @@ def check_names(folder: str) -> None:
             "run/full-rank{rank}.pt",
             "run/uri.symlink",
             "c220/sharded/ep0-ba3/",
-        ):
-            assert_same(load(trainer, path, store), expected, path)
+        )
+        for_each(lambda path: assert_same(load(trainer, path, store), expected), {path: (path,) for path in leading})
         before = full_parameters(trainer.state.model)
-        for path, said in {
+        wrong = {
             "run/ep8-ba8": ("run/ep8-ba8/.metadata", "run/ep8-ba8.symlink"),
             "run/lost.pt": ("run/lost.pt", "run/lost.pt/.metadata", "run/lost.pt.symlink"),
             "run/nowhere": ("run/nowhere.symlink", "run/ep9-ba9.symlink"),
             "run/circle": ("links", "run/circle"),
             "run/empty": ("run/empty.symlink", "names nothing"),
-        }.items():
-            error = error_of(lambda: load_only(trainer, path, store))  # noqa: B023
-            assert all(text in error for text in said), f"{path}: {error}"
+        }
+
+        def check_wrong(path: str, *said: str) -> None:
+            error = error_of(lambda: load_only(trainer, path, store))
+            assert all(text in error for text in said), error
+
+        for_each(check_wrong, {path: (path, *said) for path, said in wrong.items()})
         assert_same(full_parameters(trainer.state.model), before, "after failures")
 
 
@@ -353,13 +364,16 @@ def check_failures(folder: str) -> None:
     name = "c220/sharded/ep0-ba3"
     with a_trainer("c220/full") as trainer:
         expected = load(trainer, str(checkpoint_of("c220/full")))
-        for file in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+
+        def check(file: str) -> None:
             store = store_class()(FOLDER)
             store.failures[f"{name}/{file}"] = 2
-            assert_same(load(trainer, name, store), expected, f"{file} at the third attempt")
+            assert_same(load(trainer, name, store), expected, "at the third attempt")
             store.failures[f"{name}/{file}"] = 5
-            error = error_of(lambda: load_only(trainer, name, store))  # noqa: B023
+            error = error_of(lambda: load_only(trainer, name, store))
             assert f"{name}/{file}" in error and "the line went dead" in error, error
+
+        for_each(check, {file: (file,) for file in (".metadata", "__0_0.distcp", "__1_0.distcp")})
         write_once(Path(folder, "cut", ".metadata"), functools.partial(copy, checkpoint_of(KIND) / ".metadata"))
         content = (checkpoint_of(KIND) / "__0_0.distcp").read_bytes()
         write_once(Path(folder, "cut", "__0_0.distcp"), functools.partial(Path.write_bytes, data=content))
@@ -466,14 +480,18 @@ def check_other_stores() -> None:
             assert f"{address}/c220/none.pt" in error, error
     # The Trainer's own arguments.
     with the_scheme(FOLDER):
-        for options in (
-            {"load_path": f"folder://bucket/{name}"},
-            {"load_path": name, "load_object_store": store_class()(FOLDER)},
-            {"load_path": name, "load_object_store": logger_class()(FOLDER)},
-        ):
+
+        def check(options: dict[str, Any]) -> None:
             with a_trainer("c220/full", **options) as trainer:
                 assert int(trainer.state.timestamp.batch) == 3
-                assert_same(full_parameters(trainer.state.model), expected, str(options))
+                assert_same(full_parameters(trainer.state.model), expected)
+
+        cases = {
+            "URI": {"load_path": f"folder://bucket/{name}"},
+            "store": {"load_path": name, "load_object_store": store_class()(FOLDER)},
+            "logger": {"load_path": name, "load_object_store": logger_class()(FOLDER)},
+        }
+        for_each(check, {case: (options,) for case, options in cases.items()})
 
 
 def test_other_ways_to_name_a_store():
@@ -521,7 +539,8 @@ def check_autoresume(folder: str) -> None:
     os.chdir(folder)  # Composer keeps the local copy of a remote save_folder below the working folder
     training: dict[str, Any] = {"optimizer": "adamw", "batches": 6}
     continuous = fit(FSDP2, {}, **training)
-    for state_dict_type in ("full", "sharded"):
+
+    def check(state_dict_type: str) -> None:
         bucket = f"{folder}/bucket-{state_dict_type}"
         options: dict[str, Any] = {
             "autoresume": True,
@@ -541,6 +560,8 @@ def check_autoresume(folder: str) -> None:
             dist.barrier()
             second = fit(FSDP2, {"state_dict_type": state_dict_type}, **options)
         assert first.losses + second.losses == continuous.losses, f"{state_dict_type}: {second.losses}"
+
+    for_each(check, {kind: (kind,) for kind in ("full", "sharded")})
 
 
 def test_autoresume_from_a_bucket(tmp_path: Path):

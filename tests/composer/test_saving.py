@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.oracle import FSDP2, FSDP1_saving
 from support.ranks import run_ranks
 from support.saved import differences, form, named, read, tree
@@ -84,9 +85,12 @@ def check_trees(folder: str, cases: dict[str, tuple[dict[str, Any], dict[str, An
                 trained = fit(under, dict(config), save_folder=f"{folder}/{shards}/{name}", run_name="run", **options)
                 assert trained.shards == {shards}, name
     dist.barrier()
-    if dist.get_rank() == 0:
-        for name in cases:
+
+    def check(name: str) -> None:
+        if dist.get_rank() == 0:
             compare(name, f"{folder}/FSDPModule/{name}", f"{folder}/FullyShardedDataParallel/{name}")
+
+    for_each(check, {name: (name,) for name in cases})
 
 
 def compare(name: str, ours: str, theirs: str) -> None:
@@ -202,20 +206,25 @@ def check_against_composers(folder: str, names: list[str]) -> None:
     from composer.utils import checkpoint
 
     warnings.simplefilter("ignore")
+
+    def check(name: str) -> None:
+        model = build_model()
+        options = {"batches": 2, "optimizer": "groups", "eval_interval": "1ba"}
+        trainer = make_trainer(CONFIGS[name](model), model=model, **options)
+        trainer.fit()
+        found = []
+        for weights_only in (False, True):
+            ours, theirs = (f"{folder}/{name}-{weights_only}-{who}.pt" for who in ("ours", "composers"))
+            trainer.save_checkpoint(ours, weights_only=weights_only)
+            gathering = checkpoint._save_checkpoint.__wrapped__
+            assert gathering(trainer.state, theirs, weights_only=weights_only) or dist.get_rank()
+            if dist.get_rank() == 0:
+                found += differences(ours, theirs)
+        trainer.close()
+        assert not found, found
+
     with FSDP2():
-        for name in names:
-            model = build_model()
-            options = {"batches": 2, "optimizer": "groups", "eval_interval": "1ba"}
-            trainer = make_trainer(CONFIGS[name](model), model=model, **options)
-            trainer.fit()
-            for weights_only in (False, True):
-                ours, theirs = (f"{folder}/{name}-{weights_only}-{who}.pt" for who in ("ours", "composers"))
-                trainer.save_checkpoint(ours, weights_only=weights_only)
-                gathering = checkpoint._save_checkpoint.__wrapped__
-                assert gathering(trainer.state, theirs, weights_only=weights_only) or dist.get_rank()
-                if dist.get_rank() == 0:
-                    assert not differences(ours, theirs), f"{name}: {differences(ours, theirs)}"
-            trainer.close()
+        for_each(check, {name: (name,) for name in names})
 
 
 def test_contents_are_composers(tmp_path: Path):
@@ -245,12 +254,15 @@ def check_way_back(folder: str) -> None:
         losses = {
             name: fit(FSDP2, dict(c), save_folder=f"{folder}/{name}", **saving).losses for name, c in cases.items()
         }
-    for name, config in cases.items():
+
+    def check(name: str, config: dict[str, Any]) -> None:
         file = named("sharded" if "sharded" in name else "full", 2)
         theirs = fit(FSDP1_saving, dict(config), batches=4, optimizer="adamw", load_path=f"{folder}/{name}/{file}")
         assert theirs.shards == {"FullyShardedDataParallel"}
         difference = largest_difference(theirs.losses, losses[name][2:])
         assert difference <= 1e-6, f"{name}: FSDP1 {theirs.losses}, ours {losses[name]}"
+
+    for_each(check, {name: (name, config) for name, config in cases.items()})
 
 
 def test_fsdp1_goes_on_from_ours(tmp_path: Path):
@@ -321,16 +333,20 @@ def check_values() -> None:
 
     warnings.simplefilter("ignore")
     with FSDP2():
-        for config in ({"async_save": "yes"}, {"trust_checkpoint": 1}):
+
+        def check_refused(config: dict[str, Any]) -> None:
             with pytest.raises(ConfigError, match=f"{next(iter(config))}.*true or false"):
                 make_trainer(config)
-        said = {"async_save": True, "state_dict_type": "sharded"}
-        ways = {"dict": (said, "1"), "FSDPConfig": (FSDPConfig(**said), "1"), "FSDP_VERSION=2": (said, "2")}
-        for way, (config, version) in ways.items():
+
+        def check(config: Any, version: str) -> None:
             with mock.patch.dict(os.environ, FSDP_VERSION=version):
                 trainer = make_trainer(config)
-            assert trainer.state.fsdp_config.async_save is True, way
+            assert trainer.state.fsdp_config.async_save is True
             trainer.close()
+
+        for_each(check_refused, {f"{c}": (c,) for c in ({"async_save": "yes"}, {"trust_checkpoint": 1})})
+        said = {"async_save": True, "state_dict_type": "sharded"}
+        for_each(check, {"dict": (said, "1"), "FSDPConfig": (FSDPConfig(**said), "1"), "FSDP_VERSION=2": (said, "2")})
 
 
 def test_async_save_is_a_key_like_others():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import for_each
 from support.oracle import FSDP1, FSDP2, Under
 from support.ranks import run_ranks
 from support.references import reference
-from support.trainers import close, fit, largest_difference, make_trainer, result
+from support.trainers import Trained, close, fit, largest_difference, make_trainer, result
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.composer
@@ -93,7 +95,8 @@ def check_case(name: str) -> None:
     case = CASES[name]
     theirs, expected = logged_run(FSDP1, case)
     assert len(expected) >= 2, f"hardly anything is logged: {expected.keys()}"
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+
+    def check(strategy: str) -> None:
         ours, metrics = logged_run(FSDP2, case, sharding_strategy=strategy)
         assert close(ours.losses, theirs.losses), f"{strategy}: {ours.losses}, {theirs.losses}"
         assert metrics.keys() == expected.keys(), f"{strategy}: {metrics.keys() ^ expected.keys()}"
@@ -101,6 +104,8 @@ def check_case(name: str) -> None:
             assert len(metrics[metric]) == len(values), f"{strategy}: {metric}"
             if not case.is_timed:
                 assert metrics[metric] == pytest.approx(values, rel=1e-4, abs=1e-6), f"{strategy}: {metric}"
+
+    for_each(check, {strategy: (strategy,) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,14 +126,18 @@ def sam_run(under: Under, parallelism: Any, **options: Any) -> Any:
 
 def check_sam() -> None:
     warnings.simplefilter("ignore")
-    for interval in (1, 2):
+
+    def fsdp1s(interval: int) -> Trained:
         # The norm of a shard is not that of the gradient: under FSDP1 SAM was right without shards only.
-        theirs = reference(sam_run, FSDP1, {"sharding_strategy": "NO_SHARD"}, interval=interval)
-        for strategy in ("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP"):
-            ours = sam_run(FSDP2, {"sharding_strategy": strategy}, interval=interval)
-            what = f"{strategy}, every {interval}"
-            assert close(ours.losses, theirs.losses), f"{what}: {ours.losses}, {theirs.losses}"
-    with_shards = sam_run(FSDP1, {}, interval=interval)
+        return reference(sam_run, FSDP1, {"sharding_strategy": "NO_SHARD"}, interval=interval)
+
+    def check(strategy: str, interval: int) -> None:
+        ours, theirs = sam_run(FSDP2, {"sharding_strategy": strategy}, interval=interval), fsdp1s(interval)
+        assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
+
+    cases = itertools.product(("NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP"), (1, 2))
+    for_each(check, {f"{strategy}, every {interval}": (strategy, interval) for strategy, interval in cases})
+    with_shards, theirs = sam_run(FSDP1, {}, interval=2), fsdp1s(2)
     assert not close(with_shards.losses, theirs.losses), "FSDP1's SAM is right now: compare every strategy with it"
     plain = fit(FSDP2, {}, optimizer="adamw")
     assert largest_difference(plain.losses, theirs.losses) > 1e-3, "SAM changes nothing"
@@ -202,13 +211,16 @@ def check_calls(folder: str) -> None:
     theirs, their_outputs, their_predictions = results.pop("FSDP1 {}")
     assert close(theirs.losses, whole.losses)
     assert len(their_predictions) == 3
-    for what, (ours, outputs, predictions) in results.items():
-        assert close(ours.losses, theirs.losses), f"{what}: {ours.losses}, {theirs.losses}"
-        assert largest_difference(outputs, their_outputs) <= 1e-5, f"{what}: evaluations differ"
+
+    def check(ours: Trained, outputs: list[float], predictions: list[torch.Tensor]) -> None:
+        assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
+        assert largest_difference(outputs, their_outputs) <= 1e-5, "evaluations differ"
         for actual, expected in zip(predictions, their_predictions, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
         for name, value in theirs.parameters.items():
             torch.testing.assert_close(ours.parameters[name], value, rtol=1e-4, atol=1e-5)
+
+    for_each(check, results)
     resumed = fit(FSDP2, {}, optimizer="adamw", load_path=f"{folder}/1/ep0-ba2")
     assert close(resumed.losses, theirs.losses[2:]), f"{resumed.losses}, {theirs.losses}"
 
@@ -287,7 +299,8 @@ def check_events() -> None:
     from composer.core import Event
 
     theirs = reference(fit, FSDP1, {}, optimizer="adamw")
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+
+    def check(strategy: str) -> None:
         read = reader()
         with FSDP2():
             trainer = make_trainer(
@@ -307,6 +320,8 @@ def check_events() -> None:
         )
         plain = {name for name, kinds in read.seen.items() if kinds != {"DTensor"}} - BEFORE_SHARDING
         assert plain == IN_A_STEP, f"{strategy}: plain parameters at {plain}"
+
+    for_each(check, {strategy: (strategy,) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")})
 
 
 def test_parameters_are_sharded_at_every_event():

@@ -97,16 +97,17 @@ def look_at_blocks() -> Any:
 
 
 def check_ways() -> None:
-    for strategy, keeps in (("FULL_SHARD", False), ("SHARD_GRAD_OP", True)):
+    keeps = {"FULL_SHARD": False, "SHARD_GRAD_OP": True}
+
+    def check(strategy: str, way: str) -> None:
         keys = {"sharding_strategy": strategy, "data_parallel_shard_degree": 2}
-        theirs = fsdp1(strategy)
-        for way, ask in ways().items():
-            what = f"{strategy} as {way}"
-            look = look_at_blocks()
-            with environment_of(way):
-                ours = fit(FSDP2, ask(keys), callbacks=[look], **CLIPPED_WITH_EVALS)
-            assert_alike(ours, theirs, what)
-            assert look.kept == {keeps}, f"{what}: blocks kept whole after forward: {look.kept}"
+        look = look_at_blocks()
+        with environment_of(way):
+            ours = fit(FSDP2, ways()[way](keys), callbacks=[look], **CLIPPED_WITH_EVALS)
+        assert_alike(ours, fsdp1(strategy), way)
+        assert look.kept == {keeps[strategy]}, f"blocks kept whole after forward: {look.kept}"
+
+    for_each(check, {f"{strategy} as {way}": (strategy, way) for strategy in keeps for way in ways()})
 
 
 def test_every_way_to_ask_trains_on_fsdp2_with_fsdp1s_losses():
@@ -117,14 +118,16 @@ def test_every_way_to_ask_trains_on_fsdp2_with_fsdp1s_losses():
 def check_fsdp2_config() -> None:
     from composer.utils import FSDP2Config, ParallelismConfig
 
-    theirs = fsdp1("FULL_SHARD")
-    for keeps in (False, True):
-        for wrap in (lambda config: config, lambda config: ParallelismConfig(fsdp2=config)):
-            look = look_at_blocks()
-            config = FSDP2Config(reshard_after_forward=not keeps, activation_checkpointing=True)
-            ours = fit(FSDP2, wrap(config), callbacks=[look], **CLIPPED_WITH_EVALS)
-            assert_alike(ours, theirs, f"FSDP2Config, reshard_after_forward={not keeps}")
-            assert look.kept == {keeps}
+    def check(keeps: bool, is_wrapped: bool) -> None:
+        look = look_at_blocks()
+        config = FSDP2Config(reshard_after_forward=not keeps, activation_checkpointing=True)
+        parallelism = ParallelismConfig(fsdp2=config) if is_wrapped else config
+        ours = fit(FSDP2, parallelism, callbacks=[look], **CLIPPED_WITH_EVALS)
+        assert_alike(ours, fsdp1("FULL_SHARD"), "FSDP2Config")
+        assert look.kept == {keeps}
+
+    cases = itertools.product((False, True), (False, True))
+    for_each(check, {f"keeps: {keeps}, in a ParallelismConfig: {within}": (keeps, within) for keeps, within in cases})
 
 
 def test_fsdp2_config_comes_to_ours():
@@ -135,17 +138,20 @@ def test_fsdp2_config_comes_to_ours():
 def check_reuse() -> None:
     from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig
 
-    for config in (
-        FSDPConfig(),
-        FSDP2Config(),
-        ParallelismConfig(fsdp=FSDPConfig()),
-        ParallelismConfig(fsdp2=FSDP2Config()),
-    ):
+    def check(config: Any) -> None:
         first, second = (fit(FSDP2, config, batches=2) for _ in range(2))
         assert first.shards == second.shards == {"FSDPModule"}
         assert first.losses == second.losses
         if isinstance(config, ParallelismConfig):
             assert type(config.fsdp2) in (FSDP2Config, type(None)), "the user's own object was given another class"
+
+    configs = (
+        FSDPConfig(),
+        FSDP2Config(),
+        ParallelismConfig(fsdp=FSDPConfig()),
+        ParallelismConfig(fsdp2=FSDP2Config()),
+    )
+    for_each(check, {f"{config}": (config,) for config in configs})
     theirs = fit(FSDP1, config := FSDPConfig(), batches=2)
     assert_alike(fit(FSDP2, config, batches=2), theirs, "a configuration that FSDP1 had before")
     assert fit(FSDP1, config, batches=1).shards == {"FullyShardedDataParallel"}
@@ -181,9 +187,10 @@ def test_losses_are_fsdp1s():
 
 
 def check_recomputing() -> None:
-    for strategy in STRATEGIES:
-        for keys in RECOMPUTING[1:]:
-            assert fsdp1(strategy, **keys).losses == fsdp1(strategy).losses, f"{strategy}, {keys}"
+    def check(strategy: str, keys: dict[str, Any]) -> None:
+        assert fsdp1(strategy, **keys).losses == fsdp1(strategy).losses
+
+    for_each(check, {f"{case}": case for case in itertools.product(STRATEGIES, RECOMPUTING[1:])})
 
 
 @pytest.mark.slow
@@ -195,11 +202,12 @@ def test_recomputing_changes_no_number_of_fsdp1s():
 def check_groups_and_ignored_modules() -> list[str]:
     from composer_fsdp2 import ShardedGradScaler
 
-    for group in ("set2", "self", [0, 1]):
-        for strategy in ("FULL_SHARD", "NO_SHARD"):
-            keys = {"sharding_strategy": strategy, "process_group": group}
-            theirs = fsdp1(strategy, process_group=group)
-            assert_alike(fit(FSDP2, keys, **CLIPPED_WITH_EVALS), theirs, str(keys))
+    def check(strategy: str, group: Any) -> None:
+        keys = {"sharding_strategy": strategy, "process_group": group}
+        assert_alike(fit(FSDP2, keys, **CLIPPED_WITH_EVALS), fsdp1(strategy, process_group=group), str(keys))
+
+    cases = itertools.product(("FULL_SHARD", "NO_SHARD"), ("set2", "self", [0, 1]))
+    for_each(check, {f"{case}": case for case in cases})
     options = {**CLIPPED_WITH_EVALS, "clip": None}
     runs = {}
     for under in (FSDP1, FSDP2):
@@ -222,10 +230,12 @@ def test_groups_and_ignored_modules():
 def check_optimizers() -> None:
     from composer.optim import CosineAnnealingWithWarmupScheduler
 
-    for name in ("decoupled_sgdw", "decoupled_adamw", "groups"):
+    def check(name: str) -> None:
         options = {"optimizer": name, "schedulers": CosineAnnealingWithWarmupScheduler("2ba", "1dur")}
         theirs, ours = (fit(under, {}, **CLIPPED_WITH_EVALS | options) for under in (FSDP1, FSDP2))
         assert_alike(ours, theirs, name)
+
+    for_each(check, {name: (name,) for name in ("decoupled_sgdw", "decoupled_adamw", "groups")})
 
 
 def test_composers_optimizers_and_schedulers_follow():
@@ -237,17 +247,21 @@ def check_initialisation() -> None:
     from composer.utils import FSDP2Config
 
     expected = fit(FSDP2, {}, batches=2)
-    trained = {
-        "FSDP1's keys": fit(FSDP2, {"sync_module_states": True}, model=build_on_rank_0(), batches=2),
-        "FSDP2Config": fit(FSDP2, FSDP2Config(), model=build_on_rank_0(), batches=2),
-    }
-    with environment_of("FSDP_VERSION=2"):
-        trained["FSDP_VERSION=2"] = fit(FSDP2, {}, model=build_on_rank_0(), batches=2)
     told = FSDP2Config()
     told.sync_module_states = True  # the constructor does not take it
-    trained["FSDP2Config, told to"] = fit(FSDP2, told, model=build_unlike_on_rank_1(), batches=2)
-    for what, run in trained.items():
-        assert run.losses == expected.losses, f"{what}: {run.losses}, {expected.losses}"
+
+    def check(way: str, parallelism: Any, build: Any) -> None:
+        with environment_of(way):
+            run = fit(FSDP2, parallelism, model=build(), batches=2)
+        assert run.losses == expected.losses, f"{run.losses}, {expected.losses}"
+
+    cases = {
+        "FSDP1's keys": ({"sync_module_states": True}, build_on_rank_0),
+        "FSDP2Config": (FSDP2Config(), build_on_rank_0),
+        "FSDP_VERSION=2": ({}, build_on_rank_0),
+        "FSDP2Config, told to": (told, build_unlike_on_rank_1),
+    }
+    for_each(check, {way: (way, *arguments) for way, arguments in cases.items()})
 
 
 def test_values_of_rank_0_alone():
@@ -265,13 +279,18 @@ def check_replicas() -> None:
     degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
     zero2 = {"sharding_strategy": "_HYBRID_SHARD_ZERO2", **degrees}
     zero3 = {"sharding_strategy": "HYBRID_SHARD", **degrees}
-    for keys, asked in ((zero2, ["FSDP_VERSION=2"]), (zero3, ["dict", "FSDP_VERSION=2"])):
-        theirs = reference(fit, FSDP1, keys, **CLIPPED_WITH_EVALS)
-        for way in asked:
-            with environment_of(way):
-                check_mesh_and_curve(ways()[way](keys), theirs, f"{keys} as {way}", keeps=keys is zero2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    check_mesh_and_curve(FSDP2Config(device_mesh=mesh), theirs, "FSDP2Config", keeps=False)
+
+    def check(way: str, parallelism: Any, keys: dict[str, Any]) -> None:
+        theirs = reference(fit, FSDP1, keys, **CLIPPED_WITH_EVALS)
+        with environment_of(way):
+            check_mesh_and_curve(parallelism, theirs, way, keeps=keys is zero2)
+
+    cases = {
+        f"{keys['sharding_strategy']} as {way}": (way, ways()[way](keys), keys)
+        for keys, way in ((zero2, "FSDP_VERSION=2"), (zero3, "dict"), (zero3, "FSDP_VERSION=2"))
+    }
+    for_each(check, {**cases, "FSDP2Config": ("FSDP2Config", FSDP2Config(device_mesh=mesh), zero3)})
 
 
 def check_mesh_and_curve(parallelism: Any, theirs: Trained, what: str, *, keeps: bool) -> None:
@@ -323,16 +342,18 @@ class Counting:
 
 
 def check_planners(folder: str) -> None:
-    for way, ask in ways().items():
+    def check(way: str, ask: Any) -> None:
         save, load = Counting.make()
         keys = {"state_dict_type": "sharded", "save_planner": save, "load_planner": load}
         path = f"{folder}/{way}"
         with environment_of(way):
             fit(FSDP2, ask(keys), batches=2, save_folder=path, save_interval="1ba")
-            assert (save.num_plans, load.num_plans) == (2, 0), f"{way}: {save.num_plans} saves, {load.num_plans} loads"
+            assert (save.num_plans, load.num_plans) == (2, 0), f"{save.num_plans} saves, {load.num_plans} loads"
             with FSDP2():
                 make_trainer(ask(keys), load_path=f"{path}/ep0-ba2").close()
-            assert (save.num_plans, load.num_plans) == (2, 1), f"{way}: {save.num_plans} saves, {load.num_plans} loads"
+            assert (save.num_plans, load.num_plans) == (2, 1), f"{save.num_plans} saves, {load.num_plans} loads"
+
+    for_each(check, {way: (way, ask) for way, ask in ways().items()})
 
 
 def test_own_planners_save_and_load(tmp_path: Path):
@@ -344,16 +365,17 @@ def check_defaults() -> dict[str, str]:
     from composer.utils import FSDP2Config
 
     asked = {way: ask({}) for way, ask in ways().items()} | {"FSDP2Config": FSDP2Config()}
-    types = {}
-    for way, parallelism in asked.items():
+
+    def check(way: str, parallelism: Any) -> str:
         with environment_of(way), FSDP2():
             trainer = make_trainer(parallelism)
             config = trainer.state.fsdp_config
             assert config.sharded_ckpt_prefix_dir == "ep{epoch}-ba{batch}", way
             assert (config.load_planner, config.save_planner) == (None, None), way
-            types[way] = config.state_dict_type
             trainer.close()
-    return types
+        return config.state_dict_type
+
+    return for_each(check, {way: (way, parallelism) for way, parallelism in asked.items()})
 
 
 def test_state_dict_type_defaults():

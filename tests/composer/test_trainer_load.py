@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import full_parameters
+from support.cases import for_each
+from support.comparing import assert_same, full_parameters
 from support.legacy import (
     FLAT,
     FOLDER,
@@ -105,39 +107,24 @@ def reload(trainer: Any, path: Path | str, **options: Any) -> Any:
     return checkpoint.load_checkpoint(str(path), trainer.state, trainer.logger, **options)
 
 
-def assert_equal(ours: Any, theirs: Any, what: str) -> None:
-    """Nested values with tensors, bit for bit."""
-    if isinstance(theirs, torch.Tensor):
-        assert isinstance(ours, torch.Tensor) and ours.dtype == theirs.dtype and torch.equal(ours, theirs), what
-    elif isinstance(theirs, dict):
-        assert isinstance(ours, dict) and ours.keys() == theirs.keys(), f"{what}: {ours.keys()}, {theirs.keys()}"
-        for key in theirs:
-            assert_equal(ours[key], theirs[key], f"{what}, {key}")
-    elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs), what
-        for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_equal(mine, other, f"{what}, {number}")
-    elif not hasattr(theirs, "shape"):
-        assert ours == theirs, f"{what}: {ours}, {theirs}"
-    else:  # numpy
-        assert (ours == theirs).all(), what
-
-
 def assert_loaded(trainer: Any, expected: StateDict, what: str) -> None:
     """Weights, buffers and optimizer state are the file's; what it does not have is the model's own."""
     weights = {**trainer.own, **expected["state"].get("model", {})}
     for name, value in full_parameters(trainer.state.model).items():
-        assert_equal(value, weights[name], f"{what}: {name}")
+        assert_same(value, weights[name], f"{what}: {name}")
     for name, value in trainer.state.model.named_buffers():
-        assert_equal(value, weights[name], f"{what}: {name}")
+        assert_same(value, weights[name], f"{what}: {name}")
     if trainer.state.optimizers:
         optimizer = expected["state"].get("optimizers", {}).get(OPTIMIZER, {})
-        assert_equal(full_optimizer_state(trainer), optimizer.get("state", {}), f"{what}: optimizer")
+        assert_same(full_optimizer_state(trainer), optimizer.get("state", {}), f"{what}: optimizer")
         for group, theirs in zip(
             trainer.state.optimizers[0].param_groups, optimizer.get("param_groups", []), strict=False
         ):
             for key in theirs.keys() - {"params"}:
-                assert_equal(group[key], theirs[key], f"{what}: {key}")
+                pair = (
+                    list(value) if isinstance(value, tuple) else value for value in (group[key], theirs[key])
+                )  # betas
+                assert_same(*pair, f"{what}: {key}")
 
 
 def snapshot(trainer: Any) -> tuple[Any, Any, int]:
@@ -187,27 +174,29 @@ def edited(path: Path, edit: Callable[[StateDict], Any], source: str = "c220/sha
 
 
 def check_old_files() -> None:
-    for kind in KINDS:
+    def check(kind: str, state_dict_type: str) -> None:
         expected = saved_by(kind)
-        # A run of each type; the type of the file is no matter.
-        for state_dict_type, path in (("full", FOLDER / kind / "latest-rank{rank}.pt"), ("sharded", FOLDER / kind)):
-            what = f"{path}, {state_dict_type}"
-            with a_trainer(kind, {"state_dict_type": state_dict_type}, load_path=str(path)) as trainer:
-                assert_loaded(trainer, expected, what)
-                timestamp, theirs = trainer.state.timestamp.state_dict(), expected["state"]["timestamp"]["Timestamp"]
-                assert_equal({key: timestamp[key] for key in theirs}, theirs, what)
-                assert_equal(trainer._rng_state, expected["rng"], f"{what}: rng")
-                assert trainer.state.rank_zero_seed == expected["state"]["rank_zero_seed"]
-                renew(trainer)
-                reload(trainer, checkpoint_of(kind))
-                assert_loaded(trainer, expected, f"{what}, by its own name")
-                has_optimizer = kind not in WITHOUT_OPTIMIZER
-                model, [optimizer] = trainer.state.model, trainer.state.optimizers
-                logits, losses = next_steps(model, optimizer if has_optimizer else None)
-                torch.testing.assert_close(logits, reference(kind)["logits"], rtol=0, atol=2e-6)
-                if has_optimizer:
-                    worst = max(abs(a - b) for a, b in zip(losses, reference(kind)["losses"], strict=True))
-                    assert worst <= 1e-6, f"{what}: {losses}"
+        path = FOLDER / kind / "latest-rank{rank}.pt" if state_dict_type == "full" else FOLDER / kind
+        what = f"{path}"
+        with a_trainer(kind, {"state_dict_type": state_dict_type}, load_path=str(path)) as trainer:
+            assert_loaded(trainer, expected, what)
+            timestamp, theirs = trainer.state.timestamp.state_dict(), expected["state"]["timestamp"]["Timestamp"]
+            assert_same({key: timestamp[key] for key in theirs}, theirs, what)
+            assert_same(trainer._rng_state, expected["rng"], f"{what}: rng")
+            assert trainer.state.rank_zero_seed == expected["state"]["rank_zero_seed"]
+            renew(trainer)
+            reload(trainer, checkpoint_of(kind))
+            assert_loaded(trainer, expected, f"{what}, by its own name")
+            has_optimizer = kind not in WITHOUT_OPTIMIZER
+            model, [optimizer] = trainer.state.model, trainer.state.optimizers
+            logits, losses = next_steps(model, optimizer if has_optimizer else None)
+            torch.testing.assert_close(logits, reference(kind)["logits"], rtol=0, atol=2e-6)
+            if has_optimizer:
+                worst = max(abs(a - b) for a, b in zip(losses, reference(kind)["losses"], strict=True))
+                assert worst <= 1e-6, f"{what}: {losses}"
+
+    # A run of each type; the type of the file is no matter.
+    for_each(check, {f"{case}": case for case in itertools.product(KINDS, ("full", "sharded"))})
 
 
 def test_old_files_through_load_path():
@@ -216,7 +205,7 @@ def test_old_files_through_load_path():
 
 
 def check_weights_only() -> None:
-    for kind, config in (("c172/full", "sharded"), ("c220/sharded", "full"), ("c172/local-flat", "full")):
+    def check(kind: str, config: str) -> None:
         with a_trainer(
             kind, {"state_dict_type": config}, load_path=str(checkpoint_of(kind)), load_weights_only=True
         ) as trainer:
@@ -227,6 +216,9 @@ def check_weights_only() -> None:
         with a_trainer(kind, load_path=str(checkpoint_of(kind)), optimizer=None) as trainer:
             assert_loaded(trainer, {"state": {"model": saved_by(kind)["state"]["model"]}}, kind)
             assert int(trainer.state.timestamp.batch) == 3
+
+    cases = (("c172/full", "sharded"), ("c220/sharded", "full"), ("c172/local-flat", "full"))
+    for_each(check, {f"{case}": case for case in cases})
 
 
 def test_weights_alone():
@@ -275,22 +267,26 @@ IGNORED: list[list[str] | Callable[[StateDict], None]] = [
 def check_ignored() -> None:
     from composer.utils.checkpoint import glob_filter
 
-    for kind in ("c172/full", "c172/sharded", "c220/sharded"):
+    def check_one(trainer: Any, kind: str, ignore: Any) -> None:
+        expected = saved(checkpoint_of(kind))
+        (glob_filter(ignore) if isinstance(ignore, list) else ignore)(expected)
+        renew(trainer)
+        rng = reload(trainer, checkpoint_of(kind), ignore_keys=ignore)
+        assert_loaded(trainer, expected, kind)
+        has_timestamp = "timestamp" in expected["state"]
+        assert int(trainer.state.timestamp.batch) == (3 if has_timestamp else 0)
+        assert (rng is None) == ("rng" not in expected)
+
+    def check(kind: str) -> None:
+        names = [f"{ignore}" if isinstance(ignore, list) else ignore.__name__ for ignore in IGNORED]
         with a_trainer(kind) as trainer:
-            for ignore in IGNORED:
-                what = f"{kind}, {ignore if isinstance(ignore, list) else ignore.__name__}"
-                expected = saved(checkpoint_of(kind))
-                (glob_filter(ignore) if isinstance(ignore, list) else ignore)(expected)
-                renew(trainer)
-                rng = reload(trainer, checkpoint_of(kind), ignore_keys=ignore)
-                assert_loaded(trainer, expected, what)
-                has_timestamp = "timestamp" in expected["state"]
-                assert int(trainer.state.timestamp.batch) == (3 if has_timestamp else 0), what
-                assert (rng is None) == ("rng" not in expected), what
+            for_each(check_one, {name: (trainer, kind, each) for name, each in zip(names, IGNORED, strict=True)})
         with a_trainer(kind, load_path=str(checkpoint_of(kind)), load_ignore_keys=IGNORED[1]) as trainer:
             expected = saved(checkpoint_of(kind))
             glob_filter(IGNORED[1])(expected)
-            assert_loaded(trainer, expected, f"{kind}, the Trainer's own argument")
+            assert_loaded(trainer, expected, "the Trainer's own argument")
+
+    for_each(check, {kind: (kind,) for kind in ("c172/full", "c172/sharded", "c220/sharded")})
 
     def halves(contents: StateDict) -> None:
         model = contents["state"]["model"]
@@ -300,7 +296,7 @@ def check_ignored() -> None:
         before = snapshot(trainer)
         error = error_of(lambda: reload(trainer, checkpoint_of("c220/sharded"), ignore_keys=halves))
         assert "state.model.model.wte.weight" in error and "without their data" in error, error
-        assert_equal(snapshot(trainer), before, "after an error")
+        assert_same(snapshot(trainer), before, "after an error")
 
 
 def test_ignored_keys():
@@ -349,13 +345,13 @@ def check_strict(folder: str) -> None:
             assert f"exp_avg of {weight}: found (18,), expected (18, 6)" in error, error
         error = error_of(lambda: reload(trainer, relaxed))
         assert "load_strict_model_weights" in error, error
-        assert_equal(snapshot(trainer), before, "after errors")
+        assert_same(snapshot(trainer), before, "after errors")
         reload(trainer, relaxed, strict_model_weights=False)
         expected = saved(relaxed)
         model = expected["state"]["model"]
         model[weight] = model[weight].float()
         assert_loaded(trainer, expected, "not strict")
-        assert_equal(full_parameters(trainer.state.model)[wte], trainer.own[wte], "a missing weight")
+        assert_same(full_parameters(trainer.state.model)[wte], trainer.own[wte], "a missing weight")
 
 
 def test_strict_model_weights(tmp_path: Path):
@@ -397,7 +393,7 @@ def check_damage(folder: str) -> None:
             for path, named in ((full, full), (directory, shard)):
                 error = error_of(lambda: reload(trainer, path))  # noqa: B023
                 assert str(path) in error and named.name in error, f"{change.__name__}: {error}"
-                assert_equal(snapshot(trainer), before, f"{path}, {change.__name__}")
+                assert_same(snapshot(trainer), before, f"{path}, {change.__name__}")
                 with pytest.raises(CheckpointError, match=named.name), a_trainer("c220/sharded", load_path=str(path)):
                     pass
 
@@ -425,7 +421,7 @@ def check_machines_disagree(folder: str) -> None:
         for name, said in {"steps.pt": "different steps", "kind": "", "gone.pt": "gone.pt"}.items():
             error = error_of(lambda: reload(trainer, copies / name))  # noqa: B023
             assert said in error, error
-            assert_equal(snapshot(trainer), before, name)
+            assert_same(snapshot(trainer), before, name)
 
 
 def test_machines_with_different_files(tmp_path: Path):
@@ -475,10 +471,8 @@ def check_rest(folder: str) -> None:
         [scheduler] = trainer.state.schedulers
         assert scheduler.last_epoch == 3
         assert_loaded(trainer, saved(Path(path)), "with a scheduler")
-    for make, said in (
-        (legacy_optimizer, "ExponentialLR is not in the state_dict"),
-        (lambda model: torch.optim.SGD(model.parameters(), lr=0.5), "SGD is not in the state_dict"),
-    ):
+
+    def check(make: Callable[[nn.Module], torch.optim.Optimizer], said: str) -> None:
         model = legacy_model("c220/sharded", seed=3)
         optimizer = make(model)
         schedulers = ExponentialLR(optimizer, 0.5)
@@ -492,6 +486,12 @@ def check_rest(folder: str) -> None:
         trainer.own = {}
         assert_loaded(trainer, expected, said)
         trainer.close()
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+
+    cases = {"ExponentialLR": legacy_optimizer, "SGD": sgd}
+    for_each(check, {name: (make, f"{name} is not in the state_dict") for name, make in cases.items()})
 
 
 def test_callbacks_algorithms_and_schedulers(tmp_path: Path):
@@ -555,13 +555,15 @@ def check_monolith(is_whole: bool) -> None:
         lambda: FSDP2Config(**keys),
     ]
     builds = (legacy_model, on_rank_0_alone, different)
-    for first, kind in enumerate(("c172/full", "c220/sharded", "c172/local-flat")):
-        for second, config in enumerate(configs):
-            for third, build in enumerate(builds):
-                if is_whole or (first + second + third) % 3 == 0:
-                    what = f"{kind}, {config()}, {build.__name__}"
-                    with a_trainer(kind, config(), model=build(kind), load_path=str(checkpoint_of(kind))) as trainer:
-                        assert_loaded(trainer, saved_by(kind), what)
+    kinds = ("c172/full", "c220/sharded", "c172/local-flat")
+
+    def check(kind: str, config: Callable[[], Any], build: Callable[[str], Any]) -> None:
+        with a_trainer(kind, config(), model=build(kind), load_path=str(checkpoint_of(kind))) as trainer:
+            assert_loaded(trainer, saved_by(kind), kind)
+
+    numbers = [case for case in itertools.product(range(3), repeat=3) if is_whole or sum(case) % 3 == 0]
+    cases = [(kinds[first], configs[second], builds[third]) for first, second, third in numbers]
+    for_each(check, {f"{kind}, {config()}, {build.__name__}": (kind, config, build) for kind, config, build in cases})
 
 
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["pairs", "all"])
@@ -574,16 +576,24 @@ def test_load_monolith_rank0_only(is_whole: bool):
 def check_state_itself() -> None:
     from composer.utils import FSDP2Config
 
-    for config in ({}, SHARDED, FSDP2Config(state_dict_type="full"), FSDP2Config()):
+    def check(config: Any) -> None:
         with a_trainer("c172/full", config, load_path=str(checkpoint_of("c172/full"))) as trainer:
             state, expected = trainer.state, saved_by("c172/full")
             is_full = state.fsdp_state_dict_type == "full"
             contents = saved(checkpoint_of("c172/full"))["state"] if is_full else copy.deepcopy(state.state_dict())
             next_steps(state.model, state.optimizers[0])
             with torch.no_grad():
-                state.model(torch.zeros(1, 3, dtype=torch.long))
+                state.model([torch.zeros(1, 3, dtype=torch.long)])
             state.load_state_dict(contents, trainer.logger)
             assert_loaded(trainer, expected, f"{config}")
+
+    configs = {
+        "full": {},
+        "sharded": SHARDED,
+        "full, FSDP2Config": FSDP2Config(state_dict_type="full"),
+        "sharded, FSDP2Config": FSDP2Config(),
+    }
+    for_each(check, {name: (config,) for name, config in configs.items()})
 
 
 def test_loading_into_state_itself():
@@ -609,7 +619,7 @@ def check_ties(folder: str) -> None:
         path = edited(Path(folder, "untied.pt"), untie)
         error = error_of(lambda: reload(trainer, path))
         assert f"tied: {wte} = {head}" in error, error
-        assert_equal(snapshot(trainer), before, "after an error")
+        assert_same(snapshot(trainer), before, "after an error")
 
 
 def test_tied_weights(tmp_path: Path):
@@ -640,7 +650,7 @@ def check_planner(folder: str) -> None:
     planner = recording_planner()
     [path] = Path(folder, "run").iterdir()
     with a_trainer("c220/sharded", {**SHARDED, "load_planner": planner}, load_path=str(path)) as trainer:
-        assert_equal(snapshot(trainer), expected, "by the user's planner")
+        assert_same(snapshot(trainer), expected, "by the user's planner")
     assert planner.num_plans > 0, "the user's planner was left out without a word"
 
 
@@ -687,10 +697,13 @@ def check_ddp(folder: str) -> None:
 
         on_rank_0(write)
     continued = fit(FSDP2, None, load_path=str(Path(folder, "ep0-ba3-rank0.pt")), **options)
-    for file in (path, Path(folder, "ep0-ba3-rank0.pt")):
+
+    def check(file: Path) -> None:
         ours = fit(FSDP2, {}, load_path=str(file), **options)
         assert ours.shards == {"FSDPModule"}
         assert largest_difference(ours.losses, continued.losses) <= 1e-6, f"{ours.losses}, DDP {continued.losses}"
+
+    for_each(check, {file.name: (file,) for file in (path, Path(folder, "ep0-ba3-rank0.pt"))})
 
 
 def test_ddps_files(tmp_path: Path):
@@ -707,7 +720,8 @@ def check_moving_over(folder: str) -> None:
     theirs = fit(
         FSDP1, {"state_dict_type": "sharded"}, save_folder=old, save_interval="2ba", schedulers=schedulers, **training
     )
-    for state_dict_type in ("full", "sharded"):
+
+    def check(state_dict_type: str) -> None:
         options: dict[str, Any] = {
             "load_path": f"{old}/ep0-ba2",
             "autoresume": True,
@@ -724,6 +738,8 @@ def check_moving_over(folder: str) -> None:
         losses = first.losses + second.losses
         assert (len(first.losses), len(second.losses)) == (2, 3), "autoresume did not find the newest"
         assert largest_difference(losses, theirs.losses[2:]) <= 1e-6, f"{losses}, FSDP1 {theirs.losses}"
+
+    for_each(check, {kind: (kind,) for kind in ("full", "sharded")})
 
 
 def stop_at(batch: int) -> Any:

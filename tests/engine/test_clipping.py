@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -264,21 +265,22 @@ def rows(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def check_adaptive(names: list[str], config: dict[str, Any]) -> None:
-    for name in names:
-        for quantile in (0.0, 0.5, 1.0):
-            model, reference = gradients(name, config)
-            ratios = [(grad.norm() / weights.norm()).item() for weights, grad in rows(reference)]
-            finite = sorted(filter(math.isfinite, ratios))  # weights of zero stop their gradient
-            threshold = finite[int(quantile * (len(finite) - 1))] * (2 if quantile else 0.5)
-            for (_, grad), ratio in zip(rows(reference), ratios, strict=True):
-                grad.mul_(min(threshold / ratio, 1.0) if ratio else 1.0)
-            clip_grad_adaptive_(model, threshold)
-            for path, parameter in reference.named_parameters():
-                ours = model.get_parameter(path).grad
-                if parameter.grad is not None:
-                    assert_close(f"{name}, {path}", full(ours), parameter.grad, rtol=1e-12, atol=1e-14)
-                else:
-                    assert ours is None or not full(ours).any(), f"{name}, {path}"
+    def check(name: str, quantile: float) -> None:
+        model, reference = gradients(name, config)
+        ratios = [(grad.norm() / weights.norm()).item() for weights, grad in rows(reference)]
+        finite = sorted(filter(math.isfinite, ratios))  # weights of zero stop their gradient
+        threshold = finite[int(quantile * (len(finite) - 1))] * (2 if quantile else 0.5)
+        for (_, grad), ratio in zip(rows(reference), ratios, strict=True):
+            grad.mul_(min(threshold / ratio, 1.0) if ratio else 1.0)
+        clip_grad_adaptive_(model, threshold)
+        for path, parameter in reference.named_parameters():
+            ours = model.get_parameter(path).grad
+            if parameter.grad is not None:
+                assert_close(f"{name}, {path}", full(ours), parameter.grad, rtol=1e-12, atol=1e-14)
+            else:
+                assert ours is None or not full(ours).any(), f"{name}, {path}"
+
+    for_each(check, {f"{case}": case for case in itertools.product(names, (0.0, 0.5, 1.0))})
 
 
 @pytest.mark.parametrize(

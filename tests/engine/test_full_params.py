@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.comparing import full, own_name
 from support.models import Block, Chain, Model, features, layer, tokens
 from support.ranks import run_ranks
@@ -76,7 +77,7 @@ def shapes() -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in build().named_parameters()}
 
 
-def whole(model: nn.Module, *, grads: bool = False) -> dict[str, torch.Tensor | None]:
+def full_values(model: nn.Module, *, grads: bool = False) -> dict[str, torch.Tensor | None]:
     """Every parameter (or gradient) as FSDP1 or the shards hold it. Called on all ranks."""
     if not any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
         found = {name: p.grad if grads else p for name, p in named_parameters(model).items()}
@@ -111,7 +112,7 @@ def observe(model: nn.Module, summon: Any, options: dict[str, Any]) -> Any:
             parameter.detach().mul_(2)
             if grad is not None:
                 grad.mul_(3)
-    return seen, whole(model), whole(model, grads=True)
+    return seen, full_values(model), full_values(model, grads=True)
 
 
 def check_options(cases: list[dict[str, Any]]) -> list[int]:
@@ -120,21 +121,24 @@ def check_options(cases: list[dict[str, Any]]) -> list[int]:
     FSDP1's offload_to_cpu frees the very memory that it shows where the device is the CPU (a segmentation fault), and
     it refuses it together with with_grads; what it shows and keeps is the same without.
     """
-    counts, of_fsdp1 = [], {}
-    for options in cases:
+    of_fsdp1: dict[str, Any] = {}
+
+    def check(options: dict[str, Any]) -> int | None:
         if options["writeback"] and options["rank0_only"]:
             for error, model, summon in ((NotImplementedError, wrapped(), FSDP1), (UnsupportedError, sharded(), OURS)):
                 with pytest.raises(error), summon(model.decoder, **options):
                     pass
-            continue
+            return None
         as_theirs = options | {"offload_to_cpu": False}
         if str(as_theirs) not in of_fsdp1:
             of_fsdp1[str(as_theirs)] = observe(wrapped(), FSDP1, as_theirs)
         theirs = of_fsdp1[str(as_theirs)]
         ours = observe(sharded(), OURS, options)
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7, msg=lambda text, o=options: f"{o}: {text}")
-        counts.append(len(ours[0]))
-    return counts
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+        return len(ours[0])
+
+    counts = for_each(check, {f"{options}": (options,) for options in cases}).values()
+    return [count for count in counts if count is not None]
 
 
 def test_options_do_what_fsdp1s_did():
@@ -146,14 +150,16 @@ def test_options_do_what_fsdp1s_did():
 
 def check_replicas() -> list[int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    counts = []
-    for options in ({"writeback": False, "rank0_only": True}, {"with_grads": True}):
+
+    def check(options: dict[str, Any]) -> int:
         options = {"recurse": True, "with_grads": False} | options
         theirs = observe(wrapped(ShardingStrategy.HYBRID_SHARD, device_mesh=mesh), FSDP1, options)
         ours = observe(sharded({"data_parallel_replicate_degree": 2}), OURS, options)
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7, msg=lambda text, o=options: f"{o}: {text}")
-        counts.append(len(ours[0]))
-    return counts
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+        return len(ours[0])
+
+    cases = ({"writeback": False, "rank0_only": True}, {"with_grads": True})
+    return [*for_each(check, {f"{options}": (options,) for options in cases}).values()]
 
 
 def test_replicas():
@@ -189,12 +195,12 @@ def test_what_is_not_split_is_written_in_place(options: dict[str, Any]):
 
 def check_no_shard_offload() -> None:
     model = sharded({"sharding_strategy": "NO_SHARD"})
-    before = whole(model)
+    before = full_values(model)
     for writeback, factor in ((False, 1), (True, 2)):
         with summon_full_params(model, offload_to_cpu=True, writeback=writeback):
             for parameter in model.parameters():
                 parameter.detach().mul_(2)
-        torch.testing.assert_close(whole(model), {name: factor * value for name, value in before.items()})
+        torch.testing.assert_close(full_values(model), {name: factor * value for name, value in before.items()})
 
 
 def test_offload_of_what_is_not_split():
@@ -217,7 +223,7 @@ def check_who_writes() -> list[float]:
         with summon(model):
             for parameter in model.parameters():
                 parameter.detach().fill_(dist.get_rank() + 1.0)
-        values.append(whole(model)["net.layer.weight"])
+        values.append(full_values(model)["net.layer.weight"])
     assert torch.equal(*values), f"FSDP1 and ours: {values}"
     return values[1][:, 0].tolist()
 
@@ -261,7 +267,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def check_what_is_seen(name: str, config: dict[str, Any]) -> None:
-    for build_one, inputs in ((build, tokens), (kinds, features)):
+    def check(build_one: Any, inputs: Any) -> None:
         reference, model = build_one(), build_one()
         optimizer = sgd(model)
         prepare_fully_shard(model, optimizer, FULL | config, device="cpu")
@@ -274,6 +280,8 @@ def check_what_is_seen(name: str, config: dict[str, Any]) -> None:
             raise KeyError  # a block that fails leaves what any other does
         assert_same_objects(name, model.parameters(), before)
         assert_same_objects(name, optimizer.param_groups[0]["params"], held)
+
+    for_each(check, {f"{name}, {each[0].__name__}": each for each in ((build, tokens), (kinds, features))})
 
 
 def assert_unsharded(name: str, model: nn.Module, reference: nn.Module) -> None:
@@ -381,7 +389,7 @@ def test_forward_and_backward_within_a_block(recurse: bool, writeback: bool):
 def check_refused_passes() -> list[str]:
     model, messages = sharded(), []
     before = [*model.parameters()]
-    expected = whole(model)
+    expected = full_values(model)
     for options, is_backward in (({"rank0_only": True, "writeback": False}, False), ({"with_grads": True}, True)):
 
         def run(is_backward: bool = is_backward) -> None:
@@ -391,7 +399,7 @@ def check_refused_passes() -> list[str]:
 
         messages.append(raised(model, run, **options))
         assert_same_objects("refused", model.parameters(), before)
-        torch.testing.assert_close(whole(model), expected, rtol=0, atol=0)
+        torch.testing.assert_close(full_values(model), expected, rtol=0, atol=0)
         model(tokens(0)).sum().backward()  # nothing is left of the refused one
         for parameter in model.parameters():
             assert isinstance(parameter.grad, DTensor)
@@ -480,7 +488,7 @@ def check_replaced() -> list[str]:
             with summon_full_params(model, writeback=writeback):
                 change()
             torch.testing.assert_close(
-                whole(model), expected, rtol=0, atol=0, msg=lambda text, c=change: f"{c.__name__}: {text}"
+                full_values(model), expected, rtol=0, atol=0, msg=lambda text, c=change: f"{c.__name__}: {text}"
             )
             assert_same_objects(change.__name__, model.parameters(), before)
         with summon_full_params(model):
@@ -491,7 +499,7 @@ def check_replaced() -> list[str]:
 
 
 def refused_replacements(model: nn.Module) -> list[str]:
-    before, expected = [*model.parameters()], whole(model)
+    before, expected = [*model.parameters()], full_values(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)  # which changes no tensor's version
 
     def other_shape() -> None:
@@ -505,10 +513,10 @@ def refused_replacements(model: nn.Module) -> list[str]:
     with contextlib.suppress(KeyError), summon_full_params(model):
         other_shape()
         raise KeyError  # the block's own error is the one to see
-    torch.testing.assert_close(whole(model), expected, rtol=0, atol=0)
+    torch.testing.assert_close(full_values(model), expected, rtol=0, atol=0)
     assert_same_objects("refused", model.parameters(), before)
     optimizer.step()
-    assert not torch.equal(whole(model)["decoder.norm.bias"], expected["decoder.norm.bias"])
+    assert not torch.equal(full_values(model)["decoder.norm.bias"], expected["decoder.norm.bias"])
     return messages
 
 
@@ -580,11 +588,11 @@ def check_gradients() -> list[str]:
     def block(change: Callable[[nn.Parameter], None], **options: Any) -> dict[str, torch.Tensor | None]:
         model.zero_grad()
         model(tokens(0)).square().mean().backward()
-        grads.update(whole(model, grads=True))
+        grads.update(full_values(model, grads=True))
         with summon_full_params(model, **{"with_grads": True, **options}):
             for parameter in model.parameters():
                 change(parameter)
-        return whole(model, grads=True)
+        return full_values(model, grads=True)
 
     def replace(parameter: nn.Parameter) -> None:
         parameter.grad = torch.full_like(parameter, 7.0)
@@ -602,10 +610,10 @@ def check_gradients() -> list[str]:
         assert all(parameter.grad is None for parameter in model.parameters())
         for parameter in model.parameters():
             replace(parameter)
-    torch.testing.assert_close(whole(model, grads=True), sevens)
+    torch.testing.assert_close(full_values(model, grads=True), sevens)
     with summon_full_params(model):
         assert all(parameter.grad is None for parameter in model.parameters())
-    torch.testing.assert_close(whole(model, grads=True), sevens)
+    torch.testing.assert_close(full_values(model, grads=True), sevens)
     return [raised(model, lambda: sum(p.square().sum() for p in model.parameters()).backward())]
 
 
@@ -619,7 +627,7 @@ def test_gradients_are_the_blocks():
 def check_missing_gradient() -> list[float]:
     model = sharded()
     model(tokens(0)).square().mean().backward()
-    expected = whole(model, grads=True)["decoder.norm.weight"]
+    expected = full_values(model, grads=True)["decoder.norm.weight"]
     if dist.get_rank() == 1:
         model.decoder.norm.weight.grad = None
     with summon_full_params(model, with_grads=True, writeback=False):
@@ -651,7 +659,7 @@ def check_nested() -> list[str]:
         assert torch.equal(decoder.embed.weight, 2 * reference.decoder.embed.weight)
     for path in ("decoder.embed", "decoder.blocks.0.fc_in"):
         reference.get_submodule(path).weight.detach().mul_(2)
-    torch.testing.assert_close(whole(model), dict(reference.named_parameters()), rtol=0, atol=0)
+    torch.testing.assert_close(full_values(model), dict(reference.named_parameters()), rtol=0, atol=0)
     messages = []
     for outer, inner in (({}, {"writeback": False}), ({"writeback": False}, {}), ({}, {"with_grads": True})):
         with summon_full_params(decoder.blocks[0], **outer):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.comparing import full
 from support.ranks import run_ranks
 from support.training import assert_close
@@ -111,7 +113,8 @@ def check_counts(cases: dict[str, tuple[dict[str, Any], tuple[int, int, int]]]) 
     for rank in range(dist.get_world_size()):
         for x in batch(rank):
             (loss_of(unsharded, x) / NUM_MICROBATCHES / dist.get_world_size()).backward()
-    for name, (config, expected) in cases.items():
+
+    def check(config: dict[str, Any], expected: tuple[int, ...]) -> None:
         model = copy.deepcopy(unsharded)
         model.zero_grad()
         prepare_fully_shard(model, None, {"mixed_precision": "FULL", **config}, precision="fp32")
@@ -119,10 +122,12 @@ def check_counts(cases: dict[str, tuple[dict[str, Any], tuple[int, int, int]]]) 
             model.zero_grad()
             with Counting() as counting:
                 run_batch(model, batch(dist.get_rank()))
-            assert counting.counts == expected, f"{name}: {counting.counts}"
+            assert counting.counts == expected, counting.counts
             for (path, parameter), other in zip(model.named_parameters(), unsharded.parameters(), strict=True):
-                assert isinstance(parameter, DTensor), f"{name}: {path} stayed gathered after the last microbatch"
-                assert_close(f"{name}: {path}", full(parameter.grad), other.grad, rtol=1e-12, atol=1e-14)
+                assert isinstance(parameter, DTensor), f"{path} stayed gathered after the last microbatch"
+                assert_close(path, full(parameter.grad), other.grad, rtol=1e-12, atol=1e-14)
+
+    for_each(check, cases)
 
 
 def test_collectives_and_gradients():
@@ -142,15 +147,17 @@ def check_whole_parameters() -> None:
     for rank in range(dist.get_world_size()):
         for x in batch(rank):
             (loss_of(unsharded, x) / NUM_MICROBATCHES / dist.get_world_size()).backward()
-    for mode in ("every", "last", "defer_replica"):
-        for kept in (True, False):
-            model = copy.deepcopy(unsharded)
-            model.zero_grad()
-            config = {**HSDP, "gradient_sync": mode, "reshard_after_backward": kept, "mixed_precision": "FULL"}
-            prepare_fully_shard(model, None, config, precision="fp32")
-            run_batch(model, batch(dist.get_rank()))
-            for (path, parameter), other in zip(model.named_parameters(), unsharded.parameters(), strict=True):
-                assert_close(f"{mode}: {path}", full(parameter.grad), other.grad, rtol=1e-12, atol=1e-14)
+
+    def check(mode: str, kept: bool) -> None:
+        model = copy.deepcopy(unsharded)
+        model.zero_grad()
+        config = {**HSDP, "gradient_sync": mode, "reshard_after_backward": kept, "mixed_precision": "FULL"}
+        prepare_fully_shard(model, None, config, precision="fp32")
+        run_batch(model, batch(dist.get_rank()))
+        for (path, parameter), other in zip(model.named_parameters(), unsharded.parameters(), strict=True):
+            assert_close(path, full(parameter.grad), other.grad, rtol=1e-12, atol=1e-14)
+
+    for_each(check, {f"{case}": case for case in itertools.product(("every", "last", "defer_replica"), (True, False))})
 
 
 def test_parameters_that_stay_whole():
@@ -178,7 +185,8 @@ def check_skipped(config: dict[str, Any]) -> None:
     for rank in range(world_size):
         for x, unsharded.body.skip in zip(batch(rank), skips, strict=True):
             (loss_of(unsharded, x) / NUM_MICROBATCHES / world_size).backward()
-    for mode in ("every", "last", "defer_replica"):
+
+    def check(mode: str) -> None:
         model = copy.deepcopy(unsharded)
         prepare_fully_shard(model, None, config | {"gradient_sync": mode, "mixed_precision": "FULL"}, precision="fp32")
         for _ in range(2):  # nothing of a batch is left for the next
@@ -188,7 +196,9 @@ def check_skipped(config: dict[str, Any]) -> None:
                 begin_microbatch(model, is_last=number == NUM_MICROBATCHES - 1)
                 (loss_of(model, x) / NUM_MICROBATCHES).backward()
             for (path, parameter), other in zip(model.named_parameters(), unsharded.parameters(), strict=True):
-                assert_close(f"{mode}: {path}", full(parameter.grad), other.grad, rtol=1e-12, atol=1e-14)
+                assert_close(path, full(parameter.grad), other.grad, rtol=1e-12, atol=1e-14)
+
+    for_each(check, {mode: (mode,) for mode in ("every", "last", "defer_replica")})
 
 
 def test_units_that_the_last_microbatch_does_not_run():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.comparing import full
+from support.comparing import full, own_name
 from support.examples import IS_THOROUGH
 from support.models import Block, Chain, Decoder, Model, features, layer, tie, tokens
 from support.ranks import run_ranks
@@ -71,31 +71,23 @@ def check_shape(
 # --- ties
 
 
-class Language(nn.Module):
-    """Embedding, blocks and head, the first and the last with one weight, each a unit of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = unit(nn.Embedding(ODD_VOCABULARY, ODD))
-        self.blocks = nn.ModuleList(block() for _ in range(2))
-        self.head = unit(nn.Linear(ODD, ODD_VOCABULARY, bias=False), recomputed=True)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for each in self.blocks:
-            x = each(x)
-        return self.head(x)
+def language() -> Decoder:
+    """The first and the last with one weight, each a unit of its own as the blocks are."""
+    net = Decoder(vocabulary=ODD_VOCABULARY, width=ODD, tied=True)
+    unit(net.embed)
+    for each in (*net.blocks, net.head):
+        unit(each, recomputed=True)
+    return net
 
 
 def tied_units() -> nn.Module:
-    return Chain(net=Language())
+    return Chain(net=language())
 
 
 def tied_children() -> nn.Module:
     """The same with direct children of the model."""
-    net = Language()
-    return Chain(embed=net.embed, first=net.blocks[0], second=net.blocks[1], head=net.head)
+    net = language()
+    return Chain(embed=net.embed, first=net.blocks[0], second=net.blocks[1], norm=net.norm, head=net.head)
 
 
 class Table(nn.Module):
@@ -710,23 +702,19 @@ def check_compiled(way: str, config: dict[str, Any]) -> None:
             for each, optimizer, result in ((model, ours, output), (reference, theirs, expected)):
                 result.square().mean().backward()
                 if each is model:
-                    grads = {clean(name): full(p.grad) for name, p in named_parameters(model).items()}
+                    grads = {own_name(name): full(p.grad) for name, p in named_parameters(model).items()}
                 optimizer.step()
             for name, parameter in reference.named_parameters():
                 assert_close(f"gradient of {name}", grads[name], parameter.grad, rtol=1e-12, atol=1e-14)
             ours.zero_grad()
             theirs.zero_grad()
         for name, parameter in named_parameters(model).items():
-            assert_close(name, full(parameter), reference.get_parameter(clean(name)), rtol=1e-12, atol=1e-14)
+            assert_close(name, full(parameter), reference.get_parameter(own_name(name)), rtol=1e-12, atol=1e-14)
         if way not in ("one layer", "the child in place", "the child replaced"):
             held = model.decoder.blocks[0]
             assert isinstance(held, FSDPModule), "the unit is inside what is compiled, which passes by it"
             assert any("heckpoint" in type(each).__name__ for each in held.modules()) == bool(config), "not recomputed"
     assert num_graphs >= 1, "nothing was compiled"
-
-
-def clean(name: str) -> str:
-    return name.replace("_orig_mod.", "")
 
 
 def check_all_compiled(way: str) -> None:

@@ -159,11 +159,14 @@ def test_a_scheduler_keeps_its_hold_on_the_groups():
 
 def check_none_and_after() -> None:
     torch.set_default_dtype(torch.float64)
-    for optimizers in (None, [], ()):
+
+    def check(optimizers: Any) -> None:
         model = Model()
         reference = copy.deepcopy(model)
         prepare_fully_shard(model, optimizers, FULL, device="cpu")
         compare_training(model, reference, adamw(model), adamw(reference), tokens, rtol=1e-9, atol=1e-12)
+
+    for_each(check, {f"{optimizers}": (optimizers,) for optimizers in (None, [], ())})
 
 
 def test_an_optimizer_built_afterwards():

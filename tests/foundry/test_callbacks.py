@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.comparing import own_name
 from support.foundry_runs import YAML, assert_alike, train
 from support.oracle import FSDP1, FSDP2, Under
@@ -55,16 +57,18 @@ def check_freezing() -> None:
         "without FSDP1's": [name.replace("_fsdp_wrapped_module.", "") for name in theirs],
     }
     initial = {name: value.detach().clone() for name, value in build_model().named_parameters()}
-    for evaluates_first in (False, True):
-        expected = frozen_run(FSDP1, theirs, evaluates_first=evaluates_first)
-        for spelling, names in spellings.items():
-            strategy = "SHARD_GRAD_OP" if spelling == "without wrappers" else "FULL_SHARD"
-            what = f"{spelling} names, evaluates first: {evaluates_first}"
-            ours = frozen_run(FSDP2, names, evaluates_first=evaluates_first, sharding_strategy=strategy)
-            assert close(ours.losses, expected.losses), f"{what}: {ours.losses}, {expected.losses}"
-            for name, value in ours.parameters.items():
-                is_frozen = name in spellings["without wrappers"]
-                assert torch.equal(value, initial[name]) == is_frozen, f"{what}: {name}"
+
+    expected = {first: frozen_run(FSDP1, theirs, evaluates_first=first) for first in (False, True)}
+
+    def check(spelling: str, evaluates_first: bool) -> None:
+        strategy = "SHARD_GRAD_OP" if spelling == "without wrappers" else "FULL_SHARD"
+        ours = frozen_run(FSDP2, spellings[spelling], evaluates_first=evaluates_first, sharding_strategy=strategy)
+        losses = expected[evaluates_first].losses
+        assert close(ours.losses, losses), f"{ours.losses}, {losses}"
+        for name, value in ours.parameters.items():
+            assert torch.equal(value, initial[name]) == (name in spellings["without wrappers"]), name
+
+    for_each(check, {f"{case}": case for case in itertools.product(spellings, (False, True))})
     with pytest.raises(Exception, match=r"layer not found in model: model\.nowhere"):
         frozen_run(FSDP2, ["model.nowhere"], evaluates_first=False)
 
@@ -201,9 +205,12 @@ def check_async_eval(folder: str) -> None:
     assert ours == theirs, f"{ours}, FSDP1 {theirs}"
     whole = launches(FSDP2, f"{folder}/full", "full")  # FSDP1 cannot save it on the CPU
     assert [name.replace("-rank0.pt", "") for name, _ in whole] == [name for name, _ in theirs]
-    for kind in ("full", "sharded"):
+
+    def check(kind: str) -> None:
         snapshots = launches(FSDP2, f"{folder}/{kind}-async", kind, async_save=True)
         assert sorted(snapshots) == sorted(whole if kind == "full" else theirs), f"{kind}: {snapshots}"
+
+    for_each(check, {kind: (kind,) for kind in ("full", "sharded")})
 
 
 def test_evaluations_of_checkpoints_are_launched(tmp_path: Path):

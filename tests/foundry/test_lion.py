@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from support.cases import for_each
+from support.comparing import full_parameters, own_name
 from support.oracle import FSDP1, FSDP2, UNSHARDED
 from support.ranks import run_ranks
 from torch import nn
@@ -50,7 +52,7 @@ def build(name: str) -> Any:
 def train(under: Any, keys: dict[str, Any] | None, optimizer_name: str, model_name: str) -> tuple[list[float], Any]:
     """Losses, and by parameter: its value, and what its optimizer state holds of outliers."""
     import llmfoundry.optim
-    from support.trainers import full_parameters, make_trainer, own_name, result
+    from support.trainers import make_trainer, result
 
     model = build(model_name)
     # Threshold and rate such that some gradients are outliers, and some are not.
@@ -84,19 +86,22 @@ def check_step(optimizer_name: str) -> None:
         mock.patch.object(OutlierDetector, "get_slow_mva", OutlierDetector.get_delayed_mva, create=True),
     ):
         cases = [(UNSHARDED, None, "script's", [{}, {"sharding_strategy": "NO_SHARD"}]), (FSDP1, {}, "units", [{}])]
-        for under, theirs_keys, model, variants in cases:
+
+        def check(under: Any, theirs_keys: dict[str, Any] | None, model: str, variants: list[dict[str, Any]]) -> None:
             theirs, (their_parameters, their_state) = train(under, theirs_keys, optimizer_name, model)
             outliers = [len(timestamps or ()) + clipped for timestamps, clipped in their_state.values()]
             assert 0 < sum(outliers) < len(outliers) * BATCHES, outliers
-            for keys in variants:
-                what = f"{optimizer_name}, {model}, {keys}"
+
+            def check_ours(keys: dict[str, Any]) -> None:
                 ours, (our_parameters, our_state) = train(FSDP2, keys, optimizer_name, model)
-                assert our_state == their_state, what
-                assert largest_difference(ours, theirs) <= 1e-5, f"{what}: {ours}, {theirs}"
+                assert our_state == their_state
+                assert largest_difference(ours, theirs) <= 1e-5, f"{ours}, {theirs}"
                 for name, parameter in their_parameters.items():
-                    torch.testing.assert_close(
-                        our_parameters[name], parameter, rtol=1e-5, atol=1e-6, msg=f"{what}, {name}"
-                    )
+                    torch.testing.assert_close(our_parameters[name], parameter, rtol=1e-5, atol=1e-6, msg=name)
+
+            for_each(check_ours, {f"{keys}": (keys,) for keys in variants})
+
+        for_each(check, {f"{optimizer_name}, {case[2]} model": case for case in cases})
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,11 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.foundry_runs import (
     BATCHES,
     SAVED_AT,
     YAML,
-    Trained,
+    TrainedYaml,
     assert_alike,
     read_losses,
     surroundings,
@@ -45,49 +46,56 @@ def with_evals(folder: str, name: str) -> list[str]:
     ]
 
 
-def check_theirs(folder: str) -> Trained:
+def check_theirs(folder: str) -> TrainedYaml:
     return train(FSDP1, YAML, folder, "fsdp1", *with_evals(folder, "fsdp1"))
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: str) -> Trained:
+def theirs(folder: str) -> TrainedYaml:
     """The YAML under FSDP1; with its checkpoints in ``folder``/fsdp1."""
     return run_ranks(check_theirs, 2, folder)[0]
 
 
-def check_mpt(folder: str, theirs: Trained) -> None:
+def check_mpt(folder: str, theirs: TrainedYaml) -> None:
     ours = train(FSDP2, YAML, folder, "fsdp2", *with_evals(folder, "fsdp2"))
     assert_alike(ours, theirs, "the YAML")
     assert "LanguageCrossEntropy" in theirs.metrics
     assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-6)
-    for kind in ("fsdp1", "fsdp2"):  # a checkpoint of either resumes on ours
+
+    def check(kind: str) -> None:
         resumed = train(FSDP2, YAML, folder, f"from-{kind}", f"load_path={folder}/{kind}/ep0-ba{SAVED_AT}")
         difference = largest_difference(resumed.losses, theirs.losses[SAVED_AT:])
         assert difference <= 1e-6, f"from {kind}: {resumed.losses}, {theirs.losses}"
+
+    for_each(check, {kind: (kind,) for kind in ("fsdp1", "fsdp2")})  # a checkpoint of either resumes on ours
     with mock.patch.dict("os.environ", {"FSDP_VERSION": "2"}):
         assert_alike(train(FSDP2, YAML, folder, "version2"), theirs, "FSDP_VERSION=2")
 
 
-def test_yaml_trains_with_fsdp1s_losses(folder: str, theirs: Trained):
+def test_yaml_trains_with_fsdp1s_losses(folder: str, theirs: TrainedYaml):
     """MPT with tied embeddings, recomputed blocks, clipping and streaming data: the curve and the checkpoint stay."""
     run_ranks(check_mpt, 2, folder, theirs)
     names = {path.relative_to(f"{folder}/fsdp1") for path in Path(folder, "fsdp1").rglob("*")}
     assert names == {path.relative_to(f"{folder}/fsdp2") for path in Path(folder, "fsdp2").rglob("*")}
 
 
-def check_mixed(folder: str, theirs: Trained) -> None:
+def check_mixed(folder: str, theirs: TrainedYaml) -> None:
     # FSDP1 cannot broadcast CPU tensors, so the measure is its run with every rank's model on the CPU.
-    for state_dict_type in ("sharded", "full"):  # with full, Foundry sets load_monolith_rank0_only
+    def check(state_dict_type: str) -> None:
         overrides = ["model.init_device=mixed", f"fsdp_config.state_dict_type={state_dict_type}"]
         what = f"mixed-{state_dict_type}"
         ours = train(FSDP2, YAML, folder, what, *overrides, f"save_folder={folder}/{what}")
         assert_alike(ours, theirs, what)
-    resumed = train(FSDP2, YAML, folder, "monolith", *overrides, f"load_path={folder}/{what}/ep0-ba{SAVED_AT}-rank0.pt")
-    difference = largest_difference(resumed.losses, theirs.losses[SAVED_AT:])
-    assert difference <= 1e-6, f"{resumed.losses}, {theirs.losses}"
+        if state_dict_type == "full":  # for which Foundry sets load_monolith_rank0_only
+            saved = f"load_path={folder}/{what}/ep0-ba{SAVED_AT}-rank0.pt"
+            resumed = train(FSDP2, YAML, folder, "monolith", *overrides, saved)
+            difference = largest_difference(resumed.losses, theirs.losses[SAVED_AT:])
+            assert difference <= 1e-6, f"{resumed.losses}, {theirs.losses}"
+
+    for_each(check, {kind: (kind,) for kind in ("sharded", "full")})
 
 
-def test_mixed_initialisation(folder: str, theirs: Trained):
+def test_mixed_initialisation(folder: str, theirs: TrainedYaml):
     """Rank 0 alone builds the model and reads the file, as the YAMLs of large models ask."""
     run_ranks(check_mixed, 2, folder, theirs)
 
@@ -142,12 +150,12 @@ def write_llama(folder: str) -> Path:
 def check_llama(folder: str) -> None:
     yaml = write_llama(folder)
     theirs = train(FSDP1, yaml, folder, "llama-fsdp1")
-    for init_device in ("cpu", "mixed"):
 
-        def generate(trainer: Any, path: str = f"{folder}/llama-{init_device}.json") -> None:
+    def check(init_device: str) -> None:
+        def generate(trainer: Any) -> None:
             tokens = trainer.state.model.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False)
             if dist.get_rank() == 0:
-                Path(path).write_text(json.dumps(tokens.tolist()))
+                Path(f"{folder}/llama-{init_device}.json").write_text(json.dumps(tokens.tolist()))
 
         ours = train(
             FSDP2,
@@ -165,6 +173,8 @@ def check_llama(folder: str) -> None:
         assert {"LlamaForCausalLM", "LlamaDecoderLayer", "LlamaRMSNorm"} <= ours.classes
         assert not [name for name in ours.classes if name.startswith("FSDP")], ours.classes
 
+    for_each(check, {init_device: (init_device,) for init_device in ("cpu", "mixed")})
+
 
 def check_llamas_files(folder: str) -> None:
     """For one rank: Composer unpacks the tokenizer where ``random`` says, which ranks of one seed do alike."""
@@ -172,7 +182,8 @@ def check_llamas_files(folder: str) -> None:
     from transformers import AutoModelForCausalLM
 
     os.chdir(folder)  # it unpacks into the working directory, and leaves it there
-    for init_device in ("cpu", "mixed"):
+
+    def check(init_device: str) -> None:
         path = Path(folder, f"llama-{init_device}", f"ep0-ba{BATCHES}-rank0.pt")
         saved = torch.load(path, weights_only=False)["state"]
         config = saved["integrations"]["huggingface"]["model"]["config"]
@@ -188,6 +199,8 @@ def check_llamas_files(folder: str) -> None:
             assert torch.equal(parameter, saved["model"][f"model.{name}"]), name
         tokens = again.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False).tolist()
         assert tokens == json.loads(Path(folder, f"llama-{init_device}.json").read_text())
+
+    for_each(check, {init_device: (init_device,) for init_device in ("cpu", "mixed")})
 
 
 def test_hugging_face_model_keeps_its_name(folder: str):

@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 from omegaconf import OmegaConf
+from support.cases import for_each
 from support.commands import run_forked
 from support.foundry_runs import assert_alike, train
 from support.oracle import FSDP1, FSDP2
@@ -475,7 +476,8 @@ TRAINED = ("mpt/mpt-350m", "mpt/mpt-3b")
 
 def check_training(folder: str) -> None:
     warnings.simplefilter("ignore")
-    for name in TRAINED:
+
+    def check(name: str) -> None:
         runs = {}
         for under, side in ((FSDP1, left), (FSDP2, right)):
             what = f"{name.replace('/', '-')}-{under.__name__}"
@@ -486,6 +488,8 @@ def check_training(folder: str) -> None:
             )
             runs[under] = train(under, side(name), folder, what, *SMALL_RUN, *places)
         assert_alike(runs[FSDP2], runs[FSDP1], name)
+
+    for_each(check, {name: (name,) for name in TRAINED})
 
 
 def test_right_side_trains_as_the_left_side_did(folder: str):

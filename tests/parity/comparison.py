@@ -8,8 +8,9 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from parity.harness import SAME_UNDER_FSDP1, STRATEGIES, THRESHOLDS, Run, Sharding, Trained, train
+from parity.harness import SAME_UNDER_FSDP1, STRATEGIES, THRESHOLDS, Observed, Run, Sharding, train
 from parity.models import NOISE
+from support.cases import for_each
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 # Relative for losses and norms, of the tensor's largest value for parameters and buffers.
@@ -54,7 +55,7 @@ def compare(run: Run) -> Comparison:
 
 def compare_all(runs: list[Run]) -> list[Comparison]:
     """``compare`` for one run after the other, without going back to the parent in between."""
-    return [compare(run) for run in runs]
+    return [*for_each(compare, {f"{number}: {run}": (run,) for number, run in enumerate(runs)}).values()]
 
 
 def compare_with_unsharded(run: Run) -> Comparison:
@@ -66,18 +67,18 @@ def compare_with_unsharded(run: Run) -> Comparison:
     return Comparison(difference=found, problems=(*_numeric_problems(found), *_clipping_problems(run, ours)))
 
 
-def fsdp1(run: Run) -> Trained:
+def fsdp1(run: Run) -> Observed:
     """The reference of this run, trained once for all runs that look alike to FSDP1; called on all ranks."""
     return _reference(replace(run, strategy=SAME_UNDER_FSDP1.get(run.strategy, run.strategy)), Sharding.FSDP1)
 
 
-def one_process(run: Run) -> Trained:
+def one_process(run: Run) -> Observed:
     """The reference of this run, trained once for all runs that are sharded differently; called on all ranks."""
     return _reference(replace(run, strategy="FULL_SHARD", checkpointing="off", settings="default"), Sharding.NONE)
 
 
 @cache
-def _reference(run: Run, sharding: Sharding) -> Trained:
+def _reference(run: Run, sharding: Sharding) -> Observed:
     return train(run, sharding)
 
 
@@ -95,7 +96,7 @@ def keeps_order_of_sums(run: Run, world_size: int) -> bool:
     return has_two_terms and not reduces_again and run.clipping != "norm" and not run.is_adamw
 
 
-def difference(ours: Trained, reference: Trained, run: Run) -> Difference:
+def difference(ours: Observed, reference: Observed, run: Run) -> Difference:
     """With AdamW in fp32, the parts of ``NOISE`` are not compared."""
     assert ours.parameters.keys() == reference.parameters.keys(), "the two have different parameters"
     assert len(ours.losses) == len(reference.losses), "the two have not trained alike"
@@ -145,7 +146,7 @@ def _numeric_problems(found: Difference) -> list[str]:
     ]
 
 
-def _structural_problems(run: Run, ours: Trained, theirs: Trained) -> list[str]:
+def _structural_problems(run: Run, ours: Observed, theirs: Observed) -> list[str]:
     """The same units, the same wrappers inside them, the same parameters in the same optimizer groups."""
     names = ["units", "roots", "checkpointed"]
     if run.settings != "flat":  # FSDP1's optimizer then has flat parameters, which belong to no one name
@@ -157,7 +158,7 @@ def _structural_problems(run: Run, ours: Trained, theirs: Trained) -> list[str]:
     ]
 
 
-def _clipping_problems(run: Run, ours: Trained) -> list[str]:
+def _clipping_problems(run: Run, ours: Observed) -> list[str]:
     """Something was clipped, and the norms that our clipping returned are those of the gradients."""
     if run.clipping == "off":
         return []

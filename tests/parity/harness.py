@@ -154,7 +154,7 @@ class Run:
 
 
 @dataclass(kw_only=True)
-class Trained:
+class Observed:
     """What one rank saw of a run. Names are the model's own, without wrappers."""
 
     losses: list[float] = field(default_factory=list)  # of this rank, in training and evaluation
@@ -172,7 +172,7 @@ class Trained:
     groups: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
 
 
-def train(run: Run, sharding: Sharding, *, gradient_scale: float = 1.0) -> Trained:
+def train(run: Run, sharding: Sharding, *, gradient_scale: float = 1.0) -> Observed:
     """Build, shard and train; called on all ranks.
 
     Args:
@@ -183,7 +183,7 @@ def train(run: Run, sharding: Sharding, *, gradient_scale: float = 1.0) -> Train
         _scatter(model)
     optimizer = make_optimizer(run, model)
     shard(run, sharding, model, optimizer)
-    trained = Trained()
+    trained = Observed()
     _describe(model, optimizer, trained)
     torch.manual_seed(100 + dist.get_rank())  # Each rank has its own dropout, the same whoever shards.
     if run.evaluate:
@@ -282,7 +282,7 @@ def _forward(run: Run, sharding: Sharding, model: Parent, step: int, microbatch:
     return losses[rank].item(), torch.stack(losses).mean()
 
 
-def _evaluate(model: Parent, step: int, trained: Trained) -> None:
+def _evaluate(model: Parent, step: int, trained: Observed) -> None:
     """Two batches: the second finds the roots as a forward without gradients left them."""
     model.eval()
     with torch.no_grad():
@@ -297,7 +297,7 @@ def _gradient_squares(model: nn.Module) -> float:
     return sum(grad.double().square().sum().item() for grad in grads)
 
 
-def _reduce_numbers(run: Run, sharding: Sharding, trained: Trained) -> None:
+def _reduce_numbers(run: Run, sharding: Sharding, trained: Observed) -> None:
     """What ranks have noted, made the run's: mean losses, and norms of all gradients. Two collectives for a run."""
     world_size = dist.get_world_size()
     num_replicas = world_size if sharding is Sharding.NONE else run.num_replicas(world_size)
@@ -317,7 +317,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _clip(run: Run, sharding: Sharding, model: nn.Module, trained: Trained) -> None:
+def _clip(run: Run, sharding: Sharding, model: nn.Module, trained: Observed) -> None:
     if run.clipping == "off":
         return
     threshold, norm_type = THRESHOLDS[run.clipping], 2.0 if run.clipping == "norm" else math.inf
@@ -335,7 +335,7 @@ def _clip(run: Run, sharding: Sharding, model: nn.Module, trained: Trained) -> N
             nn.utils.clip_grad_norm_(child.parameters(), threshold, norm_type)
 
 
-def _describe(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
+def _describe(model: nn.Module, optimizer: torch.optim.Optimizer, trained: Observed) -> None:
     """Where the units and the wrappers are, and what the optimizer holds."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -382,7 +382,7 @@ def _roots(model: nn.Module, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _collect(sharding: Sharding, model: nn.Module, trained: Trained) -> None:
+def _collect(sharding: Sharding, model: nn.Module, trained: Observed) -> None:
     """Full parameters on every rank, and this rank's buffers."""
     from torch.distributed.tensor import DTensor
 

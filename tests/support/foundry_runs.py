@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from support.oracle import Under
-from support.trainers import largest_difference
+from support.trainers import Outcome, largest_difference, shards
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"
@@ -22,11 +22,9 @@ BATCHES, SAVED_AT = 4, 2
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a run left behind; the same on every rank."""
+class TrainedYaml(Outcome):
+    """What a run of Foundry's left behind."""
 
-    losses: list[float]
-    shards: set[str]  # FSDPModule, FullyShardedDataParallel
     classes: set[str]  # of the model's modules
     metrics: dict[str, float]  # of the last eval
 
@@ -38,23 +36,20 @@ def train(
     name: str,
     *overrides: str,
     after: Callable[[Any], None] = lambda trainer: None,
-) -> Trained:
+) -> TrainedYaml:
     """One run of Foundry's training, to its end, and ``after(trainer)``. Called on all ranks."""
     from llmfoundry.command_utils import train_from_yaml
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     losses = Path(folder) / f"{name}.jsonl"
     with under():
         trainer = train_from_yaml(str(yaml), [*surroundings(folder, losses), *overrides])
-        modules = list(trainer.state.model.modules())
+        model = trainer.state.model
         metrics = {name: float(metric.compute()) for name, metric in trainer.state.eval_metrics.get("eval", {}).items()}
         after(trainer)
         trainer.close()
     dist.barrier()
-    kinds = {
-        kind.__name__ for kind in (FSDPModule, FullyShardedDataParallel) if any(isinstance(m, kind) for m in modules)
-    }
-    return Trained(read_losses(losses), kinds, {type(module).__name__ for module in modules}, metrics)
+    classes = {type(module).__name__ for module in model.modules()}
+    return TrainedYaml(read_losses(losses), shards(model), classes, metrics)
 
 
 def surroundings(folder: str, losses: Path) -> list[str]:
@@ -72,7 +67,7 @@ def read_losses(path: Path) -> list[float]:
     return [record["loss"] for record in map(json.loads, path.read_text().splitlines()) if "loss" in record]
 
 
-def assert_alike(ours: Trained, theirs: Trained, what: str) -> None:
+def assert_alike(ours: TrainedYaml, theirs: TrainedYaml, what: str) -> None:
     assert theirs.shards == {"FullyShardedDataParallel"}, f"{what}: the reference is sharded by {theirs.shards}"
     assert ours.shards == {"FSDPModule"}, f"{what}: sharded by {ours.shards}"
     difference = largest_difference(ours.losses, theirs.losses)

@@ -19,7 +19,6 @@ from support.comparing import assert_same, full, full_parameters, own_name
 from support.oracle import FSDP1, FSDP2
 from support.trainers import build_model, largest_difference
 from torch import nn
-from torch.nn import functional
 
 SAVED_AT, NEXT_STEPS = 3, 3
 VOCABULARY, SEQUENCE = 13, 5  # of both models
@@ -77,30 +76,22 @@ class Run:
 
 
 def _mpt() -> Any:
-    from composer import ComposerModel
     from llmfoundry.models.mpt.modeling_mpt import MPTConfig, MPTForCausalLM
+    from support.scripts.train_with_trainer import Model
 
-    class Model(ComposerModel):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(9)
-            config = MPTConfig(
-                d_model=8, n_heads=2, n_layers=2, expansion_ratio=2, max_seq_len=8, vocab_size=VOCABULARY,
-                tie_word_embeddings=True, attn_config={"attn_impl": "torch"},
-            )  # fmt: skip
-            self.model = MPTForCausalLM(config)
-
+    class WithMask(Model):
         def forward(self, batch: Any) -> torch.Tensor:
             tokens = batch[0]
             return self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens, dtype=torch.bool)).logits
 
-        def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-            return functional.cross_entropy(outputs.flatten(0, 1), batch[0].flatten())
-
-        def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-            return self.forward(batch) if outputs is None else outputs
-
-    return Model()
+    model = WithMask()
+    torch.manual_seed(9)
+    config = MPTConfig(
+        d_model=8, n_heads=2, n_layers=2, expansion_ratio=2, max_seq_len=8, vocab_size=VOCABULARY,
+        tie_word_embeddings=True, attn_config={"attn_impl": "torch"},
+    )  # fmt: skip
+    model.model = MPTForCausalLM(config)
+    return model
 
 
 def _make_optimizer(name: str, groups: bool, model: nn.Module) -> torch.optim.Optimizer:
@@ -179,7 +170,7 @@ def write(run: Run, folder: Path) -> None:
             _save(trainer, layout, path_of(run, layout, folder))
         reference = {
             "parameters": full_parameters(state.model),
-            "optimizer": whole_optimizer_state(state.model, state.optimizers[0]),
+            "optimizer": fsdp1_optimizer_state(state.model, state.optimizers[0]),
         }
         reference["losses"] = next_losses(state.model, state.optimizers[0])
         trainer.close()
@@ -260,7 +251,7 @@ def _state_as_old_composer(state: Any, layout: Layout) -> dict[str, Any]:
     }
 
 
-def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+def fsdp1_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """FSDP1's own optimizer state by the parameters' names, gathered from the ranks without FSDP1's help.
 
     Each rank's shards are runs of the flat parameter in the order of the ranks. Called on all ranks.

@@ -37,6 +37,8 @@ class Residual(nn.Module):
 
 
 class TiedLM(nn.Module):
+    """What the fixtures hold, by names and shapes; needs no Composer."""
+
     def __init__(self, scale_numel: int) -> None:
         super().__init__()
         self.wte = nn.Embedding(VOCABULARY, WIDTH)
@@ -56,24 +58,12 @@ class TiedLM(nn.Module):
 
 def legacy_model(kind: str, seed: int = 0) -> Any:
     """A ComposerModel as the run of this kind had it, with other values."""
-    from composer import ComposerModel
+    from support.scripts.train_with_trainer import Model
 
-    class Model(ComposerModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = TiedLM(KINDS[kind])
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.model(ids)
-
-        def loss(self, outputs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            return functional.cross_entropy(outputs.flatten(0, 1), ids.flatten())
-
-        def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-            return self.forward(batch) if outputs is None else outputs
-
+    model = Model()
     torch.manual_seed(seed)
-    return Model()
+    model.model = TiedLM(KINDS[kind])
+    return model
 
 
 def legacy_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -91,16 +81,16 @@ def reference(kind: str) -> dict[str, Any]:
     return torch.load(FOLDER / f"{kind}.ref.pt", weights_only=True)
 
 
-def next_steps(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[torch.Tensor, list[float]]:
+def next_steps(model: Any, optimizer: torch.optim.Optimizer | None) -> tuple[torch.Tensor, list[float]]:
     """The same steps as in the writing run: every rank on the same tokens."""
     batches = torch.randint(0, VOCABULARY, (3, 4, 5), generator=torch.Generator().manual_seed(7))
     model.train()
     with torch.no_grad():
-        logits = model(batches[0]).clone()
+        logits = model([batches[0]]).clone()
     losses = []
     for batch in batches[1:] if optimizer is not None else ():
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+        loss = model.loss(model([batch]), [batch])
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

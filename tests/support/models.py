@@ -35,12 +35,20 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, norm and head, with the hooks that Composer's models have."""
 
-    def __init__(self, *, num_blocks: int = 2, tied: bool = False, device: Any = None) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 2,
+        tied: bool = False,
+        vocabulary: int = VOCABULARY,
+        width: int = WIDTH,
+        device: Any = None,
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH, device=device)
-        self.blocks = nn.ModuleList(Block(device=device) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(WIDTH, device=device)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, device=device)
+        self.embed = nn.Embedding(vocabulary, width, device=device)
+        self.blocks = nn.ModuleList(Block(width, device=device) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width, device=device)
+        self.head = nn.Linear(width, vocabulary, bias=False, device=device)
         if tied:
             self.head.weight = self.embed.weight
 

@@ -17,12 +17,18 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a run left behind; the same on every rank."""
+class Outcome:
+    """What every run leaves behind; the same on every rank."""
 
     losses: list[float]  # of every batch, averaged over ranks
-    eval_parameters: list[list[str]]  # the types of the parameters at the end of each eval
     shards: set[str]  # who sharded: FSDPModule, FullyShardedDataParallel
+
+
+@dataclass(frozen=True)
+class Trained(Outcome):
+    """What a Trainer of ``make_trainer`` left behind."""
+
+    eval_parameters: list[list[str]]  # the types of the parameters at the end of each eval
     parameters: dict[str, torch.Tensor]  # whole, by the model's own names
 
 
@@ -137,7 +143,7 @@ def result(trainer: Any) -> Trained:
     """What is to be compared of a Trainer after ``fit``. Called on all ranks."""
     record = next(callback for callback in trainer.state.callbacks if type(callback).__name__ == "Record")
     model = trainer.state.model
-    return Trained(record.losses, record.parameter_types, shards(model), full_parameters(model))
+    return Trained(record.losses, shards(model), record.parameter_types, full_parameters(model))
 
 
 def shards(model: nn.Module) -> set[str]:

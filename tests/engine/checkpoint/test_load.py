@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 from engine.checkpoint.corruptions import CORRUPTIONS, FoundBy, flip, prepared
 from engine.checkpoint.samples import bytes_of
+from support.cases import for_each
 from support.comparing import assert_same, full
 from support.examples import IS_THOROUGH
-from support.models import VOCABULARY, WIDTH, Model, tokens
+from support.legacy import TiedLM
+from support.models import VOCABULARY, WIDTH, Chain, Model, tokens
 from support.ranks import run_ranks
 from support.training import assert_close
 from torch import nn
@@ -209,28 +212,29 @@ WITHOUT_STEP = ("Adafactor",)
 
 
 def check_optimizers(folder: str) -> None:
-    for name, make_optimizer in OPTIMIZERS.items():
-        make = make_bf16 if name == "moments in fp32" else Model
-        # Whose entry is whose is told before what is in it, so one optimizer by position says it for all.
-        for by_id in (False, True) if IS_THOROUGH or name == "AdamW" else (False,):
-            for config in ({}, None):
-                what = f"{name}, by {'id' if by_id else 'name'}, {'whole' if config is None else 'sharded'}"
-                model, optimizer = trained(make, make_optimizer)
-                path = saved(composer_state(model, optimizer, by_id=by_id), f"{folder}/{name}-{by_id}.pt")
-                ours, own = untrained(make, make_optimizer, config)
-                for group in own.param_groups:
-                    group["lr"] = 123.0
-                report = load_checkpoint(path, ours, own)
-                assert (report.left_out, report.kept, report.cast) == ((), (), ()), f"{what}: {report}"
-                assert report.unchecked_bytes == 0, f"{what}: {report}"
-                assert_same(contents(ours, own), contents(model, optimizer), what, in_bits=True)
-                assert hyperparameters(own) == hyperparameters(optimizer), what
-                if name not in WITHOUT_STEP or config is None:
-                    step(model, optimizer, 2)
-                    step(ours, own, 2)
-                    expected = contents(model, optimizer)
-                    for key, value in contents(ours, own).items():
-                        assert_close(f"{what}: {key}", value, expected[key], rtol=1e-5, atol=1e-6)
+    def check(name: str, by_id: bool, config: dict[str, Any] | None) -> None:
+        make, make_optimizer = make_bf16 if name == "moments in fp32" else Model, OPTIMIZERS[name]
+        model, optimizer = trained(make, make_optimizer)
+        path = saved(composer_state(model, optimizer, by_id=by_id), f"{folder}/{name}-{by_id}.pt")
+        ours, own = untrained(make, make_optimizer, config)
+        for group in own.param_groups:
+            group["lr"] = 123.0
+        report = load_checkpoint(path, ours, own)
+        assert (report.left_out, report.kept, report.cast) == ((), (), ()), str(report)
+        assert report.unchecked_bytes == 0, str(report)
+        assert_same(contents(ours, own), contents(model, optimizer), in_bits=True)
+        assert hyperparameters(own) == hyperparameters(optimizer)
+        if name not in WITHOUT_STEP or config is None:
+            step(model, optimizer, 2)
+            step(ours, own, 2)
+            expected = contents(model, optimizer)
+            for key, value in contents(ours, own).items():
+                assert_close(key, value, expected[key], rtol=1e-5, atol=1e-6)
+
+    # Whose entry is whose is told before what is in it, so one optimizer by position says it for all.
+    ways = {name: (False, True) if IS_THOROUGH or name == "AdamW" else (False,) for name in OPTIMIZERS}
+    cases = ((name, by_id, config) for name in OPTIMIZERS for by_id in ways[name] for config in ({}, None))
+    for_each(check, {f"{case}": case for case in cases})
 
 
 def test_every_optimizer_goes_on(tmp_path: Path):
@@ -247,13 +251,16 @@ def check_shared_steps(folder: str) -> None:
     root = composer_state(model)
     root["state"]["optimizers"] = {"AdamW": state}
     path = saved(root, f"{folder}/shared.pt")
-    for config in ({}, None):
+
+    def check(config: dict[str, Any] | None) -> None:
         ours, own = untrained(config=config)
         report = load_checkpoint(path, ours, own)
         assert report.unchecked_bytes == 0, str(report)
         step(ours, own, 2)
         steps = [own.state[parameter]["step"].item() for parameter in ours.parameters()]
         assert set(steps) == {3.0}, f"{config}: {steps}"
+
+    for_each(check, {"sharded": ({},), "whole": (None,)})
 
 
 def test_shared_step_counts_are_separated(tmp_path: Path):
@@ -304,26 +311,28 @@ GROUPINGS: dict[str, tuple[MakeOptimizer, MakeOptimizer, list[float] | str]] = {
 
 
 def check_groups(folder: str) -> None:
-    for name, (saving, loading, expected) in GROUPINGS.items():
-        for by_id in (False, True):
-            what = f"{name}, by {'id' if by_id else 'name'}"
-            model, optimizer = trained(make_optimizer=saving)
-            for group in optimizer.param_groups:
-                group["eps"] = 1e-4  # no default
-            path = saved(composer_state(model, optimizer, by_id=by_id), f"{folder}/{name}-{by_id}.pt")
-            ours, own = untrained(make_optimizer=loading, config={})
-            sizes = [[len(group["params"]) for group in each.param_groups] for each in (optimizer, own)]
-            if by_id and sizes[0] != sizes[1]:
-                refused(what, path, ours, own, [re.escape(f"sizes: found {sizes[0]}")])
-            elif by_id and saving is not loading:
-                continue  # of equal sizes: whose position is whose nothing says, except shapes
-            elif isinstance(expected, str):
-                refused(what, path, ours, own, [expected])
-            else:
-                load_checkpoint(path, ours, own)
-                assert_same(contents(ours, own), contents(model, optimizer), what, in_bits=True)
-                assert [group["weight_decay"] for group in own.param_groups] == expected, f"{what}: {own}"
-                assert {g["eps"] for g in own.param_groups if g["params"]} == {1e-4}, f"{what}: {own}"
+    def check(name: str, by_id: bool) -> None:
+        saving, loading, expected = GROUPINGS[name]
+        what = f"{name}, by {'id' if by_id else 'name'}"
+        model, optimizer = trained(make_optimizer=saving)
+        for group in optimizer.param_groups:
+            group["eps"] = 1e-4  # no default
+        path = saved(composer_state(model, optimizer, by_id=by_id), f"{folder}/{name}-{by_id}.pt")
+        ours, own = untrained(make_optimizer=loading, config={})
+        sizes = [[len(group["params"]) for group in each.param_groups] for each in (optimizer, own)]
+        if by_id and sizes[0] != sizes[1]:
+            refused(what, path, ours, own, [re.escape(f"sizes: found {sizes[0]}")])
+        elif by_id and saving is not loading:
+            return  # of equal sizes: whose position is whose nothing says, except shapes
+        elif isinstance(expected, str):
+            refused(what, path, ours, own, [expected])
+        else:
+            load_checkpoint(path, ours, own)
+            assert_same(contents(ours, own), contents(model, optimizer), what, in_bits=True)
+            assert [group["weight_decay"] for group in own.param_groups] == expected, f"{what}: {own}"
+            assert {g["eps"] for g in own.param_groups if g["params"]} == {1e-4}, f"{what}: {own}"
+
+    for_each(check, {f"{case}": case for case in itertools.product(GROUPINGS, (False, True))})
 
 
 def test_groups_are_matched_by_parameter(tmp_path: Path):
@@ -447,25 +456,29 @@ def check_ties(folder: str) -> None:
         "state under the other name": other_name,
         "state under both": both_names,
     }
-    for name, change in good.items():
-        path = saved(variant(change), f"{folder}/{name}.pt")
-        for config in ({}, {"sharding_strategy": "NO_SHARD"}, None):
-            ours, own = untrained(tied, config=config)
-            report = load_checkpoint(path, ours, own)
-            assert (report.left_out, report.kept) == ((), ()), f"{name}: {report}"
-            assert ours.decoder.embed.weight is ours.decoder.head.weight, name
-            assert_same(contents(ours, own), expected, f"{name}, {config}", in_bits=True)
+
+    def check(name: str, config: dict[str, Any] | None) -> None:
+        path = saved(variant(good[name]), f"{folder}/{name}.pt")
+        ours, own = untrained(tied, config=config)
+        report = load_checkpoint(path, ours, own)
+        assert (report.left_out, report.kept) == ((), ()), str(report)
+        assert ours.decoder.embed.weight is ours.decoder.head.weight
+        assert_same(contents(ours, own), expected, in_bits=True)
+
+    configs: tuple[dict[str, Any] | None, ...] = ({}, {"sharding_strategy": "NO_SHARD"}, None)
+    for_each(check, {f"{case}": case for case in itertools.product(good, configs)})
     bad = {
         "weights differ": (differ, rf"{EMBED} = .*{HEAD}: found different values"),
         "a part of a storage differs": (differ_in_part_of_a_storage, rf"{EMBED} = .*{HEAD}"),
         "moments differ": (both_names_differ, rf"exp_avg of {EMBED} = {HEAD}"),
     }
-    for name, (change, says) in bad.items():
+
+    def check_bad(name: str, config: dict[str, Any] | None, strict: bool) -> None:
+        change, says = bad[name]
         path = saved(variant(change), f"{folder}/{name}.pt")
-        for config in ({}, {"sharding_strategy": "NO_SHARD"}, None):
-            for strict in (True, False):
-                ours, own = untrained(tied, config=config)
-                refused(name, path, ours, own, [says], strict=strict)
+        refused(name, path, *untrained(tied, config=config), [says], strict=strict)
+
+    for_each(check_bad, {f"{case}": case for case in itertools.product(bad, configs, (True, False))})
 
 
 def test_tied_parameters_under_one_name_or_both(tmp_path: Path):
@@ -501,17 +514,20 @@ def check_names(folder: str) -> None:
         "DDP's and an attribute's": (lambda name: f"module.model.{name}", True),
         "DDP's around torch.compile's": (lambda name: f"module._orig_mod.{name}", True),
     }  # fmt: skip
-    for name, (rename, is_renamed) in ways.items():
+
+    def check(name: str, config: dict[str, Any]) -> None:
+        rename, is_renamed = ways[name]
         path = saved(renamed(rename), f"{folder}/{name}.pt")
-        for config in ({}, {"activation_checkpointing": True}):
-            ours, own = untrained(config=config)
-            report = load_checkpoint(path, ours, own)
-            assert (report.left_out, report.kept) == ((), ()), f"{name}: {report}"
-            assert bool(report.renamed) == is_renamed, f"{name}: {report.renamed}"
-            assert_same(contents(ours, own), expected, f"{name}, {config}", in_bits=True)
+        ours, own = untrained(config=config)
+        report = load_checkpoint(path, ours, own)
+        assert (report.left_out, report.kept) == ((), ()), str(report)
+        assert bool(report.renamed) == is_renamed, report.renamed
+        assert_same(contents(ours, own), expected, in_bits=True)
+
+    for_each(check, {f"{case}": case for case in itertools.product(ways, ({}, {"activation_checkpointing": True}))})
     # And where the file lacks a prefix that the model has.
     path = saved({name.removeprefix("decoder."): v for name, v in whole["state"]["model"].items()}, f"{folder}/bare.pt")
-    ours = Holder(Model().decoder)
+    ours = Chain(model=Model().decoder)
     fully_shard(ours)
     load_checkpoint(path, ours)
     theirs = {name.replace("decoder.", "model."): value for name, value in contents(model).items()}
@@ -539,14 +555,15 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def check_safetensors(folder: str) -> None:
     model, _ = trained(tied)
     weights = {name.removeprefix("decoder."): value for name, value in model.state_dict().items()}
-    for name, change in {"tied once": {"head.weight": None}, "tied twice": {}}.items():
+
+    def check(name: str, change: dict[str, Any]) -> None:
         path = Path(folder) / name
         if dist.get_rank() == 0:
             path.mkdir()
             chosen = {key: value for key, value in weights.items() if change.get(key, value) is not None}
             write_safetensors(path / "model.safetensors", chosen)
         dist.barrier()
-        ours = Holder(tied().decoder)
+        ours = Chain(model=tied().decoder)
         fully_shard(ours)
         report = load_checkpoint(path, ours)
         assert report.left_out == () and len(report.renamed) == len(weights) - len(change), str(report)
@@ -556,6 +573,10 @@ def check_safetensors(folder: str) -> None:
         optimizer = adamw(ours)
         refused("no optimizer there", path, ours, optimizer, ["optimizers: found none"])
         load_checkpoint(path, ours, optimizer, weights_only=True)
+
+    for_each(check, {"tied once": ("once", {"head.weight": None}), "tied twice": ("twice", {})})
+    path, ours = Path(folder) / "twice", Chain(model=tied().decoder)
+    fully_shard(ours)
     weights["head.weight"] = weights["head.weight"] + 1
     if dist.get_rank() == 0:
         write_safetensors(path / "model.safetensors", weights)
@@ -636,7 +657,8 @@ def check_not_strict(folder: str) -> None:
     del saved_state["param_groups"][0]["amsgrad"]
     saved_state["param_groups"][0]["initial_lr"] = 0.5
     path = saved(root, f"{folder}/odd.pt")
-    for config in ({}, None):
+
+    def check(config: dict[str, Any] | None) -> None:
         ours, own = untrained(config=config)
         step(ours, own, 5)
         before, expected = contents(ours, own), contents(model, optimizer)
@@ -660,6 +682,8 @@ def check_not_strict(folder: str) -> None:
         assert_same(contents(ours, own), expected, "not strict", in_bits=True)
         assert own.param_groups[0]["initial_lr"] == 0.5 and own.param_groups[0]["amsgrad"] is False
         step(ours, own, 2)
+
+    for_each(check, {"sharded": ({},), "whole": (None,)})
 
 
 def test_not_strict_loads_the_rest_and_says_what(tmp_path: Path):
@@ -753,18 +777,20 @@ def check_extra_state(folder: str) -> None:
     monolithic = saved(composer_state(model), f"{folder}/a.pt")
     directory = f"{folder}/directory"
     save_directory(composer_state(model), checkpoint_id=directory)
-    for path in (monolithic, directory):
-        for is_sharded in (True, False):
-            ours = WithExtraState()
-            if is_sharded:
-                fully_shard(ours)
-            report = load_checkpoint(path, ours)
-            what = f"{path}: {report}"
-            assert (report.left_out, report.kept) == ((), ()), what
-            assert ours.root["name"] == "old" and torch.equal(ours.root["seen"], model.root["seen"]), what
-            assert torch.equal(ours.child.amax, model.child.amax), what
-            assert ours.table.tolist() == [10, 11, 12], what
-            assert ours.cache.tolist() == [5.0, 5.0], f"{what}: a buffer that no state dict has"
+
+    def check(path: str, is_sharded: bool) -> None:
+        ours = WithExtraState()
+        if is_sharded:
+            fully_shard(ours)
+        report = load_checkpoint(path, ours)
+        what = f"{path}: {report}"
+        assert (report.left_out, report.kept) == ((), ()), what
+        assert ours.root["name"] == "old" and torch.equal(ours.root["seen"], model.root["seen"]), what
+        assert torch.equal(ours.child.amax, model.child.amax), what
+        assert ours.table.tolist() == [10, 11, 12], what
+        assert ours.cache.tolist() == [5.0, 5.0], f"{what}: a buffer that no state dict has"
+
+    for_each(check, {f"{case}": case for case in itertools.product((monolithic, directory), (True, False))})
     root = composer_state(model)
     del root["state"]["model"]["child._extra_state"]
     path = saved(root, f"{folder}/less.pt")
@@ -787,7 +813,8 @@ def check_refusing_module(folder: str) -> None:
     model.root = {"seen": torch.ones(2), "name": "old"}
     model.child.amax = torch.arange(4.0)
     path = saved(composer_state(model), f"{folder}/a.pt")
-    for is_sharded in (True, False):
+
+    def check(is_sharded: bool) -> None:
         ours = Picky()
         if is_sharded:
             fully_shard(ours)
@@ -795,6 +822,8 @@ def check_refusing_module(folder: str) -> None:
             "picky", path, ours, None, [r"_extra_state: .*Picky refused its extra state \(KeyError: 'recipe'\)|rank 1"]
         )
         assert ours.root["name"] == "new" and not ours.child.amax.any(), ours.root
+
+    for_each(check, {"sharded": (True,), "whole": (False,)})
 
 
 def test_a_module_that_refuses_its_extra_state(tmp_path: Path):
@@ -824,7 +853,8 @@ class Typed(nn.Module):
 def check_dtypes(folder: str) -> None:
     model = Typed()
     path = saved(composer_state(model), f"{folder}/a.pt")
-    for way in ("sharded", "whole"):
+
+    def check(way: str) -> None:
         ours = Typed()
         for tensor in (*ours.parameters(), *ours.buffers()):
             tensor.zero_()
@@ -837,6 +867,8 @@ def check_dtypes(folder: str) -> None:
             if isinstance(value, DTensor):
                 expected, value = expected.chunk(2)[dist.get_rank()], value.to_local()
             assert_same({name: value}, {name: expected}, way, in_bits=True)
+
+    for_each(check, {way: (way,) for way in ("sharded", "whole")})
 
 
 def test_dtypes(tmp_path: Path):
@@ -853,7 +885,8 @@ def check_shard_of_columns(folder: str) -> None:
     monolithic = saved(composer_state(model, optimizer), f"{folder}/a.pt")
     directory = f"{folder}/directory"
     save_directory(composer_state(model, optimizer), checkpoint_id=directory)
-    for path in (monolithic, directory):
+
+    def check(path: str) -> None:
         ours, own = untrained(make)
         fully_shard(ours, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None)
         own = adamw(ours)
@@ -862,6 +895,8 @@ def check_shard_of_columns(folder: str) -> None:
         assert report.unchecked_bytes == 0, str(report)
         assert_same(contents(ours, own), contents(model, optimizer), str(path), in_bits=True)
         assert own.state[ours[0].weight]["exp_avg"].placements == (Shard(1),)
+
+    for_each(check, {path: (path,) for path in (monolithic, directory)})
 
 
 def test_parameters_sharded_by_columns(tmp_path: Path):
@@ -883,21 +918,25 @@ def check_plans(folder: str) -> None:
     model.decoder.blocks[0].scale.fill_(0.75)
     path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
     expected = contents(model, optimizer)
-    for name, config in PLANS.items():
-        for one_reader in (False, True) if IS_THOROUGH or name == "offloaded" else (False,):
-            ours, own = untrained(tied, config=config)
-            load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
-            assert_same(contents(ours, own), expected, name, in_bits=True)
-            assert ours.decoder.blocks[0].scale.item() == 0.75, f"{name}: what the state dict shows was a copy"
-            ours, own = untrained(tied, config=config)
-            report = load_checkpoint(path, ours, own, weights_only=True, one_reader_per_node=one_reader)
-            assert report.left_out == ("optimizer AdamW",) and not own.state, f"{name}: {report}"
-            assert_same(contents(ours), contents(model), name, in_bits=True)
-            # After a forward without gradients, an evaluation's, parameters are gathered.
-            with torch.no_grad():
-                ours(tokens(0))
-            load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
-            assert_same(contents(ours, own), expected, name, in_bits=True)
+
+    def check(name: str, one_reader: bool) -> None:
+        ours, own = untrained(tied, config=PLANS[name])
+        load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
+        assert_same(contents(ours, own), expected, name, in_bits=True)
+        assert ours.decoder.blocks[0].scale.item() == 0.75, f"{name}: what the state dict shows was a copy"
+        ours, own = untrained(tied, config=PLANS[name])
+        report = load_checkpoint(path, ours, own, weights_only=True, one_reader_per_node=one_reader)
+        assert report.left_out == ("optimizer AdamW",) and not own.state, f"{name}: {report}"
+        assert_same(contents(ours), contents(model), name, in_bits=True)
+        # After a forward without gradients, an evaluation's, parameters are gathered.
+        with torch.no_grad():
+            ours(tokens(0))
+        load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
+        assert_same(contents(ours, own), expected, name, in_bits=True)
+
+    cases = itertools.product(PLANS, (False, True))
+    chosen = [case for case in cases if IS_THOROUGH or case[0] == "offloaded" or not case[1]]
+    for_each(check, {f"{case}": case for case in chosen})
 
 
 def test_any_plan(tmp_path: Path):
@@ -968,27 +1007,6 @@ def test_one_reader_per_node(tmp_path: Path):
 # Failures
 
 
-class Legacy(nn.Module):
-    """What the fixtures hold, by names and shapes."""
-
-    def __init__(self, scale_numel: int) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(LegacyBlock(scale_numel) for _ in range(2))
-        self.lm_head = nn.Linear(6, 11, bias=False)
-        self.lm_head.weight = self.wte.weight
-
-    def forward(self) -> None: ...
-
-
-class LegacyBlock(nn.Module):
-    def __init__(self, scale_numel: int) -> None:
-        super().__init__()
-        self.ln, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 18), nn.Linear(18, 6)
-        self.scale = nn.Parameter(torch.ones(scale_numel))
-        self.register_buffer("buf", torch.arange(3.0))
-
-
 class DecoupledAdamW(torch.optim.AdamW):
     """Composer's keeps the same state."""
 
@@ -1004,22 +1022,12 @@ class Tables(nn.Module):
     def forward(self) -> None: ...
 
 
-class Holder(nn.Module):
-    """A model whose attribute does the work."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self) -> None: ...
-
-
 def for_corruption(layout: str) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     if layout == "safetensors":
-        model: nn.Module = Holder(Tables())
+        model: nn.Module = Chain(model=Tables())
         prepare_fully_shard(model, None, {}, precision="fp32")
         return model, None
-    model = Holder(Legacy(1 if layout == "monolithic" else 2))
+    model = Chain(model=TiedLM(1 if layout == "monolithic" else 2))
     optimizer = DecoupledAdamW(model.parameters())
     prepare_fully_shard(model, optimizer, {}, precision="fp32")
     return model, optimizer

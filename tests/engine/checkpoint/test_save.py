@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine.checkpoint.samples import bytes_of, random_tensor
+from support.cases import for_each
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -61,7 +62,7 @@ def sharded(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTe
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=stride)
 
 
-def assert_same(found: Any, expected: Any, where: str = "state") -> None:
+def assert_same_in_order(found: Any, expected: Any, where: str = "state") -> None:
     """Equal in class, keys, order and bits."""
     if isinstance(expected, torch.Tensor):
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype), where
@@ -71,13 +72,13 @@ def assert_same(found: Any, expected: Any, where: str = "state") -> None:
     if isinstance(expected, dict):
         assert list(found) == list(expected), where
         for key, value in expected.items():
-            assert_same(found[key], value, f"{where}.{key}")
+            assert_same_in_order(found[key], value, f"{where}.{key}")
     elif isinstance(expected, list | tuple):
         assert len(found) == len(expected), where
         for number, value in enumerate(expected):
-            assert_same(found[number], value, f"{where}.{number}")
+            assert_same_in_order(found[number], value, f"{where}.{number}")
     elif isinstance(expected, Tracker):
-        assert_same(vars(found), vars(expected), where)
+        assert_same_in_order(vars(found), vars(expected), where)
     else:
         assert found == expected, where
 
@@ -118,17 +119,19 @@ def check_contents(folder: str) -> None:
             "rng": [{"rank": 0}, {"rank": 1}],
         }
 
-    for num_bytes in (16, 16 << 20):  # many pieces to a shard; and one
+    def check(num_bytes: int) -> None:
+        dist.barrier()  # rank 0 has read the last case's file
         with pieces_of(num_bytes):
             save_monolithic(state(cut, cut_tied), f"{folder}/ours.pt")
         if dist.get_rank() == 0:
             with open(f"{folder}/theirs.pt", "wb") as file:
                 torch.save(state(whole, tied), file)
             ours, theirs = (torch.load(f"{folder}/{name}.pt", weights_only=False) for name in ("ours", "theirs"))
-            assert_same(ours, theirs)
+            assert_same_in_order(ours, theirs)
             assert records(f"{folder}/ours.pt") == records(f"{folder}/theirs.pt")
             assert sorted(os.listdir(folder)) == ["ours.pt", "theirs.pt"]
-        dist.barrier()
+
+    for_each(check, {"many pieces to a shard": (16,), "one": (16 << 20,)})
 
 
 def records(path: str) -> dict[str, bytes]:
@@ -154,24 +157,26 @@ def check_replicas(folder: str) -> None:
         sent.append(tensor.numel())
         send(tensor, *args, **kwargs)
 
-    for kind, mesh in meshes.items():
+    def check(kind: str, mesh: DeviceMesh) -> None:
         sent.clear()
         state = {name: distribute_tensor(value, mesh, [Replicate(), Shard(0)]) for name, value in whole.items()}
         with mock.patch.object(dist, "send", counted):
             save_monolithic(state, f"{folder}/{kind}.pt")
         if rank == 0:
-            assert_same(torch.load(f"{folder}/{kind}.pt"), whole, kind)
+            assert_same_in_order(torch.load(f"{folder}/{kind}.pt"), whole, kind)
         if kind == "HSDP" and rank == 1:
             assert sum(sent) == 3 * 4 * 4 + 2 * 4, "rank 1 sends its half, bytes of rows"
         else:
             assert not sent, f"{kind}: rank {rank} sent {sent}"
+
+    for_each(check, {kind: (kind, mesh) for kind, mesh in meshes.items()})
     # Groups that train apart: rank 3 has the other half of rank 0's values, rank 2 of rank 1's.
     pairs = [DeviceMesh("cpu", [0, 3]), DeviceMesh("cpu", [1, 2])]
     apart = 1.0 if rank in (1, 2) else 0.0
     mine = sharded(whole["a"] + apart, pairs[int(apart)], Shard(0))
     save_monolithic({"a": mine}, f"{folder}/apart.pt")
     if rank == 0:
-        assert_same(torch.load(f"{folder}/apart.pt"), {"a": whole["a"]}, "apart")
+        assert_same_in_order(torch.load(f"{folder}/apart.pt"), {"a": whole["a"]}, "apart")
 
 
 def test_one_replica_sends(tmp_path: Path):
@@ -274,9 +279,12 @@ def check_errors(folder: str) -> None:
             "what cannot be pickled": ({**a_state(mesh), "f": lambda: 0}, path, [path, "pickle"]),
             "a sharded tensor in an object": (hidden, path, [path, "inside of an object"]),
         }
-        for what, (state, where, words) in cases.items():
+
+        def check(state: Any, where: str, words: list[str]) -> None:
             text = refused(state, where)
-            assert all(word.lower() in text.lower() for word in words), f"{what}: {text}"
+            assert all(word.lower() in text.lower() for word in words), text
+
+        for_each(check, cases)
         stack.enter_context(file_size_limit(4096) if rank == 0 else contextlib.nullcontext())
         assert "too large" in refused(a_state(mesh), path)
     # The disk is full in the middle: later pieces fail, and the other rank goes on sending until the end.
@@ -331,7 +339,7 @@ def check_group(folder: str) -> None:
         thread.join()
     assert not failed, failed
     if dist.get_rank() == 0:
-        assert_same(torch.load(f"{folder}/beside.pt"), tensors)
+        assert_same_in_order(torch.load(f"{folder}/beside.pt"), tensors)
 
 
 def test_a_group_of_its_own(tmp_path: Path):
