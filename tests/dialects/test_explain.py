@@ -211,7 +211,7 @@ VALUES = st.sampled_from(
 )
 
 
-@examples(60)
+@examples(200)
 @given(st.sampled_from([each.row.places[0] for each in all_keys()]), VALUES)
 def test_any_value_of_any_key_has_an_answer(place: str, value: str):
     """Whatever is asked, there is an answer and no traceback, also as JSON."""

@@ -25,7 +25,7 @@ def migrated(file: File, to: str) -> Migration:
     return migrate_text(file.text, f"run{file.suffix}", to=to)
 
 
-@examples(40)
+@examples(100)
 @given(ANY_FILE, ANY_TARGET)
 def test_outside_of_the_section_not_a_byte_changes(file: File, to: str) -> None:
     """A user's comments, quotes and blank lines elsewhere would be lost, and every diff would have to be read."""
@@ -36,7 +36,7 @@ def test_outside_of_the_section_not_a_byte_changes(file: File, to: str) -> None:
         assert result.after.count("\r\n") in (0, result.after.count("\n"))
 
 
-@examples(40)
+@examples(100)
 @given(ANY_FILE, ANY_TARGET)
 def test_every_key_has_one_finding(file: File, to: str) -> None:
     """A key without a finding was dropped in silence; one with two could be reported as good and bad."""
@@ -47,7 +47,7 @@ def test_every_key_has_one_finding(file: File, to: str) -> None:
         assert told.count(short) == 1, (key, told)
 
 
-@examples(40)
+@examples(100)
 @given(ANY_FILE, ANY_TARGET)
 def test_comments_of_the_section_stay(file: File, to: str) -> None:
     """What a user wrote about a setting is worth more than the setting."""
@@ -58,7 +58,7 @@ def test_comments_of_the_section_stay(file: File, to: str) -> None:
         assert sorted(found) == sorted(file.comments)
 
 
-@examples(40)
+@examples(100)
 @given(ANY_FILE, ANY_TARGET)
 def test_a_second_run_changes_nothing(file: File, to: str) -> None:
     """A user who runs it in a hook would get another file each time."""
@@ -69,7 +69,7 @@ def test_a_second_run_changes_nothing(file: File, to: str) -> None:
     assert migrate_text(once.after, name, to=to).after == once.after
 
 
-@examples(40)
+@examples(100)
 @given(ANY_FILE, ANY_TARGET)
 def test_the_new_text_is_a_file_of_its_format(file: File, to: str) -> None:
     """The training script would not even start."""
@@ -90,7 +90,7 @@ def config_in(text: str, suffix: str) -> ShardingConfig | None:
     return run and run.config
 
 
-@examples(40)
+@examples(100)
 @given(st.one_of(composer_files(), merging_files(), composer_files().map(with_windows_lines)))
 def test_a_composer_file_asks_for_the_same_before_and_after(file: File) -> None:
     """The migrated run would shard, cast or prefetch otherwise than the run that it came from."""
@@ -137,7 +137,7 @@ def parts_of(config: ShardingConfig) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("to", ["roll", "torchtitan", "accelerate"])
-@examples(40)
+@examples(100)
 @given(file=composer_files(sane=True))
 def test_there_and_back(to: str, file: File) -> None:
     """What a target cannot say, and no finding names, was lost without a word."""

@@ -189,7 +189,7 @@ def test_out_of_memory_anywhere():
 
 def test_out_of_memory_on_two_axes():
     """A reduction over replicas that was put off is dropped with the batch."""
-    run_ranks(check_all, 4, OF_FOUR_RANKS, 2, timeout_s=TIME_LIMIT_S)
+    run_ranks(check_all, 4, OF_FOUR_RANKS, 4, timeout_s=TIME_LIMIT_S)
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def limited(slice_bytes: int, gap_bytes: int) -> Iterator[None]:
 
 
 @given(tensor=strided(), limit=limits, data=st.data())
-@examples(50)
+@examples(100)
 def test_box_of_a_strided_tensor(tensor: torch.Tensor, limit: tuple[int, int], data: st.DataObject):
     """A rank's shard of a tensor that was saved as a view of any kind holds the view's values, not its storage's."""
     offsets, sizes = data.draw(boxes(tuple(tensor.shape)))
@@ -114,7 +114,7 @@ def test_box_of_a_strided_tensor(tensor: torch.Tensor, limit: tuple[int, int], d
 
 
 @given(tensor=strided(), limit=limits, data=st.data())
-@examples(30)
+@examples(80)
 def test_into_a_view(tensor: torch.Tensor, limit: tuple[int, int], data: st.DataObject):
     """Reading into a part of a larger tensor fills that part and leaves the rest alone."""
     offsets, sizes = data.draw(boxes(tuple(tensor.shape)))
@@ -129,7 +129,7 @@ def test_into_a_view(tensor: torch.Tensor, limit: tuple[int, int], data: st.Data
 
 
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), dtype=st.sampled_from(DTYPES), data=st.data())
-@examples(30)
+@examples(80)
 def test_rows_cost_their_own_bytes(shape: list[int], dtype: torch.dtype, data: st.DataObject):
     """A rank that keeps some rows of a contiguous tensor reads these and no byte more, in one run."""
     tensor = numbered(math.prod(shape), dtype).view(shape)
@@ -146,7 +146,7 @@ def test_rows_cost_their_own_bytes(shape: list[int], dtype: torch.dtype, data: s
 
 
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), limit=limits, data=st.data())
-@examples(30)
+@examples(80)
 def test_parts_add_up_to_the_records_crc(shape: list[int], limit: tuple[int, int], data: st.DataObject):
     """What the ranks read in rows, put together, is checked against the CRC32 that torch wrote."""
     tensor = numbered(math.prod(shape), torch.float32).view(shape)
@@ -195,7 +195,7 @@ def write_entries(path: Path, tensors: list[torch.Tensor]) -> list[Entry]:
 
 
 @given(tiled=tilings(), limit=limits, data=st.data())
-@examples(30)
+@examples(80)
 def test_box_across_chunks(tiled: tuple, limit: tuple[int, int], data: st.DataObject):
     """A shard for another world size, cut across the old ranks' chunks, has each element in its place."""
     tensor, tiles = tiled
@@ -213,7 +213,7 @@ def test_box_across_chunks(tiled: tuple, limit: tuple[int, int], data: st.DataOb
 
 
 @given(tiled=tilings(), data=st.data())
-@examples(30)
+@examples(80)
 def test_tilings_that_do_not_tile(tiled: tuple, data: st.DataObject):
     """A chunk too few, twice, moved or grown is seen; DCP leaves such rows as they were, and says nothing."""
     tensor, tiles = tiled
@@ -246,7 +246,7 @@ def test_tilings_that_do_not_tile(tiled: tuple, data: st.DataObject):
 
 
 @given(shape=st.lists(st.integers(0, 5), max_size=3), before=st.integers(0, 7), limit=limits, data=st.data())
-@examples(30)
+@examples(80)
 def test_box_of_a_flat_parameters_range(shape: list[int], before: int, limit: tuple[int, int], data: st.DataObject):
     """A parameter of an FSDP1 `local` checkpoint, a run of a flat parameter that the old ranks cut anywhere."""
     tensor = numbered(math.prod(shape), torch.float32).view(shape)
