@@ -23,7 +23,7 @@ from support.comparing import assert_same, full_parameters
 from support.legacy import FOLDER, KINDS, checkpoint_of, legacy_model, legacy_optimizer
 from support.oracle import FSDP2
 from support.ranks import run_ranks
-from support.trainers import fit, make_trainer
+from support.trainers import checkpoint_error_of, fit, make_trainer, objects_of_ranks
 
 pytestmark = pytest.mark.composer
 
@@ -74,28 +74,6 @@ def store_class() -> Any:
     return FolderStore
 
 
-def gathered(value: Any) -> list[Any]:
-    import torch.distributed as dist
-
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def error_of(action: Callable[[], Any]) -> str:
-    """The CheckpointError of this rank, where every rank must raise one."""
-    from composer_fsdp2.errors import CheckpointError
-
-    try:
-        action()
-    except CheckpointError as error:
-        said = str(error)
-    else:
-        said = ""
-    assert all(gathered(bool(said))), "not every rank raised"
-    return said
-
-
 @contextmanager
 def a_trainer(kind: str, config: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
     """A Trainer over the model of a fixture, with other values."""
@@ -128,7 +106,7 @@ def load(trainer: Any, path: str, store: Any = None) -> dict[str, torch.Tensor]:
 
 
 def everything_downloaded(store: Any) -> list[str]:
-    return sorted(name for rank in gathered(store.downloaded) for name in rank)
+    return sorted(name for rank in objects_of_ranks(store.downloaded) for name in rank)
 
 
 def write_once(file: Path, write: Callable[[Path], Any]) -> None:
@@ -197,7 +175,7 @@ def check_other_folders(folder: str) -> None:
         checkpoint.load_checkpoint("hf", trainer.state, trainer.logger, store, load_weights_only=True)
         assert_same(full_parameters(trainer.state.model), {k: weights[k] for k in dict(parameters(trainer))}, "hf")
         assert everything_downloaded(store) == sorted(f"hf/{name}" for name in files)
-        error = error_of(lambda: load(trainer, "run", store))
+        error = checkpoint_error_of(lambda: load(trainer, "run", store))
         assert "notes.txt" in error and "no checkpoint" in error, error
 
 
@@ -284,11 +262,11 @@ def check_only_needed_files(folder: str) -> None:
             assert_same(load(trainer, "run", store), saved, "from machines of one rank")
         assert sorted(store.downloaded) == sorted(f"run/{name}" for name in {*needed, ".metadata"})
         assert len(needed) < 0.8 * len(list(Path(folder, "run").iterdir())), "a case without a difference"
-        both = set().union(*gathered(needed))
+        both = set().union(*objects_of_ranks(needed))
         store = store_class()(folder)
         assert_same(load(trainer, "run", store), saved, "from one machine of two ranks")
         assert everything_downloaded(store) == sorted(f"run/{name}" for name in {*both, ".metadata"})
-        shares = [len(rank) for rank in gathered(store.downloaded)]
+        shares = [len(rank) for rank in objects_of_ranks(store.downloaded)]
         assert min(shares) > 0.4 * sum(shares), f"one rank downloads for all: {shares}"
 
 
@@ -336,7 +314,7 @@ def check_names(folder: str) -> None:
         }
 
         def check_wrong(path: str, *said: str) -> None:
-            error = error_of(lambda: load_only(trainer, path, store))
+            error = checkpoint_error_of(lambda: load_only(trainer, path, store))
             assert all(text in error for text in said), error
 
         for_each(check_wrong, {path: (path, *said) for path, said in wrong.items()})
@@ -370,7 +348,7 @@ def check_failures(folder: str) -> None:
             store.failures[f"{name}/{file}"] = 2
             assert_same(load(trainer, name, store), expected, "at the third attempt")
             store.failures[f"{name}/{file}"] = 5
-            error = error_of(lambda: load_only(trainer, name, store))
+            error = checkpoint_error_of(lambda: load_only(trainer, name, store))
             assert f"{name}/{file}" in error and "the line went dead" in error, error
 
         for_each(check, {file: (file,) for file in (".metadata", "__0_0.distcp", "__1_0.distcp")})
@@ -378,17 +356,17 @@ def check_failures(folder: str) -> None:
         content = (checkpoint_of(KIND) / "__0_0.distcp").read_bytes()
         write_once(Path(folder, "cut", "__0_0.distcp"), functools.partial(Path.write_bytes, data=content))
         store = store_class()(folder)
-        error = error_of(lambda: load_only(trainer, "cut", store))
+        error = checkpoint_error_of(lambda: load_only(trainer, "cut", store))
         assert "cut/__1_0.distcp" in error, error
         half = (checkpoint_of(KIND) / "__1_0.distcp").read_bytes()[:9000]
         write_once(Path(folder, "cut", "__1_0.distcp"), functools.partial(Path.write_bytes, data=half))
-        error = error_of(lambda: load_only(trainer, "cut", store))
+        error = checkpoint_error_of(lambda: load_only(trainer, "cut", store))
         assert "__1_0.distcp" in error and "9000" in error, error
         # A store that only one machine cannot reach.
         with as_machines_of_one_rank():
             store = store_class()(FOLDER)
             store.failures[f"{name}/.metadata"] = 5 * rank
-            error = error_of(lambda: load_only(trainer, name, store))
+            error = checkpoint_error_of(lambda: load_only(trainer, name, store))
             assert f"{name}/.metadata" in error and "the line went dead" in error, error
         assert_same(full_parameters(trainer.state.model), expected, "after failures")
 
@@ -476,7 +454,7 @@ def check_other_stores() -> None:
         with served(FOLDER) as address:
             assert_same(load(trainer, f"{address}/c220/full/ep0-ba3-rank0.pt"), expected, "URL")
             assert_same(load(trainer, f"{address}/{name}"), expected, "URL of a folder")
-            error = error_of(lambda: load_only(trainer, f"{address}/c220/none.pt"))
+            error = checkpoint_error_of(lambda: load_only(trainer, f"{address}/c220/none.pt"))
             assert f"{address}/c220/none.pt" in error, error
     # The Trainer's own arguments.
     with the_scheme(FOLDER):

@@ -28,7 +28,7 @@ from support.legacy import (
 )
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
-from support.trainers import fit, full_optimizer_state, largest_difference, make_trainer
+from support.trainers import checkpoint_error_of, fit, full_optimizer_state, largest_difference, make_trainer
 from torch import nn
 
 pytestmark = pytest.mark.composer
@@ -130,24 +130,6 @@ def assert_loaded(trainer: Any, expected: StateDict, what: str) -> None:
 def snapshot(trainer: Any) -> tuple[Any, Any, int]:
     state = trainer.state
     return full_parameters(state.model), full_optimizer_state(trainer), int(state.timestamp.batch)
-
-
-def error_of(action: Callable[[], Any]) -> str:
-    """The CheckpointError of this rank, where every rank must raise one."""
-    import torch.distributed as dist
-
-    from composer_fsdp2.errors import CheckpointError
-
-    said: str | None = None
-    try:
-        action()
-    except CheckpointError as error:
-        said = str(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said is not None)
-    assert all(everyone), f"raised on these ranks only: {everyone}"
-    assert said is not None
-    return said
 
 
 def on_rank_0(work: Callable[[], Any]) -> None:
@@ -294,7 +276,7 @@ def check_ignored() -> None:
 
     with a_trainer("c220/sharded") as trainer:
         before = snapshot(trainer)
-        error = error_of(lambda: reload(trainer, checkpoint_of("c220/sharded"), ignore_keys=halves))
+        error = checkpoint_error_of(lambda: reload(trainer, checkpoint_of("c220/sharded"), ignore_keys=halves))
         assert "state.model.model.wte.weight" in error and "without their data" in error, error
         assert_same(snapshot(trainer), before, "after an error")
 
@@ -330,7 +312,7 @@ def check_strict(folder: str) -> None:
     relaxed = edited(Path(folder, "relaxed.pt"), relax)
     with a_trainer("c220/sharded") as trainer:
         before = snapshot(trainer)
-        error = error_of(lambda: reload(trainer, spoilt))
+        error = checkpoint_error_of(lambda: reload(trainer, spoilt))
         for text in (
             f"missing: {wte} = {head}",
             "missing: model.blocks.1.ln.bias",
@@ -340,10 +322,10 @@ def check_strict(folder: str) -> None:
         ):
             assert text in error, f"{text} is not in {error}"
         for strict in (True, False):
-            error = error_of(lambda: reload(trainer, misshapen, strict_model_weights=strict))  # noqa: B023
+            error = checkpoint_error_of(lambda: reload(trainer, misshapen, strict_model_weights=strict))  # noqa: B023
             assert f"shape: {weight}: found (7, 18), expected (18, 6)" in error, error
             assert f"exp_avg of {weight}: found (18,), expected (18, 6)" in error, error
-        error = error_of(lambda: reload(trainer, relaxed))
+        error = checkpoint_error_of(lambda: reload(trainer, relaxed))
         assert "load_strict_model_weights" in error, error
         assert_same(snapshot(trainer), before, "after errors")
         reload(trainer, relaxed, strict_model_weights=False)
@@ -391,7 +373,7 @@ def check_damage(folder: str) -> None:
         for change in (truncated, flipped):
             on_rank_0(functools.partial(write, change))
             for path, named in ((full, full), (directory, shard)):
-                error = error_of(lambda: reload(trainer, path))  # noqa: B023
+                error = checkpoint_error_of(lambda: reload(trainer, path))  # noqa: B023
                 assert str(path) in error and named.name in error, f"{change.__name__}: {error}"
                 assert_same(snapshot(trainer), before, f"{path}, {change.__name__}")
                 with pytest.raises(CheckpointError, match=named.name), a_trainer("c220/sharded", load_path=str(path)):
@@ -419,7 +401,7 @@ def check_machines_disagree(folder: str) -> None:
     with a_trainer("c220/full") as trainer:
         before = snapshot(trainer)
         for name, said in {"steps.pt": "different steps", "kind": "", "gone.pt": "gone.pt"}.items():
-            error = error_of(lambda: reload(trainer, copies / name))  # noqa: B023
+            error = checkpoint_error_of(lambda: reload(trainer, copies / name))  # noqa: B023
             assert said in error, error
             assert_same(snapshot(trainer), before, name)
 
@@ -617,7 +599,7 @@ def check_ties(folder: str) -> None:
             assert_loaded(trainer, saved_by("c220/sharded"), f"without {name}")
         before = snapshot(trainer)
         path = edited(Path(folder, "untied.pt"), untie)
-        error = error_of(lambda: reload(trainer, path))
+        error = checkpoint_error_of(lambda: reload(trainer, path))
         assert f"tied: {wte} = {head}" in error, error
         assert_same(snapshot(trainer), before, "after an error")
 

@@ -6,7 +6,7 @@ Imports Composer only when called, so that collecting the tests stays cheap.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,6 +169,29 @@ def full_optimizer_state(trainer: Any) -> dict[str, dict[str, Any]]:
         for name, parameter in trainer.state.model.named_parameters()
         if parameter in optimizer.state
     }
+
+
+def objects_of_ranks(value: Any) -> list[Any]:
+    """What each rank gives, by rank. Called on all ranks."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def checkpoint_error_of(action: Callable[[], Any]) -> str:
+    """The CheckpointError of this rank, where every rank must raise one. Called on all ranks."""
+    from composer_fsdp2.errors import CheckpointError
+
+    said: str | None = None
+    try:
+        action()
+    except CheckpointError as error:
+        said = str(error)
+    raised = objects_of_ranks(said is not None)
+    assert said is not None and all(raised), f"raised by rank: {raised}"
+    return said
 
 
 def largest_difference(ours: list[float], theirs: list[float]) -> float:
