@@ -1,22 +1,24 @@
-"""The table of keys against the installed Composer: a new release fails here, with the name of the file to mend."""
+"""The table of keys against the installed Composer: a new release fails here, with the name of the file to mend.
+
+Composer is imported by the tests, not while they are collected: that takes seconds in each lane.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from composer.core import Precision
-from composer.devices import DeviceCPU, DeviceGPU
-from composer.distributed.mosaic_parallelism import _get_torch_dtype, get_mixed_precision
-from composer.utils import FSDP2Config, FSDPConfig
 
 from composer_fsdp2 import ConfigError, Outcome, ShardingConfig, translate
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Origin
 from composer_fsdp2.fsdp1.values import DTYPES, PRECISIONS
+
+if TYPE_CHECKING:
+    from composer.utils import FSDP2Config
 
 pytestmark = pytest.mark.composer
 
@@ -29,12 +31,16 @@ def fields_of(config_class: type) -> dict[str, Any]:
 
 
 def fsdp2_config(**said: Any) -> FSDP2Config:
+    from composer.utils import FSDP2Config
+
     with warnings.catch_warnings():  # it calls itself experimental on every construction
         warnings.simplefilter("ignore", UserWarning)
         return FSDP2Config(**said)
 
 
 def config_of(fsdp_config: object, **options: Any) -> ShardingConfig:
+    from composer.devices import DeviceCPU
+
     config = translate(fsdp_config, **{"device": DeviceCPU(), "world_size": 4, **options}).config
     assert config is not None
     return config
@@ -45,12 +51,16 @@ def config_of(fsdp_config: object, **options: Any) -> ShardingConfig:
 
 def test_every_field_of_fsdp_config_has_its_row():
     """A key that a new Composer reads is neither refused as unknown nor translated with another default."""
+    from composer.utils import FSDPConfig
+
     rows = {key.name: key.default for key in KEYS if key.origin is Origin.FSDP1}
     assert rows == fields_of(FSDPConfig), MEND
 
 
 def test_every_field_of_fsdp2_config_has_its_row():
     """A configuration written for Composer's own FSDP2 is understood in full."""
+    from composer.utils import FSDP2Config
+
     fields = fields_of(FSDP2Config)
     assert set(fields) <= set(KEYS_BY_NAME), MEND
     own = {key.name: key.default for key in KEYS if key.origin is Origin.FSDP2 and key.name in fields}
@@ -61,12 +71,16 @@ def test_every_field_of_fsdp2_config_has_its_row():
 
 def test_every_property_of_fsdp2_config_has_its_row():
     """What FSDP2Config answers for FSDP1's sake is read under the same names."""
+    from composer.utils import FSDP2Config
+
     properties = {name for name, _ in inspect.getmembers(FSDP2Config, lambda member: isinstance(member, property))}
     assert properties <= set(KEYS_BY_NAME), MEND
 
 
 def test_every_precision_is_known():
     """A new precision of Composer fails here and not in a user's run."""
+    from composer.core import Precision
+
     assert set(PRECISIONS) == {precision.value for precision in Precision}, (
         "PRECISIONS in composer_fsdp2/fsdp1/translate.py no longer matches composer.core.Precision"
     )
@@ -76,16 +90,22 @@ def test_every_precision_is_known():
 @pytest.mark.parametrize("spelling", DTYPES)
 def test_every_spelling_of_a_dtype_means_the_same(spelling: str):
     """A dict of dtypes trains in the dtypes that Composer's own function gives."""
+    from composer.distributed.mosaic_parallelism import _get_torch_dtype
+
     assert DTYPES[spelling] == _get_torch_dtype(spelling)
 
 
 @pytest.mark.filterwarnings("ignore:We use torch.bfloat16 by default for amp_fp8")
-@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("said", ["FULL", "DEFAULT", "PURE", "pure", {"param_dtype": "bf16"}, {"buffer_dtype": "half"}])
-def test_mixed_precision_is_composers(said: str | dict[str, str], precision: Precision):
+def test_mixed_precision_is_composers(said: str | dict[str, str], precision: str):
     """The dtypes of each precision are asked of Composer itself."""
-    _, param, reduce, buffer = get_mixed_precision(precision, said)
-    config = config_of(FSDPConfig(mixed_precision=said), precision=precision)
+    from composer.core import Precision
+    from composer.distributed.mosaic_parallelism import get_mixed_precision
+    from composer.utils import FSDPConfig
+
+    _, param, reduce, buffer = get_mixed_precision(Precision(precision), said)
+    config = config_of(FSDPConfig(mixed_precision=said), precision=Precision(precision))
     assert (config.mixed_precision.param_dtype, config.mixed_precision.reduce_dtype, config.buffer_dtype) == (
         param,
         reduce,
@@ -102,6 +122,8 @@ def keys_said(fsdp_config: object) -> list[str]:
 
 def test_fsdp_config_without_a_word():
     """An FSDPConfig() is an empty section."""
+    from composer.utils import FSDPConfig
+
     assert keys_said(FSDPConfig()) == []
     assert config_of(FSDPConfig()) == config_of({})
 
@@ -129,6 +151,10 @@ SAID: dict[str, Any] = {
 
 def test_an_object_says_what_a_mapping_says():
     """FSDPConfig(**section) and the section itself are carried over alike, legacy keys included."""
+    from composer.core import Precision
+    from composer.devices import DeviceCPU
+    from composer.utils import FSDPConfig
+
     by_object = translate(FSDPConfig(**SAID), device=DeviceCPU(), precision=Precision.AMP_BF16, world_size=4)
     by_mapping = translate(SAID, device="cpu", precision="amp_bf16", world_size=4)
     assert by_object == by_mapping
@@ -140,6 +166,8 @@ def test_an_object_says_what_a_mapping_says():
 
 def test_fsdp2_config_says():
     """What a user sets on FSDP2Config is carried over."""
+    from composer.core import Precision
+
     said = {"reshard_after_forward": False, "activation_checkpointing": True, "mixed_precision": "FULL"}
     config = config_of(fsdp2_config(**said), precision=Precision.AMP_BF16)
     assert config.reshard_after_forward is False
@@ -157,18 +185,24 @@ def test_sync_module_states_of_fsdp2_config():
 
 def test_a_misspelt_attribute():
     """FSDPConfig takes any keyword; the misspelt one is found all the same."""
+    from composer.utils import FSDPConfig
+
     with pytest.raises(ConfigError, match="sharding_stratgy; did you mean sharding_strategy"):
         translate(FSDPConfig(sharding_stratgy="SHARD_GRAD_OP"))
 
 
-@pytest.mark.parametrize("precision", list(Precision))
-def test_precision_members(precision: Precision):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precision_members(precision: str):
     """The Trainer's Precision and its string are one."""
-    assert config_of({}, precision=precision) == config_of({}, precision=precision.value)
+    from composer.core import Precision
+
+    assert config_of({}, precision=Precision(precision)) == config_of({}, precision=precision)
 
 
 def test_devices():
     """The Trainer's Device objects say where to shard; DeviceGPU cannot be made without a GPU, its class tells."""
+    from composer.devices import DeviceCPU, DeviceGPU
+
     assert config_of({}, device=DeviceCPU(), precision="fp32").mesh.device_type == "cpu"
     gpu = DeviceGPU.__new__(DeviceGPU)
     assert config_of({}, device=gpu, precision="fp32").mesh.device_type == "cuda"
