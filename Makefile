@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-21s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: venv ## from FSDP1 to FSDP2 on CPU, start to end
 	$(PY) demo/run.py $(ARGS)
@@ -41,16 +41,16 @@ test-engine: venv-engine ## the engine's tests without Composer, on a newer torc
 
 test-all: test-all-engine test-all-official test-all-checkpoints test-all-parity ## the slow tests too, in four parts
 
-test-all-engine: venv-engine
+test-all-engine: venv-engine ## ... of the engine, on the newer torch
 	THOROUGH=1 $(PY_ENGINE) $(PYTEST) $(ENGINE_TESTS)
 
-test-all-official: venv
+test-all-official: venv ## ... of the rest, without the two below
 	THOROUGH=1 $(PY) $(PYTEST) --ignore=tests/parity --ignore=tests/composer/test_load_fsdp1.py $(ARGS)
 
-test-all-checkpoints: venv
+test-all-checkpoints: venv ## ... of FSDP1's checkpoints
 	THOROUGH=1 $(PY) $(PYTEST) tests/composer/test_load_fsdp1.py $(ARGS)
 
-test-all-parity: venv
+test-all-parity: venv ## ... of parity with FSDP1
 	THOROUGH=1 $(PY) $(PYTEST) tests/parity $(ARGS)
 
 coverage: venv venv-engine ## branch coverage of `make test`; .coverage says which test file runs which line

@@ -22,7 +22,7 @@ def _close_rank_pools() -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before its fixtures, which may use ranks as well."""
     measured.begin(item.nodeid)
-    ranks.choose_imports(composer=any(item.get_closest_marker(name) for name in lanes.WITH_COMPOSER))
+    ranks.choose_imports(composer=any(item.get_closest_marker(name) for name in lanes.NEEDS_COMPOSER))
 
 
 @pytest.hookimpl(trylast=True)

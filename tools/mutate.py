@@ -1,13 +1,14 @@
 """Do the tests notice when the product is wrong? Draw mutations by a seed, and run the tests on each.
 
     make coverage                                            # which test file runs which line
-    .venv/bin/python tools/mutate.py --seed 1 --count 20     # a table: caught by which test, or not
+    .venv/bin/python tools/mutate.py --seed 1 --count 20     # for each: caught by which test, or not
     .venv/bin/python tools/mutate.py --list                  # what would be changed
 
 A mutation changes one place of one file: a comparison, a condition, a constant, an operator, a statement that is left
 out. As many are drawn from each of ``ROOMS``. It is put into a copy of the checkout, and the test files that run its
 line are run there until one fails (``--tests``: other ones; ``--checkout``: those of another revision, with the data of
 its coverage). Equal programs are not recognised: a mutation that no test can notice is among those that are not caught.
+The tests must pass without a mutation, as those of `make coverage` did; they run on the interpreter that runs this.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ ROOMS = {
 COPIED = ("benchmarks", "compat", "composer_fsdp2", "demo", "migration_docs", "tests", "tools", "yamls")
 COPIED_FILES = ("Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml")
 TIME_LIMIT_S = 1800
+CAUGHT_CODES = (1, 2)  # of pytest: a test failed; a test file could not be imported
 
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Eq: "!=", ast.NotEq: "==", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">",
@@ -211,9 +213,11 @@ def caught(mutation: Mutation, tests: list[str], checkout: Path) -> str:
         except subprocess.TimeoutExpired:
             return f"caught: still running after {TIME_LIMIT_S} s"
     seconds = time.monotonic() - began
+    lines = (done.stdout + done.stderr).splitlines()
     if done.returncode == 0:
         return f"NOT CAUGHT by {len(tests)} files in {seconds:.0f} s"
-    lines = (done.stdout + done.stderr).splitlines()
+    if done.returncode not in CAUGHT_CODES:
+        return f"NOT RUN: pytest ended with {done.returncode}: {lines[-1] if lines else '?'}"
     first = next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), lines[-1] if lines else "?")
     return f"caught in {seconds:.0f} s: {first[:150]}"
 

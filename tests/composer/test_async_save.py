@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import threading
 import time
 import warnings
@@ -15,10 +14,11 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from engine.checkpoint.samples import file_size_limit
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.references import reference
-from support.saved import differences, named, read
+from support.saved import checkpoint_differences, named, read
 from support.trainers import fit, make_trainer
 
 from composer_fsdp2.errors import CheckpointError
@@ -31,7 +31,7 @@ WAIT_S = 60.0
 
 def assert_same_checkpoint(ours: str, composers: str) -> None:
     """Equal bit for bit, but for the saver's list of its own files, which the callbacks here see one shorter."""
-    found = differences(ours, composers, except_for="all_saved_checkpoints")
+    found = checkpoint_differences(ours, composers, except_for="all_saved_checkpoints")
     assert not found, f"{ours}: {found}"
 
 
@@ -134,8 +134,8 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
         if state.timestamp.batch.value in (2, 4, 6):
             save_by_composer(state, composers)
 
+    expected = reference(fit, FSDP2, config, batches=6, optimizer="adamw")
     with FSDP2(), writer_waits_for(gate.wait):
-        expected = reference(fit, FSDP2, config, batches=6, optimizer="adamw")
         trained = fit(
             FSDP2,
             {**config, "state_dict_type": kind, "async_save": True},
@@ -302,17 +302,6 @@ def test_one_save_for_each_batch(tmp_path: Path, is_async: bool):
 # --- errors
 
 
-@contextlib.contextmanager
-def no_more_than(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses longer files, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def check_full_disk(folder: str, kind: str) -> None:
     from composer_fsdp2.compat import saving
 
@@ -330,7 +319,7 @@ def check_full_disk(folder: str, kind: str) -> None:
 
         def batch_checkpoint(state: Any) -> None:
             if state.timestamp.batch.value == 4 and dist.get_rank() == failing_rank:
-                stack.enter_context(no_more_than(2048))
+                stack.enter_context(file_size_limit(2048))
 
         words = "File too large" if kind == "full" else "rank 1: OSError.*File too large"
         watch = callback(batch_end=batch_end, batch_checkpoint=batch_checkpoint)

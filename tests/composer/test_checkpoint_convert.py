@@ -257,8 +257,14 @@ def test_the_command(tmp_path: Path):
         "help": [*CONVERT, "--help"],
     }
     ended = run_forked(forked, tmp_path, variables=dict(zip(("rank 0", "rank 1"), variables_of_ranks(), strict=True)))
-    installed = [BIN / "composer-fsdp2", *CONVERT, SOURCE, "new.pt", "--to", "monolithic", "--json", "--dtype", "bf16"]
-    ended |= run_all({"installed": installed}, tmp_path)
+    # Started as a user starts them: the others' imports were there before they were.
+    installed = {
+        "installed": [*CONVERT, SOURCE, "new.pt", "--to", "monolithic", "--json", "--dtype", "bf16"],
+        "inspect": ["checkpoint", "inspect", SOURCE, "--json"],
+        "verify": ["checkpoint", "verify", SOURCE],
+    }
+    command = BIN / "composer-fsdp2"
+    ended |= run_all({name: [command, *words] for name, words in installed.items()}, tmp_path)
     codes = {name: command.code for name, command in ended.items()}
     bad = {"missing": 2, "exists": 1, "dtype": 2}
     assert codes == {name: bad.get(name, 0) for name in ended}, {name: command.err for name, command in ended.items()}
@@ -266,6 +272,8 @@ def test_the_command(tmp_path: Path):
     assert not (tmp_path / "dry.pt").exists() and not (tmp_path / "x.pt").exists()
     report = json.loads(ended["installed"].out)
     assert report["destination"] == str(tmp_path / "new.pt") and report["num_tensors"] == 65
+    assert len(json.loads(ended["inspect"].out)["tensors"]) == 65
+    assert ended["verify"].out.splitlines()[-1] == "ok"
     loaded = torch.load(tmp_path / "new.pt", weights_only=False)["state"]["model"]
     assert {tensor.dtype for tensor in loaded.values()} == {torch.bfloat16}
     assert_is_two(tmp_path / "two", ended["rank 0"].out + ended["rank 1"].out)

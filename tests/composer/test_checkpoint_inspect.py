@@ -180,7 +180,7 @@ def test_file_of_this_composer_holds_what_torch_load_gives(plain: Path):
 
 @pytest.mark.parametrize("ending", [ending for ending in ENDINGS if ending != ".pt"])
 def test_compressed_file_of_composer_is_described_and_unpacked(tmp_path: Path, saved: Path, plain: Path, ending: str):
-    """save_filename with such an ending: what Composer compressed comes out as it went in."""
+    """What Composer compressed, by the ending of the file's name, comes out as it went in."""
     if not can_be_written(ending):
         pytest.skip(f"Composer needs {ENDINGS[ending]} to write it")
     inventory = inspect_checkpoint(saved / ending)

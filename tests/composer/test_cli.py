@@ -87,7 +87,7 @@ def assert_sees_the_same(ours: Ended, python: Ended) -> None:
 def test_script_sees_what_python_gives(ended: dict[str, Ended]):
     """A script that parses flags, finds files beside itself or imports its neighbours runs unchanged.
 
-    Its first import of Composer already gives ours, and schedulers restart or stop by its own exit code.
+    Composer that it imports is ours, and schedulers restart or stop by its own exit code.
     """
     assert_sees_the_same(ended["our script"], ended["python script"])
 

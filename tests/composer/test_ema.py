@@ -15,7 +15,6 @@ from support.cases import for_each
 from support.comparing import full, full_parameters, own_name
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
-from support.references import reference
 from support.saved import named, read
 from support.trainers import close, largest_difference, make_trainer, result
 from torch import nn
@@ -122,7 +121,7 @@ def assert_values(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 def check_training() -> None:
     from torch.distributed.tensor import DTensor
 
-    theirs = reference(averaged, UNSHARDED, None)
+    theirs = averaged(UNSHARDED, None)
     assert_alike(averaged(FSDP1, dict(CONFIG)), theirs, "FSDP1")
 
     def check(strategy: str) -> None:

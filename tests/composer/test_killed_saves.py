@@ -16,8 +16,8 @@ NUM_KINDS = 4  # full and sharded, waited for and asynchronous
 
 
 def reports(folder: Path, num_rounds: int | None = None) -> list[dict[str, Any]]:
-    """What ``scripts/killed_runs.py`` says of each run, in order."""
-    done = call_forked("support.scripts.killed_runs:main", {"it": [folder, num_rounds]}, folder)["it"]
+    """What ``support/killed_runs.py`` says of each run, in order."""
+    done = call_forked("support.killed_runs:main", {"it": [folder, num_rounds]}, folder)["it"]
     assert done.code == 0, done.err[-4000:]
     return [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
 
@@ -36,7 +36,7 @@ def assert_resumable(killed: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "num_rounds", [NUM_KINDS, *(pytest.param(number, marks=pytest.mark.slow) for number in (12, 52))]
+    "num_rounds", [2 * NUM_KINDS, *(pytest.param(number, marks=pytest.mark.slow) for number in (12, 52))]
 )
 def test_killed_at_random_points(tmp_path: Path, num_rounds: int):
     """Full and sharded, waited for and asynchronous: the folder always holds a latest checkpoint that is whole."""
@@ -44,7 +44,7 @@ def test_killed_at_random_points(tmp_path: Path, num_rounds: int):
     assert len(killed) == num_rounds
     assert_resumable(killed)
     # A few kills may all fall between two saves.
-    assert num_rounds == NUM_KINDS or any(run["unfinished"] for run in killed), f"none was within a save: {killed}"
+    assert num_rounds <= 2 * NUM_KINDS or any(run["unfinished"] for run in killed), f"none was within a save: {killed}"
 
 
 def test_killed_in_the_middle_of_a_file(tmp_path: Path):

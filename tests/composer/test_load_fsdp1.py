@@ -1,8 +1,8 @@
 """What real FSDP1 wrote goes on under FSDP2: the same bits, and the same next losses.
 
 [Note: losses at another world size] Ranks share each batch, so another number of them adds up gradients in another
-order: a few units in the last place of fp32 in each step. Measured: at most 4e-7 of a loss. Step counts that
-were counted twice, for comparison, gave 4e-3.
+order: a few units in the last place of fp32 in each step. Measured over five steps: at most 4e-7 of a loss. Step
+counts that were counted twice, for comparison, gave 4e-3.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ AXES: Axes = {
 # Moments and step counts of flat parameters in files that hold no names.
 FLAT = Run(world_size=2, model="mpt", parameters="flat", mesh=False, optimizer="adam")
 PAIRS = [*(Run(**case) for case in pairwise(AXES)), FLAT]
-# Every value of every axis, and every layout.
+# Every value of every axis; every layout and each kind of parameters by several ranks.
 FEW = [
     FLAT,
-    Run(world_size=1, model="mpt", parameters="orig", mesh=False, optimizer="decoupled_adamw"),
+    Run(world_size=1, model="small", parameters="groups", mesh=False, optimizer="decoupled_adamw"),
     Run(world_size=2, model="small", parameters="groups", mesh=True, optimizer="decoupled_lionw"),
+    Run(world_size=4, model="mpt", parameters="orig", mesh=False, optimizer="decoupled_adamw"),
     Run(world_size=4, model="small", parameters="flat", mesh=True, optimizer="decoupled_adamw"),
 ]
 CONFIGS: dict[int, list[dict[str, Any]]] = {
@@ -99,10 +100,14 @@ def written(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 @pytest.mark.parametrize("runs", [FEW, PAIRS], ids=["few", "pairs"])
 def test_the_runs_save_every_layout(runs: list[Run]):
-    """A layout, or a value of an axis, that no run has would be proved by nothing."""
-    assert {layout for run in runs for layout in run.layouts} == set(Layout)
-    for name, values in AXES.items():
-        assert {getattr(run, name) for run in runs} == set(values)
+    """A layout, or a value of an axis, that no run has, or no sharded one, would be proved by nothing."""
+    sharded = [run for run in runs if run.world_size > 1]
+    assert {layout for run in sharded for layout in run.layouts} == set(Layout)
+    for name in AXES.keys() - {"world_size"}:
+        assert {getattr(run, name) for run in sharded} == set(AXES[name])
+    assert {run.world_size for run in runs} == set(AXES["world_size"])
+    by_parameters = {run.parameters for run in sharded if not run.mesh}
+    assert by_parameters >= {"orig", "flat"}, f"ShardedTensors of {by_parameters} only"
 
 
 @pytest.mark.parametrize("world_size", CONFIGS)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import assert_same, full_parameters
-from support.fsdp1_checkpoints import optimizer_state
 from support.legacy import (
     FLAT,
     KINDS,
@@ -20,9 +19,10 @@ from support.legacy import (
     legacy_model,
     legacy_optimizer,
     next_steps,
-    reference,
+    recorded,
 )
 from support.ranks import run_ranks
+from support.trainers import optimizer_state
 
 pytestmark = pytest.mark.composer
 
@@ -75,7 +75,7 @@ def check_one(kind: str, config: dict[str, Any]) -> None:
     names = [name for name, _ in legacy_model(kind).named_parameters()]
     assert_same(full_parameters(model), {name: weights[name] for name in names})
     assert_same(optimizer_state(model, optimizer), state)
-    expected = reference(kind)
+    expected = recorded(kind)
     has_optimizer = kind not in WITHOUT_OPTIMIZER
     logits, losses = next_steps(model, optimizer if has_optimizer else None)
     torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=2e-6)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.oracle import FSDP2, FSDP1_saving
 from support.ranks import run_ranks
-from support.saved import differences, form, named, read, tree
+from support.saved import checkpoint_differences, form, named, read, tree
 from support.trainers import build_model, fit, largest_difference, make_trainer
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 
@@ -219,7 +219,7 @@ def check_against_composers(folder: str, names: list[str]) -> None:
             gathering = checkpoint._save_checkpoint.__wrapped__
             assert gathering(trainer.state, theirs, weights_only=weights_only) or dist.get_rank()
             if dist.get_rank() == 0:
-                found += differences(ours, theirs)
+                found += checkpoint_differences(ours, theirs)
         trainer.close()
         assert not found, found
 

@@ -24,7 +24,7 @@ from support.legacy import (
     legacy_model,
     legacy_optimizer,
     next_steps,
-    reference,
+    recorded,
 )
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
@@ -172,9 +172,9 @@ def check_old_files() -> None:
             has_optimizer = kind not in WITHOUT_OPTIMIZER
             model, [optimizer] = trainer.state.model, trainer.state.optimizers
             logits, losses = next_steps(model, optimizer if has_optimizer else None)
-            torch.testing.assert_close(logits, reference(kind)["logits"], rtol=0, atol=2e-6)
+            torch.testing.assert_close(logits, recorded(kind)["logits"], rtol=0, atol=2e-6)
             if has_optimizer:
-                worst = max(abs(a - b) for a, b in zip(losses, reference(kind)["losses"], strict=True))
+                worst = max(abs(a - b) for a, b in zip(losses, recorded(kind)["losses"], strict=True))
                 assert worst <= 1e-6, f"{what}: {losses}"
 
     # A run of each type; the type of the file is no matter.

@@ -18,6 +18,14 @@ def check_squares(numbers: list[int]) -> dict[str, int]:
     return for_each(square, {f"case {number}": (number,) for number in numbers})
 
 
+def check_refusals() -> None:
+    def refuses(number: int) -> None:
+        with pytest.raises(AssertionError, match="too large"):
+            square(number)
+
+    for_each(refuses, {f"case {number}": (number,) for number in (11, 1, 12, 2)})
+
+
 def meet(failing_rank: int) -> None:
     if dist.get_rank() == failing_rank:
         raise KeyError("left behind")
@@ -39,6 +47,20 @@ def test_every_failure_is_reported():
         run_ranks(check_squares, 2, [1, 11, 2, 12])
     message = str(caught.value)
     assert "[case 11]" in message and "12 is too large" in message and "[case 2]" not in message
+
+
+def test_errors_that_did_not_come_are_reported():
+    """pytest.raises is for cases as well."""
+    with pytest.raises(RankError, match="2 of 4 cases failed") as caught:
+        run_ranks(check_refusals, 2)
+    message = str(caught.value)
+    assert "[case 1] " in message and "[case 2] " in message and "DID NOT RAISE" in message
+
+
+def test_no_case_is_no_check():
+    """A table of cases that became empty would pass."""
+    with pytest.raises(RankError, match="no case"):
+        run_ranks(check_squares, 1, [])
 
 
 def test_a_rank_that_others_wait_for():

@@ -184,11 +184,26 @@ def test_fresh_ranks_are_not_pooled():
 
 
 @pytest.mark.any_torch
-def test_ranks_that_do_not_start_say_why():
+def test_ranks_that_do_not_start_say_why(monkeypatch: pytest.MonkeyPatch):
     """A broken environment shows the interpreter's own message."""
     with pytest.raises(RuntimeError, match="imports no_such_module did not start") as caught:
         warm.server(("no_such_module",))
     assert "No module named 'no_such_module'" in str(caught.value)
+    start = warm.start
+    monkeypatch.setattr(warm, "start", lambda imports, _, *more, **options: start(imports, "os:no", *more, **options))
+    with pytest.raises(RankError, match="starting the ranks failed first on rank") as failed:
+        run_ranks(check_pid, 2, fresh=True)
+    assert "has no attribute 'no'" in str(failed.value)
+
+
+def check_hash() -> int:
+    return hash("a word")
+
+
+def test_ranks_have_other_hashes():
+    """What ranks do in the order of a set would be the same on all of them, here and on no user's machine."""
+    first, second, *_ = run_ranks(check_hash, 2)
+    assert first != second
 
 
 @pytest.mark.any_torch

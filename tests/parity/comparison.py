@@ -107,7 +107,7 @@ def difference(ours: Observed, reference: Observed, run: Run) -> Difference:
         for ending, part in noise.items():
             if name.endswith(ending):
                 deviation[part] = 0
-        off[name] = (deviation.max() / parameter.abs().max()).item()
+        off[name] = _part(deviation, parameter)
     worst = max(off, key=off.__getitem__)
     return Difference(
         losses=max(
@@ -123,17 +123,23 @@ def difference(ours: Observed, reference: Observed, run: Run) -> Difference:
 
 
 def _relative(ours: list[float], reference: list[float]) -> float:
+    """The largest difference; a number that is not one is as far off as can be (``max`` passes over NaN)."""
+    if not all(map(math.isfinite, (*ours, *reference))):
+        return math.inf
     return max(abs(a - b) / abs(b) for a, b in zip(ours, reference, strict=True))
 
 
 def _off(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    return _part((ours.double() - reference.double()).abs(), reference.double())
+
+
+def _part(deviation: torch.Tensor, reference: torch.Tensor) -> float:
     """Of the tensor's largest value; a number that is not one is as far off as can be."""
-    deviation = (ours.double() - reference.double()).abs().max() / reference.double().abs().max().clamp_min(1e-30)
-    return math.inf if deviation.isnan() else deviation.item()
+    part = deviation.max() / reference.abs().max().clamp_min(1e-30)
+    return math.inf if part.isnan() else part.item()
 
 
 def _numeric_problems(found: Difference) -> list[str]:
-    # Not "> TOLERANCE": nothing compares with NaN.
     return [
         f"{name} differ by {value:.2e}, allowed is {TOLERANCE:.0e}{where}"
         for name, value, where in (
@@ -142,7 +148,7 @@ def _numeric_problems(found: Difference) -> list[str]:
             ("parameters", found.parameters, f", at {found.worst}"),
             ("buffers", found.buffers, ""),
         )
-        if not value <= TOLERANCE
+        if value > TOLERANCE
     ]
 
 
@@ -167,7 +173,7 @@ def _clipping_problems(run: Run, ours: Observed) -> list[str]:
         problems.append(f"nothing was clipped: norms {ours.clip_norms}")
     if run.clipping == "norm" and not ours.left_out and not run.is_grouped:
         returned = [math.hypot(*norms) for norms in ours.clip_norms]
-        if not _relative(returned, ours.norms) <= TOLERANCE:
+        if _relative(returned, ours.norms) > TOLERANCE:
             problems.append(f"clipping returned norms {returned}, the gradients have {ours.norms}")
     return problems
 

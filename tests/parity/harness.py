@@ -89,7 +89,8 @@ class Run:
             block) or ``frozen`` (the first block's matrices need no gradient).
         clipping: ``off`` or Composer's clipping type; ``value`` clips by the largest absolute value under a root.
         settings: A name in ``SETTINGS``.
-        steps: Of the optimizer; an evaluation comes after the third and after half of them.
+        evaluate: Whether there is an evaluation before the first step, after the third, and behind the middle.
+        steps: Of the optimizer.
     """
 
     model: str = "mlp"

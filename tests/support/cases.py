@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 PEER_GRACE = timedelta(seconds=5)  # After a failure: how long other ranks may take to end the same case.
@@ -32,13 +33,14 @@ def for_each(check: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]]) ->
     for number, (name, arguments) in enumerate(cases.items()):
         try:
             results[name] = check(*arguments)
-        except Exception:
+        except (Exception, pytest.fail.Exception):  # The latter is none: of pytest.raises where nothing was raised.
             failures[name] = traceback.format_exc()
         store.set(f"{number}/{dist.get_rank()}", "ended")
         if name in failures and not _all_ended(store, number):
             skipped = ", ".join(names[number + 1 :]) or "none"
             failures[name] += f"Other ranks are still within this case; not run: {skipped}\n"
             break
+    assert cases, "no case: nothing was checked"
     assert not failures, f"{len(failures)} of {len(cases)} cases failed\n" + "\n".join(
         f"[{name}] {text}" for name, text in failures.items()
     )

@@ -28,7 +28,7 @@ IMPORTED = (
 COMMAND = Path(sys.executable).parent / "composer-fsdp2"
 # What stands where the console script would: a program of its own, which imports next to nothing. It sends what
 # `warm.start` sends, and exits as the process that this makes.
-SCRIPT = """#!{python} -ES
+STARTER = """#!{python} -ES
 import os, pickle, socket, struct, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
@@ -47,7 +47,7 @@ def forked_commands(folder: Path) -> Iterator[Path]:
     bin_folder.mkdir()
     script = bin_folder / COMMAND.name
     address = warm.server(IMPORTED).address
-    script.write_text(SCRIPT.format(python=sys.executable, address=address, function=f"{__name__}:run"))
+    script.write_text(STARTER.format(python=sys.executable, address=address, function=f"{__name__}:run"))
     script.chmod(0o755)
     yield bin_folder
 

@@ -20,10 +20,10 @@ import tempfile
 from pathlib import Path
 
 from support import warm
-from support.forked_commands import SCRIPT
+from support.forked_commands import STARTER
 from support.ranks import name_own_file
 
-LAUNCHERS = {"composer": "composer.cli.launcher", "torchrun": "torch.distributed.run"}
+LAUNCHER_MODULES = {"composer": "composer.cli.launcher", "torchrun": "torch.distributed.run"}
 
 
 def run_script(
@@ -60,10 +60,10 @@ def run(script: str, *arguments: str) -> None:
 def add_launchers(bin_folder: Path, imports: tuple[str, ...]) -> None:
     """Also a quick ``python``, which the launchers start as their ranks."""
     address = warm.server(imports).address
-    for name in (*LAUNCHERS, "python"):
+    for name in (*LAUNCHER_MODULES, "python"):
         function = f"{__name__}:{'interpreter' if name == 'python' else name}"
         script = bin_folder / name
-        script.write_text(SCRIPT.format(python=sys.executable, address=address, function=function))
+        script.write_text(STARTER.format(python=sys.executable, address=address, function=function))
         script.chmod(0o755)
 
 
@@ -81,11 +81,13 @@ def launch(name: str, arguments: list[str]) -> None:
     assert path is not None
     sys.argv = [path, *arguments]
     sys.executable = str(Path(path).parent / "python")
-    importlib.import_module(LAUNCHERS[name]).main()
+    importlib.import_module(LAUNCHER_MODULES[name]).main()
 
 
 def interpreter(arguments: list[str]) -> None:
-    """Be ``python -m module ...``, a rank of a launcher."""
+    """Be ``python -m module ...``, a rank of a launcher; anything else is left to Python itself."""
+    if "RANK" not in os.environ or "-m" not in arguments:
+        os.execv(sys.executable, [sys.executable, *arguments])
     name_own_file(int(os.environ["RANK"]))
     sys.argv = arguments[arguments.index("-m") + 1 :]
     sys.path.insert(0, os.getcwd())

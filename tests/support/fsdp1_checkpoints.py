@@ -15,9 +15,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from support.comparing import assert_same, full, full_parameters, own_name
-from support.oracle import FSDP1, FSDP2
-from support.trainers import build_model, largest_difference
+from support.comparing import assert_same, full_parameters, own_name
+from support.oracle import FSDP2, FSDP1_saving
+from support.trainers import build_model, largest_difference, optimizer_state
 from torch import nn
 
 SAVED_AT, NEXT_STEPS = 3, 3
@@ -140,18 +140,13 @@ def next_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """FSDP1 saves on the CPU what it saves on a GPU.
+    """FSDP1 saves on the CPU what it saves on a GPU, in every layout.
 
     There ``.cpu()`` copies. Here it returned the tensor itself: torch freed it (a crash), or used its memory again for
     the next one (``exp_avg_sq`` in place of ``exp_avg``).
     """
-    from torch.distributed.fsdp._flat_param import FlatParamHandle
-
-    with (
-        FSDP1(),
-        mock.patch.object(FlatParamHandle, "to_cpu", return_value=contextlib.nullcontext()),
-        mock.patch.object(torch.Tensor, "cpu", lambda self, *args, **options: self.detach().clone()),
-    ):
+    copied = mock.patch.object(torch.Tensor, "cpu", lambda self, *args, **options: self.detach().clone())
+    with FSDP1_saving(), copied:
         yield
 
 
@@ -339,12 +334,3 @@ def _by_trainer(path: Path, model: Any, optimizer: torch.optim.Optimizer, config
     trainer = _make_trainer(model, optimizer, dict(config), load_path=str(path))
     assert trainer.state.timestamp.batch == SAVED_AT, what
     trainer.close()
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Every tensor of the optimizer's state, whole, by the parameters' own names. Called on all ranks."""
-    return {
-        own_name(name): {key: full(value).clone() for key, value in optimizer.state[parameter].items()}
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
-    }

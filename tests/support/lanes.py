@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # What a test file imports to start ranks, or commands that start some.
 STARTS = ("run_ranks", "run_all", "run_script", "call_forked")
-WITH_COMPOSER = ("composer", "foundry")
+NEEDS_COMPOSER = ("composer", "foundry")
 # Slow tests of many minutes that share no fixture: each parameter may go to another lane.
 APART = ("test_all_combinations", "test_every_combination_loads")
 
@@ -35,7 +35,7 @@ def place(item: pytest.Item) -> tuple[bool, bool]:
     """Of a test by itself: the larger, the later."""
     module = item.getparent(pytest.Module)
     starts_ranks = module is not None and any(hasattr(module.obj, name) for name in STARTS)
-    needs_composer = any(item.get_closest_marker(name) for name in WITH_COMPOSER)
+    needs_composer = any(item.get_closest_marker(name) for name in NEEDS_COMPOSER)
     return not starts_ranks, not needs_composer
 
 

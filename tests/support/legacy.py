@@ -76,7 +76,7 @@ def checkpoint_of(kind: str) -> Path:
     return FOLDER / kind / ("ep0-ba3-rank0.pt" if kind.endswith("full") else "ep0-ba3")
 
 
-def reference(kind: str) -> dict[str, Any]:
+def recorded(kind: str) -> dict[str, Any]:
     """What the writing run gave next: logits, and the losses of two more steps."""
     return torch.load(FOLDER / f"{kind}.ref.pt", weights_only=True)
 

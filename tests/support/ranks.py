@@ -11,14 +11,15 @@ parent's ``sys.path``.
     def test_sum():
         assert run_ranks(check_sum, 2, 10) == [21, 21]
 
-[Note: pooled ranks] Ranks are forked from a process that has imported torch, and Composer for the tests that are
-marked with it (`choose_imports`). Starting gloo still costs a part of a second, so one pool of processes per world size
-lives until the session ends or a check fails. Its process group lives as long: where ranks end a gloo group, the last
-one sometimes waits for ever (torch 2.7.0, 3 of 100 times), and one that is left behind keeps its threads. So the group
-of a mesh is made once for the same ranks, and handed out again (`_reuse_groups`). Each call gets the parent's
-environment, folder and ``sys.path``, seed 0 and default torch settings (`_reset`). What still leaks into the next
-check: groups, imported modules and their globals (monkeypatches, registries, "warned once" flags), threads, signal
-handlers. A check that leaves or needs such state takes ``fresh=True``.
+[Note: pooled ranks] Ranks are forked from processes that have imported torch, and Composer for the tests that are
+marked with it (`choose_imports`); two neighbours have other hash seeds and addresses, as ranks of a launcher. Starting
+gloo still costs a part of a second, so one pool of processes per world size lives until the session ends or a check
+fails. Its process group lives as long: where ranks end a gloo group, the last one sometimes waits for ever (torch
+2.7.0, 3 of 100 times), and one that is left behind keeps its threads. So the group of a mesh is made once for the same
+ranks, and handed out again (`_reuse_groups`). Each call gets the parent's environment, folder and ``sys.path``, seed 0
+and default torch settings (`_reset`). What still leaks into the next check: groups, imported modules and their globals
+(monkeypatches, registries, "warned once" flags), threads, signal handlers. A check that leaves or needs such state
+takes ``fresh=True``.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ WITH_COMPOSER = (
     "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "support.about_the_machine",
 )  # fmt: skip
 START_TIMEOUT_S = 180
+NUM_HASH_SEEDS = 2  # Of two ranks next to each other, each has its own.
 MAX_CALLS = 200  # Then new processes: something always leaks.
 PEER_GRACE_S = 1.0  # After a failure: how long other ranks may still report their own.
 STACK_GRACE_S = 0.3  # After SIGUSR1: faulthandler writes from the signal handler, within milliseconds.
@@ -128,7 +130,7 @@ def run_ranks(
         check: A top-level function; its arguments and result must pickle (CPU tensors do).
         timeout_s: Time for the check and the import of its module, not for the start of the ranks.
         env: Variables for this call only, above the parent's environment and the rank variables.
-        fresh: Start new processes and end them afterwards. See [Note: pooled ranks].
+        fresh: Fork new processes and end them afterwards. See [Note: pooled ranks].
     Raises:
         RankError: a rank failed, died or was still running at ``timeout_s``; the pool is then discarded.
         ValueError: the check cannot be imported by the ranks.
@@ -193,6 +195,8 @@ class _Pool:
         self.processes: list[warm.WarmProcess] = []
         self.connections: list[Connection] = []
         self.output_start = [0] * world_size
+        for rank in range(min(world_size, NUM_HASH_SEEDS)):
+            warm.begin(imports, rank)
         try:
             for rank in range(world_size):
                 self._start(rank, imports)
@@ -208,6 +212,7 @@ class _Pool:
             process = warm.start(
                 imports, "support.ranks:serve", [rank, str(self._file(rank, "stack"))],
                 streams=[nothing.fileno(), output.fileno(), output.fileno()], descriptors=[theirs.fileno()],
+                hash_seed=rank % NUM_HASH_SEEDS,
             )  # fmt: skip
         self.processes.append(process)
         self.connections.append(ours)

@@ -26,10 +26,11 @@ def reference(train: Callable[..., Any], *arguments: Any, **options: Any) -> Any
     Raises:
         TypeError: an argument is of another kind, and what it holds would not be part of the key.
     Called on all ranks, with the same arguments: all train, or none does, since the ranks of a pool live equally long.
+    Outside of patches and changed variables, which are not part of the key.
     """
     key = _key((train, arguments, options))
     if key not in _results:
-        with torch.random.fork_rng(devices=[]):  # The next draw is the same, whoever trained.
+        with torch.random.fork_rng(devices=[]):  # torch's next draw is the same, whoever trained.
             _results[key] = train(*copy.deepcopy(arguments), **copy.deepcopy(options))
     return copy.deepcopy(_results[key])
 

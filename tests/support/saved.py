@@ -53,7 +53,7 @@ def read(path: str | Path) -> dict[str, Any]:
     return loaded
 
 
-def differences(ours: str | Path, theirs: str | Path, *, except_for: str = "nothing") -> list[str]:
+def checkpoint_differences(ours: str | Path, theirs: str | Path, *, except_for: str = "nothing") -> list[str]:
     """The paths in two checkpoints where they differ in a key, a class, a value or a bit."""
     left, right = (_leaves(read(path), _content) for path in (ours, theirs))
     assert len(right) > 20, f"{theirs} is almost empty"

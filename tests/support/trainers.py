@@ -6,6 +6,7 @@ Imports Composer only when called, so that collecting the tests stays cheap.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -159,14 +160,19 @@ def shards(model: nn.Module) -> set[str]:
 
 
 def full_optimizer_state(trainer: Any) -> dict[str, dict[str, Any]]:
-    """Every parameter's optimizer state, whole, by the parameter's own name. Called on all ranks."""
+    """That of a Trainer with one optimizer. Called on all ranks."""
     [optimizer] = trainer.state.optimizers
+    return optimizer_state(trainer.state.model, optimizer)
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Every parameter's optimizer state, whole, by the parameter's own name. Called on all ranks."""
     return {
         own_name(name): {
             key: full(value).clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
             for key, value in optimizer.state[parameter].items()
         }
-        for name, parameter in trainer.state.model.named_parameters()
+        for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }
 
@@ -195,8 +201,10 @@ def checkpoint_error_of(action: Callable[[], Any]) -> str:
 
 
 def largest_difference(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference of two curves."""
+    """The largest relative difference of two curves; infinite where one is no number."""
     assert len(ours) == len(theirs) > 0, f"{ours} and {theirs}"
+    if not all(map(math.isfinite, (*ours, *theirs))):  # max() passes over NaN.
+        return math.inf
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.comparing import full
+from support.comparing import full, own_name
 from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
@@ -25,7 +25,7 @@ def assert_close(what: str, actual: torch.Tensor, expected: torch.Tensor, *, rto
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """By the names from before activation checkpointing."""
-    return {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    return {own_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -4,6 +4,9 @@
 variables, folder and streams and calls the function; what a library reads while it is imported is what the warm
 process had, the caller's variables of its first use.
 
+[Note: hash seeds] Children of one warm process have the same addresses, and sets of strings in the same order. Ranks of
+a launcher have not, and what they do together must not depend on it. So there is a warm process for each ``hash_seed``.
+
 [Note: what a fork loses] Only the thread that forks lives on in the child. torch starts none before its first backward
 pass, nor does Composer on the CPU; a module that starts threads while it is imported cannot be among ``imports``.
 """
@@ -33,10 +36,11 @@ from typing import Any
 
 START_S = 300  # With Composer, on a machine that does something else.
 TESTS = Path(__file__).resolve().parents[1]
+MAX_FOLDER_BYTES = 80  # The path of a socket in it has at most 104.
 NUMBER = struct.Struct("i")
 SET_PARENT_DEATH_SIGNAL = 1
 
-_servers: dict[tuple[str, ...], WarmServer] = {}
+_servers: dict[tuple[tuple[str, ...], int], WarmServer] = {}
 
 
 class WarmProcess:
@@ -71,25 +75,32 @@ class WarmProcess:
 
 
 class WarmServer:
-    """A warm process; ends with the thread that made it."""
+    """A warm process, which answers once it is ``ready``; ends with the thread that made it."""
 
-    def __init__(self, imports: tuple[str, ...]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    def __init__(self, imports: tuple[str, ...], hash_seed: int) -> None:
+        self.imports = imports
+        self.folder = _folder()
         self.address = str(self.folder / "socket")
-        output = self.folder / "output"
-        with output.open("wb") as file:
+        self.deadline = time.monotonic() + START_S
+        with (self.folder / "output").open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-W", "ignore", __file__, self.address, str(os.getpid()), *imports],
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
+                env=os.environ | {
+                    "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": str(hash_seed),
+                    "PYTHONPATH": _python_path(),
+                },
             )  # fmt: skip
-        deadline = time.monotonic() + START_S
+
+    def ready(self) -> WarmServer:
         while not os.path.exists(self.address):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                said = output.read_text(errors="replace")
+            if self.process.poll() is not None or time.monotonic() > self.deadline:
+                said = (self.folder / "output").read_text(errors="replace")
                 self.close()
-                raise RuntimeError(f"the process that imports {', '.join(imports)} did not start:\n{said[-4000:]}")
+                imports = ", ".join(self.imports)
+                raise RuntimeError(f"the process that imports {imports} did not start:\n{said[-4000:]}")
             time.sleep(0.02)
+        return self
 
     def close(self) -> None:
         """Its children die with it."""
@@ -98,16 +109,29 @@ class WarmServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="warm-")
+    if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="warm-", dir="/tmp")
+    return Path(folder)
+
+
 def _python_path() -> str:
     return os.pathsep.join(filter(None, [str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")]))
 
 
-def server(imports: tuple[str, ...]) -> WarmServer:
-    """The warm process that has imported these modules; started at the first call."""
-    found = _servers.get(imports)
+def server(imports: tuple[str, ...], hash_seed: int = 0) -> WarmServer:
+    """The warm process that has imported these modules."""
+    begin(imports, hash_seed)
+    return _servers[imports, hash_seed].ready()
+
+
+def begin(imports: tuple[str, ...], hash_seed: int) -> None:
+    """Start the warm process unless there is one, and do not wait for it."""
+    found = _servers.get((imports, hash_seed))
     if found is None or found.process.poll() is not None:
-        found = _servers[imports] = WarmServer(imports)
-    return found
+        _servers[imports, hash_seed] = WarmServer(imports, hash_seed)
 
 
 @atexit.register
@@ -124,6 +148,7 @@ def start(
     streams: Sequence[int],
     descriptors: Sequence[int] = (),
     environ: dict[str, str] | None = None,
+    hash_seed: int = 0,
 ) -> WarmProcess:
     """Run ``function`` in a new process and session of its own.
 
@@ -131,9 +156,10 @@ def start(
         function: ``module:name``; it gets copies of ``descriptors``, then ``arguments``, which must pickle.
         streams: The descriptors of its standard input, output and error.
         environ: Its variables; the caller's by default.
+        hash_seed: See [Note: hash seeds].
     """
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(server(imports).address)
+    connection.connect(server(imports, hash_seed).address)
     request = (
         function,
         len(descriptors),

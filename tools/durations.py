@@ -1,7 +1,7 @@
 """Where the time of a test run goes, in Markdown: by folder, and the slowest tests.
 
     make test ARGS=--junitxml=durations.xml
-    python3.11 tools/test_durations.py durations.xml [--slowest 20]
+    python3.11 tools/durations.py durations.xml [--slowest 20]
 
 A test's seconds are those of its lane, fixtures included; two lanes run at once, so that they add up to about twice
 the time that a run takes. Uses the standard library only.
