@@ -70,7 +70,10 @@ def main() -> None:
     parser.add_argument("--tests", nargs="*", metavar="FILE", help="in place of those that run the line")
     parser.add_argument("--list", action="store_true", help="only say what would be changed")
     arguments = parser.parse_args()
-    runs = {} if arguments.list else lines_of_tests(arguments.data, arguments.checkout.resolve())
+    runs = {}
+    if not arguments.list:
+        assert_collected(arguments.checkout)
+        runs = lines_of_tests(arguments.data, arguments.checkout.resolve())
     for number, mutation in enumerate(draw(arguments.seed, arguments.count), 1):
         if arguments.only and number not in arguments.only:
             continue
@@ -184,6 +187,14 @@ def tests_of(mutation: Mutation, runs: dict[str, dict[int, set[str]]]) -> list[s
 
 
 # --- running
+
+
+def assert_collected(checkout: Path) -> None:
+    """A test file that cannot be imported as it is would catch everything."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=checkout, text=True, capture_output=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        sys.exit(f"without a mutation, the tests cannot be collected:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def caught(mutation: Mutation, tests: list[str], checkout: Path) -> str:

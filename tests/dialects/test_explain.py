@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -298,30 +298,41 @@ def documented_trainer_keys() -> set[str]:
     return set(re.findall(r"^\s+- (\w+) \(", fsdp, flags=re.MULTILINE))
 
 
-def files() -> list[tuple[str, Mapping[str, Any]]]:
-    """A file with all keys for each system, from the system's own lists where it is installed."""
-    defaults = fields_of("FSDPConfig")
-    return [
-        (
-            "composer",
-            {"fsdp_config": {key: value for key, value in defaults.items() if key != "activation_cpu_offload"}},
-        ),
-        ("composer", {"fsdp_config": {"reshard_after_forward": True, "activation_cpu_offload": True}}),
-        (
-            "composer",
-            {"fsdp_config": {"verbose": True}, "tp_config": {"tensor_parallel_degree": 2}, "fsdp_auto_wrap": 1},
-        ),
-        ("composer", {"fsdp_config": {"mixed_precision": {"param_dtype": "bf16", "keep_low_precision_grads": True}}}),
-        ("huggingface", {"distributed_type": "FSDP", "fsdp_config": dict.fromkeys(sorted(launcher_keys()), True)}),
-        ("huggingface", {"fsdp": "full_shard", "fsdp_config": dict.fromkeys(sorted(documented_trainer_keys()), True)}),
-        ("roll", yaml.safe_load(ROLLS_FILE)),
-        ("torchtitan", tomllib.loads(TORCHTITANS_FILE)),
-    ]
+# A file with all keys for each system, from the system's own lists where it is installed. The test asks for them: they
+# import the systems, which would take seconds of every collection.
+FILES: list[tuple[str, Callable[[], Mapping[str, Any]]]] = [
+    (
+        "composer",
+        lambda: {"fsdp_config": {k: v for k, v in fields_of("FSDPConfig").items() if k != "activation_cpu_offload"}},
+    ),
+    ("composer", lambda: {"fsdp_config": {"reshard_after_forward": True, "activation_cpu_offload": True}}),
+    (
+        "composer",
+        lambda: {"fsdp_config": {"verbose": True}, "tp_config": {"tensor_parallel_degree": 2}, "fsdp_auto_wrap": 1},
+    ),
+    (
+        "composer",
+        lambda: {"fsdp_config": {"mixed_precision": {"param_dtype": "bf16", "keep_low_precision_grads": True}}},
+    ),
+    (
+        "huggingface",
+        lambda: {"distributed_type": "FSDP", "fsdp_config": dict.fromkeys(sorted(launcher_keys()), True)},
+    ),
+    (
+        "huggingface",
+        lambda: {"fsdp": "full_shard", "fsdp_config": dict.fromkeys(sorted(documented_trainer_keys()), True)},
+    ),
+    ("roll", lambda: yaml.safe_load(ROLLS_FILE)),
+    ("torchtitan", lambda: tomllib.loads(TORCHTITANS_FILE)),
+]
 
 
-@pytest.mark.parametrize(("dialect", "values"), files())
-def test_every_key_with_a_finding_is_explained(dialect: str, values: Mapping[str, Any]):
+@pytest.mark.parametrize(
+    ("dialect", "values_of"), FILES, ids=[f"{dialect}-values{number}" for number, (dialect, _) in enumerate(FILES)]
+)
+def test_every_key_with_a_finding_is_explained(dialect: str, values_of: Callable[[], Mapping[str, Any]]):
     """Each key that migrate reports can be looked up by the name in the report."""
+    values = values_of()
     [path] = DIALECTS[dialect].sections(values)
     said: Any = values
     for part in path:

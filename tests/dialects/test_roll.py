@@ -14,6 +14,7 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_fsdp2.compat.dialects import torchtitan
@@ -135,6 +136,7 @@ def test_the_guides_meshes():
     assert run_of({"fsdp_size": 4}, ranks=8).config.mesh.resolve(8).shape == (2, 4)
 
 
+@examples(100)
 @given(st.integers(-2, 70), st.integers(1, 64))
 def test_the_mesh_is_rolls(size: int, ranks: int):
     """A run with replicas stays one, a run over all ranks too, and a division that fails is named with its way out."""
@@ -408,6 +410,7 @@ WRAP_KEYS = st.sampled_from(
 )
 
 
+@examples(100)
 @given(
     st.dictionaries(KEYS | st.text(min_size=1, max_size=6), VALUES),
     st.none() | st.dictionaries(WRAP_KEYS, VALUES),
@@ -558,6 +561,7 @@ def resolved(config: ShardingConfig) -> dict[str, Any]:
     return fields | {"mesh": config.mesh.resolve(NUM_RANKS).shape}
 
 
+@examples(100)
 @given(CONFIGS | EXACT_CONFIGS, st.sampled_from(["full", "sharded"]), st.booleans())
 def test_what_is_expressed_exactly_is_read_back(config: ShardingConfig, state_dict_type: str, async_save: bool):
     """To ROLL and back is the same run, wherever no finding says otherwise."""
@@ -576,6 +580,7 @@ def test_what_is_expressed_exactly_is_read_back(config: ShardingConfig, state_di
     assert (again.wrap, again.state_dict_type, again.extras) == (run.wrap, run.state_dict_type, run.extras)
 
 
+@examples(100)
 @given(EXACT_CONFIGS)
 def test_the_exact_configs_are_exact(config: ShardingConfig):
     """The property above tests something: all that ROLL has a word for is expressed without a finding."""

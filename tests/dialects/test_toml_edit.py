@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from composer_fsdp2.compat.migration.text_edit import apply_edits
 from composer_fsdp2.compat.migration.toml_edit import TomlDocument, edit_table, edit_tables, toml_text
@@ -160,6 +161,7 @@ VALUES = st.recursive(
 )
 
 
+@examples(100)
 @given(VALUES)
 def test_values_are_written_as_they_are_read(value: Any):
     """What is put into a file is what TorchTitan reads from it."""
@@ -185,6 +187,7 @@ def toml_key(key: str) -> str:
     return toml_text({key: 1}).removeprefix("{ ").removesuffix(" = 1 }")
 
 
+@examples(100)
 @given(documents(), st.data())
 def test_only_what_is_asked_for_changes(document: tuple[str, dict[str, dict[str, Any]]], data: st.DataObject):
     """Of any document, one key changes, one comes or one goes; all other values and all comments stay."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_fsdp2.compat.dialects.base import Reading, Run, Section, Wrap, WrapKind
@@ -320,6 +321,7 @@ VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.sampled_from(["default", "
 NAMES = [tuple(row.name.split(".")) for row in ROWS if row.name.count(".") == 1]
 
 
+@examples(100)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES), st.dictionaries(st.text(min_size=1, max_size=5), VALUES))
 def test_every_key_has_exactly_one_finding(said: dict[tuple[str, str], Any], others: dict[str, Any]):
     """Whatever a file says, no key is lost and none is an error; a run is there unless a finding says why not."""
@@ -493,6 +495,7 @@ CONFIGS = st.builds(
 )
 
 
+@examples(100)
 @given(EXACT_CONFIGS | CONFIGS, st.sampled_from(["full", "sharded"]))
 def test_what_is_expressed_exactly_is_read_back(config: ShardingConfig, state_dict_type: str):
     """To TorchTitan and back is the same run, wherever no finding says otherwise."""
@@ -516,6 +519,7 @@ def plain(config: ShardingConfig) -> dict[str, Any]:
     return fields
 
 
+@examples(100)
 @given(EXACT_CONFIGS)
 def test_the_exact_configs_are_exact(config: ShardingConfig):
     """The property above tests something: all that TorchTitan has a word for is expressed without a finding."""

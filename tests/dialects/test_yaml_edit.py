@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from composer_fsdp2.compat.migration.text_edit import Edit, apply_edits
 from composer_fsdp2.compat.migration.yaml_document import Document
@@ -195,6 +196,7 @@ VALUES = st.recursive(
 )
 
 
+@examples(100)
 @given(VALUES)
 def test_flow_text_is_read_back(value: Any):
     """A string such as yes, 1e3 or "- x" would come back as something else."""
@@ -206,6 +208,7 @@ def test_flow_text_is_read_back(value: Any):
 YAMLS = st.dictionaries(st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "Z"])), VALUES, max_size=4)
 
 
+@examples(100)
 @given(YAMLS, st.sampled_from([None, True, False]), st.booleans())
 def test_values_are_those_of_pyyaml(values: dict[str, Any], flow: bool | None, unicode: bool):
     """What the systems read decides what a file asks for, and they read by PyYAML."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from support.comparing import full
+from support.comparing import full, own_name
 from support.examples import examples
 from support.random_models import BATCH_SIZE, DTYPES, Tree, build, fill, found, ignored_modules, trees
 from support.ranks import run_ranks
@@ -281,8 +281,5 @@ def differences(
 
 
 def checkpointed_names(model: nn.Module, names: tuple[str, ...]) -> list[str]:
-    now = {
-        name.replace("_checkpoint_wrapped_module.", ""): name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-    }
+    now = {own_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
     return [now[name] for name in names]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
-from support.models import Block, Chain, Model, features, layer, tie, tokens
+from support.models import Block, Chain, features, layer, tie, tied_model, tokens
 from support.ranks import run_ranks
 from support.training import FULL, Inputs, assert_close
 from torch import nn
@@ -33,10 +33,6 @@ class Thin(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.row * self.gain
-
-
-def one_root() -> nn.Module:
-    return Model(tied=True)
 
 
 def thin() -> nn.Module:
@@ -76,7 +72,7 @@ def shapes() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
-    "one root": (one_root, tokens),
+    "one root": (tied_model, tokens),
     "thin": (thin, features),
     "several roots": (several_roots, features),
     "the model is the root": (model_is_the_root, features),

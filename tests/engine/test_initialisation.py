@@ -33,7 +33,7 @@ from composer_fsdp2 import PlanError, ShardingConfig, plan_sharding, prepare_ful
 
 SEED = 100
 ODD = 5  # rows that divide by neither 2 nor 4
-NUM_TREES = 10
+NUM_TREES = 12
 
 
 # --- models on the meta device

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.comparing import full
+from support.comparing import full, own_name
 from support.models import Block, Chain, Decoder, FakeMetric, Model, layer, tie, tokens
 from support.ranks import run_ranks
 from support.training import FULL
@@ -24,7 +24,7 @@ META = torch.device("meta")
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole parameters and all buffers, also those that a state dict leaves out."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name.replace("_checkpoint_wrapped_module.", ""): full(tensor).clone() for name, tensor in tensors}
+    return {own_name(name): full(tensor).clone() for name, tensor in tensors}
 
 
 def same_on_all_ranks(model: nn.Module) -> bool:

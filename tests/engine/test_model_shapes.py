@@ -171,7 +171,7 @@ def check_small(config: dict[str, Any], norm_type: float) -> list[int]:
     reference, theirs = copy.deepcopy((model, ours))
     prepare_fully_shard(model, ours, FULL | config, device="cpu")
     world_size = dist.get_world_size()
-    for step in range(2):
+    for step in range(3):
         model(odd_features(step * world_size + dist.get_rank())).square().mean().backward()
         for peer in range(world_size):
             (reference(odd_features(step * world_size + peer)).square().mean() / world_size).backward()
@@ -694,7 +694,8 @@ def check_compiled(way: str, config: dict[str, Any]) -> None:
         ours, theirs = sgd(model), sgd(reference)
         prepare_fully_shard(model, ours, FULL | config, device="cpu")
         assert list(model.state_dict()) == keys
-        assert list(named_parameters(model)) == names
+        # Not own_name, which takes off the names of torch.compile too.
+        assert [name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters()] == names
         for step in range(2):
             output = model(tokens(step, batch_size=2))
             expected = reference(tokens(step, batch_size=2))

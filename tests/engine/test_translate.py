@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from support.examples import examples
+from support.translations import config_of, finding_of, refused
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -41,23 +42,6 @@ from composer_fsdp2.fsdp1.unit_settings import translate_unit_settings
 pytestmark = pytest.mark.any_torch
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-
-
-def config_of(fsdp_config: object, **options: Any) -> ShardingConfig:
-    config = translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options}).config
-    assert config is not None
-    return config
-
-
-def finding_of(fsdp_config: dict[str, Any], key: str, **options: Any) -> Any:
-    findings = translate(fsdp_config, **{"device": "cpu", "world_size": 4, "strict": False, **options}).findings
-    return next(finding for finding in findings if finding.key == key)
-
-
-def refused(fsdp_config: object, **options: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options})
-    return str(caught.value)
 
 
 # --- mesh and resharding

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import types
-from typing import Any
 
 import pytest
 import torch
+from support.translations import config_of, finding_of, refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -18,26 +18,9 @@ from torch.distributed.fsdp import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composer_fsdp2 import ConfigError, MeshSpec, Outcome, ShardingConfig, translate
+from composer_fsdp2 import MeshSpec, Outcome, translate
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-
-
-def config_of(fsdp_config: object, **options: Any) -> ShardingConfig:
-    config = translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options}).config
-    assert config is not None
-    return config
-
-
-def finding_of(fsdp_config: dict[str, Any], key: str, **options: Any) -> Any:
-    findings = translate(fsdp_config, **{"device": "cpu", "world_size": 4, "strict": False, **options}).findings
-    return next(finding for finding in findings if finding.key == key)
-
-
-def refused(fsdp_config: object, **options: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        translate(fsdp_config, **{"device": "cpu", "world_size": 4, **options})
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", [strategy.name for strategy in ShardingStrategy])

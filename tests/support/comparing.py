@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,27 +14,37 @@ from torch.distributed.tensor import DTensor
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def assert_same(found: Any, expected: Any, what: str = "", *, in_bits: bool = False) -> None:
-    """The same keys and classes, and every tensor equal in dtype, shape and each element; names all that differ.
+def assert_same(found: Any, expected: Any, what: str = "", *, in_bits: bool = False, in_order: bool = False) -> None:
+    """The same keys, and every value of the same class and equal, a tensor in dtype, shape and each element; names all
+    that differ.
 
-    Mappings and sequences are walked; a number is compared as it is, NaN is equal to itself.
+    Mappings, sequences and dataclasses are walked. One mapping is as good as another. NaN is equal to nothing: a
+    computation that went wrong on both sides is not the same.
 
     Args:
-        in_bits: Whether -0.0 is another tensor element than 0.0, as in a copy.
+        in_bits: As in a copy: NaN is equal to itself, and -0.0 is not 0.0.
+        in_order: Mappings too are of the same class, and their keys in the same order.
     """
-    problems = list(differences(found, expected, in_bits=in_bits))
+    problems = list(differences(found, expected, in_bits=in_bits, in_order=in_order))
     assert not problems, "\n".join(filter(None, [what, *problems]))
 
 
-def differences(found: Any, expected: Any, path: str = "", *, in_bits: bool = False) -> Iterator[str]:
+def differences(
+    found: Any, expected: Any, path: str = "", *, in_bits: bool = False, in_order: bool = False
+) -> Iterator[str]:
     """A line for each place where two nested values differ."""
+    below = functools.partial(differences, in_bits=in_bits, in_order=in_order)
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        if in_order and type(found) is not type(expected):
+            yield f"{path}: {type(found).__name__}, expected {type(expected).__name__}"
+        if in_order and found.keys() == expected.keys() and list(found) != list(expected):
+            yield f"{path}: keys in the order {list(found)}, expected {list(expected)}"
         for key in [*expected, *(key for key in found if key not in expected)]:
             place = f"{path}/{key}" if path else str(key)
             if key not in found or key not in expected:
                 yield f"{place}: {'missing' if key not in found else 'not expected'}"
             else:
-                yield from differences(found[key], expected[key], place, in_bits=in_bits)
+                yield from below(found[key], expected[key], place)
     elif isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
         if problem := _tensor_difference(found, expected, in_bits):
             yield f"{path}: {problem}"
@@ -42,11 +54,10 @@ def differences(found: Any, expected: Any, path: str = "", *, in_bits: bool = Fa
             yield f"{path}: {kinds[0]}, expected {kinds[1]}"
         else:
             for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-                yield from differences(one, other, f"{path}[{number}]", in_bits=in_bits)
-    elif type(expected).__module__ == "numpy" and type(found) is type(expected):
-        if (found.dtype, found.shape, found.tobytes()) != (expected.dtype, expected.shape, expected.tobytes()):
-            yield f"{path}: {found!r}, expected {expected!r}"
-    elif _class(found) is not _class(expected) or not (found == expected or (found != found and expected != expected)):
+                yield from below(one, other, f"{path}[{number}]")
+    elif dataclasses.is_dataclass(expected) and type(found) is type(expected):
+        yield from below(vars(found), vars(expected), path)
+    elif _class(found) is not _class(expected) or not _is_same_leaf(found, expected, in_bits):
         yield f"{path}: {found!r}, expected {expected!r}"
 
 
@@ -55,17 +66,30 @@ def _class(value: Any) -> type:
     return str if isinstance(value, str) else type(value)
 
 
+def _is_same_leaf(found: Any, expected: Any, in_bits: bool) -> bool:
+    if type(expected).__module__ == "numpy" and type(found) is type(expected):
+        alike = (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        return alike and (found.tobytes() == expected.tobytes() if in_bits else bool((found == expected).all()))
+    if in_bits and isinstance(expected, float | complex):
+        return repr(found) == repr(expected)  # which tells -0.0 from 0.0
+    return bool(found == expected)
+
+
 def _tensor_difference(found: torch.Tensor, expected: torch.Tensor, in_bits: bool) -> str:
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
         return f"{found.dtype} of {tuple(found.shape)}, expected {expected.dtype} of {tuple(expected.shape)}"
-    if (not in_bits and torch.equal(found, expected)) or torch.equal(_bits(found), _bits(expected)):  # of NaN, too
+    differing = (_bits(found) != _bits(expected)).any(1) if in_bits else found != expected
+    if not differing.any():
         return ""
-    number = int((found != expected).sum())
-    return f"{number} of {expected.numel()} elements differ: {found}, expected {expected}"
+    return f"{int(differing.sum())} of {expected.numel()} elements differ: {found}, expected {expected}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """Of each element its bytes."""
+    packed = tensor.detach().clone(
+        memory_format=torch.contiguous_format
+    )  # contiguous() leaves an empty one its strides
+    return packed.reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.itemsize)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,10 @@ class Model(nn.Module):
         return self.decoder(tokens)
 
 
+def tied_model() -> Model:
+    return Model(tied=True)
+
+
 def tokens(seed: int, batch_size: int = 3, length: int = 4) -> torch.Tensor:
     return torch.randint(VOCABULARY, (batch_size, length), generator=torch.Generator().manual_seed(seed))
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine.checkpoint.samples import LEGACY
+from engine.checkpoint.samples import LEGACY, write_safetensors
 
 TENSOR = "model.wte.weight"  # in all three, and large enough for a hundred flips
 
@@ -98,17 +98,6 @@ def _safetensors(folder: Path) -> None:
 SOURCES: dict[str, Callable[[Path], None]] = {"monolithic": _monolithic, "dcp": _dcp, "safetensors": _safetensors}
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00002.safetensors"
-
-
-def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The format is a length, JSON, bytes (README of safetensors); float32 only."""
-    header, at, data = {}, 0, b""
-    for name, tensor in tensors.items():
-        content = struct.pack(f"<{tensor.numel()}f", *tensor.flatten().tolist())
-        header[name] = {"dtype": "F32", "shape": [*tensor.shape], "data_offsets": [at, at + len(content)]}
-        at, data = at + len(content), data + content
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
-"""States like Composer's, and what an inventory says of them: ``from engine.checkpoint.samples import ...``."""
+"""States like Composer's, what an inventory says of them, and files: ``from engine.checkpoint.samples import ...``."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
+import json
 import random
+import resource
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +77,27 @@ def bytes_read() -> int:
     """What this process has asked of files so far."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses longer files, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """The format is a length, JSON, bytes (README of safetensors); float32 only."""
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        start, data = len(data), data + bytes_of(tensor)
+        header[name] = {"dtype": "F32", "shape": [*tensor.shape], "data_offsets": [start, len(data)]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def saveable(dtype: torch.dtype) -> bool:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import collections
-import io
-import pickle
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
+from engine.checkpoint.samples import DTYPES
 from hypothesis import given
 from hypothesis import strategies as st
+from support.comparing import assert_same
 from support.examples import examples
 
 from composer_fsdp2.checkpoint.formats._composer import with_records
-from composer_fsdp2.checkpoint.reading import Reader, bytes_of, materialized
+from composer_fsdp2.checkpoint.reading import Reader, materialized
 from composer_fsdp2.checkpoint.storage.archive import Archive
 from composer_fsdp2.errors import CheckpointError
 
@@ -42,25 +39,6 @@ def test_tensors_of_another_kind(kind: str, tmp_path: Path):
     torch.save({"a": unsupported()[kind]}, tmp_path / "file.pt")
     with pytest.raises(CheckpointError, match=rf"holds a .*{kind}.*not supported"):
         Archive.open(tmp_path / "file.pt").unpickle(trust=False)
-
-
-def _dtypes() -> Iterator[torch.dtype]:
-    """Every dtype whose tensors torch saves and loads."""
-    for dtype in sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str):
-        if str(dtype).startswith(("torch.qint", "torch.quint")):
-            continue  # not supported, and said so
-        try:
-            with warnings.catch_warnings(action="ignore"):  # complex32 is experimental, which is said once
-                buffer = io.BytesIO()
-                torch.save(torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype), buffer)
-                buffer.seek(0)
-                torch.load(buffer, weights_only=True)
-        except (RuntimeError, KeyError, TypeError, NotImplementedError, pickle.UnpicklingError):
-            continue
-        yield dtype
-
-
-DTYPES = list(_dtypes())
 
 
 @st.composite
@@ -130,27 +108,15 @@ def test_reads_what_torch_load_reads(tree: Any):
         found = Archive.open(path)
         with Reader() as reader:
             value = materialized(with_records(found.unpickle(trust=False), found), reader)
-    assert _same(value, expected)
+    assert_same(value, as_read(expected), in_bits=True, in_order=True)
 
 
-def _same(found: Any, expected: Any) -> bool:
-    """Equal, bit for bit; what stands for a device is text, a Size is a tuple and a Counter a dict."""
-    if isinstance(expected, torch.Tensor):
-        if not isinstance(found, torch.Tensor) or (found.dtype, found.shape) != (expected.dtype, expected.shape):
-            return False
-        ours, torchs = found.detach().contiguous(), expected.detach().contiguous()
-        return bytes(bytes_of(ours)) == bytes(bytes_of(torchs))
-    if isinstance(expected, numpy.ndarray | numpy.generic):
-        alike = type(found) is type(expected) and found.dtype == expected.dtype and found.shape == expected.shape
-        return alike and found.tobytes() == expected.tobytes()
-    if isinstance(expected, torch.device):
-        return bool(found == str(expected))
-    if isinstance(expected, dict):
-        pairs = zip(found.items(), expected.items(), strict=False)
-        return len(found) == len(expected) and all(a == c and _same(b, d) for (a, b), (c, d) in pairs)
-    if isinstance(expected, list | tuple):
-        kind = tuple if isinstance(expected, torch.Size) else type(expected)
-        return type(found) is kind and len(found) == len(expected) and all(map(_same, found, expected))
-    if isinstance(expected, float | complex):
-        return type(found) is type(expected) and repr(found) == repr(expected)
-    return type(found) is type(expected) and bool(found == expected)
+def as_read(value: Any) -> Any:
+    """What torch.load gives, in plain classes: a device is text, a Size a tuple, and every kind of dict a dict."""
+    if isinstance(value, dict):
+        return {key: as_read(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [as_read(part) for part in value]
+    if isinstance(value, tuple):
+        return tuple(as_read(part) for part in value)
+    return str(value) if isinstance(value, torch.device) else value

@@ -332,7 +332,6 @@ def save_by_position(model: nn.Module, path: Path, groups: int = 1) -> torch.opt
     return optimizer
 
 
-@pytest.mark.any_torch
 @pytest.mark.parametrize(("build", "give_model"), [(lambda: nn.Linear(3, 2), False), (Normed, True)])
 def test_positions_become_names(tmp_path: Path, build: Any, give_model: bool):
     """A DDP run's optimizer goes on under FSDP, where states are found by name."""

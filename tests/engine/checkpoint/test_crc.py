@@ -8,6 +8,7 @@ import zlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from composer_fsdp2.checkpoint.storage.crc import shifted
 
@@ -17,6 +18,7 @@ binaries = st.binary(max_size=300)
 
 
 @given(whole=binaries, data=st.data())
+@examples(100)
 def test_parts_add_up_to_the_whole(whole: bytes, data: st.DataObject):
     """A record that many ranks read, in any split and order, is checked as one: a damaged one is never taken."""
     cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=6))})
@@ -28,6 +30,7 @@ def test_parts_add_up_to_the_whole(whole: bytes, data: st.DataObject):
 
 
 @given(part=binaries, zeros=st.sampled_from([0, 1, 2, 255, 256, 65537, 1 << 20]))
+@examples(100)
 def test_far_shifts(part: bytes, zeros: int):
     """Parts far from the end of a large record count as zlib counts them."""
     padded = part + bytes(zeros)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Model
+from support.comparing import own_name
+from support.models import tied_model
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -78,7 +79,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied in a unit": tied_in_a_unit,
     "tied outside of the units": tied_outside,
     "shared with the root": shared_with_the_root,
-    "a decoder": lambda: Model(tied=True),
+    "a decoder": tied_model,
 }
 
 
@@ -112,10 +113,6 @@ def flat_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def own(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "")
-
-
 def moments(names: list[str], count: float) -> dict[str, Any]:
     """An optimizer's state that is keyed by the vectors' names."""
     group = {"lr": 0.1, "params": names}
@@ -128,14 +125,14 @@ def write(make_name: str, folder: str) -> None:
     model = wrapped(MODELS[make_name])
     state = flat_state(model)
     with FSDP.summon_full_params(model):
-        whole = {own(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+        whole = {own_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
     flat_names = [name for name in state if name.endswith("_flat_param")]
     optimizers = moments(flat_names, 3.0)
     for name in flat_names:
         optimizers["AdamW"]["state"][name]["exp_avg"] = state[name] * 2
     handles = {path: module._handle for path, module in model.named_modules() if isinstance(module, FSDP)}
     names = [
-        own(f"{path}.{name}" if path else name)
+        own_name(f"{path}.{name}" if path else name)
         for path, handle in handles.items()
         for name in (handle.flat_param._fqns if handle else ())
     ]
@@ -181,7 +178,7 @@ def test_parameters_come_out_as_fsdp1_put_them_in(name: str, written: Path):
     buffers = {key for key, _ in model.named_buffers()}
     # FSDP1 names a shared parameter once for each wrapped module; its full state dicts hold it under every name.
     every_name = {key for key, _ in model.named_parameters(remove_duplicate=False)}
-    assert {key for key in found if own(key) not in buffers} == every_name
+    assert {key for key in found if own_name(key) not in buffers} == every_name
     assert fsdp1["parameters"].keys() & parameters
     for key in fsdp1["parameters"].keys() & parameters:
         assert torch.equal(found[key], fsdp1["parameters"][key]), key

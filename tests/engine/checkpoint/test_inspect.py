@@ -24,11 +24,10 @@ from composer_fsdp2.checkpoint.describe import Section, as_data, as_text, human_
 from composer_fsdp2.checkpoint.formats import monolithic
 from composer_fsdp2.checkpoint.locate import NotACheckpointError
 
-pytestmark = pytest.mark.any_torch
-
 # --- only metadata
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("form", ["bare", "in a tar file"])
 def test_gigabytes_are_inspected_in_well_under_a_second(tmp_path: Path, form: str):
     """A checkpoint of any size is described from its directory: this one has 6 GiB of holes for tensors."""
@@ -79,6 +78,7 @@ class Runs:
         return os.mkdir, (str(self.folder),)
 
 
+@pytest.mark.any_torch
 def test_no_pickle_is_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """A stranger's checkpoint can be looked at; trust opens it, and says what that runs."""
     state = composer_state()
@@ -91,6 +91,7 @@ def test_no_pickle_is_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert (tmp_path / "made").exists() and "posix.mkdir" in caplog.text
 
 
+@pytest.mark.any_torch
 def test_structures_that_no_checkpoint_has_are_refused_as_such(tmp_path: Path):
     """Whatever a pickle holds where Composer has a dict, or itself, is our error, with the file's name."""
     cyclic: dict[str, Any] = {"model": {"w": torch.ones(2)}}
@@ -106,6 +107,7 @@ def test_structures_that_no_checkpoint_has_are_refused_as_such(tmp_path: Path):
             inspect_checkpoint(tmp_path / "x.pt")
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("error", [KeyError("params"), TypeError("no"), RecursionError("too deep")])
 def test_what_no_layout_foresaw_is_our_error_too(monkeypatch: pytest.MonkeyPatch, error: Exception):
     """A bare KeyError would say neither which file nor what to do with it."""
@@ -118,6 +120,7 @@ def test_what_no_layout_foresaw_is_our_error_too(monkeypatch: pytest.MonkeyPatch
         inspect_checkpoint(LEGACY / "c172" / "full")
 
 
+@pytest.mark.any_torch
 def test_values_that_composer_never_wrote_do_not_hide_the_rest(tmp_path: Path):
     """A timestamp or metadata of another shape is no reason to say nothing of the weights."""
     state = {"metadata": {"composer_env_info": 3, "world_size": "x"}, "timestamp": [1], 7: 8}
@@ -192,6 +195,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.any_torch
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("name", FOREIGN)
 def test_anything_else_is_called_what_it_looks_like(tmp_path: Path, name: str):
@@ -203,6 +207,7 @@ def test_anything_else_is_called_what_it_looks_like(tmp_path: Path, name: str):
     assert name in str(caught.value)
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("path", ["x\0y", "a" * 5000, "/dev/zero"])
 def test_paths_that_cannot_be_are_refused(path: str):
     """Not with a traceback of Python's."""
@@ -221,6 +226,7 @@ EVERY_LAYOUT = [
 ]
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("path", EVERY_LAYOUT, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_report_names_every_tensor(path: Path):
     """As text and as JSON: each tensor with its shape, dtype and bytes, and the bytes of all files."""
@@ -236,6 +242,7 @@ def test_report_names_every_tensor(path: Path):
         assert str(list(record.shape)) in line and str(record.dtype).removeprefix("torch.") in line
 
 
+@pytest.mark.any_torch
 def test_report_of_a_file_agrees_with_torch_load():
     """Step, hyperparameters and random states are those that torch reads from the same file."""
     path = LEGACY / "c172" / "full" / "ep0-ba3-rank0.pt"
@@ -255,6 +262,7 @@ def test_report_of_a_file_agrees_with_torch_load():
     assert f"{len(names) - 3} more" in text
 
 
+@pytest.mark.any_torch
 def test_report_says_how_tensors_were_split():
     """Rows over two ranks, and what was not split."""
     data = as_data(inspect_checkpoint(FIXTURES / "per-rank-checkpoints" / "sharded-rank0.pt"))
@@ -266,6 +274,7 @@ def test_report_says_how_tensors_were_split():
     assert "2 along dim 0" in as_text(inspect_checkpoint(LEGACY / "c220" / "sharded"))
 
 
+@pytest.mark.any_torch
 def test_report_takes_further_sections():
     """Load and convert put what they would do into the same report."""
     inventory = inspect_checkpoint(LEGACY / "c172" / "full")
@@ -280,6 +289,7 @@ def fit_of(path: Path, model: torch.nn.Module) -> tuple[bool, str]:
     return fit.fits, fit.text
 
 
+@pytest.mark.any_torch
 def test_says_whether_and_how_it_loads_into_a_model(tmp_path: Path):
     """Before ranks are started for it: under which names, and all that does not fit; the model stays as it is."""
     linear = torch.nn.Linear(3, 2)
@@ -297,6 +307,7 @@ def test_says_whether_and_how_it_loads_into_a_model(tmp_path: Path):
     assert "it fits" in as_text(inspect_checkpoint(path, model=torch.nn.Linear(3, 2)))
 
 
+@pytest.mark.any_torch
 def test_names_in_a_file_cannot_write_to_the_terminal(tmp_path: Path):
     """An escape sequence in a parameter's name is shown, not carried out."""
     torch.save({"a\x1b[2Jb\n": torch.ones(1)}, tmp_path / "x.pt")
@@ -317,6 +328,7 @@ def test_entries_that_are_not_trusted_leave_the_rest_of_the_report(tmp_path: Pat
     assert as_data(inventory)["timestamp"] == {} and not (tmp_path / "made").exists()
 
 
+@pytest.mark.any_torch
 def test_bytes_are_said_in_units_that_one_can_read():
     """Sizes of files and tensors."""
     assert [human_bytes(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == [

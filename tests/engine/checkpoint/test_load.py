@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine.checkpoint.corruptions import CORRUPTIONS, FoundBy, flip, prepared
-from engine.checkpoint.samples import bytes_of
+from engine.checkpoint.samples import bytes_of, write_safetensors
 from support.cases import for_each
-from support.comparing import assert_same, full
+from support.comparing import assert_same, full, own_name
 from support.examples import IS_THOROUGH
 from support.legacy import TiedLM
-from support.models import VOCABULARY, WIDTH, Chain, Model, tokens
+from support.models import VOCABULARY, WIDTH, Chain, Model, tied_model, tokens
 from support.ranks import run_ranks
 from support.training import assert_close
 from torch import nn
@@ -41,10 +41,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def tied() -> nn.Module:
-    return Model(tied=True)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -118,7 +114,7 @@ def untrained(
 
 
 def canonical(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
+    return own_name(name).removeprefix("module.")
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
@@ -415,7 +411,7 @@ EMBED, HEAD = "decoder.embed.weight", "decoder.head.weight"
 
 
 def check_ties(folder: str) -> None:
-    model, optimizer = trained(tied)
+    model, optimizer = trained(tied_model)
     whole = composer_state(model, optimizer)
     expected = contents(model, optimizer)
 
@@ -459,7 +455,7 @@ def check_ties(folder: str) -> None:
 
     def check(name: str, config: dict[str, Any] | None) -> None:
         path = saved(variant(good[name]), f"{folder}/{name}.pt")
-        ours, own = untrained(tied, config=config)
+        ours, own = untrained(tied_model, config=config)
         report = load_checkpoint(path, ours, own)
         assert (report.left_out, report.kept) == ((), ()), str(report)
         assert ours.decoder.embed.weight is ours.decoder.head.weight
@@ -476,7 +472,7 @@ def check_ties(folder: str) -> None:
     def check_bad(name: str, config: dict[str, Any] | None, strict: bool) -> None:
         change, says = bad[name]
         path = saved(variant(change), f"{folder}/{name}.pt")
-        refused(name, path, *untrained(tied, config=config), [says], strict=strict)
+        refused(name, path, *untrained(tied_model, config=config), [says], strict=strict)
 
     for_each(check_bad, {f"{case}": case for case in itertools.product(bad, configs, (True, False))})
 
@@ -539,21 +535,8 @@ def test_names_with_prefixes(tmp_path: Path):
     run_ranks(check_names, 2, str(tmp_path))
 
 
-def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The format (README of safetensors): the header's length, the header, the bytes."""
-    import json
-
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        raw = bytes_of(tensor)
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
 def check_safetensors(folder: str) -> None:
-    model, _ = trained(tied)
+    model, _ = trained(tied_model)
     weights = {name.removeprefix("decoder."): value for name, value in model.state_dict().items()}
 
     def check(name: str, change: dict[str, Any]) -> None:
@@ -563,7 +546,7 @@ def check_safetensors(folder: str) -> None:
             chosen = {key: value for key, value in weights.items() if change.get(key, value) is not None}
             write_safetensors(path / "model.safetensors", chosen)
         dist.barrier()
-        ours = Chain(model=tied().decoder)
+        ours = Chain(model=tied_model().decoder)
         fully_shard(ours)
         report = load_checkpoint(path, ours)
         assert report.left_out == () and len(report.renamed) == len(weights) - len(change), str(report)
@@ -575,7 +558,7 @@ def check_safetensors(folder: str) -> None:
         load_checkpoint(path, ours, optimizer, weights_only=True)
 
     for_each(check, {"tied once": ("once", {"head.weight": None}), "tied twice": ("twice", {})})
-    path, ours = Path(folder) / "twice", Chain(model=tied().decoder)
+    path, ours = Path(folder) / "twice", Chain(model=tied_model().decoder)
     fully_shard(ours)
     weights["head.weight"] = weights["head.weight"] + 1
     if dist.get_rank() == 0:
@@ -698,14 +681,14 @@ def test_not_strict_loads_the_rest_and_says_what(tmp_path: Path):
 def test_without_a_process_group(tmp_path: Path):
     """Evaluation on a laptop: the sharded run's file goes into the plain model, bit for bit."""
     assert not dist.is_initialized()
-    model, optimizer = trained(tied)
+    model, optimizer = trained(tied_model)
     path = saved(composer_state(model, optimizer), tmp_path / "a.pt")
-    ours, own = untrained(tied)
+    ours, own = untrained(tied_model)
     report = load_checkpoint(path, ours, own)
     assert_same(contents(ours, own), contents(model, optimizer), "alone", in_bits=True)
     assert report.unchecked_bytes == 0
     bare = saved(model.state_dict(), tmp_path / "bare.pt")
-    ours, _ = untrained(tied)
+    ours, _ = untrained(tied_model)
     load_checkpoint(bare, ours)
     assert_same(contents(ours), contents(model), "bare", in_bits=True)
     path = saved({"state": {"optimizers": {}}, "rng": []}, tmp_path / "none.pt")
@@ -914,17 +897,17 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def check_plans(folder: str) -> None:
-    model, optimizer = trained(tied)
+    model, optimizer = trained(tied_model)
     model.decoder.blocks[0].scale.fill_(0.75)
     path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
     expected = contents(model, optimizer)
 
     def check(name: str, one_reader: bool) -> None:
-        ours, own = untrained(tied, config=PLANS[name])
+        ours, own = untrained(tied_model, config=PLANS[name])
         load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
         assert_same(contents(ours, own), expected, name, in_bits=True)
         assert ours.decoder.blocks[0].scale.item() == 0.75, f"{name}: what the state dict shows was a copy"
-        ours, own = untrained(tied, config=PLANS[name])
+        ours, own = untrained(tied_model, config=PLANS[name])
         report = load_checkpoint(path, ours, own, weights_only=True, one_reader_per_node=one_reader)
         assert report.left_out == ("optimizer AdamW",) and not own.state, f"{name}: {report}"
         assert_same(contents(ours), contents(model), name, in_bits=True)

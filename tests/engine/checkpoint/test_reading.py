@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.comparing import assert_same
 from support.examples import examples
 
 from composer_fsdp2.checkpoint import reading
@@ -55,11 +56,6 @@ def numbered(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Elements that differ from their neighbours, as bytes of any dtype."""
     data = torch.arange(numel * dtype.itemsize, dtype=torch.int64).mul_(37).remainder_(251).to(torch.uint8)
     return (data % 2 if dtype == torch.bool else data).view(dtype)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = a.contiguous(), b.contiguous()
-    return a.shape == b.shape and a.dtype == b.dtype and bytes(bytes_of(a)) == bytes(bytes_of(b))
 
 
 @st.composite
@@ -109,8 +105,8 @@ def test_box_of_a_strided_tensor(tensor: torch.Tensor, limit: tuple[int, int], d
         assert record.shape == tuple(tensor.shape) and record.dtype == tensor.dtype
         out = torch.empty(sizes, dtype=tensor.dtype)
         reader.read(record, offsets, sizes, out)
-        assert same_bits(out, sliced(tensor, offsets, sizes))
-        assert same_bits(reader.read_whole(record), tensor)
+        assert_same(out, sliced(tensor, offsets, sizes), in_bits=True)
+        assert_same(reader.read_whole(record), tensor, in_bits=True)
 
 
 @given(tensor=strided(), limit=limits, data=st.data())
@@ -123,9 +119,9 @@ def test_into_a_view(tensor: torch.Tensor, limit: tuple[int, int], data: st.Data
     before = around.clone()
     with saved(tensor) as record, limited(*limit), Reader() as reader:
         reader.read(record, offsets, sizes, inside)
-    assert same_bits(inside, sliced(tensor, offsets, sizes))
+    assert_same(inside, sliced(tensor, offsets, sizes), in_bits=True)
     inside.copy_(before[(slice(1, -1),) * len(sizes)])
-    assert same_bits(around, before)
+    assert_same(around, before, in_bits=True)
 
 
 @given(shape=st.lists(st.integers(1, 6), min_size=1, max_size=3), dtype=st.sampled_from(DTYPES), data=st.data())
@@ -209,7 +205,7 @@ def test_box_across_chunks(tiled: tuple, limit: tuple[int, int], data: st.DataOb
         out = torch.empty(sizes, dtype=tensor.dtype)
         with limited(*limit), Reader() as reader:
             reader.read(record, offsets, sizes, out)
-    assert same_bits(out, sliced(tensor, offsets, sizes))
+    assert_same(out, sliced(tensor, offsets, sizes), in_bits=True)
 
 
 @given(tiled=tilings(), data=st.data())
@@ -262,7 +258,7 @@ def test_box_of_a_flat_parameters_range(shape: list[int], before: int, limit: tu
         out = torch.empty(sizes)
         with limited(*limit), Reader() as reader:
             reader.read(record, offsets, sizes, out)
-    assert same_bits(out, sliced(tensor, offsets, sizes))
+    assert_same(out, sliced(tensor, offsets, sizes), in_bits=True)
 
 
 # --- errors

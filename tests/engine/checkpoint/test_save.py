@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import resource
 import threading
 import time
 import zipfile
@@ -19,8 +18,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine.checkpoint.samples import bytes_of, random_tensor
+from engine.checkpoint.samples import file_size_limit, random_tensor
 from support.cases import for_each
+from support.comparing import assert_same
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -60,27 +60,6 @@ def sharded(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTe
         local = [*chunks, *[empty] * (mesh.size() - len(chunks))][mesh.get_local_rank()].clone()
     stride = torch.empty(tensor.shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=stride)
-
-
-def assert_same_in_order(found: Any, expected: Any, where: str = "state") -> None:
-    """Equal in class, keys, order and bits."""
-    if isinstance(expected, torch.Tensor):
-        assert (found.shape, found.dtype) == (expected.shape, expected.dtype), where
-        assert bytes_of(found) == bytes_of(expected), where
-        return
-    assert type(found) is type(expected), f"{where}: {type(found)}"
-    if isinstance(expected, dict):
-        assert list(found) == list(expected), where
-        for key, value in expected.items():
-            assert_same_in_order(found[key], value, f"{where}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), where
-        for number, value in enumerate(expected):
-            assert_same_in_order(found[number], value, f"{where}.{number}")
-    elif isinstance(expected, Tracker):
-        assert_same_in_order(vars(found), vars(expected), where)
-    else:
-        assert found == expected, where
 
 
 @contextlib.contextmanager
@@ -127,7 +106,7 @@ def check_contents(folder: str) -> None:
             with open(f"{folder}/theirs.pt", "wb") as file:
                 torch.save(state(whole, tied), file)
             ours, theirs = (torch.load(f"{folder}/{name}.pt", weights_only=False) for name in ("ours", "theirs"))
-            assert_same_in_order(ours, theirs)
+            assert_same(ours, theirs, in_bits=True, in_order=True)
             assert records(f"{folder}/ours.pt") == records(f"{folder}/theirs.pt")
             assert sorted(os.listdir(folder)) == ["ours.pt", "theirs.pt"]
 
@@ -163,7 +142,7 @@ def check_replicas(folder: str) -> None:
         with mock.patch.object(dist, "send", counted):
             save_monolithic(state, f"{folder}/{kind}.pt")
         if rank == 0:
-            assert_same_in_order(torch.load(f"{folder}/{kind}.pt"), whole, kind)
+            assert_same(torch.load(f"{folder}/{kind}.pt"), whole, kind, in_bits=True, in_order=True)
         if kind == "HSDP" and rank == 1:
             assert sum(sent) == 3 * 4 * 4 + 2 * 4, "rank 1 sends its half, bytes of rows"
         else:
@@ -176,7 +155,7 @@ def check_replicas(folder: str) -> None:
     mine = sharded(whole["a"] + apart, pairs[int(apart)], Shard(0))
     save_monolithic({"a": mine}, f"{folder}/apart.pt")
     if rank == 0:
-        assert_same_in_order(torch.load(f"{folder}/apart.pt"), {"a": whole["a"]}, "apart")
+        assert_same(torch.load(f"{folder}/apart.pt"), {"a": whole["a"]}, "apart", in_bits=True, in_order=True)
 
 
 def test_one_replica_sends(tmp_path: Path):
@@ -242,17 +221,6 @@ def refused(state: Any, path: str) -> str:
 
 def a_state(mesh: DeviceMesh, size: int = 64) -> dict[str, Any]:
     return {"w": sharded(torch.ones(size, size), mesh, Shard(0)), "b": sharded(torch.ones(3), mesh, Shard(0))}
-
-
-@contextlib.contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """What a full disk is like: the kernel refuses to write."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def check_errors(folder: str) -> None:
@@ -339,7 +307,7 @@ def check_group(folder: str) -> None:
         thread.join()
     assert not failed, failed
     if dist.get_rank() == 0:
-        assert_same_in_order(torch.load(f"{folder}/beside.pt"), tensors)
+        assert_same(torch.load(f"{folder}/beside.pt"), tensors, in_bits=True, in_order=True)
 
 
 def test_a_group_of_its_own(tmp_path: Path):

@@ -18,8 +18,8 @@ from unittest import mock
 
 import pytest
 import torch
-from engine.checkpoint.corruptions import flip, record_at, write_safetensors
-from engine.checkpoint.samples import LEGACY, composer_state
+from engine.checkpoint.corruptions import flip, record_at
+from engine.checkpoint.samples import LEGACY, composer_state, write_safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
