@@ -257,7 +257,7 @@ def digests_of(cases: list[tuple[Tree, ShardingConfig]]) -> list[str | None]:
 def test_ranks_make_the_same_plan():
     """Ranks that decided differently would wait for each other for ever. Each process has other addresses and hashes,
     so an order that comes from a set of modules would differ."""
-    cases = some_cases() if IS_THOROUGH else some_cases()[-80:]  # the first ones are the simplest
+    cases = some_cases()[-400 if IS_THOROUGH else -80 :]  # the first ones are the simplest
     here = digests_of(cases)
     for digests in run_ranks(digests_of, 2, cases):
         differing = [case for case, ours, theirs in zip(cases, here, digests, strict=True) if ours != theirs]
