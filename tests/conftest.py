@@ -25,12 +25,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     ranks.choose_imports(composer=any(item.get_closest_marker(name) for name in lanes.NEEDS_COMPOSER))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = lanes.in_order(items)
-
-
 # --- with pytest-xdist
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items[:] = lanes.in_order(items)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -222,7 +222,7 @@ def caught(mutation: Mutation, tests: list[str], checkout: Path) -> str:
                 stdin=subprocess.DEVNULL,
             )
         except subprocess.TimeoutExpired:
-            return f"caught: still running after {TIME_LIMIT_S} s"
+            return f"NOT DECIDED: still running after {TIME_LIMIT_S} s"
     seconds = time.monotonic() - began
     lines = (done.stdout + done.stderr).splitlines()
     if done.returncode == 0:
