@@ -55,6 +55,7 @@ class Mutation:
     before: str
     after: str
     text: str  # the file with the change
+    at_import: bool  # runs when the file is imported, which may happen in no test or in any
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}  {self.before}  →  {self.after}"
@@ -125,12 +126,19 @@ def mutations(path: Path) -> Iterator[Mutation]:
     declared = {part for node in ast.walk(tree) for part in getattr(node, "decorator_list", ())}
     # What a dataclass is (frozen, slots) is no behaviour that a test could miss.
     left_out = {part for decorator in declared for part in ast.walk(decorator)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    in_functions = {line for node in functions for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)}
     for node in (node for node in ast.walk(tree) if node not in left_out):
         for start, end, line, after in changes(node, data, place):
             changed = data[:start] + after.encode() + data[end:]
             before = data[start:end].decode()
             yield Mutation(
-                file=os.path.relpath(path, ROOT), line=line, before=before, after=after, text=changed.decode()
+                file=os.path.relpath(path, ROOT),
+                line=line,
+                before=before,
+                after=after,
+                text=changed.decode(),
+                at_import=line not in in_functions,
             )
 
 
@@ -174,7 +182,7 @@ def changes(
 def tests_of(mutation: Mutation, runs: dict[str, dict[int, set[str]]]) -> list[str]:
     """The test files that run the line, those first that run the fewest lines: they are about something near.
 
-    Of a line that runs when its file is imported, the test files that run any line of the file.
+    Of a line that runs when its file is imported, or in no test, the test files that run any line of the file.
     """
     sizes: dict[str, int] = {}
     for lines in runs.values():
@@ -182,7 +190,8 @@ def tests_of(mutation: Mutation, runs: dict[str, dict[int, set[str]]]) -> list[s
             for test in tests:
                 sizes[test] = sizes.get(test, 0) + 1
     lines = runs.get(mutation.file, {})
-    found = lines.get(mutation.line, set()) - {""} or set().union(*lines.values()) - {""}
+    found = set[str]() if mutation.at_import else lines.get(mutation.line, set()) - {""}
+    found = found or set().union(*lines.values()) - {""}
     return sorted(found, key=lambda test: sizes[test])
 
 

@@ -232,6 +232,34 @@ def test_the_run_is_the_one_with_the_smaller_microbatch():
     run_ranks(check_phases, 2, {}, Hungry.PHASES, timeout_s=TIME_LIMIT_S)
 
 
+def check_two_halvings() -> list[int]:
+    """The size at the end of each batch; one rank runs out in the second batch, and again in the fifth."""
+    from composer import Callback
+
+    sizes: list[int] = []
+
+    class Narrowing(Callback):
+        def batch_start(self, state: Any, logger: Any) -> None:
+            appetite.limit = {1: 4, 2: 2, 5: 1}.get(int(state.timestamp.batch) + 1, appetite.limit)
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            sizes.append(state.device_train_microbatch_size)
+
+    with FSDP2(), on_gpu():
+        model = build()
+        appetite = Hungry(model, "block", 4, (1,), times=2)
+        trainer = make_trainer({}, model=model, microbatch="auto", callbacks=[Narrowing()], batches=6, dist_timeout=60)
+        trainer.fit()
+        trainer.close()
+        assert appetite.times == appetite.expected
+    return sizes
+
+
+def test_votes_go_on_for_as_long_after_each_halving():
+    """Three batches, as Composer's hooks: one rank runs out in the third batch after the halving, and all halve."""
+    assert run_ranks(check_two_halvings, 2, timeout_s=TIME_LIMIT_S) == [[4, 2, 2, 2, 1, 1]] * 2
+
+
 def check_configs() -> None:
     from composer.utils import FSDP2Config, ParallelismConfig
 

@@ -478,6 +478,19 @@ def test_damage_beside_a_tensor_in_its_storage_is_found(tmp_path: Path):
 
 
 @pytest.mark.any_torch
+def test_tensors_that_overlap_in_their_storage(tmp_path: Path):
+    """Bytes that two tensors share are read twice, and checked once."""
+    whole = torch.randn(100)
+    state = {"state": {"model": {"a": whole[:60], "b": whole[40:], "c": whole[:60]}}}
+    torch.save(state, tmp_path / "source.pt")
+    convert(tmp_path / "source.pt", tmp_path / "new.pt", "monolithic")
+    assert_same(loaded(tmp_path / "new.pt"), state, in_bits=True)
+    with_a_flipped_bit(tmp_path / "source.pt", whole[44:52])
+    with pytest.raises(CheckpointError, match="source is damaged"):
+        convert(tmp_path / "source.pt", tmp_path / "again.pt", "monolithic")
+
+
+@pytest.mark.any_torch
 def test_too_little_space_is_said_before_anything_is_written(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ):
