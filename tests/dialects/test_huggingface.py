@@ -907,6 +907,25 @@ def test_a_forward_prefetch_that_is_off_asks_for_nothing() -> None:
     assert "off" in finding({"fsdp": "full_shard", "bf16": False}, "bf16").reason
 
 
+def test_words_that_are_a_number_are_refused() -> None:
+    """The Trainer takes a string, a list or a flag; anything else it fails on, and so is not read as off."""
+    said = {"fsdp": 3}
+    assert read(said).run is None
+    assert finding(said, "fsdp").outcome.blocks
+
+
+def test_the_launchers_numbers_and_its_empty_values() -> None:
+    """``accelerate launch`` takes a prefetch by its number in an enumeration, and no precision as none."""
+
+    def prefetching(value: object) -> tuple[Outcome, str]:
+        said = finding(accelerate_file(backward_prefetch=value), "fsdp_config.fsdp_backward_prefetch")
+        return said.outcome, said.reason
+
+    assert prefetching(1) == prefetching("BACKWARD_PRE") != prefetching(2) == prefetching("BACKWARD_POST")
+    plain = accelerate_file()
+    assert run_of(plain | {"mixed_precision": None}) == run_of(plain | {"mixed_precision": "no"})
+
+
 def test_values_of_rank_0_go_out_where_the_launcher_corrects_the_file() -> None:
     """In quotes the launcher's check passes, and its plugin sends the values all the same."""
     said = accelerate_file(sync_module_states="false", cpu_ram_efficient_loading=True)

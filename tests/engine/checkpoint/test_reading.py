@@ -261,6 +261,11 @@ def test_box_of_a_flat_parameters_range(shape: list[int], before: int, limit: tu
     assert_same(out, sliced(tensor, offsets, sizes), in_bits=True)
 
 
+def test_a_tensor_without_elements_has_no_bytes():
+    """It has no memory that could be looked at, either."""
+    assert bytes(bytes_of(torch.empty(0, 3))) == b""
+
+
 # --- errors
 
 
