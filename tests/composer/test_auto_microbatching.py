@@ -240,7 +240,7 @@ def check_two_halvings() -> list[int]:
 
     class Narrowing(Callback):
         def batch_start(self, state: Any, logger: Any) -> None:
-            appetite.limit = {1: 4, 2: 2, 5: 1}.get(int(state.timestamp.batch) + 1, appetite.limit)
+            appetite.limit = {2: 2, 5: 1}.get(int(state.timestamp.batch) + 1, appetite.limit)
 
         def batch_end(self, state: Any, logger: Any) -> None:
             sizes.append(state.device_train_microbatch_size)

@@ -139,6 +139,13 @@ def begin(seed: int) -> None:
     random.seed(seed)
 
 
+def points_of(num_operations: int, num_points: int) -> list[int]:
+    """Operations to fail at: all, or a few, of which one is where the first units' reductions are under way."""
+    in_backward = num_operations * 5 // 6
+    others = [point for point in range(1, num_operations + 1) if point != in_backward]
+    return sorted([in_backward, *random.Random(0).sample(others, min(num_points - 1, len(others)))])
+
+
 def check(config: dict[str, Any], num_points: int) -> None:
     model = model_for(config)
     _, total, _ = train(model, Vote(model), None, 8)
@@ -147,9 +154,7 @@ def check(config: dict[str, Any], num_points: int) -> None:
     assert train(model, Vote(model), None, 4)[0] == 4
     expected = state_of(model)
     for failing, num_operations in enumerate(gather(total)):  # shards are uneven, and so are these
-        drawn = random.Random(0).sample(range(1, num_operations + 1), min(num_points, num_operations))
-        # Five sixths of the way the first units' reductions are under way.
-        for point in sorted({*drawn[1:], num_operations * 5 // 6}):
+        for point in points_of(num_operations, num_points):
             model = model_for(config)
             votes = Vote(model)
             votes.start()
