@@ -190,9 +190,8 @@ def tests_of(mutation: Mutation, runs: dict[str, dict[int, set[str]]]) -> list[s
             for test in tests:
                 sizes[test] = sizes.get(test, 0) + 1
     lines = runs.get(mutation.file, {})
-    found = set[str]() if mutation.at_import else lines.get(mutation.line, set()) - {""}
-    found = found or set().union(*lines.values()) - {""}
-    return sorted(found, key=lambda test: sizes[test])
+    of_line = set[str]() if mutation.at_import else lines.get(mutation.line, set()) - {""}
+    return sorted(of_line or set().union(*lines.values()) - {""}, key=lambda test: sizes[test])
 
 
 # --- running
