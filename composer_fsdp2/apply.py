@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch import (
     average_after_backward,
-    has_accelerator,
     keep_class_name,
     note_mesh,
     own_buffers,
@@ -172,7 +171,8 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[
         mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
         mp_policy=unit.mixed_precision,
-        offload_policy=CPUOffloadPolicy(pin_memory=has_accelerator()) if unit.cpu_offload else OffloadPolicy(),
+        # For copies from and to a GPU; on a CPU's mesh there is nothing to pin for, also where the machine has GPUs.
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if unit.cpu_offload else OffloadPolicy(),
         ignored_params=unsharded or None,
     )
     for target in targets:

@@ -1,7 +1,7 @@
 """Gradient clipping of a sharded model: by norm with FSDP1's result, one for each root; adaptive, as unsharded."""
 
 import math
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -10,19 +10,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composer_fsdp2._torch import mesh_of
+from composer_fsdp2._torch import mesh_of, multiply_each_, norm_of_each, own_part
 from composer_fsdp2.guard import check_guard
 from composer_fsdp2.reductions import Part, reduce_parts
-from composer_fsdp2.sharded import reshard, sharded_roots, splitting_axes
+from composer_fsdp2.sharded import (
+    Unit,
+    reshard,
+    resting_parameters,
+    sharded_roots,
+    splitting_axes,
+    splitting_axes_of_all,
+)
 
 __all__ = ["clip_grad_adaptive_", "clip_grad_norm_"]
 
 
+@torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
     """Scale the gradients below each root so that their norm is at most ``max_norm``; return the norms before.
 
     FSDP1 clipped each of its roots by itself, and Composer called it for each, so a model with several roots has
     several norms. Parameters that lie under no root are not touched, as under FSDP1.
+
+    Nothing in it waits for a GPU: the norms stay tensors on the device, and so does the scale.
 
     Args:
         model: A model after ``prepare_fully_shard``; gradients may be sharded, empty on some ranks, offloaded to the
@@ -36,17 +46,45 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     some parameters are whole).
     """
     check_guard(model, "clip_grad_norm_")
-    reshard(model)  # after a forward without gradients a root shows gathered parameters, which have none
     norms = {}
     for path, root in sharded_roots(model):
-        trainable = [parameter for parameter in root.parameters() if parameter.requires_grad]
-        grads = [parameter.grad for parameter in trainable if parameter.grad is not None]
-        # By the parameters, not the gradients, which a rank may lack: all ranks must communicate alike.
-        any_whole = not all(map(splitting_axes, trainable))
-        total = _total_norm(grads, float(norm_type), mesh_of(root), any_whole=any_whole)
+        grads = _Grads.below(root)
+        total = _total_norm(grads, float(norm_type), mesh_of(root))
         _scale(grads, total, float(max_norm))
         norms[path] = total
     return norms
+
+
+# What one fused operation can take.
+_ByKind = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
+
+
+@dataclass(slots=True)
+class _Grads:
+    """This rank's parts of a root's gradients, by device and dtype.
+
+    Args:
+        split: Those of which ranks hold different parts.
+        whole: The others.
+        any_whole: Whether there may be others on some rank: by the parameters, whose gradients a rank may lack, because
+            all ranks must communicate alike.
+    """
+
+    split: _ByKind = field(default_factory=dict)
+    whole: _ByKind = field(default_factory=dict)
+    any_whole: bool = False
+
+    @classmethod
+    def below(cls, root: Unit) -> "_Grads":
+        grads = cls()
+        # After a forward without gradients a root shows gathered parameters, which have none.
+        trainable = [parameter for parameter in resting_parameters(root) if parameter.requires_grad]
+        for parameter, axes in zip(trainable, splitting_axes_of_all(trainable), strict=True):
+            grads.any_whole |= not axes
+            if (grad := parameter.grad) is not None:
+                own = own_part(grad)
+                (grads.split if axes else grads.whole).setdefault((own.device, own.dtype), []).append(own)
+        return grads
 
 
 @torch.no_grad()
@@ -76,12 +114,12 @@ def clip_grad_adaptive_(model: nn.Module, threshold: float) -> None:
         if axes:
             divided[parameter] = axes  # also without a gradient here: all ranks must communicate alike
         elif parameter.grad is not None:
-            weights, grad = _local(parameter), _local(parameter.grad)
+            weights, grad = own_part(parameter), own_part(parameter.grad)
             grad.mul_(_adaptive_scale(_unit_norms(weights), _unit_norms(grad), threshold))
     squares = reduce_parts([_squared_norms(parameter, axes) for parameter, axes in divided.items()])
     for parameter, (weights_squared, grad_squared) in zip(divided, squares, strict=True):
         if parameter.grad is not None:
-            grad = _local(parameter.grad)
+            grad = own_part(parameter.grad)
             # In the gradient's own dtype from here on, as in the unsharded model.
             weights_norm, grad_norm = (
                 square.sqrt().to(grad.device, grad.dtype) for square in (weights_squared, grad_squared)
@@ -110,8 +148,8 @@ def _unit_norms(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 def _squared_norms(parameter: nn.Parameter, axes: tuple[int, ...]) -> Part:
     """This rank's part of the squares of weights' and gradient's norms, stacked."""
     assert isinstance(parameter, DTensor)
-    weights = _unit_norms(_local(parameter), torch.float64)
-    grad = torch.zeros_like(weights) if parameter.grad is None else _unit_norms(_local(parameter.grad), torch.float64)
+    weights = _unit_norms(own_part(parameter), torch.float64)
+    grad = torch.zeros_like(weights) if parameter.grad is None else _unit_norms(own_part(parameter.grad), torch.float64)
     return Part(values=torch.stack([weights, grad.to(weights.device)]) ** 2, mesh=parameter.device_mesh, axes=axes)
 
 
@@ -120,15 +158,15 @@ def _adaptive_scale(weights: torch.Tensor, grad: torch.Tensor, threshold: float)
     return (weights * threshold / grad).nan_to_num(nan=1.0).clamp(max=1.0)
 
 
-def _scale(grads: list[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
+def _scale(grads: _Grads, total: torch.Tensor, max_norm: float) -> None:
     # FSDP1's formula (torch/distributed/fsdp/fully_sharded_data_parallel.py, clip_grad_norm_).
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in grads:
-        local = _local(grad)
-        local.mul_(scale.to(local.device, local.dtype))
+    for (device, dtype), tensors in [*grads.split.items(), *grads.whole.items()]:
+        # It travels once for all of them, and is rounded to their dtype, as FSDP1 rounded it.
+        multiply_each_(tensors, scale.to(device, dtype))
 
 
-def _total_norm(grads: list[torch.Tensor], norm_type: float, mesh: DeviceMesh, *, any_whole: bool) -> torch.Tensor:
+def _total_norm(grads: _Grads, norm_type: float, mesh: DeviceMesh) -> torch.Tensor:
     """One number for all ranks, or they would scale the parts of one parameter differently.
 
     As FSDP1 did, what is sharded is summed over the root's ranks, also where a unit lies on a group of its own, and of
@@ -136,17 +174,16 @@ def _total_norm(grads: list[torch.Tensor], norm_type: float, mesh: DeviceMesh, *
     ranks: their mean counts, where FSDP1 took each rank's own (torch/distributed/fsdp/fully_sharded_data_parallel.py,
     2.7) and thereby another scale on each.
     """
-    sharded = [_local(grad) for grad in grads if splitting_axes(grad)]
-    whole = [_local(grad) for grad in grads if not splitting_axes(grad)]
-    if not sharded:
-        return _norm(whole, norm_type)
-    shard_axis = mesh.ndim - 1 if mesh.size(mesh.ndim - 1) > 1 else 0
-    # Replicas agree on what is sharded, but not on what is whole.
-    replicas = mesh.ndim == 2 and any_whole and shard_axis == 1 and mesh.size(0) > 1
-    groups = [mesh.get_group(shard_axis), *([mesh.get_group(0)] if replicas else [])]
     # Gradients may lie on the CPU while the group is NCCL's: the numbers travel on the mesh's device.
     device = torch.device(mesh.device_type)
-    norms = torch.stack([part.to(device) for part in (_norm(sharded, norm_type), _norm(whole, norm_type))])
+    whole = _norm(grads.whole, norm_type, device)
+    if not grads.split:
+        return whole
+    shard_axis = mesh.ndim - 1 if mesh.size(mesh.ndim - 1) > 1 else 0
+    # Replicas agree on what is sharded, but not on what is whole.
+    replicas = mesh.ndim == 2 and grads.any_whole and shard_axis == 1 and mesh.size(0) > 1
+    groups = [mesh.get_group(shard_axis), *([mesh.get_group(0)] if replicas else [])]
+    norms = torch.stack([_norm(grads.split, norm_type, device), whole])
     if math.isinf(norm_type):
         for group in groups:
             dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
@@ -160,17 +197,15 @@ def _total_norm(grads: list[torch.Tensor], norm_type: float, mesh: DeviceMesh, *
     return total
 
 
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def _norm(tensors: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The p-norm of all elements together, at least in fp32; an empty shard counts as zero, also for infinity."""
-    norms = []
-    for tensor in tensors:
-        dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        if tensor.numel():
-            norms.append(torch.linalg.vector_norm(tensor.detach(), norm_type, dtype=dtype))
-        else:
-            norms.append(torch.zeros((), dtype=dtype, device=tensor.device))
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+def _norm(tensors: _ByKind, norm_type: float, device: torch.device) -> torch.Tensor:
+    """The p-norm of all elements together, at least in fp32, on ``device``; nothing at all has the norm zero."""
+    norms: dict[torch.device, list[torch.Tensor]] = {}
+    for (place, dtype), alike in tensors.items():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        if filled := [tensor for tensor in alike if tensor.numel()]:  # an infinity norm of no elements raises
+            norms.setdefault(place, []).extend(norm_of_each(filled, norm_type, wide))
+    of_devices = [torch.linalg.vector_norm(torch.stack(of_device), norm_type) for of_device in norms.values()]
+    if not of_devices:
+        return torch.zeros((), device=device)  # made there: to copy one from the CPU would wait for the GPU
+    together = torch.stack([norm.to(device) for norm in of_devices])
+    return together[0] if len(of_devices) == 1 else torch.linalg.vector_norm(together, norm_type)

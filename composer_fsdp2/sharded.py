@@ -1,5 +1,6 @@
 """A sharded model: where ``fully_shard`` was applied, and its parameters' resting state."""
 
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -9,7 +10,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composer_fsdp2._torch import distinct_units
 
-__all__ = ["Unit", "is_sharded", "reshard", "sharded_roots", "splitting_axes", "units"]
+__all__ = [
+    "Unit",
+    "is_sharded",
+    "reshard",
+    "resting_parameters",
+    "sharded_roots",
+    "splitting_axes",
+    "splitting_axes_of_all",
+    "units",
+]
 
 
 class Unit(FSDPModule, nn.Module):
@@ -36,10 +46,22 @@ def splitting_axes(tensor: torch.Tensor) -> tuple[int, ...]:
     """The axes of its mesh along which ranks hold different parts of a tensor; one rank, or replicas, split nothing."""
     if not isinstance(tensor, DTensor):
         return ()
-    placed = enumerate(tensor.placements)
+    sizes = tensor.device_mesh.mesh.shape
     return tuple(
-        axis for axis, placement in placed if isinstance(placement, Shard) and tensor.device_mesh.size(axis) > 1
+        [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard) and sizes[axis] > 1]
     )
+
+
+def splitting_axes_of_all(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, ...]]:
+    """``splitting_axes`` of each of many, most of which lie as the one before."""
+    mesh, placements, axes = None, None, tuple[int, ...]()
+    for tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            yield ()
+            continue
+        if tensor.device_mesh is not mesh or tensor.placements != placements:
+            mesh, placements, axes = tensor.device_mesh, tensor.placements, splitting_axes(tensor)
+        yield axes
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -53,6 +75,29 @@ def reshard(model: nn.Module) -> None:
     After a forward without gradients a root keeps its parameters gathered, and ``named_parameters`` and state dicts
     would then show plain tensors. Call it between forward passes only; does not communicate.
     """
-    for module in model.modules():
+    for module in _modules(model):
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _modules(root: nn.Module) -> list[nn.Module]:
+    """``root.modules()``, whose generators within generators take four times as long: steps wait for this."""
+    found: dict[int, nn.Module] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return list(found.values())
+
+
+def resting_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """``reshard``, and every parameter once, in ``module.parameters()``'s order, in one walk through the modules."""
+    modules = _modules(module)
+    for each in modules:
+        if isinstance(each, FSDPModule):
+            each.reshard()
+    # By their identity, which is what their hash is, without a call for each.
+    found = {id(parameter): parameter for each in modules for parameter in each._parameters.values()}
+    return [parameter for parameter in found.values() if parameter is not None]

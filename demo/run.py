@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo" / "out"
 YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"
 # The curves agree to rounding; a wrong gradient scale or a lost optimizer state shows in the second digit.
-TOLERANCE = 1e-5
+# Relative, of losses. On GPUs kernels may add up in another order from one run to the next, in TF32 or bf16.
+TOLERANCE, TOLERANCE_ON_GPUS = 1e-5, 1e-2
 
 console = Console(highlight=False)
 
@@ -137,13 +138,13 @@ def _compare(fsdp1: dict[int, float], fsdp2: dict[int, float], resume_at: int) -
         return 1
     worst = max(abs(fsdp2[batch] - fsdp1[batch]) / abs(fsdp1[batch]) for batch in fsdp2)
     _draw(fsdp1, fsdp2, resume_at)
-    good = worst <= TOLERANCE or torch.cuda.device_count() >= 2
+    tolerance = TOLERANCE_ON_GPUS if torch.cuda.device_count() >= 2 else TOLERANCE
     console.print(
         f"largest relative difference after the resumption: {worst:.1e}"
-        + ("" if worst <= TOLERANCE else f" (above {TOLERANCE:.0e})")
+        + ("" if worst <= tolerance else f" (above {tolerance:.0e})")
     )
     console.print(f"picture: {_shown(OUT / 'loss.png')}")
-    return 0 if good else 1
+    return 0 if worst <= tolerance else 1
 
 
 def _draw(fsdp1: dict[int, float], fsdp2: dict[int, float], resume_at: int) -> None:

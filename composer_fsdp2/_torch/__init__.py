@@ -12,7 +12,6 @@ from composer_fsdp2._torch.names import (
     CheckpointImpl,
     checkpoint_wrapper,
     default_store,
-    has_accelerator,
     is_compiled,
     keep_class_name,
     local_box,
@@ -26,6 +25,7 @@ from composer_fsdp2._torch.names import (
     storage_info,
     transformer_engine_checkpoint_wrapper,
 )
+from composer_fsdp2._torch.parts import multiply_each_, norm_of_each, own_part, own_parts
 from composer_fsdp2._torch.repairs import REPAIRS, Repair, repair_cpu_collectives
 from composer_fsdp2._torch.reset import reset_after_error
 from composer_fsdp2._torch.scaler import ShardedGradScaler
@@ -52,7 +52,6 @@ __all__ = [
     "checkpoint_wrapper",
     "default_store",
     "distinct_units",
-    "has_accelerator",
     "has_unreduced_gradients",
     "is_compiled",
     "is_in_pass",
@@ -60,10 +59,14 @@ __all__ = [
     "keep_class_name",
     "local_box",
     "mesh_of",
+    "multiply_each_",
+    "norm_of_each",
     "note_mesh",
     "offload_wrapper",
     "own_buffers",
     "own_parameters",
+    "own_part",
+    "own_parts",
     "parameters_of_unit",
     "pending_reduction",
     "rebuild_tensor",

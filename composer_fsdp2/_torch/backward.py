@@ -1,7 +1,8 @@
 """What ``fully_shard`` leaves undone where the backward of a unit, or the whole backward, ends."""
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +67,10 @@ def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
     """In place, in one buffer. A gradient missing here counts as zero, and stays missing if no rank has it."""
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
     gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-    is_there = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device)
+    is_there = torch.ones(len(parameters), dtype=dtype, device=parameters[0].device)  # a list would be copied there
+    for number, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            is_there[number].zero_()
     buffer = torch.cat([*(gradient.detach().flatten().to(dtype) for gradient in gradients), is_there])
     for axis in range(mesh.ndim):
         all_reduce(buffer, mesh.get_group(axis))
@@ -80,7 +84,7 @@ def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
 
 
 def repair_unit_backward(module: FSDPModule) -> None:
-    """Two things that ``fully_shard`` leaves undone where the backward of one unit ends.
+    """What ``fully_shard`` leaves undone where the backward of one unit ends.
 
     Parameters that the backward did not reach get gradients of zero, once any of the unit has one, in this microbatch
     or, where their reduction over replicas was put off, in one before. FSDP1's flat parameter had its gradient whole.
@@ -92,6 +96,11 @@ def repair_unit_backward(module: FSDPModule) -> None:
     And the unit is no longer in its backward. Left so until the whole backward ends, a recomputation that runs the unit
     once more (it lies inside a checkpointed module that runs twice) would neither gather (2.7 raises) nor reduce its
     parameters (2.13 loses a gradient, without an error).
+
+    On a GPU with gradients offloaded, torch 2.7 waits for the wrong copies, or for none: the gradients that the
+    optimizer, or a hook, reads in the host's memory may be those of the batch before, without an error. With replicas
+    the copies run on the all-reduce's stream, but what is waited for was recorded on the reduce-scatter's
+    (pytorch#160291); and a hook after accumulation runs while its gradient is on its way (pytorch#180666).
     """
     state: Any = module._get_fsdp_state()
     for group in groups_of(state):
@@ -116,10 +125,38 @@ class _EndUnitBackward:
             for parameter in missing:
                 unsharded = parameter._unsharded_param
                 unsharded.grad = torch.zeros_like(unsharded)
-        type(self.group).post_backward(self.group, *unused)
+        with _copied_before_hooks(self.group.fsdp_params):
+            type(self.group).post_backward(self.group, *unused)
+        _wait_for_the_copies(self.group)
         self.state._training_state = TrainingState.IDLE
 
     def _is_reduction_due(self) -> bool:
         """Whether earlier microbatches left gradients that wait for this one's all-reduce over replicas."""
         group = self.group
         return group.reduce_grads and group.all_reduce_grads and group._partial_reduce_output is not None
+
+
+@contextlib.contextmanager
+def _copied_before_hooks(parameters: Sequence[Any]) -> Iterator[None]:
+    """Gradients that a hook reads where they are accumulated are copied to the host at once, without overlap."""
+    hooked = [
+        parameter
+        for parameter in parameters
+        if parameter.offload_to_cpu
+        and parameter.pin_memory
+        and getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
+    ]
+    for parameter in hooked:
+        parameter.pin_memory = False
+    try:
+        yield
+    finally:
+        for parameter in hooked:
+            parameter.pin_memory = True
+
+
+def _wait_for_the_copies(group: Any) -> None:
+    """The optimizer waits for what was recorded after the copies to the host, on the stream that they run on."""
+    for parameter in group.fsdp_params:
+        if parameter.grad_offload_event is not None and group._post_reduce_event is not None:
+            parameter.grad_offload_event = group._post_reduce_event

@@ -25,7 +25,6 @@ __all__ = [
     "CheckpointImpl",
     "checkpoint_wrapper",
     "default_store",
-    "has_accelerator",
     "is_compiled",
     "keep_class_name",
     "local_box",
@@ -106,11 +105,6 @@ def storage_info(file_name: str, offset: int, num_bytes: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import, and only for writing
 
     return _StorageInfo(file_name, offset, num_bytes)
-
-
-def has_accelerator() -> bool:
-    """Whether host memory can be pinned for an accelerator."""
-    return torch.accelerator.is_available()
 
 
 def default_store() -> Any:

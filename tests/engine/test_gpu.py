@@ -45,9 +45,8 @@ def with_nccl(store: str, name: str, args: tuple[Any, ...]) -> Any:
     torch.cuda.set_device(rank)
     torch.backends.cuda.matmul.allow_tf32 = False
     file_store = dist.FileStore(store, world_size)
-    dist.init_process_group(
-        "nccl", store=file_store, rank=rank, world_size=world_size, device_id=torch.device("cuda", rank)
-    )
+    # Without device_id, as Composer: communicators are made at the first collective of each group.
+    dist.init_process_group("nccl", store=file_store, rank=rank, world_size=world_size)
     return globals()[name](*args)
 
 

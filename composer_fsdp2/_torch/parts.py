@@ -1,0 +1,40 @@
+"""This rank's parts of DTensors, as the plain tensors that they are kept in, and fused operations on many of them."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["multiply_each_", "norm_of_each", "own_part", "own_parts"]
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, which is no part of any graph; a plain tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def own_parts(first: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
+    """This rank's parts of tensors that lie alike, so that what is elementwise can be done on them; else None.
+
+    In a step this is called for each parameter, so it is short: DTensor's own methods are dispatched in Python.
+    """
+    if not isinstance(first, DTensor):
+        return None if any(isinstance(other, DTensor) for other in others) else (first, *others)
+    spec, parts = first._spec, [first._local_tensor]
+    for other in others:
+        if not isinstance(other, DTensor):
+            return None
+        its = other._spec
+        if its.placements != spec.placements or (its.mesh is not spec.mesh and its.mesh != spec.mesh):
+            return None
+        parts.append(other._local_tensor)
+    return tuple(parts)
+
+
+def norm_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """Scalars of ``dtype``, from a few kernels for all; the tensors have one device and dtype, and none is empty."""
+    return list(torch._foreach_norm(tensors, order, dtype))
+
+
+def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
+    """In place; ``factor`` is a scalar of the tensors' device and dtype."""
+    torch._foreach_mul_(tensors, factor)

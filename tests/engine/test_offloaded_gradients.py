@@ -1,0 +1,114 @@
+"""What the optimizer waits for where gradients are offloaded: a fake of a GPU's streams and events, on the CPU.
+
+There is no GPU here to copy anything late. The streams of the model's collectives are put in place that note what is
+recorded on them, and its gradients are "pinned", so that torch takes the path of a GPU; the collectives are gloo's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from support.models import Chain, features, layer
+from support.ranks import run_ranks
+from torch import nn
+
+from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2._torch.groups import groups_of, state_of
+from composer_fsdp2.sharded import units
+
+
+@dataclass(eq=False)
+class Event:
+    """Recorded on a stream after so many others of all streams."""
+
+    stream: str
+    number: int
+    log: Log
+
+    def synchronize(self) -> None:
+        self.log.synchronized.append(self)
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+
+@dataclass
+class Log:
+    recorded: list[Event] = field(default_factory=list)
+    synchronized: list[Event] = field(default_factory=list)
+
+
+class Stream(torch.cpu.Stream):  # type: ignore[misc]
+    """The CPU's stream, which has no events."""
+
+    def __init__(self, name: str, log: Log) -> None:
+        self.name, self.log = name, log
+
+    def record_event(self, event: Any = None) -> Event:
+        self.log.recorded.append(Event(self.name, len(self.log.recorded), self.log))
+        return self.log.recorded[-1]
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+
+def as_on_a_gpu(model: nn.Module, log: Log) -> None:
+    """After a first forward, which makes the streams that are replaced."""
+    for group in (group for unit in units(model).values() for group in groups_of(state_of(unit))):
+        group.comm_ctx.reduce_scatter_stream = Stream("reduce-scatter", log)
+        group.comm_ctx.all_reduce_stream = Stream("all-reduce", log)
+        for parameter in group.fsdp_params:
+            parameter.pin_memory = True
+
+
+def trained_once(config: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    model = Chain(a=layer(), b=layer())
+    prepare_fully_shard(model, None, {"cpu_offload": True, **config}, "fp32", "cpu")
+    model(features(0)).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return model
+
+
+HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
+
+
+def check_events() -> None:
+    model, log = trained_once(HSDP), Log()
+    as_on_a_gpu(model, log)
+    model(features(1)).sum().backward()
+    assert len(log.synchronized) == len(list(model.parameters()))
+    assert all(event.stream == "all-reduce" for event in log.synchronized), log.synchronized
+    # The copies lie between the event of the all-reduce and the one that the next unit waits for.
+    of_stream = [event for event in log.recorded if event.stream == "all-reduce"]
+    assert {event.number for event in log.synchronized} <= {event.number for event in of_stream[1:]}
+
+
+def test_replicas_are_waited_for_on_their_stream():
+    """torch 2.7 waited on the other stream, and the optimizer read gradients that were still on their way."""
+    run_ranks(check_events, 4)
+
+
+def check_hooks() -> None:
+    model, log = trained_once({}), Log()
+    as_on_a_gpu(model, log)
+    hooked, *others = model.parameters()
+    calls = []
+    handle = hooked.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad))
+    model(features(1)).sum().backward()
+    handle.remove()
+    assert len(calls) == 1
+    assert len(log.synchronized) == len(others), "its copy was waited for before the hook, not at the end"
+    for parameter in model.parameters():
+        parameter.grad = None
+    log.synchronized.clear()
+    model(features(2)).sum().backward()
+    assert len(log.synchronized) == len(others) + 1, "without a hook the copy overlaps again"
+
+
+def test_a_hook_reads_a_gradient_that_is_there():
+    """An optimizer in the backward would step with the gradients of the batch before (pytorch#180666)."""
+    run_ranks(check_hooks, 2)
