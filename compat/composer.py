@@ -24,6 +24,7 @@ from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
 from composer_fsdp2.compat.ema import replacement_for_compute_ema, replacement_for_method
 from composer_fsdp2.compat.full_params import replacement_for_summon_full_params
 from composer_fsdp2.compat.llmfoundry import use_own_names
+from composer_fsdp2.compat.optimizers import update_own_parts
 from composer_fsdp2.compat.refusals import refuse_copies, replacement_for_export
 from composer_fsdp2.compat.resting import put_to_rest, replacement_for_run_callbacks
 from composer_fsdp2.compat.saving import (
@@ -43,6 +44,7 @@ from composer_fsdp2.fsdp1.legacy import FSDP2_DEFAULTS
 from composer_fsdp2.fsdp1.translate import translate
 from composer_fsdp2.guard import check_guard
 from composer_fsdp2.microbatching import begin_microbatch
+from composer_fsdp2.optimizer import the_optimizer
 from composer_fsdp2.prepare import prepare_fully_shard
 from composer_fsdp2.sharded import is_sharded, reshard
 
@@ -146,8 +148,13 @@ def _tensor_parallelism_error() -> UnsupportedError:
 def _prepare_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
     # A function of its own: uninstall puts the original wherever it finds this one, and must leave ours alone.
     @functools.wraps(prepare_fully_shard)
-    def prepare_fsdp_module(*args: Any, **kwargs: Any) -> tuple[list[Any], dict[str, nn.Module]]:
-        return prepare_fully_shard(*args, **kwargs)
+    def prepare_fsdp_module(
+        model: nn.Module, optimizers: Any = None, *args: Any, **kwargs: Any
+    ) -> tuple[list[Any], dict[str, nn.Module]]:
+        made = prepare_fully_shard(model, optimizers, *args, **kwargs)
+        if (optimizer := the_optimizer(optimizers)) is not None:
+            update_own_parts(optimizer)
+        return made
 
     return prepare_fsdp_module
 
@@ -211,6 +218,8 @@ def _run_event(original: Callable[..., Any]) -> Callable[..., Any]:
         put_to_rest(self.state, event)
         if event is Event.FIT_START and is_sharded(self.state.model):
             use_own_names(self.state)
+            for optimizer in self.state.optimizers:
+                update_own_parts(optimizer)
         microbatching.before_event(self.state, event)
         if event in _MEETINGS:
             check_guard(self.state.model, _MEETINGS[event])

@@ -3,18 +3,22 @@
 [Note: metrics of sharded parameters] An optimizer reports a parameter's metrics with torch's functions. Applied to
 sharded parameters and state they give DTensors, which hold this rank's part and know how the parts go together. So what
 ``report_per_parameter_metrics`` returns is what it returns for the whole parameter, once all these parts are reduced
-in one buffer. ``pre_reduce_metrics`` and ``dist_reduce_metrics`` put parts of FSDP1's flat parameters together, by a
-rule that the metric's name implies, and are not needed. Under FSDP1 on 2 ranks (Composer 0.32.1, LLM Foundry 0.22.0,
-torch 2.7.0): with torch's own optimizers, and with ``log_optimizer_metrics=False``, each rank logged the norms of its
-own parts and lacked the parameters of which it had none; replicas (HYBRID_SHARD, NO_SHARD) were counted several times;
-DecoupledLionW raised a KeyError; DecoupledAdaLRLion and DecoupledClipLion hung in the step itself.
+in one buffer. Where the metrics are known to be norms, they are taken of the local tensors themselves, which costs a
+tenth of the processor's time (benchmarks/dispatch.py). ``pre_reduce_metrics`` and ``dist_reduce_metrics`` put parts of
+FSDP1's flat parameters together, by a rule that the metric's name implies, and are not needed. Under FSDP1 on 2 ranks
+(Composer 0.32.1, LLM Foundry 0.22.0, torch 2.7.0): with torch's own optimizers, and with
+``log_optimizer_metrics=False``, each rank logged the norms of its own parts and lacked the parameters of which it had
+none; replicas (HYBRID_SHARD, NO_SHARD) were counted several times; DecoupledLionW raised a KeyError;
+DecoupledAdaLRLion and DecoupledClipLion hung in the step itself.
 """
 
 import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,15 +27,17 @@ from composer.core import State
 from composer.loggers import Logger
 from composer.optim import DecoupledAdamW
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
-from composer_fsdp2._torch import ActivationWrapper, replicated_parameters
+from composer_fsdp2._torch import ActivationWrapper, own_parameters, own_part, own_parts, replicated_parameters
 from composer_fsdp2.agreement import agree, gather
+from composer_fsdp2.compat.optimizers import reports_norms
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
 from composer_fsdp2.guard import check_guard
-from composer_fsdp2.reductions import settle
-from composer_fsdp2.sharded import is_sharded, reshard
+from composer_fsdp2.reductions import Part, reduce_parts, settle
+from composer_fsdp2.sharded import is_sharded, reshard, splitting_axes, units
 from composer_fsdp2.tying import join
 from composer_fsdp2.wrap import wrapped_children
 
@@ -48,7 +54,6 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
-_Reporter = Callable[[torch.Tensor, str, Metrics], Metrics]
 
 # What the wrappers of FSDP1 and of activation checkpointing register the wrapped module as.
 _FSDP1_ATTRIBUTE = "_fsdp_wrapped_module"
@@ -59,7 +64,7 @@ _CHECKPOINT_ATTRIBUTE = "_checkpoint_wrapped_module"
 # Names
 
 
-def metric_paths(model: nn.Module, *, as_fsdp1: bool) -> Iterator[tuple[nn.Module, str, str]]:
+def metric_paths(model: nn.Module, *, as_fsdp1: bool) -> list[tuple[nn.Module, str, str]]:
     """Each module of ``model`` wherever it is registered, its path, and its path in logged names.
 
     Without wrappers, so that a run logs the same names with activation checkpointing and without; or ``as_fsdp1``, with
@@ -69,25 +74,33 @@ def metric_paths(model: nn.Module, *, as_fsdp1: bool) -> Iterator[tuple[nn.Modul
     # Without parameters some are in no unit, but FSDP1 wrapped each of them.
     children = wrapped_children(model) if as_fsdp1 else {}
 
-    def walk(module: nn.Module, path: str, logged: str) -> Iterator[tuple[nn.Module, str, str]]:
-        yield module, path, logged
+    found: list[tuple[nn.Module, str, str]] = []
+
+    def walk(module: nn.Module, path: str, logged: str) -> None:
+        found.append((module, path, logged))
         # The model itself, which is sharded where its children share something, had no wrapper under FSDP1.
         if as_fsdp1 and path and (isinstance(module, FSDPModule) or path in children):
             logged = join(logged, _FSDP1_ATTRIBUTE)
-            yield module, path, logged
-        for name, child in module.named_children():
-            is_wrapped = isinstance(module, ActivationWrapper) and name == _CHECKPOINT_ATTRIBUTE
-            yield from walk(child, join(path, name), logged if is_wrapped and not as_fsdp1 else join(logged, name))
+            found.append((module, path, logged))
+        for name, child in module._modules.items():
+            if child is not None:
+                is_wrapped = isinstance(module, ActivationWrapper) and name == _CHECKPOINT_ATTRIBUTE
+                walk(child, join(path, name), logged if is_wrapped and not as_fsdp1 else join(logged, name))
 
-    return walk(model, "", "")
+    walk(model, "", "")
+    return found
 
 
-def _logged_parameter_names(model: nn.Module, *, as_fsdp1: bool) -> dict[str, str]:
-    return {
-        join(path, name): join(logged, name)
-        for module, path, logged in metric_paths(model, as_fsdp1=as_fsdp1)
-        for name, _ in module.named_parameters(recurse=False)
-    }
+def _logged_parameters(model: nn.Module, *, as_fsdp1: bool) -> dict[nn.Parameter, str]:
+    """Every parameter in the model's order, with its name in logs: that of the first place where it is registered."""
+    paths: dict[nn.Parameter, str] = {}
+    logged_as: dict[nn.Parameter, str] = {}
+    for module, path, logged in metric_paths(model, as_fsdp1=as_fsdp1):
+        for name, parameter in own_parameters(module):
+            own = join(path, name)
+            if paths.setdefault(parameter, own) == own:
+                logged_as[parameter] = join(logged, name)  # inside of FSDP1's wrapper, which comes second
+    return logged_as
 
 
 def _as_fsdp1(state: State) -> bool:
@@ -114,50 +127,81 @@ def replacement_for_monitor_batch_end(original: Callable[..., Any]) -> Callable[
 
 
 def _optimizer_metrics(state: State, *, with_optimizer: bool) -> Metrics:
-    """Called on all ranks: one gathers that all have the same metrics, and one all-reduce for each mesh.
+    """Called on all ranks: they compare which metrics they have, and one all-reduce for each mesh.
 
     Raises:
         ComposerFSDP2Error: on every rank, if the optimizer's own function raised on one, or reported other metrics.
     """
-    reporter = _reporter(state.optimizers[0]) if with_optimizer else None
-    names = _logged_parameter_names(state.model, as_fsdp1=_as_fsdp1(state))
-    alone = _parameters_of_each_rank(state.model)
-
-    def report() -> tuple[Metrics, set[str]]:
-        return _report(state.model, names, reporter, alone)
-
-    metrics, of_each_rank = agree(
-        report,
-        lambda reported: "\n".join(key for key in reported[0] if key not in reported[1]),
+    reporter = _Reporter.of(state.optimizers[0]) if with_optimizer else None
+    names = _logged_parameters(state.model, as_fsdp1=_as_fsdp1(state))
+    alone = _of_each_rank(state.model, names)
+    reported = agree(
+        lambda: _report(names, reporter, alone),
+        lambda reported: "\n".join(key for key in reported.metrics if key not in reported.of_each_rank),
         ComposerFSDP2Error,
     )
+    metrics = reported.metrics
+    metrics |= _whole_norms(metrics, reported.norms_of_parts)
     metrics |= settle({key: value for key, value in metrics.items() if isinstance(value, torch.Tensor)})
     if alone:
-        metrics |= _over_ranks({key: metrics[key] for key in of_each_rank})
+        metrics |= _over_ranks({key: metrics[key] for key in reported.of_each_rank})
     squares = [value * value for key, value in metrics.items() if key.startswith("l2_norm/grad")]
     metrics["l2_norm/grad/global"] = math.sqrt(sum(squares))
     return metrics
 
 
-def _reporter(optimizer: torch.optim.Optimizer) -> _Reporter | None:
-    """The optimizer's own function for a parameter's metrics, if it has one."""
-    report = getattr(optimizer, "report_per_parameter_metrics", None)
-    if not callable(report):
-        return None
-    _say_what_is_not_called(type(optimizer))
+@dataclass(frozen=True, slots=True)
+class _Reporter:
+    """The optimizer's own function for a parameter's metrics.
 
-    def reporter(parameter: torch.Tensor, name: str, metrics: Metrics) -> Metrics:
+    Args:
+        gives_norms: All of them are L2 norms of tensors that lie as the parameter does, so that they may be taken of
+            this rank's part of each. An optimizer that was not read is given the DTensors.
+    """
+
+    optimizer: torch.optim.Optimizer
+    gives_norms: bool
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "_Reporter | None":
+        if not callable(getattr(optimizer, "report_per_parameter_metrics", None)):
+            return None
+        _say_what_is_not_called(type(optimizer))
+        return cls(optimizer, reports_norms(optimizer))
+
+    def report(self, parameter: torch.Tensor, name: str, metrics: Metrics) -> Metrics:
         try:
-            reported: Metrics = report(parameter, name, metrics)
+            reported: Metrics = self.optimizer.report_per_parameter_metrics(parameter, name, metrics)  # type: ignore[attr-defined]
         except Exception as error:
             raise ComposerFSDP2Error(
-                f"{type(optimizer).__name__}.report_per_parameter_metrics raised {type(error).__name__} for {name}: "
-                f"{error}; it is given sharded parameters (DTensors), of which this rank may hold nothing. "
+                f"{type(self.optimizer).__name__}.report_per_parameter_metrics raised {type(error).__name__} for "
+                f"{name}: {error}; it is given sharded parameters (DTensors), of which this rank may hold nothing. "
                 "OptimizerMonitor(log_optimizer_metrics=False) logs the gradients' norms without it"
             ) from error
         return reported
 
-    return reporter
+    def report_own_part(self, parameter: nn.Parameter, name: str, metrics: Metrics) -> bool:
+        """Add the same for this rank's part to ``metrics``: the optimizer's function, on an optimizer of that part.
+
+        False, and nothing is added, where it cannot be asked so.
+        """
+        if not self.gives_norms or parameter.grad is None:
+            return False
+        optimizer: Any = self.optimizer
+        state = optimizer.state.get(parameter, {})
+        tensors = {key: value for key, value in state.items() if key != "step"}
+        parts = own_parts(parameter, parameter.grad, *tensors.values())
+        if parts is None or parts[0].dtype != parts[1].dtype:
+            return False  # torch lets no tensor have a gradient of another dtype
+        own = parts[0].detach()
+        own.grad = parts[1]
+        part = SimpleNamespace(
+            param_groups=optimizer.param_groups,
+            metric_functions=optimizer.metric_functions,
+            state={own: {**state, **dict(zip(tensors, parts[2:], strict=True))}} if state else {},
+        )
+        type(optimizer).report_per_parameter_metrics(part, own, name, metrics)
+        return True
 
 
 _said: set[type] = set()
@@ -178,41 +222,69 @@ def _say_what_is_not_called(kind: type) -> None:
             )
 
 
-def _report(
-    model: nn.Module,
-    names: Mapping[str, str],
-    reporter: _Reporter | None,
-    alone: set[nn.Parameter],
-) -> tuple[Metrics, set[str]]:
-    """Every parameter's metrics, still in parts, and the keys of those that each rank has for itself."""
-    metrics: Metrics = {}
-    of_each_rank: set[str] = set()
-    for path, parameter in model.named_parameters():
+@dataclass(slots=True)
+class _Reported:
+    """One rank's metrics by key, still in parts.
+
+    Args:
+        norms_of_parts: Of sharded parameters, the keys of what are norms of this rank's parts.
+        of_each_rank: The keys of what each rank has for itself.
+    """
+
+    metrics: Metrics = field(default_factory=dict)
+    norms_of_parts: dict[nn.Parameter, list[str]] = field(default_factory=dict)
+    of_each_rank: set[str] = field(default_factory=set)
+
+
+def _report(names: Mapping[nn.Parameter, str], reporter: _Reporter | None, alone: set[nn.Parameter]) -> _Reported:
+    """Every parameter's metrics, see [Note: metrics of sharded parameters]."""
+    reported = _Reported()
+    metrics = reported.metrics
+    for parameter, name in names.items():
         if parameter.grad is None or not parameter.requires_grad:
             continue
-        name, num_before = names[path], len(metrics)
+        num_before = len(metrics)
+        in_parts = isinstance(parameter, DTensor)
         if reporter is not None:
-            metrics.update(reporter(parameter, name, metrics))
+            in_parts = in_parts and reporter.report_own_part(parameter, name, metrics)
+            if not in_parts:
+                metrics.update(reporter.report(parameter, name, metrics))
         key = f"l2_norm/grad/{name}"
         if key not in metrics:
-            metrics[key] = torch.linalg.vector_norm(parameter.grad)
-        if parameter in alone:
-            of_each_rank.update(itertools.islice(metrics, num_before, None))
-    return metrics, of_each_rank
+            metrics[key] = torch.linalg.vector_norm(own_part(parameter.grad) if in_parts else parameter.grad)
+        new = itertools.islice(metrics, num_before, None)
+        if in_parts:
+            reported.norms_of_parts[parameter] = list(new)
+        elif parameter in alone:
+            reported.of_each_rank.update(new)
+    return reported
 
 
-def _parameters_of_each_rank(model: nn.Module) -> set[nn.Parameter]:
+def _of_each_rank(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
     """Those that are trained whole on every rank, and whose gradients nobody averages: ignored, or in no unit."""
-    averaged = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for parameter in replicated_parameters(module)
-    }
+    whole = {each for each in parameters if each.requires_grad and not isinstance(each, DTensor)}
+    if whole:
+        for unit in units(model).values():
+            whole.difference_update(replicated_parameters(unit))
+    return whole
+
+
+def _whole_norms(metrics: Metrics, norms_of_parts: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, float]:
+    """The norms of whole parameters, from those of this rank's parts. One all-reduce for each axis of each mesh."""
+    alike: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[str]] = {}
+    for parameter, keys in norms_of_parts.items():
+        assert isinstance(parameter, DTensor)
+        alike.setdefault((parameter.device_mesh, splitting_axes(parameter), metrics[keys[0]].device), []).extend(keys)
+    squares = reduce_parts(
+        [
+            Part(values=torch.stack([metrics[key] for key in keys]).double() ** 2, mesh=mesh, axes=axes)
+            for (mesh, axes, _), keys in alike.items()
+        ]
+    )
     return {
-        parameter
-        for parameter in model.parameters()
-        if parameter.requires_grad and not isinstance(parameter, DTensor) and parameter not in averaged
+        key: norm
+        for keys, of_keys in zip(alike.values(), squares, strict=True)
+        for key, norm in zip(keys, of_keys.sqrt().tolist(), strict=True)
     }
 
 

@@ -1,0 +1,203 @@
+"""What the processor does in a step beside forward and backward: for sharded parameters, and for plain ones.
+
+    python benchmarks/dispatch.py
+    python benchmarks/dispatch.py --layers 32 80 --json
+
+Decoders of few elements, so that what is measured is not arithmetic but what it costs to ask for it: on a GPU, the time
+before anything is launched. Optimizers, clipping and OptimizerMonitor run on the DTensors of one rank of 8, in a fake
+process group that sends nothing, under the shim; and as Composer and torch have them on plain tensors of the same
+sizes, as FSDP1 gave them with ``use_orig_params``. A round does each once, in an order drawn anew; the ratios are of
+one round, of processor time. Exit code 0, or 1 if a bar does not hold.
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from composer.callbacks import OptimizerMonitor
+from composer.optim import DecoupledAdamW
+from models import Model, Shape
+from report import Bar, bars_as_json, finish, machine, markdown
+from setup import one_rank_of
+from torch import nn
+
+from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2._torch import own_part
+from composer_fsdp2.compat import monitoring, optimizers
+
+NUM_RANKS = 8
+LAYERS = (32, 80)
+MAX_RATIO = 1.2
+MAX_NORM = 1.0
+
+Work = Callable[[], object]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    summary, _, details = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="of the models; 9 parameters each")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", action="store_true", help="one object instead of the table")
+    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # Otherwise the time of idle ones would count.
+    with one_rank_of(NUM_RANKS):
+        rows = [row for layers in given.layers for row in measure(layers, given.rounds)]
+    bars = [
+        Bar(
+            f"{row.name}, {row.layers} layers: at most {MAX_RATIO} of plain tensors",
+            f"{row.ratio:.2f}",
+            row.ratio <= MAX_RATIO,
+        )
+        for row in rows
+        if row.has_bar
+    ]
+    if given.json:
+        report = {"machine": machine(), "rows": [asdict(row) for row in rows], "bars": bars_as_json(bars)}
+        print(json.dumps(report))
+    else:
+        print(_text(rows))
+    return finish(bars, enforce=not given.no_bars, show=not given.json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Medians over the rounds: milliseconds of processor time; the ratio is to plain tensors, of each round."""
+
+    name: str
+    layers: int
+    sharded_ms: float
+    plain_ms: float
+    ratio: float
+    has_bar: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same work on DTensors and on plain tensors."""
+
+    sharded: Work
+    plain: Work
+    has_bar: bool = True
+
+
+def measure(layers: int, rounds: int) -> list[Row]:
+    """Every piece of work, for models of so many layers."""
+    pairs = _pairs(*_models(layers))
+    works = [(name, kind) for name in pairs for kind in ("sharded", "plain")]
+    times: dict[tuple[str, str], list[float]] = {work: [] for work in works}
+    shuffle = random.Random(0).shuffle
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for number in range(rounds + 2):  # the first two make state, and what else is made at first use
+        shuffle(works)
+        for name, kind in works:
+            start = time.process_time()
+            getattr(pairs[name], kind)()
+            if number >= 2:
+                times[name, kind].append(1e3 * (time.process_time() - start))
+    gc.enable()
+    return [
+        Row(
+            name=name,
+            layers=layers,
+            sharded_ms=statistics.median(times[name, "sharded"]),
+            plain_ms=statistics.median(times[name, "plain"]),
+            ratio=statistics.median(map(_ratio, times[name, "sharded"], times[name, "plain"])),
+            has_bar=pair.has_bar,
+        )
+        for name, pair in pairs.items()
+    ]
+
+
+def _ratio(sharded: float, plain: float) -> float:
+    return sharded / plain
+
+
+def _models(layers: int) -> tuple[nn.Module, nn.Module]:
+    """Sharded, and with plain parameters that are as large as this rank's parts; both with gradients."""
+    shape = Shape(width=16, layers=layers, heads=2, vocabulary=32, sequence=8, batch=1)
+    sharded, plain = Model(shape), Model(shape)
+    prepare_fully_shard(sharded, None, {}, "fp32", torch.device("cpu"))
+    parts = {name: own_part(parameter.detach()) for name, parameter in sharded.named_parameters()}
+    for name, part in parts.items():
+        path, _, own = name.rpartition(".")
+        setattr(plain.get_submodule(path), own, nn.Parameter(part.clone()))
+    for parameter in (*sharded.parameters(), *plain.parameters()):
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    return sharded, plain
+
+
+def _pairs(sharded: nn.Module, plain: nn.Module) -> dict[str, Pair]:
+    pairs = {}
+    for kind in _optimizers():
+        own, other, untouched = kind(sharded.parameters()), kind(plain.parameters()), kind(sharded.parameters())
+        optimizers.update_own_parts(own)
+        pairs[kind.__name__] = Pair(own.step, other.step)
+        pairs[f"{kind.__name__}, without the shim"] = Pair(untouched.step, other.step, has_bar=False)
+        if kind is DecoupledAdamW:
+            pairs["OptimizerMonitor"] = Pair(_monitor(sharded, own, _OURS), _monitor(plain, other, _COMPOSERS))
+    pairs["torch.optim.AdamW"] = Pair(
+        torch.optim.AdamW(sharded.parameters(), foreach=True).step,
+        torch.optim.AdamW(plain.parameters(), foreach=True).step,
+        has_bar=False,
+    )
+    pairs["clip_grad_norm_"] = Pair(
+        lambda: clip_grad_norm_(sharded, MAX_NORM),
+        lambda: nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, foreach=True),
+    )
+    return pairs
+
+
+def _optimizers() -> list[Any]:
+    try:
+        from llmfoundry.optim import DecoupledLionW
+    except ModuleNotFoundError:
+        return [DecoupledAdamW]
+    return [DecoupledAdamW, DecoupledLionW]
+
+
+_COMPOSERS = OptimizerMonitor.batch_end
+_OURS = monitoring.replacement_for_monitor_batch_end(_COMPOSERS)
+
+
+def _monitor(model: nn.Module, optimizer: torch.optim.Optimizer, batch_end: Callable[..., None]) -> Work:
+    """What OptimizerMonitor does where it logs; FSDP1's all-reduce of each metric is not in it."""
+    monitor = OptimizerMonitor(batch_log_interval=1)
+    state: Any = SimpleNamespace(
+        model=model,
+        optimizers=[optimizer],
+        timestamp=SimpleNamespace(batch=SimpleNamespace(value=1)),
+        fsdp_enabled=False,
+        fsdp_config=None,
+    )
+    logger: Any = SimpleNamespace(log_metrics=lambda metrics: None)
+    return lambda: batch_end(monitor, state, logger)
+
+
+def _text(rows: Sequence[Row]) -> str:
+    table = markdown(
+        ["in a step", "layers", "sharded", "plain tensors", "median of ratios"],
+        [
+            [row.name, str(row.layers), f"{row.sharded_ms:.1f} ms", f"{row.plain_ms:.1f} ms", f"{row.ratio:.2f}"]
+            for row in rows
+        ],
+    )
+    return f"{machine()}\n\n{table}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Composer's and LLM Foundry's optimizers on each rank's own parts of the parameters.
+
+Their updates are elementwise, so a rank can make them on its plain local tensors, with the same bits. On DTensors each
+of an update's operations is dispatched in Python: of a model of 80 layers the step took eight times as long before it
+had launched anything (benchmarks/dispatch.py). And a step count that lies on a GPU is read once for each parameter.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2._torch import own_part, own_parts
+
+__all__ = ["reports_norms", "update_own_parts"]
+
+
+# By the full names of their classes (importing LLM Foundry takes long, and not everybody has it): the static method
+# that makes an update, and what makes it on this rank's parts.
+_UPDATES: dict[str, tuple[str, Callable[[Callable[..., None]], Callable[..., None]]]]
+
+
+def update_own_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Have ``optimizer`` update this rank's parts of its parameters, if it is one whose updates we know.
+
+    An optimizer of another class stays as it is, and so does one that inherits from a known one and overrides the
+    update. Call it on each rank, as often as you like; it communicates nothing.
+    """
+    known = _known_class(optimizer)
+    if known is None:
+        return
+    name, on_own_parts = _UPDATES[_full_name(known)]
+    if name not in vars(optimizer) and getattr(type(optimizer), name) is getattr(known, name):
+        setattr(optimizer, name, on_own_parts(getattr(known, name)))
+        optimizer.register_step_pre_hook(_bring_step_counts)
+
+
+def _known_class(optimizer: torch.optim.Optimizer) -> type | None:
+    return next((kind for kind in type(optimizer).__mro__ if _full_name(kind) in _UPDATES), None)
+
+
+def reports_norms(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``report_per_parameter_metrics`` gives L2 norms alone, of tensors that lie as the parameter does."""
+    known: Any = _known_class(optimizer)
+    if known is None or "report_per_parameter_metrics" in vars(optimizer):
+        return False
+    functions: dict[str, Any] = getattr(optimizer, "metric_functions", {})
+    report = type(optimizer).report_per_parameter_metrics  # type: ignore[attr-defined]
+    return report is known.report_per_parameter_metrics and all(
+        name.startswith("l2_norm/") and function.__module__ == known.__module__ for name, function in functions.items()
+    )
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _of_all(update: Callable[..., None]) -> Callable[..., None]:
+    """``DecoupledAdamW.adamw``: of lists of parameters, gradients and state, and of step counts."""
+
+    @functools.wraps(update)
+    def adamw(parameters: list[Any], *lists: list[Any], **settings: Any) -> None:
+        *tensors, steps = lists
+        there = [each for each in tensors if each]  # without amsgrad there are no largest averages
+        if all(own_parts(*alike) is not None for alike in zip(parameters, *there, strict=True)):
+            parameters, *tensors = ([own_part(tensor) for tensor in each] for each in (parameters, *tensors))
+        update(parameters, *tensors, steps, **settings)
+
+    return adamw
+
+
+def _of_one(update: Callable[..., None]) -> Callable[..., None]:
+    """``DecoupledLionW.lionw``: of one parameter, its gradient and its average."""
+
+    @functools.wraps(update)
+    def lionw(parameter: Any, gradient: Any, average: Any, *settings: Any) -> None:
+        update(*(own_parts(parameter, gradient, average) or (parameter, gradient, average)), *settings)
+
+    return lionw
+
+
+_UPDATES = {
+    "composer.optim.decoupled_weight_decay.DecoupledAdamW": ("adamw", _of_all),
+    "llmfoundry.optim.lion.DecoupledLionW": ("lionw", _of_one),
+}
+
+
+def _bring_step_counts(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """To the host, where torch's own AdamW keeps them: the update reads each, and on a GPU would wait for it."""
+    away: dict[torch.device, list[dict[str, Any]]] = {}
+    for state in optimizer.state.values():
+        step = state.get("step")
+        if isinstance(step, torch.Tensor) and not isinstance(step, DTensor) and step.device.type != "cpu":
+            away.setdefault(step.device, []).append(state)
+    for states in away.values():
+        counts = torch.stack([state["step"] for state in states]).cpu()
+        for state, count in zip(states, counts, strict=True):
+            state["step"] = count.clone()  # apart from each other, as they were

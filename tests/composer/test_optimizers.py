@@ -1,0 +1,190 @@
+"""Composer's and Foundry's optimizers update each rank's own parts under the shim: the same bits, and no dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from support.cases import for_each
+from support.comparing import assert_same
+from support.models import Chain, layer
+from support.oracle import FSDP2
+from support.ranks import run_ranks
+from support.training import FULL
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.foundry
+
+STEPS = 3
+
+
+class Thin(nn.Module):
+    """A row, which all ranks but one hold nothing of, and a scalar, which stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.gain = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.randn(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.row * self.gain
+
+
+class DispatchedOfDTensors(TorchDispatchMode):
+    """Counts the operators that are dispatched for DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            self.count += 1
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
+
+
+def sharded() -> nn.Module:
+    from composer_fsdp2 import prepare_fully_shard
+
+    torch.manual_seed(0)
+    model = Chain(a=layer(), b=Thin(), c=layer())
+    prepare_fully_shard(model, None, FULL, "fp32", "cpu")
+    return model
+
+
+def give_gradients(model: nn.Module, seed: int, change: Callable[[DTensor], torch.Tensor] = lambda grad: grad) -> None:
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        whole = torch.randn(parameter.shape)
+        if isinstance(parameter, DTensor):
+            parameter.grad = change(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+        else:
+            parameter.grad = whole
+
+
+def optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
+    from composer.optim import DecoupledAdamW
+    from llmfoundry.optim import DecoupledLionW
+
+    return {
+        "adamw": lambda parameters: DecoupledAdamW(parameters, lr=0.1, weight_decay=1e-4),
+        "amsgrad": lambda parameters: DecoupledAdamW(parameters, lr=0.1, amsgrad=True),
+        "lion": lambda parameters: DecoupledLionW(parameters, lr=0.1, weight_decay=1e-4),
+    }
+
+
+def left_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """This rank's parts of the parameters and of the state, and how each lies."""
+    values = [
+        value
+        for parameter in model.parameters()
+        for value in (parameter.detach(), *optimizer.state[parameter].values())
+    ]
+    return [(value.to_local(), value.placements) if isinstance(value, DTensor) else value for value in values]
+
+
+def train(make: Callable[..., torch.optim.Optimizer], *, on_own_parts: bool) -> tuple[list[Any], int]:
+    """What is left after a few steps, and how often a DTensor was dispatched in the last of them."""
+    from composer_fsdp2.compat.optimizers import update_own_parts
+
+    model = sharded()
+    optimizer = make(model.parameters())
+    if on_own_parts:
+        update_own_parts(optimizer)
+        update_own_parts(optimizer)  # of a run that goes on with fit
+    for step in range(STEPS):
+        give_gradients(model, step)
+        with DispatchedOfDTensors() as mode:
+            optimizer.step()
+    return left_by(model, optimizer), mode.count
+
+
+def check_updates() -> None:
+    def check(make: Callable[..., torch.optim.Optimizer]) -> None:
+        expected, num_dispatched = train(make, on_own_parts=False)
+        assert num_dispatched > 0
+        found, num_dispatched = train(make, on_own_parts=True)
+        assert num_dispatched == 0
+        assert_same(found, expected, in_bits=True)
+
+    for_each(check, {name: (make,) for name, make in optimizers().items()})
+
+
+def test_the_same_bits_without_dispatch():
+    """80 layers took 200 ms of Python in each step, before anything was launched on a GPU."""
+    run_ranks(check_updates, 2)
+
+
+def check_gradients_that_lie_otherwise() -> None:
+    """Whole on each rank, as somebody's hook may leave them: torch puts them together, as without the shim."""
+    from composer_fsdp2.compat.optimizers import update_own_parts
+
+    def whole(gradient: DTensor) -> torch.Tensor:
+        return gradient.redistribute(placements=[Replicate()])
+
+    def check(make: Callable[..., torch.optim.Optimizer]) -> None:
+        left = []
+        for change in (lambda gradient: gradient, whole):
+            model = sharded()
+            optimizer = make(model.parameters())
+            update_own_parts(optimizer)
+            give_gradients(model, 1, change)
+            optimizer.step()
+            left.append([value.to_local() for value in model.parameters() if isinstance(value, DTensor)])
+        assert_same(left[0], left[1], in_bits=True)
+
+    for_each(check, {name: (make,) for name, make in optimizers().items()})
+
+
+def test_gradients_that_lie_otherwise():
+    """Local tensors of other shapes would broadcast into each other, without an error."""
+    run_ranks(check_gradients_that_lie_otherwise, 2)
+
+
+def check_own_update() -> None:
+    from composer.optim import DecoupledAdamW
+
+    from composer_fsdp2.compat.optimizers import update_own_parts
+
+    class Own(DecoupledAdamW):
+        @staticmethod
+        def adamw(params: list[Any], *args: Any, **kwargs: Any) -> None:
+            assert all(isinstance(param, DTensor) or param.dim() == 0 for param in params)
+
+    model = sharded()
+    for optimizer in (Own(model.parameters()), torch.optim.AdamW(model.parameters())):
+        update_own_parts(optimizer)
+        give_gradients(model, 1)
+        optimizer.step()
+        assert "adamw" not in vars(optimizer)
+
+
+def test_an_update_of_ones_own_is_given_dtensors():
+    """It may not be elementwise."""
+    run_ranks(check_own_update, 2)
+
+
+def check_trainer() -> None:
+    from support.trainers import build_model, make_trainer
+
+    with FSDP2():
+        model = build_model()
+        trainer = make_trainer({}, model=model, optimizer="decoupled_adamw", batches=2)
+        trainer.fit()
+        (optimizer,) = trainer.state.optimizers
+        assert "adamw" in vars(optimizer)
+        with DispatchedOfDTensors() as mode:
+            optimizer.step()
+        assert mode.count == 0
+        trainer.close()
+
+
+def test_the_trainers_optimizer():
+    """Nothing in the script says so."""
+    run_ranks(check_trainer, 2)
