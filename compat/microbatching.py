@@ -51,7 +51,7 @@ class _Recovery:
     """Of one run: its votes, and where in a batch it is."""
 
     def __init__(self, state: State, timeout: timedelta | None) -> None:
-        self.votes = OutOfMemoryVote(state.model, timeout)
+        self.votes = OutOfMemoryVote(state.model, *([] if timeout is None else [timeout]))
         self.is_training = False
         self.is_committed = False
         self.evaluation: _Evaluation | None = None

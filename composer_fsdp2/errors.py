@@ -4,6 +4,7 @@ __all__ = [
     "CheckpointError",
     "ComposerFSDP2Error",
     "ConfigError",
+    "ControlGroupError",
     "IncompatibleVersionError",
     "PlanError",
     "RanksPartedError",
@@ -33,6 +34,10 @@ class CheckpointError(ComposerFSDP2Error):
 
 class RanksPartedError(ComposerFSDP2Error):
     """Ranks stand before different collectives, or one did not come; names where each of them stands."""
+
+
+class ControlGroupError(ComposerFSDP2Error, RuntimeError):
+    """No process group for votes and guard could be made between the ranks' hosts; names what to set."""
 
 
 class IncompatibleVersionError(ComposerFSDP2Error, ImportError):

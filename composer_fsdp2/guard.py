@@ -2,7 +2,7 @@
 
 A rank that takes another branch, has a batch less or evaluates alone launches another collective than the others, or
 none. That hangs until a process group times out, or mixes up data of one size. With the guard ranks compare where they
-stand before each collective, over a gloo group of their own.
+stand before each collective, over the control group.
 """
 
 import itertools
@@ -11,12 +11,12 @@ import zlib
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2._torch import InFlight, default_store, watch_collectives
+from composer_fsdp2.control import control
 from composer_fsdp2.errors import RanksPartedError
 from composer_fsdp2.sharded import units
 
@@ -27,7 +27,7 @@ _COLLECT_S = 2.0  # how long ranks that gave up wait for each other's reports
 
 
 class CollectiveGuard:
-    """Compares where the ranks stand. Made on all of them together; makes a process group.
+    """Compares where the ranks stand. Made on all of them together: the first one makes the control group.
 
     Args:
         limit: How long the ranks that have come wait for the others.
@@ -35,32 +35,30 @@ class CollectiveGuard:
 
     def __init__(self, limit: timedelta) -> None:
         self._limit = limit
-        self._group = dist.new_group(backend="gloo", timeout=limit)
+        self._control = control()
         self._name = f"guard/{next(_COUNT)}"  # ranks make their guards in one order
         self._number = 0
         self._last = "the beginning"
 
     def check(self, where: InFlight | str) -> None:
-        """Meet the other ranks at ``where``. Gathers two numbers.
+        """Meet the other ranks at ``where``, and compare two numbers.
 
         Raises:
             RanksPartedError: on all ranks that come; names where each stands, and where all were together last.
         """
         here = str(where)
-        own = torch.tensor([self._number, zlib.crc32(here.encode())], device="cpu")
-        of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        own = [self._number, zlib.crc32(here.encode())]
         try:
-            dist.all_gather(of_ranks, own, self._group)
+            largest = self._control.largest([*own, *(-number for number in own)], self._limit)
         except RuntimeError as error:
             raise self._parted(self._reports(here), "did not meet within the limit") from error
-        if any(not torch.equal(other, own) for other in of_ranks):
-            said: list[str | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(said, here, self._group)
-            raise self._parted(said, "stand before different collectives")
+        # Where the largest of all is also the smallest, all have it.
+        if largest != [*own, *(-number for number in own)]:
+            raise self._parted(self._reports(here), "stand before different collectives")
         self._number, self._last = self._number + 1, here
 
     def _reports(self, here: str) -> list[str | None]:
-        """Where the ranks stand that gave up as well; None for those that have not come."""
+        """Where the ranks stand that came or gave up as well; None for those that have not."""
         store, rank = default_store(), dist.get_rank()
         keys = [f"{self._name}/{self._number}/{other}" for other in range(dist.get_world_size())]
         store.set(keys[rank], here)
@@ -86,7 +84,7 @@ _GUARDS: WeakKeyDictionary[nn.Module, CollectiveGuard] = WeakKeyDictionary()
 
 
 def start_guard(model: nn.Module, limit: timedelta) -> None:
-    """Guard a model that was just sharded, for as long as it lives. Called on all ranks; makes a process group."""
+    """Guard a model that was just sharded, for as long as it lives. Called on all ranks."""
     guard = CollectiveGuard(limit)
     _GUARDS.update((unit, guard) for unit in model.modules() if isinstance(unit, FSDPModule))
     watch_collectives(units(model), guard.check)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composer_fsdp2._torch import InFlight, own_buffers, reset_after_error, watch_collectives
+from composer_fsdp2.control import control
 from composer_fsdp2.microbatching import begin_microbatch
 from composer_fsdp2.sharded import units
 
@@ -31,17 +32,18 @@ class PeerOutOfMemoryError(RuntimeError):
 
 
 class OutOfMemoryVote:
-    """The votes of one model's ranks, over a gloo group of their own, so that no vote stands between collectives.
+    """The votes of one model's ranks, over the control group, so that no vote stands between collectives.
 
-    Made on all ranks together; makes a process group.
+    Made on all ranks together: the first one makes that group.
 
     Args:
-        timeout: How long a rank waits for the others' votes; None is gloo's default.
+        timeout: How long a rank waits for the others' votes.
     """
 
-    def __init__(self, model: nn.Module, timeout: timedelta | None = None) -> None:
+    def __init__(self, model: nn.Module, timeout: timedelta = timedelta(minutes=30)) -> None:
         self._model = model
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._timeout = timeout
+        self._control = control()
         self._stop: Callable[[], None] | None = None
         self._where: InFlight | str = "the first forward"
 
@@ -102,16 +104,15 @@ class OutOfMemoryVote:
         return False
 
     def _cast(self, is_out: bool) -> bool:
-        vote = torch.tensor(int(is_out), device="cpu")  # not on a default device that may be out of memory
         try:
-            dist.all_reduce(vote, dist.ReduceOp.MAX, self._group)
+            [anybody_is_out] = self._control.largest([int(is_out)], self._timeout)
         except RuntimeError as error:
             said = "ran out of memory after" if is_out else "waits for the others' votes before"
             raise RuntimeError(
                 f"rank {dist.get_rank()} {said} {self._where}, and not all ranks voted within the time-out: they are "
                 "inside a collective that this rank never entered, or have ended. Set the microbatch size to a number"
             ) from error
-        return bool(vote)
+        return bool(anybody_is_out)
 
 
 # The last is what batch norms of large batches get of cuDNN (composer/trainer/trainer.py, 0.32.1, _is_cuda_oom).

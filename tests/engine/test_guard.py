@@ -20,6 +20,7 @@ from composer_fsdp2 import (
     ConfigError,
     RanksPartedError,
     clip_grad_norm_,
+    control,
     plan_sharding,
     prepare_fully_shard,
     summon_full_params,
@@ -160,10 +161,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-MEETINGS = mock.Mock(wraps=dist.all_gather)
+MEETINGS = mock.Mock(wraps=control._send)
 
 
-@mock.patch("composer_fsdp2.guard.dist.all_gather", MEETINGS)
+@mock.patch.object(control, "_send", MEETINGS)
 def check_together() -> None:
     def check(config: dict[str, Any]) -> None:
         MEETINGS.reset_mock()
