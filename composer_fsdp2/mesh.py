@@ -62,15 +62,32 @@ def _group_tables(specs: Sequence[MeshSpec]) -> list[GroupTable]:
         return []
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = [tuple(groups.members(rank, world_size) for groups in spec.axis_groups) for spec in specs]
-    of_ranks = gather(own)
-    tables = [
-        tuple(tuple(of_rank[number][axis] for of_rank in of_ranks) for axis in range(len(spec.axis_groups)))
-        for number, spec in enumerate(specs)
-    ]
-    problems = dict.fromkeys(problem for table in tables if (problem := _problem_of(table)))
+    # Units by the dozen have the same groups: those are sent once, and looked at once.
+    distinct = {groups: number for number, groups in enumerate(dict.fromkeys(own))}
+    of_ranks: list[tuple[list[tuple[range | Ranks, ...]], list[int]]]
+    of_ranks = gather(([tuple(map(_packed, groups)) for groups in distinct], [distinct[groups] for groups in own]))
+    members = [[tuple(map(tuple, groups)) for groups in of_rank] for of_rank, _ in of_ranks]
+    tables: dict[Ranks, GroupTable] = {}
+    chosen = []
+    for number, spec in enumerate(specs):
+        key = tuple(of_unit[number] for _, of_unit in of_ranks)
+        if key not in tables:
+            of_unit = [members[rank][which] for rank, which in enumerate(key)]
+            tables[key] = tuple(tuple(groups[axis] for groups in of_unit) for axis in range(len(spec.axis_groups)))
+        chosen.append(tables[key])
+    problems = dict.fromkeys(problem for table in tables.values() if (problem := _problem_of(table)))
     if problems:
         raise ConfigError("\n".join(problems))
-    return tables
+    return chosen
+
+
+def _packed(ranks: Ranks) -> range | Ranks:
+    """What is sent of a group: a thousand ranks in a row are three numbers."""
+    if len(ranks) > 2:
+        even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
+        if tuple(even) == ranks:
+            return even
+    return ranks
 
 
 def _problem_of(table: GroupTable) -> str:

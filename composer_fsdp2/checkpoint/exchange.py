@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.agreement import gather
+from composer_fsdp2.agreement import device_of_group, gather, sends_from_host
 from composer_fsdp2.checkpoint.target import Box
 
-__all__ = ["broadcast_replicas", "owners", "ranks_of_node", "replica_of", "send_or_receive", "sends_from_host"]
+__all__ = ["broadcast_replicas", "owners", "ranks_of_node", "replica_of", "send_or_receive"]
 
 # Below this many bytes a collective costs more than the read that it saves.
 _SMALL_BYTES = 1024
@@ -79,17 +79,13 @@ def send_or_receive(data: torch.Tensor, source: int, destination: int) -> None:
         return
     is_source, raw = dist.get_rank() == source, data.view(-1).view(torch.uint8)
     for part in raw.split(_BUFFER_BYTES):
-        buffer = part if sends_from_host(None) else part.to(_device())
+        buffer = part.to(device_of_group())
         if is_source:
             dist.send(buffer, destination)
         else:
             dist.recv(buffer, source)
             if buffer is not part:
                 part.copy_(buffer)
-
-
-def _device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def _broadcast(local: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
@@ -99,11 +95,6 @@ def _broadcast(local: torch.Tensor, source: int, group: dist.ProcessGroup | None
         dist.broadcast(local.view(-1).view(torch.uint8), source, group)  # gloo knows no fp8
         return
     for part in local.view(-1).view(torch.uint8).split(_BUFFER_BYTES):
-        buffer = part.to(_device())
+        buffer = part.to(device_of_group(group))
         dist.broadcast(buffer, source, group)
         part.copy_(buffer)
-
-
-def sends_from_host(group: dist.ProcessGroup | None) -> bool:
-    """Whether the group's backend takes CPU tensors (gloo does, NCCL does not)."""
-    return "cpu:" in str(dist.get_backend_config(group))

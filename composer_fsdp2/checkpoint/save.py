@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.checkpoint.exchange import sends_from_host
+from composer_fsdp2.agreement import device_of_group
 from composer_fsdp2.checkpoint.reading import bytes_of
 from composer_fsdp2.checkpoint.storage.archive_writer import (
     ArchivePlan,
@@ -56,7 +56,7 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
     extents = _extents_by_rank(named, path, group)
     file = _File(Path(path), state, shards) if dist.get_rank(group) == 0 else None
     # One for all pieces: freed ones would stay in the allocator.
-    buffer = torch.empty(PIECE_BYTES if file is not None else 0, dtype=torch.uint8, device=_device(group))
+    buffer = torch.empty(PIECE_BYTES if file is not None else 0, dtype=torch.uint8, device=device_of_group(group))
     for number, shard in enumerate(shards):
         for extent, rank in _holders([of_rank[number] for of_rank in extents]):
             for first, piece in _exchange(shard, extent, rank, buffer, group):
@@ -158,11 +158,6 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where tensors lie that the group sends."""
-    return torch.device("cpu" if sends_from_host(group) else torch.accelerator.current_accelerator() or "cpu")
 
 
 def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
