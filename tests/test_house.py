@@ -89,6 +89,7 @@ ORDER = [
     "checkpoint/loading/content",
     "checkpoint/loading/staging",
     "checkpoint/load",
+    "checkpoint/rounds",
     "checkpoint/save",
     "checkpoint/conversion/__init__",
     "checkpoint/conversion/writers/",

@@ -1,9 +1,17 @@
-"""A sharded state as one file, shard by shard through rank 0: no rank ever holds more than a piece of it."""
+"""A sharded state as one file: all ranks send slices of their shards to rank 0, in rounds, and rank 0 writes them.
 
+See [Note: rounds] in rounds.py. In each round a rank that waits for rank 0 waits for one write, whatever the size of
+the file, so that no watchdog ends the job; and there is no message between two ranks alone, for which NCCL would keep a
+communicator for each of them.
+"""
+
+import functools
 import hashlib
+import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.agreement import device_of_group
+from composer_fsdp2._torch import own_part
+from composer_fsdp2.agreement import device_of_group, sends_from_host
 from composer_fsdp2.checkpoint.reading import bytes_of
+from composer_fsdp2.checkpoint.rounds import Part, Piece, Routes, Timetable, cut, numbered
 from composer_fsdp2.checkpoint.storage.archive_writer import (
     ArchivePlan,
     Slot,
@@ -27,18 +37,17 @@ from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["save_monolithic"]
 
-# What rank 0 holds of other ranks' shards at a time.
-PIECE_BYTES = 16 << 20
-
-# Offsets and sizes of a shard, in elements of the whole tensor.
-_Extent = tuple[tuple[int, ...], tuple[int, ...]]
+# So often the disk is waited for, or the last wait would be for all of the file.
+_SYNC_BYTES = 1 << 30
 
 
 def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | None = None) -> None:
     """Write ``state`` as ``torch.save`` would write it with every DTensor whole, replacing ``path`` at the end.
 
-    Rank 0 writes beside ``path`` and renames. Beyond what the state holds, it needs memory for a piece of 16 MiB, and
-    a rank whose shard is not contiguous for a copy of that shard.
+    Rank 0 writes beside ``path`` and renames. Beyond what the state holds, rank 0 needs host memory for two rounds: of
+    16 MiB a rank, of 128 MiB from 8 ranks on. Every other rank needs it for two slices (a rank's share of a round), and
+    where its shard is not contiguous for a copy of that; where the group cannot send from the host's memory (NCCL), all
+    need device memory for one round.
 
     Args:
         state: Nested dicts, lists and tuples; the same DTensors in the same order on all ranks. All other values, plain
@@ -49,20 +58,23 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
         CheckpointError: on all ranks: the file cannot be written, or ranks hold different tensors. Nothing is left of
             it then, and a file of that name is as it was.
 
-    Called on all ranks. Gathers what each holds of each tensor, then sends the shards to rank 0, one after the other.
+    Called on all ranks. Gathers what each holds of each tensor; then a gather (an all-gather, if the group cannot send
+    from the host's memory) for each round, and one of the CRC32s.
     """
     named = _dtensors(state)
     shards = [shard for _, shard in named]
-    extents = _extents_by_rank(named, path, group)
+    routes = _routes(named, path, group)
     file = _File(Path(path), state, shards) if dist.get_rank(group) == 0 else None
-    # One for all pieces: freed ones would stay in the allocator.
-    buffer = torch.empty(PIECE_BYTES if file is not None else 0, dtype=torch.uint8, device=device_of_group(group))
-    for number, shard in enumerate(shards):
-        for extent, rank in _holders([of_rank[number] for of_rank in extents]):
-            for first, piece in _exchange(shard, extent, rank, buffer, group):
-                if file is not None:
-                    file.add(number, extent, first, piece)
-    [error, *_] = _gather(file.finish() if file is not None else None, group)
+    [(plain_bytes, error), *_] = _gather((file.plain_bytes, file.error) if file is not None else None, group)
+    if error is None:
+        timetable = Timetable(routes, plain_bytes)
+        source = _Source(shards, file.plain if file is not None else [])
+        if file is None:
+            _send(source, routes, timetable, group)
+        else:
+            _receive(source, routes, timetable, file, group)
+        crcs = _all_crcs(source, len(shards), group)
+        [error, *_] = _gather(file.publish(crcs) if file is not None else None, group)
     if error is not None:
         raise CheckpointError(f"{path}: cannot be written: {error}; a file of that name is as it was")
 
@@ -86,28 +98,31 @@ def _dtensors(state: Any) -> list[tuple[str, DTensor]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who sends what
+# Who holds what
 
 
-def _extents_by_rank(
-    named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.ProcessGroup | None
-) -> list[list[_Extent | None]]:
-    """What each rank has of each tensor; None where the tensor's mesh is without rank 0. Called on all ranks."""
-    writer = _global_rank(0, group)
+def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.ProcessGroup | None) -> Routes:
+    """Called on all ranks; gathers four bytes for each tensor, and each part that differs from others.
 
-    def extent(shard: DTensor) -> _Extent | None:
-        # Groups of ranks that train apart hold values of their own; the file has those of rank 0's group.
-        if not bool((shard.device_mesh.mesh == writer).any()):
-            return None
-        box = Box.of(shard)
-        return box.offsets, box.sizes
-
+    Raises:
+        CheckpointError: on all ranks, if they hold different tensors.
+    """
     described = [f"{name} {tuple(shard.shape)} {shard.dtype}" for name, shard in named]
     digest = hashlib.sha256("\n".join(described).encode()).digest()  # the names themselves are long
-    gathered = _gather(([extent(shard) for _, shard in named], digest), group)
-    if any(of_rank != gathered[0][1] for _, of_rank in gathered):
+    parts = _own_parts([shard for _, shard in named], 0 if group is None else dist.get_global_rank(group, 0))
+    gathered = _gather((digest, numbered(parts)), group)
+    if any(of_rank != digest for of_rank, _ in gathered):
         raise CheckpointError(f"{path}: not written: {_first_difference(_gather(described, group))}")
-    return [extents for extents, _ in gathered]
+    return Routes([parts for _, parts in gathered], [shard.element_size() for _, shard in named])
+
+
+def _own_parts(shards: Sequence[DTensor], writer: int) -> list[Part | None]:
+    """This rank's part of each tensor; None where the tensor's mesh is without the rank that writes.
+
+    Groups of ranks that train apart hold values of their own; the file has those of that rank's group.
+    """
+    boxes = [Box.of(shard) if bool((shard.device_mesh.mesh == writer).any()) else None for shard in shards]
+    return [None if box is None else Part(box.offsets, box.sizes) for box in boxes]
 
 
 def _first_difference(described: Sequence[Sequence[str]]) -> str:
@@ -119,49 +134,145 @@ def _first_difference(described: Sequence[Sequence[str]]) -> str:
     return f"rank 0 has {len(described[0])} sharded tensors, rank {rank} {len(of_rank)}; save the same on every rank"
 
 
-def _holders(extents: Sequence[_Extent | None]) -> list[tuple[_Extent, int]]:
-    """Each part of a tensor, and the lowest of the ranks that hold it."""
-    first: dict[_Extent, int] = {}
-    for rank, extent in enumerate(extents):
-        if extent is not None and 0 not in extent[1]:
-            first.setdefault(extent, rank)
-    return list(first.items())
-
-
-def _exchange(
-    shard: DTensor, extent: _Extent, holder: int, buffer: torch.Tensor, group: dist.ProcessGroup | None
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """The holder's shard on rank 0, piece by piece: (number of its first element, its bytes in host memory).
-
-    Called on all ranks: the holder sends, rank 0 receives, into ``buffer``; the others go on at once.
-    """
-    me, itemsize = dist.get_rank(group), shard.element_size()
-    if me not in (0, holder):
-        return
-    local = shard.to_local().detach().contiguous().view(-1).view(torch.uint8) if me == holder else None
-    numel = torch.Size(extent[1]).numel()
-    step = PIECE_BYTES // itemsize
-    for first in range(0, numel, step):
-        num_bytes = min(step, numel - first) * itemsize
-        if local is None:
-            piece = buffer[:num_bytes]
-            dist.recv(piece, _global_rank(holder, group), group)
-        else:
-            piece = local[first * itemsize : first * itemsize + num_bytes]
-        if me == 0:
-            yield first, piece.cpu()
-        else:
-            dist.send(piece.to(buffer.device), _global_rank(0, group), group)
-
-
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
 
 
-def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
+# ---------------------------------------------------------------------------------------------------------------------
+# The rounds
+
+
+class _Source:
+    """The bytes of this rank's shards, and of rank 0's plain tensors; and what they add to the tensors' CRC32s.
+
+    A CRC32 is taken where the bytes lie, so that it covers their way to the file, and no rank computes all of them.
+    """
+
+    def __init__(self, shards: Sequence[DTensor], plain: Sequence[torch.Tensor]) -> None:
+        self._tensors: list[torch.Tensor] = [*shards, *plain]
+        self._num_shards = len(shards)
+        self._bytes: tuple[int, torch.Tensor] | None = None  # of the tensor that is being read
+        self.crcs = [0] * len(self._tensors)
+
+    def plain_pieces(self) -> Iterator[Piece]:
+        for number, tensor in enumerate(self._tensors[self._num_shards :], self._num_shards):
+            whole = Part((0,) * tensor.dim(), tuple(tensor.shape))
+            yield Piece(number, whole, 0, tensor.numel() * tensor.element_size())
+
+    def read(self, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
+        """Each piece in host memory, a uint8 tensor of one dimension. A piece is read once."""
+        for piece in pieces:
+            tensor = self._tensors[piece.number]
+            found = self._bytes_of(piece.number)[piece.start : piece.end].cpu()
+            data, num_bytes, at = bytes_of(found), tensor.numel() * tensor.element_size(), 0
+            for first, count in piece.runs(tensor.shape, tensor.element_size()):
+                self.crcs[piece.number] ^= shifted(zlib.crc32(data[at : at + count]), num_bytes - first - count)
+                at += count
+            yield found
+
+    def _bytes_of(self, number: int) -> torch.Tensor:
+        if self._bytes is None or self._bytes[0] != number:
+            self._bytes = None  # where it is a copy, it goes before the next one is made
+            local = own_part(self._tensors[number].detach())
+            self._bytes = number, local.contiguous().view(-1).view(torch.uint8)
+        return self._bytes[1]
+
+
+def _send(source: _Source, routes: Routes, timetable: Timetable, group: dist.ProcessGroup | None) -> None:
+    """All that this rank has, to rank 0. Called on all ranks but that one."""
+    rank = dist.get_rank(group)
+    mine = cut(routes.pieces(rank), timetable.slice_bytes)
+    memory = _host_memory(timetable.sizes(0)[rank], group)
+    for number in range(timetable.num_rounds):
+        sizes, at = timetable.sizes(number), 0
+        for data in source.read(next(mine, ())):
+            memory[at : at + len(data)] = data
+            at += len(data)
+        _exchange(memory[: sizes[rank]], sizes, group)
+
+
+def _receive(
+    source: _Source, routes: Routes, timetable: Timetable, file: "_File", group: dist.ProcessGroup | None
+) -> None:
+    """All that the ranks have, into the file. Called on rank 0."""
+    own = cut(itertools.chain(routes.pieces(0), source.plain_pieces()), timetable.own_slice_bytes)
+    others = [cut(routes.pieces(rank), timetable.slice_bytes) for rank in range(1, routes.num_ranks)]
+    # While a round is written the next one is under way.
+    memories = [_host_memory(_memory_bytes(timetable.sizes(0), group), group) for _ in range(2)]
+    written: list[Future[None]] = []
+    with ThreadPoolExecutor(1, "save_monolithic") as writer:
+        for number in range(timetable.num_rounds):
+            if number >= 2:
+                written[number - 2].result()
+            received = _exchange(memories[number % 2], timetable.sizes(number), group)
+            mine = next(own, [])
+            pieces = list(zip(mine, source.read(mine), strict=True))
+            for data, other in zip(received, others, strict=True):
+                pieces += _apart(data, next(other, ()))
+            written.append(writer.submit(file.add, pieces))
+
+
+def _apart(data: torch.Tensor, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """A slice as the pieces that it is made of."""
+    at = 0
+    for piece in pieces:
+        yield piece, data[at : at + piece.num_bytes]
+        at += piece.num_bytes
+
+
+def _exchange(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """One round. Called on all ranks.
+
+    Args:
+        memory: What this rank sends; on rank 0, ``_memory_bytes`` for what comes.
+        sizes: What each rank sends.
+    Returns:
+        On rank 0, what each other rank sent.
+    """
+    is_writer = dist.get_rank(group) == 0
+    if sends_from_host(group):
+        # A gather of gloo's would be the same, but for two copies of everything in rank 0's memory.
+        if not is_writer:
+            dist.send(memory, group=group, group_dst=0)
+            return []
+        rows = list(memory[: sum(sizes)].split(sizes[1:]))
+        works = [dist.irecv(row, group=group, group_src=rank) for rank, row in enumerate(rows, 1)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return rows
+    # On a device all ranks gather: the connections are those of training, not one from each rank to rank 0.
+    size = max(sizes)
+    own = torch.empty(size, dtype=torch.uint8, device=device_of_group(group))
+    gathered = own.new_empty(len(sizes) * size)
+    if not is_writer:
+        own[: len(memory)] = memory
+    dist.all_gather_into_tensor(gathered, own, group)
+    if not is_writer:
+        gathered[:1].cpu()  # waits: the watchdog counts from when a collective is begun, and none is begun too early
+        return []
+    memory = memory[: len(gathered)].copy_(gathered)
+    return [row[:sent] for row, sent in zip(memory.split(size), sizes, strict=True)][1:]
+
+
+def _memory_bytes(sizes: Sequence[int], group: dist.ProcessGroup | None) -> int:
+    """What rank 0 needs for a round in which the ranks send so much."""
+    return sum(sizes) if sends_from_host(group) else len(sizes) * max(sizes)
+
+
+def _host_memory(num_bytes: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device_of_group(group).type != "cpu")
+
+
+def _all_crcs(source: _Source, num_shards: int, group: dist.ProcessGroup | None) -> list[int]:
+    """The CRC32 of each of ``source``'s tensors, on rank 0. Called on all ranks; gathers 8 bytes for each and rank."""
+    own = torch.tensor(source.crcs[:num_shards], dtype=torch.int64, device=device_of_group(group))
+    of_ranks = own.new_empty(dist.get_world_size(group) * num_shards)
+    dist.all_gather_into_tensor(of_ranks, own, group)
+    of_shards = functools.reduce(torch.bitwise_xor, of_ranks.cpu().split(num_shards)).tolist() if num_shards else []
+    return [*of_shards, *source.crcs[num_shards:]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,31 +280,50 @@ def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
 
 
 class _File:
-    """What rank 0 writes. An error is kept until the end, because the other ranks go on sending."""
+    """What rank 0 writes. An error is kept until the end, because the other ranks go on sending.
+
+    Attributes:
+        plain: The tensors in the state that are no DTensors.
+    """
 
     def __init__(self, path: Path, state: Any, shards: Sequence[DTensor]) -> None:
         self.path = path
         self.staged = path.with_name(f".{path.name}.saving")
         self.error: str | None = None
-        self.shards = shards
-        self.slots: dict[int, Slot] = {}  # by the shard's number
-        self.crcs: dict[Slot, int] = {}
-        self.plan: ArchivePlan
-        self.file: IO[bytes] | None = None
-        self._attempt(lambda: self._open(state))
+        self.plain: list[torch.Tensor] = []
+        self._slots: list[Slot | None] = [None] * len(shards)  # by the tensor's number: shards, then plain ones
+        self._unsynced_bytes = 0
+        self._plan: ArchivePlan
+        self._file: IO[bytes] | None = None
+        self._attempt(lambda: self._open(state, shards))
+        if self.error is not None:
+            self._leave_nothing()
 
-    def add(self, number: int, extent: _Extent, first: int, piece: torch.Tensor) -> None:
-        """Write a piece of a shard: its bytes from element ``first`` on, in row-major order."""
-        self._attempt(lambda: self._add(self.slots[number], extent, first, bytes_of(piece)))
+    @property
+    def plain_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.plain)
 
-    def finish(self) -> str | None:
-        """Publish the file, or leave nothing of it; what went wrong, if anything did."""
-        self._attempt(self._publish)
-        if self.file is not None:
-            self.file.close()
-            if self.error is not None:
-                self.staged.unlink(missing_ok=True)
+    def add(self, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
+        """Write pieces of the tensors: their bytes, in host memory."""
+        self._attempt(lambda: self._add(pieces))
+
+    def publish(self, crcs: Sequence[int]) -> str | None:
+        """Give the file its name, or leave nothing of it; what went wrong, if anything did.
+
+        Args:
+            crcs: The CRC32 of each tensor.
+        """
+        self._attempt(lambda: self._publish(crcs))
+        if self.error is not None:
+            self._leave_nothing()
+        elif self._file is not None:
+            self._file.close()
         return self.error
+
+    def _leave_nothing(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self.staged.unlink(missing_ok=True)
 
     def _attempt(self, work: Callable[[], None]) -> None:
         if self.error is None:
@@ -204,60 +334,41 @@ class _File:
             except Exception as error:  # pickling runs the user's code
                 self.error = f"{type(error).__name__}: {error}"
 
-    def _open(self, state: Any) -> None:
-        numbers = {id(shard): number for number, shard in enumerate(self.shards)}
+    def _open(self, state: Any, shards: Sequence[DTensor]) -> None:
+        numbers = {id(shard): number for number, shard in enumerate(shards)}
 
         def slot_for(tensor: torch.Tensor) -> Slot:
-            if not isinstance(tensor, DTensor):
-                return Slot(tuple(tensor.shape), tensor.dtype, tensor)
-            if id(tensor) not in numbers:
-                raise TypeError("a sharded tensor inside of an object; only dicts, lists and tuples may hold them")
             slot = Slot(tuple(tensor.shape), tensor.dtype)
-            self.slots[numbers[id(tensor)]] = slot
+            if not isinstance(tensor, DTensor):
+                self.plain.append(tensor)
+                self._slots.append(slot)
+            elif id(tensor) in numbers:
+                self._slots[numbers[id(tensor)]] = slot
+            else:
+                raise TypeError("a sharded tensor inside of an object; only dicts, lists and tuples may hold them")
             return slot
 
-        self.plan = plan_archive(state, slot_for=slot_for)
+        self._plan = plan_archive(state, slot_for=slot_for)
         self.staged.parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.staged, "wb")  # noqa: SIM115 - closed by finish
-        self.file.truncate(self.plan.num_bytes)
-        for slot in self.plan.slots:
-            data = bytes_of(slot.source.detach().cpu().contiguous()) if slot.source is not None else b""
-            write_all(self.file, data, self.plan.offset_of(slot))
-            self.crcs[slot] = zlib.crc32(data)
+        self._file = open(self.staged, "wb")  # noqa: SIM115 - closed by publish
+        self._file.truncate(self._plan.num_bytes)
 
-    def _add(self, slot: Slot, extent: _Extent, first: int, data: memoryview) -> None:
-        assert self.file is not None
-        itemsize, at = slot.dtype.itemsize, 0
-        for start, length in _runs(slot.shape, *extent, first, len(data) // itemsize):
-            run = data[at : at + length * itemsize]
-            write_all(self.file, run, self.plan.offset_of(slot) + start * itemsize)
-            self.crcs[slot] ^= shifted(zlib.crc32(run), slot.num_bytes - (start + length) * itemsize)
-            at += len(run)
+    def _add(self, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
+        assert self._file is not None
+        for piece, tensor in pieces:
+            slot, data, at = self._slots[piece.number], bytes_of(tensor), 0
+            assert slot is not None
+            for first, count in piece.runs(slot.shape, slot.dtype.itemsize):
+                write_all(self._file, data[at : at + count], self._plan.offset_of(slot) + first)
+                at += count
+            self._unsynced_bytes += piece.num_bytes
+        if self._unsynced_bytes >= _SYNC_BYTES:
+            sync(self._file)
+            self._unsynced_bytes = 0
 
-    def _publish(self) -> None:
-        assert self.file is not None
-        self.plan.finish(self.file, self.crcs)
-        sync(self.file)
+    def _publish(self, crcs: Sequence[int]) -> None:
+        assert self._file is not None
+        self._plan.finish(self._file, {slot: crc for slot, crc in zip(self._slots, crcs, strict=True) if slot})
+        sync(self._file)
         os.replace(self.staged, self.path)
         sync_folder(self.path.parent)
-
-
-def _runs(
-    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], first: int, count: int
-) -> Iterator[tuple[int, int]]:
-    """Elements ``first`` to ``first + count`` of a box, as runs of the whole tensor: (first element, length)."""
-    # Trailing dimensions that the box has whole make one run with the dimension before them.
-    dim = len(shape)
-    while dim > 1 and sizes[dim - 1] == shape[dim - 1]:
-        dim -= 1
-    inner = torch.Size(sizes[max(dim - 1, 0) :]).numel()
-    strides = [torch.Size(shape[d + 1 :]).numel() for d in range(len(shape))]
-    while count:
-        row, column = divmod(first, inner)
-        start = column + (offsets[dim - 1] * strides[dim - 1] if shape else 0)
-        for d in range(dim - 2, -1, -1):
-            row, index = divmod(row, sizes[d])
-            start += (offsets[d] + index) * strides[d]
-        length = min(count, inner - column)
-        yield start, length
-        first, count = first + length, count - length

@@ -25,7 +25,7 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from composer_fsdp2.checkpoint import save
+from composer_fsdp2.checkpoint import rounds, save
 from composer_fsdp2.checkpoint.save import save_monolithic
 from composer_fsdp2.errors import CheckpointError
 
@@ -63,8 +63,8 @@ def sharded(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTe
 
 
 @contextlib.contextmanager
-def pieces_of(num_bytes: int) -> Iterator[None]:
-    with mock.patch.object(save, "PIECE_BYTES", num_bytes):
+def slices_of(num_bytes: int) -> Iterator[None]:
+    with mock.patch.object(rounds, "SLICE_BYTES", num_bytes):
         yield
 
 
@@ -98,9 +98,9 @@ def check_contents(folder: str) -> None:
             "rng": [{"rank": 0}, {"rank": 1}],
         }
 
-    def check(num_bytes: int) -> None:
+    def check(num_bytes: int, from_host: bool) -> None:
         dist.barrier()  # rank 0 has read the last case's file
-        with pieces_of(num_bytes):
+        with slices_of(num_bytes), mock.patch.object(save, "sends_from_host", return_value=from_host):
             save_monolithic(state(cut, cut_tied), f"{folder}/ours.pt")
         if dist.get_rank() == 0:
             with open(f"{folder}/theirs.pt", "wb") as file:
@@ -110,7 +110,12 @@ def check_contents(folder: str) -> None:
             assert records(f"{folder}/ours.pt") == records(f"{folder}/theirs.pt")
             assert sorted(os.listdir(folder)) == ["ours.pt", "theirs.pt"]
 
-    for_each(check, {"many pieces to a shard": (16,), "one": (16 << 20,)})
+    cases = {
+        "many slices to a shard": (17, True),
+        "one": (16 << 20, True),
+        "as a group sends that takes no host memory": (1 << 10, False),
+    }
+    for_each(check, cases)
 
 
 def records(path: str) -> dict[str, bytes]:
@@ -143,10 +148,9 @@ def check_replicas(folder: str) -> None:
             save_monolithic(state, f"{folder}/{kind}.pt")
         if rank == 0:
             assert_same(torch.load(f"{folder}/{kind}.pt"), whole, kind, in_bits=True, in_order=True)
-        if kind == "HSDP" and rank == 1:
-            assert sum(sent) == 3 * 4 * 4 + 2 * 4, "rank 1 sends its half, bytes of rows"
-        else:
-            assert not sent, f"{kind}: rank {rank} sent {sent}"
+        # Ranks 1 and 3 have what rank 0 has not: 3 rows of "a" and 2 elements of "b". Who has nothing sends one byte.
+        half = (3 * 4 * 4 + 2 * 4) // 2
+        assert sum(sent) == ([0, half, 1, half] if kind == "HSDP" else [0, 1, 1, 1])[rank]
 
     for_each(check, {kind: (kind, mesh) for kind, mesh in meshes.items()})
     # Groups that train apart: rank 3 has the other half of rank 0's values, rank 2 of rank 1's.
@@ -158,7 +162,7 @@ def check_replicas(folder: str) -> None:
         assert_same(torch.load(f"{folder}/apart.pt"), {"a": whole["a"]}, "apart", in_bits=True, in_order=True)
 
 
-def test_one_replica_sends(tmp_path: Path):
+def test_replicas_share_what_is_sent(tmp_path: Path):
     """With replicas each part travels once, and never from a group of ranks that has other values than rank 0's."""
     run_ranks(check_replicas, 4, str(tmp_path))
 
@@ -202,10 +206,14 @@ def check_memory(folder: str) -> int:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
-def test_no_rank_holds_more_than_pieces(tmp_path: Path):
-    """Saving a model that fits no single host's memory must not end the run: 256 MiB pass in pieces of 16."""
+def test_no_rank_holds_more_than_slices(tmp_path: Path):
+    """Saving a model that fits no single host's memory must not end the run: 256 MiB pass in slices of 16.
+
+    Rank 0 has two, one that is written and one that is under way; another rank one.
+    """
     peaks = run_ranks(check_memory, 2, str(tmp_path), fresh=True)
-    assert max(peaks) < 2 * save.PIECE_BYTES, [f"{peak / 2**20:.1f} MiB" for peak in peaks]
+    in_words = [f"{peak / 2**20:.1f} MiB" for peak in peaks]
+    assert peaks[0] < 3 * rounds.SLICE_BYTES and peaks[1] < 2 * rounds.SLICE_BYTES, in_words
     assert (tmp_path / "large.pt").stat().st_size > 256 << 20
 
 
@@ -265,7 +273,7 @@ def check_errors(folder: str) -> None:
             raise OSError(28, "No space left on device")
         write_all(*args)
 
-    with pieces_of(256), mock.patch.object(save, "write_all", full):
+    with slices_of(256), mock.patch.object(save, "write_all", full):
         assert "No space left" in refused(a_state(mesh), path)
     if rank == 0:
         assert len(calls) == 21, "the error came before any piece or after all of them"
@@ -296,7 +304,7 @@ def check_group(folder: str) -> None:
             failed.append(error)
 
     thread = threading.Thread(target=write)
-    with pieces_of(64):
+    with slices_of(64):
         thread.start()
         total, rounds = torch.zeros(()), 0
         while rounds < 200:  # what training sends on the default group meanwhile
