@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.agreement import agree, gather
 from composer_fsdp2.checkpoint.save import save_monolithic
+from composer_fsdp2.control import control
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharded import is_sharded, reshard
 
@@ -253,7 +254,7 @@ def _pack(source: Path, packed: Path) -> None:
             shutil.copyfileobj(file, compressed)
 
 
-def _write_sharded(state: State, state_dict: dict[str, Any], filename: str, groups: "_Groups") -> None:
+def _write_sharded(state: State, state_dict: dict[str, Any], filename: str, group: dist.ProcessGroup | None) -> None:
     """A DCP directory, as Composer writes it: one replica writes, rank 0 alone the random states."""
     assert state.fsdp_config is not None
     if dist.get_rank() > 0:
@@ -262,7 +263,7 @@ def _write_sharded(state: State, state_dict: dict[str, Any], filename: str, grou
         return
     planner = state.fsdp_config.save_planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     writer = FileSystemWriter(os.path.dirname(filename))
-    save_directory(state_dict, storage_writer=writer, planner=planner, process_group=groups.first_replica)
+    save_directory(state_dict, storage_writer=writer, planner=planner, process_group=group)
 
 
 def _writes_shards(state: State) -> bool:
@@ -437,38 +438,23 @@ def _link(link: Path, target: str) -> None:
 # async_save
 
 
-# Ranks with nothing to send wait in a collective for as long as the disk takes.
+# A rank whose shards are written waits in torch's writer for those with more, for as long as the disk takes.
 _LONGEST_WRITE = timedelta(days=1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """Process groups of their own, so that what the writer sends never meets what training sends.
+def _writing_group(state: State) -> dist.ProcessGroup | None:
+    """Of the ranks that write, so that what the background thread sends never meets what training sends.
 
-    Args:
-        writing: All ranks, for the background thread.
-        asking: All ranks, for the question whether all have finished.
-        first_replica: The ranks that write shards, for the background thread.
+    Made once for each run; None on a rank that does not write. Called on all ranks.
     """
-
-    writing: dist.ProcessGroup
-    asking: dist.ProcessGroup
-    first_replica: dist.ProcessGroup
-
-    @classmethod
-    def of(cls, state: State) -> "_Groups":
-        """Made once for each run; called on all ranks."""
-        writers = [rank for rank, writes in enumerate(gather(_writes_shards(state))) if writes]
-        return _groups(dist.group.WORLD, tuple(writers))
+    writes = not state.fsdp_sharded_state_dict_enabled or _writes_shards(state)
+    return _gloo_group(dist.group.WORLD, tuple(rank for rank, of_rank in enumerate(gather(writes)) if of_rank))
 
 
 @functools.lru_cache(maxsize=1)  # ranks of one job have one world
-def _groups(world: Any, writers: tuple[int, ...]) -> _Groups:
-    return _Groups(
-        writing=dist.new_group(backend="gloo", timeout=_LONGEST_WRITE),
-        asking=dist.new_group(backend="gloo"),
-        first_replica=dist.new_group(list(writers), backend="gloo", timeout=_LONGEST_WRITE),
-    )
+def _gloo_group(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    group: Any = dist.new_group(list(ranks), backend="gloo", timeout=_LONGEST_WRITE)
+    return group if dist.get_rank() in ranks else None
 
 
 @dataclass(slots=True)
@@ -482,7 +468,6 @@ class _Pending:
     """
 
     saver: CheckpointSaver
-    groups: _Groups
     write: Callable[[], None]
     publish: Callable[[], None]
     account_for: Callable[[], None]
@@ -508,10 +493,9 @@ class _Pending:
             self.error = _words(error)
 
     def is_done_everywhere(self) -> bool:
-        """Called on all ranks, each step."""
-        done = torch.tensor(int(not self.thread.is_alive()))
-        dist.all_reduce(done, dist.ReduceOp.MIN, self.groups.asking)
-        return bool(done)
+        """Called on all ranks, after each batch."""
+        [is_one_alive] = control().largest([int(self.thread.is_alive())])
+        return not is_one_alive
 
     def finish(self) -> None:
         """Wait for it, give it its name, and do what Composer does after a save. Called on all ranks.
@@ -522,9 +506,7 @@ class _Pending:
         self.thread.join()
         if self.error is None:
             self._attempt(self.publish)
-        errors: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, self.error, self.groups.asking)
-        failed = dict.fromkeys(error for error in errors if error is not None)  # most know of all of them
+        failed = dict.fromkeys(error for error in gather(self.error) if error is not None)  # most know of all of them
         if failed:
             raise CheckpointError(
                 "async_save could not write a checkpoint; the one before it is still the latest:\n  "
@@ -546,13 +528,14 @@ _pending: _Pending | None = None
 def _start(saver: CheckpointSaver, state: State, filename: str, account_for: Callable[[_Written], None]) -> None:
     """Take a copy of the state and begin to write it. Called on all ranks."""
     global _pending
-    groups = _Groups.of(state)
+    control()  # connected while all are here
+    group = _writing_group(state)
     state_dict = _copied(state, _sharded_state_dict(state, saver.weights_only, saver.ignore_keys))
     if state.fsdp_sharded_state_dict_enabled:
         written = _Written(state, filename if _writes_shards(state) else None)
 
         def write() -> None:
-            _write_sharded(state, state_dict, filename, groups)
+            _write_sharded(state, state_dict, filename, group)
 
         def publish() -> None:
             pass  # the link makes it known
@@ -562,13 +545,13 @@ def _start(saver: CheckpointSaver, state: State, filename: str, account_for: Cal
         unpublished = os.path.join(os.path.dirname(filename), f".unpublished-{os.path.basename(filename)}")
 
         def write() -> None:
-            _write_full(state_dict, unpublished, groups.writing)
+            _write_full(state_dict, unpublished, group)
 
         def publish() -> None:
             if dist.get_rank() == 0:
                 os.replace(unpublished, filename)
 
-    _pending = _Pending(saver, groups, write, publish, functools.partial(account_for, written))
+    _pending = _Pending(saver, write, publish, functools.partial(account_for, written))
     _pending.start()
 
 

@@ -27,16 +27,18 @@ import torch.distributed as dist
 from composer_fsdp2.agreement import device_of_group, gather
 from composer_fsdp2.errors import ControlGroupError
 
-__all__ = ["Control", "control", "num_rounds"]
+__all__ = ["ANSWER_WITHIN", "Control", "control", "num_rounds"]
 
 # Where one rank cannot connect, the others wait so long for it.
 CONNECT_WITHIN = timedelta(minutes=2)
+# How long a rank waits for the others' numbers, unless it is told otherwise: as long as torch's own gloo groups.
+ANSWER_WITHIN = timedelta(minutes=30)
 
 
 class Control(Protocol):
     """How ranks compare numbers."""
 
-    def largest(self, numbers: Sequence[int], timeout: timedelta) -> list[int]:
+    def largest(self, numbers: Sequence[int], timeout: timedelta = ANSWER_WITHIN) -> list[int]:
         """The largest of all ranks' numbers, one by one. Called on all ranks, with as many numbers of 64 bits.
 
         Raises:
@@ -189,7 +191,7 @@ class _OfNodes:
     def __init__(self, node: _Node, group: dist.ProcessGroup | None, firsts: Sequence[int]) -> None:
         self._node, self._group, self._firsts = node, group, firsts
 
-    def largest(self, numbers: Sequence[int], timeout: timedelta) -> list[int]:
+    def largest(self, numbers: Sequence[int], timeout: timedelta = ANSWER_WITHIN) -> list[int]:
         until = time.monotonic() + timeout.total_seconds()
         if self._node.to_first is not None:
             _send(self._node.to_first, numbers)
@@ -229,7 +231,7 @@ class _ByDevice:
         self._buffer = torch.zeros(self.MAX_NUMBERS, dtype=torch.int64, device=device_of_group())
         dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)  # the backend's own buffers, too
 
-    def largest(self, numbers: Sequence[int], timeout: timedelta) -> list[int]:
+    def largest(self, numbers: Sequence[int], timeout: timedelta = ANSWER_WITHIN) -> list[int]:
         lowest = torch.iinfo(torch.int64).min
         padded = [*numbers, *[lowest] * (self.MAX_NUMBERS - len(numbers))]
         self._buffer.copy_(torch.tensor(padded, dtype=torch.int64, device="cpu"))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composer_fsdp2._torch import InFlight, own_buffers, reset_after_error, watch_collectives
-from composer_fsdp2.control import control
+from composer_fsdp2.control import ANSWER_WITHIN, control
 from composer_fsdp2.microbatching import begin_microbatch
 from composer_fsdp2.sharded import units
 
@@ -40,7 +40,7 @@ class OutOfMemoryVote:
         timeout: How long a rank waits for the others' votes.
     """
 
-    def __init__(self, model: nn.Module, timeout: timedelta = timedelta(minutes=30)) -> None:
+    def __init__(self, model: nn.Module, timeout: timedelta = ANSWER_WITHIN) -> None:
         self._model = model
         self._timeout = timeout
         self._control = control()

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -202,7 +203,7 @@ def _receive(
     # While a round is written the next one is under way.
     memories = [_host_memory(_memory_bytes(timetable.sizes(0), group), group) for _ in range(2)]
     written: list[Future[None]] = []
-    with ThreadPoolExecutor(1, "save_monolithic") as writer:
+    with ThreadPoolExecutor(1, threading.current_thread().name) as writer:
         for number in range(timetable.num_rounds):
             if number >= 2:
                 written[number - 2].result()

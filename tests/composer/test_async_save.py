@@ -59,7 +59,7 @@ def writer_waits_for(wait: Callable[[], None]) -> Iterator[None]:
 
     def held(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread().name == "async_save":
+            if threading.current_thread().name.startswith("async_save"):  # or the thread that writes for it
                 wait()
             return function(*args, **kwargs)
 
@@ -135,7 +135,11 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
             save_by_composer(state, composers)
 
     expected = reference(fit, FSDP2, config, batches=6, optimizer="adamw")
-    with FSDP2(), writer_waits_for(gate.wait):
+    with (
+        FSDP2(),
+        writer_waits_for(gate.wait),
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+    ):
         trained = fit(
             FSDP2,
             {**config, "state_dict_type": kind, "async_save": True},
@@ -147,6 +151,8 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
             callbacks=[callback(batch_end=batch_end, batch_checkpoint=batch_checkpoint)],
         )
     assert trained.losses == expected.losses, f"{trained.losses}, {expected.losses}"
+    # Each is a socket from every rank to every other one.
+    assert sum(call.kwargs.get("backend") == "gloo" for call in new_group.mock_calls) <= 1, new_group.mock_calls
     # Steps 3 and 4 ran while the snapshot of step 2 was being written: no link, no entry, and no file of that name. The
     # name comes with the link: if the run ended in between, Composer would not start again beside such a file.
     for when in ("step 3", "step 4", "written"):
