@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_fsdp2._torch import InFlight, own_buffers, reset_after_error, watch_collectives
+from composer_fsdp2._torch import InFlight, own_buffers, process_groups_of, reset_after_error, watch_collectives
+from composer_fsdp2.agreement import device_of_group
 from composer_fsdp2.control import ANSWER_WITHIN, control
 from composer_fsdp2.microbatching import begin_microbatch
 from composer_fsdp2.sharded import units
@@ -34,7 +35,9 @@ class PeerOutOfMemoryError(RuntimeError):
 class OutOfMemoryVote:
     """The votes of one model's ranks, over the control group, so that no vote stands between collectives.
 
-    Made on all ranks together: the first one makes that group.
+    Made on all ranks together: the first one makes that group, and each sends a few small collectives over the model's
+    axes. NCCL takes memory of its own, outside of torch's allocator, when an axis is first used; where that is not
+    there in the midst of a batch, it fails inside a collective, about which nobody can vote.
 
     Args:
         timeout: How long a rank waits for the others' votes.
@@ -44,6 +47,7 @@ class OutOfMemoryVote:
         self._model = model
         self._timeout = timeout
         self._control = control()
+        _warm_up(model)
         self._stop: Callable[[], None] | None = None
         self._where: InFlight | str = "the first forward"
 
@@ -92,6 +96,8 @@ class OutOfMemoryVote:
             if self.is_on:
                 self.check("the end of the batch")
         except RuntimeError as error:
+            if _is_inside_a_collective(error):
+                raise RuntimeError(_NO_VOTE) from error
             if not is_out_of_memory(error):
                 raise
             if not isinstance(error, PeerOutOfMemoryError):
@@ -115,17 +121,50 @@ class OutOfMemoryVote:
         return bool(anybody_is_out)
 
 
-# The last is what batch norms of large batches get of cuDNN (composer/trainer/trainer.py, 0.32.1, _is_cuda_oom).
+# NCCL uses other algorithms for large tensors than for small ones, with other buffers.
+_WARM_UP_ELEMENTS = (1, 1 << 20)
+
+
+def _warm_up(model: nn.Module) -> None:
+    """Use each axis of the model once, with all kinds of collectives that it sends. Called on all ranks."""
+    groups = dict.fromkeys(group for unit in units(model).values() for group in process_groups_of(unit))
+    for group in groups:
+        size = dist.get_world_size(group)
+        for numel in _WARM_UP_ELEMENTS:
+            part = torch.zeros(max(1, numel // size), device=device_of_group(group))
+            whole = part.new_empty(len(part) * size)
+            dist.all_gather_into_tensor(whole, part, group)
+            dist.reduce_scatter_tensor(part, whole, group=group)
+            dist.all_reduce(part, group=group)
+
+
 _TEXTS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
+    # What batch norms of large batches get of cuDNN (composer/trainer/trainer.py, 0.32.1, _is_cuda_oom).
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+    # A matrix product's workspace, or a kernel of torch.compile, outside of torch's allocator.
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device of this rank, or another rank, was out of memory."""
+    """Whether a device of this rank, or another rank, was out of memory, where a smaller microbatch may help."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS)
+
+
+def _is_inside_a_collective(error: BaseException) -> bool:
+    """Whether it was NCCL that got no memory for itself."""
+    return isinstance(error, dist.DistBackendError) and "out of memory" in str(error)
+
+
+_NO_VOTE = (
+    "NCCL got no memory for its own buffers, inside a collective that other ranks have entered: the batch cannot be "
+    "repeated, and the others wait in it until the time-out. Set device_train_microbatch_size to a number, or leave "
+    "NCCL more of the device's memory (torch.cuda.set_per_process_memory_fraction keeps torch from taking all of it; "
+    "NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS have it take less)"
+)
 
 
 def reset(model: nn.Module) -> None:

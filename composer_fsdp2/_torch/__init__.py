@@ -5,7 +5,7 @@ Differences are found by probes, not by comparing versions.
 
 from composer_fsdp2._torch.backward import average_after_backward, repair_unit_backward, replicated_parameters
 from composer_fsdp2._torch.collectives import InFlight, watch_collectives
-from composer_fsdp2._torch.groups import mesh_of, note_mesh
+from composer_fsdp2._torch.groups import mesh_of, note_mesh, process_groups_of
 from composer_fsdp2._torch.names import (
     ActivationWrapper,
     BatchNorm,
@@ -69,6 +69,7 @@ __all__ = [
     "own_parts",
     "parameters_of_unit",
     "pending_reduction",
+    "process_groups_of",
     "rebuild_tensor",
     "rebuild_untyped_tensor",
     "repair_cpu_collectives",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -14,6 +15,7 @@ __all__ = [
     "has_gradient",
     "mesh_of",
     "note_mesh",
+    "process_groups_of",
     "put_in_place",
     "state_of",
 ]
@@ -28,6 +30,14 @@ def groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def process_groups_of(unit: FSDPModule) -> list[dist.ProcessGroup]:
+    """Those that a unit's gradients and parameters travel in, the one of its shards first."""
+    names = ("shard_process_group", "replicate_process_group")
+    infos = [group.mesh_info for group in groups_of(state_of(unit))]
+    found = [getattr(info, name, None) for info in infos for name in names]
+    return [group for group in dict.fromkeys(found) if group is not None]
 
 
 def has_gradient(parameter: Any) -> bool:

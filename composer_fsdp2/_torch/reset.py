@@ -16,13 +16,16 @@ __all__ = [
 def reset_after_error(unit: FSDPModule) -> None:
     """Put what a forward began with, and all units below it, into the state that they have between steps.
 
-    Drops unfinished gradients, and waits for collectives that are on their way. ``.grad`` of the sharded parameters is
-    the optimizer's to clear. Of a unit that no forward began with nothing is changed. torch 2.13 has
-    ``reset_iter_state`` for it (without the gradients of microbatches that were not communicated).
+    Drops unfinished gradients, and waits for the device and for collectives that are on their way. ``.grad`` of the
+    sharded parameters is the optimizer's to clear. Of a unit that no forward began with nothing is changed. torch 2.13
+    has ``reset_iter_state`` for it (without the gradients of microbatches that were not communicated).
     """
     root, state = unit, state_of(unit)
     if not state._is_root:
         return
+    # What a reduction was doing on its own stream when the error came (fp16 divides there, before the launch) must be
+    # done before memory that it uses is given out again.
+    state._device_handle.synchronize()
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:

@@ -162,7 +162,7 @@ class Timetable:
 
     def __init__(self, routes: Routes, plain_bytes: int) -> None:
         self.slice_bytes = max(1, min(SLICE_BYTES, ROUND_BYTES // routes.num_ranks))
-        self.own_slice_bytes = SLICE_BYTES
+        self.own_slice_bytes = 64 << 20
         self._num_bytes = routes.num_bytes()
         of_others = -(-max(self._num_bytes[1:], default=0) // self.slice_bytes)
         self.num_rounds = max(of_others, -(-(self._num_bytes[0] + plain_bytes) // self.own_slice_bytes))

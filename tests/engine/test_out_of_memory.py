@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2.agreement import gather
 from composer_fsdp2.guard import CollectiveGuard
-from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote, reset
+from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote, is_out_of_memory, reset
 
 FULL = {"mixed_precision": "FULL"}
 HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
@@ -365,3 +365,100 @@ def test_out_of_memory_inside_a_collective(tmp_path: Path):
     assert "the all-gather of body.inner.decoder.blocks.0 in forward" in "\n".join(of_peer)
     assert "rank 1 ran out of memory" in of_failed[0]
     assert "the all-gather of body.inner.decoder.blocks.0 in forward" in of_failed[0]
+
+
+# --- what only a GPU's libraries run out of
+
+
+def check_warm_up() -> list[tuple[str, list[int]]]:
+    """(collective, ranks of its group), in order."""
+    model = model_for(HSDP)
+    seen: list[tuple[str, list[int]]] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
+            group = next((each for each in args if isinstance(each, dist.ProcessGroup)), group)
+            seen.append((name, dist.get_process_group_ranks(group)))
+            return function(*args, group=group, **kwargs) if group not in args else function(*args, **kwargs)
+
+        return call
+
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    with mock.patch.multiple(dist, **{name: noted(name, getattr(dist, name)) for name in names}):
+        OutOfMemoryVote(model)
+    return seen
+
+
+def test_every_axis_is_used_before_the_first_vote():
+    """NCCL takes its own memory at an axis' first collective; in a full batch, one rank alone would fail inside it."""
+    for rank, seen in enumerate(run_ranks(check_warm_up, 4)):
+        shard, replicate = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        for ranks in (shard, replicate):
+            kinds = {kind for kind, of_group in seen if of_group == ranks}
+            assert kinds == {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"}, (ranks, seen)
+
+
+def check_reset_waits() -> list[str]:
+    model = model_for({})
+    with pytest.raises(torch.OutOfMemoryError), OutOfMemoryAt(40):
+        run_batch(model, [batch_of(dist.get_rank())])
+    order: list[str] = []
+    free, wait = torch.UntypedStorage.resize_, torch.cpu.synchronize
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> None:
+        order.append("memory")
+        free(storage, size)
+
+    def synchronize(*args: Any) -> None:
+        order.append("device")
+        wait(*args)
+
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+        mock.patch.object(torch.cpu, "synchronize", synchronize),
+    ):
+        reset(model)
+    return order
+
+
+def test_the_way_back_waits_for_the_device():
+    """What an fp16 reduction divides on a stream of its own would be divided after the memory has another owner.
+
+    The CPU stands in for a device: nothing is given back before it is waited for.
+    """
+    for order in run_ranks(check_reset_waits, 2):
+        assert order[0] == "device"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_repeated"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), False),
+        (dist.DistBackendError("ncclUnhandledCudaError: ... Cuda failure 2 'out of memory'"), False),
+    ],
+)
+def test_libraries_that_are_out_of_memory(error: RuntimeError, is_repeated: bool):
+    """A matrix product without its workspace fits with a smaller microbatch; a run need not end with it."""
+    assert is_out_of_memory(error) == is_repeated
+
+
+def check_nccls_memory() -> str:
+    model = model_for({})
+    votes = OutOfMemoryVote(model)
+    votes.start()
+
+    def run() -> None:
+        raise dist.DistBackendError("ncclUnhandledCudaError: ... Cuda failure 2 'out of memory'")
+
+    with pytest.raises(RuntimeError) as caught:
+        votes.succeeded(run)
+    votes.stop()
+    return str(caught.value)
+
+
+def test_nccl_out_of_memory_says_what_to_do():
+    """The others are inside the collective: a vote would be an answer to nobody. The error says what may be set."""
+    for text in run_ranks(check_nccls_memory, 2):
+        assert "device_train_microbatch_size" in text and "NCCL_BUFFSIZE" in text
