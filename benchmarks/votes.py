@@ -1,0 +1,117 @@
+"""What it takes all ranks to compare a number in the midst of a step: votes of automatic microbatching, and the guard.
+
+    python benchmarks/votes.py
+    python benchmarks/votes.py --ranks 2 8 --json
+
+Two ways in the same processes, in turn: ours (local sockets within a node, rounds over gloo between the nodes' first
+ranks) with all ranks on one node and as if there were four of them, and gloo's all-reduce, which goes around a ring of
+all ranks. Beside the times, how many messages follow one another, at any number of ranks.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from launch import on_ranks
+from report import machine, markdown
+
+from composer_fsdp2 import control as control_module
+from composer_fsdp2.control import control, num_rounds
+
+RANKS = (2, 4, 8, 16, 32)
+MANY_RANKS = (64, 512, 1024)
+NUM_NODES = 4
+GPUS_A_NODE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What one start of the ranks measures."""
+
+    votes: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    summary, _, details = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--votes", type=int, default=200, help="of each way")
+    parser.add_argument("--json", action="store_true", help="one object instead of the tables")
+    given = parser.parse_args(arguments)
+    # Forked from this process, which has imported everything: 32 ranks would import torch for minutes.
+    seconds = {
+        num_ranks: on_ranks(measure, num_ranks, "cpu", Options(given.votes), start_method="fork")
+        for num_ranks in given.ranks
+    }
+    in_sequence = {num_ranks: messages_in_sequence(num_ranks) for num_ranks in (*given.ranks, *MANY_RANKS)}
+    if given.json:
+        print(json.dumps({"machine": machine(), "seconds": seconds, "messages": in_sequence}))
+    else:
+        print(_text(seconds, in_sequence))
+    return 0
+
+
+def measure(options: Options) -> dict[str, float]:
+    """Median seconds of each way, on rank 0. Called on all ranks."""
+    ways = {"one node": _ours(1), "four nodes": _ours(NUM_NODES), "ring": _ring()}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(10 + options.votes):
+        for name, vote in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            vote()
+            if number >= 10:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def _ours(num_nodes: int) -> Callable[[], Any]:
+    ranks_a_node = -(-dist.get_world_size() // num_nodes)
+    control_module._controls.clear()
+    with mock.patch.object(control_module, "_host", return_value=f"host {dist.get_rank() // ranks_a_node}"):
+        question = control()
+    return lambda: question.largest([0])
+
+
+def _ring() -> Callable[[], Any]:
+    group, number = dist.new_group(backend="gloo"), torch.zeros(1, dtype=torch.int64)
+    return lambda: dist.all_reduce(number, dist.ReduceOp.MAX, group)
+
+
+def messages_in_sequence(num_ranks: int) -> dict[str, int]:
+    """How many messages follow one another, on nodes of 8 ranks: to the node's first, between nodes, and back."""
+    num_nodes = -(-num_ranks // GPUS_A_NODE)
+    return {"ours": 2 + num_rounds(num_nodes), "ring": 2 * (num_ranks - 1)}
+
+
+def _text(seconds: dict[int, dict[str, float]], in_sequence: dict[int, dict[str, int]]) -> str:
+    measured = markdown(
+        ["ranks", "ours, one node", "ours, four nodes", "gloo's ring", "one node / ring", "four nodes / ring"],
+        [
+            [
+                str(num_ranks),
+                *(f"{1e3 * of_way:.2f} ms" for of_way in each.values()),
+                *(f"{each[name] / each['ring']:.2f}" for name in ("one node", "four nodes")),
+            ]
+            for num_ranks, each in seconds.items()
+        ],
+    )
+    counted = markdown(
+        [f"ranks, {GPUS_A_NODE} a node", "messages one after the other", "around a ring"],
+        [[str(num_ranks), str(each["ours"]), str(each["ring"])] for num_ranks, each in in_sequence.items()],
+    )
+    return f"{machine()}\n\n{measured}\n\n{counted}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
