@@ -644,6 +644,20 @@ def _() -> None:
     time.sleep(2)  # rank 1 runs no such batch
 
 
+@error("control-group")
+def _() -> None:
+    from composer_fsdp2 import control
+
+    # As if each rank were a node, and gloo did not reach the other: there is one machine here.
+    no_network = RuntimeError("Gloo connectFullMesh failed with [...]")
+    control._controls.clear()
+    with (
+        mock.patch.object(control, "_host", return_value=f"host {dist.get_rank()}"),
+        mock.patch.object(dist, "new_group", side_effect=no_network),
+    ):
+        control.control()
+
+
 @error("summon-in-forward")
 def _() -> None:
     from composer_fsdp2 import prepare_fully_shard, summon_full_params
