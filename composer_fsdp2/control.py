@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2.agreement import device_of_group, gather
+from composer_fsdp2.agreement import device_of_group, gather, sends_from_host
 from composer_fsdp2.errors import ControlGroupError
 
 __all__ = ["ANSWER_WITHIN", "Control", "control", "num_rounds"]
@@ -87,7 +87,7 @@ def _make(host: str) -> Control:
     errors = [said for said in gather(error and str(error)[:500]) if said]
     if not errors:
         return _OfNodes(node, group, firsts)
-    if device_of_group().type != "cpu":
+    if not sends_from_host():
         return _ByDevice()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     raise ControlGroupError(

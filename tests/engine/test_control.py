@@ -153,3 +153,29 @@ def test_no_gloo_group_can_be_had():
     for said in itertools.chain.from_iterable(each.values() for each in run_ranks(check_no_groups, 2, fresh=True)):
         assert "GLOO_SOCKET_IFNAME" in said and "ulimit -n" in said
         assert "2 of 2" in said or "1 of 2" in said
+
+
+def check_by_device() -> list[int]:
+    """gloo connects nothing, on ranks whose default group is another backend's; it is gloo's here, on the CPU."""
+    new_group = dist.new_group
+
+    def failing(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        if backend == "gloo":
+            raise RuntimeError("Gloo connectFullMesh failed with [...]")
+        return new_group(*args, **kwargs)
+
+    with (
+        nodes_of(1),
+        mock.patch.object(dist, "new_group", failing),
+        mock.patch.object(control_module, "sends_from_host", return_value=False),
+    ):
+        question = control()
+    rank = dist.get_rank()
+    numbers = question.largest([rank, -rank, -(2**62)], SOON)
+    assert question.largest([int(rank == 1)]) == [1] and question.largest([0]) == [0]
+    return numbers
+
+
+def test_the_devices_backend_where_gloo_cannot_connect():
+    """On GPUs a run whose hosts' names lead nowhere votes over NCCL, rather than not at all."""
+    assert run_ranks(check_by_device, 2, fresh=True) == [[1, 0, -(2**62)]] * 2

@@ -1,0 +1,57 @@
+"""What one rank of 1,024 sends to all others while a model is sharded.
+
+The process group is torch's fake one, in which a collective leaves its output as it was: the other ranks do not exist.
+What they would have sent is taken to be what this one sends.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import Model
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composer_fsdp2 import prepare_fully_shard
+
+NUM_RANKS = 1024
+
+
+@pytest.fixture
+def sent_bytes() -> Iterator[list[int]]:
+    """The size of each object that is gathered, in order."""
+    sizes: list[int] = []
+
+    def gather(values: list[Any], value: Any, group: Any = None) -> None:
+        sizes.append(len(pickle.dumps(value)))
+        values[:] = [value] * len(values)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
+    with mock.patch.object(dist, "all_gather_object", gather):
+        yield sizes
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 8, "data_parallel_replicate_degree": 128},
+        {"sync_module_states": True, "cpu_offload": True},
+    ],
+    ids=str,
+)
+def test_nothing_large_is_gathered(sent_bytes: list[int], config: dict[str, Any]):
+    """An object of 100 KB from each rank is 100 MB on every one of them, and seconds of unpickling.
+
+    Groups of ranks are in test_mesh.py.
+    """
+    model = Model(num_blocks=40)
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepare_fully_shard(model, optimizer, {**config, "mixed_precision": "FULL"}, precision="fp32", device="cpu")
+    assert sent_bytes and max(sent_bytes) <= 1024, sent_bytes
