@@ -6,13 +6,17 @@ recorded on them, and its gradients are "pinned", so that torch takes the path o
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from support.models import Chain, features, layer
 from support.ranks import run_ranks
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2._torch.groups import groups_of, state_of
@@ -90,6 +94,47 @@ def check_events() -> None:
 def test_replicas_are_waited_for_on_their_stream():
     """torch 2.7 waited on the other stream, and the optimizer read gradients that were still on their way."""
     run_ranks(check_events, 4)
+
+
+def check_kept() -> None:
+    """Each unit lets go of one buffer, when its backward is finished, and not before."""
+    model = trained_once(HSDP)
+    as_on_a_gpu(model, Log())
+    reduced: list[weakref.ref[torch.Tensor]] = []
+    finished: list[Any] = []
+    all_reduce, finalize, to = dist.all_reduce, FSDPParamGroup.finalize_backward, torch.Tensor.to
+
+    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced.append(weakref.ref(tensor))
+        return all_reduce(tensor, *args, **kwargs)
+
+    def copied(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """On the CPU the copy to the host would be the buffer itself."""
+        return to(tensor, *args, **kwargs).clone() if kwargs.get("non_blocking") else to(tensor, *args, **kwargs)
+
+    def finish(group: Any) -> None:
+        num_there = sum(buffer() is not None for buffer in reduced)
+        assert num_there == len(reduced) - len(finished), (num_there, len(reduced), len(finished))
+        finalize(group)
+        finished.append(group)
+
+    with (
+        mock.patch.object(dist, "all_reduce", noted),
+        mock.patch.object(FSDPParamGroup, "finalize_backward", finish),
+        mock.patch.object(torch.Tensor, "to", copied),
+    ):
+        model(features(1)).sum().backward()
+    assert (len(reduced), len(finished)) == (2, 2)
+
+
+def test_what_copies_read_is_kept():
+    """Memory that the reductions' stream gives to the next unit while it is copied is another unit's gradient.
+
+    pytorch#180665, which torch 2.7.0 and 2.13.0 do not have: a unit keeps what it reduced over replicas until its
+    backward is finished, when the default stream, on which the next backward's reductions wait, has waited for the
+    copies. A torch that lets go of it earlier fails here.
+    """
+    run_ranks(check_kept, 4)
 
 
 def check_hooks() -> None:
