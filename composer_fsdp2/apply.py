@@ -64,14 +64,19 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
     apply_agreed_plan(model, plan)
 
 
-def apply_agreed_plan(model: nn.Module, plan: ShardingPlan) -> None:
-    """``apply_plan`` for a plan that was just made for this very model, and compared across ranks."""
+def apply_agreed_plan(model: nn.Module, plan: ShardingPlan, *, present: Sequence[DeviceMesh] = ()) -> None:
+    """``apply_plan`` for a plan that was just made for this very model, and compared across ranks.
+
+    Args:
+        present: Meshes that are taken where they equal the plan's; see ``device_meshes``.
+    """
     plan = plan.resolve(dist.get_world_size())
     modules = dict(model.named_modules(remove_duplicate=False))
     initialisation = decide_initialisation(modules.values(), plan.sync_module_states)
     if plan.mesh.device_type == "cpu":
         repair_cpu_collectives()
-    meshes = dict(zip((unit.name for unit in plan.units), device_meshes([u.mesh for u in plan.units]), strict=True))
+    made = device_meshes([unit.mesh for unit in plan.units], present)
+    meshes = dict(zip((unit.name for unit in plan.units), made, strict=True))
     unit_modules = _unit_modules(plan, modules)
     replicated = _parameters_named(model, {spec.name for spec in plan.replicated})
     left_alone = _parameters_named(model, plan.unsharded_names) - replicated

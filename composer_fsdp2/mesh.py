@@ -1,7 +1,7 @@
 """From ``MeshSpec``s to torch's ``DeviceMesh``es."""
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,26 +28,30 @@ def device_mesh(spec: MeshSpec) -> DeviceMesh:
     return init_device_mesh(spec.device_type, spec.shape, mesh_dim_names=spec.axis_names)
 
 
-def device_meshes(specs: Sequence[MeshSpec]) -> list[DeviceMesh]:
+def device_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ()) -> list[DeviceMesh]:
     """The mesh of each resolved spec; where it divides the ranks into groups, the mesh of this rank's group.
 
+    Args:
+        present: Meshes that are there already. One that has a spec's ranks in the same places on the same type of
+            device is taken, under its own axis names, if every rank has such a one: another mesh would be other
+            process groups, whose communicators take device memory beside those of the first.
     Raises:
         ConfigError: the groups that the ranks named do not fit together; on every rank.
 
     Called on all ranks with the specs in the same order. Gathers the groups that ranks know only for themselves, and
-    makes the process groups, one for each set of ranks.
+    whether each rank has the meshes; makes the process groups that are missing, one for each set of ranks.
     """
     tables = iter(_group_tables([spec for spec in specs if spec.is_grouped]))
+    # What ranks give for themselves may be alike on some and not on others: their tables tell.
+    keys: list[MeshSpec | GroupTable] = [next(tables) if spec.is_grouped else spec for spec in specs]
+    wanted = dict(zip(keys, specs, strict=True))
     made: dict[object, DeviceMesh] = {}
     groups: dict[Ranks, dist.ProcessGroup] = {}
-    meshes = []
-    for spec in specs:
-        table = next(tables) if spec.is_grouped else None
-        key = table or spec  # what ranks give for themselves may be alike on some and not on others
-        if key not in made:
-            made[key] = device_mesh(spec) if table is None else _mesh_of_table(spec, table, groups)
-        meshes.append(made[key])
-    return meshes
+    for (key, spec), mesh in zip(wanted.items(), _taken(wanted, present), strict=True):
+        if mesh is None:
+            mesh = device_mesh(spec) if isinstance(key, MeshSpec) else _mesh_of_table(spec, key, groups)
+        made[key] = mesh
+    return [made[key] for key in keys]
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
@@ -55,6 +59,29 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _taken(wanted: Mapping[MeshSpec | GroupTable, MeshSpec], present: Sequence[DeviceMesh]) -> list[DeviceMesh | None]:
+    """For each mesh that is wanted, the one that is there; None on all ranks, where a rank has none."""
+    layouts = [_layout(spec, None if isinstance(key, MeshSpec) else key) for key, spec in wanted.items()]
+    own = [
+        next((m for m in present if m.device_type == spec.device_type and m.mesh.tolist() == layout), None)
+        for spec, layout in zip(wanted.values(), layouts, strict=True)
+    ]
+    # Groups are made by all ranks together, so none may go its own way.
+    of_ranks = gather([mesh is not None for mesh in own])
+    return [mesh if all(has[number] for has in of_ranks) else None for number, mesh in enumerate(own)]
+
+
+def _layout(spec: MeshSpec, table: GroupTable | None) -> list[Any]:
+    """The ranks of this rank's mesh, nested as in ``DeviceMesh.mesh``."""
+    if table is None:
+        ranks: list[Any] = torch.arange(spec.size).view(spec.shape).tolist()
+        return ranks
+    rank, shards = dist.get_rank(), table[-1]
+    if len(table) == 1:
+        return list(shards[rank])
+    return [list(shards[member]) for member in table[0][rank]]
 
 
 def _group_tables(specs: Sequence[MeshSpec]) -> list[GroupTable]:
@@ -126,8 +153,7 @@ def _mesh_of_table(spec: MeshSpec, table: GroupTable, groups: dict[Ranks, dist.P
     own = [groups[of_ranks[rank]] for of_ranks in table]
     if len(own) == 1:
         return DeviceMesh.from_group(own[0], spec.device_type, mesh_dim_names=spec.axis_names)
-    replicas, shards = table
-    layout = torch.tensor([shards[member] for member in replicas[rank]], dtype=torch.int)
+    layout = torch.tensor(_layout(spec, table), dtype=torch.int)
     return DeviceMesh.from_group(own, spec.device_type, mesh=layout, mesh_dim_names=spec.axis_names)
 
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.agreement import agree, require_process_group
 from composer_fsdp2.apply import apply_agreed_plan
 from composer_fsdp2.errors import ConfigError, UnsupportedError
 from composer_fsdp2.findings import Outcome
 from composer_fsdp2.fsdp1.attributes import open_fsdp1_attributes
+from composer_fsdp2.fsdp1.legacy import LegacyConfig
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.optimizer import Optimizers, Rebinding, the_optimizer
 from composer_fsdp2.plan import ShardingPlan
@@ -53,14 +55,14 @@ def prepare_fully_shard(
     Called on all ranks. Errors are raised on every rank, before the model or the optimizer is touched.
     """
     require_process_group("prepare_fully_shard")
-    translation, plan = agree(
+    translation, plan, present = agree(
         lambda: _decide(model, optimizers, fsdp_config, precision, device, te_rng_seed),
         lambda decided: decided[1].fingerprint,
     )
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)
     rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
-    apply_agreed_plan(model, plan)
+    apply_agreed_plan(model, plan, present=present)
     open_fsdp1_attributes(model)
     if rebinding is not None:
         rebinding.follow()
@@ -74,8 +76,10 @@ def _decide(
     precision: Any,
     device: Any,
     te_rng_seed: int,
-) -> tuple[Translation, ShardingPlan]:
-    translation = translate(fsdp_config, precision=precision, device=device, world_size=dist.get_world_size())
+) -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
+    """What will be done, and the mesh that the configuration brings, of which the plan knows the numbers alone."""
+    legacy = LegacyConfig.read(fsdp_config)
+    translation = translate(legacy, precision=precision, device=device, world_size=dist.get_world_size())
     if translation.config is None:
         blocking = "\n".join(str(finding) for finding in translation.blocking)
         is_unsupported = any(finding.outcome is Outcome.UNSUPPORTED for finding in translation.blocking)
@@ -86,7 +90,8 @@ def _decide(
     checkpointing = replace(config.activation_checkpointing, transformer_engine_seed=te_rng_seed)
     config = replace(config, activation_checkpointing=checkpointing)
     plan = plan_sharding(model, config, optimizers=optimizers)
-    return translation, plan.resolve(dist.get_world_size())
+    present = (legacy.mesh,) if isinstance(legacy.mesh, DeviceMesh) else ()
+    return translation, plan.resolve(dist.get_world_size()), present
 
 
 def _report(translation: Translation, plan: ShardingPlan) -> None:

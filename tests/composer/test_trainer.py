@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full_parameters
 from support.oracle import FSDP1, FSDP2
@@ -315,6 +316,40 @@ def check_mesh_and_curve(parallelism: Any, theirs: Trained, what: str, *, keeps:
 def test_replica_degrees_become_a_2d_mesh():
     """HYBRID_SHARD keeps its replicas; Composer's own FSDP2 dropped them, and overrode a mesh that it was given."""
     run_ranks(check_replicas, 4)
+
+
+def check_groups_of_a_run(folder: str) -> None:
+    warnings.simplefilter("ignore")
+    made: list[list[int]] = []
+
+    def counted(new_group: Any) -> Any:
+        def call(ranks: Any = None, *args: Any, **options: Any) -> Any:
+            made.append(list(range(dist.get_world_size())) if ranks is None else list(ranks))
+            return new_group(ranks, *args, **options)
+
+        return call
+
+    def run(name: str, config: dict[str, Any], expected: list[list[int]]) -> None:
+        made.clear()
+        options = {"save_folder": f"{folder}/{name}", "save_interval": "2ba", "batches": 2}
+        with FSDP2(), contextlib.ExitStack() as stack:
+            for module in (dist, dist.distributed_c10d, dist.device_mesh):
+                stack.enter_context(mock.patch.object(module, "new_group", counted(module.new_group)))
+            trainer = make_trainer(config | {"state_dict_type": "sharded"}, **options)
+            trainer.fit()
+            mesh = trainer.state.model.model.wte.weight.device_mesh
+            assert mesh.get_all_groups() == trainer.state.device_mesh.get_all_groups()
+            trainer.close()
+        assert made == expected, f"{made}, expected {expected}"
+
+    degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
+    of_state = [[0, 2], [1, 3], [0, 1], [2, 3]]
+    for_each(run, {"hybrid": ("hybrid", degrees, of_state), "one axis": ("one axis", {}, [])})
+
+
+def test_a_run_has_the_process_groups_of_state_and_no_others(tmp_path: Path):
+    """The first sharded save of HYBRID_SHARD opened communicators of a second mesh, when the GPU had no memory left."""
+    run_ranks(check_groups_of_a_run, 4, str(tmp_path))
 
 
 # --- defaults

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import for_each
 from support.ranks import run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composer_fsdp2 import MeshSpec, mesh
+from composer_fsdp2 import MeshSpec, mesh, prepare_fully_shard
 from composer_fsdp2.config import GroupRule, RankGroups
-from composer_fsdp2.mesh import device_mesh, device_of
+from composer_fsdp2.mesh import device_mesh, device_meshes, device_of
+
+SET = GroupRule.CONSECUTIVE
 
 
 def check_meshes() -> tuple[list[list[int]], tuple[str, ...] | None, str]:
@@ -39,6 +44,58 @@ def test_an_open_spec_is_a_mistake_of_ours():
     """-1 reaches no mesh: torch would take it for a size."""
     with pytest.raises(AssertionError, match="resolve"):
         device_mesh(MeshSpec())
+
+
+def check_present_meshes() -> None:
+    present = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    pair = own_of(((0, 3), (1, 2)))
+    in_pairs = DeviceMesh.from_group(pair, "cpu")
+    replicas, rows = MeshSpec(shard=2, replicate=2), MeshSpec(shard=2, shard_groups=RankGroups(rule=SET, number=2))
+    crossed = RankGroups(rule=GroupRule.GIVEN, ranks=tuple(sorted(dist.get_process_group_ranks(pair))))
+
+    def check(spec: MeshSpec, has: list[DeviceMesh], expected: DeviceMesh | None) -> None:
+        made = device_meshes([spec, spec], has)
+        assert made[0] is made[1]
+        assert (made[0] is expected) if expected is not None else made[0] not in has, f"{made[0]}, {has}"
+
+    is_first = dist.get_rank() == 0
+    for_each(
+        check,
+        {
+            "equal": (replicas, [in_pairs, present], present),
+            "groups": (MeshSpec(shard=2, shard_groups=crossed), [present, in_pairs], in_pairs),
+            "another shape": (MeshSpec(shard=4), [present], None),
+            "other groups": (rows, [in_pairs], None),
+            "another type of device": (replicas, [mock.Mock(device_type="cuda", mesh=present.mesh)], None),
+            "not on all ranks": (replicas, [present] if is_first else [], None),
+        },
+    )
+
+
+def own_of(groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
+    made = [dist.new_group(ranks) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+
+
+def test_a_mesh_that_is_there_is_taken():
+    """A second mesh over the same ranks is more communicators on each GPU; one that differs would average wrongly."""
+    run_ranks(check_present_meshes, 4)
+
+
+def check_prepared_with_a_mesh(has_mesh: str) -> tuple[bool, list[list[int]]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    gives = {"all": True, "rank 0": dist.get_rank() == 0}[has_mesh]
+    degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    prepare_fully_shard(model, None, {"device_mesh": mesh} if gives else degrees, device="cpu")
+    (found,) = {parameter.device_mesh for parameter in model.parameters()}  # type: ignore[attr-defined]
+    return found is mesh, found.mesh.tolist()
+
+
+def test_the_mesh_of_a_configuration_is_taken_on_all_ranks_or_on_none():
+    """A rank that says the same by degrees has no such mesh: ranks that go different ways wait for each other."""
+    assert run_ranks(check_prepared_with_a_mesh, 4, "all") == [(True, [[0, 1], [2, 3]])] * 4
+    assert run_ranks(check_prepared_with_a_mesh, 4, "rank 0") == [(False, [[0, 1], [2, 3]])] * 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
