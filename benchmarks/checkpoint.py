@@ -30,7 +30,12 @@ from report import Bar, bars_as_json, finish, machine, markdown, mib
 from usage import Usage, available_bytes, drop_from_cache, in_new_process, read_through
 from variants import missing
 
-LOAD_TITLES = {"ours": "load_checkpoint", "torch": "torch, from rank 0", "composer": "Composer's Trainer"}
+LOAD_TITLES = {
+    "ours": "load_checkpoint",
+    "replicated": "load_checkpoint, NO_SHARD",
+    "torch": "torch, from rank 0",
+    "composer": "Composer's Trainer",
+}
 CACHES = {"cached": "in the page cache", "cold": "on the disk alone"}
 OVERHEAD_BYTES = 256 << 20
 MAX_READ = 1.01  # of the shard
@@ -87,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint; default: 4")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--beside", nargs="*", choices=["composer"], default=["composer"], help="further loads")
+    parser.add_argument(
+        "--beside", nargs="*", choices=["composer", "replicated"], default=["composer"], help="further loads"
+    )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
     parser.add_argument("--json", action="store_true", help="one object instead of the tables")
     parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")

@@ -1,4 +1,4 @@
-"""One monolithic checkpoint, and three ways in which ranks load it into the same model: ``load(task)``.
+"""One monolithic checkpoint, and four ways in which ranks load it into the same model: ``load(task)``.
 
 The file is what Composer writes with ``state_dict_type: full``, saved by ``torch.save``.
 """
@@ -93,14 +93,17 @@ def load(task: LoadTask) -> dict[str, Any]:
     _step_once()
     loaded = LOADERS[task.loader](task)
     tensors = _local_tensors(loaded.model, loaded.optimizer)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
     own = {
         **asdict(loaded.usage),
         "shard_bytes": sum(tensor.nbytes for tensor in tensors.values()),
         "digest": _digest(tensors),
     }
-    of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
-    digest = sum(each.pop("digest") for each in of_ranks) % (1 << 61)
+    digests = [each.pop("digest") for each in of_ranks]
+    digest = sum(digests) % (1 << 61)
+    if loaded.is_whole:
+        (digest,) = set(digests)
     return {"digest": digest, "seconds": max(each["seconds"] for each in of_ranks), "of_ranks": of_ranks}
 
 
@@ -116,6 +119,7 @@ class _Loaded:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     usage: Usage
+    is_whole: bool = False  # on every rank
 
 
 def _ours(task: LoadTask) -> _Loaded:
@@ -124,6 +128,24 @@ def _ours(task: LoadTask) -> _Loaded:
     model, optimizer = _sharded(task.shape)
     _, usage = _measured_together(lambda: load_checkpoint(task.path, model, optimizer))
     return _Loaded(model, optimizer, usage)
+
+
+def _replicated(task: LoadTask) -> _Loaded:
+    """Into NO_SHARD, with an optimizer that has stepped: nothing of the state has to be allocated.
+
+    What the load then takes of host memory is what it takes where the model and the optimizer lie on a GPU.
+    """
+    from composer_fsdp2 import load_checkpoint, prepare_fully_shard
+
+    model = _emptied(_on_meta(task.shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prepare_fully_shard(model, optimizer, {"sharding_strategy": "NO_SHARD"}, precision="fp32", device="cpu")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    _, usage = _measured_together(lambda: load_checkpoint(task.path, model, optimizer))
+    return _Loaded(model, optimizer, usage, is_whole=True)
 
 
 def _torch(task: LoadTask) -> _Loaded:
@@ -187,7 +209,12 @@ def _composer(task: LoadTask) -> _Loaded:
     return _Loaded(trainer.state.model, optimizer, usages[0])
 
 
-LOADERS: dict[str, Callable[[LoadTask], _Loaded]] = {"ours": _ours, "torch": _torch, "composer": _composer}
+LOADERS: dict[str, Callable[[LoadTask], _Loaded]] = {
+    "ours": _ours,
+    "replicated": _replicated,
+    "torch": _torch,
+    "composer": _composer,
+}
 
 
 def _sharded(shape: Shape) -> tuple[Model, torch.optim.Optimizer]:
@@ -198,12 +225,16 @@ def _sharded(shape: Shape) -> tuple[Model, torch.optim.Optimizer]:
     for block in model.decoder.blocks:
         fully_shard(block)
     fully_shard(model)
+    return _emptied(model), torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _emptied(model: Model) -> Model:
     model.to_empty(device="cpu")
     model.decoder.reset_parameters()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model
 
 
 def _measured_together(call: Callable[[], Any]) -> tuple[Any, Usage]:

@@ -87,6 +87,7 @@ ORDER = [
     "checkpoint/inspect",
     "checkpoint/opening",
     "checkpoint/loading/content",
+    "checkpoint/loading/replicated",
     "checkpoint/loading/staging",
     "checkpoint/load",
     "checkpoint/rounds",

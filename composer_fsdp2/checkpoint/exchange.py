@@ -1,7 +1,7 @@
 """Ranks that hold the same part of a tensor read it once and send it to each other."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,15 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.agreement import device_of_group, gather, sends_from_host
 from composer_fsdp2.checkpoint.target import Box
 
-__all__ = ["broadcast_replicas", "owners", "ranks_of_node", "replica_of", "send_or_receive"]
+__all__ = [
+    "broadcast_replicas",
+    "first_ranks_of_nodes",
+    "owners",
+    "ranks_of",
+    "ranks_of_node",
+    "replica_of",
+    "send_or_receive",
+]
 
 # Below this many bytes a collective costs more than the read that it saves.
 _SMALL_BYTES = 1024
@@ -18,13 +26,15 @@ _SMALL_BYTES = 1024
 _BUFFER_BYTES = 64 << 20
 
 
-def owners(boxes: Sequence[tuple[Box, int]]) -> list[int | None]:
+def owners(boxes: Sequence[tuple[Box, int]], *, may_read: Callable[[int], bool] = lambda _: True) -> list[int | None]:
     """Which replica reads each box, so that all read about as much; None where each reads for itself.
 
     Args:
         boxes: Each with its element size in bytes; the same on all ranks that share a box.
+        may_read: Whether a rank reads, if another replica can; the same on all ranks.
     """
     loads: dict[object, list[int]] = {}
+    able: dict[object, list[int]] = {}
     chosen: list[int | None] = []
     for box, itemsize in boxes:
         num_bytes = box.numel * itemsize
@@ -32,11 +42,24 @@ def owners(boxes: Sequence[tuple[Box, int]]) -> list[int | None]:
             chosen.append(None)
             continue
         key = (id(box.like.device_mesh), box.axes) if isinstance(box.like, DTensor) else None
-        load = loads.setdefault(key, [0] * box.num_replicas)
-        owner = load.index(min(load))
-        load[owner] += num_bytes
+        if key not in loads:
+            loads[key] = [0] * box.num_replicas
+            able[key] = [number for number, rank in enumerate(ranks_of(box)) if may_read(rank)]
+            able[key] = able[key] or [*range(box.num_replicas)]
+        owner = min(able[key], key=loads[key].__getitem__)
+        loads[key][owner] += num_bytes
         chosen.append(owner)
     return chosen
+
+
+def ranks_of(box: Box) -> list[int]:
+    """The ranks that hold the box, by their number among its replicas."""
+    if not isinstance(box.like, DTensor):
+        return [*range(box.num_replicas)]
+    mesh = box.like.device_mesh
+    place = tuple(slice(None) if axis in box.axes else mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+    ranks: list[int] = mesh.mesh[place].flatten().tolist()
+    return ranks
 
 
 def replica_of(box: Box) -> int:
@@ -67,10 +90,18 @@ def broadcast_replicas(local: torch.Tensor, box: Box, owner: int) -> None:
             _broadcast(local, dist.get_global_rank(group, coordinates[position]), group)
 
 
+def first_ranks_of_nodes() -> list[int]:
+    """For each rank, the first one on its host. Called on all ranks; gathers their hosts' names."""
+    hosts = gather(socket.gethostname())
+    first: dict[str, int] = {}
+    return [first.setdefault(host, rank) for rank, host in enumerate(hosts)]
+
+
 def ranks_of_node() -> list[int]:
     """The ranks on this host, in order. Called on all ranks; gathers their hosts' names."""
-    own = socket.gethostname()
-    return [rank for rank, host in enumerate(gather(own)) if host == own]
+    firsts = first_ranks_of_nodes()
+    own = firsts[dist.get_rank() if dist.is_initialized() else 0]
+    return [rank for rank, first in enumerate(firsts) if first == own]
 
 
 def send_or_receive(data: torch.Tensor, source: int, destination: int) -> None:
@@ -94,7 +125,10 @@ def _broadcast(local: torch.Tensor, source: int, group: dist.ProcessGroup | None
     if sends_from_host(group):
         dist.broadcast(local.view(-1).view(torch.uint8), source, group)  # gloo knows no fp8
         return
+    is_source, device = dist.get_rank() == source, device_of_group(group)
     for part in local.view(-1).view(torch.uint8).split(_BUFFER_BYTES):
-        buffer = part.to(device_of_group(group))
+        is_there = is_source or part.device.type == device.type
+        buffer = part.to(device) if is_there else torch.empty_like(part, device=device)
         dist.broadcast(buffer, source, group)
-        part.copy_(buffer)
+        if not is_there:
+            part.copy_(buffer)

@@ -35,7 +35,7 @@ class LoadReport:
         left_out: What the file holds and nothing took.
         kept: What the model or optimizer kept of its own, because the file does not have it.
         cast: Tensors whose dtype differed (``strict=False``).
-        num_bytes: Tensor data that this rank read.
+        num_bytes: Tensor data that this rank read; what was read twice counts once.
         unchecked_bytes: Read by any rank, without a CRC32 to check it against.
     """
 
@@ -91,6 +91,11 @@ def load_checkpoint(
     Each rank reads the bytes of its own shards. They are staged and checked against the file's CRC32s, which the ranks
     put together, before anything is changed; if it fails on one rank, all raise, and model and optimizer are as before.
 
+    State that several ranks of a node hold alike (``NO_SHARD``, a DDP model) is checked in the same way, but not staged
+    (the node would hold it several times in host memory): once all is checked, it is read a second time, in pieces
+    that go into place at once. A file that can no longer be read then, or has changed since, leaves model and optimizer
+    partly changed; all ranks raise, and say so.
+
     Args:
         path: A file or folder; see ``inspect_checkpoint``.
         model: Sharded by ``prepare_fully_shard`` or ``apply_plan``, by any plan; a plain or DDP model works too.
@@ -104,7 +109,8 @@ def load_checkpoint(
     Returns:
         What was done; ``other_entries()`` reads schedulers, timestamp and random states.
     Raises:
-        CheckpointError: on all ranks; says what is damaged, missing or does not fit.
+        CheckpointError: on all ranks; says what is damaged, missing or does not fit, and that nothing was changed; or
+            that a file was lost between its check and its second reading, and the model has to be loaded again.
 
     Called on all ranks of the default process group, or in one process without a group. It compares plans, gathers
     CRC32s and, where several ranks hold the same shard, sends each other what one of them read.
@@ -153,20 +159,22 @@ def load_inventory(
         return plan
 
     plan = together(decide, lambda made: made.fingerprint)
-    staging = Staging(plan)
+    one_reader = one_reader_per_node and dist.is_initialized()
+    staging = Staging(plan, one_reader_per_node=one_reader)
     bring(staging.files())
     with Reader() as reader:
-        one_reader = one_reader_per_node and dist.is_initialized()
         together(lambda: staging.read_for_node(reader) if one_reader else staging.read(reader))
-    unchecked = check_content(reader.parts, plan.inventory.path)
-    staging.share()
-    if staging.copies:  # on all ranks alike
-        together(staging.check_copies)
-    try:
-        together(staging.set_extra_state)
-    except CheckpointError:
-        staging.put_extra_state_back()  # where this rank's modules took it
-        raise
+        num_bytes = reader.num_bytes
+        unchecked = check_content(reader.parts, plan.inventory.path)
+        staging.share()
+        if staging.has_copies:
+            together(staging.check_copies)
+        try:
+            together(staging.set_extra_state)
+        except CheckpointError:
+            staging.put_extra_state_back()  # where this rank's modules took it
+            raise
+        together(lambda: staging.pass_on(reader))
     together(staging.commit)
     return LoadReport(
         inventory=plan.inventory,
@@ -176,7 +184,7 @@ def load_inventory(
         left_out=plan.left_out,
         kept=plan.kept,
         cast=tuple(p.target.name for p in plan.tensors if p.record.dtype != p.target.value.dtype),
-        num_bytes=reader.num_bytes,
+        num_bytes=num_bytes,
         unchecked_bytes=unchecked,
         seconds=time.perf_counter() - started,
     )

@@ -84,26 +84,34 @@ class Reader:
             if isinstance(chunk.source, InMemory):
                 view.copy_(chunk.source.tensor[tuple(map(slice, low, high))])
                 continue
-            try:
-                source = self._locate(chunk, record.dtype)
-            except CheckpointError as error:
-                raise CheckpointError(f"{record.name}: {error}") from error
+            source = self._locate(chunk, record)
             first = source.offset + sum(
                 (a - b) * step for a, b, step in zip(low, chunk.offsets, source.stride, strict=True)
             )
             self._read_strided(source.blob, first, source.stride, view)
 
-    def _locate(self, chunk: Chunk, dtype: torch.dtype) -> Strided:
+    def _locate(self, chunk: Chunk, record: TensorRecord) -> Strided:
         """Where a chunk's bytes lie; an archive is opened once, however many boxes are read from it."""
         assert not isinstance(chunk.source, InMemory)
         if isinstance(chunk.source, Strided):
             return chunk.source
-        key = (chunk.source, chunk.sizes, dtype)
+        key = (chunk.source, chunk.sizes, record.dtype)
         if key not in self._located:
             if len(self._located) >= 4096:
                 self._located.clear()
-            self._located[key] = chunk.source.locate(chunk, dtype)
+            try:
+                self._located[key] = chunk.source.locate(chunk, record.dtype)
+            except CheckpointError as error:
+                raise CheckpointError(f"{record.name}: {error}") from error
         return self._located[key]
+
+    def is_row_major(self, record: TensorRecord, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+        """Whether what are neighbours in a row, and rows, of a box are so in the file; opens the files that say it."""
+        return record.flat is not None or all(
+            isinstance(chunk.source, InMemory) or _is_row_major(self._locate(chunk, record).stride, chunk.sizes)
+            for chunk in record.chunks
+            if _overlap(chunk, offsets, sizes)
+        )
 
     def read_whole(self, record: TensorRecord) -> torch.Tensor:
         """The tensor."""
@@ -189,8 +197,7 @@ def files_of(record: TensorRecord, offsets: tuple[int, ...], sizes: tuple[int, .
         numel = 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
         yield from files_of(record.flat.flat, (record.flat.start + first,), (numel,))
     for chunk in record.chunks:
-        ranges = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-        if all(max(a, b) < min(a + s, b + t) for a, s, b, t in ranges):
+        if _overlap(chunk, offsets, sizes):
             if isinstance(chunk.source, Strided):
                 yield chunk.source.blob.path
             elif not isinstance(chunk.source, InMemory):
@@ -215,6 +222,16 @@ def materialized(value: Any, reader: Reader) -> Any:
     if type(value) in (list, tuple):
         return type(value)(materialized(part, reader) for part in value)
     return value
+
+
+def _overlap(chunk: Chunk, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    ranges = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+    return all(max(a, b) < min(a + s, b + t) for a, s, b, t in ranges)
+
+
+def _is_row_major(stride: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    expected = (math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+    return all(size == 1 or a == b for size, a, b in zip(sizes, stride, expected, strict=True))
 
 
 def _runs(

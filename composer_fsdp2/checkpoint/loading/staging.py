@@ -3,6 +3,8 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,49 @@ from torch.distributed.tensor import DTensor, Replicate
 from composer_fsdp2.agreement import gather
 from composer_fsdp2.checkpoint.exchange import (
     broadcast_replicas,
+    first_ranks_of_nodes,
     owners,
-    ranks_of_node,
+    ranks_of,
     replica_of,
     send_or_receive,
 )
 from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord, walk_tensors
 from composer_fsdp2.checkpoint.loading.optimizer_plan import ParameterState
 from composer_fsdp2.checkpoint.loading.plan import LoadPlan
+from composer_fsdp2.checkpoint.loading.replicated import ReplicatedState
 from composer_fsdp2.checkpoint.reading import Reader, bytes_of, files_of, materialized
-from composer_fsdp2.checkpoint.target import Box
+from composer_fsdp2.checkpoint.target import Box, TensorTarget
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["Staging"]
+
+
+@dataclass(slots=True)
+class _StatePlace:
+    """Where a tensor of an optimizer's state will stay, which tells how it is sharded.
+
+    Args:
+        box: In the layout of the optimizer's own tensor or of the parameter.
+        value: The tensor: the optimizer's own, if what is read fits into it; else it is made when it is filled.
+    """
+
+    box: Box
+    dtype: torch.dtype
+    device: torch.device
+    value: torch.Tensor | None = None
+
+    def local(self) -> torch.Tensor:
+        """This rank's memory of it."""
+        if self.value is None:
+            self.value = self.box.rebuilt(torch.empty(self.box.sizes, dtype=self.dtype, device=self.device))
+        return _local(self.value)
+
+    def fill(self, data: torch.Tensor) -> None:
+        """From ordinary host memory, which it keeps where that is its place."""
+        if self.value is None and self.device == data.device:
+            self.value = self.box.rebuilt(data)
+        else:
+            self.local().copy_(data)
 
 
 @dataclass(slots=True)
@@ -34,13 +66,16 @@ class _Staged:
     """This rank's part of one tensor, in host memory once it is read.
 
     Args:
-        result: Where it will stay, for optimizer state; the model's own tensors are copied into at the end.
+        place: Where it will stay, for optimizer state; the model's own tensors are copied into at the end.
+        owner: The number of the replica that reads it; None where each reads for itself.
+        is_shared: Several ranks of this node hold it: it is never in host memory, but passed on from the file.
     """
 
     record: TensorRecord
     box: Box
-    result: torch.Tensor | None = None
+    place: _StatePlace | None = None
     owner: int | None = None
+    is_shared: bool = False
     data: torch.Tensor | None = None
 
     @property
@@ -50,35 +85,77 @@ class _Staged:
 
 
 class Staging:
-    """What a plan reads: ``read``, ``share``, ``check_copies``, ``set_extra_state``, ``commit``, in this order.
+    """What a plan reads: ``read``, ``share``, ``check_copies``, ``set_extra_state``, ``pass_on``, ``commit``, in order.
 
-    Model and optimizer are not touched before ``set_extra_state``, which can be undone, and then ``commit``, which
-    communicates nothing and has no reason left to fail.
+    Model and optimizer are not touched before ``set_extra_state``, which can be undone. ``commit`` communicates nothing
+    and has no reason left to fail. What several ranks of a node hold alike (``NO_SHARD``, DDP) is not staged, because
+    the node would hold it several times: ``read`` checks it, and ``pass_on`` reads it again, which can fail.
+
+    Args:
+        one_reader_per_node: Whether ``read_for_node`` will be called instead of ``read``.
+    Made on all ranks; gathers their hosts' names.
     """
 
-    def __init__(self, plan: LoadPlan) -> None:
+    def __init__(self, plan: LoadPlan, *, one_reader_per_node: bool = False) -> None:
         self.plan = plan
         self.tensors = [_Staged(planned.record, Box.of(planned.target.value)) for planned in plan.tensors]
-        self.copies = [
-            (staged, _Staged(copy, staged.box))
+        self._copies = [
+            [_Staged(copy, staged.box) for copy in planned.copies]
             for planned, staged in zip(plan.tensors, self.tensors, strict=True)
-            for copy in planned.copies
         ]
         self.extra: dict[str, Any] = {}
         self._extra_before: list[tuple[nn.Module, Any]] = []
         self.states: list[dict[str, Any]] = []  # tensors as _Staged
+        used = {_address(planned.target.local) for planned in plan.tensors}
         for state in plan.optimizer.states if plan.optimizer else ():
             own = plan.optimizer.optimizer.state.get(state.parameter, {}) if plan.optimizer else {}
-            self.states.append({key: _stage(record, state, own.get(key)) for key, record in state.entries.items()})
+            self.states.append(
+                {key: _stage(record, state, own.get(key), used) for key, record in state.entries.items()}
+            )
         self.groups: list[dict[str, Any]] = list(plan.optimizer.groups) if plan.optimizer else []
-        for staged, owner in zip(
-            self._all(), owners([(s.box, s.record.dtype.itemsize) for s in self._all()]), strict=True
-        ):
-            staged.owner = owner
+        self._nodes = first_ranks_of_nodes()
+        self._choose_owners(one_reader_per_node)
+        self.replicated = self._replicated()
+
+    def _choose_owners(self, one_reader_per_node: bool) -> None:
+        def may_read(rank: int) -> bool:
+            return not one_reader_per_node or self._nodes[rank] == rank
+
+        tensors = [*self.tensors, *self._states()]
+        boxes = [(staged.box, staged.record.dtype.itemsize) for staged in tensors]
+        for staged, owner in zip(tensors, owners(boxes, may_read=may_read), strict=True):
+            if owner is not None:
+                ranks = ranks_of(staged.box)
+                nodes = {self._nodes[rank] for rank in ranks}
+                staged.owner, staged.is_shared = owner, len(nodes) < len(ranks) and may_read(ranks[owner])
+        for staged, copies in zip(self.tensors, self._copies, strict=True):
+            for copy_of in copies:  # read by the same rank, which compares them
+                copy_of.owner, copy_of.is_shared = staged.owner, staged.is_shared
+
+    def _replicated(self) -> ReplicatedState:
+        replicated = ReplicatedState(self.plan.inventory.path)
+        for staged in self._states():
+            if staged.is_shared:
+                assert staged.place is not None and staged.owner is not None
+                replicated.add(staged.record, staged.box, staged.place.local, staged.owner)
+        for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
+            if staged.is_shared:
+                assert staged.owner is not None
+                replicated.add(
+                    staged.record, staged.box, partial(_memory_of, planned.target), staged.owner, planned.copies
+                )
+        return replicated
+
+    def _states(self) -> list[_Staged]:
+        return [value for state in self.states for value in state.values() if isinstance(value, _Staged)]
 
     def _all(self) -> list[_Staged]:
-        states = [value for state in self.states for value in state.values() if isinstance(value, _Staged)]
-        return [*self.tensors, *(copy for _, copy in self.copies), *states]
+        """Copies too."""
+        return [*self.tensors, *chain.from_iterable(self._copies), *self._states()]
+
+    def _kept(self) -> list[_Staged]:
+        """What lies in host memory from ``read`` to ``commit``."""
+        return [staged for staged in self._all() if not staged.is_shared]
 
     def files(self) -> frozenset[Path]:
         """The files that ``read`` opens on this rank."""
@@ -98,10 +175,11 @@ class Staging:
 
     def read(self, reader: Reader) -> None:
         """Read what is this rank's to read; communicates nothing."""
-        for staged in self._all():
-            staged.data = _memory_for(staged)
+        for staged in self._kept():
+            staged.data = torch.empty(staged.box.sizes, dtype=staged.record.dtype)
             if staged.reads_here:
                 reader.read(staged.record, staged.box.offsets, staged.box.sizes, staged.data)
+        self.replicated.check(reader)
         self._read_values(reader)
 
     def read_for_node(self, reader: Reader) -> None:
@@ -109,12 +187,13 @@ class Staging:
 
         Called on all ranks. An error of the reading rank is raised after everything was sent, so nobody waits.
         """
-        me, ranks = dist.get_rank(), ranks_of_node()
-        everything = self._all()
+        me = dist.get_rank()
+        ranks = [rank for rank, first in enumerate(self._nodes) if first == self._nodes[me]]
+        everything = self._kept()
         wanted = gather([(s.box.offsets, s.box.sizes) if s.reads_here else None for s in everything])
         error: Exception | None = None
         for number, staged in enumerate(everything):
-            staged.data = _memory_for(staged)
+            staged.data = torch.empty(staged.box.sizes, dtype=staged.record.dtype)
             for rank in ranks:
                 box = wanted[rank][number]
                 if box is None or me not in (rank, ranks[0]):
@@ -129,6 +208,7 @@ class Staging:
                     send_or_receive(data, ranks[0], rank)
         if error is not None:
             raise error
+        self.replicated.check(reader)
         self._read_values(reader)
 
     def _read_values(self, reader: Reader) -> None:
@@ -145,10 +225,15 @@ class Staging:
 
     def share(self) -> None:
         """Give the other replicas what this one read, and take theirs. Called on all ranks; broadcasts shards."""
-        for staged in self._all():
+        for staged in self._kept():
             if staged.owner is not None:
                 assert staged.data is not None
                 broadcast_replicas(staged.data, staged.box, staged.owner)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the file holds something under several names; the same on all ranks."""
+        return any(self._copies)
 
     def check_copies(self) -> None:
         """Compare what the file holds for one shared parameter under several names; communicates nothing.
@@ -157,11 +242,13 @@ class Staging:
             CheckpointError: they are not equal; names them.
         """
         unlike = [
-            f"{staged.record.name} = {copy.record.name}"
-            for staged, copy in self.copies
-            if staged.data is not None and copy.data is not None and bytes_of(staged.data) != bytes_of(copy.data)
+            f"{staged.record.name} = {copy_of.record.name}"
+            for staged, copies in zip(self.tensors, self._copies, strict=True)
+            for copy_of in copies
+            if staged.data is not None and copy_of.data is not None and bytes_of(staged.data) != bytes_of(copy_of.data)
         ]
-        self.copies.clear()
+        unlike += self.replicated.unlike
+        self._copies = [[] for _ in self.tensors]
         if unlike:
             raise CheckpointError(
                 f"{self.plan.inventory.path}: the model shares one parameter under several names, for which the file "
@@ -189,15 +276,25 @@ class Staging:
         for module, before in reversed(self._extra_before):
             module.set_extra_state(before)
 
+    def pass_on(self, reader: Reader) -> None:
+        """Put into place what several ranks of a node hold, from the file; see ``ReplicatedState.pass_on``.
+
+        Raises:
+            CheckpointError: it cannot be read again; the model and the optimizer are partly changed.
+        Called on all ranks; broadcasts.
+        """
+        self.replicated.pass_on(reader)
+
     @torch.no_grad()
     def commit(self) -> None:
-        """Put everything into its place."""
+        """Put everything else into its place."""
         if self.plan.optimizer is not None:
             self._commit_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
         for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
-            assert staged.data is not None
-            planned.target.local.copy_(staged.data)
-            staged.data = None
+            if not staged.is_shared:
+                assert staged.data is not None
+                planned.target.local.copy_(staged.data)
+                staged.data = None
 
     def _commit_optimizer(self, optimizer: torch.optim.Optimizer, states: Sequence[ParameterState]) -> None:
         number_of = {
@@ -228,51 +325,58 @@ class Staging:
             loaded.update({key: value for key, value in entries.items() if isinstance(value, str)})
 
 
-def _stage(record: Any, state: ParameterState, own: Any) -> Any:
-    """Where a value of a parameter's state will stay, which tells how it is sharded.
+def _stage(record: Any, state: ParameterState, own: Any, used: set[int]) -> Any:
+    """A value of a parameter's state, and where it will stay.
 
     Args:
         own: What the optimizer has there already.
+        used: Where the memory lies that takes something else; own tensors that are filled are added.
     """
     if not isinstance(record, TensorRecord):
         return record
-    parameter = state.parameter
+    like = _layout_of(record, state.parameter, own)
+    place = _StatePlace(Box.of(like), record.dtype, _local(like).device)
+    is_own = like is own and type(own) in (torch.Tensor, DTensor) and own.dtype == record.dtype
+    if is_own and _local(own).is_contiguous() and _address(_local(own)) not in used:
+        used.add(_address(_local(own)))
+        place.value = own
+    return _Staged(record, place.box, place)
+
+
+def _layout_of(record: TensorRecord, parameter: nn.Parameter, own: Any) -> torch.Tensor:
     if record.shape and isinstance(own, torch.Tensor) and record.shape == tuple(own.shape):
-        result = _empty_like(own, record.dtype)
-    elif record.shape and record.shape == tuple(parameter.shape):
-        result = _empty_like(parameter.detach(), record.dtype)
-    elif record.shape and isinstance(parameter, DTensor):  # a statistic, as Adafactor's of rows
+        return own
+    if record.shape and record.shape == tuple(parameter.shape):
+        return parameter.detach()
+    if record.shape and isinstance(parameter, DTensor):  # a statistic, as Adafactor's of rows
         whole = torch.empty(record.shape, dtype=record.dtype, device=parameter.to_local().device)
         replicated = [Replicate()] * parameter.device_mesh.ndim
-        result = DTensor.from_local(whole, parameter.device_mesh, replicated, run_check=False)
-    else:  # a step count
-        result = torch.empty(record.shape, dtype=record.dtype)
-    return _Staged(record, Box.of(result), result=result)
-
-
-def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Of the same layout and on the same device (the host's memory under CPU offload)."""
-    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+        return DTensor.from_local(whole, parameter.device_mesh, replicated, run_check=False)
+    return torch.empty(record.shape, dtype=record.dtype)  # a step count
 
 
 def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
     return {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _memory_for(staged: _Staged) -> torch.Tensor:
-    """Where to read it to: its final place, if that is ordinary host memory."""
-    if staged.result is not None:
-        local = staged.result.to_local() if isinstance(staged.result, DTensor) else staged.result
-        if local.device.type == "cpu" and local.is_contiguous():
-            return local
-    return torch.empty(staged.box.sizes, dtype=staged.record.dtype)
-
-
 def _result(value: Any) -> Any:
     if not isinstance(value, _Staged):
         return value
-    assert value.result is not None and value.data is not None
-    local = value.result.to_local() if isinstance(value.result, DTensor) else value.result
-    if local.data_ptr() != value.data.data_ptr() or local.device != value.data.device:
-        local.copy_(value.data)
-    return value.result
+    assert value.place is not None
+    if not value.is_shared:
+        assert value.data is not None
+        value.place.fill(value.data)
+        value.data = None
+    return value.place.value
+
+
+def _memory_of(target: TensorTarget) -> torch.Tensor:
+    return target.local
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

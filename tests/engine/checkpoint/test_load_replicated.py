@@ -1,0 +1,348 @@
+"""State that several ranks of a node hold: never all of it in host memory, checked before it is put into place."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine.checkpoint.test_load import adamw, composer_state, contents, refused, saved, step, trained, untrained
+from hypothesis import given
+from hypothesis import strategies as st
+from support.cases import for_each
+from support.comparing import assert_same
+from support.examples import examples
+from support.models import tied_model
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint import save as save_directory
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from composer_fsdp2 import CheckpointError, load_checkpoint
+from composer_fsdp2.checkpoint.loading import replicated, staging
+
+PIECE_BYTES = 64 << 10
+NO_SHARD = {"sharding_strategy": "NO_SHARD"}
+HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
+
+
+class Large(nn.Module):
+    """2 MiB, in tensors of which none is a piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+
+
+def stepped(config: dict[str, Any] | None, make: Callable[[], nn.Module] = Large) -> tuple[nn.Module, Any]:
+    """A model with other values, whose optimizer has state, as in a run that goes back to a checkpoint."""
+    ours, own = untrained(make, config=config)
+    step(ours, own, 5)
+    return ours, own
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.UntypedStorage]:
+    """Where all of it lies; step counts, of 4 bytes each, are left out."""
+    tensors = {name: local(parameter.detach()) for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        tensors |= {f"{key} of {name}": local(v) for key, v in optimizer.state[parameter].items() if v.dim()}
+    return {name: tensor.untyped_storage() for name, tensor in tensors.items()}
+
+
+class HostMemory(TorchDispatchMode):
+    """Counts the bytes of all tensors in host memory that were made in the block and are still there."""
+
+    def __init__(self, known: list[torch.UntypedStorage]) -> None:
+        super().__init__()
+        self.known = {storage.data_ptr() for storage in known}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                storage = local(tensor).untyped_storage()
+                if storage.data_ptr() not in self.known:
+                    self.made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.made = {at: (there, size) for at, (there, size) in self.made.items() if not there.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self.made.values()))
+        return result
+
+
+def check_memory(folder: str) -> None:
+    model, optimizer = trained(Large)
+    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    expected = contents(model, optimizer)
+
+    def check(config: dict[str, Any] | None, one_reader: bool) -> None:
+        ours, own = stepped(config)
+        before = memory(ours, own)
+        with (
+            mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES),
+            HostMemory(list(before.values())) as host,
+        ):
+            load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
+        assert_same(contents(ours, own), expected, in_bits=True)
+        # Without pieces it is the whole state, 96 times as much.
+        assert PIECE_BYTES <= host.peak_bytes <= 4 * PIECE_BYTES, f"{host.peak_bytes / PIECE_BYTES} pieces"
+        after = memory(ours, own)
+        assert {name: s.data_ptr() for name, s in after.items()} == {n: s.data_ptr() for n, s in before.items()}
+
+    cases = {"NO_SHARD": (NO_SHARD, False), "not sharded": (None, False), "one reader": (NO_SHARD, True)}
+    for_each(check, cases)
+
+
+def test_replicated_state_is_never_all_in_host_memory(tmp_path: Path):
+    """A node of 8 GPUs held 672 GB of a model of 7B parameters and its moments, before one of them was in place."""
+    run_ranks(check_memory, 2, str(tmp_path))
+
+
+def check_own_memory(folder: str) -> None:
+    model, optimizer = trained(Large)
+    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    expected = contents(model, optimizer)
+
+    def check(config: dict[str, Any] | None) -> None:
+        ours, own = stepped(config)
+        shared = own.state[ours.body[0].weight]["exp_avg"]
+        own.state[ours.body[1].weight]["exp_avg"] = shared
+        before = memory(ours, own)
+        load_checkpoint(path, ours, own)
+        assert_same(contents(ours, own), expected, in_bits=True)
+        moved = [name for name, s in memory(ours, own).items() if s.data_ptr() != before[name].data_ptr()]
+        assert moved == ["exp_avg of body.1.weight"], moved
+
+    for_each(check, {"sharded": ({},), "NO_SHARD": (NO_SHARD,), "not sharded": (None,)})
+
+
+def test_an_optimizer_keeps_its_memory(tmp_path: Path):
+    """Moments that are there already lay on the GPU twice while the new ones were loaded beside them.
+
+    Two parameters that share one tensor of state, by an optimizer's own doing, get one each: both have their own.
+    """
+    run_ranks(check_own_memory, 2, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same values as before
+
+
+@contextlib.contextmanager
+def machines(size: int) -> Iterator[None]:
+    """As many ranks each, by what the ranks say that their machine is called: all of these run on one."""
+    with mock.patch("socket.gethostname", return_value=f"machine {dist.get_rank() // size}"):
+        yield
+
+
+def strided(root: dict[str, Any]) -> dict[str, Any]:
+    """The same values by columns, and by rows far apart."""
+    weights = root["state"]["model"]
+    for number, (name, value) in enumerate(list(weights.items())):
+        if value.dim() == 2:
+            columns, apart = value.t().contiguous().t(), torch.cat([value, value], 1)[:, : value.shape[1]]
+            weights[name] = (columns, apart)[number % 2]
+    return root
+
+
+def check_equal(folder: str, config: dict[str, Any] | None, num_holders: int) -> None:
+    model, optimizer = trained(tied_model)
+    root = composer_state(model, optimizer)
+    expected = contents(model, optimizer)
+    monolithic, by_columns = (
+        saved(root, f"{folder}/a.pt"),
+        saved(strided(composer_state(model, optimizer)), f"{folder}/b.pt"),
+    )
+    directory = Path(folder, "directory")
+    save_directory(root, checkpoint_id=directory)
+    passed: list[int] = []
+    pass_on = replicated.ReplicatedState.pass_on
+
+    def counted(self: Any, reader: Any) -> None:
+        passed.append(sum(config is None or isinstance(tensor.box.like, DTensor) for tensor in self._tensors))
+        pass_on(self, reader)
+
+    def check(path: Path, piece_bytes: int, ranks_of_a_machine: int) -> None:
+        passed.clear()
+        ours, own = untrained(tied_model, config=config)
+        with (
+            mock.patch.object(replicated, "_PIECE_BYTES", piece_bytes),
+            mock.patch.object(replicated.ReplicatedState, "pass_on", counted),
+            # Every tensor, the smallest too, which each rank reads for itself.
+            mock.patch("composer_fsdp2.checkpoint.exchange._SMALL_BYTES", 0),
+            machines(ranks_of_a_machine),
+        ):
+            report = load_checkpoint(path, ours, own)
+        assert_same(contents(ours, own), expected, in_bits=True)
+        assert report.unchecked_bytes == 0, str(report)
+        # Where machines are replicas, one rank of each holds a shard.
+        assert bool(passed[0]) == (ranks_of_a_machine > num_holders), f"{passed}, {ranks_of_a_machine}"
+
+    world_size = dist.get_world_size()
+    paths = {"one file": monolithic, "by columns": by_columns, "directory": directory}
+    for_each(
+        check,
+        {
+            f"{name}, pieces of {piece_bytes}, {ranks} on a machine": (path, piece_bytes, ranks)
+            for name, path in paths.items()
+            for piece_bytes, ranks in ((20, world_size), (64 << 20, world_size), (20, num_holders))
+        },
+    )
+
+
+def test_pieces_give_what_staging_gives(tmp_path: Path):
+    """However a tensor lies in its file and is cut into pieces, every rank has all of it, and all of it was checked.
+
+    Replicas on machines of their own go on as before: each machine holds the state once."""
+    for config in (NO_SHARD, None):
+        run_ranks(check_equal, 2, str(tmp_path), config, 1)
+
+
+def test_pieces_of_shards(tmp_path: Path):
+    """HYBRID_SHARD within one machine: two ranks hold each shard."""
+    run_ranks(check_equal, 4, str(tmp_path), HYBRID, 2)
+
+
+@examples(100)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.sampled_from([1, 2, 4, 8]), st.integers(1, 400))
+def test_pieces_tile_a_box(sizes: list[int], itemsize: int, piece_bytes: int):
+    """A gap would be memory that was never written; an overlap, bytes read twice; a large piece, memory."""
+    offsets = tuple(range(3, 3 + len(sizes)))
+    covered = torch.zeros(sizes, dtype=torch.int64)
+    with mock.patch.object(replicated, "_PIECE_BYTES", piece_bytes):
+        for piece in replicated._bounds(offsets, tuple(sizes), itemsize):
+            part = covered[replicated._slices(*piece, offsets)]
+            assert part.is_contiguous() and part.numel() == math.prod(piece[1]) > 0
+            assert part.numel() * itemsize <= max(piece_bytes, itemsize)
+            part += 1
+    assert (covered == 1).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures
+
+
+def last_bytes_of(path: Path, name: str) -> int:
+    """Where the last element of a tensor that is nowhere else in a file lies."""
+    content = path.read_bytes()
+    value = torch.load(path, weights_only=True)["state"]["model"][name]
+    at = content.find(value.numpy().tobytes())
+    assert at > 0 and content.find(value.numpy().tobytes(), at + 1) < 0
+    return at + value.nbytes - 1
+
+
+def check_damage(folder: str) -> None:
+    model, optimizer = trained(Large)
+    for name in ("body.0.weight", "body.7.weight"):
+        path = saved(composer_state(model, optimizer), f"{folder}/{name}.pt")
+        if dist.get_rank() == 0:
+            flip(path, last_bytes_of(path, name))
+        dist.barrier()
+        with mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES):
+            refused(name, path, *stepped(NO_SHARD), ["damaged content; nothing was changed"])
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_damage_is_found_before_anything_is_changed(tmp_path: Path):
+    """A bit that flipped in the last piece of a tensor: what was put into place piece by piece cannot be put back."""
+    run_ranks(check_damage, 2, str(tmp_path))
+
+
+class Late(Large):
+    """Its own code runs once all is checked, before anything is in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then: Callable[[], None] = lambda: None
+
+    def get_extra_state(self) -> Any:
+        return {"seen": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.then()
+
+
+def check_second_pass(folder: str) -> None:
+    model, optimizer = trained(Late)
+    root = composer_state(model, optimizer)
+    expected = contents(model, optimizer)
+
+    def check(name: str, damage: Callable[[Path], None], config: dict[str, Any] | None) -> None:
+        path, whole = saved(root, f"{folder}/damaged.pt"), saved(root, f"{folder}/whole.pt")
+        ours, own = stepped(config, Late)
+
+        def then() -> None:
+            dist.barrier()
+            if dist.get_rank() == 0:
+                damage(path)
+            dist.barrier()
+
+        ours.then = then  # type: ignore[assignment]
+        with (
+            mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES),
+            pytest.raises(CheckpointError, match=rf"damaged.pt: was whole when .*{name}.* partly changed: load again"),
+        ):
+            load_checkpoint(path, ours, own)
+        ours.then = lambda: None  # type: ignore[assignment]
+        load_checkpoint(whole, ours, own)
+        assert_same(contents(ours, own), expected, in_bits=True)
+
+    # Each of two neighbouring tensors is another rank's to read.
+    kinds: dict[str, Callable[[Path], None]] = {
+        "body.0.weight: other bytes": lambda path: flip(path, last_bytes_of(path, "body.0.weight")),
+        "body.1.weight: other bytes": lambda path: flip(path, last_bytes_of(path, "body.1.weight")),
+        "ends at byte": lambda path: os.truncate(path, path.stat().st_size // 2),
+    }
+    cases = {f"{name}, {config}": (name, kinds[name], config) for name in kinds for config in (NO_SHARD, None)}
+    for_each(check, cases)
+
+
+def test_a_file_that_changes_after_its_check(tmp_path: Path):
+    """The one thing that cannot be undone: all ranks say that the model is partly changed, and none trains on it."""
+    run_ranks(check_second_pass, 2, str(tmp_path))
+
+
+def check_full_memory(folder: str) -> None:
+    model, optimizer = trained(Large)
+    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    ours, own = untrained(Large, config=NO_SHARD)
+    place = staging._StatePlace.local
+
+    def full(self: Any) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return place(self)
+
+    with (
+        mock.patch.object(staging._StatePlace, "local", full),
+        pytest.raises(CheckpointError, match=r"CUDA out of memory\); the model and the optimizer are partly changed"),
+    ):
+        load_checkpoint(path, ours, own)
+    load_checkpoint(path, ours, adamw(ours))
+    assert_same(contents(ours), contents(model), in_bits=True)
+
+
+def test_a_rank_without_memory_for_its_state(tmp_path: Path):
+    """A GPU is fuller than the others: they hear of it, and do not wait in a broadcast. (The error is made: no GPU.)"""
+    run_ranks(check_full_memory, 2, str(tmp_path))
