@@ -44,21 +44,13 @@ class _StatePlace:
 
     box: Box
     dtype: torch.dtype
-    device: torch.device
     value: torch.Tensor | None = None
 
     def local(self) -> torch.Tensor:
         """This rank's memory of it."""
-        if self.value is None:
-            self.value = self.box.rebuilt(torch.empty(self.box.sizes, dtype=self.dtype, device=self.device))
+        if self.value is None:  # where its like is: with CPU offload, parts of a tensor on a GPU mesh lie on the host
+            self.value = torch.empty_like(self.box.like, dtype=self.dtype, memory_format=torch.contiguous_format)
         return _local(self.value)
-
-    def fill(self, data: torch.Tensor) -> None:
-        """From ordinary host memory, which it keeps where that is its place."""
-        if self.value is None and self.device == data.device:
-            self.value = self.box.rebuilt(data)
-        else:
-            self.local().copy_(data)
 
 
 @dataclass(slots=True)
@@ -82,6 +74,15 @@ class _Staged:
     def reads_here(self) -> bool:
         """Whether this rank reads it, rather than another one that holds the same part."""
         return self.owner is None or self.owner == replica_of(self.box)
+
+    def allocate(self) -> torch.Tensor:
+        """Memory to read it to: its final place, if that is host memory that nothing uses yet."""
+        is_new = self.place is not None and self.place.value is None
+        if is_new and self.place is not None and _local(self.box.like).device.type == "cpu":
+            self.data = self.place.local()
+        else:
+            self.data = torch.empty(self.box.sizes, dtype=self.record.dtype)
+        return self.data
 
 
 class Staging:
@@ -176,9 +177,9 @@ class Staging:
     def read(self, reader: Reader) -> None:
         """Read what is this rank's to read; communicates nothing."""
         for staged in self._kept():
-            staged.data = torch.empty(staged.box.sizes, dtype=staged.record.dtype)
+            data = staged.allocate()
             if staged.reads_here:
-                reader.read(staged.record, staged.box.offsets, staged.box.sizes, staged.data)
+                reader.read(staged.record, staged.box.offsets, staged.box.sizes, data)
         self.replicated.check(reader)
         self._read_values(reader)
 
@@ -193,12 +194,12 @@ class Staging:
         wanted = gather([(s.box.offsets, s.box.sizes) if s.reads_here else None for s in everything])
         error: Exception | None = None
         for number, staged in enumerate(everything):
-            staged.data = torch.empty(staged.box.sizes, dtype=staged.record.dtype)
+            own = staged.allocate()
             for rank in ranks:
                 box = wanted[rank][number]
                 if box is None or me not in (rank, ranks[0]):
                     continue
-                data = staged.data if rank == me else torch.empty(box[1], dtype=staged.record.dtype)
+                data = own if rank == me else torch.empty(box[1], dtype=staged.record.dtype)
                 if me == ranks[0] and error is None:
                     try:
                         reader.read(staged.record, box[0], box[1], data)
@@ -335,7 +336,7 @@ def _stage(record: Any, state: ParameterState, own: Any, used: set[int]) -> Any:
     if not isinstance(record, TensorRecord):
         return record
     like = _layout_of(record, state.parameter, own)
-    place = _StatePlace(Box.of(like), record.dtype, _local(like).device)
+    place = _StatePlace(Box.of(like), record.dtype)
     is_own = like is own and type(own) in (torch.Tensor, DTensor) and own.dtype == record.dtype
     if is_own and _local(own).is_contiguous() and _address(_local(own)) not in used:
         used.add(_address(_local(own)))
@@ -365,7 +366,9 @@ def _result(value: Any) -> Any:
     assert value.place is not None
     if not value.is_shared:
         assert value.data is not None
-        value.place.fill(value.data)
+        local = value.place.local()
+        if local.data_ptr() != value.data.data_ptr() or local.device != value.data.device:
+            local.copy_(value.data)
         value.data = None
     return value.place.value
 

@@ -330,7 +330,7 @@ def check_full_memory(folder: str) -> None:
     place = staging._StatePlace.local
 
     def full(self: Any) -> torch.Tensor:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 1 and self.box.numel > 1024:  # what is smaller each rank reads for itself
             raise torch.OutOfMemoryError("CUDA out of memory")
         return place(self)
 
