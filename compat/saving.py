@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.agreement import agree, gather
 from composer_fsdp2.checkpoint.save import save_monolithic
+from composer_fsdp2.compat.staging import PinnedCopies, is_on_device, left_on_device
 from composer_fsdp2.control import control
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharded import is_sharded, reshard
@@ -154,12 +155,18 @@ def _whole(value: Any, keeps: bool) -> Any:
 
 
 def _copied(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same values in host memory of their own, which training does not change; DTensors stay DTensors."""
+    """The same values in host memory of their own, which training does not change; DTensors stay DTensors.
+
+    What lies on a device is copied to pinned memory, which every save of this process uses again.
+    """
+    pinned = _pinned.of(tensor for tensor in _tensors(state_dict) if is_on_device(tensor))
     live = {_address(tensor) for tensor in _trained(state)}
     for name in _HOLDERS:
         live |= {_address(shard) for shard in _shards(state_dict["state"].get(name))}
 
     def copied(value: Any) -> Any:
+        if id(value) in pinned:
+            return pinned[id(value)]
         if isinstance(value, DTensor) and _address(value) not in live and value.to_local().device.type == "cpu":
             return value  # Composer copied it from the device; a second copy would need the memory twice
         if isinstance(value, torch.Tensor):
@@ -186,11 +193,16 @@ def _trained(state: State) -> Iterator[torch.Tensor]:
 
 def _shards(value: Any) -> Iterator[DTensor]:
     """Every DTensor in a nested value."""
-    if isinstance(value, DTensor):
+    return (tensor for tensor in _tensors(value) if isinstance(tensor, DTensor))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a nested value."""
+    if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _shards(part)
+            yield from _tensors(part)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -523,6 +535,7 @@ def _words(error: BaseException) -> str:
 
 # Of this process: one writer at a time, because its groups and its memory are one.
 _pending: _Pending | None = None
+_pinned = PinnedCopies()
 
 
 def _start(saver: CheckpointSaver, state: State, filename: str, account_for: Callable[[_Written], None]) -> None:
@@ -530,7 +543,11 @@ def _start(saver: CheckpointSaver, state: State, filename: str, account_for: Cal
     global _pending
     control()  # connected while all are here
     group = _writing_group(state)
-    state_dict = _copied(state, _sharded_state_dict(state, saver.weights_only, saver.ignore_keys))
+    with left_on_device(state.model):
+        state_dict = _sharded_state_dict(state, saver.weights_only, saver.ignore_keys)
+    if (weights := state_dict["state"].get("model")) is not None:
+        state_dict["state"]["model"] = dict(weights)  # as Composer's own copy to the host would leave it
+    state_dict = _copied(state, state_dict)
     if state.fsdp_sharded_state_dict_enabled:
         written = _Written(state, filename if _writes_shards(state) else None)
 

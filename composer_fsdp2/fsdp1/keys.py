@@ -377,7 +377,7 @@ KEYS: tuple[Key, ...] = (
         meaning="training goes on while a Trainer's checkpoint is written from a copy in host memory",
         outcome=_EXACT,
         target="a background thread with gloo groups of its own",
-        reason="read by the Trainer's checkpoint saver; needs host memory for one more shard",
+        reason="read by the Trainer's checkpoint saver; needs host memory for one more shard, pinned beside a GPU",
     ),
     Key(
         name="collective_guard",
