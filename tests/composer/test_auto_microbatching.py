@@ -7,7 +7,6 @@ real GPU run out of memory.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,10 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.commands import BIN, SCRIPT, run_all
 from support.comparing import assert_same
+from support.gpus import Ranks, on_gpus
 from support.oracle import FSDP2
 from support.ranks import run_ranks
-from support.trainers import Trained, build_model, make_trainer, result
+from support.trainers import Trained, build_model, make_trainer, on_gpu, result
 from torch import nn
 
 pytestmark = pytest.mark.composer
@@ -30,18 +30,6 @@ pytestmark = pytest.mark.composer
 TIME_LIMIT_S = 300  # a hang
 BATCHES = 2  # the one that is repeated, and one after it
 OUT_OF_MEMORY = SCRIPT.with_name("out_of_memory.py")
-
-
-@contextlib.contextmanager
-def on_gpu() -> Iterator[None]:
-    """'auto' without its question for a GPU."""
-    from composer.trainer import trainer
-
-    with (
-        mock.patch.object(trainer, "_is_auto_microbatching", lambda size, device: size == "auto"),
-        mock.patch.object(trainer, "_validate_evaluator"),
-    ):
-        yield
 
 
 def out_of_memory() -> None:
@@ -535,14 +523,12 @@ def test_errors_are_those_that_composer_repeats_for():
 # --- a real one
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, whose memory can run out")
+@on_gpus(1, 2, rehearsal=0)
 @pytest.mark.parametrize(("precision", "gib", "rtol"), [("fp32", 1.5, 1e-6), ("amp_fp16", 0.9, 1e-3)])
-def test_a_gpu_runs_out_of_memory(tmp_path: Path, precision: str, gib: float, rtol: float):
+def test_a_gpu_runs_out_of_memory(ranks: Ranks, tmp_path: Path, precision: str, gib: float, rtol: float):
     """16 samples need about 2.5 GiB of activations in fp32: the run ends with a size that fits, and its losses. In
     fp16 with the scaler that the Trainer makes. On one GPU there is one rank, and no vote crosses ranks."""
-    num_ranks = min(2, torch.cuda.device_count())
-    command = [BIN / "composer", "-n", num_ranks, "-m", "composer_fsdp2", "run", OUT_OF_MEMORY]
+    command = [BIN / "composer", "-n", ranks.number, "-m", "composer_fsdp2", "run", OUT_OF_MEMORY]
     auto = run_all({"auto": [*command, "auto", str(gib), precision]}, tmp_path)["auto"]
     assert auto.code == 0, auto.err
     size = auto.last["size"]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.cases import for_each
 from support.commands import BIN, SCRIPT, run_all
+from support.gpus import gpu_marks, num_ranks
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
 from support.saved import named
@@ -21,12 +21,11 @@ BATCHES, SAVED_AT = 6, 3
 COMMON = ["--batches", BATCHES, "--microbatch", "2", "--optimizer", "adamw", "--clip", "0.1"]
 
 # Without a GPU only the wiring shows: parameters and communication share the CPU.
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CASES = [
     pytest.param("cpu", "full", marks=pytest.mark.slow),
     pytest.param("cpu", "sharded", marks=pytest.mark.slow),
-    pytest.param("gpu", "full", marks=ON_GPU),
-    pytest.param("gpu", "sharded", marks=ON_GPU),
+    pytest.param("gpu", "full", marks=gpu_marks()),
+    pytest.param("gpu", "sharded", marks=gpu_marks()),
 ]
 
 
@@ -54,8 +53,7 @@ def test_offloaded_run_has_fsdp1s_curve(tmp_path: Path):
 
 
 def launched(device: str, *command: Any) -> list[Any]:
-    num_ranks = 2 if device == "cpu" else min(2, torch.cuda.device_count())
-    return [BIN / "composer", "-n", num_ranks, *command, "--device", device, *COMMON]
+    return [BIN / "composer", "-n", 2 if device == "cpu" else num_ranks(2), *command, "--device", device, *COMMON]
 
 
 @pytest.mark.parametrize(("device", "state_dict_type"), CASES)

@@ -1,4 +1,4 @@
-"""Run a test's body on several gloo ranks of this machine: ``from support.ranks import run_ranks``.
+"""Run a test's body on several ranks of this machine, on gloo or on GPUs: ``from support.ranks import run_ranks``.
 
 ``pythonpath = ["tests"]`` in pyproject.toml puts the folder ``support`` on ``sys.path``, and the ranks copy the
 parent's ``sys.path``.
@@ -110,6 +110,7 @@ class _Call:
     environ: dict[str, str]
     sys_path: list[str]
     folder: str
+    backend: str
 
 
 def run_ranks(
@@ -119,10 +120,11 @@ def run_ranks(
     timeout_s: float = 180,
     env: dict[str, str] | None = None,
     fresh: bool = False,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Return ``check(*args)`` of every rank, in rank order.
 
-    The check runs inside an initialised gloo group and may use any collective; all ranks meet in a barrier
+    The check runs inside an initialised process group and may use any collective; all ranks meet in a barrier
     after it. pytest does not rewrite a check's ``assert`` on the ranks: say the values in a message, or use
     ``torch.testing.assert_close``.
 
@@ -131,6 +133,8 @@ def run_ranks(
         timeout_s: Time for the check and the import of its module, not for the start of the ranks.
         env: Variables for this call only, above the parent's environment and the rank variables.
         fresh: Fork new processes and end them afterwards. See [Note: pooled ranks].
+        backend: ``gloo``, or ``nccl`` with a GPU for each rank. The latter always forks new processes, which import
+            torch themselves: CUDA cannot be used in the child of a process that has looked for devices.
     Raises:
         RankError: a rank failed, died or was still running at ``timeout_s``; the pool is then discarded.
         ValueError: the check cannot be imported by the ranks.
@@ -140,10 +144,12 @@ def run_ranks(
     if "<" in check.__qualname__ or check.__module__ == "__main__":
         raise ValueError(f"{check.__module__}.{check.__qualname__} must be a top-level function of a module")
     environ = {**os.environ, **(env or {})}
-    pool = _Pool(world_size, _imports) if fresh else _pooled(world_size)
+    fresh = fresh or backend == "nccl"
+    imports = () if backend == "nccl" else _imports
+    pool = _Pool(world_size, imports) if fresh else _pooled(world_size)
     call = _Call(
         module.__name__, inspect.getfile(module), check.__qualname__, pickle.dumps(args), world_size,
-        str(pool.folder / f"store-{pool.num_calls}"), timeout_s, environ, list(sys.path), os.getcwd(),
+        str(pool.folder / f"store-{pool.num_calls}"), timeout_s, environ, list(sys.path), os.getcwd(), backend,
     )  # fmt: skip
     try:
         return pool.run(call, env or {})
@@ -372,11 +378,7 @@ def _run_call(connection: Connection, rank: int, call: _Call) -> None:
         try:
             _reset(call)
             if not dist.is_initialized():
-                store = dist.FileStore(call.store, call.world_size)
-                # The parent's time-out comes first, and shows every stack.
-                dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=call.world_size, timeout=timedelta(hours=1)
-                )
+                _start_group(call, rank)
             check = _import_check(call)
             result = pickle.dumps(check(*pickle.loads(call.args)))
             if dist.is_initialized():
@@ -389,6 +391,21 @@ def _run_call(connection: Connection, rank: int, call: _Call) -> None:
             text = "".join(traceback.format_exception_only(error)).strip()
             _answer(connection, (time.monotonic(), text, traceback.format_exc()))
             connection.recv_bytes()  # Keep our sockets open until we are killed: peers shall not see them close.
+
+
+def _start_group(call: _Call, rank: int) -> None:
+    """As Composer makes it: without ``device_id``; a communicator of NCCL is made at a group's first collective."""
+    import torch
+    import torch.distributed as dist
+
+    if call.backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    store = dist.FileStore(call.store, call.world_size)
+    # The parent's time-out comes first, and shows every stack.
+    dist.init_process_group(
+        call.backend, store=store, rank=rank, world_size=call.world_size, timeout=timedelta(hours=1)
+    )
 
 
 def _import_check(call: _Call) -> Callable[..., Any]:

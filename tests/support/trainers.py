@@ -5,11 +5,13 @@ Imports Composer only when called, so that collecting the tests stays cheap.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from support.comparing import full, full_parameters, own_name
@@ -45,6 +47,7 @@ def make_trainer(
     eval_interval: str | None = None,
     algorithms: Iterable[Any] = (),
     callbacks: Iterable[Any] = (),
+    device: str = "cpu",
     **options: Any,
 ) -> Any:
     """A Trainer over the model and data of ``scripts/train_with_trainer.py``, two microbatches to a batch of 4.
@@ -68,7 +71,7 @@ def make_trainer(
         else None,
         eval_interval=eval_interval or 1,
         max_duration=f"{batches}ba",
-        device="cpu",
+        device=device,
         device_train_microbatch_size=microbatch,
         parallelism_config=parallelism if isinstance(parallelism, ParallelismConfig) else {"fsdp": parallelism},
         algorithms=[*([GradientClipping(*clip)] if clip else []), *algorithms],
@@ -78,6 +81,18 @@ def make_trainer(
         seed=17,
         **options,
     )
+
+
+@contextlib.contextmanager
+def on_gpu() -> Iterator[None]:
+    """device_train_microbatch_size 'auto' without its question for a GPU."""
+    from composer.trainer import trainer
+
+    with (
+        mock.patch.object(trainer, "_is_auto_microbatching", lambda size, device: size == "auto"),
+        mock.patch.object(trainer, "_validate_evaluator"),
+    ):
+        yield
 
 
 def build_model(*, tied: bool = True) -> Any:

@@ -1,0 +1,86 @@
+"""MPT-7B beside FSDP1 on eight GPUs, and flash attention on two: LLM Foundry's model, whose weights are drawn."""
+
+from __future__ import annotations
+
+import statistics
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.gpus import Ranks, Recorder, on_gpus
+from support.mpt import MPT_7B, TINY, Size, TrainedMpt, train_mpt
+from support.oracle import FSDP1, FSDP2, UNSHARDED
+from support.trainers import largest_difference
+
+pytestmark = [pytest.mark.foundry, pytest.mark.timeout(4000)]  # 13 GB of parameters, three runs, two checkpoints
+
+FOUNDRY = ("llm-foundry",)
+CONFIG = {
+    "sharding_strategy": "FULL_SHARD",
+    "mixed_precision": "PURE",
+    "activation_checkpointing": True,
+    "activation_checkpointing_reentrant": False,
+    "state_dict_type": "sharded",
+}
+BATCHES, SAVED_AT = 10, 5
+WARMING_UP = 2  # batches in which the allocator and the kernels' choices settle
+GIB = 2**30
+# Relative. In bf16 sums are taken in another order; on the CPU in fp32.
+TOLERANCE = {"cuda": 1e-2, "cpu": 1e-5}
+RESUMED_TOLERANCE = {"cuda": 1e-3, "cpu": 0.0}
+MAX_PEAK = 1.05  # of FSDP1's
+
+
+def train(device: str, who: str, size: Size, attention: str, batches: int, options: dict[str, Any]) -> TrainedMpt:
+    """With FSDP1 or with ours; in processes of its own, because what one run leaves in the allocator is the next's."""
+    fsdp1 = UNSHARDED if device == "cuda" else FSDP1
+    under = FSDP2 if who == "ours" else fsdp1
+    return train_mpt(device, under, size, config=dict(CONFIG), attention=attention, batches=batches, **options)
+
+
+def both(ranks: Ranks, size: Size, attention: str, batches: int, **saving: Any) -> tuple[TrainedMpt, TrainedMpt]:
+    """Ours, which saves, and FSDP1's, of rank 0; alike."""
+    theirs = ranks.run(train, "FSDP1", size, attention, batches, {}, timeout_s=1200)[0]
+    ours = ranks.run(train, "ours", size, attention, batches, saving, timeout_s=1200)[0]
+    assert (theirs.shards, ours.shards) == ({"FullyShardedDataParallel"}, {"FSDPModule"})
+    assert len(theirs.losses) == batches
+    difference = largest_difference(ours.losses, theirs.losses)
+    assert difference <= TOLERANCE[ranks.device], f"{difference}: {ours.losses}, FSDP1 {theirs.losses}"
+    return ours, theirs
+
+
+@on_gpus(8, packages=FOUNDRY, disk_gib=120, rehearsal=2)
+def test_mpt_7b(ranks: Ranks, tmp_path: Path, record_property: Recorder):
+    """The run that people move: FSDP1's losses, at most FSDP1's memory, and a checkpoint from which it goes on."""
+    on_gpu = not ranks.is_rehearsal
+    size, attention = (MPT_7B if on_gpu else TINY), attention_of(ranks)
+    saving = {"save_folder": str(tmp_path), "save_interval": f"{SAVED_AT}ba", "save_num_checkpoints_to_keep": -1}
+    ours, theirs = both(ranks, size, attention, BATCHES, **saving)
+    assert ours.peak_bytes <= MAX_PEAK * theirs.peak_bytes, f"{ours.peak_bytes} bytes, FSDP1 {theirs.peak_bytes}"
+    resumed = ranks.run(
+        train, "ours", size, attention, BATCHES, {"load_path": f"{tmp_path}/ep0-ba{SAVED_AT}"}, timeout_s=1200
+    )[0]
+    difference = largest_difference(resumed.losses, ours.losses[SAVED_AT:])
+    assert difference <= RESUMED_TOLERANCE[ranks.device], f"{resumed.losses}, {ours.losses}"
+    for name, run in (("composer_fsdp2", ours), ("FSDP1", theirs)):
+        cells = {
+            "sharded by": name,
+            "attention": attention,
+            "median step": f"{statistics.median(run.seconds[WARMING_UP:]):.3f} s",
+            "peak of rank 0": f"{run.peak_bytes / GIB:.2f} GiB",
+            "last loss": f"{run.losses[-1]:.4f}",
+        }
+        ranks.record(record_property, "MPT-7B", cells)
+
+
+def attention_of(ranks: Ranks) -> str:
+    is_there = not ranks.is_rehearsal and any(metadata.distributions(name="flash-attn"))
+    return "flash" if is_there else "torch"
+
+
+@on_gpus(2, packages=FOUNDRY, on_gpus_only=("flash-attn",), capability=(8, 0))
+def test_flash_attention(ranks: Ranks):
+    """Its kernels take bf16 alone: what a unit computes in arrives there, and the losses are FSDP1's."""
+    small = Size(width=256, heads=4, layers=2, vocabulary=512, sequence=256, batch=2)
+    both(ranks, TINY if ranks.is_rehearsal else small, "torch" if ranks.is_rehearsal else "flash", 4)

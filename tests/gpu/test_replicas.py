@@ -1,0 +1,73 @@
+"""Replicas of shards on four GPUs, with and without parameters in host memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.gpus import Ranks, on_gpus
+from support.models import Model, tokens
+from support.training import adamw, train_alike
+from torch import nn
+
+from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2._torch import own_part
+
+HSDP = {
+    "sharding_strategy": "HYBRID_SHARD",
+    "data_parallel_replicate_degree": 2,
+    "data_parallel_shard_degree": 2,
+}
+OFFLOADED = HSDP | {"cpu_offload": True}
+# On a GPU so large that a copy to the host is still under way when the backward returns: 8 MiB a matrix.
+SIZES = {"cuda": {"num_blocks": 8, "width": 1024}, "cpu": {"num_blocks": 2, "width": 6}}
+NUM_BACKWARDS = {"cuda": 1000, "cpu": 5}
+
+
+def check_training(device: str) -> None:
+    def check(config: dict[str, Any]) -> None:
+        train_alike(Model, config, tokens, device=device, optimizer=adamw, num_steps=4, rtol=1e-9, atol=1e-12)
+
+    deferred = {"gradient_sync": "defer_replica"}
+    for_each(check, {"HSDP": (HSDP,), "offloaded": (OFFLOADED,), "deferred": (HSDP | deferred,)})
+
+
+@on_gpus(4)
+def test_replicas_train_as_unsharded(ranks: Ranks):
+    """Two nodes that hold a model each learn what one process would, over NCCL's two communicators."""
+    ranks.run(check_training)
+
+
+def check_backwards(device: str) -> None:
+    def check(precision: str, mixed_precision: str) -> None:
+        torch.manual_seed(0)
+        models = [Model(**SIZES[device])]
+        models.append(copy.deepcopy(models[0]))
+        for model, config in zip(models, (HSDP, OFFLOADED), strict=True):
+            prepare_fully_shard(model, None, config | {"mixed_precision": mixed_precision}, precision, device)
+        assert {parameter.device.type for parameter in models[1].parameters()} == {"cpu"}
+        for number in range(NUM_BACKWARDS[device]):
+            batch = tokens(number * dist.get_world_size() + dist.get_rank()).to(device)
+            # The offloaded one first, and read first: nothing here gives its copies time to end.
+            offloaded, resident = (gradients_of(model, batch) for model in reversed(models))
+            for name, gradient in offloaded.items():
+                assert torch.equal(gradient, resident[name]), f"backward {number}, {name} is of another backward"
+
+    for_each(check, {"fp32": ("fp32", "FULL"), "bf16": ("amp_bf16", "PURE"), "sums in fp32": ("amp_bf16", "DEFAULT")})
+
+
+def gradients_of(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    """This rank's parts, on the CPU; each backward's own, because the last ones are let go first."""
+    model.zero_grad()
+    model(batch).float().square().mean().backward()
+    return {name: own_part(parameter.grad).cpu().clone() for name, parameter in model.named_parameters()}
+
+
+@on_gpus(4)
+def test_offloaded_gradients_are_those_of_their_backward(ranks: Ranks):
+    """1,000 backwards to the bit: torch 2.7 let the optimizer read gradients on their way to the host (pytorch#160291);
+    and memory that was given away too early corrupted a third of all backwards (pytorch#180665)."""
+    ranks.run(check_backwards)

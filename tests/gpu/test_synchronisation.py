@@ -1,0 +1,88 @@
+"""Nothing in a step waits for the GPU, so that what is asked of it next is asked for while it works."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.gpus import Ranks, on_gpus
+from support.models import Model, tokens
+from support.training import adamw
+from torch import nn
+
+from composer_fsdp2 import begin_microbatch, clip_grad_norm_, prepare_fully_shard
+
+NUM_STEPS, NUM_MICROBATCHES = 3, 2
+CONFIGS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+    "low precision": {"mixed_precision": "PURE"},
+    "recomputed": {"activation_checkpointing": True},
+    "accumulated": {"gradient_sync": "last", "reshard_after_backward": False},
+}
+
+
+@contextlib.contextmanager
+def without_waiting(device: str) -> Iterator[None]:
+    """torch raises where the processor would wait for the GPU. On the CPU there is nothing to wait for."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Scaled(Model):
+    """With a scalar, which lies whole on each rank, and whose gradient is averaged apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder.gain = nn.Parameter(torch.tensor(1.5))
+        self.decoder.register_forward_hook(lambda decoder, args, output: output * decoder.gain)
+
+
+def check_steps(device: str) -> None:
+    def check(config: dict[str, Any]) -> None:
+        model = Scaled()
+        optimizer = adamw(model)
+        prepare_fully_shard(model, optimizer, config, precision="amp_bf16", device=device)
+        batches = [tokens(NUM_MICROBATCHES * dist.get_rank() + n).to(device) for n in range(NUM_MICROBATCHES)]
+
+        def step() -> None:
+            optimizer.zero_grad()
+            for number, batch in enumerate(batches):
+                begin_microbatch(model, is_last=number == NUM_MICROBATCHES - 1)
+                model(batch).float().square().mean().backward()
+            clip_grad_norm_(model, 1e-3)
+            optimizer.step()
+
+        step()  # makes what is made once: communicators, the optimizer's state
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with without_waiting(device):
+            for _ in range(NUM_STEPS):
+                step()
+        changed = [not torch.equal(a.to_local(), b.to_local()) for a, b in _sharded(before, model)]
+        assert any(changed), "nothing was trained"
+
+    for_each(check, {name: (config,) for name, config in CONFIGS.items()})
+
+
+def _sharded(before: list[Any], model: nn.Module) -> list[tuple[Any, Any]]:
+    return [(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True) if hasattr(a, "to_local")]
+
+
+@on_gpus(1, 2)
+def test_a_step_never_waits_for_the_gpu(ranks: Ranks):
+    """One number read from the GPU in clipping, and the optimizer is launched only when the backward is over.
+
+    With torch's AdamW: Composer's keeps its step count on the device and reads it, once for all parameters.
+    """
+    ranks.run(check_steps)

@@ -1,0 +1,145 @@
+"""Composer's Trainer on two GPUs: FSDP1's curves, async saves, and the step that cannot be repeated."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import assert_same
+from support.gpus import Ranks, Recorder, on_gpus
+from support.memory import run_out_of_memory
+from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
+from support.saved import named, read
+from support.trainers import build_model, fit, largest_difference, make_trainer, on_gpu, optimizer_state
+
+pytestmark = pytest.mark.composer
+
+COMPOSER = ("mosaicml",)
+COMPOSERS_DEVICE = {"cuda": "gpu", "cpu": "cpu"}
+# Composer as it is, with FSDP1; on the CPU it has to be told that there is no GPU.
+FSDP1_ON: dict[str, Under] = {"cuda": UNSHARDED, "cpu": FSDP1}
+
+
+# --- curves
+
+# Relative. Sums are taken in another order, and on a GPU in bf16 or fp16: of losses of about 3 in a few batches.
+TOLERANCES = {"fp32": 1e-5, "amp_bf16": 1e-2, "amp_fp16": 5e-3}
+PRECISIONS = {"cuda": ("fp32", "amp_bf16", "amp_fp16"), "cpu": ("fp32",)}  # Composer has no other on the CPU
+CURVE = {"batches": 10, "optimizer": "decoupled_adamw", "clip": ("norm", 0.5)}
+
+
+def check_curves(device: str) -> dict[str, float]:
+    """The largest relative difference of ours to FSDP1's losses, by precision and setting."""
+
+    def check(precision: str, config: dict[str, Any]) -> float:
+        options = CURVE | {"precision": precision, "device": COMPOSERS_DEVICE[device]}
+        theirs = fit(FSDP1_ON[device], dict(config), **options)
+        ours = fit(FSDP2, dict(config), **options)
+        assert (theirs.shards, ours.shards) == ({"FullyShardedDataParallel"}, {"FSDPModule"})
+        assert theirs.losses[-1] < theirs.losses[0], f"nothing is learnt: {theirs.losses}"
+        difference = largest_difference(ours.losses, theirs.losses)
+        assert difference <= TOLERANCES[precision], f"{difference}: {ours.losses}, FSDP1 {theirs.losses}"
+        return difference
+
+    configs: dict[str, dict[str, Any]] = {"DEFAULT": {}, "PURE": {"mixed_precision": "PURE"}}
+    cases = {f"{precision} {name}": (precision, c) for precision in PRECISIONS[device] for name, c in configs.items()}
+    return for_each(check, cases)
+
+
+@on_gpus(2, packages=COMPOSER)
+def test_curves_are_fsdp1s(ranks: Ranks, record_property: Recorder):
+    """A run that was moved in the middle of training goes on as if it had not been, in every precision."""
+    differences = ranks.run(check_curves)[0]
+    ranks.record(record_property, "losses", {name: f"{value:.1e}" for name, value in differences.items()})
+
+
+# --- async saves
+
+SAVES = {"batches": 6, "optimizer": "adamw", "save_interval": "2ba"}
+
+
+def check_async_saves(device: str, folder: str) -> None:
+    from composer import Callback
+
+    states: dict[int, Any] = {}
+
+    class Note(Callback):
+        """Of each batch that is saved: the state in host memory, which the next steps change on the device."""
+
+        def batch_checkpoint(self, state: Any, logger: Any) -> None:
+            if (batch := int(state.timestamp.batch)) % 2 == 0:
+                [optimizer] = state.optimizers
+                found = optimizer_state(state.model, optimizer)
+                states[batch] = {name: each["exp_avg"].cpu() for name, each in found.items()}
+
+    def check(kind: str) -> None:
+        options = SAVES | {"device": COMPOSERS_DEVICE[device], "precision": "fp32"}
+        config = {"state_dict_type": kind}
+        expected = fit(FSDP2, dict(config), save_folder=f"{folder}/{kind}/sync", **options)
+        ours = f"{folder}/{kind}/async"
+        trained = fit(FSDP2, config | {"async_save": True}, save_folder=ours, callbacks=[Note()], **options)
+        assert trained.losses == expected.losses, f"{trained.losses}, {expected.losses}"
+        if dist.get_rank() == 0:
+            assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 6)
+            for batch, moments in states.items():
+                saved = read(f"{ours}/{named(kind, batch)}")["state"]["optimizers"]["AdamW"]["state"]
+                assert_same({name: saved[name]["exp_avg"] for name in moments}, moments, f"batch {batch}", in_bits=True)
+
+    for_each(check, {kind: (kind,) for kind in ("full", "sharded")})
+
+
+@on_gpus(2, packages=COMPOSER)
+def test_async_saves_hold_their_batch(ranks: Ranks, tmp_path: Path):
+    """Copies to the host that the next step overtook would be checkpoints of no batch at all."""
+    ranks.run(check_async_saves, str(tmp_path))
+
+
+# --- out of memory in the optimizer's first step
+
+
+class HungryStep(torch.optim.SGD):
+    """Adam's first step allocates its state."""
+
+    device = "cpu"
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        if dist.get_rank() == 1:
+            run_out_of_memory(self.device)
+        super().step()
+        return loss
+
+
+def check_first_step(device: str, dist_timeout_s: float) -> str:
+    # A Trainer refuses 'auto' on the CPU.
+    with FSDP2(), on_gpu() if device == "cpu" else contextlib.nullcontext():
+        model = build_model()
+        optimizer = HungryStep(model.parameters(), lr=0.1)
+        optimizer.device = device
+        trainer = make_trainer(
+            {},
+            model=model,
+            microbatch="auto",
+            optimizer=optimizer,
+            dist_timeout=dist_timeout_s,
+            device=COMPOSERS_DEVICE[device],
+        )
+        try:
+            trainer.fit()
+        except RuntimeError as error:
+            return str(error)
+    raise AssertionError("nothing raised")
+
+
+@on_gpus(2, packages=COMPOSER)
+def test_a_gpu_runs_out_of_memory_in_the_first_step(ranks: Ranks):
+    """What cannot be repeated is said at once, with what to set, and the other rank does not wait for ever."""
+    of_waiting, of_failing = ranks.run(check_first_step, 2 if ranks.is_rehearsal else 30, fresh=True)
+    assert "after the gradients were there" in of_failing and "below 4" in of_failing, of_failing
+    assert "not all ranks voted" in of_waiting, of_waiting

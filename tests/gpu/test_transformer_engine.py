@@ -1,0 +1,90 @@
+"""Transformer Engine's layers and checkpointing in FP8; on the CPU torch's own in their place."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.comparing import full
+from support.gpus import Ranks, on_gpus
+from support.models import features
+from support.training import assert_close, named_parameters
+from torch import nn
+
+from composer_fsdp2 import prepare_fully_shard
+
+WIDTH, BATCH = 64, 32  # FP8's kernels want multiples of 16
+PRECISIONS = {"cuda": "amp_fp8", "cpu": "amp_bf16"}
+RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+
+
+class Block(nn.Module):
+    def __init__(self, linear: type[nn.Module], dtype: torch.dtype) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"params_dtype": dtype} if linear is not nn.Linear else {}
+        self.fc_in, self.fc_out = linear(WIDTH, 2 * WIDTH, **options), linear(2 * WIDTH, WIDTH, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc_out(torch.tanh(self.fc_in(x)))
+
+
+class Body(nn.Module):
+    def __init__(self, linear: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(linear, torch.float32) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Block)
+
+    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Block)
+
+
+class Model(nn.Module):
+    def __init__(self, linear: type[nn.Module]) -> None:
+        super().__init__()
+        self.body = Body(linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def check_gradients(device: str) -> None:
+    """Recomputed by its checkpoint, and not recomputed: the same gradients, which FP8's scales decide, too."""
+    fp8: Any = contextlib.nullcontext
+    linear: type[nn.Module] = nn.Linear
+    config: dict[str, Any] = RECOMPUTED
+    if device == "cuda":
+        import transformer_engine.pytorch as te  # type: ignore[import-not-found]
+
+        linear, fp8, config = te.Linear, te.fp8_autocast, RECOMPUTED | {"te_checkpoint_wrapper": True}
+    gradients = []
+    for each in ({}, config):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = Model(linear)
+        prepare_fully_shard(model, None, each | {"mixed_precision": "PURE"}, PRECISIONS[device], device, te_rng_seed=77)
+        for batch in range(2):  # the scales of the second are those that the first one left
+            x = features(batch + dist.get_rank(), batch_size=BATCH, width=WIDTH).to(device, torch.bfloat16)
+            with fp8():
+                loss = model(x).float().square().mean()
+            loss.backward()
+        gradients.append({name: full(parameter.grad) for name, parameter in named_parameters(model).items()})
+    plain, recomputed = gradients
+    assert plain.keys() == recomputed.keys() and len(plain) == 8, plain.keys()
+    for name, gradient in recomputed.items():
+        assert gradient.abs().sum() > 0, name
+        assert_close(name, gradient, plain[name], rtol=1e-2, atol=1e-4)
+
+
+@on_gpus(2, on_gpus_only=("transformer-engine",), capability=(8, 9))
+def test_fp8_layers_are_sharded_and_recomputed(ranks: Ranks):
+    """An fp8 run keeps its scales: they are buffers and states of its modules, which sharding must leave alone."""
+    ranks.run(check_gradients)

@@ -1,0 +1,110 @@
+"""MPT through LLM Foundry's model and Composer's Trainer, from random weights: ``train_mpt(...)`` on the ranks.
+
+Imports Foundry only when called, so that collecting the tests stays cheap.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support.oracle import Under
+from support.trainers import Outcome, shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of an MPT and of what a rank trains in one batch."""
+
+    width: int
+    heads: int
+    layers: int
+    vocabulary: int
+    sequence: int
+    batch: int
+
+
+# yamls/mpt/mpt-7b-fsdp1.yaml
+MPT_7B = Size(width=4096, heads=32, layers=32, vocabulary=50432, sequence=2048, batch=2)
+TINY = Size(width=32, heads=2, layers=2, vocabulary=64, sequence=16, batch=2)
+
+
+@dataclass(frozen=True)
+class TrainedMpt(Outcome):
+    """What a run left behind, on this rank."""
+
+    seconds: list[float]  # of each batch, from its start to its end on the device
+    peak_bytes: int  # that the allocator gave out; 0 on the CPU
+
+
+def train_mpt(
+    device: str, under: Under, size: Size, *, config: dict[str, Any], attention: str, batches: int, **options: Any
+) -> TrainedMpt:
+    """Train random tokens in one microbatch a batch, with clipping, as Foundry's YAML of the 7B model. On all ranks."""
+    from composer import Callback, Trainer
+    from composer.algorithms import GradientClipping
+    from composer.utils import dist
+    from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
+    from llmfoundry.optim import DecoupledLionW
+    from support.scripts.train_with_trainer import Record
+    from torch.utils.data import DataLoader
+
+    class Clock(Callback):
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+
+        def batch_start(self, state: Any, logger: Any) -> None:
+            self._start = time.perf_counter()
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            self.seconds.append(time.perf_counter() - self._start)
+
+    tokens = torch.randint(
+        size.vocabulary, (128 * size.batch, size.sequence), generator=torch.Generator().manual_seed(3)
+    )
+    record, clock = Record(), Clock()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with under():
+        torch.manual_seed(9)
+        model = ComposerMPTCausalLM(
+            d_model=size.width, n_heads=size.heads, n_layers=size.layers, expansion_ratio=4,
+            max_seq_len=size.sequence, vocab_size=size.vocabulary, no_bias=True, init_device="meta",
+            norm_type="low_precision_layernorm", loss_fn="torch_crossentropy",
+            attn_config={"attn_impl": attention, "alibi": True, "clip_qkv": 6},
+        )  # fmt: skip
+        trainer = Trainer(
+            model=model,
+            optimizers=DecoupledLionW(model.parameters(), lr=3e-5, betas=(0.9, 0.95), weight_decay=1e-6),
+            train_dataloader=DataLoader(
+                tokens,
+                batch_size=size.batch,
+                sampler=dist.get_sampler(tokens, shuffle=False, drop_last=True),
+                collate_fn=_batch,
+            ),
+            max_duration=f"{batches}ba",
+            device="gpu" if device == "cuda" else "cpu",
+            precision="amp_bf16" if device == "cuda" else "fp32",
+            device_train_microbatch_size=size.batch,
+            parallelism_config={"fsdp": config},
+            algorithms=[GradientClipping("norm", 1.0)],
+            callbacks=[clock, record],
+            progress_bar=False,
+            log_to_console=False,
+            seed=17,
+            **options,
+        )
+        trainer.fit()
+        who = shards(trainer.state.model)
+        trainer.close()
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return TrainedMpt(record.losses, who, clock.seconds, peak)
+
+
+def _batch(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    tokens = torch.stack(rows)
+    return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": torch.ones_like(tokens, dtype=torch.bool)}
