@@ -15,7 +15,7 @@ ARGS ?=
 # Two lanes, see tests/support/lanes.py; ARGS="-n 0" is one process, for a debugger.
 PYTEST := -m pytest -n 2
 # What the newer torch is for: all of the engine but what says nothing of torch.
-ENGINE_TESTS := tests/engine tests/benchmarks
+ENGINE_TESTS := tests/engine tests/benchmarks tests/gpu
 
 # Several ranks share this machine; one thread each keeps them from fighting for its cores.
 export OMP_NUM_THREADS ?= 1
@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench check docs venv venv-engine clean
+.PHONY: help demo test test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench gpu check docs venv venv-engine clean
 # The two environments install the same folder and would write the same metadata at once.
 .NOTPARALLEL:
 
@@ -67,6 +67,9 @@ bench: venv ## what sharding, checkpoints and migrating cost, against torch by h
 	-$(PY) benchmarks/setup.py
 	-$(PY) benchmarks/checkpoint.py
 	-$(PY) benchmarks/migrate.py
+
+gpu: venv venv-engine ## all GPU tests and benchmarks on the GPUs that there are, and their tables in benchmarks/README.md
+	$(PY) tools/gpu.py $(ARGS)
 
 check: venv ## lint, format, types, generated tables, and that every test can be collected
 	$(PY) -m ruff check .

@@ -70,6 +70,7 @@ def on_gpus(
     capability: tuple[int, int] = (0, 0),
     disk_gib: int = 0,
     rehearsal: int | None = None,
+    slow: bool = False,
 ) -> pytest.MarkDecorator:
     """Give a test its ``ranks``: on the machine's GPUs, and once more on the CPU.
 
@@ -81,14 +82,16 @@ def on_gpus(
         capability: The least compute capability, for what only newer GPUs have.
         disk_gib: What must be free where temporary files lie, on the GPUs.
         rehearsal: Ranks on the CPU, by default ``at_most``; 0 for a body that cannot run there.
+        slow: On GPUs left to `make gpu` and `make test-all`.
     """
     at_most = at_most or at_least
     number = max(at_least, min(at_most, _num_gpus()))
     reason = lacking(at_least, packages + on_gpus_only, capability, disk_gib)
-    places = [pytest.param(Ranks("cuda", number), id="gpus", marks=_marks(reason))]
+    marks = _marks(reason) + ([pytest.mark.slow] if slow else [])
+    places = [pytest.param(Ranks("cuda", number), id="gpus", marks=marks)]
     if rehearsal != 0:
         absent = _absent(packages)
-        skip = pytest.mark.skipif(bool(absent), reason=f"needs {absent}")
+        skip = pytest.mark.skipif(bool(absent), reason=f"needs {'; '.join(absent)}")
         places.append(pytest.param(Ranks("cpu", rehearsal or at_most), id="rehearsal", marks=skip))
     return pytest.mark.parametrize("ranks", places)
 
@@ -106,30 +109,31 @@ def num_ranks(at_most: int) -> int:
 def lacking(
     num_gpus: int, packages: tuple[str, ...] = (), capability: tuple[int, int] = (0, 0), disk_gib: int = 0
 ) -> str:
-    """What this machine lacks for a test, after "needs"; '' for nothing. The most important alone."""
-    if absent := _absent(packages):
-        return f"needs {absent}"
-    wanted = f"needs {num_gpus} CUDA device{'s' if num_gpus > 1 else ''}"
-    if why_not := _why_no_gpu():
-        return f"{wanted}, {why_not}"
-    visible = _num_gpus()
-    if visible < num_gpus:
-        return f"{wanted}, {visible} {'is' if visible == 1 else 'are'} visible"
-    if _capability() < capability:
-        return "needs compute capability {}.{}, the devices have {}.{}".format(*capability, *_capability())
+    """All that this machine lacks for a test, after "needs"; '' for nothing."""
+    lacks = [*_absent(packages), *_absent_gpus(num_gpus)]
+    if not _why_no_gpu() and _capability() < capability:
+        lacks.append("compute capability {}.{}, the devices have {}.{}".format(*capability, *_capability()))
     free_gib = shutil.disk_usage(tempfile.gettempdir()).free / 2**30
     if free_gib < disk_gib:
-        return f"needs {disk_gib} GiB of disk for temporary files (TMPDIR), {free_gib:.0f} GiB are free"
-    return ""
+        lacks.append(f"{disk_gib} GiB of disk for temporary files (TMPDIR), {free_gib:.0f} GiB are free")
+    return f"needs {'; '.join(lacks)}" if lacks else ""
+
+
+def _absent_gpus(num_gpus: int) -> list[str]:
+    wanted = f"{num_gpus} CUDA device{'s' if num_gpus > 1 else ''}"
+    if why_not := _why_no_gpu():
+        return [f"{wanted}, {why_not}"]
+    visible = _num_gpus()
+    return [f"{wanted}, {visible} {'is' if visible == 1 else 'are'} visible"] if visible < num_gpus else []
 
 
 def _marks(reason: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.gpu, pytest.mark.skipif(bool(reason), reason=reason)]
 
 
-def _absent(packages: tuple[str, ...]) -> str:
+def _absent(packages: tuple[str, ...]) -> list[str]:
     """The distributions that are not installed; not by import, which takes seconds and would find tests/composer."""
-    return ", ".join(name for name in packages if not any(metadata.distributions(name=name)))
+    return [name for name in packages if not any(metadata.distributions(name=name))]
 
 
 @functools.cache

@@ -1,0 +1,354 @@
+"""Every GPU test and benchmark, on whatever this machine has; what was left out; the tables of benchmarks/README.md.
+
+    make gpu
+    .venv/bin/python tools/gpu.py [tests/gpu/test_replicas.py ...] [--no-benchmarks] [--readme FILE]
+
+Tests run one after the other, because each takes all GPUs that it can use. What is skipped says what it needs; that is
+summed up here. Exit code 0, 1 if a test or a bar failed, and 2 where there is no GPU: then it says what would have run,
+and the page stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from report import markdown  # noqa: E402  The benchmarks' own.
+
+README = ROOT / "benchmarks" / "README.md"
+ENGINE_TESTS = ("tests/engine", "tests/benchmarks", "tests/gpu")
+NO_GPU = 2
+PYTEST_ENDED = (0, 1, 5)  # all passed, some failed, there was none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A command line of ``benchmarks/``, and the block of README that its tables go to."""
+
+    block: str
+    words: tuple[str, ...]  # {gpus} is how many there are
+    num_gpus: int = 1  # at least
+
+
+BENCHMARKS = (
+    # Four models with their optimizers on one GPU of 80 GB.
+    Benchmark(block="step, one GPU", words=("step.py", "--layers", "12")),
+    Benchmark(block="step", words=("step.py", "--ranks", "{gpus}"), num_gpus=2),
+    Benchmark(
+        block="step, SHARD_GRAD_OP", words=("step.py", "--ranks", "{gpus}", "--strategy", "SHARD_GRAD_OP"), num_gpus=2
+    ),
+    Benchmark(block="votes", words=("step.py", "--ranks", "{gpus}", "--against", "HEAD"), num_gpus=2),
+    Benchmark(block="setup", words=("setup.py",)),
+    Benchmark(block="dispatch", words=("dispatch.py",)),
+    Benchmark(block="checkpoint", words=("checkpoint.py",)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where and when something was measured, without the machine's name."""
+
+    gpus: tuple[str, ...]
+    driver: str
+    torch: str
+    date: str
+    commit: str
+
+    @classmethod
+    def present(cls) -> Machine:
+        gpus = tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+        return cls(
+            gpus=gpus,
+            driver=_said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "unknown",
+            torch=torch.__version__,
+            date=f"{datetime.now(UTC):%Y-%m-%d}",
+            commit=_commit(),
+        )
+
+    def __str__(self) -> str:
+        gpus = ", ".join(f"{count} × {name}" for name, count in Counter(self.gpus).items())
+        return f"{gpus}, driver {self.driver}, torch {self.torch}, {self.date}, commit {self.commit}"
+
+
+def _commit() -> str:
+    commit = _said(["git", "rev-parse", "--short", "HEAD"]) or "unknown"
+    return commit + (" and changes" if _said(["git", "status", "--porcelain", "--untracked-files=no"]) else "")
+
+
+def _said(command: Sequence[str]) -> str:
+    """The first line that a command prints; '' where it cannot run."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    except OSError:
+        return ""
+    return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Test:
+    """One test of one run of pytest, as its report has it."""
+
+    name: str  # tests/gpu/test_replicas.py::test_x[gpus]
+    outcome: str  # passed, failed, left out
+    reason: str = ""
+    rows: tuple[tuple[str, dict[str, str]], ...] = ()  # measured: a table's title, and cells by column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestRun:
+    """What one stack ran; nothing where ``lacking`` says why."""
+
+    stack: str
+    tests: tuple[Test, ...] = ()
+    lacking: str = ""
+
+    def of(self, outcome: str) -> list[Test]:
+        return [test for test in self.tests if test.outcome == outcome]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkRun:
+    """What a benchmark printed; nothing where ``lacking`` says why."""
+
+    benchmark: Benchmark
+    command: str
+    output: str = ""
+    outcome: str = "left out"  # passed, a bar fails, failed
+    lacking: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """All that one call of this command ran."""
+
+    machine: Machine
+    tests: tuple[TestRun, ...]
+    benchmarks: tuple[BenchmarkRun, ...] = field(default=())
+
+    @property
+    def exit_code(self) -> int:
+        if not self.machine.gpus:
+            return NO_GPU
+        failed = any(run.of("failed") for run in self.tests)
+        return int(failed or any(run.outcome in ("failed", "a bar fails") for run in self.benchmarks))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "tests", nargs="*", default=["tests"], help="files or folders; default: all that are marked gpu"
+    )
+    parser.add_argument("--no-benchmarks", action="store_true", help="tests alone")
+    parser.add_argument("--readme", type=Path, default=README, help="the page with the blocks")
+    parser.add_argument(
+        "--engine-python", type=Path, default=ROOT / ".venv-engine/bin/python", help="of the newer torch"
+    )
+    given = parser.parse_args(arguments)
+    machine = Machine.present()
+    check_blocks(given.readme.read_text())
+    engine_tests = list(ENGINE_TESTS) if given.tests == ["tests"] else given.tests
+    runs = (
+        run_tests("official", Path(sys.executable), given.tests),
+        run_tests("newer torch", given.engine_python, engine_tests),
+    )
+    benchmarks = () if given.no_benchmarks else tuple(run_benchmark(each, machine) for each in BENCHMARKS)
+    results = Results(machine=machine, tests=runs, benchmarks=benchmarks)
+    print("\n".join(report(results)))
+    if not machine.gpus:
+        print(
+            f"\nNo CUDA device is visible to torch {torch.__version__}: nothing ran; {given.readme.name} is as it was."
+        )
+    else:
+        write(given.readme, replaced(given.readme.read_text(), blocks(results)))
+    return results.exit_code
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+def run_tests(stack: str, python: Path, tests: Sequence[str]) -> TestRun:
+    """Run all of ``tests`` that are marked gpu in this environment; without a GPU each says what it lacks."""
+    asked = _said([str(python), "-c", "import torch; print(torch.__version__, torch.version.cuda)"]).split()
+    if len(asked) != 2:
+        return TestRun(stack=stack, lacking=f"no environment with torch: {_shown(python)}")
+    if asked[1] == "None":
+        return TestRun(stack=f"{stack}, torch {asked[0]}", lacking="its torch is built without CUDA")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "report.xml")
+        options = ["-m", "gpu", "-n", "0", "-q", f"--junitxml={file}"]
+        code = subprocess.run([python, "-m", "pytest", *options, *tests], cwd=ROOT).returncode
+        found = read_report(file) if file.is_file() else ()
+    if code not in PYTEST_ENDED:
+        found = (*found, Test(name="pytest", outcome="failed", reason=f"it ended with exit code {code}"))
+    return TestRun(stack=f"{stack}, torch {asked[0]}", tests=found, lacking="" if found else "no such test")
+
+
+def read_report(path: Path) -> tuple[Test, ...]:
+    """The tests of what pytest --junitxml wrote."""
+    return tuple(map(_read_test, ElementTree.parse(path).getroot().iter("testcase")))
+
+
+def _read_test(case: ElementTree.Element) -> Test:
+    outcome, reason = "passed", ""
+    for tag, means in (("skipped", "left out"), ("failure", "failed"), ("error", "failed")):
+        if (found := case.find(tag)) is not None:
+            outcome, reason = means, found.get("message", "").partition("\n")[0]
+    rows = tuple(
+        (each.attrib["name"].removeprefix("table: "), json.loads(each.attrib["value"]))
+        for each in case.iter("property")
+        if each.attrib["name"].startswith("table: ")
+    )
+    file = case.attrib["classname"].replace(".", "/") + ".py"
+    return Test(name=f"{file}::{case.attrib['name']}", outcome=outcome, reason=reason, rows=rows)
+
+
+def run_benchmark(benchmark: Benchmark, machine: Machine) -> BenchmarkRun:
+    """Run it on all GPUs, or say how many it lacks."""
+    words = [word.format(gpus=max(len(machine.gpus), benchmark.num_gpus)) for word in benchmark.words]
+    command = " ".join(["python", f"benchmarks/{words[0]}", *words[1:]])
+    if len(machine.gpus) < benchmark.num_gpus:
+        return BenchmarkRun(benchmark=benchmark, command=command, lacking=lacking_gpus(benchmark.num_gpus, machine))
+    print(f"$ {command}", flush=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / words[0], *words[1:]], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    print(done.stdout, flush=True)
+    is_bar = done.returncode == 1 and "FAILS: " in done.stdout
+    outcome = "passed" if done.returncode == 0 else "a bar fails" if is_bar else "failed"
+    return BenchmarkRun(benchmark=benchmark, command=command, output=done.stdout.strip(), outcome=outcome)
+
+
+def lacking_gpus(num_gpus: int, machine: Machine) -> str:
+    """As the tests say it (tests/support/gpus.py)."""
+    visible = {0: "none is visible", 1: "1 is visible"}.get(len(machine.gpus), f"{len(machine.gpus)} are visible")
+    return f"needs {num_gpus} CUDA device{'s' if num_gpus > 1 else ''}, {visible}"
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+# What is said of it ---------------------------------------------------------------------------------------------------
+
+
+def report(results: Results) -> Iterable[str]:
+    """For the terminal: what ran, what failed, and everything that was left out, by what it needs."""
+    yield ""
+    yield summary_table(results)
+    for run in results.tests:
+        yield from (f"FAILED ({run.stack}): {test.name}: {test.reason}" for test in run.of("failed"))
+    yield from (f"FAILED: {run.command}" for run in results.benchmarks if run.outcome == "failed")
+    left_out = left_out_by_need(results)
+    if left_out:
+        yield ""
+        yield "Left out:"
+    for need, names in left_out.items():
+        yield f"{need}:"
+        yield from (f"    {name}" for name in names)
+
+
+def summary_table(results: Results) -> str:
+    outcomes = ("passed", "failed", "left out")
+    rows = [
+        [f"tests, {run.stack}", *(str(len(run.of(outcome))) for outcome in outcomes), run.lacking]
+        for run in results.tests
+    ]
+    if results.benchmarks:
+        kinds = Counter(run.outcome for run in results.benchmarks)
+        bars = f"{kinds['a bar fails']} with a bar that fails" if kinds["a bar fails"] else ""
+        passed = str(kinds["passed"] + kinds["a bar fails"])
+        rows.append(["benchmarks", passed, str(kinds["failed"]), str(kinds["left out"]), bars])
+    return markdown(["on GPUs", *outcomes, "remark"], rows)
+
+
+def left_out_by_need(results: Results) -> dict[str, list[str]]:
+    """The names of what was left out by its reason; a test of two stacks once."""
+    found: dict[str, list[str]] = {}
+    tests = ((test.reason, test.name) for run in results.tests for test in run.of("left out"))
+    benchmarks = ((run.lacking, run.command) for run in results.benchmarks if run.lacking)
+    for need, name in (*tests, *benchmarks):
+        names = found.setdefault(need, [])
+        if name not in names:
+            names.append(name)
+    return dict(sorted(found.items()))
+
+
+def blocks(results: Results) -> dict[str, str]:
+    """The text of each block of README that was measured; the others stay as an earlier machine left them."""
+    needs = [[need, str(len(names))] for need, names in left_out_by_need(results).items()]
+    left_out = ["", markdown(["left out", "tests and benchmarks"], needs)] if needs else []
+    found = {"tests": "\n".join([f"{results.machine}, `make gpu`:", "", summary_table(results), *left_out])}
+    if measured := measured_tables(results):
+        found["measured by tests"] = "\n".join([f"{results.machine}:", "", measured])
+    for run in results.benchmarks:
+        if run.outcome in ("passed", "a bar fails"):
+            found[run.benchmark.block] = f"{results.machine}, `{run.command}`:\n\n{run.output}"
+    return found
+
+
+def measured_tables(results: Results) -> str:
+    """What the tests measured, a table for each title; columns as the rows have them, '' where one has none."""
+    tables: dict[str, list[dict[str, str]]] = {}
+    for run in results.tests:
+        for title, cells in (row for test in run.tests for row in test.rows):
+            tables.setdefault(title, []).append({title: run.stack, **cells})
+    texts = []
+    for rows in tables.values():
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        texts.append(markdown(columns, [[row.get(column, "") for column in columns] for row in rows]))
+    return "\n\n".join(texts)
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def markers(block: str) -> tuple[str, str]:
+    return f"<!-- gpu: {block} -->\n", f"<!-- end of gpu: {block} -->"
+
+
+def check_blocks(page: str) -> None:
+    """Before hours of measuring.
+
+    Raises:
+        SystemExit: the page has no place for something; names it.
+    """
+    names = ["tests", "measured by tests", *(benchmark.block for benchmark in BENCHMARKS)]
+    missing = [name for name in names if any(page.count(marker) != 1 for marker in markers(name))]
+    if missing:
+        raise SystemExit(f"the page needs these blocks once each, as {' ... '.join(markers('NAME'))!r}: {missing}")
+
+
+def replaced(page: str, texts: Mapping[str, str]) -> str:
+    """The page with other texts between these blocks' markers, and nothing else changed."""
+    for name, text in texts.items():
+        start, end = markers(name)
+        before, _, rest = page.partition(start)
+        _, _, after = rest.partition(end)
+        page = f"{before}{start}\n{text}\n\n{end}{after}"
+    return page
+
+
+def write(path: Path, page: str) -> None:
+    """Beside the page first: an interrupted run leaves it as it was."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(page)
+    os.replace(unfinished, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
