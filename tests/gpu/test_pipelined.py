@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.gpus import Ranks, Recorder, on_gpus
+from support.gpus import Ranks, Recorder, on_gpus, without_waiting
 from support.models import Model, tokens
 from support.sharding import WAYS
 from support.trainers import largest_difference
@@ -90,3 +90,19 @@ def test_pipelined_steps_learn_what_fsdp1_does(ranks: Ranks, record_property: Re
         if number == 0:
             cells = {"ours": f"{1e3 * our_s:.1f} ms", "FSDP1": f"{1e3 * their_s:.1f} ms"}
             ranks.record(record_property, "a pipelined step", cells | {"ours to FSDP1": f"{our_s / their_s:.3f}"})
+
+
+def check_waiting(device: str) -> None:
+    trainee, batch = Trainee("ours", device), tokens(dist.get_rank(), batch_size=4).to(device)
+    # The first step makes the step counts, on the device; the second brings them to the host, all at once.
+    for _ in range(2):
+        trainee.step(batch)
+    with without_waiting(device):
+        losses = [trainee.step(batch) for _ in range(3)]
+    assert losses[-1] < losses[0], f"nothing is learnt: {losses}"
+
+
+@on_gpus(1, 2, packages=("mosaicml",))
+def test_a_step_with_decoupled_adamw_never_waits_for_the_gpu(ranks: Ranks):
+    """Composer's own reads a count from the device for each parameter, so that no step could begin ahead."""
+    ranks.run(check_waiting)

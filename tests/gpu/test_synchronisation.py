@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.gpus import Ranks, on_gpus
+from support.gpus import Ranks, on_gpus, without_waiting
 from support.models import Model, tokens
 from support.training import adamw
 from torch import nn
@@ -25,19 +23,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "accumulated": {"gradient_sync": "last", "reshard_after_backward": False},
 }
-
-
-@contextlib.contextmanager
-def without_waiting(device: str) -> Iterator[None]:
-    """torch raises where the processor would wait for the GPU. On the CPU there is nothing to wait for."""
-    if device != "cuda":
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class Scaled(Model):
@@ -83,6 +68,6 @@ def _sharded(before: list[Any], model: nn.Module) -> list[tuple[Any, Any]]:
 def test_a_step_never_waits_for_the_gpu(ranks: Ranks):
     """One number read from the GPU in clipping, and the optimizer is launched only when the backward is over.
 
-    With torch's AdamW: Composer's keeps its step count on the device and reads it, once for all parameters.
+    With torch's AdamW; ``test_pipelined.py`` has Composer's.
     """
     ranks.run(check_steps)

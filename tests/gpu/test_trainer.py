@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,35 +63,63 @@ def test_curves_are_fsdp1s(ranks: Ranks, record_property: Recorder):
 
 # --- async saves
 
+WAIT_S = 60.0
 SAVES = {"batches": 6, "optimizer": "adamw", "save_interval": "2ba"}
 
 
-def check_async_saves(device: str, folder: str) -> None:
-    from composer import Callback
+class Gate:
+    """Holds the thread that writes a snapshot until the model has trained a batch more, and opens at the end."""
 
-    states: dict[int, Any] = {}
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        run = threading.Thread.run
 
-    class Note(Callback):
-        """Of each batch that is saved: the state in host memory, which the next steps change on the device."""
+        def held(thread: threading.Thread) -> None:
+            if thread.name == "async_save":
+                assert self._open.wait(WAIT_S), "no batch came"
+            run(thread)
 
-        def batch_checkpoint(self, state: Any, logger: Any) -> None:
-            if (batch := int(state.timestamp.batch)) % 2 == 0:
+        self.holding = mock.patch.object(threading.Thread, "run", held)
+
+    def callback(self, states: dict[int, Any]) -> Any:
+        """One that fills ``states``, by batch: the first moments, full, in host memory. The saver comes after it."""
+        from composer import Callback
+
+        gate = self._open
+
+        class Hold(Callback):
+            def batch_end(self, state: Any, logger: Any) -> None:
+                gate.set()
+
+            def batch_checkpoint(self, state: Any, logger: Any) -> None:
+                gate.clear()
                 [optimizer] = state.optimizers
                 found = optimizer_state(state.model, optimizer)
-                states[batch] = {name: each["exp_avg"].cpu() for name, each in found.items()}
+                states[int(state.timestamp.batch)] = {name: each["exp_avg"].cpu() for name, each in found.items()}
 
+            def fit_end(self, state: Any, logger: Any) -> None:
+                gate.set()
+
+        return Hold()
+
+
+def check_async_saves(device: str, folder: str) -> None:
     def check(kind: str) -> None:
         options = SAVES | {"device": COMPOSERS_DEVICE[device], "precision": "fp32"}
         config = {"state_dict_type": kind}
         expected = fit(FSDP2, dict(config), save_folder=f"{folder}/{kind}/sync", **options)
-        ours = f"{folder}/{kind}/async"
-        trained = fit(FSDP2, config | {"async_save": True}, save_folder=ours, callbacks=[Note()], **options)
+        ours, gate = f"{folder}/{kind}/async", Gate()
+        states: dict[int, Any] = {}
+        with gate.holding:
+            callbacks = [gate.callback(states)]
+            trained = fit(FSDP2, config | {"async_save": True}, save_folder=ours, callbacks=callbacks, **options)
         assert trained.losses == expected.losses, f"{trained.losses}, {expected.losses}"
         if dist.get_rank() == 0:
             assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 6)
-            for batch, moments in states.items():
+            for batch in (2, 4, 6):
                 saved = read(f"{ours}/{named(kind, batch)}")["state"]["optimizers"]["AdamW"]["state"]
-                assert_same({name: saved[name]["exp_avg"] for name in moments}, moments, f"batch {batch}", in_bits=True)
+                found = {name: saved[name]["exp_avg"].cpu() for name in states[batch]}
+                assert_same(found, states[batch], f"batch {batch}", in_bits=True)
 
     for_each(check, {kind: (kind,) for kind in ("full", "sharded")})
 

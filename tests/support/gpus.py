@@ -16,11 +16,12 @@ are missing is skipped, and its reason names them: ``tools/gpu.py`` sums those u
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -94,6 +95,21 @@ def on_gpus(
         skip = pytest.mark.skipif(bool(absent), reason=f"needs {'; '.join(absent)}")
         places.append(pytest.param(Ranks("cpu", rehearsal or at_most), id="rehearsal", marks=skip))
     return pytest.mark.parametrize("ranks", places)
+
+
+@contextlib.contextmanager
+def without_waiting(device: str) -> Iterator[None]:
+    """torch raises where the processor would wait for the GPU. On the CPU there is nothing to wait for."""
+    import torch
+
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def gpu_marks(at_least: int = 1) -> list[pytest.MarkDecorator]:
