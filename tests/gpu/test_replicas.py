@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
@@ -66,8 +67,9 @@ def gradients_of(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tenso
     return {name: own_part(parameter.grad).cpu().clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.timeout(3600)
 @on_gpus(4, slow=True)
 def test_offloaded_gradients_are_those_of_their_backward(ranks: Ranks):
     """1,000 backwards to the bit: torch 2.7 let the optimizer read gradients on their way to the host (pytorch#160291);
     and memory that was given away too early corrupted a third of all backwards (pytorch#180665)."""
-    ranks.run(check_backwards)
+    ranks.run(check_backwards, timeout_s=3000)

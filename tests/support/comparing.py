@@ -93,8 +93,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor, gathered if it is sharded, without its history. Called on all ranks."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    """The full tensor, gathered if it is sharded, without its history, where its parts lie. Called on all ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    # Offloaded parts travel on the mesh's device: NCCL knows no CPU tensors.
+    return tensor.detach().to(tensor.device_mesh.device_type).full_tensor().to(tensor.device)
 
 
 def own_name(name: str) -> str:
