@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support import gpus
 from support.forked_scripts import run_script
 from support.ranks import WITH_COMPOSER
 
@@ -113,6 +114,8 @@ def test_a_report_becomes_tables(command: ModuleType, machine: object, tests: ob
         ["tests, played", "2", "1", "2", ""],
         ["left out", "tests and benchmarks"],
         ["needs 4 CUDA devices, 2 are visible", "2"],
+        ["failed", "on"],
+        ["test_played.py::test_fails", "played"],
     ]
     assert rows_of(blocks["measured by tests"]) == [
         ["a step", "GPUs", "ours", "FSDP1", "peak"],
@@ -171,10 +174,70 @@ def test_the_page_changes_between_the_markers_alone(
     assert os.listdir(tmp_path) == ["README.md"]
 
 
+def test_the_page_is_written_where_all_tests_ran(
+    command: ModuleType, machine: object, tests: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A table of one chosen test would pass for that of the machine."""
+    page = tmp_path / "README.md"
+    page.write_text(PAGE)
+    monkeypatch.setattr(command.Machine, "present", lambda: machine)
+    monkeypatch.setattr(command, "run_tests", lambda stack, python, chosen: tests)
+    monkeypatch.setattr(command, "run_benchmark", lambda benchmark, machine: left_out(command, benchmark))
+    assert command.main(["tests/gpu/test_replicas.py", "--readme", str(page)]) == 1
+    assert page.read_text() == PAGE
+    assert command.main(["--readme", str(page)]) == 1
+    assert "2 × Played GPU 80GB" in page.read_text()
+
+
+def left_out(command: ModuleType, benchmark: object) -> object:
+    return command.BenchmarkRun(benchmark=benchmark, command="python", lacking="needs 8 CUDA devices, 2 are visible")
+
+
 def test_a_page_without_a_block_is_refused(command: ModuleType):
     """Before hours of measuring, not after."""
     with pytest.raises(SystemExit, match=r"\['setup'\]"):
         command.check_blocks(PAGE.replace("<!-- gpu: setup -->", ""))
+
+
+# --- what a test says of the machine
+
+
+def played(monkeypatch: pytest.MonkeyPatch, num_gpus: int, why_not: str = "") -> None:
+    """The machine has so many GPUs, of compute capability 8.0; what is installed is what is."""
+    monkeypatch.setattr(gpus, "_num_gpus", lambda: num_gpus)
+    monkeypatch.setattr(gpus, "_why_no_gpu", lambda: why_not)
+    monkeypatch.setattr(gpus, "_capability", lambda: (8, 0))
+
+
+def test_a_skip_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    """All of it at once: whoever rents a machine for a test rents it once."""
+    played(monkeypatch, 1)
+    assert gpus.lacking(1, ("torch",)) == ""
+    assert gpus.lacking(4) == "needs 4 CUDA devices, 1 is visible"
+    assert gpus.lacking(2, ("torch", "no-such-thing")) == "needs no-such-thing; 2 CUDA devices, 1 is visible"
+    assert gpus.lacking(1, capability=(8, 9)) == "needs compute capability 8.9, the devices have 8.0"
+    assert "needs 100000000 GiB of disk for temporary files (TMPDIR), " in gpus.lacking(1, disk_gib=10**8)
+    played(monkeypatch, 0, "torch is built without CUDA")
+    assert gpus.lacking(1, capability=(8, 9)) == "needs 1 CUDA device, torch is built without CUDA"
+
+
+@pytest.mark.parametrize(
+    ("visible", "on_two_to_four", "on_one_to_two"), [(1, None, 1), (2, 2, 2), (3, 3, 2), (8, 4, 2)]
+)
+def test_a_test_takes_the_gpus_that_it_can_use(
+    monkeypatch: pytest.MonkeyPatch, visible: int, on_two_to_four: int | None, on_one_to_two: int
+):
+    """On a larger machine it is not skipped, nor run on more ranks than it was written for."""
+    played(monkeypatch, visible)
+    for mark, expected in ((gpus.on_gpus(2, 4), on_two_to_four), (gpus.on_gpus(1, 2), on_one_to_two)):
+        on_devices, rehearsal = mark.args[1]
+        is_skipped = any(each.name == "skipif" and each.args[0] for each in on_devices.marks)
+        assert any(each.name == "gpu" for each in on_devices.marks)
+        assert is_skipped == (expected is None)
+        if expected is not None:
+            assert on_devices.values == (gpus.Ranks("cuda", expected),)
+        assert rehearsal.values[0].device == "cpu"
+        assert not any(each.name == "gpu" for each in rehearsal.marks)
 
 
 @pytest.mark.composer

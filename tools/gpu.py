@@ -4,8 +4,8 @@
     .venv/bin/python tools/gpu.py [tests/gpu/test_replicas.py ...] [--no-benchmarks] [--readme FILE]
 
 Tests run one after the other, because each takes all GPUs that it can use. What is skipped says what it needs; that is
-summed up here. Exit code 0, 1 if a test or a bar failed, and 2 where there is no GPU: then it says what would have run,
-and the page stays as it is.
+summed up here. Exit code 0, 1 if a test or a bar failed, and 2 where there is no GPU: then it says what would have run.
+The page stays as it is where there is no GPU, or where tests were named and so not all of them ran.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from report import markdown  # noqa: E402  The benchmarks' own.
 
 README = ROOT / "benchmarks" / "README.md"
-ENGINE_TESTS = ("tests/engine", "tests/benchmarks", "tests/gpu")
+ALL_TESTS = ["tests"]
+ENGINE_TESTS = ["tests/engine", "tests/benchmarks", "tests/gpu"]
 NO_GPU = 2
 PYTEST_ENDED = (0, 1, 5)  # all passed, some failed, there was none
 
@@ -151,7 +152,7 @@ class Results:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "tests", nargs="*", default=["tests"], help="files or folders; default: all that are marked gpu"
+        "tests", nargs="*", default=ALL_TESTS, help="files or folders; default: all that are marked gpu"
     )
     parser.add_argument("--no-benchmarks", action="store_true", help="tests alone")
     parser.add_argument("--readme", type=Path, default=README, help="the page with the blocks")
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     machine = Machine.present()
     check_blocks(given.readme.read_text())
-    engine_tests = list(ENGINE_TESTS) if given.tests == ["tests"] else given.tests
+    engine_tests = ENGINE_TESTS if given.tests == ALL_TESTS else given.tests
     runs = (
         run_tests("official", Path(sys.executable), given.tests),
         run_tests("newer torch", given.engine_python, engine_tests),
@@ -173,6 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"\nNo CUDA device is visible to torch {torch.__version__}: nothing ran; {given.readme.name} is as it was."
         )
+    elif given.tests != ALL_TESTS:
+        print(f"\nNot all tests ran: {given.readme.name} is as it was.")
     else:
         write(given.readme, replaced(given.readme.read_text(), blocks(results)))
     return results.exit_code
@@ -291,8 +294,11 @@ def left_out_by_need(results: Results) -> dict[str, list[str]]:
 def blocks(results: Results) -> dict[str, str]:
     """The text of each block of README that was measured; the others stay as an earlier machine left them."""
     needs = [[need, str(len(names))] for need, names in left_out_by_need(results).items()]
-    left_out = ["", markdown(["left out", "tests and benchmarks"], needs)] if needs else []
-    found = {"tests": "\n".join([f"{results.machine}, `make gpu`:", "", summary_table(results), *left_out])}
+    failures = [[test.name, run.stack] for run in results.tests for test in run.of("failed")]
+    failures += [[run.command, ""] for run in results.benchmarks if run.outcome == "failed"]
+    lists = [(["left out", "tests and benchmarks"], needs), (["failed", "on"], failures)]
+    texts = [f"{results.machine}, `make gpu`:", summary_table(results), *(markdown(*each) for each in lists if each[1])]
+    found = {"tests": "\n\n".join(texts)}
     if measured := measured_tables(results):
         found["measured by tests"] = "\n".join([f"{results.machine}:", "", measured])
     for run in results.benchmarks:
