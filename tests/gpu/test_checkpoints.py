@@ -71,9 +71,9 @@ def check_round_trips(device: str, folder: str, configs: dict[str, dict[str, Any
         moments = on_cpu(get_optimizer_state_dict(other, others_optimizer))["state"]
         assert_same(moments, expected["state"]["optimizers"]["AdamW"]["state"], in_bits=True)
 
-    for_each(
-        check, {f"{saved_as} to {loaded_as}": (saved_as, loaded_as) for saved_as in configs for loaded_as in configs}
-    )
+    # Each is saved once and loaded once, as another than it was.
+    pairs = zip(configs, [*configs][1:] + [*configs][:1], strict=True)
+    for_each(check, {f"{saved_as} to {loaded_as}": (saved_as, loaded_as) for saved_as, loaded_as in pairs})
 
 
 @on_gpus(2)
