@@ -16,6 +16,8 @@ __all__ = ["Part", "Piece", "Routes", "Timetable", "cut", "numbered"]
 # What all ranks send in a round, and what one of them sends, at most.
 ROUND_BYTES = 128 << 20
 SLICE_BYTES = 16 << 20
+# What rank 0 writes of its own in a round, which nobody sends.
+OWN_SLICE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ class Timetable:
 
     def __init__(self, routes: Routes, plain_bytes: int) -> None:
         self.slice_bytes = max(1, min(SLICE_BYTES, ROUND_BYTES // routes.num_ranks))
-        self.own_slice_bytes = 64 << 20
+        self.own_slice_bytes = OWN_SLICE_BYTES
         self._num_bytes = routes.num_bytes()
         of_others = -(-max(self._num_bytes[1:], default=0) // self.slice_bytes)
         self.num_rounds = max(of_others, -(-(self._num_bytes[0] + plain_bytes) // self.own_slice_bytes))

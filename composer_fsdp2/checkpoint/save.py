@@ -46,9 +46,9 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
     """Write ``state`` as ``torch.save`` would write it with every DTensor whole, replacing ``path`` at the end.
 
     Rank 0 writes beside ``path`` and renames. Beyond what the state holds, rank 0 needs host memory for two rounds: of
-    16 MiB a rank, of 128 MiB from 8 ranks on. Every other rank needs it for two slices (a rank's share of a round), and
-    where its shard is not contiguous for a copy of that; where the group cannot send from the host's memory (NCCL), all
-    need device memory for one round.
+    16 MiB a rank, of 128 MiB from 8 ranks on; and for 64 MiB of its own shards, if they lie on a device. Every other
+    rank needs it for a slice, which is its share of a round, and where its shard is not contiguous for a copy of that.
+    Where the group cannot send from the host's memory (NCCL), all need device memory for one round.
 
     Args:
         state: Nested dicts, lists and tuples; the same DTensors in the same order on all ranks. All other values, plain

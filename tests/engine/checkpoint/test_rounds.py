@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from composer_fsdp2.checkpoint.rounds import ROUND_BYTES, SLICE_BYTES, Part, Routes, Timetable, cut, numbered
+from composer_fsdp2.checkpoint.rounds import OWN_SLICE_BYTES, ROUND_BYTES, Part, Routes, Timetable, cut, numbered
 
 pytestmark = pytest.mark.any_torch
 
@@ -95,5 +95,5 @@ def test_512_ranks(num_shards: int, num_replicas: int):
         sizes = timetable.sizes(number)
         assert sizes[0] == 0 and min(sizes[1:]) >= 1 and max(sizes) * len(sizes) <= ROUND_BYTES
     # Rank 0 writes its own beside what comes, so that the longer of the two counts; tensors end within a slice.
-    needed = max(sent[0] / SLICE_BYTES, (whole - sent[0]) / ROUND_BYTES)
+    needed = max(sent[0] / OWN_SLICE_BYTES, (whole - sent[0]) / ROUND_BYTES)
     assert needed <= timetable.num_rounds <= 1.2 * needed + 1
