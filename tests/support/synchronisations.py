@@ -1,0 +1,142 @@
+"""What would make the host wait for a GPU, seen on the CPU: ``with Synchronisations() as found: ...``.
+
+On the CPU no tensor crosses from one device to another, so a stand-in is needed for what lies where. On a GPU the model
+lies on the device; what is made without a device lies on the host, and so does what Python's numbers are made into.
+Two things wait then (``torch.cuda.set_sync_debug_mode`` finds the same, where there is a GPU):
+
+- a value of a tensor is read: ``item``, ``tolist``, ``bool``, ``cpu``, ``nonzero``
+- a tensor that lies on the host goes to the device: ``to``, ``copy_``, ``torch.tensor(numbers, device=...)``
+
+A tensor that was made on the host may be read there, which this does not know of: compare with a run that does the
+same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_FROM_NUMBERS = (torch.tensor, torch.as_tensor)
+_MAKING = (*_FROM_NUMBERS, torch.zeros, torch.ones, torch.full, torch.empty, torch.arange, torch.eye, torch.linspace)
+# These read the CPU's memory without an operator that the dispatcher would see.
+_READING = (torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy)
+_MOVING = (torch.Tensor.to, torch.Tensor.cuda)
+_READING_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronisation:
+    """One wait.
+
+    Args:
+        kind: ``read`` or ``sent``.
+        file: Of the innermost caller outside of torch.
+        place: That file and line, and the function.
+    """
+
+    kind: str
+    file: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.place}"
+
+
+@dataclass(slots=True)
+class Synchronisations:
+    """A context manager that collects them, backward's too: on the CPU it runs in the calling thread."""
+
+    found: list[Synchronisation] = field(default_factory=list)
+    _modes: tuple[Any, ...] = ()
+
+    def __enter__(self) -> Synchronisations:
+        self._modes = (_Calls(self._note), _Operators(self._note))
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(kind, error, traceback)
+
+    def of_packages(self, *names: str) -> list[str]:
+        """Where the packages' own code does it."""
+        folders = tuple(f"{folder}/" for name in names for folder in sys.modules[name].__path__)
+        return [str(each) for each in self.found if each.file.startswith(folders)]
+
+    def _note(self, kind: str) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _is_machinery(frame.f_code.co_filename):
+            frame = frame.f_back
+        code = frame.f_code
+        self.found.append(
+            Synchronisation(kind, code.co_filename, f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
+        )
+
+
+def _is_machinery(file: str) -> bool:
+    return file in (__file__, contextlib.__file__) or file.startswith((f"{torch.__path__[0]}/", "<"))
+
+
+class _Calls(TorchFunctionMode):
+    """What Python calls."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+        self._on_host = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward:
+            with self:  # torch leaves a mode within what it sees, and all of the backward is in there
+                return torch.autograd.backward(args[0], kwargs.pop("gradient", None), *args[1:], **kwargs)
+        if func in _READING:
+            self._note("read")
+        elif func in _MOVING:
+            if args[0] in self._on_host and _names_device((*args[1:], *kwargs.values())):
+                self._note("sent")
+        elif func is torch.Tensor.copy_ and args[0] not in self._on_host and args[1] in self._on_host:
+            self._note("sent")
+        result = func(*args, **kwargs)
+        if func in _MAKING and not (func is torch.as_tensor and isinstance(args[0], torch.Tensor)):
+            if kwargs.get("device") is None:
+                self._on_host[result] = True
+            elif func in _FROM_NUMBERS:
+                self._note("sent")
+        return result
+
+
+def _names_device(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, str | torch.device | torch.Tensor) for value in values)
+
+
+class _Operators(TorchDispatchMode):
+    """What reaches the dispatcher, from C++ too."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # Its own dispatch comes first, so that what that calls is seen here.
+        if func in _READING_OPERATORS:
+            self._note("read")
+        return func(*args, **(kwargs or {}))
