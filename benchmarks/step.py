@@ -2,7 +2,10 @@
 
     python benchmarks/step.py
     python benchmarks/step.py --strategy SHARD_GRAD_OP --json
+    python benchmarks/step.py --optimizer decoupled_adamw --clipping
+    python benchmarks/step.py --pipelined 10                # on a GPU: ten steps without waiting for it in between
     python benchmarks/step.py --against REVISION            # ours beside ours of that commit; and the cost of votes
+    python benchmarks/step.py --trainer                     # a Trainer's whole batch: trainer.py, with its options
 
 Time, collectives and memory of a step, as a table. All variants live in the same processes and train the same batches
 from the same values. A round trains one step of each, in an order drawn anew, so that whatever else the machine does
@@ -13,14 +16,13 @@ if a bar does not hold.
 import argparse
 import gc
 import json
-import math
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -28,11 +30,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import trainer
 from counting import Collectives, StateBytes, gathered_bytes
 from launch import on_ranks
 from models import Shape
 from report import Bar, finish, machine, markdown, mib
-from variants import NAMES, STRATEGIES, Setting, Trainee, build, missing
+from timing import gather, loss_difference, quartiles, ratios, time_bar
+from variants import NAMES, OPTIMIZERS, STRATEGIES, Setting, Trainee, build, missing
 
 from composer_fsdp2._torch import repair_cpu_collectives
 
@@ -51,11 +55,13 @@ SHAPES = {
     "cpu": Shape(width=192, layers=4, heads=4, vocabulary=1024, sequence=64, batch=2),
     "cuda": Shape(width=2048, layers=18, heads=16, vocabulary=32000, sequence=1024, batch=8),  # 1.04e9 parameters
 }
+MAX_NORM = 0.1
 MAX_RATIO = 1.02
 MAX_VOTING_RATIO = 1.02  # of a step without votes
 MAX_REVISION_RATIO = 1.01
 # Relative, between losses; on a GPU the order of a kernel's sums may differ from one run to the next.
 MAX_LOSS_DIFFERENCE = {"cpu": 1e-6, "cuda": 1e-2}
+MAX_CLIPPED_LOSS_DIFFERENCE = 1e-5  # the norm is summed in another order, so that what it scales has other last bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +75,23 @@ class Options:
     ranks: int
     steps: int
     warmup: int
+    optimizer: str
+    max_norm: float | None
+    pipelined: int
     revision_folder: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--trainer" in words:
+        return trainer.main([word for word in words if word != "--trainer"])
     parser = _parser()
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(words)
+    if given.optimizer != OPTIMIZERS[0]:
+        if given.against is not None:
+            parser.error("--against has torch's AdamW only: of a commit's package it takes the engine, not the shim")
+        if (reason := missing("composer")) is not None:
+            parser.error(f"--optimizer {given.optimizer}: {reason}")
     options = _options(given)
     absent = {name: reason for name in options.variants if (reason := missing(name))}
     options = replace(options, variants=tuple(name for name in options.variants if name not in absent))
@@ -100,6 +117,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=tuple(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, help="default: 1 on a GPU, 2 on the CPU")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="torch's AdamW, or Composer's")
+    parser.add_argument("--clipping", action="store_true", help=f"clip the gradients' norm to {MAX_NORM}")
+    parser.add_argument(
+        "--pipelined",
+        type=int,
+        default=1,
+        metavar="STEPS",
+        help="steps of each in a round, one after the other; on a GPU, without waiting for it in between",
+    )
+    parser.add_argument("--trainer", action="store_true", help="a Trainer's whole batch; --trainer --help for the rest")
     parser.add_argument("--steps", type=int, help="timed rounds; default: 50 on a GPU, 200 on the CPU")
     parser.add_argument("--warmup", type=int, default=5, help="rounds before them")
     parser.add_argument("--json", action="store_true", help="one object instead of the table")
@@ -120,6 +147,9 @@ def _options(given: argparse.Namespace) -> Options:
         ranks=given.ranks or (1 if on_gpu else 2),
         steps=given.steps or (50 if on_gpu else 200),
         warmup=given.warmup,
+        optimizer=given.optimizer,
+        max_norm=MAX_NORM if given.clipping else None,
+        pipelined=given.pipelined,
     )
 
 
@@ -159,6 +189,8 @@ def measure(options: Options) -> dict[str, dict[str, Any]]:
         strategy=options.strategy,
         device=device,
         low_precision=on_gpu,
+        optimizer=options.optimizer,
+        max_norm=options.max_norm,
         revision_folder=options.revision_folder,
     )
     runs = {name: _Run(name, setting) for name in options.variants}
@@ -173,7 +205,7 @@ def measure(options: Options) -> dict[str, dict[str, Any]]:
     for number in range(options.warmup + options.steps):
         shuffle(order)
         for name in order:
-            runs[name].time_step(is_warm=number >= options.warmup)
+            runs[name].time_steps(options.pipelined, is_warm=number >= options.warmup)
     gc.enable()
     return {name: run.result() for name, run in runs.items()}
 
@@ -210,36 +242,36 @@ class _Run:
             self._train()
         self.state_bytes |= {"peak": mode.peak, **mode.at_peak}
 
-    def time_step(self, *, is_warm: bool) -> None:
-        tokens = self._tokens()
+    def time_steps(self, number: int, *, is_warm: bool) -> None:
+        batches = [self._tokens(later) for later in range(number)]
         gc.collect()
         dist.barrier()
         self._synchronize()
         start, processor_start = time.perf_counter(), time.process_time()
-        loss = self.trainee.step(tokens)
+        losses = [self.trainee.step(tokens) for tokens in batches]
         self._synchronize()
         seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor_start
-        self.losses.append(loss.item())
+        self.losses.extend(loss.item() for loss in losses)
         if is_warm:
-            self.seconds.append(seconds)
-            self.processor_seconds.append(processor_seconds)
+            self.seconds.append(seconds / number)
+            self.processor_seconds.append(processor_seconds / number)
 
     def result(self) -> dict[str, Any]:
         """A step takes as long as on the slowest rank; bytes are the largest of any rank; losses are means."""
         return {
-            "seconds": [max(each) for each in zip(*_gather(self.seconds), strict=True)],
-            "processor_seconds": [sum(each) for each in zip(*_gather(self.processor_seconds), strict=True)],
-            "losses": [statistics.fmean(each) for each in zip(*_gather(self.losses), strict=True)],
+            "seconds": [max(each) for each in zip(*gather(self.seconds), strict=True)],
+            "processor_seconds": [sum(each) for each in zip(*gather(self.processor_seconds), strict=True)],
+            "losses": [statistics.fmean(each) for each in zip(*gather(self.losses), strict=True)],
             "collectives": self.collectives,
-            "state_bytes": max(_gather(self.state_bytes), key=lambda sizes: sizes["peak"]),
+            "state_bytes": max(gather(self.state_bytes), key=lambda sizes: sizes["peak"]),
         }
 
     def _train(self) -> None:
         self.losses.append(self.trainee.step(self._tokens()).item())
 
-    def _tokens(self) -> torch.Tensor:
-        """The next batch, another one on each rank, the same for all variants."""
-        seed = len(self.losses) * dist.get_world_size() + dist.get_rank()
+    def _tokens(self, later: int = 0) -> torch.Tensor:
+        """The next batch, or one after it: another one on each rank, the same for all variants."""
+        seed = (len(self.losses) + later) * dist.get_world_size() + dist.get_rank()
         return self.setting.shape.tokens(seed).to(self.setting.device)
 
     def _synchronize(self) -> None:
@@ -250,57 +282,24 @@ class _Run:
         return torch.cuda.memory_allocated() if self.setting.device.type == "cuda" else 0
 
 
-def _gather(value: Any) -> list[Any]:
-    """From every rank, in rank order."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 # What is said of it ---------------------------------------------------------------------------------------------------
-
-
-def _ratios(result: dict[str, dict[str, Any]], name: str, clock: str = "seconds", *, to: str = HAND) -> list[float]:
-    """Of each round."""
-    return [own / other for own, other in zip(result[name][clock], result[to][clock], strict=True)]
-
-
-def _loss_difference(result: dict[str, dict[str, Any]], name: str) -> float:
-    """The largest, relative to the hand-written loop's."""
-    pairs: Iterable[tuple[float, float]] = zip(result[name]["losses"], result[HAND]["losses"], strict=True)
-    return max(abs(own - hand) / abs(hand) for own, hand in pairs)
 
 
 def _summary(options: Options, result: dict[str, dict[str, Any]]) -> dict[str, Any]:
     others = [name for name in result if name != HAND]
-    ratios = {name: _ratios(result, name) for name in others}
+    of_hand = {name: ratios(result, name, to=HAND) for name in others}
+    of_processor = {name: ratios(result, name, "processor_seconds", to=HAND) for name in others}
     return {
         "options": asdict(options),
         "machine": machine(),
-        "ratio": {name: statistics.median(each) for name, each in ratios.items()},
-        "ratio_quartiles": {name: _quartiles(each) for name, each in ratios.items()},
-        "processor_ratio": {name: statistics.median(_ratios(result, name, "processor_seconds")) for name in others},
+        "ratio": {name: statistics.median(each) for name, each in of_hand.items()},
+        "ratio_quartiles": {name: quartiles(each) for name, each in of_hand.items()},
+        "processor_ratio": {name: statistics.median(each) for name, each in of_processor.items()},
         "step_s": {name: statistics.median(each["seconds"]) for name, each in result.items()},
-        "loss_difference": {name: _loss_difference(result, name) for name in others},
+        "loss_difference": {name: loss_difference(result, name, HAND) for name in others},
         "collectives": {name: each["collectives"] for name, each in result.items()},
         "state_bytes": {name: each["state_bytes"] for name, each in result.items()},
     }
-
-
-def _quartiles(values: Sequence[float]) -> list[float]:
-    """The first and the third."""
-    if len(values) < 2:
-        return [values[0], values[0]]
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return [first, third]
-
-
-def _median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence, whatever the distribution: two order statistics (a sign test)."""
-    half_width = 0.98 * math.sqrt(len(values))
-    first = max(0, math.floor(len(values) / 2 - half_width))
-    ordered = sorted(values)
-    return ordered[first], ordered[-1 - first]
 
 
 def _bars(options: Options, result: dict[str, dict[str, Any]]) -> list[Bar]:
@@ -311,18 +310,18 @@ def _bars(options: Options, result: dict[str, dict[str, Any]]) -> list[Bar]:
             Bar(
                 "the collectives and bytes of the hand-written loop",
                 _said(ours) if ours == hand else f"{_said(ours)}; by hand {_said(hand)}",
-                ours == hand,
+                _without_norms(ours) == _without_norms(hand),
             )
         )
-        difference, limit = _loss_difference(result, "ours"), MAX_LOSS_DIFFERENCE[options.device_type]
+        difference, limit = loss_difference(result, "ours", HAND), _max_loss_difference(options)
         bars.append(Bar(f"its losses, to {limit:.0e}", f"{difference:.1e}", difference <= limit))
-        bars.append(_time_bar("its time of a step", _ratios(result, "ours"), MAX_RATIO))
+        bars.append(time_bar("its time of a step", ratios(result, "ours", to=HAND), MAX_RATIO))
     if "voting" in result:
-        ratios = _ratios(result, "voting", to="ours")
-        bars.append(_time_bar("with votes: our time of a step without", ratios, MAX_VOTING_RATIO))
+        of_ours = ratios(result, "voting", to="ours")
+        bars.append(time_bar("with votes: our time of a step without", of_ours, MAX_VOTING_RATIO))
     if "revision" in result:
-        ratios = _ratios(result, "ours", to="revision")
-        bars.append(_time_bar("the revision's time of a step", ratios, MAX_REVISION_RATIO))
+        of_revision = ratios(result, "ours", to="revision")
+        bars.append(time_bar("the revision's time of a step", of_revision, MAX_REVISION_RATIO))
     if {"ours", "composer"} <= result.keys() and options.strategy == "SHARD_GRAD_OP":
         ours_bytes, composer_bytes = (gathered_bytes(result[name]["collectives"]) for name in ("ours", "composer"))
         bars.append(
@@ -335,12 +334,14 @@ def _bars(options: Options, result: dict[str, dict[str, Any]]) -> list[Bar]:
     return bars
 
 
-def _time_bar(what: str, ratios: Sequence[float], limit: float) -> Bar:
-    ratio, (low, high) = statistics.median(ratios), _median_interval(ratios)
-    measured = f"{ratio:.3f} ({low:.3f} to {high:.3f} with 95 % confidence)"
-    if low <= limit < ratio:
-        measured += ", too noisy to tell: take more --steps, or a machine with nothing else to do"
-    return Bar(f"{what}, times {limit} at most", measured, ratio <= limit)
+def _without_norms(counts: dict[str, dict[str, int]]) -> dict[str, tuple[int, int]]:
+    """Calls and bytes; of all-reduces the calls, because clipping may send two numbers in one, or one."""
+    return {name: (each["calls"], 0 if name == "allreduce_" else each["bytes"]) for name, each in counts.items()}
+
+
+def _max_loss_difference(options: Options) -> float:
+    limit = MAX_LOSS_DIFFERENCE[options.device_type]
+    return limit if options.max_norm is None else max(limit, MAX_CLIPPED_LOSS_DIFFERENCE)
 
 
 def _said(counts: dict[str, dict[str, int]]) -> str:
@@ -352,10 +353,12 @@ def _said(counts: dict[str, dict[str, int]]) -> str:
 def _text(options: Options, result: dict[str, dict[str, Any]], absent: dict[str, str]) -> str:
     shape = options.shape
     precision = "bf16 (kept in fp32)" if options.device_type == "cuda" else "fp32"
+    clipped = "" if options.max_norm is None else f", clipped to {options.max_norm}"
+    pipelined = "" if options.pipelined == 1 else f" of {options.pipelined} steps"
     lines = [
-        f"{machine()}; {options.ranks} ranks, {options.strategy}, {precision}; {shape.layers} layers of width "
-        f"{shape.width}, vocabulary {shape.vocabulary}, {shape.batch} × {shape.sequence} tokens a rank; "
-        f"{options.steps} rounds",
+        f"{machine()}; {options.ranks} ranks, {options.strategy}, {precision}, {options.optimizer}{clipped}; "
+        f"{shape.layers} layers of width {shape.width}, vocabulary {shape.vocabulary}, {shape.batch} × "
+        f"{shape.sequence} tokens a rank; {options.steps} rounds{pipelined}",
         "",
         _time_table(result),
         "",
@@ -374,12 +377,12 @@ def _time_table(result: dict[str, dict[str, Any]]) -> str:
         seconds = statistics.median(each["seconds"])
         row = [TITLES[name], f"{1000 * seconds:.1f} ms", "1", "", "1", ""]
         if name != HAND:
-            first, third = _quartiles(_ratios(result, name))
+            first, third = quartiles(ratios(result, name, to=HAND))
             row[2:] = [
-                f"{statistics.median(_ratios(result, name)):.3f}",
+                f"{statistics.median(ratios(result, name, to=HAND)):.3f}",
                 f"{first:.3f} to {third:.3f}",
-                f"{statistics.median(_ratios(result, name, 'processor_seconds')):.3f}",
-                f"{_loss_difference(result, name):.1e}",
+                f"{statistics.median(ratios(result, name, 'processor_seconds', to=HAND)):.3f}",
+                f"{loss_difference(result, name, HAND):.1e}",
             ]
         rows.append(row)
     return markdown(

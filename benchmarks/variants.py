@@ -1,6 +1,7 @@
 """The same model sharded by several hands: ``build(name, setting)``.
 
-All take the units that the model's hooks choose, the same precision and the same AdamW. FSDP1 gets the arguments that
+All take the units that the model's hooks choose, the same precision and the same optimizer, and clip with what they
+have for it. FSDP1 gets the arguments that
 Composer's ``prepare_fsdp_module`` gives it by default (composer/distributed/dist_strategy.py, 0.32.1), from torch
 itself, so that it needs no Composer.
 """
@@ -18,12 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from by_hand import clip_by_hand
 from models import Block, Model, Shape
 from torch import nn
 
-__all__ = ["NAMES", "STRATEGIES", "Setting", "Trainee", "build", "missing"]
+__all__ = ["NAMES", "OPTIMIZERS", "STRATEGIES", "Setting", "Trainee", "build", "missing"]
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
+OPTIMIZERS = ("adamw", "decoupled_adamw")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,8 @@ class Setting:
 
     Args:
         low_precision: Computed and reduced in bf16, kept in fp32.
+        optimizer: ``adamw``, torch's; or ``decoupled_adamw``, Composer's.
+        max_norm: To which gradients are clipped, if at all.
         revision_folder: Where the package lies as another revision had it.
     """
 
@@ -39,6 +44,8 @@ class Setting:
     strategy: str
     device: torch.device
     low_precision: bool
+    optimizer: str = "adamw"
+    max_norm: float | None = None
     revision_folder: str = ""
 
     @property
@@ -56,16 +63,20 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Trainee:
-    """A sharded model with its optimizer."""
+    """A sharded model with its optimizer, and what clips its gradients to a norm."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    clip: Callable[[float], object]
+    max_norm: float | None
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Train one batch; its loss on this rank. Called on all ranks."""
         self.optimizer.zero_grad()
         loss: torch.Tensor = self.model(tokens)
         loss.backward()
+        if self.max_norm is not None:
+            self.clip(self.max_norm)
         self.optimizer.step()
         return loss.detach()
 
@@ -85,8 +96,13 @@ def build(name: str, setting: Setting) -> Trainee:
     return _BUILDERS[name](model, setting)
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+def _optimizer(model: nn.Module, setting: Setting, *, by_hand: bool = False) -> torch.optim.Optimizer:
+    if setting.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    from composer.optim import DecoupledAdamW
+    from trainer_parts import UpdatesByHand
+
+    return (UpdatesByHand if by_hand else DecoupledAdamW)(model.parameters(), lr=1e-3)
 
 
 def _hand(model: Model, setting: Setting) -> Trainee:
@@ -100,15 +116,20 @@ def _hand(model: Model, setting: Setting) -> Trainee:
     for block in model.decoder.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=setting.strategy == "FULL_SHARD", mp_policy=policy)
     fully_shard(model.decoder, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    return Trainee(model, _adamw(model))
+    optimizer = _optimizer(model, setting, by_hand=True)
+    return Trainee(model, optimizer, lambda max_norm: clip_by_hand(model.parameters(), max_norm), setting.max_norm)
 
 
 def _ours(model: Model, setting: Setting) -> Trainee:
-    from composer_fsdp2 import prepare_fully_shard
+    from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
 
-    optimizer = _adamw(model)
+    optimizer = _optimizer(model, setting)
     prepare_fully_shard(model, optimizer, setting.fsdp_config, setting.precision, setting.device)
-    return Trainee(model, optimizer)
+    if setting.optimizer == "decoupled_adamw":
+        from composer_fsdp2.compat.optimizers import update_own_parts  # as the shim does
+
+        update_own_parts(optimizer)
+    return Trainee(model, optimizer, lambda max_norm: clip_grad_norm_(model, max_norm), setting.max_norm)
 
 
 def _voting(model: Model, setting: Setting) -> Trainee:
@@ -196,11 +217,13 @@ def _composer(model: Model, setting: Setting) -> Trainee:
     config = FSDP2Config.from_compatible_attrs(setting.fsdp_config)
     device = get_device("gpu" if setting.device.type == "cuda" else "cpu")
     config.device_mesh = _create_device_mesh(device, config, None)
-    optimizer = _adamw(model)
+    optimizer = _optimizer(model, setting)
     policy: Any = generate_composer_model_policy(model)
     precision = Precision(setting.precision)
     parallelize_model(model, config, optimizer, precision, policy, param_init_fn=meta_init)
-    return Trainee(model, optimizer)
+    # What its GradientClipping calls.
+    clip = nn.utils.clip_grad_norm_
+    return Trainee(model, optimizer, lambda max_norm: clip(model.parameters(), max_norm), setting.max_norm)
 
 
 def _fsdp1(model: Model, setting: Setting) -> Trainee:
@@ -219,7 +242,7 @@ def _fsdp1(model: Model, setting: Setting) -> Trainee:
         use_orig_params=True,
     )
     model.decoder = decoder
-    return Trainee(model, _adamw(model))
+    return Trainee(model, _optimizer(model, setting), decoder.clip_grad_norm_, setting.max_norm)
 
 
 _BUILDERS: dict[str, Callable[[Model, Setting], Trainee]] = {

@@ -108,6 +108,36 @@ def test_a_revision_that_is_not_there(revision: str):
     assert f"--against {revision}" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not HAS_COMPOSER, reason="mosaicml is not installed")
+def test_a_step_with_composers_optimizer_and_clipping():
+    """All variants train with them: a variant that forgot to clip, or updated nothing, would win."""
+    words = ("--device", "cpu", "--optimizer", "decoupled_adamw", "--clipping", "--pipelined", "2", *SIZES)
+    step = benchmark("step.py", *words)
+    for name, counts in step["collectives"].items():
+        assert sum(count["calls"] for kind, count in counts.items() if "reduce" in kind and "scatter" not in kind), name
+    assert step["loss_difference"].keys() == {"ours", "composer", "fsdp1"}
+    assert all(difference < 1e-5 for difference in step["loss_difference"].values())
+    unclipped = benchmark("step.py", "--device", "cpu", "--variants", "ours", *SIZES)
+    assert step["collectives"]["ours"].keys() - unclipped["collectives"]["ours"].keys() == {"allreduce_"}
+
+
+def test_composers_optimizer_is_not_compared_with_a_revision():
+    """That revision's shim would be missing, and its update would be the slow one."""
+    command = [sys.executable, ROOT / "benchmarks" / "step.py", "--against", "HEAD", "--optimizer", "decoupled_adamw"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 2 and "--against has torch's AdamW only" in done.stderr
+
+
+@pytest.mark.skipif(not HAS_COMPOSER, reason="mosaicml is not installed")
+def test_a_trainers_batch():
+    """Trainers under the shim, FSDP1 and Composer's FSDP2 take turns in one process, and each still trains right."""
+    result = benchmark("step.py", "--trainer", "--microbatches", "2", *SIZES[:-2])
+    assert result["processor_ratio"].keys() == {"by hand", "ours", "composer", "fsdp1"}
+    assert all(seconds > 0 for seconds in result["processor_s"].values())
+    assert all(difference < 1e-5 for difference in result["loss_difference"].values())
+    assert len(result["bars"]) == 3 and result["bars"][-1]["holds"]
+
+
 def test_the_object_of_the_set_up():
     """Each size has its row, and the three parts of our time are all there."""
     result = benchmark("setup.py", "--modules", "20", "50", "--repeat", "1")

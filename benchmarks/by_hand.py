@@ -1,0 +1,27 @@
+"""What an expert writes to keep a step off DTensors, for a model whose parameters are all sharded alike."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+__all__ = ["clip_by_hand", "local"]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part; without gradients, since ``to_local`` would record it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def clip_by_hand(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
+    """As ``torch.nn.utils.clip_grad_norm_``, on local tensors. Called on all ranks; an all-reduce of one number."""
+    # torch's functions read nothing else of a parameter.
+    own: list[Any] = [SimpleNamespace(grad=local(each.grad)) for each in parameters if each.grad is not None]
+    square = get_total_norm([each.grad for each in own], foreach=True) ** 2
+    dist.all_reduce(square)
+    clip_grads_with_norm_(own, max_norm, square.sqrt(), foreach=True)

@@ -1,0 +1,57 @@
+"""What the Trainers of ``trainer.py`` are made of; Composer is imported with it."""
+
+from typing import Any
+
+import torch
+from by_hand import clip_by_hand, local
+from composer import Algorithm, ComposerModel, Event, Logger, State
+from composer.optim import DecoupledAdamW
+from models import Decoder, Shape
+from torch.nn import functional
+
+__all__ = ["ClippingByHand", "Language", "UpdatesByHand"]
+
+
+class Language(ComposerModel):
+    """The benchmarks' decoder, as a Trainer takes it."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.model = Decoder(shape)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.model(batch[0])
+        return logits
+
+    def loss(self, outputs: torch.Tensor, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return functional.cross_entropy(outputs[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        raise NotImplementedError
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+        raise NotImplementedError
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
+        return {}
+
+
+class UpdatesByHand(DecoupledAdamW):
+    """As an expert moves an elementwise update to each rank's own tensors."""
+
+    @staticmethod
+    def adamw(*lists: Any, **settings: Any) -> None:
+        DecoupledAdamW.adamw(*([local(each) for each in tensors] for tensors in lists), **settings)
+
+
+class ClippingByHand(Algorithm):
+    """The same for clipping."""
+
+    def __init__(self, max_norm: float) -> None:
+        self._max_norm = max_norm
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.AFTER_TRAIN_BATCH
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        clip_by_hand(state.model.parameters(), self._max_norm)
