@@ -136,8 +136,12 @@ def _models(layers: int) -> tuple[nn.Module, nn.Module]:
     for name, part in parts.items():
         path, _, own = name.rpartition(".")
         setattr(plain.get_submodule(path), own, nn.Parameter(part.clone()))
+    sharded(shape.tokens(0)).backward()  # so that gradients are made as in a step; this group sends no values
+    for parameter in plain.parameters():
+        parameter.grad = torch.empty_like(parameter)
     for parameter in (*sharded.parameters(), *plain.parameters()):
-        parameter.grad = torch.full_like(parameter, 1e-3)
+        assert parameter.grad is not None
+        own_part(parameter.grad).fill_(1e-3)
     return sharded, plain
 
 

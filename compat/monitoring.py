@@ -37,7 +37,7 @@ from composer_fsdp2.compat.optimizers import reports_norms
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
 from composer_fsdp2.guard import check_guard
 from composer_fsdp2.reductions import Part, reduce_parts, settle
-from composer_fsdp2.sharded import is_sharded, reshard, splitting_axes, units
+from composer_fsdp2.sharded import is_sharded, reshard, splitting_axes_of_all, units
 from composer_fsdp2.tying import join
 from composer_fsdp2.wrap import wrapped_children
 
@@ -180,7 +180,7 @@ class _Reporter:
             ) from error
         return reported
 
-    def report_own_part(self, parameter: nn.Parameter, name: str, metrics: Metrics) -> bool:
+    def report_own_part(self, parameter: DTensor, name: str, metrics: Metrics) -> bool:
         """Add the same for this rank's part to ``metrics``: the optimizer's function, on an optimizer of that part.
 
         False, and nothing is added, where it cannot be asked so.
@@ -189,8 +189,8 @@ class _Reporter:
             return False
         optimizer: Any = self.optimizer
         state = optimizer.state.get(parameter, {})
-        tensors = {key: value for key, value in state.items() if key != "step"}
-        parts = own_parts(parameter, parameter.grad, *tensors.values())
+        keys = [key for key in state if key != "step"]
+        parts = own_parts(parameter, parameter.grad, *[state[key] for key in keys])
         if parts is None or parts[0].dtype != parts[1].dtype:
             return False  # torch lets no tensor have a gradient of another dtype
         own = parts[0].detach()
@@ -198,7 +198,7 @@ class _Reporter:
         part = SimpleNamespace(
             param_groups=optimizer.param_groups,
             metric_functions=optimizer.metric_functions,
-            state={own: {**state, **dict(zip(tensors, parts[2:], strict=True))}} if state else {},
+            state={own: {**state, **dict(zip(keys, parts[2:], strict=True))}} if state else {},
         )
         type(optimizer).report_per_parameter_metrics(part, own, name, metrics)
         return True
@@ -227,12 +227,12 @@ class _Reported:
     """One rank's metrics by key, still in parts.
 
     Args:
-        norms_of_parts: Of sharded parameters, the keys of what are norms of this rank's parts.
+        norms_of_parts: Sharded parameters, each with the keys of what are norms of this rank's parts.
         of_each_rank: The keys of what each rank has for itself.
     """
 
     metrics: Metrics = field(default_factory=dict)
-    norms_of_parts: dict[nn.Parameter, list[str]] = field(default_factory=dict)
+    norms_of_parts: list[tuple[DTensor, list[str]]] = field(default_factory=list)
     of_each_rank: set[str] = field(default_factory=set)
 
 
@@ -243,21 +243,29 @@ def _report(names: Mapping[nn.Parameter, str], reporter: _Reporter | None, alone
     for parameter, name in names.items():
         if parameter.grad is None or not parameter.requires_grad:
             continue
+        if isinstance(parameter, DTensor) and (norms := _norms_of_own_part(parameter, name, reporter)) is not None:
+            metrics |= norms
+            reported.norms_of_parts.append((parameter, list(norms)))
+            continue
         num_before = len(metrics)
-        in_parts = isinstance(parameter, DTensor)
         if reporter is not None:
-            in_parts = in_parts and reporter.report_own_part(parameter, name, metrics)
-            if not in_parts:
-                metrics.update(reporter.report(parameter, name, metrics))
-        key = f"l2_norm/grad/{name}"
-        if key not in metrics:
-            metrics[key] = torch.linalg.vector_norm(own_part(parameter.grad) if in_parts else parameter.grad)
-        new = itertools.islice(metrics, num_before, None)
-        if in_parts:
-            reported.norms_of_parts[parameter] = list(new)
-        elif parameter in alone:
-            reported.of_each_rank.update(new)
+            metrics |= reporter.report(parameter, name, metrics)
+        if (key := f"l2_norm/grad/{name}") not in metrics:
+            metrics[key] = torch.linalg.vector_norm(parameter.grad)
+        if parameter in alone:
+            reported.of_each_rank.update(itertools.islice(metrics, num_before, None))
     return reported
+
+
+def _norms_of_own_part(parameter: DTensor, name: str, reporter: _Reporter | None) -> Metrics | None:
+    """By their keys in logs; None where they cannot be taken of this rank's part."""
+    metrics: Metrics = {}
+    if reporter is not None and not reporter.report_own_part(parameter, name, metrics):
+        return None
+    assert parameter.grad is not None
+    if (key := f"l2_norm/grad/{name}") not in metrics:
+        metrics[key] = torch.linalg.vector_norm(own_part(parameter.grad))
+    return metrics
 
 
 def _of_each_rank(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
@@ -269,12 +277,12 @@ def _of_each_rank(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[n
     return whole
 
 
-def _whole_norms(metrics: Metrics, norms_of_parts: Mapping[nn.Parameter, Sequence[str]]) -> dict[str, float]:
+def _whole_norms(metrics: Metrics, norms_of_parts: Sequence[tuple[DTensor, Sequence[str]]]) -> dict[str, float]:
     """The norms of whole parameters, from those of this rank's parts. One all-reduce for each axis of each mesh."""
     alike: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[str]] = {}
-    for parameter, keys in norms_of_parts.items():
-        assert isinstance(parameter, DTensor)
-        alike.setdefault((parameter.device_mesh, splitting_axes(parameter), metrics[keys[0]].device), []).extend(keys)
+    axes_of_all = splitting_axes_of_all(parameter for parameter, _ in norms_of_parts)
+    for (parameter, keys), axes in zip(norms_of_parts, axes_of_all, strict=True):
+        alike.setdefault((parameter.device_mesh, axes, metrics[keys[0]].device), []).extend(keys)
     squares = reduce_parts(
         [
             Part(values=torch.stack([metrics[key] for key in keys]).double() ** 2, mesh=mesh, axes=axes)

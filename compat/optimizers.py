@@ -76,7 +76,11 @@ def _of_one(update: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(update)
     def lionw(parameter: Any, gradient: Any, average: Any, *settings: Any) -> None:
-        update(*(own_parts(parameter, gradient, average) or (parameter, gradient, average)), *settings)
+        own = own_parts(parameter, gradient, average)
+        if own is None:
+            update(parameter, gradient, average, *settings)
+        else:
+            update(*own, *settings)
 
     return lionw
 

@@ -115,9 +115,10 @@ class _EndUnitBackward:
         self.state = state
 
     def __call__(self, *unused: Any) -> None:
+        parameters = self.group.fsdp_params
         trainable = [
             parameter
-            for parameter in self.group.fsdp_params
+            for parameter in parameters
             if hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad
         ]
         missing = [parameter for parameter in trainable if not has_gradient(parameter)]
@@ -125,9 +126,11 @@ class _EndUnitBackward:
             for parameter in missing:
                 unsharded = parameter._unsharded_param
                 unsharded.grad = torch.zeros_like(unsharded)
-        with _copied_before_hooks(self.group.fsdp_params):
+        is_offloaded = bool(parameters) and parameters[0].offload_to_cpu  # a policy is the whole unit's
+        with _copied_before_hooks(parameters) if is_offloaded else contextlib.nullcontext():
             type(self.group).post_backward(self.group, *unused)
-        _wait_for_the_copies(self.group)
+        if is_offloaded:
+            _wait_for_the_copies(self.group)
         self.state._training_state = TrainingState.IDLE
 
     def _is_reduction_due(self) -> bool:

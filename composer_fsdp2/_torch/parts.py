@@ -1,8 +1,11 @@
 """This rank's parts of DTensors, as the plain tensors that they are kept in, and fused operations on many of them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 __all__ = ["multiply_each_", "norm_of_each", "own_part", "own_parts"]
 
@@ -12,7 +15,7 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def own_parts(first: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
+def own_parts(first: Tensor, *others: Tensor) -> Sequence[Tensor] | None:
     """This rank's parts of tensors that lie alike, so that what is elementwise can be done on them; else None.
 
     In a step this is called for each parameter, so it is short: DTensor's own methods are dispatched in Python.
@@ -24,10 +27,14 @@ def own_parts(first: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
         if not isinstance(other, DTensor):
             return None
         its = other._spec
-        if its.placements != spec.placements or (its.mesh is not spec.mesh and its.mesh != spec.mesh):
+        if its is not spec and not _lie_alike(its, spec):  # fully_shard gives gradients their parameter's own
             return None
         parts.append(other._local_tensor)
-    return tuple(parts)
+    return parts
+
+
+def _lie_alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
+    return spec.placements == other.placements and (spec.mesh is other.mesh or spec.mesh == other.mesh)
 
 
 def norm_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
