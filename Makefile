@@ -64,6 +64,8 @@ bench: venv ## what sharding, checkpoints and migrating cost, against torch by h
 	-$(PY) benchmarks/step.py
 	-$(PY) benchmarks/step.py --strategy SHARD_GRAD_OP
 	-$(PY) benchmarks/step.py --against HEAD
+	-$(PY) benchmarks/step.py --trainer
+	-$(PY) benchmarks/dispatch.py
 	-$(PY) benchmarks/setup.py
 	-$(PY) benchmarks/checkpoint.py
 	-$(PY) benchmarks/migrate.py

@@ -1,7 +1,7 @@
 """Gradient clipping of a sharded model: by norm with FSDP1's result, one for each root; adaptive, as unsharded."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from composer_fsdp2._torch import mesh_of, multiply_each_, norm_of_each, own_part
+from composer_fsdp2._torch import by_kind, mesh_of, multiply_each_, norm_of_each, own_part
 from composer_fsdp2.guard import check_guard
 from composer_fsdp2.reductions import Part, reduce_parts
 from composer_fsdp2.sharded import (
@@ -42,8 +42,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Returns:
         The total norm of each root's gradients by the root's path, a scalar on the mesh's device.
 
-    Called on all ranks; one all-reduce of two numbers for each root that shards something (two with replicas, if
-    some parameters are whole).
+    Called on all ranks; one all-reduce for each root that shards something, of one number, or of two if some parameters
+    are whole (then two with replicas).
     """
     check_guard(model, "clip_grad_norm_")
     norms = {}
@@ -59,7 +59,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 _ByKind = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Grads:
     """This rank's parts of a root's gradients, by device and dtype.
 
@@ -70,21 +70,22 @@ class _Grads:
             all ranks must communicate alike.
     """
 
-    split: _ByKind = field(default_factory=dict)
-    whole: _ByKind = field(default_factory=dict)
-    any_whole: bool = False
+    split: _ByKind
+    whole: _ByKind
+    any_whole: bool
 
     @classmethod
     def below(cls, root: Unit) -> "_Grads":
-        grads = cls()
+        split: list[torch.Tensor] = []
+        whole: list[torch.Tensor] = []
+        any_whole = False
         # After a forward without gradients a root shows gathered parameters, which have none.
         trainable = [parameter for parameter in resting_parameters(root) if parameter.requires_grad]
         for parameter, axes in zip(trainable, splitting_axes_of_all(trainable), strict=True):
-            grads.any_whole |= not axes
+            any_whole |= not axes
             if (grad := parameter.grad) is not None:
-                own = own_part(grad)
-                (grads.split if axes else grads.whole).setdefault((own.device, own.dtype), []).append(own)
-        return grads
+                (split if axes else whole).append(own_part(grad))
+        return cls(split=by_kind(split), whole=by_kind(whole), any_whole=any_whole)
 
 
 @torch.no_grad()
@@ -176,14 +177,15 @@ def _total_norm(grads: _Grads, norm_type: float, mesh: DeviceMesh) -> torch.Tens
     """
     # Gradients may lie on the CPU while the group is NCCL's: the numbers travel on the mesh's device.
     device = torch.device(mesh.device_type)
-    whole = _norm(grads.whole, norm_type, device)
     if not grads.split:
-        return whole
+        return _norm(grads.whole, norm_type, device)
     shard_axis = mesh.ndim - 1 if mesh.size(mesh.ndim - 1) > 1 else 0
     # Replicas agree on what is sharded, but not on what is whole.
     replicas = mesh.ndim == 2 and grads.any_whole and shard_axis == 1 and mesh.size(0) > 1
     groups = [mesh.get_group(shard_axis), *([mesh.get_group(0)] if replicas else [])]
-    norms = torch.stack([_norm(grads.split, norm_type, device), whole])
+    norms = _norm(grads.split, norm_type, device)
+    if grads.any_whole:
+        norms = torch.stack([norms, _norm(grads.whole, norm_type, device)])
     if math.isinf(norm_type):
         for group in groups:
             dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
@@ -191,9 +193,11 @@ def _total_norm(grads: _Grads, norm_type: float, mesh: DeviceMesh) -> torch.Tens
     powers = norms**norm_type
     for group in groups:
         dist.all_reduce(powers, group=group)
-    num_replicas = mesh.size(0) if replicas else 1
-    num_ranks = mesh.size(shard_axis) * num_replicas
-    total: torch.Tensor = (powers[0] / num_replicas + powers[1] / num_ranks) ** (1.0 / norm_type)
+    if grads.any_whole:
+        num_replicas = mesh.size(0) if replicas else 1
+        num_ranks = mesh.size(shard_axis) * num_replicas
+        powers = powers[0] / num_replicas + powers[1] / num_ranks
+    total: torch.Tensor = powers ** (1.0 / norm_type)
     return total
 
 
@@ -202,10 +206,13 @@ def _norm(tensors: _ByKind, norm_type: float, device: torch.device) -> torch.Ten
     norms: dict[torch.device, list[torch.Tensor]] = {}
     for (place, dtype), alike in tensors.items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        if filled := [tensor for tensor in alike if tensor.numel()]:  # an infinity norm of no elements raises
+        # An infinity norm of no elements raises.
+        filled = [tensor for tensor in alike if tensor.numel()] if math.isinf(norm_type) else alike
+        if filled:
             norms.setdefault(place, []).extend(norm_of_each(filled, norm_type, wide))
     of_devices = [torch.linalg.vector_norm(torch.stack(of_device), norm_type) for of_device in norms.values()]
     if not of_devices:
         return torch.zeros((), device=device)  # made there: to copy one from the CPU would wait for the GPU
-    together = torch.stack([norm.to(device) for norm in of_devices])
-    return together[0] if len(of_devices) == 1 else torch.linalg.vector_norm(together, norm_type)
+    if len(of_devices) == 1:
+        return of_devices[0].to(device)
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in of_devices]), norm_type)

@@ -1,13 +1,15 @@
 """This rank's parts of DTensors, as the plain tensors that they are kept in, and fused operations on many of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-__all__ = ["multiply_each_", "norm_of_each", "own_part", "own_parts"]
+__all__ = ["by_kind", "multiply_each_", "norm_of_each", "own_part", "own_parts"]
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -35,6 +37,15 @@ def own_parts(first: Tensor, *others: Tensor) -> Sequence[Tensor] | None:
 
 def _lie_alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
     return spec.placements == other.placements and (spec.mesh is other.mesh or spec.mesh == other.mesh)
+
+
+def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """What one fused operation can take, by device and dtype, in the tensors' order."""
+    if not tensors:
+        return {}
+    lists: list[list[Tensor | None]] = [list(tensors)]
+    groups: dict[Any, Any] = _group_tensors_by_device_and_dtype(lists)
+    return {kind: alike for kind, ([alike], _) in groups.items()}
 
 
 def norm_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
