@@ -185,8 +185,8 @@ class _Batches:
     """A dataloader that gives a batch when it is this Trainer's turn, and gives the turn back when asked for more.
 
     So several Trainers stand in the midst of their ``fit`` in one process, each in a thread of its own, and one of them
-    runs. Processes of their own would need no shim that comes and goes, but a process is by a per cent or two faster or
-    slower than its like for as long as it lives, which no number of rounds evens out.
+    runs. Processes of their own would need no shim that comes and goes, but one may be faster than its like for as long
+    as it lives (where its memory lies, say), which no number of rounds evens out.
     """
 
     def __init__(self, shape: Shape, microbatches: int) -> None:

@@ -115,6 +115,7 @@ def test_a_step_with_composers_optimizer_and_clipping():
     step = benchmark("step.py", *words)
     for name, counts in step["collectives"].items():
         assert sum(count["calls"] for kind, count in counts.items() if "reduce" in kind and "scatter" not in kind), name
+    assert step["collectives"]["ours"] == step["collectives"]["hand"]
     assert step["loss_difference"].keys() == {"ours", "composer", "fsdp1"}
     assert all(difference < 1e-5 for difference in step["loss_difference"].values())
     unclipped = benchmark("step.py", "--device", "cpu", "--variants", "ours", *SIZES)
