@@ -154,11 +154,12 @@ def _pairs(sharded: nn.Module, plain: nn.Module) -> dict[str, Pair]:
         pairs[f"{kind.__name__}, without the shim"] = Pair(untouched.step, other.step, has_bar=False)
         if kind is DecoupledAdamW:
             pairs["OptimizerMonitor"] = Pair(_monitor(sharded, own, _OURS), _monitor(plain, other, _COMPOSERS))
-    pairs["torch.optim.AdamW"] = Pair(
-        torch.optim.AdamW(sharded.parameters(), foreach=True).step,
-        torch.optim.AdamW(plain.parameters(), foreach=True).step,
-        has_bar=False,
-    )
+    for is_fused in (False, True):
+        pairs[f"torch.optim.AdamW, {'fused' if is_fused else 'foreach'}"] = Pair(
+            torch.optim.AdamW(sharded.parameters(), foreach=not is_fused, fused=is_fused).step,
+            torch.optim.AdamW(plain.parameters(), foreach=not is_fused, fused=is_fused).step,
+            has_bar=False,
+        )
     pairs["clip_grad_norm_"] = Pair(
         lambda: clip_grad_norm_(sharded, MAX_NORM),
         lambda: nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, foreach=True),

@@ -18,14 +18,10 @@ import gc
 import json
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +31,7 @@ from counting import Collectives, StateBytes, gathered_bytes
 from launch import on_ranks
 from models import Shape
 from report import Bar, finish, machine, markdown, mib
+from revision import checked_out
 from timing import gather, loss_difference, quartiles, ratios, time_bar
 from variants import NAMES, OPTIMIZERS, STRATEGIES, Setting, Trainee, build, missing
 
@@ -97,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(given)
     absent = {name: reason for name in options.variants if (reason := missing(name))}
     options = replace(options, variants=tuple(name for name in options.variants if name not in absent))
-    with _revision(given.against) as folder:
+    with checked_out(given.against) as folder:
         result = on_ranks(measure, options.ranks, options.device_type, replace(options, revision_folder=folder))
     bars = _bars(options, result)
     if given.json:
@@ -159,21 +156,6 @@ def _variants(given: argparse.Namespace) -> tuple[str, ...]:
     if given.against is None:
         return tuple(given.variants or BESIDE)
     return ("ours", "voting", "in step", "revision", *(given.variants or ()))
-
-
-@contextmanager
-def _revision(name: str | None) -> Iterator[str]:
-    """The package as a commit had it, in a folder; '' for None."""
-    if name is None:
-        yield ""
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(__file__).parents[1]
-        archive = subprocess.run(["git", "archive", name, "composer_fsdp2"], cwd=root, capture_output=True)
-        if archive.returncode:
-            raise SystemExit(f"--against {name}: {archive.stderr.decode().strip()}")
-        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
-        yield folder
 
 
 # On the ranks ---------------------------------------------------------------------------------------------------------

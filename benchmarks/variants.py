@@ -8,19 +8,18 @@ itself, so that it needs no Composer.
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from by_hand import clip_by_hand
 from models import Block, Model, Shape
+from revision import imported_from
 from torch import nn
 
 __all__ = ["NAMES", "OPTIMIZERS", "STRATEGIES", "Setting", "Trainee", "build", "missing"]
@@ -187,21 +186,9 @@ def _pipes() -> _Pipes:
 
 
 def _revision(model: Model, setting: Setting) -> Trainee:
-    """Our package as another revision had it, imported under its own name for the length of the set-up."""
-    present = _take_out()
-    sys.path.insert(0, setting.revision_folder)
-    try:
+    """Our package as another revision had it, imported for the length of the set-up."""
+    with imported_from(setting.revision_folder):
         return _ours(model, setting)
-    finally:
-        sys.path.remove(setting.revision_folder)
-        _take_out()
-        sys.modules.update(present)
-
-
-def _take_out() -> dict[str, ModuleType]:
-    """Our package's modules, which are imported anew next time."""
-    names = [name for name in sys.modules if name.partition(".")[0] == "composer_fsdp2"]
-    return {name: sys.modules.pop(name) for name in names}
 
 
 def _composer(model: Model, setting: Setting) -> Trainee:

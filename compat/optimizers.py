@@ -6,20 +6,21 @@ had launched anything (benchmarks/dispatch.py). And a step count that lies on a 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import own_part, own_parts
+from composer_fsdp2._torch import lion_, own_part, own_parts
 
 __all__ = ["reports_norms", "update_own_parts"]
 
 
+_Update = Callable[..., None]
 # By the full names of their classes (importing LLM Foundry takes long, and not everybody has it): the static method
-# that makes an update, and what makes it on this rank's parts.
-_UPDATES: dict[str, tuple[str, Callable[[Callable[..., None]], Callable[..., None]]]]
+# that makes an update, and what makes it on this rank's parts, of one optimizer.
+_UPDATES: dict[str, tuple[str, Callable[[_Update, torch.optim.Optimizer], _Update]]]
 
 
 def update_own_parts(optimizer: torch.optim.Optimizer) -> None:
@@ -33,7 +34,7 @@ def update_own_parts(optimizer: torch.optim.Optimizer) -> None:
         return
     name, on_own_parts = _UPDATES[_full_name(known)]
     if name not in vars(optimizer) and getattr(type(optimizer), name) is getattr(known, name):
-        setattr(optimizer, name, on_own_parts(getattr(known, name)))
+        setattr(optimizer, name, on_own_parts(getattr(known, name), optimizer))
         optimizer.register_step_pre_hook(_bring_step_counts)
 
 
@@ -57,7 +58,7 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _of_all(update: Callable[..., None]) -> Callable[..., None]:
+def _adamw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
     """``DecoupledAdamW.adamw``: of lists of parameters, gradients and state, and of step counts."""
 
     @functools.wraps(update)
@@ -71,24 +72,96 @@ def _of_all(update: Callable[..., None]) -> Callable[..., None]:
     return adamw
 
 
-def _of_one(update: Callable[..., None]) -> Callable[..., None]:
-    """``DecoupledLionW.lionw``: of one parameter, its gradient and its average."""
+def _lionw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
+    """``DecoupledLionW.lionw``: of one parameter, its gradient and its average; many at once, where the step ends.
+
+    At once only if nothing but Foundry's own step calls it, and if it gives the bits of the fused operations.
+    """
+    is_own_step = _full_name(type(optimizer)) in _UPDATES
+    waiting = _Waiting(update) if is_own_step and _is_lion(update) else None
+    if waiting is not None:
+        optimizer.register_step_pre_hook(lambda *unused: waiting.forget())  # of a step that an error ended
+        optimizer.register_step_post_hook(lambda *unused: waiting.update())
 
     @functools.wraps(update)
-    def lionw(parameter: Any, gradient: Any, average: Any, *settings: Any) -> None:
+    def lionw(parameter: Any, gradient: Any, average: Any, *settings: float) -> None:
         own = own_parts(parameter, gradient, average)
         if own is None:
             update(parameter, gradient, average, *settings)
-        else:
+        elif waiting is None:
             update(*own, *settings)
+        else:
+            waiting.add(own, settings)
 
     return lionw
 
 
 _UPDATES = {
-    "composer.optim.decoupled_weight_decay.DecoupledAdamW": ("adamw", _of_all),
-    "llmfoundry.optim.lion.DecoupledLionW": ("lionw", _of_one),
+    "composer.optim.decoupled_weight_decay.DecoupledAdamW": ("adamw", _adamw),
+    "llmfoundry.optim.lion.DecoupledLionW": ("lionw", _lionw),
 }
+
+
+class _Waiting:
+    """Parameters of one step that Lion is to update, with their gradients and averages."""
+
+    # What fused updates take of memory, about; for a moment, as an update of one parameter does.
+    MAX_BYTES = 64 << 20
+
+    def __init__(self, update: _Update) -> None:
+        self._update = update
+        self.forget()
+
+    def forget(self) -> None:
+        self._parts: list[Sequence[torch.Tensor]] = []
+        self._settings: tuple[float, ...] = ()
+        self._num_bytes = 0
+
+    def add(self, parts: Sequence[torch.Tensor], settings: tuple[float, ...]) -> None:
+        if self._num_bytes >= self.MAX_BYTES or settings != self._settings:
+            self.update()
+            self._settings = settings
+        self._parts.append(parts)
+        self._num_bytes += parts[0].nbytes
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """All that wait."""
+        if self._parts:
+            parameters, gradients, averages = (list(each) for each in zip(*self._parts, strict=True))
+            _lion_of_all(parameters, gradients, averages, *self._settings)
+        self.forget()
+
+
+def _lion_of_all(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    averages: list[torch.Tensor],
+    lr: float,
+    initial_lr: float,
+    weight_decay: float,
+    *betas: float,
+) -> None:
+    decay = (
+        lr / initial_lr if initial_lr else 1.0
+    ) * weight_decay  # decoupled from the learning rate, not its schedule
+    lion_(parameters, gradients, averages, lr=lr, keep=1 - decay, betas=betas)
+
+
+@functools.cache
+def _is_lion(update: _Update) -> bool:
+    """Whether Foundry's update of one parameter gives the bits of the fused one, with weight decay and without."""
+    generator = torch.Generator().manual_seed(0)
+    for weight_decay in (0.0, 1e-4):
+        settings = (0.1, 0.3, weight_decay, 0.9, 0.99)
+        drawn = [torch.randn(1000, generator=generator, device="cpu") for _ in range(3)]
+        one, all_ = ([tensor.clone() for tensor in drawn] for _ in range(2))
+        update(*one, *settings)
+        parameters, gradients, averages = ([tensor] for tensor in all_)
+        _lion_of_all(parameters, gradients, averages, *settings)
+        if not all(map(torch.equal, one, all_)):
+            return False
+    return True
 
 
 def _bring_step_counts(optimizer: torch.optim.Optimizer, *unused: Any) -> None:

@@ -53,6 +53,10 @@ BENCHMARKS = (
     Benchmark(
         block="step, SHARD_GRAD_OP", words=("step.py", "--ranks", "{gpus}", "--strategy", "SHARD_GRAD_OP"), num_gpus=2
     ),
+    Benchmark(
+        block="step, pipelined",
+        words=("step.py", "--layers", "12", "--optimizer", "decoupled_adamw", "--clipping", "--pipelined", "10"),
+    ),
     Benchmark(block="votes", words=("step.py", "--ranks", "{gpus}", "--against", "HEAD"), num_gpus=2),
     Benchmark(block="setup", words=("setup.py",)),
     Benchmark(block="dispatch", words=("dispatch.py",)),

@@ -25,7 +25,7 @@ from composer_fsdp2._torch.names import (
     storage_info,
     transformer_engine_checkpoint_wrapper,
 )
-from composer_fsdp2._torch.parts import by_kind, multiply_each_, norm_of_each, own_part, own_parts
+from composer_fsdp2._torch.parts import by_kind, lion_, multiply_each_, norm_of_each, own_part, own_parts
 from composer_fsdp2._torch.repairs import REPAIRS, Repair, repair_cpu_collectives
 from composer_fsdp2._torch.reset import reset_after_error
 from composer_fsdp2._torch.scaler import ShardedGradScaler
@@ -58,6 +58,7 @@ __all__ = [
     "is_in_pass",
     "is_inside_unit",
     "keep_class_name",
+    "lion_",
     "local_box",
     "mesh_of",
     "multiply_each_",

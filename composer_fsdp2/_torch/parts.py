@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-__all__ = ["by_kind", "multiply_each_", "norm_of_each", "own_part", "own_parts"]
+__all__ = ["by_kind", "lion_", "multiply_each_", "norm_of_each", "own_part", "own_parts"]
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -56,3 +56,25 @@ def norm_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> lis
 def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
     """In place; ``factor`` is a scalar of the tensors' device and dtype."""
     torch._foreach_mul_(tensors, factor)
+
+
+def lion_(
+    tensors: list[Tensor],
+    gradients: list[Tensor],
+    averages: list[Tensor],
+    *,
+    lr: float,
+    keep: float,
+    betas: Sequence[float],
+) -> None:
+    """Lion's update of each tensor (Chen et al. 2023, arXiv:2302.06675), in place, from a few kernels for all.
+
+    Args:
+        keep: What is left of a tensor after its weight decay. Needs memory for a copy of the tensors.
+    """
+    if keep != 1:
+        torch._foreach_mul_(tensors, keep)
+    updates = torch._foreach_lerp(averages, gradients, 1 - betas[0])
+    torch._foreach_sign_(updates)
+    torch._foreach_add_(tensors, updates, alpha=-lr)
+    torch._foreach_lerp_(averages, gradients, 1 - betas[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,6 +77,12 @@ def optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
         "adamw": lambda parameters: DecoupledAdamW(parameters, lr=0.1, weight_decay=1e-4),
         "amsgrad": lambda parameters: DecoupledAdamW(parameters, lr=0.1, amsgrad=True),
         "lion": lambda parameters: DecoupledLionW(parameters, lr=0.1, weight_decay=1e-4),
+        "lion, groups": lambda parameters: DecoupledLionW(
+            [
+                {"params": [parameter], "lr": 0.1 * number, "weight_decay": 1e-4 * (number % 2)}
+                for number, parameter in enumerate(parameters, 1)
+            ]
+        ),
     }
 
 
@@ -188,3 +195,44 @@ def check_trainer() -> None:
 def test_the_trainers_optimizer():
     """Nothing in the script says so."""
     run_ranks(check_trainer, 2)
+
+
+def check_lion_in_chunks() -> None:
+    from composer_fsdp2.compat import optimizers as compat_optimizers
+
+    make = optimizers()["lion"]
+    expected, _ = train(make, on_own_parts=False)
+    with mock.patch.object(compat_optimizers._Waiting, "MAX_BYTES", 1):
+        found, _ = train(make, on_own_parts=True)
+    assert_same(found, expected, in_bits=True)
+
+
+def test_lion_updates_many_at_once_in_bounded_memory():
+    """A copy of all parameters, which one update of all of them needs, would not fit beside them."""
+    run_ranks(check_lion_in_chunks, 2)
+
+
+def check_lion_after_an_error() -> None:
+    from composer_fsdp2.compat.optimizers import update_own_parts
+
+    def stepped(*, after_an_error: bool) -> list[Any]:
+        model = sharded()
+        optimizer = optimizers()["lion"](model.parameters())
+        update_own_parts(optimizer)
+        if after_an_error:
+            give_gradients(model, 0)
+            *_, last = optimizer.param_groups[0]["params"]
+            optimizer.param_groups[0]["params"][-1] = None  # found after the others
+            with pytest.raises(AttributeError):
+                optimizer.step()
+            optimizer.param_groups[0]["params"][-1] = last
+        give_gradients(model, 1)
+        optimizer.step()
+        return left_by(model, optimizer)
+
+    assert_same(stepped(after_an_error=True), stepped(after_an_error=False), in_bits=True)
+
+
+def test_a_step_that_an_error_ended_leaves_lion_no_updates():
+    """They would be made with the next step's, once more and with gradients of the batch before."""
+    run_ranks(check_lion_after_an_error, 2)
