@@ -139,6 +139,37 @@ def test_a_trainers_batch():
     assert len(result["bars"]) == 3 and result["bars"][-1]["holds"]
 
 
+@pytest.mark.parametrize("strategy", [pytest.param("FULL_SHARD", marks=ONCE)])
+def test_saves_take_turns(strategy: str, tmp_path: Path):
+    """Each way of saving is timed in each round, and leaves nothing on the disk."""
+    options = ("--mib", "1", "--rounds", "2", "--strategy", strategy, "--folder", str(tmp_path))
+    result = benchmark("saving.py", *options, *(("--against", "HEAD") if (ROOT / ".git").exists() else ()))
+    names = {"ours", "torch"} | ({"revision"} if (ROOT / ".git").exists() else set())
+    assert result["seconds"].keys() == result["ratio"].keys() == names
+    assert all(len(each) == 2 and min(each) > 0 for each in result["seconds"].values())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(16, marks=ONCE)])
+def test_what_many_ranks_would_send(num_ranks: int):
+    """The counts follow from the model's sizes: Llama 70B has 70,553,706,496 parameters, each with Adam's moments."""
+    counts = benchmark("saving.py", "--simulate", str(num_ranks))
+    assert counts["bytes"] == 3 * 4 * 70_553_706_496
+    assert counts["bytes_a_round"] <= 128 << 20
+    assert counts["rounds"] >= counts["bytes"] * (num_ranks - 1) / num_ranks / (128 << 20)
+    grown = benchmark("many_ranks.py", "--ranks", str(num_ranks))["ours"]
+    assert len(grown) == 4 and all(value > 0 for value in grown.values())
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(4, marks=ONCE)])
+def test_votes_are_timed_and_counted(num_ranks: int):
+    """On one node the others tell the first, which answers; a ring goes around twice."""
+    result = benchmark("votes.py", "--ranks", str(num_ranks), "--votes", "5")
+    assert result["seconds"][str(num_ranks)].keys() == {"one node", "four nodes", "ring"}
+    assert result["messages"][str(num_ranks)] == {"ours": 2, "ring": 6}
+    assert result["messages"]["1024"] == {"ours": 2 + 7, "ring": 2046}
+
+
 def test_the_object_of_the_set_up():
     """Each size has its row, and the three parts of our time are all there."""
     result = benchmark("setup.py", "--modules", "20", "50", "--repeat", "1")

@@ -1,0 +1,154 @@
+"""What grows with the number of ranks where all of them compare something: simulated, on one process.
+
+    python benchmarks/many_ranks.py
+    python benchmarks/many_ranks.py --ranks 512 --against 179dcdf     # the commit before, too
+
+The CRC32s of a load, of which every rank has read some; and the process groups of single modules. Each function is
+given what the other ranks would have sent, so what is measured is what one rank sends, receives and computes.
+"""
+
+import argparse
+import json
+import pickle
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from report import machine, markdown, mib
+from revision import checked_out, imported_from
+
+RECORDS, UNITS = 2160, 80  # of 720 tensors with Adam's moments; of a model of 80 layers
+RECORD_BYTES = 1 << 20
+SAMPLE = 32  # ranks whose pickles are read, for all of them
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    summary, _, details = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--against", metavar="REVISION", help="a commit of ours")
+    parser.add_argument("--json", action="store_true", help="one object instead of the table")
+    given = parser.parse_args(arguments)
+    result = {"ours": measure(given.ranks)}
+    if given.against:
+        with checked_out(given.against) as folder, imported_from(folder):
+            result["revision"] = measure(given.ranks)
+    print(json.dumps({"machine": machine(), **result}) if given.json else _text(given.ranks, result))
+    return 0
+
+
+def measure(num_ranks: int) -> dict[str, float]:
+    """By what it is; seconds are of processor time."""
+    received, crc_seconds = _crc32s(num_ranks)
+    sent, group_seconds = _groups(num_ranks)
+    return {
+        "CRC32s: bytes that a rank receives": received,
+        "CRC32s: seconds of a rank": crc_seconds,
+        "groups: bytes that a rank sends": sent,
+        "groups: seconds of a rank": group_seconds,
+    }
+
+
+def _crc32s(num_ranks: int) -> tuple[int, float]:
+    """What the rank that receives most receives, and what it takes to unpack and to judge it."""
+    from composer_fsdp2.checkpoint.loading import content
+
+    collected = [_read_by(rank, num_ranks) for rank in range(min(SAMPLE, num_ranks))]
+    if not hasattr(content, "_outgoing"):  # of commits whose ranks all gathered everything
+        pickled = [pickle.dumps(each) for each in collected]
+        seconds, of_ranks = _timed(lambda: [pickle.loads(each) for each in pickled])
+        judging, _ = _timed(lambda: content._check(of_ranks, Path("folder/file.pt")))  # type: ignore[attr-defined]
+        return len(pickled[0]) * num_ranks, (seconds + judging) * num_ranks / len(pickled)
+    rows, counts = content._outgoing(collected[0], num_ranks)
+    received = rows.split(counts)[max(range(num_ranks), key=counts.__getitem__)].repeat(num_ranks, 1)
+    seconds, _ = _timed(lambda: content._judged(content._grouped(received)))
+    return received.nbytes, seconds
+
+
+def _read_by(rank: int, num_ranks: int) -> Any:
+    from composer_fsdp2.checkpoint.loading import content
+    from composer_fsdp2.checkpoint.reading import Part
+    from composer_fsdp2.checkpoint.storage.archive import Blob
+
+    length = RECORD_BYTES // num_ranks
+    start, crc32 = rank * length, zlib.crc32(bytes(length))
+    parts = [
+        Part(
+            blob=Blob(path=Path("folder/file.pt"), offset=number * RECORD_BYTES, num_bytes=RECORD_BYTES, crc32=number),
+            start=start,
+            end=start + length,
+            crc32=crc32,
+        )
+        for number in range(RECORDS)
+    ]
+    return content._collected(parts, Path("folder/file.pt"))
+
+
+def _groups(num_ranks: int) -> tuple[int, float]:
+    """What a rank sends of its units' groups, and what it takes to look at all ranks'."""
+    from composer_fsdp2 import MeshSpec, mesh
+    from composer_fsdp2.config import GroupRule, RankGroups
+
+    spec = MeshSpec(
+        shard=8,
+        replicate=num_ranks // 8,
+        shard_groups=RankGroups(rule=GroupRule.CONSECUTIVE, number=8),
+        replicate_groups=RankGroups(rule=GroupRule.STRIDED, number=8),
+    )
+
+    def tables(rank: int, gather: Callable[[Any], list[Any]]) -> Any:
+        with (
+            mock.patch.object(dist, "get_rank", return_value=rank),
+            mock.patch.object(dist, "get_world_size", return_value=num_ranks),
+            mock.patch.object(mesh, "gather", gather),
+        ):
+            return mesh._group_tables([spec] * UNITS)
+
+    def sent_by(rank: int) -> Any:
+        def gather(value: Any) -> list[Any]:
+            raise _Sent(value)
+
+        try:
+            tables(rank, gather)
+        except _Sent as sent:
+            return sent.value
+
+    of_ranks = [sent_by(rank) for rank in range(num_ranks)]
+    seconds, _ = _timed(lambda: tables(0, lambda value: of_ranks))
+    return max(len(pickle.dumps(sent)) for sent in of_ranks), seconds
+
+
+class _Sent(Exception):
+    """Ends a function where it would communicate."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.process_time()
+    result = function()
+    return time.process_time() - start, result
+
+
+def _text(num_ranks: int, result: dict[str, dict[str, float]]) -> str:
+    names = list(result["ours"])
+    rows = [[name, *(_said(name, each[name]) for each in result.values())] for name in names]
+    titles = {"ours": "ours", "revision": "the revision's"}
+    head = [f"{num_ranks} ranks, simulated; {RECORDS} records, {UNITS} units", *(titles[name] for name in result)]
+    return f"{machine()}\n\n{markdown(head, rows)}"
+
+
+def _said(name: str, value: float) -> str:
+    return f"{value:.3f} s" if "seconds" in name else f"{value:,.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
