@@ -4,7 +4,8 @@
     python benchmarks/many_ranks.py --ranks 512 --against 179dcdf     # the commit before, too
 
 The CRC32s of a load, of which every rank has read some; and the process groups of single modules. Each function is
-given what the other ranks would have sent, so what is measured is what one rank sends, receives and computes.
+given what the other ranks would have sent, so what is measured is what one rank sends, receives and computes. Exit code
+0, or 1 if a bar does not hold.
 """
 
 import argparse
@@ -19,11 +20,17 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from report import machine, markdown, mib
+from report import Bar, bars_as_json, finish, machine, markdown
 from revision import checked_out, imported_from
 
 RECORDS, UNITS = 2160, 80  # of 720 tensors with Adam's moments; of a model of 80 layers
 RECORD_BYTES = 1 << 20
+MOST = {
+    "CRC32s: bytes that a rank receives": 64 << 20,
+    "CRC32s: seconds of a rank": 1.0,
+    "groups: bytes that a rank sends": 1024,
+    "groups: seconds of a rank": 1.0,
+}
 SAMPLE = 32  # ranks whose pickles are read, for all of them
 
 
@@ -35,13 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--against", metavar="REVISION", help="a commit of ours")
     parser.add_argument("--json", action="store_true", help="one object instead of the table")
+    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
     given = parser.parse_args(arguments)
     result = {"ours": measure(given.ranks)}
     if given.against:
         with checked_out(given.against) as folder, imported_from(folder):
             result["revision"] = measure(given.ranks)
-    print(json.dumps({"machine": machine(), **result}) if given.json else _text(given.ranks, result))
-    return 0
+    bars = [
+        Bar(f"{name}: at most {most:,}", f"{result['ours'][name]:,.3f}", result["ours"][name] <= most)
+        for name, most in MOST.items()
+    ]
+    if given.json:
+        print(json.dumps({"machine": machine(), **result, "bars": bars_as_json(bars)}))
+    else:
+        print(_text(given.ranks, result))
+    return finish(bars, enforce=not given.no_bars, show=not given.json)
 
 
 def measure(num_ranks: int) -> dict[str, float]:

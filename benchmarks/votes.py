@@ -5,7 +5,8 @@
 
 Two ways in the same processes, in turn: ours (local sockets within a node, rounds over gloo between the nodes' first
 ranks) with all ranks on one node and as if there were four of them, and gloo's all-reduce, which goes around a ring of
-all ranks. Beside the times, how many messages follow one another, at any number of ranks.
+all ranks. Beside the times, how many messages follow one another, at any number of ranks. Exit code 0, or 1 if a bar
+does not hold.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from launch import on_ranks
-from report import machine, markdown
+from report import Bar, bars_as_json, finish, machine, markdown
 
 from composer_fsdp2 import control as control_module
 from composer_fsdp2.control import control, num_rounds
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--votes", type=int, default=200, help="of each way")
     parser.add_argument("--json", action="store_true", help="one object instead of the tables")
+    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
     given = parser.parse_args(arguments)
     # Forked from this process, which has imported everything: 32 ranks would import torch for minutes.
     seconds = {
@@ -54,11 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for num_ranks in given.ranks
     }
     in_sequence = {num_ranks: messages_in_sequence(num_ranks) for num_ranks in (*given.ranks, *MANY_RANKS)}
+    bars = [
+        Bar(f"{num_ranks} ranks on one node: at most the ring's time", f"{ratio:.2f}", ratio <= 1)
+        for num_ranks, each in seconds.items()
+        for ratio in [each["one node"] / each["ring"]]
+    ]
     if given.json:
-        print(json.dumps({"machine": machine(), "seconds": seconds, "messages": in_sequence}))
+        found = {"machine": machine(), "seconds": seconds, "messages": in_sequence, "bars": bars_as_json(bars)}
+        print(json.dumps(found))
     else:
         print(_text(seconds, in_sequence))
-    return 0
+    return finish(bars, enforce=not given.no_bars, show=not given.json)
 
 
 def measure(options: Options) -> dict[str, float]:

@@ -74,10 +74,14 @@ class Piece:
             at += count
 
 
-def numbered(parts: Sequence[Part | None]) -> tuple[list[Part | None], "array[int]"]:
+# As ranks send them to each other: offsets and sizes.
+_Plain = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def numbered(parts: Sequence[Part | None]) -> tuple[list[_Plain | None], "array[int]"]:
     """The same in few bytes, as most tensors are cut as others are: each part once, and which one each tensor has."""
     known = {part: number for number, part in enumerate(dict.fromkeys(parts))}
-    return list(known), array("I", [known[part] for part in parts])
+    return [part and (part.offsets, part.sizes) for part in known], array("I", [known[part] for part in parts])
 
 
 class Routes:
@@ -89,18 +93,20 @@ class Routes:
         itemsizes: Of each tensor, bytes an element.
     """
 
-    def __init__(self, parts: Sequence[tuple[Sequence[Part | None], Sequence[int]]], itemsizes: Sequence[int]) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[Sequence[_Plain | None], Sequence[int]]], itemsizes: Sequence[int]
+    ) -> None:
         self.num_ranks = len(parts)
         self._itemsizes = itemsizes
         # Tensors that every rank has the same part of as of another tensor are cut alike.
-        known: dict[Part | None, int] = {}
+        known: dict[_Plain | None, int] = {}
         by_rank = []
         for distinct, numbers in parts:
             places = [known.setdefault(part, len(known)) for part in distinct]
             by_rank.append([places[number] for number in numbers])
         of_tensors = list(zip(*by_rank, strict=True))
         cuts = {of_ranks: number for number, of_ranks in enumerate(dict.fromkeys(of_tensors))}
-        found = list(known)
+        found = [None if plain is None else Part(*plain) for plain in known]
         self._senders = [_senders([found[number] for number in of_ranks]) for of_ranks in cuts]
         self._cuts = [cuts[of_ranks] for of_ranks in of_tensors]
 
