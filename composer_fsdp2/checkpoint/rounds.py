@@ -81,7 +81,8 @@ _Plain = tuple[tuple[int, ...], tuple[int, ...]]
 def numbered(parts: Sequence[Part | None]) -> tuple[list[_Plain | None], "array[int]"]:
     """The same in few bytes, as most tensors are cut as others are: each part once, and which one each tensor has."""
     known = {part: number for number, part in enumerate(dict.fromkeys(parts))}
-    return [part and (part.offsets, part.sizes) for part in known], array("I", [known[part] for part in parts])
+    plain = [None if part is None else (part.offsets, part.sizes) for part in known]
+    return plain, array("I", [known[part] for part in parts])
 
 
 class Routes:
