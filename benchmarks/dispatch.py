@@ -2,6 +2,7 @@
 
     python benchmarks/dispatch.py
     python benchmarks/dispatch.py --layers 32 80 --json
+    python benchmarks/dispatch.py --against REVISION        # clipping and OptimizerMonitor of that commit, too
 
 Decoders of few elements, so that what is measured is not arithmetic but what it costs to ask for it: on a GPU, the time
 before anything is launched. Optimizers, clipping and OptimizerMonitor run on the DTensors of one rank of 8, in a fake
@@ -11,6 +12,7 @@ one round, of processor time. Exit code 0, or 1 if a bar does not hold.
 """
 
 import argparse
+import functools
 import gc
 import json
 import random
@@ -27,7 +29,8 @@ from composer.callbacks import OptimizerMonitor
 from composer.optim import DecoupledAdamW
 from models import Model, Shape
 from report import Bar, bars_as_json, finish, machine, markdown
-from setup import one_rank_of
+from revision import checked_out, imported_from
+from setup import gather_own, one_rank_of
 from torch import nn
 
 from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
@@ -49,12 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="of the models; 9 parameters each")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--against", metavar="REVISION", help="a commit of ours")
     parser.add_argument("--json", action="store_true", help="one object instead of the table")
     parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # Otherwise the time of idle ones would count.
-    with one_rank_of(NUM_RANKS):
-        rows = [row for layers in given.layers for row in measure(layers, given.rounds)]
+    with one_rank_of(NUM_RANKS), checked_out(given.against) as folder:
+        revision = _revision(folder) if given.against else None
+        rows = [row for layers in given.layers for row in measure(layers, given.rounds, revision)]
     bars = [
         Bar(
             f"{row.name}, {row.layers} layers: at most {MAX_RATIO} of plain tensors",
@@ -93,9 +98,9 @@ class Pair:
     has_bar: bool = True
 
 
-def measure(layers: int, rounds: int) -> list[Row]:
+def measure(layers: int, rounds: int, revision: "Revision | None" = None) -> list[Row]:
     """Every piece of work, for models of so many layers."""
-    pairs = _pairs(*_models(layers))
+    pairs = _pairs(*_models(layers), revision)
     works = [(name, kind) for name in pairs for kind in ("sharded", "plain")]
     times: dict[tuple[str, str], list[float]] = {work: [] for work in works}
     shuffle = random.Random(0).shuffle
@@ -145,7 +150,7 @@ def _models(layers: int) -> tuple[nn.Module, nn.Module]:
     return sharded, plain
 
 
-def _pairs(sharded: nn.Module, plain: nn.Module) -> dict[str, Pair]:
+def _pairs(sharded: nn.Module, plain: nn.Module, revision: "Revision | None") -> dict[str, Pair]:
     pairs = {}
     for kind in _optimizers():
         own, other, untouched = kind(sharded.parameters()), kind(plain.parameters()), kind(sharded.parameters())
@@ -153,18 +158,44 @@ def _pairs(sharded: nn.Module, plain: nn.Module) -> dict[str, Pair]:
         pairs[kind.__name__] = Pair(own.step, other.step)
         pairs[f"{kind.__name__}, without the shim"] = Pair(untouched.step, other.step, has_bar=False)
         if kind is DecoupledAdamW:
-            pairs["OptimizerMonitor"] = Pair(_monitor(sharded, own, _OURS), _monitor(plain, other, _COMPOSERS))
+            on_plain = _monitor(plain, other, _COMPOSERS)
+            pairs["OptimizerMonitor"] = Pair(_monitor(sharded, own, _OURS), on_plain)
+            if revision:
+                before = _monitor(sharded, own, revision.monitor)
+                pairs["OptimizerMonitor of the revision"] = Pair(before, on_plain, has_bar=False)
     for is_fused in (False, True):
         pairs[f"torch.optim.AdamW, {'fused' if is_fused else 'foreach'}"] = Pair(
             torch.optim.AdamW(sharded.parameters(), foreach=not is_fused, fused=is_fused).step,
             torch.optim.AdamW(plain.parameters(), foreach=not is_fused, fused=is_fused).step,
             has_bar=False,
         )
-    pairs["clip_grad_norm_"] = Pair(
-        lambda: clip_grad_norm_(sharded, MAX_NORM),
-        lambda: nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, foreach=True),
-    )
+
+    def clip() -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, foreach=True)  # it looks for them, as ours does
+
+    pairs["clip_grad_norm_"] = Pair(functools.partial(clip_grad_norm_, sharded, MAX_NORM), clip)
+    if revision:
+        before = functools.partial(revision.clip, sharded, MAX_NORM)
+        pairs["clip_grad_norm_ of the revision"] = Pair(before, clip, has_bar=False)
     return pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """What another commit had."""
+
+    clip: Callable[..., Any]
+    monitor: Callable[..., None]
+
+
+def _revision(folder: str) -> Revision:
+    with imported_from(folder):
+        from composer_fsdp2 import agreement, clip_grad_norm_
+        from composer_fsdp2.compat import monitoring
+
+        for module in (agreement, monitoring):  # its ranks gathered, of which there are none here
+            module.gather = gather_own  # type: ignore[attr-defined]
+        return Revision(clip_grad_norm_, monitoring.replacement_for_monitor_batch_end(_COMPOSERS))
 
 
 def _optimizers() -> list[Any]:

@@ -23,7 +23,7 @@ def checked_out(name: str | None) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory() as folder:
         root = Path(__file__).parents[1]
-        archive = subprocess.run(["git", "archive", name, "composer_fsdp2"], cwd=root, capture_output=True)
+        archive = subprocess.run(["git", "archive", name, "composer_fsdp2", "compat"], cwd=root, capture_output=True)
         if archive.returncode:
             raise SystemExit(f"--against {name}: {archive.stderr.decode().strip()}")
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)

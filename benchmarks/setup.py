@@ -94,14 +94,14 @@ def one_rank_of(num_ranks: int) -> Iterator[None]:
     # A fake collective leaves its output as it was, so what would be gathered is put there. Its time is not ours: it
     # is two or three small collectives, whatever the model.
     with (
-        mock.patch("composer_fsdp2.agreement.gather", _gather_own),
-        mock.patch("composer_fsdp2.materialize.gather", _gather_own),
+        mock.patch("composer_fsdp2.agreement.gather", gather_own),
+        mock.patch("composer_fsdp2.materialize.gather", gather_own),
     ):
         yield
     dist.destroy_process_group()
 
 
-def _gather_own(value: Any) -> list[Any]:
+def gather_own(value: Any) -> list[Any]:
     return [value] * dist.get_world_size()
 
 

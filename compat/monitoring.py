@@ -157,17 +157,24 @@ class _Reporter:
     Args:
         gives_norms: All of them are L2 norms of tensors that lie as the parameter does, so that they may be taken of
             this rank's part of each. An optimizer that was not read is given the DTensors.
+        part: The optimizer as its function sees it then, with the state of one part.
     """
 
     optimizer: torch.optim.Optimizer
     gives_norms: bool
+    part: Any
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> "_Reporter | None":
+    def of(cls, optimizer: Any) -> "_Reporter | None":
         if not callable(getattr(optimizer, "report_per_parameter_metrics", None)):
             return None
         _say_what_is_not_called(type(optimizer))
-        return cls(optimizer, reports_norms(optimizer))
+        gives_norms, part = reports_norms(optimizer), None
+        if gives_norms:
+            part = SimpleNamespace(
+                param_groups=optimizer.param_groups, metric_functions=optimizer.metric_functions, state={}
+            )
+        return cls(optimizer, gives_norms, part)
 
     def report(self, parameter: torch.Tensor, name: str, metrics: Metrics) -> Metrics:
         try:
@@ -185,22 +192,19 @@ class _Reporter:
 
         False, and nothing is added, where it cannot be asked so.
         """
-        if not self.gives_norms or parameter.grad is None:
+        gradient = parameter.grad
+        if not self.gives_norms or gradient is None:
             return False
-        optimizer: Any = self.optimizer
-        state = optimizer.state.get(parameter, {})
+        state = dict(self.optimizer.state.get(parameter, {}))
         keys = [key for key in state if key != "step"]
-        parts = own_parts(parameter, parameter.grad, *[state[key] for key in keys])
+        parts = own_parts(parameter, gradient, *[state[key] for key in keys])
         if parts is None or parts[0].dtype != parts[1].dtype:
             return False  # torch lets no tensor have a gradient of another dtype
         own = parts[0].detach()
         own.grad = parts[1]
-        part = SimpleNamespace(
-            param_groups=optimizer.param_groups,
-            metric_functions=optimizer.metric_functions,
-            state={own: {**state, **dict(zip(keys, parts[2:], strict=True))}} if state else {},
-        )
-        type(optimizer).report_per_parameter_metrics(part, own, name, metrics)
+        state.update(zip(keys, parts[2:], strict=True))
+        self.part.state = {own: state} if state else {}
+        type(self.optimizer).report_per_parameter_metrics(self.part, own, name, metrics)  # type: ignore[attr-defined]
         return True
 
 
@@ -262,15 +266,15 @@ def _norms_of_own_part(parameter: DTensor, name: str, reporter: _Reporter | None
     metrics: Metrics = {}
     if reporter is not None and not reporter.report_own_part(parameter, name, metrics):
         return None
-    assert parameter.grad is not None
     if (key := f"l2_norm/grad/{name}") not in metrics:
+        assert parameter.grad is not None
         metrics[key] = torch.linalg.vector_norm(own_part(parameter.grad))
     return metrics
 
 
 def _of_each_rank(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
     """Those that are trained whole on every rank, and whose gradients nobody averages: ignored, or in no unit."""
-    whole = {each for each in parameters if each.requires_grad and not isinstance(each, DTensor)}
+    whole = {each for each in parameters if not isinstance(each, DTensor) and each.requires_grad}
     if whole:
         for unit in units(model).values():
             whole.difference_update(replicated_parameters(unit))
