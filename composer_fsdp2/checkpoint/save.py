@@ -232,20 +232,27 @@ def _exchange(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGro
     Returns:
         On rank 0, what each other rank sent.
     """
-    is_writer = dist.get_rank(group) == 0
-    if sends_from_host(group):
-        # A gather of gloo's would be the same, but for two copies of everything in rank 0's memory.
-        if not is_writer:
-            dist.send(memory, group=group, group_dst=0)
-            return []
-        rows = list(memory[: sum(sizes)].split(sizes[1:]))
-        works = [dist.irecv(row, group=group, group_src=rank) for rank, row in enumerate(rows, 1)]
-        for work in works:
-            assert work is not None
-            work.wait()
-        return rows
-    # On a device all ranks gather: the connections are those of training, not one from each rank to rank 0.
-    size = max(sizes)
+    if len(sizes) == 1:
+        return []
+    return (_from_hosts if sends_from_host(group) else _from_devices)(memory, sizes, group)
+
+
+def _from_hosts(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Each rank sends to rank 0. gloo's gather would be the same, but for two copies of everything in its memory."""
+    if dist.get_rank(group) != 0:
+        dist.send(memory, group=group, group_dst=0)
+        return []
+    rows = list(memory[: sum(sizes)].split(sizes[1:]))
+    works = [dist.irecv(row, group=group, group_src=rank) for rank, row in enumerate(rows, 1)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return rows
+
+
+def _from_devices(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """All ranks gather: the connections are those of training, not one from each rank to rank 0."""
+    is_writer, size = dist.get_rank(group) == 0, max(sizes)
     own = torch.empty(size, dtype=torch.uint8, device=device_of_group(group))
     gathered = own.new_empty(len(sizes) * size)
     if not is_writer:
