@@ -42,8 +42,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Returns:
         The total norm of each root's gradients by the root's path, a scalar on the mesh's device.
 
-    Called on all ranks; one all-reduce for each root that shards something, of one number, or of two if some parameters
-    are whole (then two with replicas).
+    Called on all ranks; one all-reduce of one number for each root that shards something, two with replicas if some
+    parameters are whole.
     """
     check_guard(model, "clip_grad_norm_")
     norms = {}
@@ -179,25 +179,23 @@ def _total_norm(grads: _Grads, norm_type: float, mesh: DeviceMesh) -> torch.Tens
     device = torch.device(mesh.device_type)
     if not grads.split:
         return _norm(grads.whole, norm_type, device)
+    total: torch.Tensor
     shard_axis = mesh.ndim - 1 if mesh.size(mesh.ndim - 1) > 1 else 0
     # Replicas agree on what is sharded, but not on what is whole.
     replicas = mesh.ndim == 2 and grads.any_whole and shard_axis == 1 and mesh.size(0) > 1
     groups = [mesh.get_group(shard_axis), *([mesh.get_group(0)] if replicas else [])]
-    norms = _norm(grads.split, norm_type, device)
-    if grads.any_whole:
-        norms = torch.stack([norms, _norm(grads.whole, norm_type, device)])
+    split, whole = _norm(grads.split, norm_type, device), _norm(grads.whole, norm_type, device)
     if math.isinf(norm_type):
+        total = torch.maximum(split, whole)
         for group in groups:
-            dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
-        return norms.max()
-    powers = norms**norm_type
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+        return total
+    # One number from every rank, also from one whose groups leave all or nothing whole.
+    num_replicas = mesh.size(0) if replicas else 1
+    power = split**norm_type / num_replicas + whole**norm_type / (mesh.size(shard_axis) * num_replicas)
     for group in groups:
-        dist.all_reduce(powers, group=group)
-    if grads.any_whole:
-        num_replicas = mesh.size(0) if replicas else 1
-        num_ranks = mesh.size(shard_axis) * num_replicas
-        powers = powers[0] / num_replicas + powers[1] / num_ranks
-    total: torch.Tensor = powers ** (1.0 / norm_type)
+        dist.all_reduce(power, group=group)
+    total = power ** (1.0 / norm_type)
     return total
 
 
