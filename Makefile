@@ -68,6 +68,9 @@ bench: venv ## what sharding, checkpoints and migrating cost, against torch by h
 	-$(PY) benchmarks/dispatch.py
 	-$(PY) benchmarks/setup.py
 	-$(PY) benchmarks/checkpoint.py
+	-$(PY) benchmarks/saving.py
+	-$(PY) benchmarks/votes.py
+	-$(PY) benchmarks/many_ranks.py
 	-$(PY) benchmarks/migrate.py
 
 gpu: venv venv-engine ## all GPU tests and benchmarks on the GPUs that there are, and their tables in benchmarks/README.md
