@@ -67,7 +67,7 @@ def check_nodes() -> dict[str, int]:
     return for_each(check_largest, {f"nodes of {size}": (size,) for size in (1, 2, 3, dist.get_world_size())})
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_largest_of_all_ranks(num_ranks: int):
     """However they lie on nodes; each node's first rank waits for ceil(log2 nodes) messages over gloo."""
     for rank, counts in enumerate(run_ranks(check_nodes, num_ranks, fresh=True)):
