@@ -26,7 +26,7 @@ from revision import checked_out, imported_from
 RECORDS, UNITS = 2160, 80  # of 720 tensors with Adam's moments; of a model of 80 layers
 RECORD_BYTES = 1 << 20
 MOST = {
-    "CRC32s: bytes that a rank receives": 64 << 20,
+    "CRC32s: bytes of the others' on a rank": 64 << 20,
     "CRC32s: seconds of a rank": 1.0,
     "groups: bytes that a rank sends": 1024,
     "groups: seconds of a rank": 1.0,
@@ -64,7 +64,7 @@ def measure(num_ranks: int) -> dict[str, float]:
     received, crc_seconds = _crc32s(num_ranks)
     sent, group_seconds = _groups(num_ranks)
     return {
-        "CRC32s: bytes that a rank receives": received,
+        "CRC32s: bytes of the others' on a rank": received,
         "CRC32s: seconds of a rank": crc_seconds,
         "groups: bytes that a rank sends": sent,
         "groups: seconds of a rank": group_seconds,
@@ -72,19 +72,18 @@ def measure(num_ranks: int) -> dict[str, float]:
 
 
 def _crc32s(num_ranks: int) -> tuple[int, float]:
-    """What the rank that receives most receives, and what it takes to unpack and to judge it."""
+    """What a rank has of the others' at once, and what it takes to unpack and to judge its part of all of it."""
     from composer_fsdp2.checkpoint.loading import content
 
     collected = [_read_by(rank, num_ranks) for rank in range(min(SAMPLE, num_ranks))]
-    if not hasattr(content, "_outgoing"):  # of commits whose ranks all gathered everything
+    if not hasattr(content, "_to_judge"):  # of commits whose ranks looked at everything
         pickled = [pickle.dumps(each) for each in collected]
         seconds, of_ranks = _timed(lambda: [pickle.loads(each) for each in pickled])
         judging, _ = _timed(lambda: content._check(of_ranks, Path("folder/file.pt")))  # type: ignore[attr-defined]
         return len(pickled[0]) * num_ranks, (seconds + judging) * num_ranks / len(pickled)
-    rows, counts = content._outgoing(collected[0], num_ranks)
-    received = rows.split(counts)[max(range(num_ranks), key=counts.__getitem__)].repeat(num_ranks, 1)
-    seconds, _ = _timed(lambda: content._judged(content._grouped(received)))
-    return received.nbytes, seconds
+    received = content._rows(collected[0]).repeat(num_ranks, 1)
+    seconds, _ = _timed(lambda: content._judged(content._grouped(content._to_judge(received, 0, num_ranks))))
+    return min(received.nbytes, content._ROUND_BYTES), seconds
 
 
 def _read_by(rank: int, num_ranks: int) -> Any:

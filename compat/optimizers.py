@@ -27,10 +27,10 @@ def update_own_parts(optimizer: torch.optim.Optimizer) -> None:
     """Have ``optimizer`` update this rank's parts of its parameters, if it is one whose updates we know.
 
     An optimizer of another class stays as it is, and so does one that inherits from a known one and overrides the
-    update. Call it on each rank, as often as you like; it communicates nothing.
+    update or the step. Call it on each rank, as often as you like; it communicates nothing.
     """
-    known = _known_class(optimizer)
-    if known is None:
+    known: Any = _known_class(optimizer)
+    if known is None or type(optimizer).step is not known.step:
         return
     name, on_own_parts = _UPDATES[_full_name(known)]
     if name not in vars(optimizer) and getattr(type(optimizer), name) is getattr(known, name):
@@ -75,10 +75,9 @@ def _adamw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
 def _lionw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
     """``DecoupledLionW.lionw``: of one parameter, its gradient and its average; many at once, where the step ends.
 
-    At once only if nothing but Foundry's own step calls it, and if it gives the bits of the fused operations.
+    At once only if it gives the bits of the fused operations.
     """
-    is_own_step = _full_name(type(optimizer)) in _UPDATES
-    waiting = _Waiting(update) if is_own_step and _is_lion(update) else None
+    waiting = _Waiting() if _is_lion(update) else None
     if waiting is not None:
         optimizer.register_step_pre_hook(lambda *unused: waiting.forget())  # of a step that an error ended
         optimizer.register_step_post_hook(lambda *unused: waiting.update())
@@ -108,8 +107,7 @@ class _Waiting:
     # What fused updates take of memory, about; for a moment, as an update of one parameter does.
     MAX_BYTES = 64 << 20
 
-    def __init__(self, update: _Update) -> None:
-        self._update = update
+    def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
@@ -168,7 +166,7 @@ def _bring_step_counts(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
     """To the host, where torch's own AdamW keeps them: the update reads each, and on a GPU would wait for it."""
     away: dict[torch.device, list[dict[str, Any]]] = {}
     for state in optimizer.state.values():
-        step = state.get("step")
+        step = state.get("step") if isinstance(state, dict) else None  # a subclass may keep numbers of its own there
         if isinstance(step, torch.Tensor) and not isinstance(step, DTensor) and step.device.type != "cpu":
             away.setdefault(step.device, []).append(state)
     for states in away.values():

@@ -67,10 +67,10 @@ def agree(
     error: Exception | None = None
     try:
         value = decide()
+        text = fingerprint(value)
     except Exception as caught:
-        error = caught
-    text = f"error {type(error).__name__}: {error}" if error else fingerprint(value)
-    digest = hashlib.sha256(text.encode())
+        error, text = caught, f"error {type(caught).__name__}: {caught}"
+    digest = hashlib.sha256(text.encode(errors="surrogatepass"))  # paths may be no text
     is_same = _is_same_everywhere(digest.digest())
     if is_same and error is None:
         return value

@@ -202,15 +202,18 @@ def _total_norm(grads: _Grads, norm_type: float, mesh: DeviceMesh) -> torch.Tens
 def _norm(tensors: _ByKind, norm_type: float, device: torch.device) -> torch.Tensor:
     """The p-norm of all elements together, at least in fp32, on ``device``; nothing at all has the norm zero."""
     norms: dict[torch.device, list[torch.Tensor]] = {}
+    widest = torch.float32
     for (place, dtype), alike in tensors.items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        widest = torch.promote_types(widest, wide)  # also of what is empty here: ranks must send alike
         # An infinity norm of no elements raises.
         filled = [tensor for tensor in alike if tensor.numel()] if math.isinf(norm_type) else alike
         if filled:
             norms.setdefault(place, []).extend(norm_of_each(filled, norm_type, wide))
     of_devices = [torch.linalg.vector_norm(torch.stack(of_device), norm_type) for of_device in norms.values()]
     if not of_devices:
-        return torch.zeros((), device=device)  # made there: to copy one from the CPU would wait for the GPU
+        # Made there: to copy one from the CPU would wait for the GPU.
+        return torch.zeros((), dtype=widest, device=device)
     if len(of_devices) == 1:
-        return of_devices[0].to(device)
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in of_devices]), norm_type)
+        return of_devices[0].to(device, widest)
+    return torch.linalg.vector_norm(torch.stack([norm.to(device, widest) for norm in of_devices]), norm_type)

@@ -61,11 +61,17 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
+def _has(mesh: DeviceMesh, device_type: str, layout: list[Any]) -> bool:
+    """Whether it is this one; ``fully_shard`` wants two axes to have names."""
+    is_named = mesh.ndim == 1 or mesh.mesh_dim_names is not None
+    return is_named and mesh.device_type == device_type and mesh.mesh.tolist() == layout
+
+
 def _taken(wanted: Mapping[MeshSpec | GroupTable, MeshSpec], present: Sequence[DeviceMesh]) -> list[DeviceMesh | None]:
     """For each mesh that is wanted, the one that is there; None on all ranks, where a rank has none."""
     layouts = [_layout(spec, None if isinstance(key, MeshSpec) else key) for key, spec in wanted.items()]
     own = [
-        next((m for m in present if m.device_type == spec.device_type and m.mesh.tolist() == layout), None)
+        next((mesh for mesh in present if _has(mesh, spec.device_type, layout)), None)
         for spec, layout in zip(wanted.values(), layouts, strict=True)
     ]
     # Groups are made by all ranks together, so none may go its own way.

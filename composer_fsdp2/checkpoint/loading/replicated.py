@@ -60,6 +60,7 @@ class ReplicatedState:
         self.unlike: list[str] = []
         """Entries for one tensor that ``check`` found to differ, in words."""
         self._tensors: list[_Replicated] = []
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # where a piece lies that is sent
 
     def add(
         self,
@@ -73,7 +74,13 @@ class ReplicatedState:
         self._tensors.append(_Replicated(record=record, box=box, place=place, owner=owner, copies=copies))
 
     def check(self, reader: Reader) -> None:
-        """Read what is this rank's to read, and keep its CRC32s alone; communicates nothing."""
+        """Read what is this rank's to read, and keep its CRC32s alone; communicates nothing.
+
+        Memory for what will be sent is taken here, too, where a rank that has none can still say so.
+        """
+        if self._tensors:
+            num_bytes = max(map(_largest_bytes, self._tensors))
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device_of_group())
         for tensor in self._tensors:
             if tensor.is_own:
                 copies = [_pieces(reader, copy, tensor.box) for copy in tensor.copies]
@@ -96,15 +103,13 @@ class ReplicatedState:
         """
         errors: list[Exception] = []
         for tensor in self._tensors:
-            device = device_of_group()
+            dtype = tensor.record.dtype
             pieces = self._pieces_again(reader, tensor)
-            for offsets, sizes in _bounds(tensor.box.offsets, tensor.box.sizes, tensor.record.dtype.itemsize):
-                buffer = None
+            for offsets, sizes in _bounds(tensor.box.offsets, tensor.box.sizes, dtype.itemsize):
+                buffer = self._buffer[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
                 with _noting(errors):
                     if tensor.is_own and not errors:
-                        buffer = next(pieces).to(device)
-                if buffer is None:
-                    buffer = torch.empty(sizes, dtype=tensor.record.dtype, device=device)
+                        buffer.copy_(next(pieces))
                 broadcast_replicas(buffer, tensor.box, tensor.owner)
                 with _noting(errors):
                     if not errors:
@@ -121,6 +126,12 @@ class ReplicatedState:
             if again[number] != tensor.crc32s[number]:
                 raise CheckpointError(f"{tensor.record.name}: other bytes than before")
             yield data
+
+
+def _largest_bytes(tensor: _Replicated) -> int:
+    """Of its pieces."""
+    itemsize = tensor.record.dtype.itemsize
+    return max(math.prod(sizes) for _, sizes in _bounds(tensor.box.offsets, tensor.box.sizes, itemsize)) * itemsize
 
 
 def _pieces(

@@ -128,7 +128,10 @@ class Staging:
             if owner is not None:
                 ranks = ranks_of(staged.box)
                 nodes = {self._nodes[rank] for rank in ranks}
-                staged.owner, staged.is_shared = owner, len(nodes) < len(ranks) and may_read(ranks[owner])
+                # Where one rank reads for its node, the node's ranks must agree: all of them hold it, or it is staged.
+                fills_nodes = len(ranks) == sum(node in nodes for node in self._nodes)
+                staged.owner = owner
+                staged.is_shared = len(nodes) < len(ranks) and (fills_nodes or not one_reader_per_node)
         for staged, copies in zip(self.tensors, self._copies, strict=True):
             for copy_of in copies:  # read by the same rank, which compares them
                 copy_of.owner, copy_of.is_shared = staged.owner, staged.is_shared

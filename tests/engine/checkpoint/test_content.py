@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from composer_fsdp2.checkpoint.loading import content
 from composer_fsdp2.checkpoint.reading import Part
 from composer_fsdp2.errors import CheckpointError
 
-NUM_RANKS, NUM_RECORDS, RECORD_BYTES = 1024, 2160, 1 << 12
+NUM_RANKS, RECORD_BYTES = 1024, 1 << 12
 
 
 def read_by(rank: int, records: range, num_ranks: int, damaged: frozenset[int] = frozenset()) -> content._Collected:
@@ -36,28 +38,21 @@ def whole_crc(number: int) -> int:
 
 
 @pytest.mark.any_torch
-def test_no_rank_looks_at_what_all_have_read():
-    """A thousand ranks gathered 141 MiB each, and took half a minute to look at it."""
-    rows, counts = content._outgoing(read_by(7, range(NUM_RECORDS), NUM_RANKS), NUM_RANKS)
-    assert rows.nbytes == NUM_RECORDS * 48 and sum(counts) == NUM_RECORDS
-    assert max(counts) * NUM_RANKS * 48 <= 1 << 20  # what the one who judges most is sent by all
-
-
-@pytest.mark.any_torch
 @pytest.mark.parametrize("damaged", [frozenset(), frozenset({5})], ids=["whole", "damaged"])
 def test_a_record_in_a_thousand_parts(damaged: frozenset[int]):
     """What every rank sends of some records, judged by the ranks whose they are; all of this in one process."""
     records = range(4, 7)
-    of_ranks = [
-        content._outgoing(read_by(rank, records, NUM_RANKS, damaged if rank == 600 else frozenset()), NUM_RANKS)
-        for rank in range(NUM_RANKS)
-    ]
-    judges = [judge for judge in range(NUM_RANKS) if of_ranks[0][1][judge]]
-    assert len(judges) == len(records)
+    rows = torch.cat(
+        [
+            content._rows(read_by(rank, records, NUM_RANKS, damaged if rank == 600 else frozenset()))
+            for rank in range(NUM_RANKS)
+        ]
+    )
+    of_judges = [content._to_judge(rows, judge, NUM_RANKS) for judge in range(NUM_RANKS)]
+    assert sum(len(of_judge) for of_judge in of_judges) == len(records) * NUM_RANKS
     wrong: dict[int, str] = {}
-    for judge in judges:
-        received = torch.cat([rows.split(counts)[judge] for rows, counts in of_ranks])
-        unchecked, found = content._judged(content._grouped(received))
+    for of_judge in of_judges:
+        unchecked, found = content._judged(content._grouped(of_judge))
         assert unchecked == 0
         wrong |= found
     assert list(wrong) == [content._number_of(("file.pt", number << 12)) for number in damaged]
@@ -81,18 +76,47 @@ def check_content(records: int, damaged_on: int | None) -> str:
     return f"{unchecked} unchecked"
 
 
-def check_several() -> dict[str, str]:
-    return for_each(
-        check_content,
-        {"none": (0, None), "one": (1, None), "many": (9, None), "damaged": (9, dist.get_world_size() - 1)},
-    )
+def check_several(round_bytes: int) -> dict[str, str]:
+    with mock.patch.object(content, "_ROUND_BYTES", round_bytes):
+        return for_each(
+            check_content,
+            {"none": (0, None), "one": (1, None), "many": (9, None), "damaged": (9, dist.get_world_size() - 1)},
+        )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_judge_together(num_ranks: int):
+def check_sent(records: int) -> list[tuple[str, int]]:
+    """The collectives of a check, with the bytes of what each rank receives."""
+    seen: list[tuple[str, int]] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen.append((name, output.nbytes))
+            return function(output, *args, **kwargs)
+
+        return call
+
+    names = ("all_gather_into_tensor", "all_to_all_single", "all_reduce")
+    with (
+        mock.patch.multiple(dist, **{name: noted(name, getattr(dist, name)) for name in names}),
+        mock.patch.object(content, "_ROUND_BYTES", 4096),
+    ):
+        check_content(records, None)
+    return seen
+
+
+def test_what_is_sent_is_bounded():
+    """A thousand ranks had 141 MiB of each other's shares in memory; and an all-to-all has NCCL connect every two."""
+    for seen in run_ranks(check_sent, 2, 1000):
+        assert {name for name, _ in seen} == {"all_gather_into_tensor", "all_reduce"}
+        assert max(num_bytes for _, num_bytes in seen) <= 4096
+        assert sum(num_bytes for name, num_bytes in seen if name == "all_gather_into_tensor") >= 999 * 48 * 2
+
+
+@pytest.mark.parametrize(("num_ranks", "round_bytes"), [(2, 16 << 20), (4, 600)])
+def test_ranks_judge_together(num_ranks: int, round_bytes: int):
     """Every rank has the same answer, also those that read nothing, or judge nothing."""
     missing = RECORD_BYTES // num_ranks * (num_ranks - 1)
-    for found in run_ranks(check_several, num_ranks):
+    for found in run_ranks(check_several, num_ranks, round_bytes):
         assert found["none"] == found["one"] == "0 unchecked"
         assert found["many"] == f"{missing} unchecked"
         assert "damaged content" in found["damaged"] and "file.pt, the record at byte 0: CRC32" in found["damaged"]
