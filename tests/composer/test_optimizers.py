@@ -236,3 +236,39 @@ def check_lion_after_an_error() -> None:
 def test_a_step_that_an_error_ended_leaves_lion_no_updates():
     """They would be made with the next step's, once more and with gradients of the batch before."""
     run_ranks(check_lion_after_an_error, 2)
+
+
+def check_subclasses() -> None:
+    from composer.optim import DecoupledAdamW
+    from llmfoundry.optim import DecoupledLionW
+
+    from composer_fsdp2.compat.optimizers import update_own_parts
+
+    class OwnStep(DecoupledLionW):  # type: ignore[misc]
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    state.setdefault("exp_avg", torch.zeros_like(p))
+                    self.lionw(
+                        p, grad=p.grad, exp_avg=state["exp_avg"], lr=0.1, initial_lr=0.1, wd=0, beta1=0.9, beta2=0.99
+                    )
+
+    class Counting(DecoupledAdamW):  # type: ignore[misc]
+        def step(self, closure: Any = None) -> Any:
+            self.state["steps"] = self.state.get("steps", 0) + 1
+            return super().step(closure)
+
+    for kind in (OwnStep, Counting):
+        model = sharded()
+        optimizer = kind(model.parameters(), lr=0.1)
+        update_own_parts(optimizer)
+        give_gradients(model, 0)
+        optimizer.step()
+        optimizer.step()
+
+
+def test_subclasses_with_a_step_of_their_own_stay_as_they_are():
+    """Their calls have other forms, and their state other values, than those of the class that we know."""
+    run_ranks(check_subclasses, 2)

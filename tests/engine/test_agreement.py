@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -100,3 +101,21 @@ def test_without_a_process_group():
         require_process_group("prepare_fully_shard")
     for part in ("prepare_fully_shard needs a process group", "composer -n N", "torchrun", "init_process_group"):
         assert part in str(caught.value)
+
+
+def check_path_that_is_no_text() -> str:
+    def decide() -> str:
+        if dist.get_rank() == 1:
+            raise PlanError(os.fsdecode(b"run-\xff/ep1.pt is damaged"))
+        return "fine"
+
+    try:
+        agree(decide, str)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_with_a_path_that_is_no_text():
+    """A folder's name may be any bytes; the others would wait for the rank that cannot write it down."""
+    assert all("ep1.pt is damaged" in said for said in run_ranks(check_path_that_is_no_text, 2))

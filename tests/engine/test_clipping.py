@@ -372,3 +372,37 @@ def check_adaptive_low_precision() -> None:
 def test_adaptive_clipping_in_low_precision():
     """A bf16 run takes the step that it took unsharded."""
     run_ranks(check_adaptive_low_precision, 2)
+
+
+def check_dtypes() -> None:
+    """A layer of float64 with fewer rows than ranks, alone and beside one of float32."""
+
+    class Head(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 4, bias=False, dtype=dtype)
+            self.head = nn.Linear(4, 2, bias=False, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.head(self.body(x).double())
+            return output
+
+    def check(dtype: torch.dtype, norm_type: float) -> None:
+        torch.manual_seed(0)
+        model = Chain(net=Head(dtype))
+        whole = copy.deepcopy(model)
+        prepare_fully_shard(model, None, FULL, device="cpu")
+        batch = torch.ones(3, 8, dtype=dtype)
+        for each in (model, whole):
+            each.net(batch).sum().backward()
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), 1e-3, norm_type)
+        (norm,) = clip_grad_norm_(model, 1e-3, norm_type).values()
+        torch.testing.assert_close(norm.double(), expected.double(), rtol=1e-6, atol=0)
+
+    dtypes, norm_types = (torch.float64, torch.float32), (2.0, math.inf)
+    for_each(check, {f"{dtype}, {order}": (dtype, order) for dtype in dtypes for order in norm_types})
+
+
+def test_ranks_without_rows_send_numbers_of_the_others_dtype():
+    """A head of fewer rows than ranks, in float64: ranks that sent 4 bytes where others sent 8 ended the run."""
+    run_ranks(check_dtypes, 4)

@@ -160,3 +160,14 @@ def test_groups_that_are_alike_on_one_rank_alone():
     of_ranks = [sent_by(rank, given[rank]) for rank in range(4)]
     for rank in range(4):
         assert tables_as_rank(rank, given[rank], lambda value: of_ranks) == [(table,) for table in first]
+
+
+def check_unnamed() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    prepare_fully_shard(model, None, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh}, device="cpu")
+
+
+def test_a_mesh_whose_axes_have_no_names():
+    """fully_shard refuses it for replicas; one of our own has the same ranks, and names."""
+    run_ranks(check_unnamed, 4)

@@ -217,6 +217,33 @@ def test_pieces_of_shards(tmp_path: Path):
     run_ranks(check_equal, 4, str(tmp_path), HYBRID, 2)
 
 
+def check_one_reader(folder: str) -> None:
+    model, optimizer = trained(Large)
+    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+
+    def check(config: dict[str, Any], ranks_a_machine: int) -> None:
+        ours, own = stepped(config)
+        host = f"machine {dist.get_rank() // ranks_a_machine}"
+        with mock.patch("socket.gethostname", return_value=host):
+            load_checkpoint(path, ours, own, one_reader_per_node=True)
+        assert_same(contents(ours, own), contents(model, optimizer), in_bits=True)
+
+    configs = {"HSDP": HYBRID, "NO_SHARD": NO_SHARD, "shards": {}}
+    for_each(
+        check,
+        {
+            f"{name}, {ranks} on a machine": (config, ranks)
+            for name, config in configs.items()
+            for ranks in (1, 2, 3, 4)
+        },
+    )
+
+
+def test_one_reader_of_replicas(tmp_path: Path):
+    """Whatever a machine's ranks hold alike, all of them know what its first rank reads for them."""
+    run_ranks(check_one_reader, 4, str(tmp_path))
+
+
 @examples(100)
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.sampled_from([1, 2, 4, 8]), st.integers(1, 400))
 def test_pieces_tile_a_box(sizes: list[int], itemsize: int, piece_bytes: int):
