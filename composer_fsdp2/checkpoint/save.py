@@ -208,11 +208,17 @@ def _receive(
             if number >= 2:
                 written[number - 2].result()
             received = _exchange(memories[number % 2], timetable.sizes(number), group)
-            mine = next(own, [])
-            pieces = list(zip(mine, source.read(mine), strict=True))
+            pieces = _read(source, next(own, []), file)
             for data, other in zip(received, others, strict=True):
                 pieces += _apart(data, next(other, ()))
             written.append(writer.submit(file.add, pieces))
+
+
+def _read(source: _Source, pieces: Sequence[Piece], file: "_File") -> list[tuple[Piece, torch.Tensor]]:
+    """Rank 0's own; what cannot be read (a sparse tensor) is the file's error, for the others go on sending."""
+    read: list[tuple[Piece, torch.Tensor]] = []
+    file.attempt(lambda: read.extend(zip(pieces, source.read(pieces), strict=True)))
+    return read
 
 
 def _apart(data: torch.Tensor, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
@@ -303,7 +309,7 @@ class _File:
         self._unsynced_bytes = 0
         self._plan: ArchivePlan
         self._file: IO[bytes] | None = None
-        self._attempt(lambda: self._open(state, shards))
+        self.attempt(lambda: self._open(state, shards))
         if self.error is not None:
             self._leave_nothing()
 
@@ -313,7 +319,7 @@ class _File:
 
     def add(self, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
         """Write pieces of the tensors: their bytes, in host memory."""
-        self._attempt(lambda: self._add(pieces))
+        self.attempt(lambda: self._add(pieces))
 
     def publish(self, crcs: Sequence[int]) -> str | None:
         """Give the file its name, or leave nothing of it; what went wrong, if anything did.
@@ -321,7 +327,7 @@ class _File:
         Args:
             crcs: The CRC32 of each tensor.
         """
-        self._attempt(lambda: self._publish(crcs))
+        self.attempt(lambda: self._publish(crcs))
         if self.error is not None:
             self._leave_nothing()
         elif self._file is not None:
@@ -333,7 +339,8 @@ class _File:
             self._file.close()
             self.staged.unlink(missing_ok=True)
 
-    def _attempt(self, work: Callable[[], None]) -> None:
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Do it, unless something went wrong before; what goes wrong is kept."""
         if self.error is None:
             try:
                 work()

@@ -253,6 +253,7 @@ def check_errors(folder: str) -> None:
             "a rank with more": (longer, path, [path, "2 sharded tensors", "3"]),
             "a rank with another dtype": (other_dtype, path, [path, "torch.float16", "b (3,)"]),
             "what cannot be pickled": ({**a_state(mesh), "f": lambda: 0}, path, [path, "pickle"]),
+            "a tensor that has no bytes in a row": ({**a_state(mesh), "s": torch.eye(2).to_sparse()}, path, [path]),
             "a sharded tensor in an object": (hidden, path, [path, "inside of an object"]),
         }
 
