@@ -17,15 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from launch import on_ranks
 from report import Bar, bars_as_json, finish, machine, markdown
 
-from composer_fsdp2 import control as control_module
-from composer_fsdp2.control import control, num_rounds
+from composer_fsdp2.control import Question, connect, num_rounds
 
 RANKS = (2, 4, 8, 16, 32)
 MANY_RANKS = (64, 512, 1024)
@@ -85,10 +83,9 @@ def measure(options: Options) -> dict[str, float]:
 
 def _ours(num_nodes: int) -> Callable[[], Any]:
     ranks_a_node = -(-dist.get_world_size() // num_nodes)
-    control_module._controls.clear()
-    with mock.patch.object(control_module, "_host", return_value=f"host {dist.get_rank() // ranks_a_node}"):
-        question = control()
-    return lambda: question.largest([0])
+    connected = connect(f"host {dist.get_rank() // ranks_a_node}")
+    question = Question("the benchmark", "")
+    return lambda: connected.largest(question, "a vote", [0])
 
 
 def _ring() -> Callable[[], Any]:

@@ -38,10 +38,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_directory
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2._torch import new_gloo_group
 from composer_fsdp2.agreement import agree, gather
 from composer_fsdp2.checkpoint.save import save_monolithic
 from composer_fsdp2.compat.staging import PinnedCopies, is_on_device, left_on_device
-from composer_fsdp2.control import control
+from composer_fsdp2.control import Control, Question, control
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharded import is_sharded, reshard
 
@@ -465,8 +466,7 @@ def _writing_group(state: State) -> dist.ProcessGroup | None:
 
 @functools.lru_cache(maxsize=1)  # ranks of one job have one world
 def _gloo_group(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    group: Any = dist.new_group(list(ranks), backend="gloo", timeout=_LONGEST_WRITE)
-    return group if dist.get_rank() in ranks else None
+    return new_gloo_group(ranks, _LONGEST_WRITE)
 
 
 @dataclass(slots=True)
@@ -480,6 +480,7 @@ class _Pending:
     """
 
     saver: CheckpointSaver
+    control: Control
     write: Callable[[], None]
     publish: Callable[[], None]
     account_for: Callable[[], None]
@@ -506,7 +507,7 @@ class _Pending:
 
     def is_done_everywhere(self) -> bool:
         """Called on all ranks, after each batch."""
-        [is_one_alive] = control().largest([int(self.thread.is_alive())])
+        [is_one_alive] = self.control.largest(_QUESTION, "the end of a batch", [int(self.thread.is_alive())])
         return not is_one_alive
 
     def finish(self) -> None:
@@ -527,6 +528,13 @@ class _Pending:
         self.account_for()
 
 
+_QUESTION = Question(
+    "async_save",
+    "Ranks ask each other at the end of each batch whether the checkpoint is written: look for a different number of "
+    "batches, or for a rank that has ended",
+)
+
+
 def _words(error: BaseException) -> str:
     if isinstance(error, CheckpointException):  # its own words are the stacks of all ranks
         return "\n  ".join(f"rank {rank}: {_words(cause)}" for rank, (cause, _) in error.failures.items())
@@ -541,7 +549,7 @@ _pinned = PinnedCopies()
 def _start(saver: CheckpointSaver, state: State, filename: str, account_for: Callable[[_Written], None]) -> None:
     """Take a copy of the state and begin to write it. Called on all ranks."""
     global _pending
-    control()  # connected while all are here
+    connected = control()  # while all are here
     group = _writing_group(state)
     with left_on_device(state.model):
         state_dict = _sharded_state_dict(state, saver.weights_only, saver.ignore_keys)
@@ -568,7 +576,7 @@ def _start(saver: CheckpointSaver, state: State, filename: str, account_for: Cal
             if dist.get_rank() == 0:
                 os.replace(unpublished, filename)
 
-    _pending = _Pending(saver, write, publish, functools.partial(account_for, written))
+    _pending = _Pending(saver, connected, write, publish, functools.partial(account_for, written))
     _pending.start()
 
 

@@ -1,7 +1,7 @@
 """Numbers that all ranks compare in the midst of a step, beside the model's own collectives.
 
-One control serves the votes of automatic microbatching and the collective guard. It belongs to the thread that trains
-(and to autograd's, which runs while that one waits).
+One control serves the votes of automatic microbatching, the collective guard, and the question whether an asynchronous
+save is written. It belongs to the thread that trains (and to autograd's, which runs while that one waits).
 
 [Note: two levels] gloo's all-reduce sends what it reduces around a ring of all ranks, 2(N - 1) messages one after the
 other, through threads of its own that compete with the training for the processor's cores; and each group of N ranks
@@ -9,58 +9,206 @@ costs a rank N - 1 sockets. Here the ranks of a node tell the first one of them,
 answer; only the first ranks of the nodes talk over gloo, ceil(log2 M) rounds for M nodes: in round k each hears from
 the one 2^k before it and tells the one 2^k after it, and the largest number of all has then reached every one of them.
 On one node there is no gloo.
+
+[Note: giving up] A rank that came too late for the others must not get their answer, and go on alone. So who gives up
+closes its links, for good: those that wait for it give up too, at once, and so does whoever comes later (the first
+rank of another node may see it when its own limit is over). Where each rank stood when it gave up is in the default
+store, from which every one's error lists all of them. What is left is the moment between the first rank's last look at
+the others and its answer.
 """
 
+import contextlib
+import itertools
+import os
 import resource
-import socket
-import struct
 import time
-import uuid
+import traceback
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from composer_fsdp2._torch import default_store, new_gloo_group
 from composer_fsdp2.agreement import device_of_group, gather, sends_from_host
-from composer_fsdp2.errors import ControlGroupError
+from composer_fsdp2.errors import ControlGroupError, RanksPartedError
+from composer_fsdp2.node import Node, this_host
 
-__all__ = ["ANSWER_WITHIN", "Control", "control", "num_rounds"]
+__all__ = ["ANSWER_WITHIN", "Control", "Question", "connect", "control", "num_rounds"]
 
 # Where one rank cannot connect, the others wait so long for it.
 CONNECT_WITHIN = timedelta(minutes=2)
 # How long a rank waits for the others' numbers, unless it is told otherwise: as long as torch's own gloo groups.
 ANSWER_WITHIN = timedelta(minutes=30)
+# How long ranks that gave up wait for each other's reports.
+_REPORT_WITHIN_S = 2.0
+# All messages have room for so many numbers: gloo ends a process that gets a message of another size.
+MAX_NUMBERS = 4
+_LOWEST = torch.iinfo(torch.int64).min
 
 
-class Control(Protocol):
-    """How ranks compare numbers."""
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What numbers are compared for. Ranks that have parted may ask different questions.
 
-    def largest(self, numbers: Sequence[int], timeout: timedelta = ANSWER_WITHIN) -> list[int]:
-        """The largest of all ranks' numbers, one by one. Called on all ranks, with as many numbers of 64 bits.
+    Args:
+        asker: Who asks, by the name that users know it by.
+        advice: What to do where ranks part over it.
+    """
+
+    asker: str
+    advice: str
+
+    @property
+    def number(self) -> int:
+        return zlib.crc32(self.asker.encode())
+
+
+_COUNT = itertools.count()
+
+
+class Control:
+    """How ranks compare numbers; ``control`` makes it.
+
+    Attributes:
+        world: The default process group whose ranks it connects.
+    """
+
+    def __init__(self, world: dist.ProcessGroup, links: "_Links") -> None:
+        self.world = world
+        self._links, self._is_open = links, True
+        self._name = f"composer_fsdp2/control/{next(_COUNT)}"  # ranks make their controls in one order
+        self._num_asked = 0
+        self._together: object = "the beginning"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank has not given up."""
+        return self._is_open
+
+    def largest(
+        self, question: Question, where: object, numbers: Sequence[int], timeout: timedelta = ANSWER_WITHIN
+    ) -> list[int]:
+        """The largest of all ranks' numbers, one by one.
+
+        Args:
+            where: Where this rank stands, for the error.
+            numbers: As many on all ranks, at most ``MAX_NUMBERS``; of 64 bits, signed.
+            timeout: How long this rank waits.
+        Raises:
+            RanksPartedError: a rank has not come within ``timeout``, asks something else, or has ended; says where
+                each stands. Raised by all that come, and by this rank from then on.
+
+        Called on all ranks.
+        """
+        found = self._answer(question, where, numbers, timeout)
+        self._together = where
+        return found
+
+    def meet(self, question: Question, where: object, numbers: Sequence[int], timeout: timedelta) -> None:
+        """Go on where all ranks have the same numbers; two at most.
 
         Raises:
-            RuntimeError: some rank has not come within ``timeout``, or has ended.
+            RanksPartedError: they have not, or as in ``largest``.
+
+        Called on all ranks.
         """
+        own = [*numbers, *(-number for number in numbers)]
+        # Where the largest of all is also the smallest, all have it.
+        if self._answer(question, where, own, timeout) != own:
+            raise self._parted(question, where, "stand before different collectives")
+        self._together = where
+
+    def close(self) -> None:
+        """Give up: this rank asks nothing any more, and the others that do are told."""
+        if self._is_open:
+            self._is_open = False
+            self._links.close()
+
+    def let_go(self) -> None:
+        """In a forked child: leave everything to the parent."""
+        self._links.let_go()
+
+    def _answer(self, question: Question, where: object, numbers: Sequence[int], timeout: timedelta) -> list[int]:
+        missed = f"did not meet within {timeout.total_seconds():g} s, or one has ended"
+        if not self._is_open:
+            raise self._parted(question, where, missed)
+        self._num_asked += 1
+        asked = [question.number, -question.number, *numbers, *[_LOWEST] * (MAX_NUMBERS - len(numbers))]
+        try:
+            found = self._links.largest(asked, time.monotonic() + timeout.total_seconds())
+        except (OSError, RuntimeError) as error:
+            traceback.clear_frames(error.__traceback__)  # those of torch hold the group, which is to go
+            self.close()
+            raise self._parted(question, where, missed) from error
+        except BaseException:  # Ctrl-C: the answer may still come, and would be taken for that of the next question
+            self.close()
+            raise
+        if found[:2] != asked[:2]:
+            raise self._parted(question, f"{where} ({question.asker})", "stand before different things")
+        return found[2 : 2 + len(numbers)]
+
+    def _parted(self, question: Question, where: object, what: str) -> RanksPartedError:
+        try:
+            reports = self._reports(str(where))
+        except RuntimeError as error:
+            lines = [f"  where they stand is not known: the store cannot be reached ({str(error)[:200]})"]
+        else:
+            lines = [
+                f"  rank {rank} stands before {other}" if other else f"  rank {rank} has not come, or still waits"
+                for rank, other in enumerate(reports)
+            ]
+        first = f"{question.asker}: ranks {what}; all were together at {self._together}:"
+        return RanksPartedError("\n".join([first, *lines, question.advice]))
+
+    def _reports(self, where: str) -> list[str | None]:
+        """Where the ranks stand that part at this question; None for those that have not come to it."""
+        store = default_store()
+        keys = [f"{self._name}/{self._num_asked}/{rank}" for rank in range(dist.get_world_size())]
+        store.set(keys[dist.get_rank()], where)
+        deadline = time.monotonic() + _REPORT_WITHIN_S
+        while time.monotonic() < deadline and not store.check(keys):
+            time.sleep(0.05)
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
 
-_controls: dict[dist.ProcessGroup, Control] = {}
+_control: Control | None = None
 
 
 def control() -> Control:
-    """The one of this world; called on all ranks together, because the first call makes its connections.
+    """The one of this world, made anew where a rank gave up the one before. Called on all ranks together.
+
+    Gathers a few bytes from each rank, and makes the connections where there are none.
 
     Raises:
         ControlGroupError: it cannot be made; on all ranks. Says what to set.
     """
+    global _control
     world = dist.group.WORLD
     assert world is not None
-    if world not in _controls:
-        _controls.clear()  # of a world that was destroyed
-        _controls[world] = _make(_host())
-    return _controls[world]
+    known = _control if _control is not None and _control.world is world and _control.is_open else None
+    if not all(gather(known is not None)):
+        if _control is not None:
+            _control.close()
+        known = _control = connect(this_host())
+    assert known is not None
+    return known
+
+
+def connect(host: str) -> Control:
+    """A control of its own, beside the one that all share. Called on all ranks together.
+
+    Args:
+        host: The same on ranks of one host.
+    Raises:
+        ControlGroupError: as in ``control``.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    return Control(world, _links(host))
 
 
 def num_rounds(num_nodes: int) -> int:
@@ -68,27 +216,51 @@ def num_rounds(num_nodes: int) -> int:
     return (num_nodes - 1).bit_length()
 
 
-def _host() -> str:
-    """Differs between nodes; ranks that have one and still cannot reach each other are taken for nodes of their own."""
-    return f"{socket.gethostname()} {uuid.getnode()}"
+def _let_go() -> None:
+    if _control is not None:
+        _control.let_go()
 
 
-def _make(host: str) -> Control:
-    node = _Node.of_this_rank(host)
-    firsts = [rank for rank, first in enumerate(gather(node.first)) if first == rank]
+os.register_at_fork(after_in_child=_let_go)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By which ways the numbers go
+
+
+class _Links(Protocol):
+    def largest(self, numbers: Sequence[int], until: float) -> list[int]:
+        """Of all ranks' numbers, or an OSError or RuntimeError; until when, on ``time.monotonic``'s clock."""
+
+    def close(self) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
+def _links(host: str) -> _Links:
+    """Called on all ranks."""
+    try:
+        node = Node.of_this_rank(host, CONNECT_WITHIN)
+        return _OfNodes(node, _between(node.firsts))
+    except ControlGroupError:
+        if sends_from_host():
+            raise
+        return _ByDevice()
+
+
+def _between(firsts: Sequence[int]) -> dist.ProcessGroup | None:
+    """What the first ranks of the nodes talk over; None on the others, and where there is but one. Called on all."""
     if len(firsts) == 1:
-        return _OfNodes(node, None, firsts)
+        return None
     error: RuntimeError | None = None
     group: dist.ProcessGroup | None = None
     try:
-        group = dist.new_group(firsts, backend="gloo", timeout=CONNECT_WITHIN)
+        group = new_gloo_group(firsts, CONNECT_WITHIN)
     except RuntimeError as raised:
         error = raised
     errors = [said for said in gather(error and str(error)[:500]) if said]
     if not errors:
-        return _OfNodes(node, group, firsts)
-    if not sends_from_host():
-        return _ByDevice()
+        return group
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     raise ControlGroupError(
         f"{len(errors)} of {len(firsts)} nodes could not be connected by gloo: {errors[0]}\nSet GLOO_SOCKET_IFNAME to "
@@ -98,142 +270,80 @@ def _make(host: str) -> Control:
     ) from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Within a node
-
-
-@dataclass(slots=True)
-class _Node:
-    """The ranks that reach each other through local sockets, as one of them sees them.
-
-    Args:
-        first: The rank that answers.
-        others: On the first one, a socket to each other.
-        to_first: On each other, the socket to the first.
-    """
-
-    first: int
-    others: list[socket.socket] = field(default_factory=list)
-    to_first: socket.socket | None = None
-
-    @classmethod
-    def of_this_rank(cls, host: str) -> "_Node":
-        """Called on all ranks; three gathers of a few bytes from each."""
-        rank = dist.get_rank()
-        hosts = gather(host)
-        first, others = hosts.index(host), hosts.count(host) - 1
-        listener = _listener(others) if rank == first and others else None
-        addresses = gather(listener.getsockname() if listener else None)
-        node = cls(first if rank == first else rank)
-        if rank != first and addresses[first] is not None:
-            node._connect(first, addresses[first])
-        num_connected = sum(found == first for found in gather(node.first)) - 1
-        if listener is not None:
-            listener.settimeout(CONNECT_WITHIN.total_seconds())
-            node.others = [listener.accept()[0] for _ in range(num_connected)]
-            listener.close()
-        return node
-
-    def _connect(self, first: int, address: bytes) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.connect(address)
-        except OSError:  # another container, say, on a host of the same name: a node of its own
-            connection.close()
-        else:
-            self.first, self.to_first = first, connection
-
-
-def _listener(backlog: int) -> socket.socket | None:
-    """Of no file: the name of an abstract address ends with its socket, and belongs to one network namespace."""
-    if not hasattr(socket, "SOCK_SEQPACKET"):
-        return None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind(b"\0composer_fsdp2 " + uuid.uuid4().hex.encode())
-        listener.listen(backlog)
-    except OSError:
-        listener.close()
-        return None
-    return listener
-
-
-def _send(connection: socket.socket, numbers: Sequence[int]) -> None:
-    try:
-        connection.send(struct.pack(f"{len(numbers)}q", *numbers))
-    except OSError as error:
-        raise RuntimeError(f"a rank of this node has ended: {error}") from error
-
-
-def _receive(connection: socket.socket, count: int, until: float) -> list[int]:
-    connection.settimeout(max(until - time.monotonic(), 1e-3))
-    size = struct.calcsize(f"{count}q")
-    try:
-        data = connection.recv(size + 1)
-    except TimeoutError as error:
-        raise RuntimeError("a rank of this node has not come within the time-out") from error
-    except OSError as error:
-        raise RuntimeError(f"a rank of this node has ended: {error}") from error
-    if len(data) != size:
-        raise RuntimeError(
-            "a rank of this node has ended" if not data else "ranks of this node ask different questions"
-        )
-    return list(struct.unpack(f"{count}q", data))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# All together
-
-
 class _OfNodes:
     """See [Note: two levels]."""
 
-    def __init__(self, node: _Node, group: dist.ProcessGroup | None, firsts: Sequence[int]) -> None:
-        self._node, self._group, self._firsts = node, group, firsts
+    def __init__(self, node: Node, group: dist.ProcessGroup | None) -> None:
+        self._node, self._group = node, group
 
-    def largest(self, numbers: Sequence[int], timeout: timedelta = ANSWER_WITHIN) -> list[int]:
-        until = time.monotonic() + timeout.total_seconds()
-        if self._node.to_first is not None:
-            _send(self._node.to_first, numbers)
-            return _receive(self._node.to_first, len(numbers), until)
-        of_ranks = [numbers, *(_receive(other, len(numbers), until) for other in self._node.others)]
-        found = self._of_all_nodes([max(each) for each in zip(*of_ranks, strict=True)], until)
-        for other in self._node.others:
-            _send(other, found)
+    def largest(self, numbers: Sequence[int], until: float) -> list[int]:
+        if not self._node.is_first:
+            self._node.tell(numbers)
+            [answer] = self._node.hear(until)
+            return answer
+        of_node = [max(each) for each in zip(numbers, *self._node.hear(until), strict=True)]
+        found = self._of_all_nodes(of_node, until)
+        self._node.tell(found)
         return found
+
+    def close(self) -> None:
+        self._node.close()
+        group, self._group = self._group, None  # gloo closes its sockets with the last reference
+        if group is not None:
+            with contextlib.suppress(ValueError):  # it went with its world
+                dist.destroy_process_group(group)
+
+    def let_go(self) -> None:
+        self._node.let_go()
 
     def _of_all_nodes(self, numbers: list[int], until: float) -> list[int]:
         if self._group is None:
             return numbers
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # no default device that may be out of memory
-        place, num_nodes = self._firsts.index(dist.get_rank()), len(self._firsts)
+        place, num_nodes = self._node.firsts.index(dist.get_rank()), len(self._node.firsts)
+        sending: list[dist.Work | None] = []
         for number in range(num_rounds(num_nodes)):
             heard = torch.empty_like(own)
-            receiving = dist.irecv(heard, self._firsts[(place - (1 << number)) % num_nodes], self._group)
-            sending = dist.isend(own, self._firsts[(place + (1 << number)) % num_nodes], self._group)
-            assert receiving is not None and sending is not None
-            for work in (receiving, sending):
-                work.wait(timedelta(seconds=max(until - time.monotonic(), 1e-3)))
+            receiving = dist.irecv(heard, self._node.firsts[(place - (1 << number)) % num_nodes], self._group)
+            sending.append(dist.isend(own, self._node.firsts[(place + (1 << number)) % num_nodes], self._group))
+            _wait(receiving, until)
             own = torch.maximum(own, heard)
+        for work in sending:  # last: who gave up is noticed by those that receive from it
+            _wait(work, until)
         return [int(number) for number in own]
+
+
+def _wait(work: dist.Work | None, until: float) -> None:
+    assert work is not None  # as only for ranks outside of the group
+    work.wait(timedelta(seconds=max(until - time.monotonic(), 1e-3)))
 
 
 class _ByDevice:
     """By one all-reduce of the device's own backend, where gloo does not connect the nodes: it waits for the device.
 
-    The buffer is there from the beginning, so that a rank that is out of memory can still say so.
+    The buffer is there from the beginning, so that a rank that is out of memory can still say so. Who comes when others
+    have given up is not told here.
     """
-
-    MAX_NUMBERS = 8
 
     def __init__(self) -> None:
         self._group = dist.new_group()
-        self._buffer = torch.zeros(self.MAX_NUMBERS, dtype=torch.int64, device=device_of_group())
+        self._buffer = torch.zeros(2 + MAX_NUMBERS, dtype=torch.int64, device=device_of_group())
         dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)  # the backend's own buffers, too
 
-    def largest(self, numbers: Sequence[int], timeout: timedelta = ANSWER_WITHIN) -> list[int]:
-        lowest = torch.iinfo(torch.int64).min
-        padded = [*numbers, *[lowest] * (self.MAX_NUMBERS - len(numbers))]
-        self._buffer.copy_(torch.tensor(padded, dtype=torch.int64, device="cpu"))
-        dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)
-        return self._buffer.tolist()[: len(numbers)]
+    def largest(self, numbers: Sequence[int], until: float) -> list[int]:
+        self._buffer.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+        work = dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group, async_op=True)
+        assert work is not None
+        while not work.is_completed():  # NCCL's wait is the device's, and knows no limit
+            if time.monotonic() > until:
+                raise TimeoutError("not all ranks have come within the time-out")
+            time.sleep(1e-4)
+        work.wait()
+        found: list[int] = self._buffer.tolist()
+        return found
+
+    def close(self) -> None:
+        pass
+
+    def let_go(self) -> None:
+        pass

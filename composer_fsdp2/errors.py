@@ -32,8 +32,11 @@ class CheckpointError(ComposerFSDP2Error):
     """A checkpoint cannot be read as asked. An ordinary Exception, unlike torch's CheckpointException."""
 
 
-class RanksPartedError(ComposerFSDP2Error):
-    """Ranks stand before different collectives, or one did not come; names where each of them stands."""
+class RanksPartedError(ComposerFSDP2Error, RuntimeError):
+    """Ranks stand before different collectives, or one did not come; names where each of them stands.
+
+    A RuntimeError, as what torch raises when a collective times out.
+    """
 
 
 class ControlGroupError(ComposerFSDP2Error, RuntimeError):

@@ -21,7 +21,7 @@ from torch import nn
 
 from composer_fsdp2._torch import InFlight, own_buffers, process_groups_of, reset_after_error, watch_collectives
 from composer_fsdp2.agreement import device_of_group
-from composer_fsdp2.control import ANSWER_WITHIN, control
+from composer_fsdp2.control import ANSWER_WITHIN, Question, control
 from composer_fsdp2.microbatching import begin_microbatch
 from composer_fsdp2.sharded import units
 
@@ -35,9 +35,9 @@ class PeerOutOfMemoryError(RuntimeError):
 class OutOfMemoryVote:
     """The votes of one model's ranks, over the control group, so that no vote stands between collectives.
 
-    Made on all ranks together: the first one makes that group, and each sends a few small collectives over the model's
-    axes. NCCL takes memory of its own, outside of torch's allocator, when an axis is first used; where that is not
-    there in the midst of a batch, it fails inside a collective, about which nobody can vote.
+    Made on all ranks together, as the control is, and sends a few small collectives over the model's axes. NCCL takes
+    memory of its own, outside of torch's allocator, when an axis is first used; where that is not there in the midst of
+    a batch, it fails inside a collective, about which nobody can vote.
 
     Args:
         timeout: How long a rank waits for the others' votes.
@@ -73,14 +73,19 @@ class OutOfMemoryVote:
 
         Raises:
             PeerOutOfMemoryError: a rank voted otherwise.
+            RanksPartedError: not all ranks voted; says where each stands.
         """
         self._where = where
-        if self._cast(False):
+        if self._cast(where, False):
             raise PeerOutOfMemoryError(f"CUDA out of memory on another rank, seen before {where}")
 
     def report(self) -> None:
-        """Tell the others that this rank is out of memory: the vote that they are waiting in, or come to next."""
-        self._cast(True)
+        """Tell the others that this rank is out of memory: the vote that they are waiting in, or come to next.
+
+        Raises:
+            RanksPartedError: as in ``check``.
+        """
+        self._cast(f"its vote that it ran out of memory after {self._where}", True)
 
     def succeeded(self, run: Callable[[], object]) -> bool:
         """Whether ``run`` ended on all ranks; False on all of them, and the model is reset, if one is out of memory.
@@ -109,16 +114,16 @@ class OutOfMemoryVote:
         reset(self._model)
         return False
 
-    def _cast(self, is_out: bool) -> bool:
-        try:
-            [anybody_is_out] = self._control.largest([int(is_out)], self._timeout)
-        except RuntimeError as error:
-            said = "ran out of memory after" if is_out else "waits for the others' votes before"
-            raise RuntimeError(
-                f"rank {dist.get_rank()} {said} {self._where}, and not all ranks voted within the time-out: they are "
-                "inside a collective that this rank never entered, or have ended. Set the microbatch size to a number"
-            ) from error
+    def _cast(self, where: object, is_out: bool) -> bool:
+        [anybody_is_out] = self._control.largest(_QUESTION, where, [int(is_out)], self._timeout)
         return bool(anybody_is_out)
+
+
+_QUESTION = Question(
+    "automatic microbatching",
+    "Ranks vote before each collective: some are inside one that others never entered, or have ended. Set "
+    "device_train_microbatch_size to a number",
+)
 
 
 # NCCL uses other algorithms for large tensors than for small ones, with other buffers.

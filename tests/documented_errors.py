@@ -650,12 +650,8 @@ def _() -> None:
 
     # As if each rank were a node, and gloo did not reach the other: there is one machine here.
     no_network = RuntimeError("Gloo connectFullMesh failed with [...]")
-    control._controls.clear()
-    with (
-        mock.patch.object(control, "_host", return_value=f"host {dist.get_rank()}"),
-        mock.patch.object(dist, "new_group", side_effect=no_network),
-    ):
-        control.control()
+    with mock.patch.object(dist, "new_group", side_effect=no_network):
+        control.connect(f"host {dist.get_rank()}")
 
 
 @error("summon-in-forward")

@@ -5,7 +5,7 @@ Differences are found by probes, not by comparing versions.
 
 from composer_fsdp2._torch.backward import average_after_backward, repair_unit_backward, replicated_parameters
 from composer_fsdp2._torch.collectives import InFlight, watch_collectives
-from composer_fsdp2._torch.groups import mesh_of, note_mesh, process_groups_of
+from composer_fsdp2._torch.groups import mesh_of, new_gloo_group, note_mesh, process_groups_of
 from composer_fsdp2._torch.names import (
     ActivationWrapper,
     BatchNorm,
@@ -62,6 +62,7 @@ __all__ = [
     "local_box",
     "mesh_of",
     "multiply_each_",
+    "new_gloo_group",
     "norm_of_each",
     "note_mesh",
     "offload_wrapper",

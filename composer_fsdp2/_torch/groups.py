@@ -1,6 +1,7 @@
 """A unit's private state, and its groups of parameters: torch 2.7 has one group to a unit, 2.13 several."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ __all__ = [
     "groups_of",
     "has_gradient",
     "mesh_of",
+    "new_gloo_group",
     "note_mesh",
     "process_groups_of",
     "put_in_place",
@@ -38,6 +40,22 @@ def process_groups_of(unit: FSDPModule) -> list[dist.ProcessGroup]:
     infos = [group.mesh_info for group in groups_of(state_of(unit))]
     found = [getattr(info, name, None) for info in infos for name in names]
     return [group for group in dict.fromkeys(found) if group is not None]
+
+
+def new_gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
+    """``dist.new_group`` over gloo; None on the other ranks. Called on all ranks.
+
+    Where the default group is NCCL's and was made with ``device_id``, torch (``_new_process_group_helper``) has the
+    ranks outside of any new group take part in splitting NCCL's communicator, for ever, as those inside split nothing
+    for gloo. So for that moment the default group has no device.
+    """
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        group: Any = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+    finally:
+        world.bound_device_id = device
+    return group if dist.get_rank() in ranks else None
 
 
 def has_gradient(parameter: Any) -> bool:

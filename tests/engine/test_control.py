@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import resource
 import time
 from datetime import timedelta
 from typing import Any
@@ -15,8 +18,9 @@ from support.cases import for_each
 from support.ranks import run_ranks
 
 from composer_fsdp2 import control as control_module
-from composer_fsdp2.control import control, num_rounds
-from composer_fsdp2.errors import ControlGroupError
+from composer_fsdp2 import node as node_module
+from composer_fsdp2.control import Control, Question, connect, control, num_rounds
+from composer_fsdp2.errors import ControlGroupError, RanksPartedError
 from composer_fsdp2.guard import CollectiveGuard
 from composer_fsdp2.out_of_memory import OutOfMemoryVote
 
@@ -44,22 +48,27 @@ def test_whoever_votes_is_heard_by_all(num_ranks: int):
     assert 2 ** num_rounds(num_ranks) >= num_ranks > 2 ** (num_rounds(num_ranks) - 1) or num_ranks == 1
 
 
-def nodes_of(size: int) -> Any:
-    """As if each ``size`` ranks were on a host of their own."""
-    control_module._controls.clear()
-    return mock.patch.object(control_module, "_host", return_value=f"host {dist.get_rank() // size}")
+def on_nodes_of(size: int) -> Control:
+    """Connected as if each ``size`` ranks were on a host of their own."""
+    return connect(f"host {dist.get_rank() // size}")
+
+
+QUESTION = Question("the test", "Look at the test")
+
+
+def largest(connected: Control, numbers: list[int], timeout: timedelta = SOON) -> list[int]:
+    return connected.largest(QUESTION, "a place", numbers, timeout)
 
 
 def check_largest(ranks_a_node: int) -> int:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    with nodes_of(ranks_a_node):
-        question = control()
-    numbers = question.largest([rank, -rank, -(2**62), (rank * 7) % num_ranks], SOON)
+    connected = on_nodes_of(ranks_a_node)
+    numbers = largest(connected, [rank, -rank, -(2**62), (rank * 7) % num_ranks])
     assert numbers == [num_ranks - 1, 0, -(2**62), max(each * 7 % num_ranks for each in range(num_ranks))]
     with mock.patch.object(dist, "irecv", wraps=dist.irecv) as messages:
         for voter in range(num_ranks):
-            assert question.largest([int(rank == voter)], SOON) == [1]
-            assert question.largest([0], SOON) == [0]
+            assert largest(connected, [int(rank == voter)]) == [1]
+            assert largest(connected, [0]) == [0]
     return messages.call_count // num_ranks // 2
 
 
@@ -70,7 +79,7 @@ def check_nodes() -> dict[str, int]:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_largest_of_all_ranks(num_ranks: int):
     """However they lie on nodes; each node's first rank waits for ceil(log2 nodes) messages over gloo."""
-    for rank, counts in enumerate(run_ranks(check_nodes, num_ranks, fresh=True)):
+    for rank, counts in enumerate(run_ranks(check_nodes, num_ranks)):
         for size in (1, 2, 3, num_ranks):
             expected = num_rounds(-(-num_ranks // size)) if rank % size == 0 else 0
             assert counts[f"nodes of {size}"] == expected, (rank, size)
@@ -78,7 +87,12 @@ def test_the_largest_of_all_ranks(num_ranks: int):
 
 def check_one_group(ranks_a_node: int) -> int:
     model = torch.nn.Linear(2, 2)
-    with nodes_of(ranks_a_node), mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+    control_module._control = None
+    host = f"host {dist.get_rank() // ranks_a_node}"
+    with (
+        mock.patch.object(control_module, "this_host", return_value=host),
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as made,
+    ):
         for _ in range(3):
             OutOfMemoryVote(model)
             CollectiveGuard(SOON)
@@ -94,38 +108,233 @@ def test_votes_and_guards_share_one_group():
     assert run_ranks(check_groups, 2, fresh=True) == [[1, 0]] * 2
 
 
-def check_late(ranks_a_node: int) -> None:
-    """The last rank does not come; the group itself would wait two minutes for it."""
-    with nodes_of(ranks_a_node):
-        question = control()
+class Splitting:
+    """What splits NCCL's communicator: nobody goes on until all ranks have asked it to."""
+
+    calls = 0
+    supports_splitting = True
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        Splitting.calls += 1
+
+
+def check_bound_device() -> tuple[int, list[int], bool]:
+    world = dist.group.WORLD
+    assert world is not None
+    world.bound_device_id = torch.device("cuda:0")
+    try:
+        with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=Splitting()):
+            connected = on_nodes_of(2)
+        return Splitting.calls, largest(connected, [dist.get_rank()]), world.bound_device_id is not None
+    finally:
+        world.bound_device_id = None
+
+
+def test_a_default_group_with_a_device():
+    """NCCL's with ``device_id``: torch has the ranks outside of a gloo group split NCCL's, for which they would wait
+    for those inside, for ever. NCCL is played: there is none on the CPU."""
+    assert run_ranks(check_bound_device, 3, fresh=True) == [(0, [2], True)] * 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that part
+
+LAYOUTS = {"one node": 4, "two nodes": 2, "four nodes": 1}
+
+
+def error_of(ask: Any) -> tuple[str, float]:
+    start = time.monotonic()
+    with pytest.raises(RanksPartedError) as error:
+        ask()
+    return str(error.value), time.monotonic() - start
+
+
+def check_late(ranks_a_node: int, late: int) -> tuple[str, float]:
+    """One rank comes when the others have given up; the group itself would wait two minutes for it."""
+    connected = on_nodes_of(ranks_a_node)
+    largest(connected, [0])
+    if dist.get_rank() == late:
+        time.sleep(3.5)  # and longer than the others collect reports
+    said = error_of(lambda: largest(connected, [dist.get_rank()], timedelta(seconds=1)))
+    assert not connected.is_open
+    # A script that catches it and asks again must not get the answer of the question before.
+    error_of(lambda: largest(connected, [0]))
+    dist.barrier()
+    return said
+
+
+def check_all_late() -> dict[str, tuple[str, float]]:
+    cases = {f"{name}, rank {late}": (size, late) for name, size in LAYOUTS.items() for late in (0, 1, 3)}
+    return for_each(check_late, cases)
+
+
+def test_a_rank_that_comes_late():
+    """It must not be let through by numbers that the others left behind, and go on alone; they name it."""
+    of_ranks = run_ranks(check_all_late, 4, timeout_s=240)
+    for name in of_ranks[0]:
+        late = int(name[-1])
+        for rank, said in enumerate(of_ranks):
+            text, seconds = said[name]
+            assert "did not meet within 1 s" in text and "Look at the test" in text, text
+            assert seconds < 10, f"{name}: rank {rank} waited {seconds} s"
+            for other in range(4):
+                expected = "has not come" if other == late != rank else "stands before a place"
+                assert f"  rank {other} {expected}" in text, f"{name}: rank {rank} says {text}"
+
+
+def check_skew(ranks_a_node: int) -> tuple[str, float]:
+    """Rank 3 never comes; rank 2 comes when half of the others' time is over."""
+    connected = on_nodes_of(ranks_a_node)
+    said = "", 0.0
+    if dist.get_rank() == 2:
+        time.sleep(2)
+    if dist.get_rank() != 3:
+        said = error_of(lambda: largest(connected, [0], timedelta(seconds=4)))
+    dist.barrier()
+    return said
+
+
+def check_all_skews() -> dict[str, tuple[str, float]]:
+    return for_each(check_skew, {name: (size,) for name, size in LAYOUTS.items()})
+
+
+def test_who_gives_up_tells_the_others():
+    """On its node: so those that came later are not named as missing, and wait no longer than the first.
+
+    Between nodes a rank may not hear of it before its own limit is over.
+    """
+    of_ranks = run_ranks(check_all_skews, 4, timeout_s=120)
+    for name in LAYOUTS:
+        for rank in range(3):
+            text, seconds = of_ranks[rank][name]
+            missing = [line for line in text.splitlines() if "has not come, or still waits" in line]
+            assert "  rank 3 has not come, or still waits" in missing, f"{name}: {text}"
+            assert len(missing) == 1 or name == "two nodes", f"{name}: rank {rank} says {text}"
+            assert seconds < (4 if rank < 2 or name == "two nodes" else 2) + 3.5, f"{name}: rank {rank}, {seconds} s"
+
+
+def check_different(ranks_a_node: int) -> tuple[str, float]:
+    connected = on_nodes_of(ranks_a_node)
+    if dist.get_rank() % 2:
+        vote = Question("a vote", "")
+        said = error_of(lambda: connected.largest(vote, "an all-gather", [0], SOON))
+    else:
+        guard = Question("a guard", "")
+        said = error_of(lambda: connected.meet(guard, "clipping", [1, 2], SOON))
+    # All of them know: nothing is out of step.
+    assert connected.is_open and largest(connected, [dist.get_rank()]) == [3]
+    return said
+
+
+def check_all_different() -> dict[str, tuple[str, float]]:
+    return for_each(check_different, {name: (size,) for name, size in LAYOUTS.items()})
+
+
+def test_different_questions():
+    """A vote that meets a guard's question must not take its numbers for votes; gloo ended the process where the
+    numbers were not as many."""
+    for said in run_ranks(check_all_different, 4, timeout_s=120):
+        for name, (text, seconds) in said.items():
+            assert "stand before different things" in text, f"{name}: {text}"
+            assert "rank 0 stands before clipping (a guard)" in text, f"{name}: {text}"
+            assert "rank 1 stands before an all-gather (a vote)" in text, f"{name}: {text}"
+            assert seconds < 10
+
+
+def check_killed(ranks_a_node: int) -> float:
+    connected = on_nodes_of(ranks_a_node)
+    largest(connected, [0])
+    if dist.get_rank() == 3:
+        connected.close()  # as the kernel does for a process that ends
+        return 0
+    if dist.get_rank() == 1:
+        time.sleep(1)
+    return error_of(lambda: largest(connected, [0], timedelta(minutes=5)))[1]
+
+
+def check_all_killed() -> dict[str, float]:
+    return for_each(check_killed, {name: (size,) for name, size in LAYOUTS.items()})
+
+
+def test_a_rank_that_ends():
+    """The others learn of it at once, whatever their limit, also while they wait for another one."""
+    for of_rank in run_ranks(check_all_killed, 4, timeout_s=120):
+        assert all(seconds < 10 for seconds in of_rank.values()), of_rank
+
+
+def check_made_anew() -> tuple[list[int], list[int], bool]:
+    first = control()
+    if dist.get_rank() == 1:
+        first.close()
+    second = control()
+    before = largest(second, [dist.get_rank()])
+    return before, largest(control(), [-dist.get_rank()]), first is second
+
+
+def test_made_anew_where_a_rank_gave_up():
+    """A script that catches the error, and makes another model, is not at the mercy of the one before."""
+    assert run_ranks(check_made_anew, 2) == [([1], [0], False)] * 2
+
+
+def check_interrupted() -> str:
+    connected = on_nodes_of(2)
     if dist.get_rank() == 0:
-        begun = time.monotonic()
-        with pytest.raises(RuntimeError):
-            question.largest([0], timedelta(seconds=1))
-        assert time.monotonic() - begun < control_module.CONNECT_WITHIN.total_seconds() / 2
+        with (
+            mock.patch.object(node_module.Node, "hear", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            largest(connected, [0])
+        return "interrupted"
+    return error_of(lambda: largest(connected, [0]))[0]
 
 
-@pytest.mark.parametrize("ranks_a_node", [1, 2])
-def test_a_rank_that_does_not_come(ranks_a_node: int):
-    """The limit is that of the question, not of the group, which is everybody's."""
-    run_ranks(check_late, 2, ranks_a_node, fresh=True)
+def test_ctrl_c():
+    """The answer that is not waited for is not the next question's."""
+    interrupted, of_other = run_ranks(check_interrupted, 2)
+    assert interrupted == "interrupted" and "rank 0 has not come" in of_other
+
+
+def check_forked() -> float:
+    """A rank that is gone is gone, though a child that it forked (a loader's worker) lives on."""
+    connected = control()
+    if dist.get_rank() == 1:
+        child = os.fork()
+        if not child:
+            if os.fork():  # by the grandchild, as this rank would wait for its own child
+                os._exit(0)
+            time.sleep(8)
+            os._exit(0)
+        os.waitpid(child, 0)
+        connected.let_go()  # as the kernel does for a killed process: the socket is closed, and not shut down
+        return 0
+    return error_of(lambda: largest(connected, [0], timedelta(seconds=30)))[1]
+
+
+def test_children_do_not_keep_a_dead_rank_alive():
+    """They inherit its sockets."""
+    seconds, _ = run_ranks(check_forked, 2, fresh=True)
+    assert seconds < 6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it cannot be made
 
 
 def check_unreachable() -> list[int]:
     """Ranks of one host's name, of which one cannot connect: it is a node of its own."""
-    real = control_module._Node._connect
+    real = node_module._connected
 
-    def connect(self: Any, first: int, address: bytes) -> None:
-        real(self, first, address if dist.get_rank() == 1 else b"\0nobody listens here")
+    def connected(address: bytes | None) -> Any:
+        return real(address if dist.get_rank() == 1 else b"\0nobody listens here")
 
-    with nodes_of(3), mock.patch.object(control_module._Node, "_connect", connect):
-        question = control()
-    return question.largest([dist.get_rank(), -dist.get_rank()], SOON)
+    with mock.patch.object(node_module, "_connected", connected):
+        question = on_nodes_of(3)
+    return largest(question, [dist.get_rank(), -dist.get_rank()])
 
 
 def test_ranks_of_one_name_that_do_not_reach_each_other():
     """Containers on one machine often have one host name, and each a network of its own."""
-    assert run_ranks(check_unreachable, 3, fresh=True) == [[2, 0]] * 3
+    assert run_ranks(check_unreachable, 3) == [[2, 0]] * 3
 
 
 def check_no_group(fails_on: tuple[int, ...]) -> str:
@@ -134,14 +343,11 @@ def check_no_group(fails_on: tuple[int, ...]) -> str:
 
     control_module.CONNECT_WITHIN = timedelta(seconds=3)
     with (
-        nodes_of(1),
         mock.patch.object(dist, "new_group", failing) if dist.get_rank() in fails_on else mock.MagicMock(),
+        pytest.raises(ControlGroupError) as error,
     ):
-        try:
-            control()
-        except ControlGroupError as error:
-            return str(error)
-    return ""
+        on_nodes_of(1)
+    return str(error.value)
 
 
 def check_no_groups() -> dict[str, str]:
@@ -155,7 +361,45 @@ def test_no_gloo_group_can_be_had():
         assert "2 of 2" in said or "1 of 2" in said
 
 
-def check_by_device() -> list[int]:
+def check_out_of_files(rank: int, left: int) -> str:
+    """``rank`` may open ``left`` files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    if dist.get_rank() == rank:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for descriptor in held[len(held) - left :]:
+            os.close(descriptor)
+        del held[len(held) - left :]
+    try:
+        with pytest.raises(ControlGroupError) as error:
+            on_nodes_of(3)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return str(error.value)
+
+
+def check_all_out_of_files() -> dict[str, str]:
+    cases = {
+        "the first cannot listen": (0, 0),
+        "the first cannot accept": (0, 2),
+        "another cannot connect": (1, 0),
+    }
+    return for_each(check_out_of_files, cases)
+
+
+def test_no_more_files():
+    """Every rank is told, and with what to set, whoever it is that has none left."""
+    for of_rank in run_ranks(check_all_out_of_files, 3, fresh=True):
+        for name, said in of_rank.items():
+            assert "ulimit -n" in said and "Too many open files" in said, f"{name}: {said}"
+
+
+def check_by_device() -> tuple[list[int], str, float]:
     """gloo connects nothing, on ranks whose default group is another backend's; it is gloo's here, on the CPU."""
     new_group = dist.new_group
 
@@ -165,17 +409,22 @@ def check_by_device() -> list[int]:
         return new_group(*args, **kwargs)
 
     with (
-        nodes_of(1),
         mock.patch.object(dist, "new_group", failing),
         mock.patch.object(control_module, "sends_from_host", return_value=False),
     ):
-        question = control()
+        connected = on_nodes_of(1)
     rank = dist.get_rank()
-    numbers = question.largest([rank, -rank, -(2**62)], SOON)
-    assert question.largest([int(rank == 1)]) == [1] and question.largest([0]) == [0]
-    return numbers
+    numbers = largest(connected, [rank, -rank, -(2**62)])
+    assert largest(connected, [int(rank == 1)]) == [1] and largest(connected, [0]) == [0]
+    if rank == 1:
+        time.sleep(4)
+        return numbers, "", 0
+    return numbers, *error_of(lambda: largest(connected, [0], timedelta(seconds=1)))
 
 
 def test_the_devices_backend_where_gloo_cannot_connect():
-    """On GPUs a run whose hosts' names lead nowhere votes over NCCL, rather than not at all."""
-    assert run_ranks(check_by_device, 2, fresh=True) == [[1, 0, -(2**62)]] * 2
+    """On GPUs a run whose hosts' names lead nowhere votes over NCCL, rather than not at all; within the limit too."""
+    of_ranks = run_ranks(check_by_device, 2, fresh=True)
+    assert [numbers for numbers, _, _ in of_ranks] == [[1, 0, -(2**62)]] * 2
+    _, said, seconds = of_ranks[0]
+    assert "rank 1 has not come" in said and 1 <= seconds < 4

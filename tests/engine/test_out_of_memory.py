@@ -71,9 +71,9 @@ def in_host_memory() -> Iterator[None]:
 
 
 class Vote(OutOfMemoryVote):
-    def _cast(self, is_out: bool) -> bool:
+    def _cast(self, where: object, is_out: bool) -> bool:
         with in_host_memory():
-            return super()._cast(is_out)
+            return super()._cast(where, is_out)
 
 
 class Counted(nn.Module):
@@ -363,7 +363,7 @@ def test_out_of_memory_inside_a_collective(tmp_path: Path):
     """Nobody can be asked there: the time-out ends all ranks, and the unit is named on each."""
     of_peer, of_failed = run_ranks(check_inside_a_collective, 2, str(tmp_path), timeout_s=TIME_LIMIT_S, fresh=True)
     assert "the all-gather of body.inner.decoder.blocks.0 in forward" in "\n".join(of_peer)
-    assert "rank 1 ran out of memory" in of_failed[0]
+    assert "rank 1 stands before its vote that it ran out of memory after" in of_failed[0]
     assert "the all-gather of body.inner.decoder.blocks.0 in forward" in of_failed[0]
 
 

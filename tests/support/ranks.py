@@ -346,7 +346,10 @@ def name_own_file(rank: int) -> None:
 
 
 def _reuse_groups() -> None:
-    """Give a mesh that is made again the groups of the first one; the pool's own group must be the same, too."""
+    """Give a mesh that is made again the groups of the first one; the pool's own group must be the same, too.
+
+    Not who asks for gloo: it makes a group once, for itself, and may destroy it.
+    """
     import torch
     from torch.distributed import device_mesh, distributed_c10d
 
@@ -354,6 +357,8 @@ def _reuse_groups() -> None:
     made: dict[Any, Any] = {}
 
     def new_group(ranks: Any = None, *args: Any, **options: Any) -> Any:
+        if options.get("backend") == "gloo":
+            return original(ranks, *args, **options)
         described = {name: value for name, value in options.items() if name != "group_desc"}
         members = None if ranks is None else tuple(ranks)
         key = (id(distributed_c10d._get_default_group()), members, args, tuple(sorted(described.items())))
