@@ -25,7 +25,7 @@ from composer_fsdp2._torch.names import (
     storage_info,
     transformer_engine_checkpoint_wrapper,
 )
-from composer_fsdp2._torch.parts import by_kind, lion_, multiply_each_, norm_of_each, own_part, own_parts
+from composer_fsdp2._torch.parts import by_kind, lion_, multiply_each_, norm_of_each, own_part, own_parts, with_part
 from composer_fsdp2._torch.repairs import REPAIRS, Repair, repair_cpu_collectives
 from composer_fsdp2._torch.reset import reset_after_error
 from composer_fsdp2._torch.scaler import ShardedGradScaler
@@ -84,4 +84,5 @@ __all__ = [
     "storage_info",
     "transformer_engine_checkpoint_wrapper",
     "watch_collectives",
+    "with_part",
 ]

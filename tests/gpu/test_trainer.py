@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,8 @@ from support.memory import run_out_of_memory
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.saved import named, read
 from support.trainers import build_model, close, fit, largest_difference, make_trainer, on_gpu, optimizer_state
+
+from composer_fsdp2._torch import own_part
 
 pytestmark = pytest.mark.composer
 
@@ -109,6 +112,32 @@ class Gate:
         return Hold()
 
 
+@contextlib.contextmanager
+def copies_are_pinned(device: str) -> Iterator[list[int]]:
+    """In the block, each async save's copies are in memory that CUDA has pinned, and that is no larger than they are.
+
+    Gives the bytes of each save; on the CPU there are none, and nothing is pinned.
+    """
+    from composer_fsdp2.compat.staging import PinnedCopies
+
+    of, saved_bytes = PinnedCopies.of, []
+
+    def watched(self: PinnedCopies, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+        num_pinned_by_torch = torch.cuda.host_memory_stats().get("num_host_alloc", 0)  # rounded up
+        copies = of(self, tensors)
+        parts = [own_part(copied) for copied in copies.values()]
+        saved_bytes.append(sum(part.nbytes for part in parts))
+        if device == "cuda":
+            assert torch.cuda.host_memory_stats().get("num_host_alloc", 0) == num_pinned_by_torch
+            assert all(part.is_pinned() for part in parts if part.numel())
+            assert self._memory is not None and self._memory.num_bytes <= saved_bytes[-1] + 64 * len(parts)
+        return copies
+
+    with mock.patch.object(PinnedCopies, "of", watched):
+        yield saved_bytes
+    assert (min(saved_bytes) > 0) == (device == "cuda"), saved_bytes
+
+
 def check_async_saves(device: str, folder: str) -> None:
     def check(kind: str) -> None:
         options = SAVES | {"device": composers(device), "precision": "fp32"}
@@ -116,9 +145,10 @@ def check_async_saves(device: str, folder: str) -> None:
         expected = fit(FSDP2, dict(config), save_folder=f"{folder}/{kind}/sync", **options)
         ours, gate = f"{folder}/{kind}/async", Gate()
         states: dict[int, Any] = {}
-        with gate.holding:
+        with gate.holding, copies_are_pinned(device) as saved_bytes:
             callbacks = [gate.callback(states)]
             trained = fit(FSDP2, config | {"async_save": True}, save_folder=ours, callbacks=callbacks, **options)
+        assert len(saved_bytes) == 3
         assert close(trained.losses, expected.losses), f"{trained.losses}, {expected.losses}"
         if dist.get_rank() == 0:
             assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 6)
@@ -132,7 +162,8 @@ def check_async_saves(device: str, folder: str) -> None:
 
 @on_gpus(2, packages=COMPOSER)
 def test_async_saves_hold_their_batch(ranks: Ranks, tmp_path: Path):
-    """Copies to the host that the next step overtook would be checkpoints of no batch at all."""
+    """Copies to the host that the next step overtook would be checkpoints of no batch at all; and they take no more of
+    its memory than they need."""
     ranks.run(check_async_saves, str(tmp_path))
 
 

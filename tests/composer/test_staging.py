@@ -1,0 +1,266 @@
+"""Copies of what lies on a GPU: what they hold, and how much host memory is pinned for them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.comparing import assert_same
+from support.cuda_played import CudaPlayed
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
+
+from composer_fsdp2._torch import own_part
+
+pytestmark = pytest.mark.composer
+
+
+@pytest.fixture
+def cuda() -> Iterator[CudaPlayed]:
+    with as_if_on_cuda() as cuda:
+        yield cuda
+
+
+@contextlib.contextmanager
+def as_if_on_cuda() -> Iterator[CudaPlayed]:
+    """No GPU: tensors of the host pass for one's, and CUDA is played. What copies is real."""
+    from composer_fsdp2.compat import staging
+
+    with CudaPlayed() as cuda, mock.patch.object(staging, "_is_on_cuda", return_value=True):
+        yield cuda
+
+
+def pinned_copies() -> Any:
+    from composer_fsdp2.compat.staging import PinnedCopies
+
+    return PinnedCopies()
+
+
+def samples() -> dict[str, torch.Tensor]:
+    """Tensors of every kind that a state may hold."""
+    numbers = torch.arange(60.0).view(3, 4, 5)
+    return {
+        "scalar": torch.tensor(7, dtype=torch.int64),
+        "flag": torch.tensor([True, False, True]),
+        "bf16": torch.randn(33).bfloat16(),
+        "complex": torch.randn(3, 2, dtype=torch.complex64),
+        "empty": torch.empty(0, 5),
+        "transposed": numbers.transpose(0, 2),
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "every second": numbers[:, ::2],
+        "a piece": numbers.view(-1)[7:11],
+        "all of its storage": numbers.view(-1),
+        "expanded": torch.tensor([1.5, 2.5])[:, None].expand(2, 1000),
+        "parameter": nn.Parameter(torch.randn(5, 3)),
+    }
+
+
+def bytes_of(tensors: Any) -> int:
+    return sum(own_part(tensor).nbytes for tensor in tensors)
+
+
+def assert_copies(copies: dict[int, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    assert list(copies) == [id(tensor) for tensor in tensors.values()]
+    for name, tensor in tensors.items():
+        copied = copies[id(tensor)]
+        assert_same(copied, tensor.detach().cpu(), name, in_bits=True)
+        assert copied.stride() == tensor.detach().to("cpu", copy=True).stride(), name
+        assert not copied.requires_grad, name
+
+
+def test_every_kind_of_tensor(cuda: CudaPlayed):
+    """A checkpoint written in the background holds what one written at once would, strides too."""
+    tensors, copies = samples(), pinned_copies()
+    assert_copies(copies.of(tensors.values()), tensors)
+    with torch.no_grad():
+        for name in ("flag", "parameter", "all of its storage"):
+            tensors[name].zero_()
+    assert_copies(copies.of(tensors.values()), tensors)
+    assert copies.of([]) == {}
+
+
+def test_nothing_but_empty_tensors(cuda: CudaPlayed):
+    """A rank may hold no row of anything that is saved."""
+    tensors = {"empty": torch.empty(0, 5), "bf16": torch.empty(3, 0, dtype=torch.bfloat16)}
+    assert_copies(pinned_copies().of(tensors.values()), tensors)
+    assert not cuda.pinned
+
+
+def test_copies_share_no_storage(cuda: CudaPlayed):
+    """torch.save writes the whole storage of a tensor: a number would become a file of the state's size."""
+    tensors = samples()
+    for name, copied in zip(tensors, pinned_copies().of(tensors.values()).values(), strict=True):
+        assert copied.untyped_storage().nbytes() == copied.nbytes, name
+        file = io.BytesIO()
+        torch.save(copied, file)
+        assert len(file.getvalue()) < copied.nbytes + 4096, name
+
+
+def check_dtensors() -> None:
+    flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    whole = torch.arange(70.0).view(10, 7)
+    tensors = {
+        "rows": distribute_tensor(whole, flat, [Shard(0)]),
+        "fewer rows than ranks": distribute_tensor(whole[:3], flat, [Shard(0)]),
+        "columns": distribute_tensor(whole, flat, [Shard(1)]),
+        "replicas": distribute_tensor(whole, square, [Replicate(), Shard(0)]),
+        "scalar": distribute_tensor(torch.tensor(3.0), flat, [Replicate()]),
+        "transposed": distribute_tensor(whole, flat, [Shard(0)]).t(),
+        "parameter": nn.Parameter(distribute_tensor(whole.bfloat16(), flat, [Shard(0)])),
+    }
+    parts = {name: own_part(tensor) for name, tensor in tensors.items()}
+    with as_if_on_cuda() as cuda:
+        memory = pinned_copies()
+        copies = memory.of(tensors.values())
+        assert sum(cuda.pinned.values()) <= bytes_of(parts.values()) + 64 * len(parts)
+        del memory
+    assert_copies({id(parts[name]): own_part(copies[id(tensor)]) for name, tensor in tensors.items()}, parts)
+    for name, tensor in tensors.items():
+        copied = copies[id(tensor)]
+        assert isinstance(copied, DTensor) and not copied.requires_grad, name
+        assert copied.device_mesh is tensor.device_mesh and copied.placements == tensor.placements, name
+        assert (copied.shape, copied.stride(), copied.dtype) == (tensor.shape, tensor.stride(), tensor.dtype), name
+        assert_same(copied.full_tensor(), tensor.detach().full_tensor(), name, in_bits=True)
+
+
+def test_sharded_tensors():
+    """The writer finds each shard where it belongs; a rank that has no row of a tensor is no exception."""
+    run_ranks(check_dtensors, 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_no_more_is_pinned_than_the_state_has(cuda: CudaPlayed):
+    """torch pins powers of two: 1.1 to 1.7 times as much, on a node that holds the state of eight ranks."""
+    tensors = [*samples().values(), *(torch.randn(each) for each in (1025, 300, 2049, 2**12 + 1, 5 * 2**10))]
+    copies = pinned_copies()
+    for _ in range(3):
+        assert list(copies.of(tensors)) == [id(tensor) for tensor in tensors]
+    assert bytes_of(tensors) <= sum(cuda.pinned.values()) <= bytes_of(tensors) + 64 * len(tensors), cuda.events
+
+
+def test_memory_grows_and_is_given_back(cuda: CudaPlayed):
+    """Savers of weights and of everything take turns without pinning anew; at no time are there two memories."""
+    small, large = [torch.randn(1000)], [torch.randn(1000), torch.randn(2000, 3)]
+    copies = pinned_copies()
+    for tensors in (small, large, small, [large[1], small[0]], large):
+        made = copies.of(tensors)
+        for tensor in tensors:
+            assert torch.equal(made[id(tensor)], tensor)
+    del copies
+    assert [event for event in cuda.events if event[0] != "wait"] == [
+        ("pin", 4032),
+        ("unpin", 4032),
+        ("pin", 4032 + 24000),
+        ("unpin", 4032 + 24000),
+    ]
+    assert torch.equal(made[id(large[1])], large[1]), "memory was given back under a tensor that is still there"
+
+
+def test_memory_that_cannot_be_pinned(cuda: CudaPlayed, caplog: pytest.LogCaptureFixture):
+    """A host short of memory costs time, and a warning, but no checkpoint."""
+    tensors, copies = {"a": torch.randn(3000), "b": torch.randn(7)}, pinned_copies()
+    cuda.limit_bytes = 4096
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert_copies(copies.of(tensors.values()), tensors)
+    del copies
+    assert {event for event, _ in cuda.events} == {"wait"}
+    [message] = caplog.messages
+    assert "could not be pinned (out of memory)" in message
+
+
+def test_the_device_is_waited_for_once(cuda: CudaPlayed):
+    """Copies go on their way one behind the other; a wait for each would leave the GPU's copy engine idle between."""
+    tensors, copies = [*samples().values()], pinned_copies()
+
+    class Copying(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.copy_:
+                cuda.events.append(("copy", kwargs["non_blocking"]))
+            return func(*args, **(kwargs or {}))
+
+    with Copying():
+        copies.of(tensors)
+    [pin, *copied, wait] = cuda.events
+    assert (pin[0], wait[0]) == ("pin", "wait") and copied == [("copy", True)] * len(tensors), cuda.events
+
+
+def test_forked_processes_do_not_have_it(cuda: CudaPlayed):
+    """A data loader's worker takes no part in pages that a GPU writes to, and keeps none of them from being freed."""
+    maps = Path("/proc/self/smaps")
+    if not maps.exists():
+        pytest.skip("needs Linux's /proc")
+    tensor, copies = torch.randn(1 << 20), pinned_copies()
+    address = copies.of([tensor])[id(tensor)].data_ptr()
+    pattern = r"^([0-9a-f]+)-([0-9a-f]+) [^\n]*\n(?:[A-Z][^\n]*\n)*?VmFlags:([^\n]*)"
+    areas = re.findall(pattern, maps.read_text(), re.MULTILINE)
+    [flags] = [flags for start, end, flags in areas if int(start, 16) <= address < int(end, 16)]
+    assert "dc" in flags.split(), "it is copied on fork"
+
+
+def test_other_accelerators_copy_to_plain_memory():
+    """Where there is no CUDA nothing of it is asked for."""
+    tensors = samples()
+    with CudaPlayed() as cuda:
+        assert_copies(pinned_copies().of(tensors.values()), tensors)
+    assert not cuda.events
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none is visible")
+
+
+@pytest.mark.gpu
+@needs_a_gpu
+def test_copies_of_a_gpu_are_pinned():
+    """Training waits for the copy: from a GPU to pageable memory it is several times as slow."""
+    from composer_fsdp2.compat.staging import is_on_device
+
+    tensors = {name: tensor.detach().to("cuda") for name, tensor in samples().items()}
+    assert all(map(is_on_device, tensors.values())) and not is_on_device(tensors["bf16"].cpu())
+    copies = pinned_copies()
+    places = []
+    for _ in range(2):
+        num_allocated = torch.cuda.host_memory_stats().get("num_host_alloc", 0)
+        made = copies.of(tensors.values())
+        assert torch.cuda.host_memory_stats().get("num_host_alloc", 0) == num_allocated, "it is torch's, rounded up"
+        assert_copies(made, tensors)
+        places.append([copied.data_ptr() for copied in made.values()])
+        for copied in made.values():
+            assert copied.is_pinned() or not copied.numel()
+        tensors["bf16"].add_(1)
+    assert places[0] == places[1]
+
+
+@pytest.mark.gpu
+@needs_a_gpu
+def test_a_gpu_trains_on_after_memory_could_not_be_pinned(caplog: pytest.LogCaptureFixture):
+    """CUDA hands an error of one call to whoever asks next: that must not be the next step's kernel."""
+    from composer_fsdp2.compat import staging
+
+    memory = torch.empty(1 << 20, dtype=torch.uint8)
+    assert staging._pin(memory.data_ptr(), memory.nbytes)
+    try:
+        assert not staging._pin(memory.data_ptr(), memory.nbytes), "it was pinned twice"
+        assert torch.full((3,), 2.0, device="cuda").sum().item() == 6
+    finally:
+        staging._unpin(memory.data_ptr())
+    [message] = caplog.messages
+    assert "already" in message
+    assert not memory.is_pinned()
