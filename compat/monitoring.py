@@ -257,7 +257,8 @@ def _report(names: Mapping[nn.Parameter, str], reporter: _Reporter | None, alone
         if (key := f"l2_norm/grad/{name}") not in metrics:
             metrics[key] = torch.linalg.vector_norm(parameter.grad)
         if parameter in alone:
-            reported.of_each_rank.update(itertools.islice(metrics, num_before, None))
+            # From the end: each parameter would look through those of all before it.
+            reported.of_each_rank.update(itertools.islice(reversed(metrics), len(metrics) - num_before))
     return reported
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +21,8 @@ from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
 from support.trainers import build_model, build_optimizer, make_trainer
 from torch import nn
+
+from composer_fsdp2 import prepare_fully_shard
 
 pytestmark = pytest.mark.composer
 
@@ -274,6 +280,86 @@ def check_collectives() -> None:
 def test_few_collectives():
     """Logging is no brake: one question whether all ranks are there, and one all-reduce, whatever the model's size."""
     run_ranks(check_collectives, 2)
+
+
+class Walked(dict[str, Any]):
+    """A dict that counts what is looked through of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_items = 0
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.num_items += 1
+            yield item
+
+    def __iter__(self) -> Iterator[str]:
+        return self._counted(super().__iter__())
+
+    def __reversed__(self) -> Iterator[str]:
+        return self._counted(super().__reversed__())
+
+    def items(self) -> Any:
+        return self._counted(super().items())
+
+    def __ior__(self, other: Any) -> Walked:
+        return self if other is self else super().__ior__(other)  # as a dict, which need not look through itself
+
+
+def cost(num_layers: int, config: dict[str, Any], kind: Any) -> dict[str, int]:
+    """Of one logged batch: what Python calls, and how many metrics are looked through."""
+    from composer.callbacks import OptimizerMonitor
+
+    from composer_fsdp2.compat import monitoring
+
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(num_layers)))
+    if "ignored_modules" in config:
+        config = {"ignored_modules": [*model][1:]}
+    optimizer = kind(model.parameters(), lr=1e-3)
+    prepare_fully_shard(model, optimizer, config, "fp32", torch.device("cpu"))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state: Any = SimpleNamespace(
+        model=model, optimizers=[optimizer], timestamp=SimpleNamespace(batch=SimpleNamespace(value=1)), fsdp_config=None
+    )
+    logged: dict[str, float] = {}
+    logger: Any = SimpleNamespace(log_metrics=logged.update)
+    walked, calls = Walked(), []
+    batch_end = monitoring.replacement_for_monitor_batch_end(OptimizerMonitor.batch_end)
+    with mock.patch.object(monitoring, "_Reported", functools.partial(monitoring._Reported, metrics=walked)):
+        sys.setprofile(lambda frame, event, argument: calls.append(event))
+        try:
+            batch_end(OptimizerMonitor(batch_log_interval=1), state, logger)
+        finally:
+            sys.setprofile(None)
+    assert len(logged) == 4 * num_layers + 1, sorted(logged)
+    return {"calls": sum(event in ("call", "c_call") for event in calls), "metrics": walked.num_items}
+
+
+def check_cost() -> None:
+    from composer.optim import DecoupledAdamW
+
+    class Own(DecoupledAdamW):
+        """Of which it is not known what it reports."""
+
+        def report_per_parameter_metrics(self, param: Any, name: str, optimizer_metrics: Any) -> Any:
+            return super().report_per_parameter_metrics(param, name, optimizer_metrics)
+
+    def check(config: dict[str, Any], kind: Any) -> None:
+        cost(1, config, kind)  # what is looked up once
+        of_16, of_32 = (cost(num_layers, config, kind) for num_layers in (16, 32))
+        for what, count in of_16.items():
+            assert of_32[what] <= 2.1 * count, f"{what}: {count}, {of_32[what]} for twice the parameters"
+
+    cases: dict[str, tuple[dict[str, Any], Any]] = {"sharded": ({}, DecoupledAdamW), "own metrics": ({}, Own)}
+    cases |= {f"ignored, {name}": ({"ignored_modules": True}, kind) for name, (_, kind) in cases.items()}
+    for_each(check, cases)
+
+
+def test_the_cost_grows_with_the_model():
+    """Not with its square: a mixture of experts has thousands of parameters, and a batch waits for their norms."""
+    run_ranks(check_cost, 2)
 
 
 def failing(model: nn.Module) -> torch.optim.Optimizer:
