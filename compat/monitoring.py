@@ -20,8 +20,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from composer.callbacks import ActivationMonitor, OptimizerMonitor
 from composer.core import State
 from composer.loggers import Logger
@@ -121,13 +123,14 @@ def replacement_for_monitor_batch_end(original: Callable[..., Any]) -> Callable[
         elif state.timestamp.batch.value % self.batch_log_interval == 0:
             check_guard(state.model, "OptimizerMonitor")
             reshard(state.model)
-            logger.log_metrics(_optimizer_metrics(state, with_optimizer=self.log_optimizer_metrics))
+            agreement = _AGREEMENTS.setdefault(self, _Agreement())
+            logger.log_metrics(_optimizer_metrics(state, agreement, with_optimizer=self.log_optimizer_metrics))
 
     return batch_end
 
 
-def _optimizer_metrics(state: State, *, with_optimizer: bool) -> Metrics:
-    """Called on all ranks: they compare which metrics they have, and one all-reduce for each mesh.
+def _optimizer_metrics(state: State, agreement: "_Agreement", *, with_optimizer: bool) -> Metrics:
+    """Called on all ranks: one all-reduce for each mesh; where metrics changed, they compare which they have.
 
     Raises:
         ComposerFSDP2Error: on every rank, if the optimizer's own function raised on one, or reported other metrics.
@@ -135,13 +138,9 @@ def _optimizer_metrics(state: State, *, with_optimizer: bool) -> Metrics:
     reporter = _Reporter.of(state.optimizers[0]) if with_optimizer else None
     names = _logged_parameters(state.model, as_fsdp1=_as_fsdp1(state))
     alone = _of_each_rank(state.model, names)
-    reported = agree(
-        lambda: _report(names, reporter, alone),
-        lambda reported: "\n".join(key for key in reported.metrics if key not in reported.of_each_rank),
-        ComposerFSDP2Error,
-    )
+    reported, norms = agreement.reached(lambda: _report(names, reporter, alone))
     metrics = reported.metrics
-    metrics |= _whole_norms(metrics, reported.norms_of_parts)
+    metrics |= norms
     metrics |= settle({key: value for key, value in metrics.items() if isinstance(value, torch.Tensor)})
     if alone:
         metrics |= _over_ranks({key: metrics[key] for key in reported.of_each_rank})
@@ -282,23 +281,115 @@ def _of_each_rank(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[n
     return whole
 
 
-def _whole_norms(metrics: Metrics, norms_of_parts: Sequence[tuple[DTensor, Sequence[str]]]) -> dict[str, float]:
-    """The norms of whole parameters, from those of this rank's parts. One all-reduce for each axis of each mesh."""
-    alike: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[str]] = {}
-    axes_of_all = splitting_axes_of_all(parameter for parameter, _ in norms_of_parts)
-    for (parameter, keys), axes in zip(norms_of_parts, axes_of_all, strict=True):
-        alike.setdefault((parameter.device_mesh, axes, metrics[keys[0]].device), []).extend(keys)
-    squares = reduce_parts(
-        [
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which metrics a rank has, of those that all have.
+
+    Args:
+        keys: Of all of them.
+        norms: Those that are norms of parts, by how they are reduced: mesh, axes, and where they lie.
+    """
+
+    keys: list[str]
+    norms: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[str]]
+
+    @classmethod
+    def of(cls, reported: _Reported) -> "_Layout":
+        metrics, norms_of_parts = reported.metrics, reported.norms_of_parts
+        norms: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[str]] = {}
+        axes_of_all = splitting_axes_of_all(parameter for parameter, _ in norms_of_parts)
+        for (parameter, keys), axes in zip(norms_of_parts, axes_of_all, strict=True):
+            norms.setdefault((parameter.device_mesh, axes, metrics[keys[0]].device), []).extend(keys)
+        return cls([key for key in metrics if key not in reported.of_each_rank], norms)
+
+    def fingerprint(self) -> str:
+        norms = [f"{len(keys)} norms along {axes}" for (_, axes, _), keys in self.norms.items()]
+        return "\n".join([*self.keys, *norms])
+
+    def parts(self, metrics: Metrics) -> list[Part]:
+        """What this rank adds to the squares of the norms."""
+        return [
             Part(values=torch.stack([metrics[key] for key in keys]).double() ** 2, mesh=mesh, axes=axes)
-            for (mesh, axes, _), keys in alike.items()
+            for (mesh, axes, _), keys in self.norms.items()
         ]
-    )
-    return {
-        key: norm
-        for keys, of_keys in zip(alike.values(), squares, strict=True)
-        for key, norm in zip(keys, of_keys.sqrt().tolist(), strict=True)
-    }
+
+    def zeros(self) -> list[Part]:
+        """The same, of a rank that has no such metrics."""
+        return [
+            Part(values=torch.zeros(len(keys), dtype=torch.float64, device=device), mesh=mesh, axes=axes)
+            for (mesh, axes, device), keys in self.norms.items()
+        ]
+
+    def whole_norms(self, squares: Sequence[torch.Tensor]) -> dict[str, float]:
+        """By their keys, from the parts of all ranks."""
+        return {
+            key: norm
+            for keys, of_keys in zip(self.norms.values(), squares, strict=True)
+            for key, norm in zip(keys, of_keys.sqrt().tolist(), strict=True)
+        }
+
+    def mesh_of_all(self) -> DeviceMesh | None:
+        """One of the meshes, if it has all ranks."""
+        return next((mesh for mesh, _, _ in self.norms if mesh.size() == dist.get_world_size()), None)
+
+
+class _Agreement:
+    """That all ranks have the same metrics, and so reduce the same numbers. One for each monitor.
+
+    [Note: metrics are compared where they change] A rank knows that its metrics are not those of the last time, or that
+    the optimizer's function raised; the others do not, and would not come to compare. So along with the norms goes a
+    number by which they learn of it. The rank that sends it sends zeros for its norms, as many as all had last; what
+    was reduced is then thrown away, and all compare. Where no mesh has all ranks, they compare each time.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Layout | None = None
+        self._world: Any = None
+
+    def reached(self, report: Callable[[], _Reported]) -> tuple[_Reported, dict[str, float]]:
+        """What this rank reports, and the norms of whole parameters in it. Called on all ranks.
+
+        One all-reduce for each axis of each mesh; where metrics changed, one of 64 bytes and these again.
+
+        Raises:
+            ComposerFSDP2Error: on every rank, if ``report`` raised on one, or ranks report different metrics.
+        """
+        own, error = _attempted(report)
+        last = self._last if self._world is dist.group.WORLD else None
+        mesh = None if last is None else last.mesh_of_all()
+        if last is not None and mesh is not None:
+            is_new = own is None or _Layout.of(own) != last
+            squares = _reduced_unless(is_new, last.parts(own.metrics) if own and not is_new else last.zeros(), mesh)
+            if own is not None and squares is not None:
+                return own, last.whole_norms(squares)
+
+        def decide() -> tuple[_Reported, _Layout]:
+            if own is None:
+                assert error is not None
+                raise error
+            return own, _Layout.of(own)
+
+        reported, layout = agree(decide, lambda decided: decided[1].fingerprint(), ComposerFSDP2Error)
+        self._last, self._world = layout, dist.group.WORLD
+        return reported, layout.whole_norms(reduce_parts(layout.parts(reported.metrics)))
+
+
+_AGREEMENTS: WeakKeyDictionary[OptimizerMonitor, _Agreement] = WeakKeyDictionary()
+
+
+def _attempted(report: Callable[[], _Reported]) -> tuple[_Reported | None, Exception | None]:
+    try:
+        return report(), None
+    except Exception as error:
+        return None, error
+
+
+def _reduced_unless(is_new: bool, parts: Sequence[Part], mesh: DeviceMesh) -> list[torch.Tensor] | None:
+    """``reduce_parts``; None on all ranks of ``mesh`` if ``is_new`` on one. Called on all of them."""
+    device = torch.device(mesh.device_type)
+    new = torch.full((1,), float(is_new), dtype=torch.float64, device=device)  # made there: nothing waits for it
+    *reduced, num_new = reduce_parts([*parts, Part(values=new, mesh=mesh, axes=tuple(range(mesh.ndim)))])
+    return None if num_new.item() else reduced
 
 
 def _over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:

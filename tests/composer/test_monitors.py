@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -271,15 +271,102 @@ def check_collectives() -> None:
 
     logged = Run(FSDP2, {}, batches=4).logged(Counting(batch_log_interval=2))
     assert len(logged["l2_norm/grad/global"]) == 2
-    # Composer's own took one for each metric.
-    assert logged["user/all_reduce"] == [0, 2, 0, 2], logged["user/all_reduce"]
+    # Composer's own took one for each metric. The first time they also compare which metrics they have.
+    assert logged["user/all_reduce"] == [0, 2, 0, 1], logged["user/all_reduce"]
     others = ("all_gather_object", "functional", "broadcast")
     assert all(logged[f"user/{name}"] == [0, 0, 0, 0] for name in others), "objects are gathered of ranks that differ"
 
 
 def test_few_collectives():
-    """Logging is no brake: one question whether all ranks are there, and one all-reduce, whatever the model's size."""
+    """Logging is no brake: one all-reduce, whatever the model's size."""
     run_ranks(check_collectives, 2)
+
+
+def monitored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], dict[str, float]]:
+    """What OptimizerMonitor does at the end of a batch, and logs; one monitor for all calls."""
+    from composer.callbacks import OptimizerMonitor
+
+    from composer_fsdp2.compat.monitoring import replacement_for_monitor_batch_end
+
+    monitor = OptimizerMonitor(batch_log_interval=1)
+    batch_end = replacement_for_monitor_batch_end(OptimizerMonitor.batch_end)
+    state: Any = SimpleNamespace(
+        model=model, optimizers=[optimizer], timestamp=SimpleNamespace(batch=SimpleNamespace(value=1)), fsdp_config=None
+    )
+
+    def log() -> dict[str, float]:
+        logged: dict[str, float] = {}
+        batch_end(monitor, state, SimpleNamespace(log_metrics=logged.update))
+        return logged
+
+    return log
+
+
+def check_changes(config: dict[str, Any]) -> list[int]:
+    """All-reduces of a batch, of the next one, of one with other metrics on all ranks, and of the one after that."""
+    from composer.optim import DecoupledAdamW
+
+    from composer_fsdp2.compat import monitoring
+    from composer_fsdp2.errors import ComposerFSDP2Error
+
+    is_rank_1 = dist.get_rank() == 1
+    model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 3, bias=False))
+    optimizer = DecoupledAdamW(model.parameters(), lr=1e-3)
+    prepare_fully_shard(model, optimizer, dict(config), "fp32", torch.device("cpu"))
+    first, second = model.parameters()
+    log = monitored(model, optimizer)
+
+    def num_reductions(*, without: nn.Parameter | None = None) -> int:
+        optimizer.zero_grad()
+        model(torch.rand(2, 3)).sum().backward()
+        optimizer.step()
+        if without is not None:
+            without.grad = None
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            logged = log()
+        trained = {name: each for name, each in model.named_parameters() if each.grad is not None}
+        for name, parameter in trained.items():
+            norm = parameter.grad.full_tensor().norm().item()
+            assert logged[f"l2_norm/grad/{name}"] == pytest.approx(norm), f"{name}, without {without}"
+        assert len(logged) == 4 * len(trained) + 1, sorted(logged)
+        return all_reduce.call_count
+
+    counts = [num_reductions(without=each) for each in (None, None, first, first)]
+    with pytest.raises(ComposerFSDP2Error, match="ranks 0 and 1 decided differently"):
+        num_reductions(without=second if is_rank_1 else first)
+    assert num_reductions(without=first) == counts[3], "they no longer know what they agreed on"
+    with (
+        mock.patch.object(monitoring, "_report", side_effect=ArithmeticError("no metric")) if is_rank_1 else NOTHING,
+        pytest.raises(ArithmeticError if is_rank_1 else ComposerFSDP2Error, match="no metric"),
+    ):
+        num_reductions()
+    assert num_reductions() == counts[2]
+    return counts
+
+
+NOTHING: Any = contextlib.nullcontext()
+
+
+def check_all_changes() -> dict[str, list[int]]:
+    configs: dict[str, dict[str, Any]] = {
+        "sharded": {},
+        "replicas of shards": {"data_parallel_replicate_degree": 2},
+        "replicas": {"sharding_strategy": "NO_SHARD"},
+        "groups apart": {"process_group": "set2"},
+    }
+    return for_each(check_changes, {name: (config,) for name, config in configs.items()})
+
+
+def test_metrics_that_change():
+    """Ranks compare which metrics they have only where those of one are new: a collective and a wait for the GPU less.
+    Metrics that differ, or cannot be had, are still an error on all ranks, and the next batch is logged again."""
+    for counts in run_ranks(check_all_changes, 4, timeout_s=300):
+        assert counts == {
+            "sharded": [2, 1, 3, 1],
+            "replicas of shards": [2, 2, 4, 2],  # one along each axis of the mesh, now that all ranks are asked
+            "replicas": [1, 1, 2, 1],
+            "groups apart": [2, 2, 2, 2],  # no mesh has all ranks
+        }
 
 
 class Walked(dict[str, Any]):
@@ -309,8 +396,6 @@ class Walked(dict[str, Any]):
 
 def cost(num_layers: int, config: dict[str, Any], kind: Any) -> dict[str, int]:
     """Of one logged batch: what Python calls, and how many metrics are looked through."""
-    from composer.callbacks import OptimizerMonitor
-
     from composer_fsdp2.compat import monitoring
 
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(num_layers)))
@@ -320,17 +405,11 @@ def cost(num_layers: int, config: dict[str, Any], kind: Any) -> dict[str, int]:
     prepare_fully_shard(model, optimizer, config, "fp32", torch.device("cpu"))
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    state: Any = SimpleNamespace(
-        model=model, optimizers=[optimizer], timestamp=SimpleNamespace(batch=SimpleNamespace(value=1)), fsdp_config=None
-    )
-    logged: dict[str, float] = {}
-    logger: Any = SimpleNamespace(log_metrics=logged.update)
-    walked, calls = Walked(), []
-    batch_end = monitoring.replacement_for_monitor_batch_end(OptimizerMonitor.batch_end)
+    log, walked, calls = monitored(model, optimizer), Walked(), []
     with mock.patch.object(monitoring, "_Reported", functools.partial(monitoring._Reported, metrics=walked)):
         sys.setprofile(lambda frame, event, argument: calls.append(event))
         try:
-            batch_end(OptimizerMonitor(batch_log_interval=1), state, logger)
+            logged = log()
         finally:
             sys.setprofile(None)
     assert len(logged) == 4 * num_layers + 1, sorted(logged)
