@@ -5,6 +5,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2._torch import (
     average_after_backward,
     keep_class_name,
+    keeps_what_copies_read,
     note_mesh,
     own_buffers,
     repair_cpu_collectives,
@@ -28,7 +30,7 @@ from composer_fsdp2._torch import (
 from composer_fsdp2.activation_checkpointing import wrap_activations
 from composer_fsdp2.agreement import agree, require_process_group
 from composer_fsdp2.buffers import cast_buffers
-from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
+from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
 from composer_fsdp2.guard import start_guard
 from composer_fsdp2.materialize import Materializer, breadth_first, decide_initialisation, rank_zero_rng
 from composer_fsdp2.mesh import device_meshes, device_of
@@ -70,6 +72,7 @@ def apply_agreed_plan(model: nn.Module, plan: ShardingPlan, *, present: Sequence
     Args:
         present: Meshes that are taken where they equal the plan's; see ``device_meshes``.
     """
+    _refuse_offloaded_replicas(plan)
     plan = plan.resolve(dist.get_world_size())
     modules = dict(model.named_modules(remove_duplicate=False))
     initialisation = decide_initialisation(modules.values(), plan.sync_module_states)
@@ -126,6 +129,21 @@ def _check_model(model: nn.Module, plan: ShardingPlan) -> None:
     problems.extend(f"parameter {names[0]} is in no unit" for names in present if planned.isdisjoint(names))
     if problems:
         raise PlanError("the plan was made for another model: " + "; ".join(problems[:5]))
+
+
+def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
+    """Raise where gradients would be silently wrong: replicas with CPU offload, on GPUs, on a torch that we do not know.
+
+    Raises:
+        UnsupportedError: says what else to set.
+    """
+    is_raced = plan.mesh.device_type != "cpu" and not keeps_what_copies_read()
+    if is_raced and any(unit.cpu_offload and unit.mesh.replicate is not None for unit in plan.units):
+        raise UnsupportedError(
+            f"cpu_offload with replicas (HYBRID_SHARD, data_parallel_replicate_degree) on torch {torch.__version__}: it "
+            "lets go of reduced gradients while they are copied to the CPU (pytorch#180665), which would train on wrong "
+            "ones. Leave cpu_offload off, shard over all ranks, or install a torch from 2.7 to 2.15"
+        )
 
 
 def _describe_buffers(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[str]:

@@ -66,26 +66,28 @@ class _Grads:
     Args:
         split: Those of which ranks hold different parts.
         whole: The others.
-        any_whole: Whether there may be others on some rank: by the parameters, whose gradients a rank may lack, because
-            all ranks must communicate alike.
+        any_split, any_whole: Whether some rank may have such: by the parameters, whose gradients a rank may lack,
+            because all ranks must communicate alike.
     """
 
     split: _ByKind
     whole: _ByKind
+    any_split: bool
     any_whole: bool
 
     @classmethod
     def below(cls, root: Unit) -> "_Grads":
         split: list[torch.Tensor] = []
         whole: list[torch.Tensor] = []
-        any_whole = False
+        any_split = any_whole = False
         # After a forward without gradients a root shows gathered parameters, which have none.
         trainable = [parameter for parameter in resting_parameters(root) if parameter.requires_grad]
         for parameter, axes in zip(trainable, splitting_axes_of_all(trainable), strict=True):
+            any_split |= bool(axes)
             any_whole |= not axes
             if (grad := parameter.grad) is not None:
                 (split if axes else whole).append(own_part(grad))
-        return cls(split=by_kind(split), whole=by_kind(whole), any_whole=any_whole)
+        return cls(split=by_kind(split), whole=by_kind(whole), any_split=any_split, any_whole=any_whole)
 
 
 @torch.no_grad()
@@ -177,7 +179,7 @@ def _total_norm(grads: _Grads, norm_type: float, mesh: DeviceMesh) -> torch.Tens
     """
     # Gradients may lie on the CPU while the group is NCCL's: the numbers travel on the mesh's device.
     device = torch.device(mesh.device_type)
-    if not grads.split:
+    if not grads.any_split:
         return _norm(grads.whole, norm_type, device)
     total: torch.Tensor
     shard_axis = mesh.ndim - 1 if mesh.size(mesh.ndim - 1) > 1 else 0

@@ -75,26 +75,14 @@ def reshard(model: nn.Module) -> None:
     After a forward without gradients a root keeps its parameters gathered, and ``named_parameters`` and state dicts
     would then show plain tensors. Call it between forward passes only; does not communicate.
     """
-    for module in _modules(model):
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def _modules(root: nn.Module) -> list[nn.Module]:
-    """``root.modules()``, whose generators within generators take four times as long: steps wait for this."""
-    found: dict[int, nn.Module] = {}
-    waiting = [root]
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
-    return list(found.values())
-
-
 def resting_parameters(module: nn.Module) -> list[nn.Parameter]:
     """``reshard``, and every parameter once, in ``module.parameters()``'s order, in one walk through the modules."""
-    modules = _modules(module)
+    modules = list(module.modules())
     for each in modules:
         if isinstance(each, FSDPModule):
             each.reshard()

@@ -48,6 +48,7 @@ ORDER = [
     "plan",
     "planning",
     "agreement",
+    "node",
     "control",
     "mesh",
     "materialize",

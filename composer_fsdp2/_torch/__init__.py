@@ -3,7 +3,12 @@
 Differences are found by probes, not by comparing versions.
 """
 
-from composer_fsdp2._torch.backward import average_after_backward, repair_unit_backward, replicated_parameters
+from composer_fsdp2._torch.backward import (
+    average_after_backward,
+    keeps_what_copies_read,
+    repair_unit_backward,
+    replicated_parameters,
+)
 from composer_fsdp2._torch.collectives import InFlight, watch_collectives
 from composer_fsdp2._torch.groups import mesh_of, new_gloo_group, note_mesh, process_groups_of
 from composer_fsdp2._torch.names import (
@@ -58,6 +63,7 @@ __all__ = [
     "is_in_pass",
     "is_inside_unit",
     "keep_class_name",
+    "keeps_what_copies_read",
     "lion_",
     "local_box",
     "mesh_of",

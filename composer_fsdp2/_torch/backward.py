@@ -10,12 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from composer_fsdp2._torch.collectives import all_reduce
 from composer_fsdp2._torch.groups import groups_of, has_gradient
 
 __all__ = [
     "average_after_backward",
+    "keeps_what_copies_read",
     "repair_unit_backward",
     "replicated_parameters",
 ]
@@ -156,6 +158,15 @@ def _copied_before_hooks(parameters: Sequence[Any]) -> Iterator[None]:
     finally:
         for parameter in hooked:
             parameter.pin_memory = True
+
+
+def keeps_what_copies_read() -> bool:
+    """Whether this torch keeps what a unit reduced over replicas until that unit's backward is finished.
+
+    On a GPU with gradients offloaded the copy to the host reads it; memory that the next unit's reduction gets in the
+    meantime makes silently wrong gradients (pytorch#180665). 2.7, 2.13 and 2.15 keep it in this attribute.
+    """
+    return "_all_reduce_state" in FSDPParamGroup.__init__.__code__.co_names
 
 
 def _wait_for_the_copies(group: Any) -> None:

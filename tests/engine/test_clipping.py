@@ -201,6 +201,24 @@ def test_a_root_without_gradients_has_norm_zero():
         assert norms["b"] == 0.0 and norms["a"] > 0
 
 
+def check_gradients_on_one_rank() -> tuple[float, float]:
+    """The other rank's are gone: a script dropped them there."""
+    model = Chain(a=layer(), b=layer())
+    prepare_fully_shard(model, None, {}, device="cpu")
+    model(features(0)).sum().backward()
+    own = torch.stack([parameter.grad.to_local().norm() for parameter in model.a.parameters()]).norm().item()
+    if dist.get_rank() == 1:
+        model.a.zero_grad()
+    norm = clip_grad_norm_(model, 1.0)["a"].item()
+    return own, norm
+
+
+def test_a_rank_without_gradients_does_not_leave_the_others_waiting():
+    """Whether ranks communicate is decided by the parameters, which all have alike."""
+    (own, norm), (_, norm_of_other) = run_ranks(check_gradients_on_one_rank, 2)
+    assert norm == norm_of_other == pytest.approx(own)
+
+
 def check_low_precision() -> None:
     """Gradients in bf16: summed in fp32, so that thousands of small ones are not lost."""
     model = Chain(net=nn.Linear(4096, 4, bias=False).bfloat16())

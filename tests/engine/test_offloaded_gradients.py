@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2 import UnsupportedError, apply_plan, plan_sharding, prepare_fully_shard, translate
 from composer_fsdp2._torch.groups import groups_of, state_of
 from composer_fsdp2.sharded import units
 
@@ -135,6 +135,35 @@ def test_what_copies_read_is_kept():
     copies. A torch that lets go of it earlier fails here.
     """
     run_ranks(check_kept, 4)
+
+
+class LetsGo(FSDPParamGroup):
+    def __init__(self) -> None:
+        """Of a torch to come, that does not keep it."""
+
+
+def check_refused() -> list[str]:
+    said = []
+    with mock.patch.object(FSDPParamGroup, "__init__", LetsGo.__init__):
+        for config in (HSDP, {}):
+            model = Chain(a=layer(), b=layer())
+            before = dict(model.named_parameters())
+            plan = plan_sharding(model, translate({"cpu_offload": True, **config}, device="cuda", world_size=4).config)
+            try:
+                apply_plan(model, plan)
+            except UnsupportedError as error:
+                said.append(str(error))
+                assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
+            except Exception as error:
+                said.append(type(error).__name__)  # there is no CUDA here
+    return said
+
+
+def test_a_torch_that_lets_go_is_refused():
+    """With replicas alone, before anything is changed: it would train on wrong gradients."""
+    for with_replicas, without in run_ranks(check_refused, 4):
+        assert "cpu_offload with replicas" in with_replicas and "pytorch#180665" in with_replicas
+        assert "cpu_offload" not in without
 
 
 def check_hooks() -> None:
