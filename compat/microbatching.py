@@ -25,6 +25,7 @@ from composer.trainer import trainer as composer_trainer
 from composer.utils import ParallelismConfig, get_device
 from torchmetrics import Metric
 
+from composer_fsdp2.control import ANSWER_WITHIN
 from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote, PeerOutOfMemoryError, is_out_of_memory, reset
 from composer_fsdp2.sharded import is_sharded
 
@@ -50,8 +51,8 @@ _CLEAN_BATCHES = 3
 class _Recovery:
     """Of one run: its votes, and where in a batch it is."""
 
-    def __init__(self, state: State, timeout: timedelta | None) -> None:
-        self.votes = OutOfMemoryVote(state.model, *([] if timeout is None else [timeout]))
+    def __init__(self, state: State, timeout: timedelta) -> None:
+        self.votes = OutOfMemoryVote(state.model, timeout)
         self.is_training = False
         self.is_committed = False
         self.evaluation: _Evaluation | None = None
@@ -84,7 +85,7 @@ _TIMEOUTS: WeakKeyDictionary[State, timedelta] = WeakKeyDictionary()  # the Trai
 def _recovery_of(state: State) -> _Recovery:
     """Called on all ranks; the first time makes a process group."""
     if state not in _RECOVERIES:
-        _RECOVERIES[state] = _Recovery(state, _TIMEOUTS.get(state))
+        _RECOVERIES[state] = _Recovery(state, _TIMEOUTS.get(state, ANSWER_WITHIN))
     return _RECOVERIES[state]
 
 

@@ -3,8 +3,8 @@
 [Note: metrics of sharded parameters] An optimizer reports a parameter's metrics with torch's functions. Applied to
 sharded parameters and state they give DTensors, which hold this rank's part and know how the parts go together. So what
 ``report_per_parameter_metrics`` returns is what it returns for the whole parameter, once all these parts are reduced
-in one buffer. Where the metrics are known to be norms, they are taken of the local tensors themselves, which costs a
-tenth of the processor's time (benchmarks/dispatch.py). ``pre_reduce_metrics`` and ``dist_reduce_metrics`` put parts of
+in one buffer. Where the metrics are known to be norms, they are taken of the local tensors themselves, which costs an
+eighth of the processor's time (benchmarks/dispatch.py). ``pre_reduce_metrics`` and ``dist_reduce_metrics`` put parts of
 FSDP1's flat parameters together, by a rule that the metric's name implies, and are not needed. Under FSDP1 on 2 ranks
 (Composer 0.32.1, LLM Foundry 0.22.0, torch 2.7.0): with torch's own optimizers, and with
 ``log_optimizer_metrics=False``, each rank logged the norms of its own parts and lacked the parameters of which it had

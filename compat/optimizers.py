@@ -1,8 +1,9 @@
 """Composer's and LLM Foundry's optimizers on each rank's own parts of the parameters.
 
 Their updates are elementwise, so a rank can make them on its plain local tensors, with the same bits. On DTensors each
-of an update's operations is dispatched in Python: of a model of 80 layers the step took eight times as long before it
-had launched anything (benchmarks/dispatch.py). And a step count that lies on a GPU is read once for each parameter.
+of an update's operations is dispatched in Python: before anything was launched, the step of a model of 80 layers took
+AdamW 6.6 times as long, and Lion 9.3 times (benchmarks/dispatch.py). And a step count that lies on a GPU is read once
+for each parameter.
 """
 
 import functools
@@ -18,9 +19,6 @@ __all__ = ["reports_norms", "update_own_parts"]
 
 
 _Update = Callable[..., None]
-# By the full names of their classes (importing LLM Foundry takes long, and not everybody has it): the static method
-# that makes an update, and what makes it on this rank's parts, of one optimizer.
-_UPDATES: dict[str, tuple[str, Callable[[_Update, torch.optim.Optimizer], _Update]]]
 
 
 def update_own_parts(optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +93,9 @@ def _lionw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
     return lionw
 
 
-_UPDATES = {
+# By the full names of their classes (importing LLM Foundry takes long, and not everybody has it): the static method
+# that makes an update, and what makes it on this rank's parts, of one optimizer.
+_UPDATES: dict[str, tuple[str, Callable[[_Update, torch.optim.Optimizer], _Update]]] = {
     "composer.optim.decoupled_weight_decay.DecoupledAdamW": ("adamw", _adamw),
     "llmfoundry.optim.lion.DecoupledLionW": ("lionw", _lionw),
 }
@@ -140,9 +140,8 @@ def _lion_of_all(
     weight_decay: float,
     *betas: float,
 ) -> None:
-    decay = (
-        lr / initial_lr if initial_lr else 1.0
-    ) * weight_decay  # decoupled from the learning rate, not its schedule
+    # Decoupled from the learning rate, not from its schedule.
+    decay = weight_decay * (lr / initial_lr if initial_lr else 1.0)
     lion_(parameters, gradients, averages, lr=lr, keep=1 - decay, betas=betas)
 
 

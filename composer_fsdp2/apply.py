@@ -132,7 +132,7 @@ def _check_model(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
-    """Raise where gradients would be silently wrong: replicas with CPU offload, on GPUs, on a torch that we do not know.
+    """Raise where gradients would be silently wrong: replicas with CPU offload, on GPUs, on a torch unknown to us.
 
     Raises:
         UnsupportedError: says what else to set.
@@ -140,9 +140,9 @@ def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
     is_raced = plan.mesh.device_type != "cpu" and not keeps_what_copies_read()
     if is_raced and any(unit.cpu_offload and unit.mesh.replicate is not None for unit in plan.units):
         raise UnsupportedError(
-            f"cpu_offload with replicas (HYBRID_SHARD, data_parallel_replicate_degree) on torch {torch.__version__}: it "
-            "lets go of reduced gradients while they are copied to the CPU (pytorch#180665), which would train on wrong "
-            "ones. Leave cpu_offload off, shard over all ranks, or install a torch from 2.7 to 2.15"
+            "cpu_offload with replicas (HYBRID_SHARD, data_parallel_replicate_degree) would train on wrong gradients: "
+            f"torch {torch.__version__} lets go of them while they are copied to the CPU (pytorch#180665). Leave "
+            "cpu_offload off, shard over all ranks, or install a torch from 2.7 to 2.15"
         )
 
 

@@ -376,7 +376,7 @@ KEYS: tuple[Key, ...] = (
         origin=Origin.OURS,
         meaning="training goes on while a Trainer's checkpoint is written from a copy in host memory",
         outcome=_EXACT,
-        target="a background thread with gloo groups of its own",
+        target="a background thread with a gloo group of its own",
         reason="read by the Trainer's checkpoint saver; needs host memory for one more shard, pinned beside a GPU",
     ),
     Key(
@@ -387,7 +387,7 @@ KEYS: tuple[Key, ...] = (
         meaning="for how many seconds ranks wait for each other before each collective, where they compare what they "
         "are about to do",
         outcome=_EXACT,
-        target="a gloo group of its own",
+        target="the connections of the votes: local sockets, and one gloo group of the nodes' first ranks",
         reason="ranks that run different modules raise on all of them and name the place, instead of hanging; each "
         "collective costs a small one more",
     ),
