@@ -159,7 +159,7 @@ class _Reporter:
         part: The optimizer as its function sees it then, with the state of one part.
     """
 
-    optimizer: torch.optim.Optimizer
+    optimizer: Any  # a torch.optim.Optimizer that has report_per_parameter_metrics
     gives_norms: bool
     part: Any
 
@@ -177,7 +177,7 @@ class _Reporter:
 
     def report(self, parameter: torch.Tensor, name: str, metrics: Metrics) -> Metrics:
         try:
-            reported: Metrics = self.optimizer.report_per_parameter_metrics(parameter, name, metrics)  # type: ignore[attr-defined]
+            reported: Metrics = self.optimizer.report_per_parameter_metrics(parameter, name, metrics)
         except Exception as error:
             raise ComposerFSDP2Error(
                 f"{type(self.optimizer).__name__}.report_per_parameter_metrics raised {type(error).__name__} for "
@@ -203,17 +203,17 @@ class _Reporter:
         own.grad = parts[1]
         state.update(zip(keys, parts[2:], strict=True))
         self.part.state = {own: state} if state else {}
-        type(self.optimizer).report_per_parameter_metrics(self.part, own, name, metrics)  # type: ignore[attr-defined]
+        type(self.optimizer).report_per_parameter_metrics(self.part, own, name, metrics)
         return True
 
 
-_said: set[type] = set()
+_warned: set[type] = set()
 
 
 def _say_what_is_not_called(kind: type) -> None:
-    if kind in _said:
+    if kind in _warned:
         return
-    _said.add(kind)
+    _warned.add(kind)
     for name in ("pre_reduce_metrics", "dist_reduce_metrics"):
         method = getattr(kind, name, None)
         if method is not None and method.__module__.split(".")[0] not in ("composer", "llmfoundry"):

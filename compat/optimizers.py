@@ -46,8 +46,8 @@ def reports_norms(optimizer: torch.optim.Optimizer) -> bool:
     if known is None or "report_per_parameter_metrics" in vars(optimizer):
         return False
     functions: dict[str, Any] = getattr(optimizer, "metric_functions", {})
-    report = type(optimizer).report_per_parameter_metrics  # type: ignore[attr-defined]
-    return report is known.report_per_parameter_metrics and all(
+    kind: Any = type(optimizer)
+    return kind.report_per_parameter_metrics is known.report_per_parameter_metrics and all(
         name.startswith("l2_norm/") and function.__module__ == known.__module__ for name, function in functions.items()
     )
 
