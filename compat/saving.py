@@ -39,7 +39,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch import new_gloo_group
-from composer_fsdp2.agreement import agree, gather
+from composer_fsdp2.agreement import agree, gather, told_by_rank_0
 from composer_fsdp2.checkpoint.save import save_monolithic
 from composer_fsdp2.compat.staging import PinnedCopies, is_on_device, left_on_device
 from composer_fsdp2.control import Control, Question, control
@@ -240,21 +240,24 @@ def _write_full(state_dict: dict[str, Any], filename: str, group: dist.ProcessGr
     path = Path(filename)
     unpacked = path.with_name(f".{path.name}.unpacked")
     save_monolithic(state_dict, unpacked, group=group)
-    error: str | None = None
-    if dist.get_rank() == 0:
-        packed = path.with_name(f".saving-{path.name}")  # keeps the suffix, which decides
-        try:
-            _pack(unpacked, packed)
-            os.replace(packed, path)
-        except Exception as caught:  # a compressor that failed, a full disk
-            error = f"{type(caught).__name__}: {caught}"
-        finally:
-            unpacked.unlink(missing_ok=True)
-            packed.unlink(missing_ok=True)
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group)
-    if errors[0] is not None:
-        raise CheckpointError(f"{filename}: cannot be packed: {errors[0]}; a file of that name is as it was")
+    error = told_by_rank_0(lambda: _pack_beside(unpacked, path))
+    if error:
+        raise CheckpointError(f"{filename}: cannot be packed: {error}; a file of that name is as it was")
+
+
+def _pack_beside(unpacked: Path, path: Path) -> str:
+    """What went wrong; empty if nothing did."""
+    packed = path.with_name(f".saving-{path.name}")  # keeps the suffix, which decides
+    try:
+        _pack(unpacked, packed)
+        os.replace(packed, path)
+    except Exception as error:  # a compressor that failed, a full disk
+        return f"{type(error).__name__}: {error}"
+    finally:
+        for left in (unpacked, packed):
+            with contextlib.suppress(OSError):
+                left.unlink(missing_ok=True)
+    return ""
 
 
 def _pack(source: Path, packed: Path) -> None:

@@ -1,15 +1,18 @@
 """Ranks decide together: all go on, or all raise. The first collective after it finds every rank there."""
 
 import hashlib
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from composer_fsdp2._torch import default_store
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError, PlanError
 
-__all__ = ["agree", "device_of_group", "gather", "require_process_group", "sends_from_host"]
+__all__ = ["agree", "device_of_group", "gather", "require_process_group", "sends_from_host", "told_by_rank_0"]
 
 T = TypeVar("T")
 
@@ -35,6 +38,27 @@ def gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+_TOLD = itertools.count()
+_ASK_EVERY_S = 0.5
+
+
+def told_by_rank_0(work: Callable[[], str]) -> str:
+    """What ``work`` returns on rank 0, on all ranks, however long it takes: nobody waits in a collective for it.
+
+    Args:
+        work: Raises nothing, or the others wait until the default store is gone.
+
+    Called on all ranks; the others ask the default store twice a second. Not a wait of the store's own, which keeps
+    other threads of the process from asking it anything.
+    """
+    store, key = default_store(), f"composer_fsdp2/told/{next(_TOLD)}"  # ranks ask in one order
+    if dist.get_rank() == 0:
+        store.set(key, work())
+    while not store.check([key]):
+        time.sleep(_ASK_EVERY_S)
+    return store.get(key).decode()
 
 
 def sends_from_host(group: dist.ProcessGroup | None = None) -> bool:

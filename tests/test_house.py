@@ -92,6 +92,7 @@ ORDER = [
     "checkpoint/loading/staging",
     "checkpoint/load",
     "checkpoint/rounds",
+    "checkpoint/staged_file",
     "checkpoint/save",
     "checkpoint/conversion/__init__",
     "checkpoint/conversion/writers/",

@@ -27,9 +27,13 @@ class Part:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
     def share(self, place: int, num_places: int, itemsize: int) -> tuple[int, int]:
         """Which of its bytes are for one of several ranks: (first, end)."""
-        num_bytes = math.prod(self.sizes) * itemsize
+        num_bytes = self.numel * itemsize
         return num_bytes * place // num_places, num_bytes * (place + 1) // num_places
 
 
@@ -109,7 +113,19 @@ class Routes:
         cuts = {of_ranks: number for number, of_ranks in enumerate(dict.fromkeys(of_tensors))}
         found = [None if plain is None else Part(*plain) for plain in known]
         self._senders = [_senders([found[number] for number in of_ranks]) for of_ranks in cuts]
+        self._held = [sum(part.numel for part in {found[number] for number in of_ranks} if part) for of_ranks in cuts]
         self._cuts = [cuts[of_ranks] for of_ranks in of_tensors]
+
+    def incomplete(self, shapes: Sequence[Sequence[int]]) -> int | None:
+        """The number of the first tensor of which no rank has some element; None where there is none."""
+        return next(
+            (
+                number
+                for number, (cut_, shape) in enumerate(zip(self._cuts, shapes, strict=True))
+                if self._held[cut_] != math.prod(shape)
+            ),
+            None,
+        )
 
     def pieces(self, rank: int) -> Iterator[Piece]:
         """What a rank sends, in order; rank 0's are its own to write."""

@@ -8,13 +8,13 @@ communicator for each of them.
 import functools
 import hashlib
 import itertools
-import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,22 +24,12 @@ from composer_fsdp2._torch import own_part
 from composer_fsdp2.agreement import device_of_group, sends_from_host
 from composer_fsdp2.checkpoint.reading import bytes_of
 from composer_fsdp2.checkpoint.rounds import Part, Piece, Routes, Timetable, cut, numbered
-from composer_fsdp2.checkpoint.storage.archive_writer import (
-    ArchivePlan,
-    Slot,
-    plan_archive,
-    sync,
-    sync_folder,
-    write_all,
-)
+from composer_fsdp2.checkpoint.staged_file import FirstError, StagedFile, require_plain_bytes
 from composer_fsdp2.checkpoint.storage.crc import shifted
 from composer_fsdp2.checkpoint.target import Box
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["save_monolithic"]
-
-# So often the disk is waited for, or the last wait would be for all of the file.
-_SYNC_BYTES = 1 << 30
 
 
 def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | None = None) -> None:
@@ -56,28 +46,35 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
         path: On rank 0's file system.
         group: Of all ranks; None is the default group. Its collectives must be free for the length of the call.
     Raises:
-        CheckpointError: on all ranks: the file cannot be written, or ranks hold different tensors. Nothing is left of
-            it then, and a file of that name is as it was.
+        CheckpointError: on all ranks: the file cannot be written, a rank cannot read what it has, or ranks hold
+            different tensors, or not all of one. Nothing is left of it then, and a file of that name is as it was.
 
     Called on all ranks. Gathers what each holds of each tensor; then a gather (an all-gather, if the group cannot send
-    from the host's memory) for each round, and one of the CRC32s.
+    from the host's memory) for each round, and one of the CRC32s; and four times whether a rank could not go on.
     """
     named = _dtensors(state)
     shards = [shard for _, shard in named]
     routes = _routes(named, path, group)
-    file = _File(Path(path), state, shards) if dist.get_rank(group) == 0 else None
-    [(plain_bytes, error), *_] = _gather((file.plain_bytes, file.error) if file is not None else None, group)
-    if error is None:
+    errors = FirstError()
+    file = StagedFile(Path(path), state, shards, errors) if dist.get_rank(group) == 0 else None
+    try:
+        [plain_bytes, *_] = _gather(file.plain_bytes if file is not None else None, group)
+        _require_none(errors, path, group)
         timetable = Timetable(routes, plain_bytes)
         source = _Source(shards, file.plain if file is not None else [])
-        if file is None:
-            _send(source, routes, timetable, group)
-        else:
-            _receive(source, routes, timetable, file, group)
+        work = _Work(source, routes, timetable, errors, group)
+        rounds = errors.attempt(lambda: _Sender(work) if file is None else _Receiver(work, file))
+        _require_none(errors, path, group)
+        assert rounds is not None
+        rounds.run()
         crcs = _all_crcs(source, len(shards), group)
-        [error, *_] = _gather(file.publish(crcs) if file is not None else None, group)
-    if error is not None:
-        raise CheckpointError(f"{path}: cannot be written: {error}; a file of that name is as it was")
+        _require_none(errors, path, group)
+        if file is not None:
+            file.publish(crcs)
+        _require_none(errors, path, group)
+    finally:
+        if file is not None:
+            file.leave_nothing()
 
 
 def _dtensors(state: Any) -> list[tuple[str, DTensor]]:
@@ -106,7 +103,7 @@ def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.
     """Called on all ranks; gathers four bytes for each tensor, and each part that differs from others.
 
     Raises:
-        CheckpointError: on all ranks, if they hold different tensors.
+        CheckpointError: on all ranks, if they hold different tensors, or not all of one.
     """
     described = [f"{name} {tuple(shard.shape)} {shard.dtype}" for name, shard in named]
     digest = hashlib.sha256("\n".join(described).encode()).digest()  # the names themselves are long
@@ -114,7 +111,13 @@ def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.
     gathered = _gather((digest, numbered(parts)), group)
     if any(of_rank != digest for of_rank, _ in gathered):
         raise CheckpointError(f"{path}: not written: {_first_difference(_gather(described, group))}")
-    return Routes([parts for _, parts in gathered], [shard.element_size() for _, shard in named])
+    routes = Routes([parts for _, parts in gathered], [shard.element_size() for _, shard in named])
+    if (number := routes.incomplete([shard.shape for _, shard in named])) is not None:
+        raise CheckpointError(
+            f"{path}: not written: of {described[number]} the ranks that save it together do not hold all; save in a "
+            "group of all ranks of its mesh, rank 0 of which is one of them"
+        )
+    return routes
 
 
 def _own_parts(shards: Sequence[DTensor], writer: int) -> list[Part | None]:
@@ -157,6 +160,10 @@ class _Source:
         self._bytes: tuple[int, torch.Tensor] | None = None  # of the tensor that is being read
         self.crcs = [0] * len(self._tensors)
 
+    def require_bytes(self) -> None:
+        for tensor in self._tensors:
+            require_plain_bytes(tensor)
+
     def plain_pieces(self) -> Iterator[Piece]:
         for number, tensor in enumerate(self._tensors[self._num_shards :], self._num_shards):
             whole = Part((0,) * tensor.dim(), tuple(tensor.shape))
@@ -176,49 +183,75 @@ class _Source:
     def _bytes_of(self, number: int) -> torch.Tensor:
         if self._bytes is None or self._bytes[0] != number:
             self._bytes = None  # where it is a copy, it goes before the next one is made
-            local = own_part(self._tensors[number].detach())
+            local = own_part(self._tensors[number].detach()).resolve_conj().resolve_neg()
             self._bytes = number, local.contiguous().view(-1).view(torch.uint8)
         return self._bytes[1]
 
 
-def _send(source: _Source, routes: Routes, timetable: Timetable, group: dist.ProcessGroup | None) -> None:
-    """All that this rank has, to rank 0. Called on all ranks but that one."""
-    rank = dist.get_rank(group)
-    mine = cut(routes.pieces(rank), timetable.slice_bytes)
-    memory = _host_memory(timetable.sizes(0)[rank], group)
-    for number in range(timetable.num_rounds):
-        sizes, at = timetable.sizes(number), 0
-        for data in source.read(next(mine, ())):
-            memory[at : at + len(data)] = data
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a rank has to do in the rounds, and with whom."""
+
+    source: _Source
+    routes: Routes
+    timetable: Timetable
+    errors: FirstError
+    group: dist.ProcessGroup | None
+
+
+class _Sender:
+    """Sends all that this rank has to rank 0: on all ranks but that one. What it needs is taken when it is made."""
+
+    def __init__(self, work: _Work) -> None:
+        work.source.require_bytes()
+        self._work = work
+        self._rank = dist.get_rank(work.group)
+        self._memory = _host_memory(work.timetable.sizes(0)[self._rank], work.group)
+
+    def run(self) -> None:
+        work, memory = self._work, self._memory
+        mine = cut(work.routes.pieces(self._rank), work.timetable.slice_bytes)
+        for number in range(work.timetable.num_rounds):
+            sizes, pieces = work.timetable.sizes(number), next(mine, [])
+            work.errors.attempt(functools.partial(self._read, pieces))  # the others go on, and so does this rank
+            _exchange(memory[: sizes[self._rank]], sizes, work.group)
+
+    def _read(self, pieces: Sequence[Piece]) -> None:
+        at = 0
+        for data in self._work.source.read(pieces):
+            self._memory[at : at + len(data)] = data
             at += len(data)
-        _exchange(memory[: sizes[rank]], sizes, group)
 
 
-def _receive(
-    source: _Source, routes: Routes, timetable: Timetable, file: "_File", group: dist.ProcessGroup | None
-) -> None:
-    """All that the ranks have, into the file. Called on rank 0."""
-    own = cut(itertools.chain(routes.pieces(0), source.plain_pieces()), timetable.own_slice_bytes)
-    others = [cut(routes.pieces(rank), timetable.slice_bytes) for rank in range(1, routes.num_ranks)]
-    # While a round is written the next one is under way.
-    memories = [_host_memory(_memory_bytes(timetable.sizes(0), group), group) for _ in range(2)]
-    written: list[Future[None]] = []
-    with ThreadPoolExecutor(1, threading.current_thread().name) as writer:
-        for number in range(timetable.num_rounds):
-            if number >= 2:
-                written[number - 2].result()
-            received = _exchange(memories[number % 2], timetable.sizes(number), group)
-            pieces = _read(source, next(own, []), file)
-            for data, other in zip(received, others, strict=True):
-                pieces += _apart(data, next(other, ()))
-            written.append(writer.submit(file.add, pieces))
+class _Receiver:
+    """Writes all that the ranks have to the file: on rank 0. What it needs is taken when it is made."""
 
+    def __init__(self, work: _Work, file: StagedFile) -> None:
+        work.source.require_bytes()
+        self._work, self._file = work, file
+        # While a round is written the next one is under way.
+        num_bytes = _memory_bytes(work.timetable.sizes(0), work.group)
+        self._memories = [_host_memory(num_bytes, work.group) for _ in range(2)]
+        self._writer = ThreadPoolExecutor(1, threading.current_thread().name)
+        self._writer.submit(int).result()  # its thread runs
 
-def _read(source: _Source, pieces: Sequence[Piece], file: "_File") -> list[tuple[Piece, torch.Tensor]]:
-    """Rank 0's own; what cannot be read (a sparse tensor) is the file's error, for the others go on sending."""
-    read: list[tuple[Piece, torch.Tensor]] = []
-    file.attempt(lambda: read.extend(zip(pieces, source.read(pieces), strict=True)))
-    return read
+    def run(self) -> None:
+        work, file = self._work, self._file
+        own = cut(itertools.chain(work.routes.pieces(0), work.source.plain_pieces()), work.timetable.own_slice_bytes)
+        others = [cut(work.routes.pieces(rank), work.timetable.slice_bytes) for rank in range(1, work.routes.num_ranks)]
+        written: list[Future[None]] = []
+        with self._writer as writer:
+            for number in range(work.timetable.num_rounds):
+                if number >= 2:
+                    written[number - 2].result()
+                received = _exchange(self._memories[number % 2], work.timetable.sizes(number), work.group)
+                pieces = work.errors.attempt(functools.partial(self._read, next(own, []))) or []
+                for data, other in zip(received, others, strict=True):
+                    pieces += _apart(data, next(other, ()))
+                written.append(writer.submit(file.add, pieces))
+
+    def _read(self, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
+        return list(zip(pieces, self._work.source.read(pieces), strict=True))
 
 
 def _apart(data: torch.Tensor, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
@@ -289,101 +322,9 @@ def _all_crcs(source: _Source, num_shards: int, group: dist.ProcessGroup | None)
     return [*of_shards, *source.crcs[num_shards:]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rank 0's file
-
-
-class _File:
-    """What rank 0 writes. An error is kept until the end, because the other ranks go on sending.
-
-    Attributes:
-        plain: The tensors in the state that are no DTensors.
-    """
-
-    def __init__(self, path: Path, state: Any, shards: Sequence[DTensor]) -> None:
-        self.path = path
-        self.staged = path.with_name(f".{path.name}.saving")
-        self.error: str | None = None
-        self.plain: list[torch.Tensor] = []
-        self._slots: list[Slot | None] = [None] * len(shards)  # by the tensor's number: shards, then plain ones
-        self._unsynced_bytes = 0
-        self._plan: ArchivePlan
-        self._file: IO[bytes] | None = None
-        self.attempt(lambda: self._open(state, shards))
-        if self.error is not None:
-            self._leave_nothing()
-
-    @property
-    def plain_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.plain)
-
-    def add(self, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
-        """Write pieces of the tensors: their bytes, in host memory."""
-        self.attempt(lambda: self._add(pieces))
-
-    def publish(self, crcs: Sequence[int]) -> str | None:
-        """Give the file its name, or leave nothing of it; what went wrong, if anything did.
-
-        Args:
-            crcs: The CRC32 of each tensor.
-        """
-        self.attempt(lambda: self._publish(crcs))
-        if self.error is not None:
-            self._leave_nothing()
-        elif self._file is not None:
-            self._file.close()
-        return self.error
-
-    def _leave_nothing(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self.staged.unlink(missing_ok=True)
-
-    def attempt(self, work: Callable[[], None]) -> None:
-        """Do it, unless something went wrong before; what goes wrong is kept."""
-        if self.error is None:
-            try:
-                work()
-            except OSError as error:
-                self.error = error.strerror or str(error)
-            except Exception as error:  # pickling runs the user's code
-                self.error = f"{type(error).__name__}: {error}"
-
-    def _open(self, state: Any, shards: Sequence[DTensor]) -> None:
-        numbers = {id(shard): number for number, shard in enumerate(shards)}
-
-        def slot_for(tensor: torch.Tensor) -> Slot:
-            slot = Slot(tuple(tensor.shape), tensor.dtype)
-            if not isinstance(tensor, DTensor):
-                self.plain.append(tensor)
-                self._slots.append(slot)
-            elif id(tensor) in numbers:
-                self._slots[numbers[id(tensor)]] = slot
-            else:
-                raise TypeError("a sharded tensor inside of an object; only dicts, lists and tuples may hold them")
-            return slot
-
-        self._plan = plan_archive(state, slot_for=slot_for)
-        self.staged.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.staged, "wb")  # noqa: SIM115 - closed by publish
-        self._file.truncate(self._plan.num_bytes)
-
-    def _add(self, pieces: Sequence[tuple[Piece, torch.Tensor]]) -> None:
-        assert self._file is not None
-        for piece, tensor in pieces:
-            slot, data, at = self._slots[piece.number], bytes_of(tensor), 0
-            assert slot is not None
-            for first, count in piece.runs(slot.shape, slot.dtype.itemsize):
-                write_all(self._file, data[at : at + count], self._plan.offset_of(slot) + first)
-                at += count
-            self._unsynced_bytes += piece.num_bytes
-        if self._unsynced_bytes >= _SYNC_BYTES:
-            sync(self._file)
-            self._unsynced_bytes = 0
-
-    def _publish(self, crcs: Sequence[int]) -> None:
-        assert self._file is not None
-        self._plan.finish(self._file, {slot: crc for slot, crc in zip(self._slots, crcs, strict=True) if slot})
-        sync(self._file)
-        os.replace(self.staged, self.path)
-        sync_folder(self.path.parent)
+def _require_none(errors: FirstError, path: str | Path, group: dist.ProcessGroup | None) -> None:
+    """Raise on all ranks what one could not do. Called on all ranks; gathers a few bytes from each."""
+    for rank, text in enumerate(_gather(errors.text, group)):
+        if text is not None:
+            who = f"rank {rank}: " if rank else ""
+            raise CheckpointError(f"{path}: cannot be written: {who}{text}; a file of that name is as it was")

@@ -54,9 +54,9 @@ def writer_waits_for(wait: Callable[[], None]) -> Iterator[None]:
     """The background thread calls ``wait`` in the middle of a file; what the main thread writes goes ahead."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from composer_fsdp2.checkpoint import save
+    from composer_fsdp2.checkpoint import staged_file
 
-    write_all, finish = save.write_all, FileSystemWriter.finish
+    write_all, finish = staged_file.write_all, FileSystemWriter.finish
 
     def held(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ def writer_waits_for(wait: Callable[[], None]) -> Iterator[None]:
 
     # Of a directory, `.metadata` comes last, and torch calls `finish` on rank 0.
     with (
-        mock.patch.object(save, "write_all", held(write_all)),
+        mock.patch.object(staged_file, "write_all", held(write_all)),
         mock.patch.object(FileSystemWriter, "finish", held(finish)),
     ):
         yield

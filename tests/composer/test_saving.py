@@ -7,6 +7,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,10 @@ from support.ranks import run_ranks
 from support.saved import checkpoint_differences, form, named, read, tree
 from support.trainers import build_model, fit, largest_difference, make_trainer
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from composer_fsdp2.compat import saving
 from composer_fsdp2.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.composer
@@ -352,3 +356,26 @@ def check_values() -> None:
 def test_async_save_is_a_key_like_others():
     """However the configuration is given it has its effect; a misspelt value does not train until the first save."""
     run_ranks(check_values, 2)
+
+
+def check_long_packing(folder: str) -> list[str]:
+    """The collectives' time-out is over before the compressor is done."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    state = {"state": {"w": DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])}}
+    pack = saving._pack
+
+    def slow(*paths: Path) -> None:
+        time.sleep(6)
+        pack(*paths)
+
+    with mock.patch.object(saving, "_pack", slow):
+        saving._write_full(state, f"{folder}/model.tar", group)
+    full = mock.patch.object(saving, "_pack", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(CheckpointError, match=r"cannot be packed: OSError.*No space left.*as it was"):
+        saving._write_full(state, f"{folder}/model.tar", group)
+    return sorted(os.listdir(folder))
+
+
+def test_a_compressor_takes_longer_than_collectives_may(tmp_path: Path):
+    """Nobody waits for it in one: NCCL's watchdog would end the job."""
+    assert run_ranks(check_long_packing, 2, str(tmp_path)) == [["model.tar"]] * 2

@@ -30,7 +30,7 @@ from support.saved import read
 from support.trainers import make_trainer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from composer_fsdp2.checkpoint import save
+from composer_fsdp2.checkpoint import staged_file
 
 NUM_RANKS = 2
 WAIT_S = 120
@@ -86,7 +86,7 @@ class Steps(Callback):
 @contextlib.contextmanager
 def writers_call(before: Callable[[], None]) -> Iterator[None]:
     """Every piece of a file, and every directory's last file, is written after a call of ``before``."""
-    write_all, finish = save.write_all, FileSystemWriter.finish
+    write_all, finish = staged_file.write_all, FileSystemWriter.finish
 
     def after(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def writers_call(before: Callable[[], None]) -> Iterator[None]:
         return call
 
     with (
-        mock.patch.object(save, "write_all", after(write_all)),
+        mock.patch.object(staged_file, "write_all", after(write_all)),
         mock.patch.object(FileSystemWriter, "finish", after(finish)),
     ):
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import threading
@@ -25,7 +26,8 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from composer_fsdp2.checkpoint import rounds, save
+from composer_fsdp2._torch import with_part
+from composer_fsdp2.checkpoint import rounds, save, staged_file
 from composer_fsdp2.checkpoint.save import save_monolithic
 from composer_fsdp2.errors import CheckpointError
 
@@ -266,7 +268,7 @@ def check_errors(folder: str) -> None:
         assert "too large" in refused(a_state(mesh), path)
     # The disk is full in the middle: later pieces fail, and the other rank goes on sending until the end.
     calls: list[int] = []
-    write_all = save.write_all
+    write_all = staged_file.write_all
 
     def full(*args: Any) -> None:
         calls.append(1)
@@ -274,7 +276,7 @@ def check_errors(folder: str) -> None:
             raise OSError(28, "No space left on device")
         write_all(*args)
 
-    with slices_of(256), mock.patch.object(save, "write_all", full):
+    with slices_of(256), mock.patch.object(staged_file, "write_all", full):
         assert "No space left" in refused(a_state(mesh), path)
     if rank == 0:
         assert len(calls) == 21, "the error came before any piece or after all of them"
@@ -289,6 +291,132 @@ def check_errors(folder: str) -> None:
 def test_errors_are_everybodys(tmp_path: Path):
     """A full disk or a folder that is gone ends the run with its reason on every rank, and the old file stays."""
     run_ranks(check_errors, 2, str(tmp_path))
+
+
+def failing_on(rank: int, owner: Any, name: str, after: int = 0) -> Any:
+    """On this rank calls of a function raise, from one of them on."""
+    original, calls = getattr(owner, name), itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == rank and next(calls) >= after:
+            raise MemoryError("no memory is left")
+        return original(*args, **kwargs)
+
+    return mock.patch.object(owner, name, call)
+
+
+def check_one_rank_fails(folder: str) -> None:
+    """Where it fails, and what the error says; the other rank would wait for it in a collective."""
+    mesh, path = init_device_mesh("cpu", (2,)), f"{folder}/model.pt"
+
+    def check(failing: Any, words: list[str]) -> None:
+        start = time.monotonic()
+        with slices_of(256), failing:
+            text = refused(a_state(mesh), path)
+        assert all(word in text for word in words), text
+        assert time.monotonic() - start < 20
+        assert dist.get_rank() or os.listdir(folder) == []
+        dist.barrier()
+
+    at_end = failing_on(0, os, "replace")
+    for_each(
+        check,
+        {
+            "memory for a round, of a sender": (failing_on(1, save, "_host_memory"), ["rank 1: MemoryError"]),
+            "memory for a round, of rank 0": (failing_on(0, save, "_host_memory"), ["MemoryError"]),
+            "a thread": (failing_on(0, threading.Thread, "start"), ["MemoryError"]),
+            "a sender's first read": (failing_on(1, save, "bytes_of"), ["rank 1: MemoryError"]),
+            "a sender's read in the midst": (failing_on(1, save, "bytes_of", after=5), ["rank 1: MemoryError"]),
+            "rank 0's second read": (failing_on(0, save, "bytes_of", after=1), ["MemoryError"]),
+            "the file's last bytes": (failing_on(0, staged_file, "sync"), ["MemoryError"]),
+            "its name": (at_end, ["MemoryError"]),
+        },
+    )
+
+
+def test_what_one_rank_cannot_do(tmp_path: Path):
+    """Every rank says so, with its reason, and none is left waiting."""
+    run_ranks(check_one_rank_fails, 2, str(tmp_path), timeout_s=120)
+
+
+def check_folder_taken(folder: str) -> None:
+    """What rank 0 staged cannot be removed, and the folder cannot be synced."""
+    mesh, path = init_device_mesh("cpu", (2,)), f"{folder}/model.pt"
+    with (
+        failing_on(0, staged_file, "write_all"),
+        mock.patch.object(Path, "unlink", side_effect=PermissionError(1, "no")),
+    ):
+        assert "MemoryError" in refused(a_state(mesh), path)
+    with mock.patch.object(staged_file, "sync_folder", side_effect=OSError(22, "Invalid argument")):
+        save_monolithic(a_state(mesh), path)
+    dist.barrier()
+    assert set(torch.load(path)) == {"w", "b"}, "it is written, and has its name"
+
+
+def test_a_folder_that_allows_no_more(tmp_path: Path):
+    """It became read-only meanwhile; or a network's file system does not sync folders."""
+    run_ranks(check_folder_taken, 2, str(tmp_path))
+
+
+def check_unusual_tensors(folder: str) -> None:
+    mesh, path = init_device_mesh("cpu", (2,)), f"{folder}/model.pt"
+    turned = torch.randn(5, 3, dtype=torch.complex64).conj()
+    imaginary = torch.randn(4, dtype=torch.complex64).conj().imag  # has its negative bit set
+    assert turned.is_conj() and imaginary.is_neg()
+    shard = turned.chunk(2)[dist.get_rank()].resolve_conj()
+    cut = DTensor.from_local(
+        shard.conj_physical().conj(), mesh, [Shard(0)], run_check=False, shape=(5, 3), stride=(3, 1)
+    )
+    with torch.inference_mode():
+        frozen = torch.ones(2)
+    state = {"turned": turned, "imaginary": imaginary, "cut": cut, "frozen": frozen}
+    save_monolithic(state, path)
+    if dist.get_rank() == 0:
+        expected = {"turned": turned, "imaginary": imaginary, "cut": turned, "frozen": frozen}
+        assert_same(torch.load(path), {name: value.clone() for name, value in expected.items()}, in_bits=True)
+
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    sparse = torch.eye(2).to_sparse()
+    cut_sparse = with_part(sharded(torch.ones(4, 2), mesh, Shard(0)), sparse)
+    cases = {
+        "quantized": ({"q": quantized}, "quantized"),
+        "sparse": ({"s": sparse}, "sparse"),
+        "a sharded one": ({"s": cut_sparse}, "sparse"),
+        "on meta": ({"m": torch.ones(2, device="meta")}, "meta"),
+    }
+
+    def check(state: Any, word: str) -> None:
+        assert word in refused(state, path)
+
+    for_each(check, cases)
+
+
+def test_unusual_tensors(tmp_path: Path):
+    """Their values are in the file, or it says on all ranks that they cannot be; a quantized one ended the process."""
+    run_ranks(check_unusual_tensors, 2, str(tmp_path))
+
+
+def check_missing(folder: str) -> None:
+    """A mesh that rank 0 is not in, and a group that the mesh is not in."""
+    values = torch.randn(6, 2)
+    mesh = DeviceMesh("cpu", [1, 2])
+    if dist.get_rank() in (1, 2):
+        elsewhere = distribute_tensor(values, mesh, [Shard(0)])
+    else:
+        elsewhere = DTensor.from_local(values[:0], mesh, [Shard(0)], run_check=False, shape=(6, 2), stride=(2, 1))
+    assert "w (6, 2)" in refused({"w": elsewhere}, f"{folder}/model.pt")
+    everywhere = sharded(values, init_device_mesh("cpu", (3,)), Shard(0))
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        with pytest.raises(CheckpointError, match="w \\(6, 2\\)"):
+            save_monolithic({"w": everywhere}, f"{folder}/model.pt", group=group)
+    dist.barrier()
+    assert os.listdir(folder) == []
+
+
+def test_a_tensor_that_the_ranks_do_not_have(tmp_path: Path):
+    """It was zeros in the file."""
+    run_ranks(check_missing, 3, str(tmp_path))
 
 
 def check_group(folder: str) -> None:
