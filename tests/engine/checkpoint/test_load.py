@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,6 +112,13 @@ def untrained(
     if config is not None:
         prepare_fully_shard(model, optimizer, dict(config), precision="fp32")
     return model, optimizer
+
+
+@contextlib.contextmanager
+def machines(size: int) -> Iterator[None]:
+    """Machines of ``size`` ranks, by what the ranks say that their machine is called: all of these run on one."""
+    with mock.patch("socket.gethostname", return_value=f"machine {dist.get_rank() // size}"):
+        yield
 
 
 def canonical(name: str) -> str:
@@ -970,8 +978,7 @@ def check_one_reader(folder: str) -> int:
     model, optimizer = trained(Large)
     path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
     ours, own = untrained(Large, config={})
-    # Two machines of two ranks each, by what their ranks say they are called.
-    with mock.patch("socket.gethostname", return_value=f"machine {dist.get_rank() // 2}"):
+    with machines(2):
         report = load_checkpoint(path, ours, own, one_reader_per_node=True)
     assert_same(contents(ours, own), contents(model, optimizer), "one reader", in_bits=True)
     return report.num_bytes

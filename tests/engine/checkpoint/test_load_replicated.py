@@ -7,13 +7,23 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from engine.checkpoint.test_load import adamw, composer_state, contents, refused, saved, step, trained, untrained
+from engine.checkpoint.test_load import (
+    adamw,
+    composer_state,
+    contents,
+    machines,
+    refused,
+    saved,
+    step,
+    trained,
+    untrained,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import for_each
@@ -29,7 +39,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from composer_fsdp2 import CheckpointError, load_checkpoint
+from composer_fsdp2._torch import own_part
 from composer_fsdp2.checkpoint.loading import replicated, staging
+from composer_fsdp2.checkpoint.reading import Reader
+
+M = TypeVar("M", bound=nn.Module)
 
 PIECE_BYTES = 64 << 10
 NO_SHARD = {"sharding_strategy": "NO_SHARD"}
@@ -44,22 +58,25 @@ class Large(nn.Module):
         self.body = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
 
 
-def stepped(config: dict[str, Any] | None, make: Callable[[], nn.Module] = Large) -> tuple[nn.Module, Any]:
+def checkpoint(path: str, make: Callable[[], nn.Module] = Large) -> tuple[Path, dict[str, torch.Tensor]]:
+    """What a run without sharding saves after two steps, and what a load of it has to give. Called on all ranks."""
+    model, optimizer = trained(make)
+    return saved(composer_state(model, optimizer), path), contents(model, optimizer)
+
+
+def stepped(make: Callable[[], M], config: dict[str, Any] | None) -> tuple[M, torch.optim.Optimizer]:
     """A model with other values, whose optimizer has state, as in a run that goes back to a checkpoint."""
-    ours, own = untrained(make, config=config)
-    step(ours, own, 5)
-    return ours, own
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    model = make()
+    _, optimizer = untrained(lambda: model, config=config)
+    step(model, optimizer, 5)
+    return model, optimizer
 
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.UntypedStorage]:
-    """Where all of it lies; step counts, of 4 bytes each, are left out."""
-    tensors = {name: local(parameter.detach()) for name, parameter in model.named_parameters()}
+    """This rank's memory, by what lies in it; step counts, of 4 bytes each, are left out."""
+    tensors = {name: own_part(parameter.detach()) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        tensors |= {f"{key} of {name}": local(v) for key, v in optimizer.state[parameter].items() if v.dim()}
+        tensors |= {f"{key} of {name}": own_part(v) for key, v in optimizer.state[parameter].items() if v.dim()}
     return {name: tensor.untyped_storage() for name, tensor in tensors.items()}
 
 
@@ -76,7 +93,7 @@ class HostMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                storage = local(tensor).untyped_storage()
+                storage = own_part(tensor).untyped_storage()
                 if storage.data_ptr() not in self.known:
                     self.made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
         self.made = {at: (there, size) for at, (there, size) in self.made.items() if not there.expired()}
@@ -85,12 +102,10 @@ class HostMemory(TorchDispatchMode):
 
 
 def check_memory(folder: str) -> None:
-    model, optimizer = trained(Large)
-    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
-    expected = contents(model, optimizer)
+    path, expected = checkpoint(f"{folder}/a.pt")
 
     def check(config: dict[str, Any] | None, one_reader: bool) -> None:
-        ours, own = stepped(config)
+        ours, own = stepped(Large, config)
         before = memory(ours, own)
         with (
             mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES),
@@ -113,12 +128,10 @@ def test_replicated_state_is_never_all_in_host_memory(tmp_path: Path):
 
 
 def check_own_memory(folder: str) -> None:
-    model, optimizer = trained(Large)
-    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
-    expected = contents(model, optimizer)
+    path, expected = checkpoint(f"{folder}/a.pt")
 
     def check(config: dict[str, Any] | None) -> None:
-        ours, own = stepped(config)
+        ours, own = stepped(Large, config)
         shared = own.state[ours.body[0].weight]["exp_avg"]
         own.state[ours.body[1].weight]["exp_avg"] = shared
         before = memory(ours, own)
@@ -142,13 +155,6 @@ def test_an_optimizer_keeps_its_memory(tmp_path: Path):
 # The same values as before
 
 
-@contextlib.contextmanager
-def machines(size: int) -> Iterator[None]:
-    """As many ranks each, by what the ranks say that their machine is called: all of these run on one."""
-    with mock.patch("socket.gethostname", return_value=f"machine {dist.get_rank() // size}"):
-        yield
-
-
 def strided(root: dict[str, Any]) -> dict[str, Any]:
     """The same values by columns, and by rows far apart."""
     weights = root["state"]["model"]
@@ -159,41 +165,48 @@ def strided(root: dict[str, Any]) -> dict[str, Any]:
     return root
 
 
-def check_equal(folder: str, config: dict[str, Any] | None, num_holders: int) -> None:
-    model, optimizer = trained(tied_model)
-    root = composer_state(model, optimizer)
-    expected = contents(model, optimizer)
-    monolithic, by_columns = (
-        saved(root, f"{folder}/a.pt"),
-        saved(strided(composer_state(model, optimizer)), f"{folder}/b.pt"),
-    )
-    directory = Path(folder, "directory")
-    save_directory(root, checkpoint_id=directory)
-    passed: list[int] = []
+def layouts(folder: str) -> tuple[dict[str, Path], dict[str, torch.Tensor]]:
+    """One state in files of several kinds, and what a load of any of them has to give. Called on all ranks."""
+    paths = {"directory": Path(folder, "directory")}
+    paths["one file"], expected = checkpoint(f"{folder}/a.pt", tied_model)
+    paths["by columns"] = saved(strided(composer_state(*trained(tied_model))), f"{folder}/b.pt")
+    save_directory(composer_state(*trained(tied_model)), checkpoint_id=paths["directory"])
+    return paths, expected
+
+
+@contextlib.contextmanager
+def counting_passed_on(*, sharded: bool) -> Iterator[list[int]]:
+    """How many tensors each load in the block passes on; of a sharded model, without what is not sharded in it."""
+    counts: list[int] = []
     pass_on = replicated.ReplicatedState.pass_on
 
-    def counted(self: Any, reader: Any) -> None:
-        passed.append(sum(config is None or isinstance(tensor.box.like, DTensor) for tensor in self._tensors))
+    def counted(self: replicated.ReplicatedState, reader: Reader) -> None:
+        counts.append(sum(not sharded or isinstance(tensor.box.like, DTensor) for tensor in self._tensors))
         pass_on(self, reader)
 
-    def check(path: Path, piece_bytes: int, ranks_of_a_machine: int) -> None:
-        passed.clear()
+    with mock.patch.object(replicated.ReplicatedState, "pass_on", counted):
+        yield counts
+
+
+def check_equal(folder: str, config: dict[str, Any] | None, num_holders: int) -> None:
+    paths, expected = layouts(folder)
+
+    def check(path: Path, piece_bytes: int, ranks_per_machine: int) -> None:
         ours, own = untrained(tied_model, config=config)
         with (
             mock.patch.object(replicated, "_PIECE_BYTES", piece_bytes),
-            mock.patch.object(replicated.ReplicatedState, "pass_on", counted),
             # Every tensor, the smallest too, which each rank reads for itself.
             mock.patch("composer_fsdp2.checkpoint.exchange._SMALL_BYTES", 0),
-            machines(ranks_of_a_machine),
+            machines(ranks_per_machine),
+            counting_passed_on(sharded=config is not None) as counts,
         ):
             report = load_checkpoint(path, ours, own)
         assert_same(contents(ours, own), expected, in_bits=True)
         assert report.unchecked_bytes == 0, str(report)
         # Where machines are replicas, one rank of each holds a shard.
-        assert bool(passed[0]) == (ranks_of_a_machine > num_holders), f"{passed}, {ranks_of_a_machine}"
+        assert bool(counts[0]) == (ranks_per_machine > num_holders), f"{counts}, {ranks_per_machine}"
 
     world_size = dist.get_world_size()
-    paths = {"one file": monolithic, "by columns": by_columns, "directory": directory}
     for_each(
         check,
         {
@@ -218,15 +231,13 @@ def test_pieces_of_shards(tmp_path: Path):
 
 
 def check_one_reader(folder: str) -> None:
-    model, optimizer = trained(Large)
-    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    path, expected = checkpoint(f"{folder}/a.pt")
 
-    def check(config: dict[str, Any], ranks_a_machine: int) -> None:
-        ours, own = stepped(config)
-        host = f"machine {dist.get_rank() // ranks_a_machine}"
-        with mock.patch("socket.gethostname", return_value=host):
+    def check(config: dict[str, Any], ranks_per_machine: int) -> None:
+        ours, own = stepped(Large, config)
+        with machines(ranks_per_machine):
             load_checkpoint(path, ours, own, one_reader_per_node=True)
-        assert_same(contents(ours, own), contents(model, optimizer), in_bits=True)
+        assert_same(contents(ours, own), expected, in_bits=True)
 
     configs = {"HSDP": HYBRID, "NO_SHARD": NO_SHARD, "shards": {}}
     for_each(
@@ -273,14 +284,13 @@ def last_bytes_of(path: Path, name: str) -> int:
 
 
 def check_damage(folder: str) -> None:
-    model, optimizer = trained(Large)
     for name in ("body.0.weight", "body.7.weight"):
-        path = saved(composer_state(model, optimizer), f"{folder}/{name}.pt")
+        path, _ = checkpoint(f"{folder}/{name}.pt")
         if dist.get_rank() == 0:
             flip(path, last_bytes_of(path, name))
         dist.barrier()
         with mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES):
-            refused(name, path, *stepped(NO_SHARD), ["damaged content; nothing was changed"])
+            refused(name, path, *stepped(Large, NO_SHARD), ["damaged content; nothing was changed"])
 
 
 def flip(path: Path, at: int) -> None:
@@ -311,13 +321,11 @@ class Late(Large):
 
 
 def check_second_pass(folder: str) -> None:
-    model, optimizer = trained(Late)
-    root = composer_state(model, optimizer)
-    expected = contents(model, optimizer)
+    intact, expected = checkpoint(f"{folder}/intact.pt", Late)
 
     def check(name: str, damage: Callable[[Path], None], config: dict[str, Any] | None) -> None:
-        path, whole = saved(root, f"{folder}/damaged.pt"), saved(root, f"{folder}/whole.pt")
-        ours, own = stepped(config, Late)
+        path, _ = checkpoint(f"{folder}/damaged.pt", Late)
+        ours, own = stepped(Late, config)
 
         def then() -> None:
             dist.barrier()
@@ -325,14 +333,14 @@ def check_second_pass(folder: str) -> None:
                 damage(path)
             dist.barrier()
 
-        ours.then = then  # type: ignore[assignment]
+        ours.then = then
         with (
             mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES),
             pytest.raises(CheckpointError, match=rf"damaged.pt: was whole when .*{name}.* partly changed: load again"),
         ):
             load_checkpoint(path, ours, own)
-        ours.then = lambda: None  # type: ignore[assignment]
-        load_checkpoint(whole, ours, own)
+        ours.then = lambda: None
+        load_checkpoint(intact, ours, own)
         assert_same(contents(ours, own), expected, in_bits=True)
 
     # Each of two neighbouring tensors is another rank's to read.
@@ -351,12 +359,11 @@ def test_a_file_that_changes_after_its_check(tmp_path: Path):
 
 
 def check_full_memory(folder: str) -> None:
-    model, optimizer = trained(Large)
-    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    path, expected = checkpoint(f"{folder}/a.pt")
     ours, own = untrained(Large, config=NO_SHARD)
     place = staging._StatePlace.local
 
-    def full(self: Any) -> torch.Tensor:
+    def full(self: staging._StatePlace) -> torch.Tensor:
         if dist.get_rank() == 1 and self.box.numel > 1024:  # what is smaller each rank reads for itself
             raise torch.OutOfMemoryError("CUDA out of memory")
         return place(self)
@@ -366,8 +373,9 @@ def check_full_memory(folder: str) -> None:
         pytest.raises(CheckpointError, match=r"CUDA out of memory\); the model and the optimizer are partly changed"),
     ):
         load_checkpoint(path, ours, own)
-    load_checkpoint(path, ours, adamw(ours))
-    assert_same(contents(ours), contents(model), in_bits=True)
+    own = adamw(ours)
+    load_checkpoint(path, ours, own)
+    assert_same(contents(ours, own), expected, in_bits=True)
 
 
 def test_a_rank_without_memory_for_its_state(tmp_path: Path):
