@@ -1,8 +1,19 @@
-"""A device that is out of memory, where there is one: ``run_out_of_memory(device)``."""
+"""A device that is out of memory, where there is one: ``run_out_of_memory(device)``; what a block takes of the host's.
+
+with HostMemory() as host:
+    work()
+assert host.peak_bytes <= allowed
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 TOO_MUCH_BYTES = 2**45  # 32 TiB
 
@@ -12,3 +23,36 @@ def run_out_of_memory(device: str) -> None:
     if device == "cuda":
         torch.empty(TOO_MUCH_BYTES, dtype=torch.uint8, device=device)
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32768.00 GiB (injected)")
+
+
+class HostMemory(TorchDispatchMode):
+    """Counts the bytes of all tensors in host memory that were made in the block and are still there.
+
+    To the byte, as their storages are after each operator; what lay there before the block does not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own dispatch comes first, so that what that calls is seen here
+        result = func(*args, **(kwargs or {}))
+        given, there = _host_storages((args, kwargs)), _host_storages(result)
+        self._made |= {address: StorageWeakRef(there[address]) for address in there.keys() - given.keys()}
+        self._made = {address: storage for address, storage in self._made.items() if not storage.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(map(_num_bytes, self._made.values())))
+        return result
+
+
+def _host_storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    """By their own address, which one has before it has memory, too."""
+    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor) and value.device.type == "cpu"]
+    return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+
+
+def _num_bytes(storage: StorageWeakRef) -> int:
+    """Now: FSDP resizes the storages that it gathers to."""
+    return torch.UntypedStorage._new_with_weak_ptr(storage.cdata).nbytes()

@@ -29,14 +29,12 @@ from hypothesis import strategies as st
 from support.cases import for_each
 from support.comparing import assert_same
 from support.examples import examples
+from support.memory import HostMemory
 from support.models import tied_model
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint import save as save_directory
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from composer_fsdp2 import CheckpointError, load_checkpoint
 from composer_fsdp2._torch import own_part
@@ -80,27 +78,6 @@ def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
     return {name: tensor.untyped_storage() for name, tensor in tensors.items()}
 
 
-class HostMemory(TorchDispatchMode):
-    """Counts the bytes of all tensors in host memory that were made in the block and are still there."""
-
-    def __init__(self, known: list[torch.UntypedStorage]) -> None:
-        super().__init__()
-        self.known = {storage.data_ptr() for storage in known}
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                storage = own_part(tensor).untyped_storage()
-                if storage.data_ptr() not in self.known:
-                    self.made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self.made = {at: (there, size) for at, (there, size) in self.made.items() if not there.expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self.made.values()))
-        return result
-
-
 def check_memory(folder: str) -> None:
     path, expected = checkpoint(f"{folder}/a.pt")
 
@@ -109,7 +86,7 @@ def check_memory(folder: str) -> None:
         before = memory(ours, own)
         with (
             mock.patch.object(replicated, "_PIECE_BYTES", PIECE_BYTES),
-            HostMemory(list(before.values())) as host,
+            HostMemory() as host,
         ):
             load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
         assert_same(contents(ours, own), expected, in_bits=True)
