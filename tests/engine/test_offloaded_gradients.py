@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from support.models import Chain, features, layer
 from support.ranks import run_ranks
+from support.training import HSDP_2X2
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -77,11 +78,8 @@ def trained_once(config: dict[str, Any]) -> nn.Module:
     return model
 
 
-HSDP = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
-
-
 def check_events() -> None:
-    model, log = trained_once(HSDP), Log()
+    model, log = trained_once(HSDP_2X2), Log()
     as_on_a_gpu(model, log)
     model(features(1)).sum().backward()
     assert len(log.synchronized) == len(list(model.parameters()))
@@ -98,7 +96,7 @@ def test_replicas_are_waited_for_on_their_stream():
 
 def check_kept() -> None:
     """Each unit lets go of one buffer, when its backward is finished, and not before."""
-    model = trained_once(HSDP)
+    model = trained_once(HSDP_2X2)
     as_on_a_gpu(model, Log())
     reduced: list[weakref.ref[torch.Tensor]] = []
     finished: list[Any] = []
@@ -145,7 +143,7 @@ class LetsGo(FSDPParamGroup):
 def check_refused() -> list[str]:
     said = []
     with mock.patch.object(FSDPParamGroup, "__init__", LetsGo.__init__):
-        for config in (HSDP, {}):
+        for config in (HSDP_2X2, {}):
             model = Chain(a=layer(), b=layer())
             before = dict(model.named_parameters())
             plan = plan_sharding(model, translate({"cpu_offload": True, **config}, device="cuda", world_size=4).config)

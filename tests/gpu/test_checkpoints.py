@@ -11,19 +11,18 @@ from support.cases import for_each
 from support.comparing import assert_same, full, full_parameters
 from support.gpus import Ranks, on_gpus
 from support.models import Model, tokens
-from support.training import FULL, adamw
+from support.training import FULL, HSDP_2X2, adamw
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from composer_fsdp2 import load_checkpoint, prepare_fully_shard, save_monolithic
 
-REPLICAS = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
 OF_TWO: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
     "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
     "offloaded": {"cpu_offload": True},
 }
-OF_FOUR = {"replicas": REPLICAS, "offloaded replicas": REPLICAS | {"cpu_offload": True}, "FULL_SHARD": {}}
+OF_FOUR = {"replicas": HSDP_2X2, "offloaded replicas": HSDP_2X2 | {"cpu_offload": True}, "FULL_SHARD": {}}
 
 
 def trained(device: str, config: dict[str, Any], seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

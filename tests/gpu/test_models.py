@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.gpus import Ranks, on_gpus
-from support.models import WIDTH, Block, Model, features, tokens
+from support.models import WIDTH, Block, Model, ModelWithScalar, features, tokens
 from support.training import FULL, adamw, assert_close, named_parameters, train_alike
 from torch import nn
 
@@ -51,21 +51,12 @@ def test_the_guard_says_where_ranks_part(ranks: Ranks):
         assert "rank 1 stands before the all-gather of decoder.blocks.2 in forward" in said
 
 
-# --- parameters that lie whole on every rank
-
-
-class Whole(Model):
-    """A scalar, which cannot be cut, and a block that opts out of sharding beside those that do not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder.gain = nn.Parameter(torch.tensor(1.5))
-        self.decoder.register_forward_hook(lambda decoder, args, output: output * decoder.gain)
+# --- parameters that every rank holds unsharded
 
 
 def check_replicated(device: str) -> None:
     def check(config: dict[str, Any]) -> None:
-        model = train_alike(Whole, config, tokens, device=device, optimizer=adamw, rtol=1e-9, atol=1e-12)
+        model = train_alike(ModelWithScalar, config, tokens, device=device, optimizer=adamw, rtol=1e-9, atol=1e-12)
         own = full(model.decoder.gain)
         gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, own.to(device))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.gpus import Ranks, Recorder, on_gpus
 from support.mpt import MPT_7B, TINY, Size, TrainedMpt, train_mpt
-from support.oracle import FSDP1, FSDP2, UNSHARDED
+from support.oracle import FSDP1_ON, FSDP2
 from support.trainers import largest_difference
 
 pytestmark = [pytest.mark.foundry, pytest.mark.timeout(4000)]  # 13 GB of parameters, three runs, two checkpoints
@@ -34,8 +34,7 @@ MAX_PEAK = 1.05  # of FSDP1's
 
 def train(device: str, who: str, size: Size, attention: str, batches: int, options: dict[str, Any]) -> TrainedMpt:
     """With FSDP1 or with ours; in processes of its own, because what one run leaves in the allocator is the next's."""
-    fsdp1 = UNSHARDED if device == "cuda" else FSDP1
-    under = FSDP2 if who == "ours" else fsdp1
+    under = FSDP2 if who == "ours" else FSDP1_ON[device]
     return train_mpt(device, under, size, config=dict(CONFIG), attention=attention, batches=batches, **options)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.gpus import Ranks, on_gpus, without_waiting
-from support.models import Model, tokens
+from support.models import ModelWithScalar, tokens
 from support.training import adamw
 from torch import nn
 
@@ -25,18 +25,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Scaled(Model):
-    """With a scalar, which lies whole on each rank, and whose gradient is averaged apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder.gain = nn.Parameter(torch.tensor(1.5))
-        self.decoder.register_forward_hook(lambda decoder, args, output: output * decoder.gain)
-
-
 def check_steps(device: str) -> None:
     def check(config: dict[str, Any]) -> None:
-        model = Scaled()
+        model = ModelWithScalar()
         optimizer = adamw(model)
         prepare_fully_shard(model, optimizer, config, precision="amp_bf16", device=device)
         batches = [tokens(NUM_MICROBATCHES * dist.get_rank() + n).to(device) for n in range(NUM_MICROBATCHES)]

@@ -17,7 +17,7 @@ from support.cases import for_each
 from support.comparing import assert_same
 from support.gpus import Ranks, Recorder, on_gpus
 from support.memory import run_out_of_memory
-from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
+from support.oracle import FSDP1_ON, FSDP2
 from support.saved import named, read
 from support.trainers import build_model, close, fit, largest_difference, make_trainer, on_gpu, optimizer_state
 
@@ -26,8 +26,6 @@ from composer_fsdp2._torch import own_part
 pytestmark = pytest.mark.composer
 
 COMPOSER = ("mosaicml",)
-# Composer as it is, with FSDP1; on the CPU it has to be told that there is no GPU.
-FSDP1_ON: dict[str, Under] = {"cuda": UNSHARDED, "cpu": FSDP1}
 
 
 def composers(device: str) -> Any:

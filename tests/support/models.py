@@ -76,6 +76,15 @@ class Model(nn.Module):
         return self.decoder(tokens)
 
 
+class ModelWithScalar(Model):
+    """With a parameter that cannot be cut: every rank holds it unsharded, and its gradient is averaged apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder.gain = nn.Parameter(torch.tensor(1.5))
+        self.decoder.register_forward_hook(lambda decoder, args, output: output * decoder.gain)
+
+
 def tied_model() -> Model:
     return Model(tied=True)
 

@@ -45,6 +45,8 @@ def FSDP1_saving() -> Iterator[None]:
 
 # Composer as it is; without a parallelism_config it trains whole models (DDP).
 UNSHARDED: Under = contextlib.nullcontext
+# With FSDP1, by the type of device; on the CPU Composer has to be told that there is no GPU.
+FSDP1_ON: dict[str, Under] = {"cuda": UNSHARDED, "cpu": FSDP1}
 
 
 @contextlib.contextmanager

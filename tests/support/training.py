@@ -17,6 +17,8 @@ Inputs = Callable[[int], torch.Tensor]  # from a seed
 
 # FSDP1's default casts to the precision, and fp32 is the highest that Composer has.
 FULL = {"mixed_precision": "FULL"}
+# Of four ranks.
+HSDP_2X2 = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
 
 
 def assert_close(what: str, actual: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float) -> None:
