@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from support.oracle import Under
 from support.trainers import Outcome, shards
+from torch.utils.data import DataLoader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,49 +44,20 @@ def train_mpt(
     device: str, under: Under, size: Size, *, config: dict[str, Any], attention: str, batches: int, **options: Any
 ) -> TrainedMpt:
     """Train random tokens in one microbatch a batch, with clipping, as Foundry's YAML of the 7B model. On all ranks."""
-    from composer import Callback, Trainer
+    from composer import Trainer
     from composer.algorithms import GradientClipping
-    from composer.utils import dist
-    from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
     from llmfoundry.optim import DecoupledLionW
     from support.scripts.train_with_trainer import Record
-    from torch.utils.data import DataLoader
 
-    class Clock(Callback):
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-
-        def batch_start(self, state: Any, logger: Any) -> None:
-            self._start = time.perf_counter()
-
-        def batch_end(self, state: Any, logger: Any) -> None:
-            if device == "cuda":
-                torch.cuda.synchronize()
-            self.seconds.append(time.perf_counter() - self._start)
-
-    tokens = torch.randint(
-        size.vocabulary, (128 * size.batch, size.sequence), generator=torch.Generator().manual_seed(3)
-    )
-    record, clock = Record(), Clock()
+    record, clock = Record(), _clock(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with under():
-        torch.manual_seed(9)
-        model = ComposerMPTCausalLM(
-            d_model=size.width, n_heads=size.heads, n_layers=size.layers, expansion_ratio=4,
-            max_seq_len=size.sequence, vocab_size=size.vocabulary, no_bias=True, init_device="meta",
-            norm_type="low_precision_layernorm", loss_fn="torch_crossentropy",
-            attn_config={"attn_impl": attention, "alibi": True, "clip_qkv": 6},
-        )  # fmt: skip
+        model = _model(size, attention)
         trainer = Trainer(
             model=model,
             optimizers=DecoupledLionW(model.parameters(), lr=3e-5, betas=(0.9, 0.95), weight_decay=1e-6),
-            train_dataloader=DataLoader(
-                tokens,
-                batch_size=size.batch,
-                sampler=dist.get_sampler(tokens, shuffle=False, drop_last=True),
-                collate_fn=_batch,
-            ),
+            train_dataloader=_loader(size),
             max_duration=f"{batches}ba",
             device="gpu" if device == "cuda" else "cpu",
             precision="amp_bf16" if device == "cuda" else "fp32",
@@ -101,8 +73,50 @@ def train_mpt(
         trainer.fit()
         who = shards(trainer.state.model)
         trainer.close()
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    return TrainedMpt(record.losses, who, clock.seconds, peak)
+    peak_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return TrainedMpt(record.losses, who, clock.seconds, peak_bytes)
+
+
+def _model(size: Size, attention: str) -> Any:
+    """On the meta device."""
+    from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
+
+    torch.manual_seed(9)
+    return ComposerMPTCausalLM(
+        d_model=size.width, n_heads=size.heads, n_layers=size.layers, expansion_ratio=4,
+        max_seq_len=size.sequence, vocab_size=size.vocabulary, no_bias=True, init_device="meta",
+        norm_type="low_precision_layernorm", loss_fn="torch_crossentropy",
+        attn_config={"attn_impl": attention, "alibi": True, "clip_qkv": 6},
+    )  # fmt: skip
+
+
+def _clock(device: str) -> Any:
+    """A callback that notes the ``seconds`` of each batch, from its start to its end on the device."""
+    from composer import Callback
+
+    class Clock(Callback):
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+
+        def batch_start(self, state: Any, logger: Any) -> None:
+            self._start = time.perf_counter()
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            self.seconds.append(time.perf_counter() - self._start)
+
+    return Clock()
+
+
+def _loader(size: Size) -> DataLoader[Any]:
+    """Of 128 batches of random tokens, the same in each run, of which each rank gets its own."""
+    from composer.utils import dist
+
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(size.vocabulary, (128 * size.batch, size.sequence), generator=generator)
+    sampler = dist.get_sampler(tokens, shuffle=False, drop_last=True)
+    return DataLoader(tokens, batch_size=size.batch, sampler=sampler, collate_fn=_batch)
 
 
 def _batch(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
