@@ -163,19 +163,41 @@ def load_inventory(
     staging = Staging(plan, one_reader_per_node=one_reader)
     bring(staging.files())
     with Reader() as reader:
-        together(lambda: staging.read_for_node(reader) if one_reader else staging.read(reader))
+        unchecked_bytes = _read_and_check(staging, reader, one_reader_per_node=one_reader)
         num_bytes = reader.num_bytes
-        unchecked = check_content(reader.parts, plan.inventory.path)
-        staging.share()
-        if staging.has_copies:
-            together(staging.check_copies)
-        try:
-            together(staging.set_extra_state)
-        except CheckpointError:
-            staging.put_extra_state_back()  # where this rank's modules took it
-            raise
+        _set_extra_state(staging)
         together(lambda: staging.pass_on(reader))
     together(staging.commit)
+    return _report(plan, num_bytes=num_bytes, unchecked_bytes=unchecked_bytes, seconds=time.perf_counter() - started)
+
+
+def _read_and_check(staging: Staging, reader: Reader, *, one_reader_per_node: bool) -> int:
+    """Read everything, and change nothing.
+
+    Returns:
+        Bytes that any rank read and no CRC32 was there for.
+    Raises:
+        CheckpointError: on all ranks; says what is damaged or cannot be read.
+    Called on all ranks.
+    """
+    together(lambda: staging.read_for_node(reader) if one_reader_per_node else staging.read(reader))
+    unchecked_bytes = check_content(reader.parts, staging.plan.inventory.path)
+    staging.share()
+    if staging.has_copies:
+        together(staging.check_copies)
+    return unchecked_bytes
+
+
+def _set_extra_state(staging: Staging) -> None:
+    """On all ranks or on none. Called on all ranks."""
+    try:
+        together(staging.set_extra_state)
+    except CheckpointError:
+        staging.put_extra_state_back()  # where this rank's modules took it
+        raise
+
+
+def _report(plan: LoadPlan, *, num_bytes: int, unchecked_bytes: int, seconds: float) -> LoadReport:
     return LoadReport(
         inventory=plan.inventory,
         loaded=tuple(name for planned in plan.tensors for name in planned.target.names),
@@ -185,8 +207,8 @@ def load_inventory(
         kept=plan.kept,
         cast=tuple(p.target.name for p in plan.tensors if p.record.dtype != p.target.value.dtype),
         num_bytes=num_bytes,
-        unchecked_bytes=unchecked,
-        seconds=time.perf_counter() - started,
+        unchecked_bytes=unchecked_bytes,
+        seconds=seconds,
     )
 
 

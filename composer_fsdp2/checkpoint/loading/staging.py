@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from composer_fsdp2._torch import own_part
 from composer_fsdp2.agreement import gather
 from composer_fsdp2.checkpoint.exchange import (
     broadcast_replicas,
@@ -50,7 +51,7 @@ class _StatePlace:
         """This rank's memory of it."""
         if self.value is None:  # where its like is: with CPU offload, parts of a tensor on a GPU mesh lie on the host
             self.value = torch.empty_like(self.box.like, dtype=self.dtype, memory_format=torch.contiguous_format)
-        return _local(self.value)
+        return own_part(self.value)
 
 
 @dataclass(slots=True)
@@ -78,7 +79,7 @@ class _Staged:
     def allocate(self) -> torch.Tensor:
         """Memory to read it to: its final place, if that is host memory that nothing uses yet."""
         is_new = self.place is not None and self.place.value is None
-        if is_new and self.place is not None and _local(self.box.like).device.type == "cpu":
+        if is_new and self.place is not None and own_part(self.box.like).device.type == "cpu":
             self.data = self.place.local()
         else:
             self.data = torch.empty(self.box.sizes, dtype=self.record.dtype)
@@ -341,8 +342,8 @@ def _stage(record: Any, state: ParameterState, own: Any, used: set[int]) -> Any:
     like = _layout_of(record, state.parameter, own)
     place = _StatePlace(Box.of(like), record.dtype)
     is_own = like is own and type(own) in (torch.Tensor, DTensor) and own.dtype == record.dtype
-    if is_own and _local(own).is_contiguous() and _address(_local(own)) not in used:
-        used.add(_address(_local(own)))
+    if is_own and own_part(own).is_contiguous() and _address(own_part(own)) not in used:
+        used.add(_address(own_part(own)))
         place.value = own
     return _Staged(record, place.box, place)
 
