@@ -7,6 +7,7 @@ for each parameter.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,8 @@ def update_own_parts(optimizer: torch.optim.Optimizer) -> None:
     update or the step. Call it on each rank, as often as you like; it communicates nothing.
     """
     known: Any = _known_class(optimizer)
-    if known is None or type(optimizer).step is not known.step:
+    # torch wraps a class's step when the first optimizer is made of it, a subclass's maybe before that of its base.
+    if known is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(known.step):
         return
     name, on_own_parts = _UPDATES[_full_name(known)]
     if name not in vars(optimizer) and getattr(type(optimizer), name) is getattr(known, name):
