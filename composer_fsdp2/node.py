@@ -78,8 +78,9 @@ class Node:
         """
         heard: dict[int, list[int]] = {}
         while len(heard) < len(self._links):
-            ready = self._poll.poll(max(0, math.ceil((until - time.monotonic()) * 1000)))
-            if not ready:
+            left_ms = math.ceil((until - time.monotonic()) * 1000)
+            ready = self._poll.poll(min(max(0, left_ms), _LONGEST_POLL_MS))
+            if not ready and time.monotonic() >= until:
                 raise TimeoutError("a rank of this node has not come within the time-out")
             for descriptor, _ in ready:
                 data = self._links[descriptor].recv(_MAX_BYTES)
@@ -114,6 +115,7 @@ class Node:
 
 
 _MAX_BYTES = 1024
+_LONGEST_POLL_MS = 2**31 - 1  # a C int: 24 days
 _IS_GONE = "a rank of this node has ended, or gave up"
 
 
