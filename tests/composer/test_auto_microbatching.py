@@ -457,20 +457,13 @@ def check_votes_end() -> list[tuple[int, bool]]:
     from composer_fsdp2.node import Node
 
     votes: list[tuple[int, bool]] = []
-    count = mock.Mock()
 
     class Counting(Callback):
         def batch_end(self, state: Any, logger: Any) -> None:
-            votes.append((count.call_count, _fsdp_collectives.dist is dist))
-            count.reset_mock()
+            votes.append((tell.call_count, _fsdp_collectives.dist is dist))
+            tell.reset_mock()
 
-    tell = Node.tell
-
-    def counted(self: Node, numbers: Any) -> None:
-        count()
-        tell(self, numbers)
-
-    with mock.patch.object(Node, "tell", counted):
+    with mock.patch.object(Node, "tell", autospec=True, side_effect=Node.tell) as tell:
         run("auto", {}, None, batches=8, callbacks=[Counting()], eval_interval="5ba")
     return votes
 
