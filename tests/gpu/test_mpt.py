@@ -56,7 +56,8 @@ def test_mpt_7b(ranks: Ranks, tmp_path: Path, record_property: Recorder):
     size, attention = (MPT_7B if on_gpu else TINY), attention_of(ranks)
     saving = {"save_folder": str(tmp_path), "save_interval": f"{SAVED_AT}ba", "save_num_checkpoints_to_keep": -1}
     ours, theirs = both(ranks, size, attention, BATCHES, **saving)
-    assert ours.peak_bytes <= MAX_PEAK * theirs.peak_bytes, f"{ours.peak_bytes} bytes, FSDP1 {theirs.peak_bytes}"
+    if on_gpu:  # on the CPU nobody counts
+        assert 0 < ours.peak_bytes <= MAX_PEAK * theirs.peak_bytes, (ours.peak_bytes, theirs.peak_bytes)
     resumed = ranks.run(
         train, "ours", size, attention, BATCHES, {"load_path": f"{tmp_path}/ep0-ba{SAVED_AT}"}, timeout_s=1200
     )[0]
