@@ -24,7 +24,7 @@ STEPS = 3
 
 
 class Thin(nn.Module):
-    """A row, which all ranks but one hold nothing of, and a scalar, which stays whole."""
+    """A row, which all ranks but one hold nothing of, and a scalar, which stays unsharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,11 +62,11 @@ def sharded() -> nn.Module:
 def give_gradients(model: nn.Module, seed: int, change: Callable[[DTensor], torch.Tensor] = lambda grad: grad) -> None:
     torch.manual_seed(seed)
     for parameter in model.parameters():
-        whole = torch.randn(parameter.shape)
+        unsharded = torch.randn(parameter.shape)
         if isinstance(parameter, DTensor):
-            parameter.grad = change(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+            parameter.grad = change(distribute_tensor(unsharded, parameter.device_mesh, parameter.placements))
         else:
-            parameter.grad = whole
+            parameter.grad = unsharded
 
 
 def optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
@@ -129,15 +129,15 @@ def test_the_same_bits_without_dispatch():
 
 
 def check_gradients_that_lie_otherwise() -> None:
-    """Whole on each rank, as somebody's hook may leave them: torch puts them together, as without the shim."""
+    """Unsharded on each rank, as somebody's hook may leave them: torch puts them together, as without the shim."""
     from composer_fsdp2.compat.optimizers import update_own_parts
 
-    def whole(gradient: DTensor) -> torch.Tensor:
+    def unsharded(gradient: DTensor) -> torch.Tensor:
         return gradient.redistribute(placements=[Replicate()])
 
     def check(make: Callable[..., torch.optim.Optimizer]) -> None:
         left = []
-        for change in (lambda gradient: gradient, whole):
+        for change in (lambda gradient: gradient, unsharded):
             model = sharded()
             optimizer = make(model.parameters())
             update_own_parts(optimizer)
@@ -206,9 +206,16 @@ def check_lion_in_chunks() -> None:
 
     make = optimizers()["lion"]
     expected, _ = train(make, on_own_parts=False)
-    with mock.patch.object(compat_optimizers._Waiting, "MAX_BYTES", 1):
+    with (
+        mock.patch.object(compat_optimizers._Waiting, "MAX_BYTES", 1),
+        mock.patch.object(compat_optimizers, "lion_", wraps=compat_optimizers.lion_) as update,
+    ):
         found, _ = train(make, on_own_parts=True)
     assert_same(found, expected, in_bits=True)
+    assert update.call_count > STEPS
+    for call in update.call_args_list:
+        *others, _ = call.args[0]
+        assert not sum(part.nbytes for part in others), "an update of two parameters that are not empty"
 
 
 def test_lion_updates_many_at_once_in_bounded_memory():
