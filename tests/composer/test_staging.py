@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.comparing import assert_same
 from support.cuda_played import CudaPlayed
+from support.gpus import gpu_marks
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -109,15 +110,15 @@ def test_copies_share_no_storage(cuda: CudaPlayed):
 
 def check_dtensors() -> None:
     flat, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    whole = torch.arange(70.0).view(10, 7)
+    unsharded = torch.arange(70.0).view(10, 7)
     tensors = {
-        "rows": distribute_tensor(whole, flat, [Shard(0)]),
-        "fewer rows than ranks": distribute_tensor(whole[:3], flat, [Shard(0)]),
-        "columns": distribute_tensor(whole, flat, [Shard(1)]),
-        "replicas": distribute_tensor(whole, square, [Replicate(), Shard(0)]),
+        "rows": distribute_tensor(unsharded, flat, [Shard(0)]),
+        "fewer rows than ranks": distribute_tensor(unsharded[:3], flat, [Shard(0)]),
+        "columns": distribute_tensor(unsharded, flat, [Shard(1)]),
+        "replicas": distribute_tensor(unsharded, square, [Replicate(), Shard(0)]),
         "scalar": distribute_tensor(torch.tensor(3.0), flat, [Replicate()]),
-        "transposed": distribute_tensor(whole, flat, [Shard(0)]).t(),
-        "parameter": nn.Parameter(distribute_tensor(whole.bfloat16(), flat, [Shard(0)])),
+        "transposed": distribute_tensor(unsharded, flat, [Shard(0)]).t(),
+        "parameter": nn.Parameter(distribute_tensor(unsharded.bfloat16(), flat, [Shard(0)])),
     }
     parts = {name: own_part(tensor) for name, tensor in tensors.items()}
     with as_if_on_cuda() as cuda:
@@ -223,16 +224,15 @@ def test_other_accelerators_copy_to_plain_memory():
 # ---------------------------------------------------------------------------------------------------------------------
 # On a GPU
 
-needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none is visible")
+on_a_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu_marks())])
 
 
-@pytest.mark.gpu
-@needs_a_gpu
-def test_copies_of_a_gpu_are_pinned():
+@on_a_gpu
+def test_copies_of_a_gpu_are_pinned(device: str):
     """Training waits for the copy: from a GPU to pageable memory it is several times as slow."""
     from composer_fsdp2.compat.staging import is_on_device
 
-    tensors = {name: tensor.detach().to("cuda") for name, tensor in samples().items()}
+    tensors = {name: tensor.detach().to(device) for name, tensor in samples().items()}
     assert all(map(is_on_device, tensors.values())) and not is_on_device(tensors["bf16"].cpu())
     copies = pinned_copies()
     places = []
@@ -248,9 +248,8 @@ def test_copies_of_a_gpu_are_pinned():
     assert places[0] == places[1]
 
 
-@pytest.mark.gpu
-@needs_a_gpu
-def test_a_gpu_trains_on_after_memory_could_not_be_pinned(caplog: pytest.LogCaptureFixture):
+@on_a_gpu
+def test_a_gpu_trains_on_after_memory_could_not_be_pinned(device: str, caplog: pytest.LogCaptureFixture):
     """CUDA hands an error of one call to whoever asks next: that must not be the next step's kernel."""
     from composer_fsdp2.compat import staging
 
@@ -258,7 +257,7 @@ def test_a_gpu_trains_on_after_memory_could_not_be_pinned(caplog: pytest.LogCapt
     assert staging._pin(memory.data_ptr(), memory.nbytes)
     try:
         assert not staging._pin(memory.data_ptr(), memory.nbytes), "it was pinned twice"
-        assert torch.full((3,), 2.0, device="cuda").sum().item() == 6
+        assert torch.full((3,), 2.0, device=device).sum().item() == 6
     finally:
         staging._unpin(memory.data_ptr())
     [message] = caplog.messages
