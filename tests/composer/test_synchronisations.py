@@ -29,8 +29,8 @@ def synchronisations(under: Under, parallelism: Any, model: nn.Module) -> Synchr
     return found
 
 
-def with_whole_parameters() -> Any:
-    """Scalars are whole on every rank and averaged where the backward ends."""
+def with_scalars() -> Any:
+    """Every rank holds a scalar unsharded; its gradient is averaged where the backward ends."""
     model = build_model()
     model.model.gain, model.model.bias = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
     forward = model.model.forward
@@ -54,12 +54,12 @@ def test_a_batch_waits_no_more_often_than_composers_own():
 
 
 def check_models() -> None:
-    builds: dict[str, Callable[[], Any]] = {"tied": build_model, "whole parameters": with_whole_parameters}
+    builds: dict[str, Callable[[], Any]] = {"tied": build_model, "scalars": with_scalars}
     for name, build in builds.items():
         found = synchronisations(FSDP2, {}, build()).of_packages("composer_fsdp2", "composer_fsdp2.compat")
         assert not found, f"{name}: {found}"
 
 
 def test_nothing_of_ours_waits():
-    """Neither clipping nor the average of what lies whole on every rank."""
+    """Neither clipping nor the average of what every rank holds unsharded."""
     run_ranks(check_models, 2)

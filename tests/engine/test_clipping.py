@@ -408,12 +408,12 @@ def check_dtypes() -> None:
     def check(dtype: torch.dtype, norm_type: float) -> None:
         torch.manual_seed(0)
         model = Chain(net=Head(dtype))
-        whole = copy.deepcopy(model)
+        unsharded = copy.deepcopy(model)
         prepare_fully_shard(model, None, FULL, device="cpu")
         batch = torch.ones(3, 8, dtype=dtype)
-        for each in (model, whole):
+        for each in (model, unsharded):
             each.net(batch).sum().backward()
-        expected = nn.utils.clip_grad_norm_(whole.parameters(), 1e-3, norm_type)
+        expected = nn.utils.clip_grad_norm_(unsharded.parameters(), 1e-3, norm_type)
         (norm,) = clip_grad_norm_(model, 1e-3, norm_type).values()
         torch.testing.assert_close(norm.double(), expected.double(), rtol=1e-6, atol=0)
 

@@ -177,7 +177,7 @@ def test_ignored_modules_stay_where_they_are(ranks: Ranks):
 
 
 def check_scaled(device: str) -> tuple[bool, float]:
-    """fp16 with one module that is whole; so large a scale overflows."""
+    """fp16 with one module that is not sharded; so large a scale overflows."""
     model = Model()
     optimizer = adamw(model)
     config = {"ignored_modules": [model.decoder.norm], "mixed_precision": "PURE"}
@@ -194,5 +194,5 @@ def check_scaled(device: str) -> tuple[bool, float]:
 
 @on_gpus(1, 2)
 def test_an_overflow_in_half_precision_skips_the_step(ranks: Ranks):
-    """Sharded gradients and a whole one in one scaler, with NCCL."""
+    """Sharded gradients and unsharded ones in one scaler, with NCCL."""
     assert all(found == (True, 2.0**39) for found in ranks.run(check_scaled))

@@ -32,6 +32,7 @@ from support.examples import examples
 from support.memory import HostMemory
 from support.models import tied_model
 from support.ranks import run_ranks
+from support.training import HSDP_2X2
 from torch import nn
 from torch.distributed.checkpoint import save as save_directory
 from torch.distributed.tensor import DTensor
@@ -45,7 +46,6 @@ M = TypeVar("M", bound=nn.Module)
 
 PIECE_BYTES = 64 << 10
 NO_SHARD = {"sharding_strategy": "NO_SHARD"}
-HYBRID = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
 
 
 class Large(nn.Module):
@@ -204,7 +204,7 @@ def test_pieces_give_what_staging_gives(tmp_path: Path):
 
 def test_pieces_of_shards(tmp_path: Path):
     """HYBRID_SHARD within one machine: two ranks hold each shard."""
-    run_ranks(check_equal, 4, str(tmp_path), HYBRID, 2)
+    run_ranks(check_equal, 4, str(tmp_path), HSDP_2X2, 2)
 
 
 def check_one_reader(folder: str) -> None:
@@ -216,7 +216,7 @@ def check_one_reader(folder: str) -> None:
             load_checkpoint(path, ours, own, one_reader_per_node=True)
         assert_same(contents(ours, own), expected, in_bits=True)
 
-    configs = {"HSDP": HYBRID, "NO_SHARD": NO_SHARD, "shards": {}}
+    configs = {"HSDP": HSDP_2X2, "NO_SHARD": NO_SHARD, "shards": {}}
     for_each(
         check,
         {
