@@ -10,7 +10,6 @@ Composer's parts, the memory for two. Exit code 0, or 1 if a bar does not hold.
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -22,11 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import report
 from converting import ConvertTask, VerifyTask, convert, crc32_rate, verify, write_rate
 from launch import on_ranks
 from loading import LOADERS, LoadTask, load, shape_of, write_checkpoint
 from models import Shape
-from report import Bar, bars_as_json, finish, machine, markdown, mib
+from report import Bar, machine, markdown, mib
 from usage import Usage, available_bytes, drop_from_cache, in_new_process, read_through
 from variants import missing
 
@@ -77,18 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     result = measure(options)
     bars = _bars(result)
-    if given.json:
-        print(json.dumps({**_summary(options, result), "missing": absent, "bars": bars_as_json(bars)}))
-    else:
-        print(_text(options, result, absent))
-    return finish(bars, enforce=not given.no_bars, show=not given.json)
+    summary = {**_summary(options, result), "missing": absent}
+    return report.conclude(given, bars, summary=summary, text=_text(options, result, absent))
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint; default: 4")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -96,8 +90,6 @@ def _parser() -> argparse.ArgumentParser:
         "--beside", nargs="*", choices=["composer", "replicated"], default=["composer"], help="further loads"
     )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
-    parser.add_argument("--json", action="store_true", help="one object instead of the tables")
-    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
     return parser
 
 
@@ -256,8 +248,9 @@ def _ranks_of(result: Result, cache: str, name: str) -> list[dict[str, Any]]:
 
 
 def _overhead_bytes(result: Result, cache: str, name: str) -> int:
-    """The most that any rank's peak exceeded its shard."""
-    return max(rank["anonymous_bytes"] - rank["shard_bytes"] for rank in _ranks_of(result, cache, name))
+    """The most that any rank's peak exceeded its shard, or what it took at all where the shard lay there before."""
+    shards = 0 if name == "replicated" else 1
+    return max(rank["anonymous_bytes"] - shards * rank["shard_bytes"] for rank in _ranks_of(result, cache, name))
 
 
 def _read_part(result: Result, cache: str, name: str) -> float:
@@ -290,6 +283,8 @@ def _bars(result: Result) -> list[Bar]:
             Bar(f"load, {where}: a rank reads its shard and 1% at most", f"{read:.4f} of it", read <= MAX_READ),
             Bar(f"load, {where}: no slower than torch", f"{ratio:.2f} of its time", ratio <= MAX_LOAD_RATIO),
         ]
+        if "replicated" in result.loads[cache]:
+            bars.append(_replicated_bar(result, cache))
     for name in ("ours to DCP", "ours to monolithic"):
         peak, ratio = max(usage.anonymous_bytes for usage in result.conversions[name]), _convert_ratio(result, name)
         title = _CONVERSIONS[name]
@@ -305,9 +300,14 @@ def _bars(result: Result) -> list[Bar]:
     return bars
 
 
+def _replicated_bar(result: Result, cache: str) -> Bar:
+    overhead = _overhead_bytes(result, cache, "replicated")
+    promise = f"load into NO_SHARD, {CACHES[cache]}: peak memory of a rank at most {mib(OVERHEAD_BYTES)}"
+    return Bar(promise, mib(overhead), overhead <= OVERHEAD_BYTES)
+
+
 def _summary(options: Options, result: Result) -> dict[str, Any]:
     return {
-        "machine": machine(),
         "options": {**asdict(options), "folder": str(options.folder)},
         "load_ratio": {c: {name: _load_ratio(result, c, name) for name in options.loaders} for c in CACHES},
         "convert_ratio": {name: _convert_ratio(result, name) for name in options.converters},

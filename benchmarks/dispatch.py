@@ -11,11 +11,7 @@ sizes, as FSDP1 gave them with ``use_orig_params``. A round does each once, in a
 one round, of processor time. Exit code 0, or 1 if a bar does not hold.
 """
 
-import argparse
 import functools
-import gc
-import json
-import random
 import statistics
 import sys
 import time
@@ -24,38 +20,36 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import report
 import torch
-from composer.callbacks import OptimizerMonitor
-from composer.optim import DecoupledAdamW
 from models import Model, Shape
-from report import Bar, bars_as_json, finish, machine, markdown
+from report import Bar, machine, markdown
 from revision import checked_out, imported_from
 from setup import gather_own, one_rank_of
+from timing import turns
 from torch import nn
+from variants import missing
 
 from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
 from composer_fsdp2._torch import own_part
-from composer_fsdp2.compat import monitoring, optimizers
 
 NUM_RANKS = 8
 LAYERS = (32, 80)
 MAX_RATIO = 1.2
 MAX_NORM = 1.0
+_START_ROUNDS = 2  # they make state, and whatever else is made at first use
 
 Work = Callable[[], object]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="of the models; 9 parameters each")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--against", metavar="REVISION", help="a commit of ours")
-    parser.add_argument("--json", action="store_true", help="one object instead of the table")
-    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
     given = parser.parse_args(arguments)
+    if (reason := missing("composer")) is not None:
+        parser.error(reason)
     torch.set_num_threads(1)  # Otherwise the time of idle ones would count.
     with one_rank_of(NUM_RANKS), checked_out(given.against) as folder:
         revision = _revision(folder) if given.against else None
@@ -69,12 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in rows
         if row.has_bar
     ]
-    if given.json:
-        report = {"machine": machine(), "rows": [asdict(row) for row in rows], "bars": bars_as_json(bars)}
-        print(json.dumps(report))
-    else:
-        print(_text(rows))
-    return finish(bars, enforce=not given.no_bars, show=not given.json)
+    return report.conclude(given, bars, summary={"rows": [asdict(row) for row in rows]}, text=_text(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,18 +92,11 @@ def measure(layers: int, rounds: int, revision: "Revision | None" = None) -> lis
     pairs = _pairs(*_models(layers), revision)
     works = [(name, kind) for name in pairs for kind in ("sharded", "plain")]
     times: dict[tuple[str, str], list[float]] = {work: [] for work in works}
-    shuffle = random.Random(0).shuffle
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    for number in range(rounds + 2):  # the first two make state, and what else is made at first use
-        shuffle(works)
-        for name, kind in works:
-            start = time.process_time()
-            getattr(pairs[name], kind)()
-            if number >= 2:
-                times[name, kind].append(1e3 * (time.process_time() - start))
-    gc.enable()
+    for (name, kind), is_timed in turns(works, rounds, warmup=_START_ROUNDS):
+        start = time.process_time()
+        getattr(pairs[name], kind)()
+        if is_timed:
+            times[name, kind].append(1e3 * (time.process_time() - start))
     return [
         Row(
             name=name,
@@ -151,15 +133,22 @@ def _models(layers: int) -> tuple[nn.Module, nn.Module]:
 
 
 def _pairs(sharded: nn.Module, plain: nn.Module, revision: "Revision | None") -> dict[str, Pair]:
+    from composer.callbacks import OptimizerMonitor
+    from composer.optim import DecoupledAdamW
+
+    from composer_fsdp2.compat import monitoring, optimizers
+
     pairs = {}
+    of_composer = OptimizerMonitor.batch_end
     for kind in _optimizers():
         own, other, untouched = kind(sharded.parameters()), kind(plain.parameters()), kind(sharded.parameters())
         optimizers.update_own_parts(own)
         pairs[kind.__name__] = Pair(own.step, other.step)
         pairs[f"{kind.__name__}, without the shim"] = Pair(untouched.step, other.step, has_bar=False)
         if kind is DecoupledAdamW:
-            on_plain = _monitor(plain, other, _COMPOSERS)
-            pairs["OptimizerMonitor"] = Pair(_monitor(sharded, own, _OURS), on_plain)
+            on_plain = _monitor(plain, other, of_composer)
+            ours = monitoring.replacement_for_monitor_batch_end(of_composer)
+            pairs["OptimizerMonitor"] = Pair(_monitor(sharded, own, ours), on_plain)
             if revision:
                 before = _monitor(sharded, own, revision.monitor)
                 pairs["OptimizerMonitor of the revision"] = Pair(before, on_plain, has_bar=False)
@@ -189,16 +178,20 @@ class Revision:
 
 
 def _revision(folder: str) -> Revision:
+    from composer.callbacks import OptimizerMonitor
+
     with imported_from(folder):
         from composer_fsdp2 import agreement, clip_grad_norm_
         from composer_fsdp2.compat import monitoring
 
         for module in (agreement, monitoring):  # its ranks gathered, of which there are none here
-            module.gather = gather_own  # type: ignore[attr-defined]
-        return Revision(clip_grad_norm_, monitoring.replacement_for_monitor_batch_end(_COMPOSERS))
+            vars(module).update(gather=gather_own)
+        return Revision(clip_grad_norm_, monitoring.replacement_for_monitor_batch_end(OptimizerMonitor.batch_end))
 
 
 def _optimizers() -> list[Any]:
+    from composer.optim import DecoupledAdamW
+
     try:
         from llmfoundry.optim import DecoupledLionW
     except ModuleNotFoundError:
@@ -206,12 +199,10 @@ def _optimizers() -> list[Any]:
     return [DecoupledAdamW, DecoupledLionW]
 
 
-_COMPOSERS = OptimizerMonitor.batch_end
-_OURS = monitoring.replacement_for_monitor_batch_end(_COMPOSERS)
-
-
 def _monitor(model: nn.Module, optimizer: torch.optim.Optimizer, batch_end: Callable[..., None]) -> Work:
     """What OptimizerMonitor does where it logs; FSDP1's all-reduce of each metric is not in it."""
+    from composer.callbacks import OptimizerMonitor
+
     monitor = OptimizerMonitor(batch_log_interval=1)
     state: Any = SimpleNamespace(
         model=model,

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from models import Model, Shape
+from timing import gather
 from torch import nn
 from torch.distributed.tensor import DTensor
 from usage import Usage, measured
@@ -93,13 +94,13 @@ def load(task: LoadTask) -> dict[str, Any]:
     _step_once()
     loaded = LOADERS[task.loader](task)
     tensors = _local_tensors(loaded.model, loaded.optimizer)
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    own = {
-        **asdict(loaded.usage),
-        "shard_bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        "digest": _digest(tensors),
-    }
-    dist.all_gather_object(of_ranks, own)
+    of_ranks = gather(
+        {
+            **asdict(loaded.usage),
+            "shard_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+            "digest": _digest(tensors),
+        }
+    )
     digests = [each.pop("digest") for each in of_ranks]
     digest = sum(digests) % (1 << 61)
     if loaded.is_whole:

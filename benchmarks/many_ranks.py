@@ -8,8 +8,7 @@ given what the other ranks would have sent, so what is measured is what one rank
 0, or 1 if a bar does not hold.
 """
 
-import argparse
-import json
+import importlib
 import pickle
 import sys
 import time
@@ -19,14 +18,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import report
 import torch.distributed as dist
-from report import Bar, bars_as_json, finish, machine, markdown
+from counting import Collectives
+from report import Bar, machine, markdown
 from revision import checked_out, imported_from
+from setup import one_rank_of
 
 RECORDS, UNITS = 2160, 80  # of 720 tensors with Adam's moments; of a model of 80 layers
 RECORD_BYTES = 1 << 20
 MOST = {
-    "CRC32s: bytes of the others' on a rank": 64 << 20,
+    "CRC32s: bytes of the others' on a rank": 16 << 20,
     "CRC32s: seconds of a rank": 1.0,
     "groups: bytes that a rank sends": 1024,
     "groups: seconds of a rank": 1.0,
@@ -35,28 +37,19 @@ SAMPLE = 32  # ranks whose pickles are read, for all of them
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--against", metavar="REVISION", help="a commit of ours")
-    parser.add_argument("--json", action="store_true", help="one object instead of the table")
-    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
     given = parser.parse_args(arguments)
     result = {"ours": measure(given.ranks)}
     if given.against:
         with checked_out(given.against) as folder, imported_from(folder):
             result["revision"] = measure(given.ranks)
     bars = [
-        Bar(f"{name}: at most {most:,}", f"{result['ours'][name]:,.3f}", result["ours"][name] <= most)
+        Bar(f"{name}: at most {most:,}", _formatted(name, result['ours'][name]), result["ours"][name] <= most)
         for name, most in MOST.items()
     ]
-    if given.json:
-        print(json.dumps({"machine": machine(), **result, "bars": bars_as_json(bars)}))
-    else:
-        print(_text(given.ranks, result))
-    return finish(bars, enforce=not given.no_bars, show=not given.json)
+    return report.conclude(given, bars, summary=result, text=_text(given.ranks, result))
 
 
 def measure(num_ranks: int) -> dict[str, float]:
@@ -72,18 +65,27 @@ def measure(num_ranks: int) -> dict[str, float]:
 
 
 def _crc32s(num_ranks: int) -> tuple[int, float]:
-    """What a rank has of the others' at once, and what it takes to unpack and to judge its part of all of it."""
-    from composer_fsdp2.checkpoint.loading import content
+    """What a rank has of the others' at once, and what it takes to receive all of it and to judge its part."""
+    content: Any = importlib.import_module("composer_fsdp2.checkpoint.loading.content")  # ours, or the revision's
+    if not hasattr(content, "_regrouped"):
+        return _crc32s_of_all(content, num_ranks)
+    own = _read_by(0, num_ranks)
+    # Each of the others has read what this rank has: the fake group's gathers repeat what was sent.
+    with one_rank_of(num_ranks):
+        seconds, _ = _timed(lambda: content._judged(content._regrouped(own)))
+        with Collectives() as seen:
+            content._regrouped(own)
+    gathers = seen.counts["_allgather_base_"]
+    return gathers["bytes"] // gathers["calls"], seconds
 
+
+def _crc32s_of_all(content: Any, num_ranks: int) -> tuple[int, float]:
+    """The same of commits whose ranks gathered everything."""
     collected = [_read_by(rank, num_ranks) for rank in range(min(SAMPLE, num_ranks))]
-    if not hasattr(content, "_to_judge"):  # of commits whose ranks looked at everything
-        pickled = [pickle.dumps(each) for each in collected]
-        seconds, of_ranks = _timed(lambda: [pickle.loads(each) for each in pickled])
-        judging, _ = _timed(lambda: content._check(of_ranks, Path("folder/file.pt")))  # type: ignore[attr-defined]
-        return len(pickled[0]) * num_ranks, (seconds + judging) * num_ranks / len(pickled)
-    received = content._rows(collected[0]).repeat(num_ranks, 1)
-    seconds, _ = _timed(lambda: content._judged(content._grouped(content._to_judge(received, 0, num_ranks))))
-    return min(received.nbytes, content._ROUND_BYTES), seconds
+    pickled = [pickle.dumps(each) for each in collected]
+    seconds, of_ranks = _timed(lambda: [pickle.loads(each) for each in pickled])
+    judging, _ = _timed(lambda: content._check(of_ranks, Path("folder/file.pt")))
+    return len(pickled[0]) * num_ranks, (seconds + judging) * num_ranks / len(pickled)
 
 
 def _read_by(rank: int, num_ranks: int) -> Any:
@@ -154,13 +156,13 @@ def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
 
 def _text(num_ranks: int, result: dict[str, dict[str, float]]) -> str:
     names = list(result["ours"])
-    rows = [[name, *(_said(name, each[name]) for each in result.values())] for name in names]
+    rows = [[name, *(_formatted(name, each[name]) for each in result.values())] for name in names]
     titles = {"ours": "ours", "revision": "the revision's"}
     head = [f"{num_ranks} ranks, simulated; {RECORDS} records, {UNITS} units", *(titles[name] for name in result)]
     return f"{machine()}\n\n{markdown(head, rows)}"
 
 
-def _said(name: str, value: float) -> str:
+def _formatted(name: str, value: float) -> str:
     return f"{value:.3f} s" if "seconds" in name else f"{value:,.0f}"
 
 

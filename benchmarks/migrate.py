@@ -8,8 +8,6 @@ temporary folder; the command runs as a user types it, with ``--write``, so that
 time. Exit code 0, or 1 if a bar does not hold.
 """
 
-import argparse
-import json
 import os
 import random
 import subprocess
@@ -19,7 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from report import Bar, bars_as_json, finish, machine
+import report
+from report import Bar, machine
 
 MAX_SECONDS = 60.0
 LINES = 150
@@ -80,10 +79,8 @@ def seconds_to_migrate(folder: Path, num_files: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--files", type=int, default=1000)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--no-bars", action="store_true", help="exit with 0 whatever the clock says")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         seconds = seconds_to_migrate(Path(folder), options.files)
@@ -94,11 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seconds <= MAX_SECONDS,
         )
     ]
-    if options.json:
-        print(json.dumps({"files": options.files, "seconds": seconds, "bars": bars_as_json(bars)}))
-    else:
-        print(f"{machine()}\n{options.files} files: {seconds:.1f} s, {1000 * seconds / options.files:.1f} ms a file")
-    return finish(bars, enforce=not options.no_bars, show=not options.json)
+    text = f"{machine()}\n{options.files} files: {seconds:.1f} s, {1000 * seconds / options.files:.1f} ms a file"
+    return report.conclude(options, bars, summary={"files": options.files, "seconds": seconds}, text=text)
 
 
 if __name__ == "__main__":

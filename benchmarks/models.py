@@ -1,12 +1,13 @@
 """A decoder as in Llama, in plain torch, with the hooks that Composer's models have."""
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Block", "Decoder", "Model", "Shape"]
+__all__ = ["Block", "Decoder", "Model", "Shape", "add_sizes", "with_sizes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,18 @@ class Shape:
     def tokens(self, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self.vocabulary, (self.batch, self.sequence), generator=generator)
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """An option for each size of a ``Shape``."""
+    for field in fields(Shape):
+        parser.add_argument(f"--{field.name}", type=int, help="of the model" if field.name != "batch" else "of a rank")
+
+
+def with_sizes(shape: Shape, given: argparse.Namespace) -> Shape:
+    """The shape with those sizes that were given by the options of ``add_sizes``."""
+    sizes = {field.name: getattr(given, field.name) for field in fields(Shape)}
+    return replace(shape, **{name: size for name, size in sizes.items() if size is not None})
 
 
 class Attention(nn.Module):

@@ -1,14 +1,16 @@
-"""Tables, bars and exit codes, alike for both benchmarks."""
+"""Command lines, tables, bars and exit codes, alike for all benchmarks."""
 
+import argparse
+import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Bar", "bars_as_json", "finish", "machine", "markdown", "mib"]
+__all__ = ["Bar", "conclude", "machine", "markdown", "mib", "parser"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +22,32 @@ class Bar:
     holds: bool
 
 
-def finish(bars: Sequence[Bar], *, enforce: bool, show: bool) -> int:
-    """Print the bars, if they are to be shown; the exit code: 1 if one that is enforced does not hold."""
-    if show:
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """With a script's docstring as its help, and the options that all scripts have."""
+    summary, _, details = (doc or "").partition("\n")
+    made = argparse.ArgumentParser(
+        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--json", action="store_true", help="one object instead of the tables")
+    made.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
+    return made
+
+
+def conclude(given: argparse.Namespace, bars: Sequence[Bar], *, summary: Mapping[str, Any], text: str) -> int:
+    """Print what was measured, as ``given`` asks for it; the exit code: 1 if a bar that counts does not hold.
+
+    Args:
+        given: The options of ``parser``.
+        summary: The object of ``--json``, less the machine and the bars.
+        text: What is printed without it, less the bars.
+    """
+    if given.json:
+        print(json.dumps({"machine": machine(), **summary, "bars": [asdict(bar) for bar in bars]}))
+    else:
+        print(text)
         for bar in bars:
             print(f"{'holds' if bar.holds else 'FAILS'}: {bar.promise}: {bar.measured}")
-    return int(enforce and not all(bar.holds for bar in bars))
-
-
-def bars_as_json(bars: Sequence[Bar]) -> list[dict[str, Any]]:
-    return [asdict(bar) for bar in bars]
+    return int(not given.no_bars and not all(bar.holds for bar in bars))
 
 
 def machine() -> str:

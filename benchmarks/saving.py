@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -25,13 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 import torch.distributed as dist
 from launch import on_ranks
 from loading import shape_of
 from models import Model
-from report import Bar, bars_as_json, finish, machine, markdown, mib
+from report import Bar, machine, markdown, mib
 from revision import checked_out, imported_from
+from timing import Result, ratios, turns
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import prepare_fully_shard, save_monolithic
@@ -49,6 +50,7 @@ class Options:
     """What one run measures."""
 
     mib: int
+    device_type: str
     ranks: int
     rounds: int
     strategy: str
@@ -65,44 +67,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with checked_out(given.against) as revision_folder, tempfile.TemporaryDirectory(dir=given.folder) as folder:
         options = Options(
             mib=given.mib,
-            ranks=given.ranks,
+            device_type=given.device,
+            ranks=given.ranks or (1 if given.device == "cuda" else 2),
             rounds=given.rounds,
             strategy=given.strategy,
             folder=folder,
             revision_folder=revision_folder,
         )
-        seconds = on_ranks(measure, given.ranks, "cpu", options)
-    bars = _bars(seconds)
-    if given.json:
-        ratios = {name: statistics.median(_ratios(seconds, name)) for name in seconds}
-        print(json.dumps({"machine": machine(), "ratio": ratios, "seconds": seconds, "bars": bars_as_json(bars)}))
-    else:
-        print(_text(options, seconds))
-    return finish(bars, enforce=not given.no_bars, show=not given.json)
+        result = on_ranks(measure, options.ranks, options.device_type, options)
+    summary = {
+        "ratio": {name: statistics.median(ratios(result, name, to="torch")) for name in result},
+        "seconds": {name: each["seconds"] for name, each in result.items()},
+    }
+    return report.conclude(given, _bars(result), summary=summary, text=_text(options, result))
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--mib", type=int, default=512, help="size of the checkpoint; default: 512")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="of the model"
+    )
+    parser.add_argument("--ranks", type=int, help="default: 1 on a GPU, 2 on the CPU")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0], help="HYBRID_SHARD: two replicas")
     parser.add_argument("--against", metavar="REVISION", help="a commit of ours")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to be measured")
     parser.add_argument("--simulate", type=int, metavar="RANKS", help="count for so many ranks, and save nothing")
-    parser.add_argument("--json", action="store_true", help="one object instead of the table")
-    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
     return parser
 
 
 # On the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def measure(options: Options) -> dict[str, list[float]]:
-    """Seconds of each save, those of rank 0, which is the last to be done. Called on all ranks."""
+def measure(options: Options) -> Result:
+    """Of each save the seconds of rank 0, which is the last to be done. Called on all ranks."""
     state = _state(options)
     saves: dict[str, Save] = {"ours": save_monolithic, "torch": _save_by_torch}
     if options.revision_folder:
@@ -110,27 +109,26 @@ def measure(options: Options) -> dict[str, list[float]]:
             from composer_fsdp2 import save_monolithic as of_revision
         saves["revision"] = of_revision
     path = f"{options.folder}/full.pt"
-    order, shuffle = list(saves), random.Random(0).shuffle  # the same order on all ranks
-    seconds: dict[str, list[float]] = {name: [] for name in TITLES if name in saves}
-    for number in range(1 + options.rounds):
-        shuffle(order)
-        for name in order:
-            Path(path).unlink(missing_ok=True)
-            dist.barrier()
-            start = time.perf_counter()
-            saves[name](state, path)
-            if number:  # the first makes connections and imports
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+    result: Result = {name: {"seconds": []} for name in TITLES if name in saves}
+    for name, is_timed in turns(list(result), options.rounds, warmup=1):  # which makes connections and imports
+        Path(path).unlink(missing_ok=True)
+        if options.device_type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        saves[name](state, path)
+        if is_timed:
+            result[name]["seconds"].append(time.perf_counter() - start)
+    return result
 
 
 def _state(options: Options) -> dict[str, Any]:
-    shape = shape_of(options.mib << 20)
-    model = Model(shape)
+    shape, device = shape_of(options.mib << 20), torch.device(options.device_type)
+    model = Model(shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     replicas = {"data_parallel_replicate_degree": 2} if options.strategy == "HYBRID_SHARD" else {}
-    prepare_fully_shard(model, optimizer, {"sharding_strategy": options.strategy, **replicas}, "fp32", "cpu")
-    model(shape.tokens(dist.get_rank())).backward()
+    prepare_fully_shard(model, optimizer, {"sharding_strategy": options.strategy, **replicas}, "fp32", device)
+    model(shape.tokens(dist.get_rank()).to(device)).backward()
     optimizer.step()
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     of_optimizer = {names[parameter]: dict(values) for parameter, values in optimizer.state.items()}
@@ -152,8 +150,8 @@ def _whole(value: Any) -> Any:
         return {key: _whole(part) for key, part in value.items()}
     if isinstance(value, DTensor):
         whole = value.full_tensor()
-        return whole if dist.get_rank() == 0 else None
-    return value
+        return whole.cpu() if dist.get_rank() == 0 else None
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 # What many ranks would send -------------------------------------------------------------------------------------------
@@ -215,26 +213,25 @@ def _counts_text(counts: dict[str, Any]) -> str:
 # What is said of it ---------------------------------------------------------------------------------------------------
 
 
-def _ratios(seconds: dict[str, list[float]], name: str, to: str = "torch") -> list[float]:
-    return [own / other for own, other in zip(seconds[name], seconds[to], strict=True)]
-
-
-def _bars(seconds: dict[str, list[float]]) -> list[Bar]:
-    if "revision" not in seconds:
+def _bars(result: Result) -> list[Bar]:
+    if "revision" not in result:
         return []
-    ratio = statistics.median(_ratios(seconds, "ours", "revision"))
+    ratio = statistics.median(ratios(result, "ours", to="revision"))
     return [Bar(f"the revision's time, times {MAX_RATIO} at most", f"{ratio:.3f}", ratio <= MAX_RATIO)]
 
 
-def _text(options: Options, seconds: dict[str, list[float]]) -> str:
+def _text(options: Options, result: Result) -> str:
     rows = []
-    for name, of_rounds in seconds.items():
-        ratios = sorted(_ratios(seconds, name))
-        extent = "" if name == "torch" else f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        rows.append([TITLES[name], f"{statistics.median(of_rounds):.2f} s", f"{statistics.median(ratios):.2f}", extent])
+    for name, each in result.items():
+        of_rounds = ratios(result, name, to="torch")
+        extent = "" if name == "torch" else f"{min(of_rounds):.2f} to {max(of_rounds):.2f}"
+        median = f"{statistics.median(each['seconds']):.2f} s"
+        rows.append([TITLES[name], median, f"{statistics.median(of_rounds):.2f}", extent])
     table = markdown(["a full checkpoint", "median", "median of ratios", "from least to most"], rows)
-    head = f"{machine()}; {options.ranks} ranks, {options.strategy}, {options.mib} MiB, {options.rounds} rounds"
-    return f"{head}\n\n{table}"
+    return (
+        f"{machine()}; {options.ranks} ranks, {options.device_type}, {options.strategy}, {options.mib} MiB, "
+        f"{options.rounds} rounds\n\n{table}"
+    )
 
 
 if __name__ == "__main__":

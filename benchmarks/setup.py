@@ -10,10 +10,8 @@ our own part: translating, planning, comparing, checking, and having an optimize
 does not hold.
 """
 
-import argparse
 import contextlib
 import gc
-import json
 import math
 import sys
 import time
@@ -22,10 +20,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
+import report
 import torch
 import torch.distributed as dist
 from models import Model, Shape
-from report import Bar, finish, machine, markdown
+from report import Bar, machine, markdown
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -63,14 +62,9 @@ class Timing:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--modules", type=int, nargs="+", default=NUM_MODULES, help="sizes, in rising order")
     parser.add_argument("--repeat", type=int, default=3, help="how often each is timed; the least counts")
-    parser.add_argument("--json", action="store_true", help="one object instead of the table")
-    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # Otherwise the time of idle ones would count.
     with one_rank_of(NUM_RANKS):
@@ -80,11 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for size in given.modules
         ]
     bars = _bars(timings)
-    if given.json:
-        print(json.dumps({**_summary(timings), "bars": [asdict(bar) for bar in bars]}))
-    else:
-        print(_text(timings))
-    return finish(bars, enforce=not given.no_bars, show=not given.json)
+    return report.conclude(given, bars, summary=_summary(timings), text=_text(timings))
 
 
 @contextlib.contextmanager
@@ -229,7 +219,6 @@ def _bars(timings: Sequence[Timing]) -> list[Bar]:
 
 def _summary(timings: Sequence[Timing]) -> dict[str, Any]:
     return {
-        "machine": machine(),
         "ranks": NUM_RANKS,
         "ratio": {str(timing.modules): timing.own_part for timing in timings},
         "ratio_with_materialising": {str(timing.modules): timing.part_with_materialising for timing in timings},

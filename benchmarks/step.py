@@ -14,30 +14,41 @@ if a bar does not hold.
 """
 
 import argparse
-import gc
-import json
-import random
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import report
 import torch
 import torch.distributed as dist
 import trainer
 from counting import Collectives, StateBytes, gathered_bytes
 from launch import on_ranks
-from models import Shape
-from report import Bar, finish, machine, markdown, mib
+from models import Shape, add_sizes, with_sizes
+from report import Bar, machine, markdown, mib
 from revision import checked_out
-from timing import gather, loss_difference, quartiles, ratios, time_bar
+from timing import (
+    FIRST,
+    HAND,
+    MAX_CLIPPED_LOSS_DIFFERENCE,
+    MAX_NORM,
+    MAX_RATIO,
+    gather,
+    loss_difference,
+    over_ranks,
+    quartiles,
+    ratio_cells,
+    ratios,
+    time_bar,
+    turns,
+)
 from variants import NAMES, OPTIMIZERS, STRATEGIES, Setting, Trainee, build, missing
 
 from composer_fsdp2._torch import repair_cpu_collectives
 
-HAND = "hand"
 TITLES = {
     HAND: "fully_shard by hand",
     "ours": "composer_fsdp2",
@@ -52,15 +63,10 @@ SHAPES = {
     "cpu": Shape(width=192, layers=4, heads=4, vocabulary=1024, sequence=64, batch=2),
     "cuda": Shape(width=2048, layers=18, heads=16, vocabulary=32000, sequence=1024, batch=8),  # 1.04e9 parameters
 }
-MAX_NORM = 0.1
-MAX_RATIO = 1.02
 MAX_VOTING_RATIO = 1.02  # of a step without votes
 MAX_REVISION_RATIO = 1.01
 # Relative, between losses; on a GPU the order of a kernel's sums may differ from one run to the next.
 MAX_LOSS_DIFFERENCE = {"cpu": 1e-6, "cuda": 1e-2}
-# The norm is summed in another order, so that what it scales has other last bits, and these differences grow.
-MAX_CLIPPED_LOSS_DIFFERENCE = 1e-5
-FIRST = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,18 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with checked_out(given.against) as folder:
         result = on_ranks(measure, options.ranks, options.device_type, replace(options, revision_folder=folder))
     bars = _bars(options, result)
-    if given.json:
-        print(json.dumps({**_summary(options, result), "missing": absent, "bars": [asdict(bar) for bar in bars]}))
-    else:
-        print(_text(options, result, absent))
-    return finish(bars, enforce=not given.no_bars, show=not given.json)
+    summary = {**_summary(options, result), "missing": absent}
+    return report.conclude(given, bars, summary=summary, text=_text(options, result, absent))
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
     parser.add_argument("--variants", nargs="+", choices=BESIDE, help="beside the hand-written loop; default: all")
     parser.add_argument(
@@ -128,18 +128,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trainer", action="store_true", help="a Trainer's whole batch; --trainer --help for the rest")
     parser.add_argument("--steps", type=int, help="timed rounds; default: 50 on a GPU, 200 on the CPU")
     parser.add_argument("--warmup", type=int, default=5, help="rounds before them")
-    parser.add_argument("--json", action="store_true", help="one object instead of the table")
-    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
-    for field in fields(Shape):
-        parser.add_argument(f"--{field.name}", type=int, help="of the model" if field.name != "batch" else "of a rank")
+    add_sizes(parser)
     return parser
 
 
 def _options(given: argparse.Namespace) -> Options:
     on_gpu = given.device == "cuda"
-    sizes = {field.name: getattr(given, field.name) for field in fields(Shape)}
     return Options(
-        shape=replace(SHAPES[given.device], **{name: size for name, size in sizes.items() if size is not None}),
+        shape=with_sizes(SHAPES[given.device], given),
         strategy=given.strategy,
         device_type=given.device,
         variants=(HAND, *(name for name in NAMES if name in _variants(given))),
@@ -178,19 +174,11 @@ def measure(options: Options) -> dict[str, dict[str, Any]]:
         revision_folder=options.revision_folder,
     )
     runs = {name: _Run(name, setting) for name in options.variants}
-    gc.collect()
-    gc.freeze()  # What is built by now stays; the collections between steps need not look at it again.
     for run in runs.values():
         run.count_collectives()
         run.measure_state()
-    order = list(runs)
-    shuffle = random.Random(0).shuffle  # the same order on all ranks
-    gc.disable()
-    for number in range(options.warmup + options.steps):
-        shuffle(order)
-        for name in order:
-            runs[name].time_steps(options.pipelined, is_warm=number >= options.warmup)
-    gc.enable()
+    for name, is_warm in turns(options.variants, options.steps, warmup=options.warmup):
+        runs[name].time_steps(options.pipelined, is_warm=is_warm)
     return {name: run.result() for name, run in runs.items()}
 
 
@@ -228,7 +216,6 @@ class _Run:
 
     def time_steps(self, number: int, *, is_warm: bool) -> None:
         batches = [self._tokens(later) for later in range(number)]
-        gc.collect()
         dist.barrier()
         self._synchronize()
         start, processor_start = time.perf_counter(), time.process_time()
@@ -241,10 +228,9 @@ class _Run:
             self.processor_seconds.append(processor_seconds / number)
 
     def result(self) -> dict[str, Any]:
-        """A step takes as long as on the slowest rank; bytes are the largest of any rank; losses are means."""
+        """Bytes are the largest of any rank; losses are means."""
         return {
-            "seconds": [max(each) for each in zip(*gather(self.seconds), strict=True)],
-            "processor_seconds": [sum(each) for each in zip(*gather(self.processor_seconds), strict=True)],
+            **over_ranks(self.seconds, self.processor_seconds),
             "losses": [statistics.fmean(each) for each in zip(*gather(self.losses), strict=True)],
             "collectives": self.collectives,
             "state_bytes": max(gather(self.state_bytes), key=lambda sizes: sizes["peak"]),
@@ -275,7 +261,6 @@ def _summary(options: Options, result: dict[str, dict[str, Any]]) -> dict[str, A
     of_processor = {name: ratios(result, name, "processor_seconds", to=HAND) for name in others}
     return {
         "options": asdict(options),
-        "machine": machine(),
         "ratio": {name: statistics.median(each) for name, each in of_hand.items()},
         "ratio_quartiles": {name: quartiles(each) for name, each in of_hand.items()},
         "processor_ratio": {name: statistics.median(each) for name, each in of_processor.items()},
@@ -293,7 +278,7 @@ def _bars(options: Options, result: dict[str, dict[str, Any]]) -> list[Bar]:
         bars.append(
             Bar(
                 "the collectives and bytes of the hand-written loop",
-                _said(ours) if ours == hand else f"{_said(ours)}; by hand {_said(hand)}",
+                _in_words(ours) if ours == hand else f"{_in_words(ours)}; by hand {_in_words(hand)}",
                 ours == hand,
             )
         )
@@ -327,7 +312,7 @@ def _loss_bar(options: Options, result: dict[str, dict[str, Any]]) -> Bar:
     return Bar(f"its losses{of}, to {limit:.0e}", f"{difference:.1e}", difference <= limit)
 
 
-def _said(counts: dict[str, dict[str, int]]) -> str:
+def _in_words(counts: dict[str, dict[str, int]]) -> str:
     return (
         "; ".join(f"{count['calls']} {name}, {mib(count['bytes'])} in all" for name, count in counts.items()) or "none"
     )
@@ -360,13 +345,8 @@ def _time_table(result: dict[str, dict[str, Any]]) -> str:
         seconds = statistics.median(each["seconds"])
         row = [TITLES[name], f"{1000 * seconds:.1f} ms", "1", "", "1", ""]
         if name != HAND:
-            first, third = quartiles(ratios(result, name, to=HAND))
-            row[2:] = [
-                f"{statistics.median(ratios(result, name, to=HAND)):.3f}",
-                f"{first:.3f} to {third:.3f}",
-                f"{statistics.median(ratios(result, name, 'processor_seconds', to=HAND)):.3f}",
-                f"{loss_difference(result, name, HAND):.1e}",
-            ]
+            row[2:] = ratio_cells(result, name, ("seconds", "processor_seconds"), to=HAND)
+            row.append(f"{loss_difference(result, name, HAND):.1e}")
         rows.append(row)
     return markdown(
         ["a step", "median", "median of ratios", "their quartiles", "of processor time", "losses differ by"],

@@ -1,14 +1,42 @@
-"""Ratios of rounds, and what they say: medians, quartiles and bars; values from every rank."""
+"""Rounds in which variants take turns, and what their ratios say: medians, quartiles, bars; values from every rank."""
 
+import gc
 import math
+import random
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from report import Bar
 
-__all__ = ["Result", "gather", "loss_difference", "median_interval", "quartiles", "ratios", "time_bar"]
+__all__ = [
+    "FIRST",
+    "HAND",
+    "MAX_CLIPPED_LOSS_DIFFERENCE",
+    "MAX_NORM",
+    "MAX_RATIO",
+    "Result",
+    "gather",
+    "loss_difference",
+    "median_interval",
+    "over_ranks",
+    "quartiles",
+    "ratio_cells",
+    "ratios",
+    "time_bar",
+    "turns",
+]
+
+T = TypeVar("T")
+
+HAND = "hand"  # what the others are compared with: sharded by a hand-written loop
+MAX_RATIO = 1.02
+MAX_NORM = 0.1
+# Relative, between losses of the first steps. Where gradients are clipped, their norm is summed in another order, so
+# that what it scales has other last bits, and these differences grow.
+MAX_CLIPPED_LOSS_DIFFERENCE = 1e-5
+FIRST = 10
 
 # By the variant's name: lists of numbers, one for each round, by what they are.
 Result = dict[str, dict[str, Any]]
@@ -19,6 +47,31 @@ def gather(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def over_ranks(seconds: Sequence[float], processor_seconds: Sequence[float]) -> dict[str, list[float]]:
+    """Of each round, the time of the slowest rank and the processor time of all. Called on all ranks."""
+    return {
+        "seconds": [max(each) for each in zip(*gather(seconds), strict=True)],
+        "processor_seconds": [sum(each) for each in zip(*gather(processor_seconds), strict=True)],
+    }
+
+
+def turns(names: Sequence[T], rounds: int, *, warmup: int) -> Iterator[tuple[T, bool]]:
+    """Whose turn it is, and whether it counts: everybody's once a round, in an order drawn anew, the same on all ranks.
+
+    Python's garbage is collected between the turns, and what was built before them is left alone by it.
+    """
+    order, shuffle = list(names), random.Random(0).shuffle
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for number in range(warmup + rounds):
+        shuffle(order)
+        for name in order:
+            gc.collect()
+            yield name, number >= warmup
+    gc.enable()
 
 
 def ratios(result: Result, name: str, clock: str = "seconds", *, to: str) -> list[float]:
@@ -50,6 +103,13 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     first = max(0, math.floor(len(values) / 2 - half_width))
     ordered = sorted(values)
     return ordered[first], ordered[-1 - first]
+
+
+def ratio_cells(result: Result, name: str, clocks: tuple[str, str], *, to: str) -> list[str]:
+    """For a table: median and quartiles of the ratios by the first clock, and the median by the second."""
+    by_first, by_second = (ratios(result, name, clock, to=to) for clock in clocks)
+    first, third = quartiles(by_first)
+    return [f"{statistics.median(by_first):.3f}", f"{first:.3f} to {third:.3f}", f"{statistics.median(by_second):.3f}"]
 
 
 def time_bar(what: str, values: Sequence[float], limit: float) -> Bar:

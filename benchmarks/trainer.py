@@ -7,44 +7,53 @@
 Small blocks, DecoupledAdamW and gradient clipping, so that what is measured is what the processor does for each module
 and each parameter. A batch is timed from where the Trainer has been given it to where it asks for the next one. All
 Trainers live in the same processes and train the same batches from the same values. A round trains one batch of each,
-in an order drawn anew; the ratios are of one round, of the processor time of all ranks. Exit code 0, or 1 if a bar does
-not hold.
+in an order drawn anew; the ratios are of one round, of the processor time of all ranks (on GPUs, which the processor
+waits for, of the time of the slowest rank). Exit code 0, or 1 if a bar does not hold.
 """
 
 import argparse
 import contextlib
-import gc
-import json
-import random
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from unittest import mock
 
+import report
 import torch
 import torch.distributed as dist
 from launch import on_ranks
-from models import Shape
-from report import Bar, bars_as_json, finish, machine, markdown
-from timing import Result, gather, loss_difference, quartiles, ratios, time_bar
+from models import Shape, add_sizes, with_sizes
+from report import Bar, machine, markdown
+from timing import (
+    FIRST,
+    HAND,
+    MAX_CLIPPED_LOSS_DIFFERENCE,
+    MAX_NORM,
+    MAX_RATIO,
+    Result,
+    loss_difference,
+    over_ranks,
+    quartiles,
+    ratio_cells,
+    ratios,
+    time_bar,
+    turns,
+)
 from torch import nn
 from variants import missing
 
 from composer_fsdp2._torch import repair_cpu_collectives
 
-HAND = "hand"
+CLIPPING_BY_HAND = "clipping by hand"
 SHAPE = Shape(width=32, layers=24, heads=2, vocabulary=64, sequence=16, batch=2)
-MAX_NORM = 0.1
-MAX_RATIO = 1.02
-# Relative, between the losses of the first batches. Norms are summed in another order, so that a clipped gradient
-# differs in its last bits, and these differences grow.
-MAX_LOSS_DIFFERENCE = 1e-5
-FIRST = 10
+# The clock that ratios and bars are of, and the one beside it.
+CLOCKS = {"cpu": ("processor_seconds", "seconds"), "cuda": ("seconds", "processor_seconds")}
+CLOCK_NAMES = {"seconds": "time", "processor_seconds": "processor time"}
 _START_BATCHES = 3  # the first makes the optimizer's state, and whatever else is made at first use
 
 
@@ -53,10 +62,15 @@ class Options:
     """What one run measures."""
 
     shape: Shape
+    device_type: str
     variants: tuple[str, ...]
     ranks: int
     rounds: int
     microbatches: int
+
+    @property
+    def clocks(self) -> tuple[str, str]:
+        return CLOCKS[self.device_type]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,36 +78,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if (reason := missing("composer")) is not None:
         parser.error(reason)
-    sizes = {field.name: getattr(given, field.name) for field in fields(Shape)}
     options = Options(
-        shape=replace(SHAPE, **{name: size for name, size in sizes.items() if size is not None}),
+        shape=with_sizes(SHAPE, given),
+        device_type=given.device,
         variants=(HAND, *(name for name in KINDS if name in (given.variants or KINDS) and name != HAND)),
-        ranks=given.ranks,
+        ranks=given.ranks or (1 if given.device == "cuda" else 2),
         rounds=given.steps,
         microbatches=given.microbatches,
     )
-    result = on_ranks(measure, options.ranks, "cpu", options)
-    bars = _bars(result)
-    if given.json:
-        print(json.dumps({**_summary(options, result), "bars": bars_as_json(bars)}))
-    else:
-        print(_text(options, result))
-    return finish(bars, enforce=not given.no_bars, show=not given.json)
+    result = on_ranks(measure, options.ranks, options.device_type, options)
+    bars = _bars(options, result)
+    return report.conclude(given, bars, summary=_summary(options, result), text=_text(options, result))
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--variants", nargs="+", choices=[name for name in KINDS if name != HAND], help="default: all")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=tuple(CLOCKS), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ranks", type=int, help="default: 1 on a GPU, 2 on the CPU")
     parser.add_argument("--steps", type=int, default=200, help="timed rounds")
     parser.add_argument("--microbatches", type=int, default=1, help="of a batch, each of --batch sequences on a rank")
-    parser.add_argument("--json", action="store_true", help="one object instead of the table")
-    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
-    for field in fields(Shape):
-        parser.add_argument(f"--{field.name}", type=int, help="of the model" if field.name != "batch" else "of a rank")
+    add_sizes(parser)
     return parser
 
 
@@ -146,7 +151,7 @@ def _shard_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, *unused: 
     from torch.distributed.fsdp import fully_shard
 
     decoder: Any = model.model
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     before = dict(model.named_parameters())
     for block in decoder.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
@@ -156,8 +161,15 @@ def _shard_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, *unused: 
     group["params"] = list(model.parameters())
 
 
-def _fsdp1_on_cpu() -> AbstractContextManager[Any]:
+def _is_on_gpu() -> bool:
+    """Of this rank, by what its process group was started for."""
+    return dist.get_backend() == "nccl"
+
+
+def _fsdp1_anywhere() -> AbstractContextManager[Any]:
     """Composer asks for the current CUDA device; FSDP1 takes any."""
+    if _is_on_gpu():
+        return contextlib.nullcontext()
     return mock.patch("torch.cuda.current_device", return_value=torch.device("cpu"))
 
 
@@ -168,8 +180,8 @@ KINDS = {
         around=_sharding_by_hand,
         updates_by_hand=True,
     ),
-    "by hand": Kind(
-        title="and clipping by hand",
+    CLIPPING_BY_HAND: Kind(
+        title="updates and clipping by hand",
         parallelism=_fsdp2_config,
         around=_sharding_by_hand,
         updates_by_hand=True,
@@ -177,7 +189,7 @@ KINDS = {
     ),
     "ours": Kind(title="the shim", parallelism=_fsdp1_config, around=_shim),
     "composer": Kind(title="Composer's FSDP2", parallelism=_fsdp2_config, around=contextlib.nullcontext),
-    "fsdp1": Kind(title="FSDP1", parallelism=_fsdp1_config, around=_fsdp1_on_cpu),
+    "fsdp1": Kind(title="FSDP1", parallelism=_fsdp1_config, around=_fsdp1_anywhere),
 }
 
 
@@ -206,9 +218,12 @@ class _Batches:
 
     def start(self, fit: Callable[[], None]) -> None:
         """In a thread of its own, up to the first batch."""
+        device = torch.cuda.current_device() if _is_on_gpu() else None
 
         def run() -> None:
             try:
+                if device is not None:
+                    torch.cuda.set_device(device)  # which each thread has its own of
                 fit()
             except BaseException as error:
                 self._error = error
@@ -244,10 +259,11 @@ class _Run:
     def train(self, *, is_timed: bool) -> None:
         """The next batch."""
         with self.kind.around():
-            gc.collect()
             dist.barrier()
+            _wait_for_device()
             start, processor_start = time.perf_counter(), time.process_time()
             self._batches.train()
+            _wait_for_device()
             seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor_start
         self.losses.append(self.trainer.state.total_loss_dict["loss/train/total"])
         if is_timed:
@@ -255,12 +271,12 @@ class _Run:
             self.processor_seconds.append(processor_seconds)
 
     def result(self) -> dict[str, Any]:
-        """A batch takes as long as on the slowest rank, and the processor time of all."""
-        return {
-            "seconds": [max(each) for each in zip(*gather(self.seconds), strict=True)],
-            "processor_seconds": [sum(each) for each in zip(*gather(self.processor_seconds), strict=True)],
-            "losses": self.losses,
-        }
+        return {**over_ranks(self.seconds, self.processor_seconds), "losses": self.losses}
+
+
+def _wait_for_device() -> None:
+    if _is_on_gpu():
+        torch.cuda.synchronize()
 
 
 def _trainer(kind: Kind, options: Options, batches: _Batches) -> Any:
@@ -277,7 +293,7 @@ def _trainer(kind: Kind, options: Options, batches: _Batches) -> Any:
         optimizers=optimizer,
         train_dataloader=batches,
         max_duration=f"{10**9}ba",
-        device="cpu",
+        device="gpu" if options.device_type == "cuda" else "cpu",
         device_train_microbatch_size=options.shape.batch,
         parallelism_config=kind.parallelism(),
         algorithms=[ClippingByHand(MAX_NORM) if kind.clips_by_hand else GradientClipping("norm", MAX_NORM)],
@@ -289,70 +305,58 @@ def _trainer(kind: Kind, options: Options, batches: _Batches) -> Any:
 
 def measure(options: Options) -> Result:
     """Everything about each variant, the same on all ranks; called on all ranks."""
-    # For all variants alike, so that they learn the same: by themselves hand and Composer would train on sums.
-    repair_cpu_collectives()
+    if options.device_type == "cpu":
+        # For all variants alike, so that they learn the same: by themselves hand and Composer would train on sums.
+        repair_cpu_collectives()
     runs = {name: _Run(KINDS[name], options) for name in options.variants}
-    order, shuffle = list(runs), random.Random(0).shuffle  # the same order on all ranks
-    for _ in range(_START_BATCHES):
-        for run in runs.values():
-            run.train(is_timed=False)
-    gc.collect()
-    gc.freeze()  # What is built by now stays; the collections between batches need not look at it again.
-    gc.disable()
-    for _ in range(options.rounds):
-        shuffle(order)
-        for name in order:
-            runs[name].train(is_timed=True)
-    gc.enable()
+    for name, is_timed in turns(options.variants, options.rounds, warmup=_START_BATCHES):
+        runs[name].train(is_timed=is_timed)
     return {name: run.result() for name, run in runs.items()}
 
 
 # What is said of it ---------------------------------------------------------------------------------------------------
 
 
-def _processor_ratios(result: Result, name: str, to: str = HAND) -> list[float]:
-    return ratios(result, name, "processor_seconds", to=to)
-
-
 def _summary(options: Options, result: Result) -> dict[str, Any]:
     others = [name for name in result if name != HAND]
+    of_processor = {name: ratios(result, name, "processor_seconds", to=HAND) for name in others}
     return {
         "options": asdict(options),
-        "machine": machine(),
         "processor_s": {name: statistics.median(each["processor_seconds"]) for name, each in result.items()},
-        "processor_ratio": {name: statistics.median(_processor_ratios(result, name)) for name in others},
-        "processor_ratio_quartiles": {name: quartiles(_processor_ratios(result, name)) for name in others},
+        "processor_ratio": {name: statistics.median(each) for name, each in of_processor.items()},
+        "processor_ratio_quartiles": {name: quartiles(each) for name, each in of_processor.items()},
         "ratio": {name: statistics.median(ratios(result, name, to=HAND)) for name in others},
         "loss_difference": {name: loss_difference(result, name, HAND, first=FIRST) for name in others},
     }
 
 
-def _bars(result: Result) -> list[Bar]:
+def _bars(options: Options, result: Result) -> list[Bar]:
     bars = []
+    clock, _ = options.clocks
     if "ours" in result:
         for other in (name for name in (HAND, "composer") if name in result):
-            what = f"under the shim: the processor time of a batch of {KINDS[other].title}"
-            bars.append(time_bar(what, _processor_ratios(result, "ours", other), MAX_RATIO))
+            what = f"under the shim: the {CLOCK_NAMES[clock]} of a batch of {KINDS[other].title}"
+            bars.append(time_bar(what, ratios(result, "ours", clock, to=other), MAX_RATIO))
     difference = max((loss_difference(result, name, HAND, first=FIRST) for name in result), default=0.0)
-    promise = f"all learn the same in the first {FIRST} batches, to {MAX_LOSS_DIFFERENCE:.0e}"
-    return [*bars, Bar(promise, f"{difference:.1e}", difference <= MAX_LOSS_DIFFERENCE)]
+    promise = f"all learn the same in the first {FIRST} batches, to {MAX_CLIPPED_LOSS_DIFFERENCE:.0e}"
+    return [*bars, Bar(promise, f"{difference:.1e}", difference <= MAX_CLIPPED_LOSS_DIFFERENCE)]
 
 
 def _text(options: Options, result: Result) -> str:
     shape = options.shape
+    clock, beside = options.clocks
     rows = []
     for name, each in result.items():
-        row = [KINDS[name].title, f"{1000 * statistics.median(each['processor_seconds']):.1f} ms", "1", "", "1", ""]
+        row = [KINDS[name].title, f"{1000 * statistics.median(each[clock]):.1f} ms", "1", "", "1", ""]
         if name != HAND:
-            first, third = quartiles(_processor_ratios(result, name))
-            row[2:] = [
-                f"{statistics.median(_processor_ratios(result, name)):.3f}",
-                f"{first:.3f} to {third:.3f}",
-                f"{statistics.median(ratios(result, name, to=HAND)):.3f}",
-                f"{loss_difference(result, name, HAND, first=FIRST):.1e}",
-            ]
+            row[2:] = ratio_cells(result, name, options.clocks, to=HAND)
+            row.append(f"{loss_difference(result, name, HAND, first=FIRST):.1e}")
         rows.append(row)
-    header = ["a batch", "processor time", "median of ratios", "their quartiles", "of time", "losses differ by"]
+    if {"ours", CLIPPING_BY_HAND} <= result.keys():
+        cells = ratio_cells(result, "ours", options.clocks, to=CLIPPING_BY_HAND)
+        rows.append([f"{KINDS['ours'].title} / {KINDS[CLIPPING_BY_HAND].title}", "", *cells, ""])
+    clocks = (CLOCK_NAMES[clock], f"of {CLOCK_NAMES[beside]}")
+    header = ["a batch", clocks[0], "median of ratios", "their quartiles", clocks[1], "losses differ by"]
     return (
         f"{machine()}; {options.ranks} ranks, fp32, DecoupledAdamW, clipped to {MAX_NORM}; {shape.layers} layers of "
         f"width {shape.width}, vocabulary {shape.vocabulary}, {options.microbatches} × {shape.batch} × "

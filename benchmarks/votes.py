@@ -9,8 +9,6 @@ all ranks. Beside the times, how many messages follow one another, at any number
 does not hold.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -18,12 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import report
 import torch
 import torch.distributed as dist
 from launch import on_ranks
-from report import Bar, bars_as_json, finish, machine, markdown
+from report import Bar, machine, markdown
 
-from composer_fsdp2.control import Question, connect, num_rounds
+from composer_fsdp2.control import Question, connect
 
 RANKS = (2, 4, 8, 16, 32)
 MANY_RANKS = (64, 512, 1024)
@@ -39,14 +38,9 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--votes", type=int, default=200, help="of each way")
-    parser.add_argument("--json", action="store_true", help="one object instead of the tables")
-    parser.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
     given = parser.parse_args(arguments)
     # Forked from this process, which has imported everything: 32 ranks would import torch for minutes.
     seconds = {
@@ -59,12 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for num_ranks, each in seconds.items()
         for ratio in [each["one node"] / each["ring"]]
     ]
-    if given.json:
-        found = {"machine": machine(), "seconds": seconds, "messages": in_sequence, "bars": bars_as_json(bars)}
-        print(json.dumps(found))
-    else:
-        print(_text(seconds, in_sequence))
-    return finish(bars, enforce=not given.no_bars, show=not given.json)
+    summary = {"seconds": seconds, "messages": in_sequence}
+    return report.conclude(given, bars, summary=summary, text=_text(seconds, in_sequence))
 
 
 def measure(options: Options) -> dict[str, float]:
@@ -94,9 +84,31 @@ def _ring() -> Callable[[], Any]:
 
 
 def messages_in_sequence(num_ranks: int) -> dict[str, int]:
-    """How many messages follow one another, on nodes of 8 ranks: to the node's first, between nodes, and back."""
-    num_nodes = -(-num_ranks // GPUS_A_NODE)
-    return {"ours": 2 + num_rounds(num_nodes), "ring": 2 * (num_ranks - 1)}
+    """How many follow one another, on nodes of 8: counted while simulated ranks tell each other what they heard."""
+    to_first_and_back = 2 if num_ranks > 1 else 0
+    between_nodes = _rounds_until_all_know(-(-num_ranks // GPUS_A_NODE))
+    return {"ours": to_first_and_back + between_nodes, "ring": _hops_until_all_know(num_ranks)}
+
+
+def _rounds_until_all_know(num_nodes: int) -> int:
+    """Between the nodes' first ranks: in each round every one tells another, twice as far off each time."""
+    heard = [{place} for place in range(num_nodes)]
+    rounds = 0
+    while any(len(each) < num_nodes for each in heard):
+        heard = [heard[place] | heard[(place - (1 << rounds)) % num_nodes] for place in range(num_nodes)]
+        rounds += 1
+    return rounds
+
+
+def _hops_until_all_know(num_ranks: int) -> int:
+    """Around a ring: each adds its own to what it got and passes it on; then the whole goes around once more."""
+    heard = [{place} for place in range(num_ranks)]
+    hops = 0
+    while any(len(each) < num_ranks for each in heard):
+        place = hops % num_ranks
+        heard[(place + 1) % num_ranks] |= heard[place]
+        hops += 1
+    return hops
 
 
 def _text(seconds: dict[int, dict[str, float]], in_sequence: dict[int, dict[str, int]]) -> str:

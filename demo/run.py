@@ -29,9 +29,9 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "demo" / "out"
 YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"
-# Relative, of losses. The curves agree to rounding; a wrong gradient scale or a lost optimizer state shows in the second
-# digit. That on GPUs has not been measured on any: it is a little more than a step of bf16 (2 ** -7), in which the demo
-# trains there, because kernels may add up in another order from one run to the next.
+# Relative, of losses. The curves agree to rounding; a wrong gradient scale or a lost optimizer state shows in the
+# second digit. The tolerance on GPUs was not measured on any: it is a little more than a step of bf16 (2 ** -7), in
+# which the demo trains there, because kernels may add up in another order from one run to the next.
 TOLERANCE, TOLERANCE_ON_GPUS = 1e-5, 1e-2
 
 console = Console(highlight=False)

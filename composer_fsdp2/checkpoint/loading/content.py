@@ -58,7 +58,7 @@ class _Collected:
 def check_content(parts: Iterable[Part], checkpoint: Path) -> int:
     """Compare the CRC32 of every record that the ranks read, each some of it, with what the file says.
 
-    Each record is one rank's to put together. Where every rank looked at all of them it took 131 MiB and 20 s on each
+    Each record is one rank's to put together. Where every rank looked at all of them it took 131 MiB and 22 s on each
     of 1,024 ranks (benchmarks/many_ranks.py).
 
     Args:
