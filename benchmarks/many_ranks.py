@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with checked_out(given.against) as folder, imported_from(folder):
             result["revision"] = measure(given.ranks)
     bars = [
-        Bar(f"{name}: at most {most:,}", _formatted(name, result['ours'][name]), result["ours"][name] <= most)
+        Bar(f"{name}: at most {most:,}", _formatted(name, result["ours"][name]), result["ours"][name] <= most)
         for name, most in MOST.items()
     ]
     return report.conclude(given, bars, summary=result, text=_text(given.ranks, result))

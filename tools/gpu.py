@@ -11,6 +11,7 @@ The page stays as it is where there is no GPU, or where tests were named and so 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -18,17 +19,21 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
 from report import markdown  # noqa: E402  The benchmarks' own.
+
+# What the tests say that this machine lacks. Not imported by its name, which would have mypy check the tests.
+lacking: Callable[[int], str] = importlib.import_module("support.gpus").lacking
 
 README = ROOT / "benchmarks" / "README.md"
 ALL_TESTS = ["tests"]
@@ -60,8 +65,19 @@ BENCHMARKS = (
     Benchmark(block="votes", words=("step.py", "--ranks", "{gpus}", "--against", "HEAD"), num_gpus=2),
     Benchmark(block="setup", words=("setup.py",)),
     Benchmark(block="dispatch", words=("dispatch.py",)),
+    Benchmark(block="trainer", words=("step.py", "--trainer", "--ranks", "{gpus}")),
     Benchmark(block="checkpoint", words=("checkpoint.py",)),
+    Benchmark(block="saving", words=("saving.py", "--ranks", "{gpus}", "--mib", "8192")),
 )
+
+
+class Outcome(Enum):
+    """How a test or a benchmark ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    LEFT_OUT = "left out"
+    BAR_FAILS = "a bar fails"  # a benchmark's: it measured all the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +95,7 @@ class Machine:
         gpus = tuple(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
         return cls(
             gpus=gpus,
-            driver=_said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "unknown",
+            driver=_first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "unknown",
             torch=torch.__version__,
             date=f"{datetime.now(UTC):%Y-%m-%d}",
             commit=_commit(),
@@ -91,11 +107,11 @@ class Machine:
 
 
 def _commit() -> str:
-    commit = _said(["git", "rev-parse", "--short", "HEAD"]) or "unknown"
-    return commit + (" and changes" if _said(["git", "status", "--porcelain", "--untracked-files=no"]) else "")
+    commit = _first_line(["git", "rev-parse", "--short", "HEAD"]) or "unknown"
+    return commit + (" and changes" if _first_line(["git", "status", "--porcelain", "--untracked-files=no"]) else "")
 
 
-def _said(command: Sequence[str]) -> str:
+def _first_line(command: Sequence[str]) -> str:
     """The first line that a command prints; '' where it cannot run."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -109,7 +125,7 @@ class Test:
     """One test of one run of pytest, as its report has it."""
 
     name: str  # tests/gpu/test_replicas.py::test_x[gpus]
-    outcome: str  # passed, failed, left out
+    outcome: Outcome
     reason: str = ""
     rows: tuple[tuple[str, dict[str, str]], ...] = ()  # measured: a table's title, and cells by column
 
@@ -122,7 +138,7 @@ class TestRun:
     tests: tuple[Test, ...] = ()
     lacking: str = ""
 
-    def of(self, outcome: str) -> list[Test]:
+    def of(self, outcome: Outcome) -> list[Test]:
         return [test for test in self.tests if test.outcome == outcome]
 
 
@@ -133,7 +149,7 @@ class BenchmarkRun:
     benchmark: Benchmark
     command: str
     output: str = ""
-    outcome: str = "left out"  # passed, a bar fails, failed
+    outcome: Outcome = Outcome.LEFT_OUT
     lacking: str = ""
 
 
@@ -143,14 +159,14 @@ class Results:
 
     machine: Machine
     tests: tuple[TestRun, ...]
-    benchmarks: tuple[BenchmarkRun, ...] = field(default=())
+    benchmarks: tuple[BenchmarkRun, ...] = ()
 
     @property
     def exit_code(self) -> int:
         if not self.machine.gpus:
             return NO_GPU
-        failed = any(run.of("failed") for run in self.tests)
-        return int(failed or any(run.outcome in ("failed", "a bar fails") for run in self.benchmarks))
+        failed = any(run.of(Outcome.FAILED) for run in self.tests)
+        return int(failed or any(run.outcome in (Outcome.FAILED, Outcome.BAR_FAILS) for run in self.benchmarks))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -190,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_tests(stack: str, python: Path, tests: Sequence[str]) -> TestRun:
     """Run all of ``tests`` that are marked gpu in this environment; without a GPU each says what it lacks."""
-    asked = _said([str(python), "-c", "import torch; print(torch.__version__, torch.version.cuda)"]).split()
+    asked = _first_line([str(python), "-c", "import torch; print(torch.__version__, torch.version.cuda)"]).split()
     if len(asked) != 2:
         return TestRun(stack=stack, lacking=f"no environment with torch: {_shown(python)}")
     if asked[1] == "None":
@@ -201,7 +217,7 @@ def run_tests(stack: str, python: Path, tests: Sequence[str]) -> TestRun:
         code = subprocess.run([python, "-m", "pytest", *options, *tests], cwd=ROOT).returncode
         found = read_report(file) if file.is_file() else ()
     if code not in PYTEST_ENDED:
-        found = (*found, Test(name="pytest", outcome="failed", reason=f"it ended with exit code {code}"))
+        found = (*found, Test(name="pytest", outcome=Outcome.FAILED, reason=f"it ended with exit code {code}"))
     return TestRun(stack=f"{stack}, torch {asked[0]}", tests=found, lacking="" if found else "no such test")
 
 
@@ -210,9 +226,12 @@ def read_report(path: Path) -> tuple[Test, ...]:
     return tuple(map(_read_test, ElementTree.parse(path).getroot().iter("testcase")))
 
 
+_OUTCOMES = {"skipped": Outcome.LEFT_OUT, "failure": Outcome.FAILED, "error": Outcome.FAILED}
+
+
 def _read_test(case: ElementTree.Element) -> Test:
-    outcome, reason = "passed", ""
-    for tag, means in (("skipped", "left out"), ("failure", "failed"), ("error", "failed")):
+    outcome, reason = Outcome.PASSED, ""
+    for tag, means in _OUTCOMES.items():
         if (found := case.find(tag)) is not None:
             outcome, reason = means, found.get("message", "").partition("\n")[0]
     rows = tuple(
@@ -228,22 +247,17 @@ def run_benchmark(benchmark: Benchmark, machine: Machine) -> BenchmarkRun:
     """Run it on all GPUs, or say how many it lacks."""
     words = [word.format(gpus=max(len(machine.gpus), benchmark.num_gpus)) for word in benchmark.words]
     command = " ".join(["python", f"benchmarks/{words[0]}", *words[1:]])
-    if len(machine.gpus) < benchmark.num_gpus:
-        return BenchmarkRun(benchmark=benchmark, command=command, lacking=lacking_gpus(benchmark.num_gpus, machine))
+    if reason := lacking(benchmark.num_gpus):
+        return BenchmarkRun(benchmark=benchmark, command=command, lacking=reason)
     print(f"$ {command}", flush=True)
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / words[0], *words[1:]], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     print(done.stdout, flush=True)
-    is_bar = done.returncode == 1 and "FAILS: " in done.stdout
-    outcome = "passed" if done.returncode == 0 else "a bar fails" if is_bar else "failed"
+    outcome = Outcome.PASSED if done.returncode == 0 else Outcome.FAILED
+    if done.returncode == 1 and "FAILS: " in done.stdout:
+        outcome = Outcome.BAR_FAILS
     return BenchmarkRun(benchmark=benchmark, command=command, output=done.stdout.strip(), outcome=outcome)
-
-
-def lacking_gpus(num_gpus: int, machine: Machine) -> str:
-    """As the tests say it (tests/support/gpus.py)."""
-    visible = {0: "none is visible", 1: "1 is visible"}.get(len(machine.gpus), f"{len(machine.gpus)} are visible")
-    return f"needs {num_gpus} CUDA device{'s' if num_gpus > 1 else ''}, {visible}"
 
 
 def _shown(path: Path) -> str:
@@ -258,8 +272,8 @@ def report(results: Results) -> Iterable[str]:
     yield ""
     yield summary_table(results)
     for run in results.tests:
-        yield from (f"FAILED ({run.stack}): {test.name}: {test.reason}" for test in run.of("failed"))
-    yield from (f"FAILED: {run.command}" for run in results.benchmarks if run.outcome == "failed")
+        yield from (f"FAILED ({run.stack}): {test.name}: {test.reason}" for test in run.of(Outcome.FAILED))
+    yield from (f"FAILED: {run.command}" for run in results.benchmarks if run.outcome is Outcome.FAILED)
     left_out = left_out_by_need(results)
     if left_out:
         yield ""
@@ -270,23 +284,24 @@ def report(results: Results) -> Iterable[str]:
 
 
 def summary_table(results: Results) -> str:
-    outcomes = ("passed", "failed", "left out")
+    outcomes = (Outcome.PASSED, Outcome.FAILED, Outcome.LEFT_OUT)
     rows = [
         [f"tests, {run.stack}", *(str(len(run.of(outcome))) for outcome in outcomes), run.lacking]
         for run in results.tests
     ]
     if results.benchmarks:
         kinds = Counter(run.outcome for run in results.benchmarks)
-        bars = f"{kinds['a bar fails']} with a bar that fails" if kinds["a bar fails"] else ""
-        passed = str(kinds["passed"] + kinds["a bar fails"])
-        rows.append(["benchmarks", passed, str(kinds["failed"]), str(kinds["left out"]), bars])
-    return markdown(["on GPUs", *outcomes, "remark"], rows)
+        num_fails = kinds[Outcome.BAR_FAILS]
+        kinds[Outcome.PASSED] += num_fails
+        remark = f"{num_fails} with a bar that fails" if num_fails else ""
+        rows.append(["benchmarks", *(str(kinds[outcome]) for outcome in outcomes), remark])
+    return markdown(["on GPUs", *(outcome.value for outcome in outcomes), "remark"], rows)
 
 
 def left_out_by_need(results: Results) -> dict[str, list[str]]:
     """The names of what was left out by its reason; a test of two stacks once."""
     found: dict[str, list[str]] = {}
-    tests = ((test.reason, test.name) for run in results.tests for test in run.of("left out"))
+    tests = ((test.reason, test.name) for run in results.tests for test in run.of(Outcome.LEFT_OUT))
     benchmarks = ((run.lacking, run.command) for run in results.benchmarks if run.lacking)
     for need, name in (*tests, *benchmarks):
         names = found.setdefault(need, [])
@@ -298,15 +313,15 @@ def left_out_by_need(results: Results) -> dict[str, list[str]]:
 def blocks(results: Results) -> dict[str, str]:
     """The text of each block of README that was measured; the others stay as an earlier machine left them."""
     needs = [[need, str(len(names))] for need, names in left_out_by_need(results).items()]
-    failures = [[test.name, run.stack] for run in results.tests for test in run.of("failed")]
-    failures += [[run.command, ""] for run in results.benchmarks if run.outcome == "failed"]
+    failures = [[test.name, run.stack] for run in results.tests for test in run.of(Outcome.FAILED)]
+    failures += [[run.command, ""] for run in results.benchmarks if run.outcome is Outcome.FAILED]
     lists = [(["left out", "tests and benchmarks"], needs), (["failed", "on"], failures)]
     texts = [f"{results.machine}, `make gpu`:", summary_table(results), *(markdown(*each) for each in lists if each[1])]
     found = {"tests": "\n\n".join(texts)}
     if measured := measured_tables(results):
         found["measured by tests"] = "\n".join([f"{results.machine}:", "", measured])
     for run in results.benchmarks:
-        if run.outcome in ("passed", "a bar fails"):
+        if run.outcome in (Outcome.PASSED, Outcome.BAR_FAILS):
             found[run.benchmark.block] = f"{results.machine}, `{run.command}`:\n\n{run.output}"
     return found
 
