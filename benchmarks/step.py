@@ -34,6 +34,7 @@ from timing import (
     FIRST,
     HAND,
     MAX_CLIPPED_LOSS_DIFFERENCE,
+    MAX_LOSS_DIFFERENCE,
     MAX_NORM,
     MAX_RATIO,
     gather,
@@ -65,8 +66,6 @@ SHAPES = {
 }
 MAX_VOTING_RATIO = 1.02  # of a step without votes
 MAX_REVISION_RATIO = 1.01
-# Relative, between losses; on a GPU the order of a kernel's sums may differ from one run to the next.
-MAX_LOSS_DIFFERENCE = {"cpu": 1e-6, "cuda": 1e-2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
