@@ -48,7 +48,7 @@ class Node:
 
     @classmethod
     def of_this_rank(cls, host: str, within: timedelta) -> "Node":
-        """Connect the ranks of each host. Called on all ranks, which gather a few bytes from each, four times.
+        """Connect the ranks of each host. Called on all ranks: three gathers of a few bytes, and as many agreements.
 
         Raises:
             ControlGroupError: on all ranks: one has no more files to open.
