@@ -87,7 +87,7 @@ def mesh_of(model: torch.nn.Module) -> DeviceMesh:
     """The one of all its parameters, each of which is sharded."""
     parameters = list(model.parameters())
     meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
-    assert len(meshes) == len(parameters) and all(found is meshes[0] for found in meshes)
+    assert len(meshes) == len(parameters) and all(found == meshes[0] for found in meshes)
     return meshes[0]
 
 
