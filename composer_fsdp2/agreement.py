@@ -31,34 +31,45 @@ def require_process_group(caller: str) -> None:
         )
 
 
-def gather(value: Any) -> list[Any]:
-    """One small picklable value from every rank, in rank order; called on all ranks (alone without a process group)."""
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """One small picklable value from every rank, in rank order; called on all ranks (alone without a process group).
+
+    Args:
+        group: Whose ranks; None is the default group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 
 _TOLD = itertools.count()
 _ASK_EVERY_S = 0.5
+_RETURNED, _RAISED = "returned ", "raised"
 
 
 def told_by_rank_0(work: Callable[[], str]) -> str:
     """What ``work`` returns on rank 0, on all ranks, however long it takes: nobody waits in a collective for it.
 
-    Args:
-        work: Raises nothing, or the others wait until the default store is gone.
-
+    Raises:
+        RuntimeError: on the other ranks, if ``work`` raised (Ctrl-C, too).
     Called on all ranks; the others ask the default store twice a second. Not a wait of the store's own, which keeps
     other threads of the process from asking it anything.
     """
     store, key = default_store(), f"composer_fsdp2/told/{next(_TOLD)}"  # ranks ask in one order
     if dist.get_rank() == 0:
-        store.set(key, work())
+        told = _RAISED
+        try:
+            told = _RETURNED + work()
+        finally:
+            store.set(key, told)
     while not store.check([key]):
         time.sleep(_ASK_EVERY_S)
-    return store.get(key).decode()
+    told = store.get(key).decode()
+    if told == _RAISED:
+        raise RuntimeError("rank 0 raised, or was interrupted, while the others waited for it")
+    return told.removeprefix(_RETURNED)
 
 
 def sends_from_host(group: dist.ProcessGroup | None = None) -> bool:

@@ -19,7 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_fsdp2._torch import InFlight, own_buffers, process_groups_of, reset_after_error, watch_collectives
+from composer_fsdp2._torch import (
+    InFlight,
+    all_gather_single,
+    own_buffers,
+    process_groups_of,
+    reduce_scatter_single,
+    reset_after_error,
+    watch_collectives,
+)
 from composer_fsdp2.agreement import device_of_group
 from composer_fsdp2.control import ANSWER_WITHIN, Question, control
 from composer_fsdp2.microbatching import begin_microbatch
@@ -138,8 +146,8 @@ def _warm_up(model: nn.Module) -> None:
         for numel in _WARM_UP_ELEMENTS:
             part = torch.zeros(max(1, numel // size), device=device_of_group(group))
             whole = part.new_empty(len(part) * size)
-            dist.all_gather_into_tensor(whole, part, group)
-            dist.reduce_scatter_tensor(part, whole, group=group)
+            all_gather_single(whole, part, group)
+            reduce_scatter_single(part, whole, group)
             dist.all_reduce(part, group=group)
 
 

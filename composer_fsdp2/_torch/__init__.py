@@ -9,7 +9,12 @@ from composer_fsdp2._torch.backward import (
     repair_unit_backward,
     replicated_parameters,
 )
-from composer_fsdp2._torch.collectives import InFlight, watch_collectives
+from composer_fsdp2._torch.collectives import (
+    InFlight,
+    all_gather_single,
+    reduce_scatter_single,
+    watch_collectives,
+)
 from composer_fsdp2._torch.groups import mesh_of, new_gloo_group, note_mesh, process_groups_of
 from composer_fsdp2._torch.names import (
     ActivationWrapper,
@@ -53,6 +58,7 @@ __all__ = [
     "Repair",
     "ShardedGradScaler",
     "UnitParameter",
+    "all_gather_single",
     "average_after_backward",
     "by_kind",
     "checkpoint_wrapper",
@@ -81,6 +87,7 @@ __all__ = [
     "process_groups_of",
     "rebuild_tensor",
     "rebuild_untyped_tensor",
+    "reduce_scatter_single",
     "repair_cpu_collectives",
     "repair_unit_backward",
     "replicated_parameters",

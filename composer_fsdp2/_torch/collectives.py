@@ -16,7 +16,9 @@ from composer_fsdp2._torch.groups import groups_of, put_in_place, state_of
 
 __all__ = [
     "InFlight",
+    "all_gather_single",
     "all_reduce",
+    "reduce_scatter_single",
     "watch_collectives",
 ]
 
@@ -86,6 +88,18 @@ def watch_collectives(
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Of our own within a unit's work, watched like the unit's."""
     _launching.dist.all_reduce(tensor, group=group)
+
+
+def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """``dist.all_gather_into_tensor``, by the name that torch 2.13 gives it; it deprecates this one."""
+    launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    launch(output, part, group)
+
+
+def reduce_scatter_single(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """``dist.reduce_scatter_tensor``, of sums, the same."""
+    launch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    launch(part, whole, group=group)
 
 
 def _forget(listed: "weakref.ref[_Watch]") -> None:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import own_part
-from composer_fsdp2.agreement import device_of_group, sends_from_host
+from composer_fsdp2._torch import all_gather_single, own_part
+from composer_fsdp2.agreement import device_of_group, gather, sends_from_host
 from composer_fsdp2.checkpoint.reading import bytes_of
 from composer_fsdp2.checkpoint.rounds import Part, Piece, Routes, Timetable, cut, numbered
 from composer_fsdp2.checkpoint.staged_file import FirstError, StagedFile, require_plain_bytes
@@ -58,7 +58,7 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
     errors = FirstError()
     file = StagedFile(Path(path), state, shards, errors) if dist.get_rank(group) == 0 else None
     try:
-        [plain_bytes, *_] = _gather(file.plain_bytes if file is not None else None, group)
+        [plain_bytes, *_] = gather(file.plain_bytes if file is not None else None, group)
         _require_none(errors, path, group)
         timetable = Timetable(routes, plain_bytes)
         source = _Source(shards, file.plain if file is not None else [])
@@ -108,9 +108,9 @@ def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.
     described = [f"{name} {tuple(shard.shape)} {shard.dtype}" for name, shard in named]
     digest = hashlib.sha256("\n".join(described).encode()).digest()  # the names themselves are long
     parts = _own_parts([shard for _, shard in named], 0 if group is None else dist.get_global_rank(group, 0))
-    gathered = _gather((digest, numbered(parts)), group)
+    gathered = gather((digest, numbered(parts)), group)
     if any(of_rank != digest for of_rank, _ in gathered):
-        raise CheckpointError(f"{path}: not written: {_first_difference(_gather(described, group))}")
+        raise CheckpointError(f"{path}: not written: {_first_difference(gather(described, group))}")
     routes = Routes([parts for _, parts in gathered], [shard.element_size() for _, shard in named])
     if (number := routes.incomplete([shard.shape for _, shard in named])) is not None:
         raise CheckpointError(
@@ -136,12 +136,6 @@ def _first_difference(described: Sequence[Sequence[str]]) -> str:
         if ours != theirs:
             return f"rank 0 has {ours} where rank {rank} has {theirs}; save the same state on every rank"
     return f"rank 0 has {len(described[0])} sharded tensors, rank {rank} {len(of_rank)}; save the same on every rank"
-
-
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -296,7 +290,7 @@ def _from_devices(memory: torch.Tensor, sizes: Sequence[int], group: dist.Proces
     gathered = own.new_empty(len(sizes) * size)
     if not is_writer:
         own[: len(memory)] = memory
-    dist.all_gather_into_tensor(gathered, own, group)
+    all_gather_single(gathered, own, group)
     if not is_writer:
         gathered[:1].cpu()  # waits: the watchdog counts from when a collective is begun, and none is begun too early
         return []
@@ -317,14 +311,14 @@ def _all_crcs(source: _Source, num_shards: int, group: dist.ProcessGroup | None)
     """The CRC32 of each of ``source``'s tensors, on rank 0. Called on all ranks; gathers 8 bytes for each and rank."""
     own = torch.tensor(source.crcs[:num_shards], dtype=torch.int64, device=device_of_group(group))
     of_ranks = own.new_empty(dist.get_world_size(group) * num_shards)
-    dist.all_gather_into_tensor(of_ranks, own, group)
+    all_gather_single(of_ranks, own, group)
     of_shards = functools.reduce(torch.bitwise_xor, of_ranks.cpu().split(num_shards)).tolist() if num_shards else []
     return [*of_shards, *source.crcs[num_shards:]]
 
 
 def _require_none(errors: FirstError, path: str | Path, group: dist.ProcessGroup | None) -> None:
     """Raise on all ranks what one could not do. Called on all ranks; gathers a few bytes from each."""
-    for rank, text in enumerate(_gather(errors.text, group)):
+    for rank, text in enumerate(gather(errors.text, group)):
         if text is not None:
             who = f"rank {rank}: " if rank else ""
             raise CheckpointError(f"{path}: cannot be written: {who}{text}; a file of that name is as it was")

@@ -118,9 +118,6 @@ class ModelTarget:
             yield from tensor.names
         yield from self.extra
 
-    def names_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        return tuple(name for name, value in self.parameters.items() if value is parameter)
-
 
 def model_target(model: nn.Module) -> ModelTarget:
     """Read what ``model`` would save, which is what it can load; call ``reshard`` before. Does not communicate."""

@@ -34,6 +34,11 @@ from composer_fsdp2.agreement import gather
 from composer_fsdp2.guard import CollectiveGuard
 from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote, is_out_of_memory, reset
 
+ALL_GATHER, REDUCE_SCATTER = (  # what fully_shard calls: torch 2.13 has new names
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "all_gather_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
 TIME_LIMIT_S = 180  # a hang
 
 
@@ -337,8 +342,7 @@ def check_inside_a_collective(folder: str) -> list[str]:
     model = model_for({})
     votes = OutOfMemoryVote(model, timeout=limit)
     votes.start()
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    launch, count = getattr(dist, name), 0
+    launch, count = getattr(dist, ALL_GATHER), 0
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -348,7 +352,7 @@ def check_inside_a_collective(folder: str) -> list[str]:
         return launch(*args, **kwargs)
 
     try:
-        with mock.patch.object(dist, name, failing):
+        with mock.patch.object(dist, ALL_GATHER, failing):
             votes.succeeded(functools.partial(run_batch, model, batch_of(dist.get_rank()).split(8)))
     except Exception as error:
         return [str(error), *getattr(error, "__notes__", ())]
@@ -381,8 +385,9 @@ def check_warm_up() -> list[tuple[str, list[int]]]:
 
         return call
 
-    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-    with mock.patch.multiple(dist, **{name: noted(name, getattr(dist, name)) for name in names}):
+    with mock.patch.multiple(
+        dist, **{name: noted(name, getattr(dist, name)) for name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce")}
+    ):
         OutOfMemoryVote(model)
     return seen
 
@@ -393,7 +398,7 @@ def test_every_axis_is_used_before_the_first_vote():
         shard, replicate = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
         for ranks in (shard, replicate):
             kinds = {kind for kind, of_group in seen if of_group == ranks}
-            assert kinds == {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"}, (ranks, seen)
+            assert kinds == {ALL_GATHER, REDUCE_SCATTER, "all_reduce"}, (ranks, seen)
 
 
 def check_reset_waits() -> list[str]:

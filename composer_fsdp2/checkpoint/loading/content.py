@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from composer_fsdp2._torch import all_gather_single
 from composer_fsdp2.agreement import device_of_group, gather
 from composer_fsdp2.checkpoint.reading import Part
 from composer_fsdp2.checkpoint.storage.crc import shifted
@@ -146,7 +147,7 @@ def _regrouped(collected: _Collected) -> dict[int, _Shares]:
         part = own[first : first + num_at_once]
         sent[: len(part)] = part
         received = torch.empty((num_ranks * num_at_once, own.shape[1]), dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(received, sent.to(device))
+        all_gather_single(received, sent.to(device))
         mine.append(_to_judge(received, rank, num_ranks).cpu())
     return _grouped(torch.cat([own[:0], *mine]))
 

@@ -381,9 +381,5 @@ def _memory_of(target: TensorTarget) -> torch.Tensor:
     return target.local
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
