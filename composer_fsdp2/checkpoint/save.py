@@ -221,7 +221,6 @@ class _Receiver:
     """Writes all that the ranks have to the file: on rank 0. What it needs is taken when it is made."""
 
     def __init__(self, work: _Work, file: StagedFile) -> None:
-        work.source.require_bytes()
         self._work, self._file = work, file
         # While a round is written the next one is under way.
         num_bytes = _memory_bytes(work.timetable.sizes(0), work.group)

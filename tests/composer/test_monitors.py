@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -282,13 +283,15 @@ def test_few_collectives():
     run_ranks(check_collectives, 2)
 
 
-def monitored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], dict[str, float]]:
+def monitored(
+    model: nn.Module, optimizer: torch.optim.Optimizer, monitor: Any = None
+) -> Callable[[], dict[str, float]]:
     """What OptimizerMonitor does at the end of a batch, and logs; one monitor for all calls."""
     from composer.callbacks import OptimizerMonitor
 
     from composer_fsdp2.compat.monitoring import replacement_for_monitor_batch_end
 
-    monitor = OptimizerMonitor(batch_log_interval=1)
+    monitor = monitor or OptimizerMonitor(batch_log_interval=1)
     batch_end = replacement_for_monitor_batch_end(OptimizerMonitor.batch_end)
     state: Any = SimpleNamespace(
         model=model, optimizers=[optimizer], timestamp=SimpleNamespace(batch=SimpleNamespace(value=1)), fsdp_config=None
@@ -367,6 +370,28 @@ def test_metrics_that_change():
             "replicas": [1, 1, 2, 1],
             "groups apart": [2, 2, 2, 2],  # no mesh has all ranks
         }
+
+
+def check_new_world(folder: str) -> None:
+    from composer.callbacks import OptimizerMonitor
+    from composer.optim import DecoupledAdamW
+
+    monitor = OptimizerMonitor(batch_log_interval=1)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for number, config in enumerate(({"data_parallel_replicate_degree": 2}, {})):
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/{number}", num_ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        model = nn.Sequential(nn.Linear(3, 2, bias=False))
+        optimizer = DecoupledAdamW(model.parameters(), lr=1e-3)
+        prepare_fully_shard(model, optimizer, config, "fp32", torch.device("cpu"))
+        model(torch.ones(1, 3)).sum().backward()
+        assert monitored(model, optimizer, monitor)()["l2_norm/grad/0.weight"] == pytest.approx(math.sqrt(6))
+
+
+def test_a_monitor_that_lives_longer_than_its_process_groups(tmp_path: Path):
+    """As in a notebook, where the next run takes the same callbacks: the groups that it knew are gone."""
+    run_ranks(check_new_world, 4, str(tmp_path), fresh=True)
 
 
 class Walked(dict[str, Any]):

@@ -213,6 +213,26 @@ def test_who_gives_up_tells_the_others():
             assert seconds < (4 if rank < 2 or name == "two nodes" else 2) + 3.5, f"{name}: rank {rank}, {seconds} s"
 
 
+def check_between(gives_up: int) -> list[int] | str:
+    """Ranks 0 to 2 are a node. One of them gives up while the first one still waits for the other node, rank 3."""
+    connected = on_nodes_of(3)
+    largest(connected, [0])
+    time.sleep(3 if dist.get_rank() == 3 else 0)
+    try:
+        return largest(connected, [0], timedelta(seconds=1 if dist.get_rank() == gives_up else 20))
+    except RanksPartedError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+
+
+@pytest.mark.parametrize("gives_up", [1, 2])
+def test_who_gives_up_while_the_answer_is_on_its_way(gives_up: int):
+    """None of its node gets the answer: half of it would go on without the other half."""
+    for rank, found in enumerate(run_ranks(check_between, 4, gives_up)[:3]):
+        assert isinstance(found, str), f"rank {rank} goes on with {found}"
+
+
 def check_different(ranks_a_node: int) -> tuple[str, float]:
     connected = on_nodes_of(ranks_a_node)
     if dist.get_rank() % 2:
