@@ -83,13 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = report.parser(__doc__)
-    parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint; default: 4")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gib", type=report.positive, default=4.0, help="size of the checkpoint; default: 4")
+    parser.add_argument("--ranks", type=report.count, default=2)
+    parser.add_argument("--rounds", type=report.count, default=3)
     parser.add_argument(
         "--beside", nargs="*", choices=["composer", "replicated"], default=["composer"], help="further loads"
     )
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
+    parser.add_argument(
+        "--folder", type=report.folder, default=tempfile.gettempdir(), help="on the disk to be measured"
+    )
     return parser
 
 

@@ -44,9 +44,11 @@ Work = Callable[[], object]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="of the models; 9 parameters each")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--against", metavar="REVISION", help="a commit of ours")
+    parser.add_argument(
+        "--layers", type=report.count, nargs="+", default=LAYERS, help="of the models; 9 parameters each"
+    )
+    parser.add_argument("--rounds", type=report.count, default=20)
+    report.add_revision(parser)
     given = parser.parse_args(arguments)
     if (reason := missing("composer")) is not None:
         parser.error(reason)

@@ -28,8 +28,10 @@ def on_ranks(
         device_type: ``cpu`` (gloo, one thread a rank) or ``cuda`` (NCCL, one device a rank).
         start_method: ``fork`` for many ranks on the CPU, which then have imported what this process has.
     Raises:
-        SystemExit: a rank failed; its traceback is on stderr.
+        SystemExit: a rank failed; its traceback is on stderr. Or there are fewer devices than ranks.
     """
+    if device_type == "cuda" and torch.cuda.device_count() < num_ranks:
+        raise SystemExit(f"each rank needs a CUDA device: {num_ranks} asked for, {torch.cuda.device_count()} visible")
     if device_type == "cpu":
         # Before the ranks import torch. More threads than one each would fight for the machine's cores.
         os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")

@@ -38,8 +38,8 @@ SAMPLE = 32  # ranks whose pickles are read, for all of them
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--against", metavar="REVISION", help="a commit of ours")
+    parser.add_argument("--ranks", type=report.count, default=1024)
+    report.add_revision(parser)
     given = parser.parse_args(arguments)
     result = {"ours": measure(given.ranks)}
     if given.against:

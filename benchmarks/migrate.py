@@ -80,7 +80,7 @@ def seconds_to_migrate(folder: Path, num_files: int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--files", type=int, default=1000)
+    parser.add_argument("--files", type=report.count, default=1000)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         seconds = seconds_to_migrate(Path(folder), options.files)

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import dataclass, fields, replace
 
 import torch
+from report import count
 from torch import nn
 from torch.nn import functional
 
@@ -34,7 +35,9 @@ class Shape:
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """An option for each size of a ``Shape``."""
     for field in fields(Shape):
-        parser.add_argument(f"--{field.name}", type=int, help="of the model" if field.name != "batch" else "of a rank")
+        parser.add_argument(
+            f"--{field.name}", type=count, help="of the model" if field.name != "batch" else "of a rank"
+        )
 
 
 def with_sizes(shape: Shape, given: argparse.Namespace) -> Shape:

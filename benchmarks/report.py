@@ -6,11 +6,25 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["Bar", "conclude", "machine", "markdown", "mib", "parser"]
+__all__ = [
+    "Bar",
+    "add_device",
+    "add_revision",
+    "conclude",
+    "count",
+    "folder",
+    "machine",
+    "markdown",
+    "mib",
+    "parser",
+    "positive",
+    "ranks_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +45,46 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--json", action="store_true", help="one object instead of the tables")
     made.add_argument("--no-bars", action="store_true", help="exit code 0 whatever was measured")
     return made
+
+
+def count(text: str) -> int:
+    """An option's ``type``: a whole number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def positive(text: str) -> float:
+    """An option's ``type``: a number above 0."""
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def folder(text: str) -> Path:
+    """An option's ``type``: a folder that is there."""
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return path
+
+
+def add_device(made: argparse.ArgumentParser) -> None:
+    """Where the model lies, and on how many ranks; see ``ranks_of``."""
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    made.add_argument("--device", choices=("cpu", "cuda"), default=default, help="of the model; default: %(default)s")
+    made.add_argument("--ranks", type=count, help="default: 1 on a GPU, 2 on the CPU")
+
+
+def ranks_of(given: argparse.Namespace) -> int:
+    """How many ranks the options of ``add_device`` ask for."""
+    return given.ranks or (1 if given.device == "cuda" else 2)
+
+
+def add_revision(made: argparse.ArgumentParser, meaning: str = "a commit of ours, measured beside") -> None:
+    made.add_argument("--against", metavar="REVISION", help=meaning)
 
 
 def conclude(given: argparse.Namespace, bars: Sequence[Bar], *, summary: Mapping[str, Any], text: str) -> int:

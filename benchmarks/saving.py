@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = Options(
             mib=given.mib,
             device_type=given.device,
-            ranks=given.ranks or (1 if given.device == "cuda" else 2),
+            ranks=report.ranks_of(given),
             rounds=given.rounds,
             strategy=given.strategy,
             folder=folder,
@@ -84,16 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = report.parser(__doc__)
-    parser.add_argument("--mib", type=int, default=512, help="size of the checkpoint; default: 512")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="of the model"
-    )
-    parser.add_argument("--ranks", type=int, help="default: 1 on a GPU, 2 on the CPU")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--mib", type=report.count, default=512, help="size of the checkpoint; default: 512")
+    report.add_device(parser)
+    parser.add_argument("--rounds", type=report.count, default=10)
     parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0], help="HYBRID_SHARD: two replicas")
-    parser.add_argument("--against", metavar="REVISION", help="a commit of ours")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to be measured")
-    parser.add_argument("--simulate", type=int, metavar="RANKS", help="count for so many ranks, and save nothing")
+    report.add_revision(parser)
+    parser.add_argument(
+        "--folder", type=report.folder, default=tempfile.gettempdir(), help="on the disk to be measured"
+    )
+    parser.add_argument(
+        "--simulate", type=report.count, metavar="RANKS", help="count for so many ranks, and save nothing"
+    )
     return parser
 
 

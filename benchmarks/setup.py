@@ -63,8 +63,8 @@ class Timing:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--modules", type=int, nargs="+", default=NUM_MODULES, help="sizes, in rising order")
-    parser.add_argument("--repeat", type=int, default=3, help="how often each is timed; the least counts")
+    parser.add_argument("--modules", type=report.count, nargs="+", default=NUM_MODULES, help="sizes, in rising order")
+    parser.add_argument("--repeat", type=report.count, default=3, help="how often each is timed; the least counts")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # Otherwise the time of idle ones would count.
     with one_rank_of(NUM_RANKS):

@@ -110,23 +110,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = report.parser(__doc__)
     parser.add_argument("--strategy", choices=STRATEGIES, default=STRATEGIES[0])
     parser.add_argument("--variants", nargs="+", choices=BESIDE, help="beside the hand-written loop; default: all")
-    parser.add_argument(
-        "--against", metavar="REVISION", help="compare with this commit of ours (default variants: ours)"
-    )
-    parser.add_argument("--device", choices=tuple(SHAPES), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ranks", type=int, help="default: 1 on a GPU, 2 on the CPU")
+    report.add_revision(parser, "compare with this commit of ours (default variants: ours)")
+    report.add_device(parser)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="torch's AdamW, or Composer's")
     parser.add_argument("--clipping", action="store_true", help=f"clip the gradients' norm to {MAX_NORM}")
     parser.add_argument(
         "--pipelined",
-        type=int,
+        type=report.count,
         default=1,
         metavar="STEPS",
         help="steps of each in a round, one after the other; on a GPU, without waiting for it in between",
     )
     parser.add_argument("--trainer", action="store_true", help="a Trainer's whole batch; --trainer --help for the rest")
-    parser.add_argument("--steps", type=int, help="timed rounds; default: 50 on a GPU, 200 on the CPU")
-    parser.add_argument("--warmup", type=int, default=5, help="rounds before them")
+    parser.add_argument("--steps", type=report.count, help="timed rounds; default: 50 on a GPU, 200 on the CPU")
+    parser.add_argument("--warmup", type=report.count, default=5, help="rounds before them")
     add_sizes(parser)
     return parser
 
@@ -138,7 +135,7 @@ def _options(given: argparse.Namespace) -> Options:
         strategy=given.strategy,
         device_type=given.device,
         variants=(HAND, *(name for name in NAMES if name in _variants(given))),
-        ranks=given.ranks or (1 if on_gpu else 2),
+        ranks=report.ranks_of(given),
         steps=given.steps or (50 if on_gpu else 200),
         warmup=given.warmup,
         optimizer=given.optimizer,

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shape=with_sizes(SHAPE, given),
         device_type=given.device,
         variants=(HAND, *(name for name in KINDS if name in (given.variants or KINDS) and name != HAND)),
-        ranks=given.ranks or (1 if given.device == "cuda" else 2),
+        ranks=report.ranks_of(given),
         rounds=given.steps,
         microbatches=given.microbatches,
     )
@@ -95,10 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = report.parser(__doc__)
     parser.add_argument("--variants", nargs="+", choices=[name for name in KINDS if name != HAND], help="default: all")
-    parser.add_argument("--device", choices=tuple(CLOCKS), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ranks", type=int, help="default: 1 on a GPU, 2 on the CPU")
-    parser.add_argument("--steps", type=int, default=200, help="timed rounds")
-    parser.add_argument("--microbatches", type=int, default=1, help="of a batch, each of --batch sequences on a rank")
+    report.add_device(parser)
+    parser.add_argument("--steps", type=report.count, default=200, help="timed rounds")
+    parser.add_argument(
+        "--microbatches", type=report.count, default=1, help="of a batch, each of --batch sequences on a rank"
+    )
     add_sizes(parser)
     return parser
 

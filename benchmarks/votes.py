@@ -39,8 +39,8 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--votes", type=int, default=200, help="of each way")
+    parser.add_argument("--ranks", type=report.count, nargs="+", default=RANKS)
+    parser.add_argument("--votes", type=report.count, default=200, help="of each way")
     given = parser.parse_args(arguments)
     # Forked from this process, which has imported everything: 32 ranks would import torch for minutes.
     seconds = {

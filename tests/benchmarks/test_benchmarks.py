@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.forked_scripts import run_script
 from support.ranks import WITH_COMPOSER, WITH_TORCH
 
@@ -99,6 +100,33 @@ def test_a_step_against_a_revision(revision: str):
     assert all(collectives[name] == collectives["ours"] for name in ("revision", "in step", "voting"))
     assert set(step["loss_difference"].values()) == {0}
     assert len([bar for bar in step["bars"] if "revision" in bar["promise"]]) == 1
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("step.py --ranks 0", "argument --ranks: 0 is less than 1"),
+        ("step.py --pipelined 0", "argument --pipelined: 0 is less than 1"),
+        ("many_ranks.py --ranks -1", "argument --ranks: -1 is less than 1"),
+        ("checkpoint.py --gib 0", "argument --gib: 0 is not above 0"),
+        ("saving.py --folder nowhere", "argument --folder: there is no folder nowhere"),
+        ("votes.py --votes many", "argument --votes: invalid count value: 'many'"),
+    ],
+)
+def test_options_that_cannot_be(words: str, said: str):
+    """Exit code 2: 1 would say that a bar does not hold."""
+    script, *options = words.split()
+    done = run_script(WITH_COMPOSER if HAS_COMPOSER else WITH_TORCH, ROOT / "benchmarks" / script, *options)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_fewer_devices_than_ranks():
+    """Said before the ranks are started, each of which would end with a stack."""
+    num_ranks = torch.cuda.device_count() + 1
+    words = ("--device", "cuda", "--ranks", str(num_ranks))
+    done = run_script(WITH_COMPOSER if HAS_COMPOSER else WITH_TORCH, ROOT / "benchmarks" / "step.py", *words)
+    assert done.returncode == 1 and f"{num_ranks} asked for" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("revision", [pytest.param("no-such-commit", marks=ONCE)])
