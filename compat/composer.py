@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
 
 from composer_fsdp2._torch import ShardedGradScaler
+from composer_fsdp2.agreement import gather
 from composer_fsdp2.clipping import clip_grad_adaptive_, clip_grad_norm_
 from composer_fsdp2.compat import microbatching, monitoring
 from composer_fsdp2.compat.checkpoint import replacement_for_load_checkpoint
@@ -25,6 +26,13 @@ from composer_fsdp2.compat.ema import replacement_for_compute_ema, replacement_f
 from composer_fsdp2.compat.full_params import replacement_for_summon_full_params
 from composer_fsdp2.compat.llmfoundry import use_own_names
 from composer_fsdp2.compat.optimizers import update_own_parts
+from composer_fsdp2.compat.package import (
+    replacement_for_generate,
+    replacement_for_is_model_fsdp,
+    replacement_for_model_context,
+    replacement_for_package_state,
+    replacement_for_sharded_write,
+)
 from composer_fsdp2.compat.refusals import refuse_copies, replacement_for_export
 from composer_fsdp2.compat.resting import put_to_rest, replacement_for_run_callbacks
 from composer_fsdp2.compat.saving import (
@@ -167,7 +175,10 @@ def _parallelize_composer_model(original: Callable[..., Any]) -> Callable[..., A
         config: FSDP2Config,
         precision: Any = None,
     ) -> None:
+        has_values = gather(not any(parameter.is_meta for parameter in composer_model.parameters()))
         prepare_fully_shard(composer_model, optimizer, config, precision)
+        if any(has_values) and not all(has_values):
+            config.sync_module_states = True  # as Composer notes on it that rank 0's values went out
 
     return parallelize
 
@@ -433,6 +444,12 @@ SEAMS = (
     ),
     Seam(
         module=_TRAINER,
+        name="_fsdp_reshard_and_cleanup",
+        make=microbatching.replacement_for_cleanup,
+        why="after an error that a script caught, it looked for FSDP1's modules, and left ours in their pass",
+    ),
+    Seam(
+        module=_TRAINER,
         name="_readd_fsdp_sync_hooks",
         make=microbatching.replacement_for_readd_hooks,
         why="it patches FSDP1, with a function that torch 2.7.1 and later lack",
@@ -512,6 +529,45 @@ SEAMS = (
             why="the same; a resumed run ended with 'mixed torch.Tensor and DTensor'",
         )
         for name in ("swap_params", "transfer_ema_params", "move_params_to_device")
+    ),
+    Seam(
+        module=_EMA,
+        name="get_model_context_manager",
+        make=replacement_for_model_context,
+        why="it would gather the whole model for EMA, which averages shards here",
+    ),
+    Seam(
+        module="composer.utils.misc",
+        name="is_model_fsdp",
+        make=replacement_for_is_model_fsdp,
+        why="scripts and callbacks ask it whether a model is sharded",
+    ),
+    Seam(
+        module="composer.checkpoint.state_dict",
+        name="_is_model_fsdp",
+        make=replacement_for_is_model_fsdp,
+        why="composer.checkpoint refused to save or load shards, and took a sharded model for a whole one",
+    ),
+    *(
+        Seam(
+            module="composer.checkpoint.state_dict",
+            name=name,
+            make=replacement_for_package_state,
+            why="state of a model that stands gathered after an evaluation was saved as plain tensors",
+        )
+        for name in ("get_model_state_dict", "get_optim_state_dict")
+    ),
+    Seam(
+        module="composer.checkpoint.save",
+        name="_save_sharded_state_dict_to_disk",
+        make=replacement_for_sharded_write,
+        why="rank 0 asked whether the folder is there while the others were making it: now and then a save hung",
+    ),
+    Seam(
+        module="composer.models.huggingface",
+        name="HuggingFaceModel.generate",
+        make=replacement_for_generate,
+        why="FSDP1 needed the root's full parameters for it; here the forward gathers them",
     ),
     Seam(
         module="composer.utils.inference",

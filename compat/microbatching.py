@@ -34,6 +34,7 @@ __all__ = [
     "before_event",
     "replacement_for_adjust_eval",
     "replacement_for_all_reduce",
+    "replacement_for_cleanup",
     "replacement_for_eval_loop",
     "replacement_for_init",
     "replacement_for_is_oom",
@@ -426,6 +427,18 @@ def replacement_for_adjust_eval(original: Callable[..., Any]) -> Callable[..., A
             _evaluation.go_back()
 
     return _adjust_device_eval_microbatch_size
+
+
+def replacement_for_cleanup(original: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+    """``composer.trainer.trainer._fsdp_reshard_and_cleanup``: the way back after an error that a script caught."""
+
+    @functools.wraps(original)
+    def _fsdp_reshard_and_cleanup(model: torch.nn.Module) -> None:
+        original(model)
+        if is_sharded(model):
+            reset(model)
+
+    return _fsdp_reshard_and_cleanup
 
 
 def replacement_for_readd_hooks(original: Callable[..., Any]) -> Callable[..., Any]:

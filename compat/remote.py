@@ -5,6 +5,7 @@ reads; of every other layout all files. The ranks of a machine share the downloa
 """
 
 import contextlib
+import os
 import re
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ from composer_fsdp2.agreement import gather
 from composer_fsdp2.checkpoint.formats import dcp, per_rank
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, EntryPath
 from composer_fsdp2.checkpoint.load import other_files
+from composer_fsdp2.checkpoint.locate import NoCheckpointError
 from composer_fsdp2.checkpoint.opening import opened_checkpoint, together
 from composer_fsdp2.errors import CheckpointError
 
@@ -51,7 +53,7 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
         object_store = maybe_create_object_store_from_uri(path)
         path = parse_uri(path)[2] if object_store is not None else path
     if object_store is None and not is_url:
-        yield LocalCheckpoint(path)
+        yield LocalCheckpoint(_as_local_rank_0_sees_it(path))
         return
     source = _Source(object_store, progress_bar)
     with _this_node() as node:
@@ -63,6 +65,17 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
         else:
             remote.download(list(found.missing))
             yield LocalCheckpoint(str(found.local))
+
+
+def _as_local_rank_0_sees_it(path: str) -> str:
+    """The path that all ranks of this machine read, as under Composer: its first rank's, if something is there.
+
+    Each rank may have named a folder of its own (``tempfile.mkdtemp()``), of which the first one's was written to.
+    Called on all ranks, gathers their paths.
+    """
+    own = os.path.abspath(path)
+    first, is_there = gather((own, os.path.lexists(own)))[dist.get_global_rank() - dist.get_local_rank()]
+    return first if is_there and first != own else path
 
 
 class LocalCheckpoint:
@@ -189,7 +202,7 @@ class _Remote:
             for file in files[self.node.rank :: self.node.num_ranks]:
                 name = self.found.name_of(file)
                 if not self.source.download(name, file):
-                    raise CheckpointError(f"{self.source} has no {name}, which belongs to {self.found.name}")
+                    raise NoCheckpointError(f"{self.source} has no {name}, which belongs to {self.found.name}")
 
         self.node.on_each_rank(mine)
 
@@ -205,7 +218,7 @@ def _find(source: _Source, path: str, folder: Path) -> _Found:
         tried.append(name)
         target = _link_target(source, name, folder)
         if target is None:
-            raise CheckpointError(f"{source} has nothing at {path}; tried {', '.join(tried)}")
+            raise NoCheckpointError(f"{source} has nothing at {path}; tried {', '.join(tried)}")
         name = target
     raise CheckpointError(f"{path} in {source}: more than {_MAX_LINKS} links, one behind the other; the last is {name}")
 

@@ -17,7 +17,7 @@ from composer_fsdp2._torch import (
 from composer_fsdp2.config import ActivationCheckpointing
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.tying import join
-from composer_fsdp2.wrap import bound_hook, outside_compilation, wrapped_children
+from composer_fsdp2.wrap import bound_hook, is_metric, outside_compilation, wrapped_children
 
 __all__ = ["apply_activation_checkpointing", "select_checkpointed", "wrap_activations"]
 
@@ -67,11 +67,18 @@ def apply_activation_checkpointing(
     return paths
 
 
-def select_checkpointed(model: nn.Module, check_fn: CheckFn | None = None) -> list[str]:
-    """The paths that ``apply_activation_checkpointing`` would wrap, children before parents; only reads."""
+def select_checkpointed(
+    model: nn.Module, check_fn: CheckFn | None = None, *, below_unwrapped: bool = False
+) -> list[str]:
+    """The paths that ``apply_activation_checkpointing`` would wrap, children before parents; only reads.
+
+    Args:
+        below_unwrapped: Also in direct children with ``_fsdp_wrap = False``, as Composer's FSDP2 did.
+    """
     paths: list[str] = []
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name, child in wrapped_children(model).items():
+    children = {name: child for name, child in model.named_children() if not is_metric(child)}
+    for name, child in (children if below_unwrapped else wrapped_children(model)).items():
         choose = check_fn or bound_hook(child, "activation_checkpointing_fn")
         chosen = partial(_is_chosen, choose=choose)
         found = [path for path, module in _bottom_up(child, name, set()) if chosen(path, module)]

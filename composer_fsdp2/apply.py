@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch import (
+    KNOWN_VERSIONS,
     average_after_backward,
     keep_class_name,
     keeps_what_copies_read,
@@ -26,6 +27,7 @@ from composer_fsdp2._torch import (
     own_buffers,
     repair_cpu_collectives,
     repair_unit_backward,
+    require_known_torch,
 )
 from composer_fsdp2.activation_checkpointing import wrap_activations
 from composer_fsdp2.agreement import agree, require_process_group
@@ -72,6 +74,7 @@ def apply_agreed_plan(model: nn.Module, plan: ShardingPlan, *, present: Sequence
     Args:
         present: Meshes that are taken where they equal the plan's; see ``device_meshes``.
     """
+    require_known_torch()
     _refuse_offloaded_replicas(plan)
     plan = plan.resolve(dist.get_world_size())
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -142,7 +145,7 @@ def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
         raise UnsupportedError(
             "cpu_offload with replicas (HYBRID_SHARD, data_parallel_replicate_degree) would train on wrong gradients: "
             f"torch {torch.__version__} lets go of them while they are copied to the CPU (pytorch#180665). Leave "
-            "cpu_offload off, shard over all ranks, or install a torch from 2.7 to 2.15"
+            f"cpu_offload off, shard over all ranks, or install a torch from {KNOWN_VERSIONS}"
         )
 
 

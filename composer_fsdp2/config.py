@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.errors import ConfigError, GroupSizeError
 
 __all__ = [
     "REPLICATE_AXIS",
@@ -94,7 +94,7 @@ class RankGroups:
             if max(self.ranks) >= world_size:
                 raise ConfigError(f"process_group names rank {max(self.ranks)}, but the world size is {world_size}")
         elif world_size % self.number:
-            raise ConfigError(
+            raise GroupSizeError(
                 f"world size {world_size} is not a multiple of process_group {self}; use "
                 f"{_divisors_text(world_size, self.rule.value)}"
             )
@@ -310,6 +310,8 @@ class ShardingConfig:
     ``collective_guard``: for how many seconds ranks wait for each other before a collective; None: they do not compare.
     ``keep_low_precision_grads``: gradients stay in the dtype they are reduced in; where a plan finds that they cannot,
     it raises if ``strict``, else says so.
+    ``shard_below_unwrapped``: what is chosen below a direct child with ``_fsdp_wrap = False`` is sharded, as under
+    Composer's FSDP2; else such a child is left out whole, as under FSDP1.
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
@@ -326,6 +328,7 @@ class ShardingConfig:
     collective_guard: float | None = None
     sync_module_states: bool | None = False
     ignored_modules: tuple[nn.Module, ...] = ()
+    shard_below_unwrapped: bool = False
     keep_low_precision_grads: bool = False
     strict: bool = True
     precision: str = "fp32"

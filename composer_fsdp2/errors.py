@@ -1,13 +1,19 @@
-"""What composer_fsdp2 raises: each error names the thing, the value, the place and the next step."""
+"""What composer_fsdp2 raises: each error names the thing, the value, the place and the next step.
+
+A script that caught Composer's error goes on catching ours, which are also of the type that Composer 0.32.1 (or torch
+below it) raised in the same place; ``tests/composer/test_error_types.py`` compares the two.
+"""
 
 __all__ = [
     "CheckpointError",
     "ComposerFSDP2Error",
     "ConfigError",
     "ControlGroupError",
+    "GroupSizeError",
     "IncompatibleVersionError",
     "PlanError",
     "RanksPartedError",
+    "UnknownKeyError",
     "UnsupportedError",
 ]
 
@@ -20,6 +26,16 @@ class ConfigError(ComposerFSDP2Error, ValueError):
     """A setting is unknown, of the wrong type, or contradicts another; FSDP1 raised ValueError here too."""
 
 
+class UnknownKeyError(ConfigError, KeyError):
+    """A key that nobody knows, in the dict that a wrap function gave; Composer's FSDP2 raised KeyError."""
+
+    __str__ = Exception.__str__  # KeyError's would put the message in quotes
+
+
+class GroupSizeError(ConfigError, RuntimeError):
+    """The world size is no multiple of a process group's."""
+
+
 class UnsupportedError(ConfigError, NotImplementedError):
     """A setting is understood, and cannot be carried out; the message names the key and the way out."""
 
@@ -28,8 +44,12 @@ class PlanError(ComposerFSDP2Error, ValueError):
     """The model or the optimizer does not fit: sharded already, foreign parameters, a wrap function that failed."""
 
 
-class CheckpointError(ComposerFSDP2Error):
-    """A checkpoint cannot be read as asked. An ordinary Exception, unlike torch's CheckpointException."""
+class CheckpointError(ComposerFSDP2Error, ValueError, RuntimeError):
+    """A checkpoint cannot be read as asked. An ordinary Exception, unlike torch's CheckpointException.
+
+    Composer raised ValueError where a check of its own, or the user's, refused a file; torch raises RuntimeError for a
+    damaged file and for one that does not fit the model.
+    """
 
 
 class RanksPartedError(ComposerFSDP2Error, RuntimeError):

@@ -54,7 +54,12 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
     ignored_modules = tuple(_paths_of(model, config.ignored_modules))
     policy = config.mixed_precision
     low_precision = bool({policy.param_dtype, policy.reduce_dtype, config.buffer_dtype} & _LOW_PRECISION)
-    selection = select_units(model, low_precision=low_precision, ignored_modules=config.ignored_modules)
+    selection = select_units(
+        model,
+        low_precision=low_precision,
+        ignored_modules=config.ignored_modules,
+        shard_below_unwrapped=config.shard_below_unwrapped,
+    )
     configs = _own_configs(selection.units, config)
     units = tuple(
         _unit(unit, [selection.uses[i] for i in members], own)
@@ -70,7 +75,9 @@ def plan_sharding(model: nn.Module, config: ShardingConfig, *, optimizers: Optim
         registration = {path: i for i, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
         prefetch = {unit.name: own.prefetch for unit, own in zip(units, configs, strict=True)}
         units = tuple(_with_prefetch(units, prefetch, registration))
-    checkpointed = tuple(select_checkpointed(model)) if config.activation_checkpointing.enabled else ()
+    checkpointed: tuple[str, ...] = ()
+    if config.activation_checkpointing.enabled:
+        checkpointed = tuple(select_checkpointed(model, below_unwrapped=config.shard_below_unwrapped))
     return ShardingPlan(
         mesh=config.mesh,
         units=units,

@@ -67,6 +67,10 @@ class UnitTree:
             return [None]
         return list(dict.fromkeys(self._innermost(path) for path, _ in use.owners))
 
+    def is_direct_child(self, unit: WrapUnit) -> bool:
+        """Whether this is a direct child of the model."""
+        return any(child is self.modules[path] for path in unit.paths for child in self.model.children())
+
     def has_inside(self, unit: WrapUnit) -> bool:
         """Whether other units lie below this one."""
         return any(unit in self._containers(other) for other in self.units)

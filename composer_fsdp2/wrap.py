@@ -52,7 +52,11 @@ class Selection:
 
 
 def select_units(
-    model: nn.Module, *, low_precision: bool = False, ignored_modules: Iterable[nn.Module] = ()
+    model: nn.Module,
+    *,
+    low_precision: bool = False,
+    ignored_modules: Iterable[nn.Module] = (),
+    shard_below_unwrapped: bool = False,
 ) -> Selection:
     """Choose the units of ``model``, bottom-up, without touching it.
 
@@ -61,24 +65,30 @@ def select_units(
         ignored_modules: Modules that stay as they are with all below them, and with every parameter that they share.
         low_precision: Whether parameters, gradients or buffers are in a lower dtype, so that batch norms get units of
             their own; those in a module whose settings decide on dtypes or ranks do anyway.
+        shard_below_unwrapped: A direct child with ``_fsdp_wrap = False`` is no unit, and modules below it that are
+            chosen are roots: the rule of Composer's FSDP2. FSDP1 left such a child out with all below it.
     Raises:
         PlanError: a wrap function raised or returned something else than a bool or a dict; names the module.
 
     Calls the model's ``fsdp_wrap_fn``; does not communicate.
     """
     wrapped = wrapped_children(model)
+    unwrapped = {name: child for name, child in model.named_children() if name not in wrapped}
     excluded = {
-        name: "a metric" if is_metric(child) else "_fsdp_wrap is False on it"
-        for name, child in model.named_children()
-        if name not in wrapped
+        name: "a metric" if is_metric(child) else "_fsdp_wrap is False on it" for name, child in unwrapped.items()
     }
+    searched = [name for name in unwrapped if shard_below_unwrapped and not is_metric(unwrapped[name])]
     ignored = {below for module in ignored_modules for below in module.modules()}
     ignored_parameters = {parameter for module in ignored for parameter in module.parameters(recurse=False)}
     uses = parameter_uses(model)
-    tree = UnitTree(model, [use for use in uses if use.parameter not in ignored_parameters], excluded)
+    outside = excluded.keys() - searched
+    tree = UnitTree(model, [use for use in uses if use.parameter not in ignored_parameters], outside)
     hooks = _Hooks(low_precision=low_precision, ignored=frozenset(ignored))
-    for name, child in wrapped.items():
-        _add_root(tree, name, child, child, hooks)
+    for name, child in model.named_children():
+        if name in wrapped:
+            _add_root(tree, WrapUnit((name,), "direct child of the model"), child, hooks)
+        elif name in searched:
+            _add_roots_below(tree, name, child, child, hooks)
     tree.join()
     if _separate_dtypes(tree):
         tree.join()
@@ -134,20 +144,34 @@ class _Hooks:
     ignored: frozenset[nn.Module]
 
 
-def _add_root(tree: UnitTree, path: str, module: nn.Module, child: nn.Module, hooks: _Hooks) -> None:
-    """``module`` as a root; if it is a container, its members. ``child`` is the direct child whose hooks hold."""
+def _add_root(tree: UnitTree, root: WrapUnit, child: nn.Module, hooks: _Hooks) -> None:
+    """A unit as a root; of a container its members. ``child`` is the direct child of the model whose hooks hold."""
+    (path,) = root.paths
+    module = tree.modules[path]
     if tree.unit_at(module) is not None or module in hooks.ignored:
         return  # registered under two direct children: the first has it
     if has_forward(module):
-        reason = "direct child of the model" if module is child else "member of a container"
-        tree.add(WrapUnit((path,), reason, is_root=True))
+        root.is_root = True
+        tree.add(root)
         _add_descendants(tree, path, module, child, hooks)
         return
     if next(module.parameters(recurse=False), None) is not None:
         tree.need_model_unit(f"{path} has parameters and no forward to gather them in")
     tree.notes.append(f"{path} ({type(module).__name__}) has no forward: its members are the roots")
-    for name, member in module.named_children():
-        _add_root(tree, join(path, name), member, child, hooks)
+    for name, _ in module.named_children():
+        member = WrapUnit((join(path, name),), "member of a container", settings=root.settings)
+        _add_root(tree, member, child, hooks)
+
+
+def _add_roots_below(tree: UnitTree, path: str, module: nn.Module, child: nn.Module, hooks: _Hooks) -> None:
+    """The outermost chosen modules below one that is no unit."""
+    for name, inner in module.named_children():
+        settings = None if inner in hooks.ignored else _wrap_decision(join(path, name), inner, child)
+        if settings is None:
+            _add_roots_below(tree, join(path, name), inner, child, hooks)
+        else:
+            outer, _ = outside_compilation(tree.modules, join(path, name))
+            _add_root(tree, WrapUnit((outer,), _chosen_by(inner), settings=settings), child, hooks)
 
 
 def _add_descendants(tree: UnitTree, root_path: str, root: nn.Module, child: nn.Module, hooks: _Hooks) -> None:
@@ -179,8 +203,11 @@ def _add_descendants(tree: UnitTree, root_path: str, root: nn.Module, child: nn.
                 f"{path} ({kind}) was chosen, but has no forward: the unit above holds its parameters{lost}"
             )
         else:
-            why = "_fsdp_wrap" if hasattr(module, "_fsdp_wrap") else "fsdp_wrap_fn"
-            tree.add(WrapUnit((path,), why, settings=settings))
+            tree.add(WrapUnit((path,), _chosen_by(module), settings=settings))
+
+
+def _chosen_by(module: nn.Module) -> str:
+    return "_fsdp_wrap" if hasattr(module, "_fsdp_wrap") else "fsdp_wrap_fn"
 
 
 def _wrap_decision(path: str, module: nn.Module, child: nn.Module) -> Mapping[str, Any] | None:
@@ -260,7 +287,8 @@ def _selection(
     """What the tree holds, without empty units.
 
     A root without parameters of its own stays where units lie below it, which share their streams and their clipping
-    through it, and where inputs are cast, which FSDP1's root did; so does a batch norm without weights.
+    through it, and where inputs are cast, which FSDP1's root did; so does a batch norm without weights, and a direct
+    child above units where the model is the root: scripts ask it for its full parameters.
     """
     ordered = tree.bottom_up()
     members: dict[WrapUnit, list[int]] = {unit: [] for unit in ordered}
@@ -274,7 +302,10 @@ def _selection(
     kept = [
         unit
         for unit in ordered
-        if members[unit] or unit.full_precision or (unit.is_root and (low_precision or tree.has_inside(unit)))
+        if members[unit]
+        or unit.full_precision
+        or (unit.is_root and low_precision)
+        or ((unit.is_root or tree.is_direct_child(unit)) and tree.has_inside(unit))
     ]
     return Selection(
         units=tuple(kept),

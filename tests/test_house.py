@@ -22,6 +22,7 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 # A new file takes the highest place that its imports allow.
 ORDER = [
     "errors",
+    "_torch/api",
     "_torch/parts",
     "_torch/names",
     "_torch/groups",

@@ -3,6 +3,8 @@
 Differences are found by probes, not by comparing versions.
 """
 
+# First: it looks for the private names that the others import.
+from composer_fsdp2._torch.api import KNOWN_VERSIONS, require_known_torch
 from composer_fsdp2._torch.backward import (
     average_after_backward,
     keeps_what_copies_read,
@@ -50,6 +52,7 @@ from composer_fsdp2._torch.units import (
 )
 
 __all__ = [
+    "KNOWN_VERSIONS",
     "REPAIRS",
     "ActivationWrapper",
     "BatchNorm",
@@ -91,6 +94,7 @@ __all__ = [
     "repair_cpu_collectives",
     "repair_unit_backward",
     "replicated_parameters",
+    "require_known_torch",
     "reset_after_error",
     "show_instead_of_shards",
     "storage_class",

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from composer_fsdp2.errors import PlanError
 
 __all__ = [
+    "drop_gradient",
     "groups_of",
     "has_gradient",
     "mesh_of",
@@ -59,7 +60,20 @@ def new_gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGrou
 
 
 def has_gradient(parameter: Any) -> bool:
-    return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
+    """Whether a gradient waits to be reduced; of microbatches that were not, torch < 2.15 keeps one apart."""
+    accumulated = getattr(parameter, _ACCUMULATED, None)
+    return accumulated is not None or parameter._unsharded_param.grad is not None
+
+
+def drop_gradient(parameter: Any) -> None:
+    """What waits to be reduced."""
+    if _ACCUMULATED in vars(parameter):  # from torch 2.15 on a property, of the gradient below
+        setattr(parameter, _ACCUMULATED, None)
+    if hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = None
+
+
+_ACCUMULATED = "unsharded_accumulated_grad"
 
 
 def put_in_place(owner: Any, name: str, replacement: Any) -> Callable[[], None]:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from composer_fsdp2._torch.groups import groups_of, state_of
+from composer_fsdp2._torch.groups import drop_gradient, groups_of, state_of
 
 __all__ = [
     "reset_after_error",
@@ -34,9 +34,8 @@ def reset_after_error(unit: FSDPModule) -> None:
         for group in groups_of(each):
             group.lazy_init()  # idempotent; the error may have come in the midst of the first one
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                drop_gradient(parameter)
                 if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
                     parameter.free_unsharded_param()
 
 

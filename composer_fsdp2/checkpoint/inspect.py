@@ -48,6 +48,8 @@ def _fit(inventory: CheckpointInventory, model: nn.Module) -> ModelFit:
 def _read(layout: Format, path: Path, *, trust: bool) -> CheckpointInventory:
     try:
         return layout.read(path, trust=trust)
+    except CheckpointError:
+        raise
     except (AttributeError, TypeError, KeyError, IndexError, ValueError, RecursionError) as error:
         # A pickle may hold anything anywhere: a list where Composer has a dict, or itself.
         raise CheckpointError(f"{path}: {layout.NAME}, but not as Composer writes it ({error!r})") from error

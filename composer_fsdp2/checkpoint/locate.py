@@ -11,7 +11,7 @@ from composer_fsdp2.checkpoint.foreign import listing, looks_like
 from composer_fsdp2.checkpoint.formats import formats, per_rank
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["Located", "NotACheckpointError", "find", "locate"]
+__all__ = ["Located", "NoCheckpointError", "NotACheckpointError", "find", "locate"]
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _RANKS = re.compile(r"\{(rank|local_rank|node_rank)\}")
@@ -24,6 +24,10 @@ _MAX_DEPTH = 5  # run name, checkpoints, ep0-ba3, file
 
 class NotACheckpointError(CheckpointError):
     """There is nothing at a path, or something else than a checkpoint."""
+
+
+class NoCheckpointError(NotACheckpointError, FileNotFoundError):
+    """There is nothing at a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ def find(path: str | Path) -> Located:
     try:
         found = _follow(_existing(_local(path)))
         return Located(found) if found.is_file() or _is_checkpoint(found) else _newest(found)
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:  # no permission, a name too long or with a NUL, a device
         raise NotACheckpointError(f"{path}: {error}") from error
 
@@ -95,8 +101,8 @@ def _existing(path: Path) -> Path:
     if "{" in path.name:
         raise NotACheckpointError(f"{path}: only {{rank}} is filled in; name the folder, and the newest in it is found")
     if not path.parent.is_dir():
-        raise NotACheckpointError(f"{path}: no such file or folder; {path.parent} does not exist either")
-    raise NotACheckpointError(f"{path}: no such file or folder; {path.parent} holds {listing(path.parent)}")
+        raise NoCheckpointError(f"{path}: no such file or folder; {path.parent} does not exist either")
+    raise NoCheckpointError(f"{path}: no such file or folder; {path.parent} holds {listing(path.parent)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,7 +117,7 @@ def _follow(path: Path) -> Path:
             found = path.resolve(strict=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, until Python 3.13
             leads_to = f" -> {os.readlink(path)}" if path.is_symlink() else ""
-            raise NotACheckpointError(f"{path}{leads_to}: a link to nothing, or in a circle ({error})") from error
+            raise NoCheckpointError(f"{path}{leads_to}: a link to nothing, or in a circle ({error})") from error
         target = _pointed_to(found)
         if target is None:
             return path if not path.is_symlink() else found

@@ -64,6 +64,8 @@ def together(decide: Callable[[], T], fingerprint: Callable[[T], str] = lambda _
     def attempt() -> T:
         try:
             return decide()
+        except CheckpointError:
+            raise
         except OSError as error:
             raise CheckpointError(f"{error.filename or 'reading'}: {error.strerror or error}") from error
 

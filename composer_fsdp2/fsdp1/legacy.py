@@ -24,12 +24,13 @@ class LegacyConfig:
     """What a user said: a mapping, or a configuration object read by its attributes.
 
     ``said`` holds only what was set; a default of the object's class is not a statement, and lies in ``defaults``
-    where it differs from FSDP1's.
+    where it differs from FSDP1's. ``is_fsdp2``: it is Composer's FSDP2Config, or an object like it.
     """
 
     said: Mapping[str, Any]
     defaults: Mapping[str, Any]
     mesh: DeviceMesh | None = None
+    is_fsdp2: bool = False
 
     @classmethod
     def read(cls, source: object) -> "LegacyConfig":
@@ -70,9 +71,12 @@ class LegacyConfig:
             for key in KEYS
             if key.name not in said and hasattr(source, key.name) and key.name != "device_mesh"
         }
-        if not hasattr(source, "sharding_strategy"):
+        lacks_fsdp1 = not hasattr(source, "sharding_strategy")
+        if lacks_fsdp1:
             defaults |= {name: defaults.get(name) or default for name, default in FSDP2_DEFAULTS.items()}
-        return cls(said=said, defaults=defaults, mesh=getattr(source, "device_mesh", None))
+        # By name, because the engine imports no Composer; what the shim makes of an FSDP2Config knows FSDP1's keys too.
+        is_fsdp2 = lacks_fsdp1 or any(each.__name__ == "FSDP2Config" for each in type(source).__mro__)
+        return cls(said=said, defaults=defaults, mesh=getattr(source, "device_mesh", None), is_fsdp2=is_fsdp2)
 
     def __getitem__(self, name: str) -> Any:
         if name in self.said:

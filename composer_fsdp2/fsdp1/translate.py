@@ -143,6 +143,7 @@ def translate(
         collective_guard=guard,
         sync_module_states=_sync_module_states(legacy),
         ignored_modules=ignored,
+        shard_below_unwrapped=legacy.is_fsdp2,
         keep_low_precision_grads=policy.keep_low_precision_grads or legacy["keep_low_precision_grads"],
         strict=is_strict,
         precision=precision_name,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from composer_fsdp2.config import BackwardPrefetch, MeshSpec, Prefetch, ShardingConfig, ShardingStrategy
-from composer_fsdp2.errors import ConfigError, UnsupportedError
+from composer_fsdp2.errors import ConfigError, UnknownKeyError, UnsupportedError
 from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME, Kind, nearest_key
 from composer_fsdp2.fsdp1.values import (
     BACKWARD_POST_REASON,
@@ -69,7 +69,7 @@ def translate_unit_settings(said: Mapping[str, Any], path: str, config: Sharding
         if key not in UNIT_KEYS:
             near = nearest_key(str(key), tuple(UNIT_KEYS))
             hint = f"; did you mean {near}?" if near else f"; known: {', '.join(UNIT_KEYS)}"
-            raise ConfigError(f"unknown key {key!r} in the wrap settings of module {path!r}{hint}")
+            raise UnknownKeyError(f"unknown key {key!r} in the wrap settings of module {path!r}{hint}")
         if UNIT_KEYS[key] == "unsupported":
             raise UnsupportedError(
                 f"{key} for one module ({path!r}) is not supported yet; set it for the whole model, or leave it out"

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
+from support.comparing import assert_same, full
 from support.oracle import FSDP1, FSDP2, Under
 from support.ranks import run_ranks
 from support.references import reference
@@ -93,6 +94,39 @@ def check_after_an_error() -> None:
 def test_a_fit_after_an_error():
     """Gradients that the broken batch had not communicated yet would be in the next one's, which no zero_grad sees."""
     run_ranks(check_after_an_error, 2)
+
+
+def check_cleanup() -> None:
+    from composer.trainer import trainer as composer_trainer
+
+    x = torch.randint(0, 13, (2, 6))
+
+    def gradients(fails: bool) -> dict[str, torch.Tensor]:
+        with FSDP2():
+            trainer = make_trainer({}, batches=1)
+            model = trainer.state.model.model
+            if fails:
+                handle = model.blocks[1].up.register_forward_hook(raise_out_of_memory)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    model(x)
+                handle.remove()
+                composer_trainer._fsdp_reshard_and_cleanup(trainer.state.model)
+            model(x).sum().backward()
+            found = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+            trainer.close()
+        return found
+
+    assert_same(gradients(fails=True), gradients(fails=False))
+
+
+def raise_out_of_memory(*unused: Any) -> None:
+    raise RuntimeError("CUDA out of memory")
+
+
+def test_composers_own_way_back_from_an_error():
+    """A script that catches an error and calls Composer's `_fsdp_reshard_and_cleanup` goes on: the model is where it
+    was between batches."""
+    run_ranks(check_cleanup, 2)
 
 
 class Reductions(TorchDispatchMode):

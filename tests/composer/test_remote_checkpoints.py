@@ -23,7 +23,7 @@ from support.comparing import assert_same, full_parameters
 from support.legacy import FOLDER, KINDS, checkpoint_of, legacy_model, legacy_optimizer
 from support.oracle import FSDP2
 from support.ranks import run_ranks
-from support.trainers import checkpoint_error_of, fit, make_trainer, objects_of_ranks
+from support.trainers import as_machines_of_one_rank, checkpoint_error_of, fit, make_trainer, objects_of_ranks
 
 pytestmark = pytest.mark.composer
 
@@ -229,12 +229,6 @@ def test_one_file_per_rank():
 
 
 # --- what is needed, and by whom
-
-
-def as_machines_of_one_rank() -> mock._patch_dict:
-    import torch.distributed as dist
-
-    return mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": str(dist.get_rank())})
 
 
 def check_only_needed_files(folder: str) -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.comparing import full_parameters
-from support.oracle import FSDP1, FSDP2
+from support.comparing import full_parameters, own_name
+from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
 from support.references import reference
 from support.trainers import (
@@ -31,6 +31,7 @@ from support.trainers import (
     shards,
 )
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 pytestmark = pytest.mark.composer
 
@@ -134,6 +135,65 @@ def check_fsdp2_config() -> None:
 def test_fsdp2_config_comes_to_ours():
     """Composer's own FSDP2 cannot shard this model, because its embedding is tied; its config object can stay."""
     run_ranks(check_fsdp2_config, 2)
+
+
+def check_unwrapped_child() -> None:
+    from composer.utils import FSDP2Config, ParallelismConfig
+
+    from composer_fsdp2._torch import repair_cpu_collectives
+
+    repair_cpu_collectives()  # Composer's own FSDP2 would train on the sum of gradients over gloo
+
+    def train(under: Under, says_it_itself: bool) -> tuple[set[str], Any]:
+        model = build_model(tied=False)
+        model.model._fsdp_wrap = False
+        if says_it_itself:
+            model.model.lm_head._fsdp_wrap = True
+        config = ParallelismConfig(fsdp2=FSDP2Config(activation_checkpointing=True))
+        trained = fit(under, config, model=model, tied=False)
+        units = {own_name(f"{path}.") for path, module in model.named_modules() if isinstance(module, FSDPModule)}
+        return units, trained
+
+    for says_it_itself in (False, True):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The _fsdp_wrap attribute", DeprecationWarning)
+            theirs, expected = train(UNSHARDED, says_it_itself)
+        ours, found = train(FSDP2, says_it_itself)
+        assert ours == theirs and len(ours) > 1, f"ours shards {ours}, Composer's FSDP2 {theirs}"
+        assert ("model.lm_head." in ours) == says_it_itself
+        # What lies outside is each rank's own, as there, so the ranks' losses are those of different models.
+        assert_alike(found, expected, "a direct child that is no unit")
+
+
+def test_fsdp2_config_shards_below_a_child_that_is_not_wrapped():
+    """`_fsdp_wrap = False` on the direct child means to FSDP2 that its blocks are sharded, each by itself; left out
+    whole, as under FSDP1, their ranks would drift apart (or there would be nothing to shard)."""
+    run_ranks(check_unwrapped_child, 2)
+
+
+def check_mixed_initialisation() -> None:
+    from composer.utils import FSDP2Config, ParallelismConfig
+
+    def config_after(under: Under, build: Any) -> Any:
+        with under():
+            trainer = make_trainer(ParallelismConfig(fsdp2=FSDP2Config()), model=build(), tied=False)
+            said = trainer.state.fsdp_config.sync_module_states
+            trainer.close()
+        return bool(said)
+
+    def build_untied_on_rank_0() -> Any:
+        with torch.device("cpu" if torch.distributed.get_rank() == 0 else "meta"):
+            return build_model(tied=False)
+
+    for under in (UNSHARDED, FSDP2):
+        assert config_after(under, build_untied_on_rank_0) is True, under
+        assert config_after(under, lambda: build_model(tied=False)) is False, under
+
+
+def test_the_configuration_says_that_rank_0_sent_its_values():
+    """A script that asks `state.fsdp_config.sync_module_states` after a mixed initialisation learns what happened, as
+    under Composer's own FSDP2."""
+    run_ranks(check_mixed_initialisation, 2)
 
 
 def check_reuse() -> None:

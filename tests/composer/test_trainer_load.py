@@ -28,7 +28,14 @@ from support.legacy import (
 )
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
-from support.trainers import checkpoint_error_of, fit, full_optimizer_state, largest_difference, make_trainer
+from support.trainers import (
+    as_machines_of_one_rank,
+    checkpoint_error_of,
+    fit,
+    full_optimizer_state,
+    largest_difference,
+    make_trainer,
+)
 from torch import nn
 
 pytestmark = pytest.mark.composer
@@ -398,7 +405,7 @@ def check_machines_disagree(folder: str) -> None:
     (copies / "kind").write_bytes(checkpoint_of(("c220/full", "c172/full")[rank]).read_bytes())
     if rank == 0:
         (copies / "gone.pt").write_bytes(checkpoint_of("c220/full").read_bytes())
-    with a_trainer("c220/full") as trainer:
+    with a_trainer("c220/full") as trainer, as_machines_of_one_rank():
         before = snapshot(trainer)
         for name, said in {"steps.pt": "different steps", "kind": "", "gone.pt": "gone.pt"}.items():
             error = checkpoint_error_of(lambda: reload(trainer, copies / name))  # noqa: B023
@@ -409,6 +416,32 @@ def check_machines_disagree(folder: str) -> None:
 def test_machines_with_different_files(tmp_path: Path):
     """After a crash one machine's disk may hold an older checkpoint, or none: a run of two halves never starts."""
     run_ranks(check_machines_disagree, 2, str(tmp_path))
+
+
+def check_own_folders(folder: str) -> None:
+    import torch.distributed as dist
+
+    own = Path(folder, str(dist.get_rank()))
+    own.mkdir()
+    if dist.get_rank() == 0:
+        (own / "run.pt").write_bytes(checkpoint_of("c220/full").read_bytes())
+        (own / "latest.pt").symlink_to("run.pt")
+    else:  # what another test left behind
+        (own / "latest.pt").write_bytes(b"older")
+    expected = saved_by("c220/full")
+    with a_trainer("c220/full") as trainer:
+        for name in ("run.pt", "latest.pt"):
+            renew(trainer)
+            reload(trainer, own / name)
+            assert_loaded(trainer, expected, name)
+        error = checkpoint_error_of(lambda: reload(trainer, own / "gone.pt"))
+        assert f"{own / 'gone.pt'}: no such file" in error, error  # each rank says what it was given
+
+
+def test_a_folder_for_each_rank(tmp_path: Path):
+    """A script whose ranks each make a folder of their own (tempfile.mkdtemp()) resumes from rank 0's, as under
+    Composer: the ranks of a machine read what its first one names."""
+    run_ranks(check_own_folders, 2, str(tmp_path))
 
 
 # --- beside model and optimizer

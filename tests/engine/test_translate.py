@@ -454,7 +454,10 @@ def test_defaults_of_fsdp2_config():
     """An FSDP2Config without a word trains as under Composer's own FSDP2: checkpointing is not reentrant, and rank 0's
     values go out where other ranks have none (composer/distributed, 0.32.1)."""
     expected = dataclasses.replace(
-        config_of({}), activation_checkpointing=ActivationCheckpointing(reentrant=False), sync_module_states=None
+        config_of({}),
+        activation_checkpointing=ActivationCheckpointing(reentrant=False),
+        sync_module_states=None,
+        shard_below_unwrapped=True,
     )
     assert config_of(LikeFSDP2Config()) == expected
 

@@ -378,3 +378,66 @@ def test_nothing_is_read_twice_from_a_changing_function():
     child = Counting(a=layer(), b=Chain(c=layer()))
     select_units(Chain(child=child))
     assert asked == [child.a, child.b, child.b.c]
+
+
+# --- FSDP2's configuration
+
+
+def below_unwrapped(model: nn.Module) -> dict[str, list[str]]:
+    return units_of(model, shard_below_unwrapped=True)
+
+
+def test_fsdp2_shards_below_a_child_that_is_not_wrapped():
+    """Under FSDP2's configuration the outermost chosen modules below `_fsdp_wrap = False` are roots; under FSDP1's the
+    child is left out whole."""
+    model = Model(num_blocks=2)
+    model.decoder._fsdp_wrap = False
+    assert units_of(model) == {}
+    assert list(below_unwrapped(model)) == ["decoder.blocks.0", "decoder.blocks.1"]
+    selection = select_units(model, shard_below_unwrapped=True)
+    assert roots_of(selection) == ["decoder.blocks.0", "decoder.blocks.1"]
+    [left] = selection.left_out
+    assert left.names == ("decoder.embed.weight", "decoder.norm.weight", "decoder.norm.bias", "decoder.head.weight")
+    model.decoder.head._fsdp_wrap = True
+    assert "decoder.head" in below_unwrapped(model)
+
+
+def test_fsdp2_shards_inside_the_roots_below_an_unwrapped_child_as_anywhere():
+    """A chosen module below a chosen one is a unit inside of it, with settings of its own."""
+    inner = Chain(deep=layer(), other=layer())
+    answers = {"outer": {"reshard_after_forward": False}, "outer.inner.deep": True}
+    child = Chain(answers, outer=Chain(inner=inner, last=layer()), beside=layer())
+    child._fsdp_wrap = False
+    model = Chain(child=child)
+    assert list(below_unwrapped(model)) == ["child.outer.inner.deep", "child.outer"]
+    selection = select_units(model, shard_below_unwrapped=True)
+    assert roots_of(selection) == ["child.outer"]
+    assert [unit.settings for unit in selection.units] == [{}, {"reshard_after_forward": False}]
+
+
+def test_a_metric_is_no_unit_for_fsdp2_either():
+    """Composer's FSDP2 looks for nothing in a metric."""
+    model = Chain(child=layer(), metric=FakeMetric())
+    assert list(below_unwrapped(model)) == ["child"]
+
+
+def test_an_unwrapped_child_that_shares_with_a_unit():
+    """A weight that a block shares with what lies outside of any unit is gathered by the model itself; Composer's FSDP2
+    refuses the model."""
+    child = Chain({"inner": True}, inner=layer(), outer=layer())
+    child._fsdp_wrap = False
+    tie(child.inner, child.outer)
+    assert below_unwrapped(Chain(child=child)) == {"": ["child.inner.weight"]}
+
+
+# --- what scripts ask for
+
+
+def test_a_direct_child_whose_parameters_all_lie_in_modules_registered_twice():
+    """`self.fc1 = fc1` beside `Sequential(fc1, ...)`, as in Composer's own examples: the model gathers, and the child
+    is still one that `summon_full_params` and `_fsdp_wrapped_module` are found on."""
+    first, second = layer(), layer()
+    model = Chain(fc1=first, fc2=second, module=Chain(first=first, second=second))
+    units = units_of(model)
+    assert units["module"] == []
+    assert roots_of(select_units(model)) == [""]

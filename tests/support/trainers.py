@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -190,6 +191,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }
+
+
+def as_machines_of_one_rank() -> mock._patch_dict:
+    """Composer takes each rank for a machine of its own within the block."""
+    import torch.distributed as dist
+
+    return mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": str(dist.get_rank())})
 
 
 def objects_of_ranks(value: Any) -> list[Any]:

@@ -93,6 +93,8 @@ def read(path: Path, *, trust: bool, prefix: EntryPath = (), partial: bool = Fal
     )
     try:
         return _Directory(path, metadata, trust, prefix, partial).inventory()
+    except CheckpointError:
+        raise
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
         raise CheckpointError(f"{path / METADATA}: not what torch.distributed.checkpoint writes ({error!r})") from error
 

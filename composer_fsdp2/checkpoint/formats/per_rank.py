@@ -162,6 +162,8 @@ def _read_file(path: Path, *, trust: bool) -> _RankFile:
         if isinstance(value, Built) and str(value.kind) == _SHARDED_TENSOR:
             try:
                 shards[entry] = _shards(value, archive, dotted(entry))
+            except CheckpointError:
+                raise
             except (AttributeError, TypeError, ValueError, IndexError) as error:
                 raise CheckpointError(
                     f"{path}: {dotted(entry)} is not a ShardedTensor as torch pickles it ({error!r})"

@@ -122,6 +122,8 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
         header = json.loads(read_at(path, 8, header_bytes))
         header.pop("__metadata__", None)
         tensors = {name: _tensor(path, name, said, start) for name, said in header.items()}
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged header ({error!r})") from error
     at = start

@@ -1,0 +1,167 @@
+"""The private names of torch that this folder uses, and one clear error where a torch does not have them.
+
+``tests/engine/test_torch.py`` reads the folder's code and fails for a name that is missing here. A name that some
+versions lack, and that we probe for, is no requirement.
+"""
+
+import functools
+import importlib
+from collections.abc import Iterable, Iterator
+from types import FunctionType
+
+import torch
+
+from composer_fsdp2.errors import IncompatibleVersionError
+
+__all__ = ["KNOWN_VERSIONS", "missing_names", "require_known_torch"]
+
+# From the first to the last on which `make test` or `make test-newest` passed.
+KNOWN_VERSIONS = "2.7 to 2.15"
+
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
+
+# What is imported, or looked up in a module, when composer_fsdp2 is imported.
+_IN_MODULES: dict[str, tuple[str, ...]] = {
+    f"{_FULLY_SHARD}._fsdp_common": ("TrainingState",),
+    f"{_FULLY_SHARD}._fsdp_collectives": ("_get_gradient_divide_factors", "dist"),
+    f"{_FULLY_SHARD}._fsdp_param_group": ("FSDPParamGroup", "AllReduceState"),
+    f"{_FULLY_SHARD}._fsdp_param": ("FSDPParam",),
+    f"{_FULLY_SHARD}._fsdp_state": ("FSDPState", "FSDPStateContext"),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": (
+        "ActivationWrapper",
+        "CheckpointImpl",
+        "checkpoint_wrapper",
+        "offload_wrapper",
+    ),
+    "torch.distributed.fsdp.sharded_grad_scaler": ("ShardedGradScaler",),
+    "torch.distributed.tensor._dtensor_spec": ("DTensorSpec",),
+    "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),
+    "torch.distributed.distributed_c10d": ("PrefixStore", "_get_default_store"),
+    "torch.nn.modules.batchnorm": ("_BatchNorm",),
+    "torch.storage": ("_dtype_to_storage_type_map",),
+    "torch.utils._foreach_utils": ("_group_tensors_by_device_and_dtype",),
+    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3"),
+    "torch": (
+        "_foreach_add_",
+        "_foreach_lerp",
+        "_foreach_lerp_",
+        "_foreach_mul_",
+        "_foreach_norm",
+        "_foreach_sign_",
+    ),
+}
+
+# What a sharded model's states, groups and parameters are asked for, by class. Some are set by methods alone.
+_IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
+    (f"{_FULLY_SHARD}._fsdp_state", "FSDPState"): (
+        "_comm_ctx",
+        "_device_handle",
+        "_is_root",
+        "_modules",
+        "_modules_to_run_forward",
+        "_root_post_backward_final_callback",
+        "_state_ctx",
+        "_training_state",
+    ),
+    (f"{_FULLY_SHARD}._fsdp_state", "FSDPStateContext"): (
+        "all_states",
+        "is_last_backward",
+        "iter_forward_root",
+        "post_backward_final_callback_queued",
+    ),
+    (f"{_FULLY_SHARD}._fsdp_param_group", "FSDPParamGroup"): (
+        "_all_gather_result",
+        "_partial_reduce_output",
+        "_post_reduce_event",
+        "_to_sharded",
+        "_training_state",
+        "all_reduce_grads",
+        "device",
+        "finalize_backward",
+        "fsdp_params",
+        "is_sharded",
+        "is_unsharded",
+        "lazy_init",
+        "mesh_info",
+        "post_backward",
+        "reduce_grads",
+        "reshard",
+        "unshard",
+    ),
+    (f"{_FULLY_SHARD}._fsdp_param", "FSDPParam"): (
+        "_module_info",
+        "_unsharded_param",
+        "free_unsharded_param",
+        "grad_offload_event",
+        "offload_to_cpu",
+        "pin_memory",
+        "reset_sharded_param",
+        "sharded_param",
+    ),
+    ("torch.distributed.fsdp", "FSDPModule"): ("_get_fsdp_state",),
+    ("torch.distributed.tensor", "DTensor"): ("_local_tensor", "_spec"),
+    ("torch.amp.grad_scaler", "GradScaler"): ("_unscale_grads_",),
+    ("torch.nn", "Module"): ("_buffers", "_parameters"),
+}
+
+
+def missing_names() -> list[str]:
+    """The names that this torch does not have, as ``module.name`` or ``Class.name``."""
+    return [*_missing_in_modules(), *_missing_in_classes()]
+
+
+@functools.cache
+def require_known_torch() -> None:
+    """Raise where torch has not the names that sharded models are worked on with.
+
+    Raises:
+        IncompatibleVersionError: names them, and the versions that have them.
+    Called before a model is sharded; it communicates nothing, and is the same on ranks that have the same torch.
+    """
+    _raise_for(missing_names())
+
+
+def _missing_in_modules() -> Iterator[str]:
+    for path, names in _IN_MODULES.items():
+        try:
+            module = importlib.import_module(path)
+        except ImportError:
+            yield path
+        else:
+            yield from (f"{path}.{name}" for name in names if not hasattr(module, name))
+
+
+def _missing_in_classes() -> Iterator[str]:
+    for (path, name), attributes in _IN_CLASSES.items():
+        try:
+            cls = getattr(importlib.import_module(path), name)
+        except (ImportError, AttributeError):
+            yield f"{path}.{name}"
+        else:
+            known = _names_known_to(cls)
+            yield from (f"{name}.{attribute}" for attribute in attributes if attribute not in known)
+
+
+def _names_known_to(cls: type) -> set[str]:
+    """The attributes of a class, and those that its methods read or set on anything."""
+    known: set[str] = set()
+    for each in cls.__mro__:
+        known.update(vars(each), vars(each).get("__annotations__", ()))
+        for value in vars(each).values():
+            if isinstance(function := getattr(value, "fget", value), FunctionType):
+                known.update(function.__code__.co_names)
+    return known
+
+
+def _raise_for(missing: Iterable[str]) -> None:
+    if names := list(missing):
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise IncompatibleVersionError(
+            f"torch {torch.__version__} has no {', '.join(names[:8])}{more}: private names that composer_fsdp2 needs, "
+            f"and that a new version may change. It knows torch {KNOWN_VERSIONS}; install one of these, or a newer "
+            "composer_fsdp2"
+        )
+
+
+# Ahead of the imports in this folder's other files, which would fail one at a time and in torch's words.
+_raise_for(_missing_in_modules())

@@ -1,0 +1,213 @@
+"""``composer.checkpoint``, Composer's functions for saving and loading parts of a state, with a model of ours."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import assert_same, full_parameters
+from support.oracle import FSDP2, FSDP1_saving, Under
+from support.ranks import run_ranks
+from support.saved import form, read
+from support.trainers import build_model, full_optimizer_state, make_trainer, objects_of_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+pytestmark = pytest.mark.composer
+
+STEPS = 2
+
+
+def trained(under: Under, **options: Any) -> Any:
+    """A Trainer that has fitted; the same values under FSDP1 and under ours to the last digits. Within ``under``."""
+    trainer = make_trainer({}, batches=STEPS, optimizer="groups", **options)
+    trainer.fit()
+    return trainer
+
+
+def shared_folder() -> Path:
+    """Made by rank 0. Called on all ranks."""
+    return Path(objects_of_ranks(tempfile.mkdtemp() if dist.get_rank() == 0 else "")[0])
+
+
+# --- is it sharded?
+
+
+def check_is_model_fsdp() -> None:
+    import composer.utils
+    from composer.algorithms.ema import ema
+    from composer.utils import misc
+
+    model = build_model()
+    with FSDP2():
+        assert not composer.utils.is_model_fsdp(model)
+        trainer = trained(FSDP2, model=model)
+        assert composer.utils.is_model_fsdp(model) and misc.is_model_fsdp(model)
+        with ema.get_model_context_manager(model):  # EMA averages shards
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        trainer.close()
+    assert not composer.utils.is_model_fsdp(model)  # Composer's own answer
+
+
+def test_is_model_fsdp():
+    """Callbacks and scripts that ask `composer.utils.is_model_fsdp` took a sharded model for a whole one."""
+    run_ranks(check_is_model_fsdp, 2)
+
+
+# --- saving
+
+
+def saved(under: Under, *, sharded: bool) -> tuple[Any, Any]:
+    """What ``save_checkpoint_to_disk`` writes of the model and of the optimizer."""
+    from composer.checkpoint.save import save_checkpoint_to_disk
+
+    folder = shared_folder()
+    with under():
+        trainer = trained(under, eval_interval="2ba")  # after an evaluation a model of ours stands gathered
+        save_checkpoint_to_disk(str(folder), trainer.state, {"sharded_checkpoint": sharded, "overwrite": True})
+        trainer.close()
+    dist.barrier()
+    parts = ("model", "optim") if sharded else ("model/model.pt", "optim/optim.pt")
+    return tuple(read(folder / f"ep0-ba{STEPS}" / part) for part in parts)
+
+
+def check_saving() -> None:
+    parts = ("model", "optimizer")
+    in_shards = dict(zip(parts, saved(FSDP1_saving, sharded=True), strict=True))
+    for part, found in zip(parts, saved(FSDP2, sharded=True), strict=True):
+        assert_same(found, in_shards[part], f"{part} in shards")
+    whole = dict(zip(parts, saved(FSDP1_saving, sharded=False), strict=True))
+    for part, found in zip(parts, saved(FSDP2, sharded=False), strict=True):
+        assert form(found) == form(whole[part]), f"{part}, whole"
+        # On the CPU FSDP1 gathers every entry of the optimizer's state to the same memory, so the last one is saved as
+        # all of them; its shards are right.
+        assert_same(found, whole[part] if part == "model" else in_shards[part], f"{part}, whole")
+
+
+def test_a_checkpoint_is_fsdp1s():
+    """`save_checkpoint_to_disk` of a sharded model: whole or in shards, the values, keys and dtypes that FSDP1 wrote.
+    It refused the shards."""
+    run_ranks(check_saving, 2)
+
+
+def check_folder_that_is_there() -> None:
+    from composer.checkpoint.save import save_model_to_disk
+
+    with FSDP2():
+        trainer = trained(FSDP2)
+        slow_exists = os.path.exists
+
+        def exists(path: str) -> bool:
+            time.sleep(0.5 * (dist.get_rank() == 0))  # until rank 1 would have made it
+            return slow_exists(path)
+
+        folder = shared_folder() / "model"
+        with mock.patch("os.path.exists", exists):
+            save_model_to_disk(trainer.state.model, str(folder), sharded_checkpoint=True)
+            with pytest.raises(ValueError, match="already exists"):
+                save_model_to_disk(trainer.state.model, str(folder), sharded_checkpoint=True)
+            save_model_to_disk(trainer.state.model, str(folder), sharded_checkpoint=True, overwrite=True)
+        trainer.close()
+
+
+def test_a_new_folder_is_not_there_already():
+    """Composer's rank 0 looks for the folder while rank 1 makes it: a save of shards hung now and then. One that is
+    there is refused on all ranks, and overwritten where that is said."""
+    run_ranks(check_folder_that_is_there, 2)
+
+
+# --- loading
+
+
+def check_loading() -> None:
+    from composer.checkpoint.load import load_checkpoint
+    from composer.checkpoint.save import save_checkpoint_to_disk
+    from composer.checkpoint.state_dict import get_model_state_dict
+
+    folder = shared_folder()
+    with FSDP2():
+        trainer = trained(FSDP2)
+        weights, state = full_parameters(trainer.state.model), full_optimizer_state(trainer)
+        for sharded in (False, True):
+            save_checkpoint_to_disk(str(folder / str(sharded)), trainer.state, {"sharded_checkpoint": sharded})
+        trainer.close()
+        dist.barrier()
+    in_shards, whole = (folder / str(sharded) / f"ep0-ba{STEPS}" for sharded in (True, False))
+
+    def sharded_model() -> None:
+        with FSDP2():
+            other = trained(FSDP2, model=with_other_values())
+            before = full_parameters(other.state.model)
+            assert not all(torch.equal(before[name], weights[name]) for name in weights)
+            options = {"sharded_checkpoint": True, "load_optimizer": True}
+            load_checkpoint(str(in_shards), options, state=other.state)
+            assert_same(full_parameters(other.state.model), weights, "weights")
+            assert_same(full_optimizer_state(other), state, "optimizer")
+            other.close()
+
+    def shard_as_needed(path: Path, sharded: bool) -> None:
+        model = with_other_values()
+        with FSDP2():
+            options = {"sharded_checkpoint": sharded, "shard_as_needed_during_load": True, "fsdp_config": {}}
+            load_checkpoint(str(path), options, model=model)
+            assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+            assert_same(full_parameters(model), weights, "weights")
+
+    def a_whole_model_from_shards() -> None:
+        with FSDP2(), pytest.raises(ValueError, match="not sharded"):
+            load_checkpoint(str(in_shards), {"sharded_checkpoint": True}, model=with_other_values())
+
+    def a_sharded_model_from_a_whole_file() -> None:
+        """FSDP1's answer: on rank 0, which alone looks at the file."""
+        with FSDP2():
+            other = trained(FSDP2)
+            options = {"sharded_checkpoint": False}
+            if dist.get_rank() == 0:
+                with pytest.raises(ValueError, match="Model is sharded"):
+                    load_checkpoint(str(whole), options, model=other.state.model)
+            other.close()
+
+    def whole_state_on_rank_0() -> None:
+        with FSDP2():
+            other = trained(FSDP2)
+            found = get_model_state_dict(other.state.model)
+            if dist.get_rank() == 0:
+                assert found.keys() == other.state.model.state_dict().keys()
+                assert_same({name: found[name] for name in weights}, weights)
+            else:
+                assert found == {}
+            other.close()
+
+    for_each(
+        lambda check, *arguments: check(*arguments),
+        {
+            "a sharded model, in shards": (sharded_model,),
+            "sharded as needed, in shards": (shard_as_needed, in_shards, True),
+            "sharded as needed, whole": (shard_as_needed, whole, False),
+            "a whole model, in shards": (a_whole_model_from_shards,),
+            "a sharded model, whole": (a_sharded_model_from_a_whole_file,),
+            "the state of a sharded model, whole": (whole_state_on_rank_0,),
+        },
+    )
+
+
+def with_other_values() -> Any:
+    model = build_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
+    return model
+
+
+def test_its_checkpoints_load():
+    """`load_checkpoint` into a sharded model and optimizer, and `shard_as_needed_during_load` into a model that is
+    sharded by ours on the way; what FSDP1 refused is refused in the same words."""
+    run_ranks(check_loading, 2)
