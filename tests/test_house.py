@@ -76,6 +76,7 @@ ORDER = [
     "checkpoint/exchange",
     "checkpoint/inventory",
     "checkpoint/reading",
+    "checkpoint/records",
     "checkpoint/describe",
     "checkpoint/foreign",
     "checkpoint/formats/",

@@ -146,11 +146,11 @@ class Reader:
             return
         itemsize = out.element_size()
         span = 1 + sum((size - 1) * step for size, step in zip(out.shape, steps, strict=True))
-        if span == out.numel() and out.is_contiguous():
+        if _is_row_major(steps, tuple(out.shape)) and out.is_contiguous():
             self._read_bytes(blob, first * itemsize, bytes_of(out))
         elif span * itemsize <= _GAP_BYTES or (span == out.numel() and out.dim() <= 1):
             self.is_in_order = False
-            # Ranks that hold columns read overlapping ranges, which no CRC32 can be made of: so all of a small record.
+            # Ranks that hold columns read overlapping ranges, which add up to no CRC32: so all of a small record.
             is_small = blob.num_bytes <= _GAP_BYTES and blob.num_bytes % itemsize == 0
             start, numel = (0, blob.num_bytes // itemsize) if is_small else (first, span)
             buffer = torch.empty(numel, dtype=out.dtype)

@@ -20,6 +20,7 @@ import torch
 from composer_fsdp2.checkpoint.conversion.writers import OutputFile, TensorWrite
 from composer_fsdp2.checkpoint.inventory import Entry, Strided, TensorRecord
 from composer_fsdp2.checkpoint.reading import Part, Reader, bytes_of
+from composer_fsdp2.checkpoint.records import Range, damage_of
 from composer_fsdp2.checkpoint.storage.archive import Blob, read_at
 from composer_fsdp2.checkpoint.storage.archive_writer import write_all
 from composer_fsdp2.checkpoint.storage.crc import shifted
@@ -254,40 +255,22 @@ def check_sources(parts: Iterable[Part], files: Sequence[OutputFile]) -> int:
     Raises:
         CheckpointError: names the damaged records and their tensors.
     """
-    by_blob: dict[Blob, set[tuple[int, int, int]]] = {}
+    by_blob: dict[Blob, set[Range]] = {}
     for part in parts:
         by_blob.setdefault(part.blob, set()).add((part.start, part.end, part.crc32))
     unchecked = sum(end - start for blob, ranges in by_blob.items() if blob.crc32 is None for start, end, _ in ranges)
-    damaged = {
-        blob: crc
-        for blob, ranges in by_blob.items()
-        if blob.crc32 is not None and (crc := _crc_of(blob, sorted(ranges))) != blob.crc32
-    }
-    if damaged:
+    problems = {blob: damage_of(blob, ranges) for blob, ranges in by_blob.items() if blob.crc32 is not None}
+    if damaged := {blob: problem for blob, problem in problems.items() if problem is not None}:
         names = _names(damaged, files)
         lines = [
-            f"  {blob.path}: {', '.join(names[blob]) or f'the record at byte {blob.offset}'} "
-            f"(CRC32 {crc:08x}, the file says {blob.crc32:08x})"
-            for blob, crc in damaged.items()
+            f"  {blob.path}: {', '.join(names[blob]) or f'the record at byte {blob.offset}'} ({problem})"
+            for blob, problem in damaged.items()
         ]
         raise CheckpointError(
             "the source is damaged, or was changed while it was read; nothing was converted. Take another checkpoint, "
             "or copy this one again\n" + "\n".join(lines[:20])
         )
     return unchecked
-
-
-def _crc_of(blob: Blob, ranges: Sequence[tuple[int, int, int]]) -> int:
-    """The record's CRC32, from the parts that were read; what is between them, or was read in pieces, is read here."""
-    if any(after[0] < before[1] for before, after in itertools.pairwise(ranges)):
-        ranges = []
-    crc, at = 0, 0
-    for start, end, part in [*ranges, (blob.num_bytes, blob.num_bytes, 0)]:
-        while at < start:
-            data = read_at(blob.path, blob.offset + at, min(CHUNK_BYTES, start - at))
-            crc, at = zlib.crc32(data, crc), at + len(data)
-        crc, at = shifted(crc, end - start) ^ part, end
-    return crc
 
 
 def _names(blobs: Mapping[Blob, Any], files: Sequence[OutputFile]) -> dict[Blob, list[str]]:

@@ -222,7 +222,8 @@ class _Directory:
 
     def composers_path(self, name: str) -> EntryPath:
         """The entry's path in Composer's state dict, with the optimizers where they are since torch 2.3."""
-        path: EntryPath = tuple(self.paths.get(name) or name.split("."))
+        # A name says not which of its parts are numbers, so it is no path where the others have one.
+        path: EntryPath = tuple(self.paths.get(name, ()) if self.paths else name.split("."))
         if not _is_path(path) or dotted(path) != name:
             raise CheckpointError(f"{self.path / METADATA}: the path of {name} is another's, or none")
         if self.prefix:

@@ -1,11 +1,13 @@
 """Whether what was read is what was written: each record's CRC32, put together from the parts that the ranks read."""
 
+import functools
 import hashlib
+import operator
 import os
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from composer_fsdp2._torch import all_gather_single
 from composer_fsdp2.agreement import device_of_group, gather
 from composer_fsdp2.checkpoint.reading import Part
+from composer_fsdp2.checkpoint.records import Range, damage_of
+from composer_fsdp2.checkpoint.storage.archive import Blob
 from composer_fsdp2.checkpoint.storage.crc import shifted
 from composer_fsdp2.errors import CheckpointError
 
@@ -37,7 +41,7 @@ class _Share:
 
     Args:
         ranges: Of which bytes, as one number: ranks that read the same ones have the same.
-        crc32: What these bytes add to the record's CRC32.
+        crc32: What these bytes add to the record's CRC32, where none of them was read twice.
     """
 
     num_bytes: int
@@ -49,73 +53,89 @@ _Shares = list[tuple[_Said, _Share]]
 
 
 @dataclass(slots=True)
+class _OwnRecord:
+    """A record of which this rank read something."""
+
+    key: _Key
+    blob: Blob
+    ranges: set[Range] = field(default_factory=set)
+
+    @property
+    def said(self) -> _Said:
+        assert self.blob.crc32 is not None
+        return _Said(self.blob.num_bytes, self.blob.crc32)
+
+    def share(self) -> _Share:
+        crc32, num_bytes = 0, 0
+        for start, end, crc in self.ranges:
+            num_bytes += end - start
+            crc32 ^= shifted(crc, self.blob.num_bytes - end)
+        return _Share(num_bytes, _digest(sorted((start, end) for start, end, _ in self.ranges)), crc32)
+
+
+@dataclass(slots=True)
 class _Collected:
-    """What one rank read: bytes without a CRC32, and its share of each record."""
+    """What one rank read: bytes without a CRC32, and records, by their numbers."""
 
     without: int = 0
-    shares: dict[_Key, tuple[_Said, _Share]] = field(default_factory=dict)
+    records: dict[int, _OwnRecord] = field(default_factory=dict)
 
 
 def check_content(parts: Iterable[Part], checkpoint: Path) -> int:
-    """Compare the CRC32 of every record that the ranks read, each some of it, with what the file says.
+    """Compare the CRC32 of every record of which a rank read a byte with what the file says.
 
-    Each record is one rank's to put together. Where every rank looked at all of them it took 131 MiB and 22 s on each
-    of 1,024 ranks (benchmarks/many_ranks.py).
+    Each record is one rank's to put together from what the others say of it. Where every rank looked at all of them it
+    took 131 MiB and 22 s on each of 1,024 ranks (benchmarks/many_ranks.py). Of records that do not add up, because
+    nobody read the rest (FSDP1's padding), or some of it twice (views), or because they are damaged, one of the ranks
+    that read of them then reads what is missing, or all.
 
     Args:
         checkpoint: The file or folder, as this rank sees it.
     Returns:
-        The number of bytes, of all ranks, that could not be checked: the file says no CRC32 (safetensors), or nobody
-        read the rest of the record.
+        The number of bytes, of all ranks, that could not be checked, because the file says no CRC32 (safetensors).
     Raises:
         CheckpointError: on all ranks, naming every damaged record.
     Called on all ranks (alone without a process group): gathers 48 bytes for each record that a rank read, at most 16
-    MiB at a time, and adds up two numbers. Names are gathered only of what is damaged.
+    MiB at a time, and adds up two numbers; of the records that do not add up it gathers the ranges, too.
     """
     collected = _collected(parts, checkpoint)
-    names = {_number_of(key): key for key in collected.shares}
-    unchecked, damaged = _judged(_regrouped(collected))
-    totals = torch.tensor([unchecked + collected.without, len(damaged)], device=_device())
+    unsettled, damaged = _judged(_regrouped(collected))
+    totals = torch.tensor([collected.without, len(unsettled) + len(damaged)], device=_device())
     if _is_together():
         dist.all_reduce(totals)
-    unchecked, num_damaged = totals.tolist()
-    if num_damaged:
+    unchecked, num_open = totals.tolist()
+    if num_open:
+        damaged |= _settled(collected, unsettled)
         found = {number: said for of_rank in gather(damaged) for number, said in of_rank.items()}
-        known = gather({number: names[number] for number in found if number in names})
-        raise _error({key: found[number] for of_rank in known for number, key in of_rank.items()}, checkpoint)
+        known = gather({number: own.key for number, own in collected.records.items() if number in found})
+        if found:
+            raise _error({key: found[number] for of_rank in known for number, key in of_rank.items()}, checkpoint)
     return int(unchecked)
 
 
 def check_own_content(parts: Iterable[Part], checkpoint: Path) -> int:
     """The same for what this rank read alone; does not communicate."""
     collected = _collected(parts, checkpoint)
-    unchecked, damaged = _judged({_number_of(key): [share] for key, share in collected.shares.items()})
-    if damaged:
-        raise _error(
-            {key: damaged[_number_of(key)] for key in collected.shares if _number_of(key) in damaged}, checkpoint
-        )
-    return unchecked + collected.without
+    problems = {own.key: damage_of(own.blob, own.ranges) for own in collected.records.values()}
+    if damaged := {key: problem for key, problem in problems.items() if problem is not None}:
+        raise _error(damaged, checkpoint)
+    return collected.without
 
 
 def _collected(parts: Iterable[Part], checkpoint: Path) -> _Collected:
     collected = _Collected()
     folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    by_blob: dict[tuple[str, int, _Said], dict[tuple[int, int], int]] = {}
+    by_blob: dict[Blob, _OwnRecord] = {}
     for part in parts:
         blob = part.blob
         if blob.crc32 is None:
             collected.without += part.end - part.start
             continue
-        said = _Said(blob.num_bytes, blob.crc32)
+        if blob not in by_blob:
+            by_blob[blob] = _OwnRecord((os.path.relpath(blob.path, folder), blob.offset), blob)
         # Several tensors may be one run of bytes, as the step counts of FSDP1's flat parameters are.
-        by_blob.setdefault((str(blob.path), blob.offset, said), {})[part.start, part.end] = part.crc32
-    for (path, offset, said), ranges in by_blob.items():
-        crc32, num_bytes = 0, 0
-        for (start, end), crc in ranges.items():
-            num_bytes += end - start
-            crc32 ^= shifted(crc, said.num_bytes - end)
-        share = _Share(num_bytes, zlib.crc32(repr(sorted(ranges)).encode()), crc32)
-        collected.shares[os.path.relpath(path, folder), offset] = (said, share)
+        by_blob[blob].ranges.add((part.start, part.end, part.crc32))
+    collected.records = {_number_of(own.key): own for own in by_blob.values()}
     return collected
 
 
@@ -123,19 +143,27 @@ def _collected(parts: Iterable[Part], checkpoint: Path) -> _Collected:
 # From those who read to the one who puts a record together
 
 
-# What all ranks together send at once: rows of ``_rows``.
+# What all ranks together send at once.
 _ROUND_BYTES = 16 << 20
 
 
 def _regrouped(collected: _Collected) -> dict[int, _Shares]:
-    """What all ranks read of the records that are this rank's to judge, by the record's number.
+    """What all ranks read of the records that are this rank's to judge, by the record's number."""
+    return _shares(_passed_on(_rows(collected), _to_judge))
+
+
+# Picks, of rows that begin with a record's number, those of one rank: ``(rows, rank, num_ranks)``.
+_Pick: TypeAlias = Callable[[torch.Tensor, int, int], torch.Tensor]
+
+
+def _passed_on(own: torch.Tensor, pick: _Pick) -> torch.Tensor:
+    """The rows of all ranks that this rank picks.
 
     All gather all rows, some at a time, and keep their own: an all-to-all would have NCCL connect every two ranks, and
     keep gigabytes of the device's memory for that as long as the run lasts (NVIDIA/nccl#1685).
     """
-    own = _rows(collected)
     if not _is_together():
-        return _grouped(own)
+        return own
     rank, num_ranks, device = dist.get_rank(), dist.get_world_size(), _device()
     num_rows = torch.tensor(len(own), device=device)
     dist.all_reduce(num_rows, dist.ReduceOp.MAX)
@@ -148,8 +176,8 @@ def _regrouped(collected: _Collected) -> dict[int, _Shares]:
         sent[: len(part)] = part
         received = torch.empty((num_ranks * num_at_once, own.shape[1]), dtype=torch.int64, device=device)
         all_gather_single(received, sent.to(device))
-        mine.append(_to_judge(received, rank, num_ranks).cpu())
-    return _grouped(torch.cat([own[:0], *mine]))
+        mine.append(pick(received[received[:, 0] != _NO_ROW], rank, num_ranks).cpu())
+    return torch.cat([own[:0], *mine])
 
 
 # Where a rank has fewer rows than others; numbers are positive.
@@ -158,20 +186,20 @@ _NO_ROW = -1
 
 def _to_judge(rows: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
     """Those of a rank's records."""
-    numbers = rows[:, 0]
-    return rows[(numbers != _NO_ROW) & (numbers % num_ranks == rank)]
+    return rows[rows[:, 0] % num_ranks == rank]
 
 
 def _rows(collected: _Collected) -> torch.Tensor:
     """A row of six numbers for each record."""
-    rows = [
-        (_number_of(key), said.num_bytes, said.crc32, share.num_bytes, share.ranges, share.crc32)
-        for key, (said, share) in collected.shares.items()
-    ]
+    rows = []
+    for number, own in collected.records.items():
+        share = own.share()
+        rows.append((number, own.said.num_bytes, own.said.crc32, share.num_bytes, share.ranges, share.crc32))
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 6)
 
 
-def _grouped(rows: torch.Tensor) -> dict[int, _Shares]:
+def _shares(rows: torch.Tensor) -> dict[int, _Shares]:
+    """What ranks read of each record, by its number."""
     records: dict[int, _Shares] = {}
     for number, said_bytes, said_crc32, *share in rows.tolist():
         records.setdefault(number, []).append((_Said(said_bytes, said_crc32), _Share(*share)))
@@ -179,8 +207,13 @@ def _grouped(rows: torch.Tensor) -> dict[int, _Shares]:
 
 
 def _number_of(key: _Key) -> int:
-    """Of 63 bits, the same on all ranks, and as good as a record's own."""
-    digest = hashlib.sha256(f"{key[1]} {key[0]}".encode(errors="surrogateescape")).digest()
+    """The same on all ranks, and as good as a record's own."""
+    return _digest(f"{key[1]} {key[0]}")
+
+
+def _digest(value: object) -> int:
+    """63 bits, which two of all the records and ranges of a large run do not share."""
+    digest = hashlib.sha256(str(value).encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -196,39 +229,63 @@ def _device() -> torch.device:
 # Judging
 
 
-def _judged(records: Mapping[int, _Shares]) -> tuple[int, dict[int, str]]:
-    """How many bytes could not be checked, and what is wrong, by the record's number."""
-    unchecked, damaged = 0, {}
+def _judged(records: Mapping[int, _Shares]) -> tuple[set[int], dict[int, str]]:
+    """The records that do not add up, and those of which ranks have read different things."""
+    unsettled, damaged = set(), {}
     for number, found in records.items():
         said = {said for said, _ in found}
         shares = {share for _, share in found}  # replicas that read the same count once
         if len(said) > 1 or len({share.ranges for share in shares}) < len(shares):
             damaged[number] = "not the same for all ranks (files of different saves?)"
-            continue
-        (record,) = said
-        wholes = {share for share in shares if share.num_bytes == record.num_bytes}
-        pieces = shares - wholes
-        crc32s = {share.crc32 for share in wholes}
-        if sum(share.num_bytes for share in pieces) == record.num_bytes:
-            crc32s.add(_joined(pieces))
-        elif not wholes:
-            unchecked += sum(share.num_bytes for share in pieces)
-        if wrong := crc32s - {record.crc32}:
-            damaged[number] = f"CRC32 {min(wrong):08x}, the file says {record.crc32:08x}"
-    return unchecked, damaged
+        elif not _adds_up(shares, next(iter(said))):
+            unsettled.add(number)
+    return unsettled, damaged
+
+
+def _adds_up(shares: Iterable[_Share], record: _Said) -> bool:
+    """Whether all that was read is whole records, or makes up one, with the CRC32 that the file says."""
+    wholes = [share for share in shares if share.num_bytes == record.num_bytes]
+    pieces = [share for share in shares if share.num_bytes != record.num_bytes]
+    crc32s = {share.crc32 for share in wholes}
+    if pieces:
+        if sum(share.num_bytes for share in pieces) != record.num_bytes:
+            return False
+        crc32s.add(functools.reduce(operator.xor, (share.crc32 for share in pieces)))
+    return crc32s == {record.crc32}
+
+
+def _settled(collected: _Collected, unsettled: set[int]) -> dict[int, str]:
+    """What is wrong with the unsettled records that this rank looks at, by their numbers.
+
+    Args:
+        unsettled: Those that this rank has judged.
+    Called on all ranks; gathers the numbers of all of them, and their ranges at most 16 MiB at a time.
+    """
+    numbers = set[int]().union(*gather(unsettled))
+    held = sorted(numbers & collected.records.keys())
+    holders: dict[int, list[int]] = {}
+    for rank, of_rank in enumerate(gather(held)):
+        for number in of_rank:
+            holders.setdefault(number, []).append(rank)
+    # One of those that have the file, and not the same one for all.
+    reader = {number: ranks[number % len(ranks)] for number, ranks in holders.items()}
+
+    def pick(rows: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+        mine = [number for number, of_rank in reader.items() if of_rank == rank]
+        return rows[torch.isin(rows[:, 0], torch.tensor(mine, dtype=torch.int64, device=rows.device))]
+
+    rows = [(number, *each) for number in held for each in sorted(collected.records[number].ranges)]
+    ranges: dict[int, list[Range]] = {}
+    for number, *each in _passed_on(torch.tensor(rows, dtype=torch.int64).reshape(-1, 4), pick).tolist():
+        ranges.setdefault(number, []).append((each[0], each[1], each[2]))
+    problems = {number: damage_of(collected.records[number].blob, found) for number, found in ranges.items()}
+    return {number: problem for number, problem in problems.items() if problem is not None}
 
 
 def _error(damaged: Mapping[_Key, str], checkpoint: Path) -> CheckpointError:
     lines = [f"  {_name(key)}: {damaged[key]}" for key in sorted(damaged)]
     more = [f"  ... and {len(lines) - 50} more"] if len(lines) > 50 else []
     return CheckpointError("\n".join([f"{checkpoint}: damaged content; nothing was changed:", *lines[:50], *more]))
-
-
-def _joined(pieces: Iterable[_Share]) -> int:
-    crc32 = 0
-    for piece in pieces:
-        crc32 ^= piece.crc32
-    return crc32
 
 
 def _name(key: tuple[str, int]) -> str:

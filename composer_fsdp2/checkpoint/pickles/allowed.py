@@ -15,12 +15,14 @@ import torch
 
 from composer_fsdp2.checkpoint.pickles.values import (
     Built,
+    FixedClass,
     Named,
     Storage,
     StoredTensor,
     UnsupportedError,
     no_state,
     short,
+    spend,
 )
 
 __all__ = [
@@ -42,7 +44,7 @@ _MAX_EXPANDED_BYTES = 256 << 20
 
 
 class Function:
-    """A function that a pickle may call. An object, so that no pickle sets attributes on the function."""
+    """A function that a pickle may call, so much and no more. An object, so that no pickle sets its attributes."""
 
     __slots__ = ("_call",)
 
@@ -50,6 +52,7 @@ class Function:
         self._call = call
 
     def __call__(self, *args: Any) -> Any:
+        spend(args)
         return self._call(*args)
 
     __setstate__ = no_state
@@ -194,8 +197,8 @@ class NumpyDtypeClass(Dtype):
     """numpy.dtypes.UInt32DType() and the like."""
 
 
-class _Text(str):
-    """torch.torch_version.TorchVersion, a str and read as one."""
+class _Text(str, metaclass=FixedClass):
+    """torch.torch_version.TorchVersion, a str and read as one. A class, because NEWOBJ takes nothing else."""
 
     def __new__(cls, text: Any = "") -> Any:
         if not isinstance(text, str):
@@ -205,8 +208,29 @@ class _Text(str):
 
 @Function
 def _counter(counts: Any = ()) -> dict[Any, Any]:
-    """collections.Counter, a dict. Not the class, which a pickle could change for everybody."""
+    """collections.Counter, a dict."""
     return dict(counts)
+
+
+# Not the classes themselves, whose calls nobody would count.
+@Function
+def _ordered_dict(items: Any = ()) -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict(items)
+
+
+@Function
+def _deque(items: Any = (), maxlen: Any = None) -> collections.deque[Any]:
+    return collections.deque(items, maxlen)
+
+
+@Function
+def _set(members: Any = ()) -> set[Any]:
+    return set(members)
+
+
+@Function
+def _frozenset(members: Any = ()) -> frozenset[Any]:
+    return frozenset(members)
 
 
 @Function
@@ -234,15 +258,15 @@ TENSOR: dict[str, Any] = {
 }
 
 DATA: dict[str, Any] = {
-    "collections.OrderedDict": collections.OrderedDict,
+    "collections.OrderedDict": _ordered_dict,
     "collections.Counter": _counter,
-    "collections.deque": collections.deque,
+    "collections.deque": _deque,
     "datetime.timedelta": datetime.timedelta,
     "datetime.datetime": datetime.datetime,
     "datetime.timezone": datetime.timezone,
     "_codecs.encode": _encode,
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
+    "builtins.set": _set,
+    "builtins.frozenset": _frozenset,
     "builtins.complex": complex,
     "builtins.slice": slice,
     "builtins.bytes": _bytes,

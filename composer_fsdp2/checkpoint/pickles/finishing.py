@@ -25,6 +25,7 @@ class Finisher:
     """
 
     max_parts: int
+    max_array_bytes: int
     # By id: the value (kept alive), the new one, the number of its parts, how deep they are nested.
     _done: dict[int, tuple[Any, Any, int, int]] = field(default_factory=dict)
     _depth: int = 0
@@ -66,6 +67,8 @@ class Finisher:
         if isinstance(value, set | frozenset):
             self._finish_hashed(value)
         elif isinstance(value, dict):
+            # A pickle may give an OrderedDict attributes; one called `items` would be walked through in its place.
+            getattr(value, "__dict__", {}).clear()
             self._finish_hashed(value)
             for key, part in value.items():
                 if type(part) not in _LEAVES:
@@ -75,14 +78,22 @@ class Finisher:
                 if type(part) not in _LEAVES:
                     value[number] = self.finish(part)
         elif isinstance(value, Array):
-            version, shape, dtype, is_fortran, data = value.state
-            value.state = version, shape, self.finish(dtype), is_fortran, data
-            return value.value()
+            return self._finish_array(value)
         elif isinstance(value, Dtype):
             return value.value()
         else:
             value.args, value.state = self.finish(value.args), self.finish(value.state)
         return value
+
+    def _finish_array(self, array: Array) -> Any:
+        if not isinstance(array.state, tuple) or len(array.state) != 5:
+            raise pickle.UnpicklingError("a NumPy array without its values")
+        version, shape, dtype, is_fortran, data = array.state
+        array.state = version, shape, self.finish(dtype), is_fortran, data
+        self.max_array_bytes -= len(data) if isinstance(data, bytes) else 0
+        if self.max_array_bytes < 0:
+            raise pickle.UnpicklingError("NumPy arrays that repeat their bytes without end")
+        return array.value()
 
     def _finish_hashed(self, parts: Iterable[Any]) -> None:
         """Keys and members stay as they are; where one is a value of ours, nothing could look it up."""

@@ -5,6 +5,15 @@ import re
 
 __all__ = ["scan"]
 
+# What reading a pickle may take beyond its own size: a byte of it may make a set of 216 bytes.
+_MAX_OBJECT_BYTES = 384 << 20
+_OBJECT_BYTES = {
+    b"]": 72, b"}": 80, b"\x8f": 232, b"l": 72, b"d": 250, b"t": 64, b"\x85": 64, b"\x86": 72, b"\x87": 80,
+    b"\x91": 232,
+    b"N": 8, b"\x88": 8, b"\x89": 8, b")": 8, b"(": 8, b"2": 8,
+}  # fmt: skip
+_TEXT_BYTES = 72  # a text, bytes or number with a length, beside what it holds
+
 # Opcodes by what follows them (pickletools): nothing or a fixed number of bytes; a length; lines of text.
 _FIXED = re.compile(
     rb"(?:[(012NQRabd}elos\])tu\x81\x85-\x89\x8f-\x94]|[Khq\x80].|M..|[Jj]....|[G\x95].{8})*+", re.DOTALL
@@ -21,13 +30,16 @@ def scan(data: bytes, at: int) -> None:
     """Walk over a pickle's opcodes without carrying them out.
 
     Python below 3.14 makes a table as long as the highest memo number that a pickle names, so ten bytes could ask for
-    32 GiB (CPython issue 115952). No writer numbers more objects than its pickle has bytes. Also refused: extension
-    codes, which would name what is imported by a number.
+    32 GiB (CPython issue 115952). No writer numbers more objects than its pickle has bytes. Also refused: a pickle
+    whose many small objects would fill the memory, and extension codes, which would name what is imported by a number.
     """
-    memo_number = 0
+    memo_number = object_bytes = 0
     while True:
         fixed = _FIXED.match(data, at)
         assert fixed is not None  # it matches nothing, too
+        object_bytes += _TEXT_BYTES + _bytes_of_objects(fixed.group())
+        if object_bytes > _MAX_OBJECT_BYTES:
+            raise pickle.UnpicklingError(f"objects that would take more than {_MAX_OBJECT_BYTES >> 20} MiB of memory")
         opcode, at = data[fixed.end() : fixed.end() + 1], fixed.end() + 1
         if opcode == b".":
             return
@@ -47,3 +59,10 @@ def scan(data: bytes, at: int) -> None:
             raise pickle.UnpicklingError("truncated")
         if memo_number > len(data):
             raise pickle.UnpicklingError("a memo number beyond the pickle's length")
+
+
+def _bytes_of_objects(opcodes: bytes) -> int:
+    """What these make, at most: operands are counted as if they were opcodes."""
+    if len(opcodes) < 16:  # between two texts; most are shorter, and their objects few
+        return 32 * len(opcodes)
+    return sum(num_bytes * opcodes.count(opcode) for opcode, num_bytes in _OBJECT_BYTES.items())

@@ -7,8 +7,9 @@ without a limit (pytorch#189308), so a checkpoint could run anything. Here a nam
 really built.
 
 [Note: hostile pickles] A pickle can also set attributes of what it names (BUILD). So a name becomes nothing that could
-be changed for the rest of the process: an immutable type of C, or a value of ours that refuses a state. It can ask for
-memory without holding data; ``scan`` and ``Finisher`` see that before it is given. What is left is to make hashing slow
+be changed for the rest of the process: an immutable type of C, a class of ours that is fixed (``FixedClass``), or a
+value of ours that refuses a state. It can ask for memory and time without holding data; ``scan``, ``spend`` and
+``Finisher`` see that before it is given. What is left is to make hashing slow
 or deep (a dict's key of nested tuples), which hangs or ends the process, as it does with ``torch.load``.
 """
 
@@ -34,7 +35,7 @@ from composer_fsdp2.checkpoint.pickles.allowed import (
 )
 from composer_fsdp2.checkpoint.pickles.finishing import Finisher
 from composer_fsdp2.checkpoint.pickles.opcodes import scan
-from composer_fsdp2.checkpoint.pickles.values import Built, Named, Storage, UnsupportedError, short
+from composer_fsdp2.checkpoint.pickles.values import Built, Named, Storage, UnsupportedError, limited_work, short
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["UntrustedError", "read_pickle"]
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 # Beyond 32 for each byte of the pickle, which may hold one container many times.
 _MAX_PARTS = 1_000_000
+# Beyond 4 times the pickle, which may hold one array's bytes many times.
+_MAX_ARRAY_BYTES = 64 << 20
 
 
 class UntrustedError(CheckpointError):
@@ -184,8 +187,10 @@ def read_pickle(
     """
     names = _Names(inert, trust, where)
     try:
-        value = _load(io.BytesIO(data), names, storages)
-        return Finisher(max_parts=_MAX_PARTS + 32 * len(data)).finish(value)
+        most = _MAX_PARTS + 32 * len(data)
+        with limited_work(most):
+            value = _load(io.BytesIO(data), names, storages)
+        return Finisher(max_parts=most, max_array_bytes=_MAX_ARRAY_BYTES + 4 * len(data)).finish(value)
     except Exception as error:  # a damaged pickle raises anything
         if names.refused:
             raise UntrustedError(

@@ -1,19 +1,73 @@
 """What a pickle's names become: inert values, which hold what the pickle says and do nothing."""
 
 import collections
+import contextlib
+import contextvars
 import math
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["Built", "Named", "Storage", "StoredTensor", "UnsupportedError", "contains_built", "no_state", "short"]
+__all__ = [
+    "Built",
+    "FixedClass",
+    "Named",
+    "Storage",
+    "StoredTensor",
+    "UnsupportedError",
+    "contains_built",
+    "limited_work",
+    "no_state",
+    "short",
+    "spend",
+]
 
 
 class UnsupportedError(pickle.UnpicklingError):
     """A pickle holds something harmless that this package does not handle."""
+
+
+class FixedClass(type):
+    """A class that no pickle changes: where one names a class, BUILD sets attributes of the class itself."""
+
+    def __setattr__(cls, name: str, value: Any) -> NoReturn:
+        raise pickle.UnpicklingError(f"sets {name} of a class")
+
+    def __delattr__(cls, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"deletes {name} of a class")
+
+
+# What the functions of the pickle that is being read may still do, in parts of what they are given.
+_work_left: contextvars.ContextVar[int] = contextvars.ContextVar("_work_left")
+_CALL = 32  # what a call costs beside its arguments
+
+
+@contextlib.contextmanager
+def limited_work(amount: int) -> Iterator[None]:
+    """Within the block ``spend`` may be called for so much."""
+    token = _work_left.set(amount)
+    try:
+        yield
+    finally:
+        _work_left.reset(token)
+
+
+def spend(args: Iterable[Any]) -> None:
+    """Note a call with these arguments, which copies them, as a short pickle may have it do again and again.
+
+    Raises:
+        UnpicklingError: the limit is reached.
+    """
+    left = _work_left.get() - _CALL - sum(len(arg) for arg in args if isinstance(arg, _SIZED))
+    _work_left.set(left)
+    if left < 0:
+        raise pickle.UnpicklingError("calls without end")
+
+
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, collections.deque)
 
 
 def no_state(self: Any, state: Any) -> NoReturn:
@@ -32,15 +86,28 @@ class Named:
         return f"{self.module}.{self.name}"
 
 
-class Built:
+class Built(metaclass=FixedClass):
     """What a pickle would have built by calling ``kind``: the call, and the state it would have set, as data."""
 
     kind: Named
-    args: tuple[Any, ...] = ()
     state: Any = None
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Built":
+        built = super().__new__(cls)
+        built._args = []  # NEWOBJ does not initialise
+        return built
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args = args if not kwargs else (*args, kwargs)
+        self._args: list[Any] = list(args if not kwargs else (*args, kwargs))
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """What it was called with, and what was put into it since."""
+        return tuple(self._args)
+
+    @args.setter
+    def args(self, args: Iterable[Any]) -> None:
+        self._args = list(args)
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -54,13 +121,13 @@ class Built:
 
     # A pickled list, dict or set subclass fills itself through these.
     def append(self, value: Any) -> None:
-        self.args = (*self.args, value)
+        self._args.append(value)
 
     def extend(self, values: Iterable[Any]) -> None:
-        self.args = (*self.args, *values)
+        self._args.extend(values)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.args = (*self.args, (key, value))
+        self._args.append((key, value))
 
     def __repr__(self) -> str:
         return f"<{self.kind}>"

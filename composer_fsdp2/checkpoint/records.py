@@ -1,0 +1,79 @@
+"""Whether a record is what its CRC32 says, whatever parts of it were read, by whom and how often."""
+
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+from composer_fsdp2.checkpoint.storage.archive import Blob, opened
+from composer_fsdp2.checkpoint.storage.crc import shifted
+from composer_fsdp2.errors import CheckpointError
+
+__all__ = ["Range", "damage_of"]
+
+# Bytes of a record from its start, from one to before another, and their CRC32 where they were read.
+Range: TypeAlias = tuple[int, int, int]
+
+_SLICE_BYTES = 4 << 20
+
+
+def damage_of(blob: Blob, ranges: Iterable[Range]) -> str | None:
+    """What is wrong with a record, or with what was read of it; None if both are what was written.
+
+    Where the ranges do not overlap, what lies between them is read here, and nothing twice. Else all of the record is,
+    and every range is compared with it.
+
+    Args:
+        blob: With a CRC32.
+        ranges: Everything that was read, by all ranks; the same one may be there twice.
+    """
+    found = sorted(set(ranges))
+    try:
+        if any(after[0] < before[1] for before, after in itertools.pairwise(found)):
+            crc32, unlike = _compared(blob, found)
+            if unlike is not None:
+                return f"bytes {unlike[0]} to {unlike[1]} were read with another content than they have now"
+        else:
+            crc32 = _joined(blob, found)
+    except CheckpointError as error:
+        return f"cannot be checked: {error}"
+    return None if crc32 == blob.crc32 else f"CRC32 {crc32:08x}, the file says {blob.crc32:08x}"
+
+
+def _joined(blob: Blob, ranges: Sequence[Range]) -> int:
+    """The record's CRC32, from those of parts that do not overlap, and the bytes between them."""
+    crc32, at = 0, 0
+    for start, end, part in [*ranges, (blob.num_bytes, blob.num_bytes, 0)]:
+        for data in _slices(blob, at, start):
+            crc32 = zlib.crc32(data, crc32)
+        crc32, at = shifted(crc32, end - start) ^ part, end
+    return crc32
+
+
+def _compared(blob: Blob, ranges: Sequence[Range]) -> tuple[int, Range | None]:
+    """The record's CRC32 as it is now, and the first range that was read otherwise.
+
+    A range's CRC32 is told by those of the record up to its two ends: nothing is read, or kept, for each range.
+    """
+    ends = sorted({0, blob.num_bytes}.union(*({start, end} for start, end, _ in ranges)))
+    crc32, up_to = 0, {0: 0}
+    for start, end in itertools.pairwise(ends):
+        for data in _slices(blob, start, end):
+            crc32 = zlib.crc32(data, crc32)
+        up_to[end] = crc32
+    unlike = (each for each in ranges if up_to[each[1]] ^ shifted(up_to[each[0]], each[1] - each[0]) != each[2])
+    return crc32, next(unlike, None)
+
+
+def _slices(blob: Blob, start: int, end: int) -> Iterator[bytes]:
+    """The bytes of a record from ``start`` to before ``end``, some at a time."""
+    if start == end:
+        return
+    with opened(blob.path) as file:
+        file.seek(blob.offset + start)
+        while start < end:
+            data = file.read(min(_SLICE_BYTES, end - start))
+            if not data:
+                raise CheckpointError(f"{blob.path}: ends at byte {blob.offset + start}, needs {blob.end}")
+            yield data
+            start += len(data)
