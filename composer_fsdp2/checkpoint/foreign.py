@@ -1,7 +1,9 @@
 """What is no checkpoint of ours looks like, in words: for the error that refuses it."""
 
-import zipfile
 from pathlib import Path
+
+from composer_fsdp2.checkpoint.storage.archive import zip_names
+from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["listing", "looks_like", "other_archive"]
 
@@ -32,9 +34,8 @@ def listing(folder: Path) -> str:
 def other_archive(path: Path) -> str | None:
     """A zip file that torch.save did not write; None for its own, and for what is no readable zip file."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError):
+        names = zip_names(path)
+    except CheckpointError:
         return None
     parts = {name.partition("/")[2] for name in names}
     if any(name.endswith(".npy") for name in names):

@@ -32,9 +32,26 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trus
     for layout in formats():
         if layout.recognise(located.path):
             inventory = _read(layout, located.path, trust=trust)
+            _refuse_repeats(inventory)
             inventory = inventory.replaced(remarks=(*located.remarks, *inventory.remarks))
             return inventory if model is None else inventory.replaced(fit=_fit(inventory, model))
     raise NotACheckpointError(f"{located.path}: {looks_like(located.path)}")
+
+
+# A tensor may be a view that repeats what it is a view of (as the limit for one in ``pickles`` says), and several may
+# be views of the same; but the whole of a checkpoint is hardly more than its files.
+_MAX_REPEATED_BYTES, _MAX_REPEATS = 256 << 20, 8
+
+
+def _refuse_repeats(inventory: CheckpointInventory) -> None:
+    """Raise where tensors would take far more memory than the files have bytes; packed ones show once unpacked."""
+    num_bytes = sum(record.num_bytes for record in (*inventory.tensors.values(), *inventory.nested.values()))
+    most = _MAX_REPEATED_BYTES + _MAX_REPEATS * inventory.num_bytes
+    if num_bytes > most and not inventory.compressed:
+        raise CheckpointError(
+            f"{inventory.path}: its tensors, views of the same few bytes, would be {num_bytes} bytes, the files have "
+            f"{inventory.num_bytes}"
+        )
 
 
 def _fit(inventory: CheckpointInventory, model: nn.Module) -> ModelFit:

@@ -6,6 +6,7 @@ An inventory has one shape for all layouts, the one of Composer's monolithic fil
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -184,16 +185,47 @@ class TensorRecord:
         return None
 
 
-def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[Any, Any] | None:
-    """Two boxes that share an element. Sorted by their first offset, only neighbours in that dimension can."""
-    open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for offsets, sizes in sorted(boxes):
-        open_boxes = [(o, s) for o, s in open_boxes if o and o[0] + s[0] > offsets[0]]
-        for other, extent in open_boxes:
-            if all(a < b + t and b < a + s for a, s, b, t in zip(offsets, sizes, other, extent, strict=True)):
-                return other, offsets
-        open_boxes.append((offsets, sizes))
+_Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
+_MOST_PAIRWISE = 256
+
+
+def _overlap(boxes: _Boxes) -> tuple[Any, Any] | None:
+    """Two boxes that share an element, or that no sharding lays out so, as far as it can be told in a short time.
+
+    Boxes of a sharding lie in a grid: along some dimension they fall apart into groups that do not meet, and each group
+    does so again. A few that do not are compared with each other; of many the first two are named.
+    """
+    work_left = 1_000_000 + 64 * len(boxes)
+    waiting = [boxes]
+    while waiting:
+        group = waiting.pop()
+        if len(group) < 2:
+            continue
+        for dim in range(len(group[0][0])):
+            work_left -= len(group)
+            if len(parts := _apart(group, dim)) > 1:
+                waiting.extend(parts)
+                break
+        else:
+            if len(group) > _MOST_PAIRWISE or work_left < 0:
+                return group[0][0], group[1][0]
+            for (offsets, sizes), (other, extent) in itertools.combinations(group, 2):
+                if all(a < b + t and b < a + s for a, s, b, t in zip(offsets, sizes, other, extent, strict=True)):
+                    return offsets, other
     return None
+
+
+def _apart(boxes: _Boxes, dim: int) -> list[_Boxes]:
+    """The groups of boxes that do not meet along a dimension."""
+    groups: list[_Boxes] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box[0][dim]):
+        start, size = box[0][dim], box[1][dim]
+        if start >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, start + size)
+    return groups
 
 
 def of_stored_tensor(stored: StoredTensor, archive: Archive, name: str) -> TensorRecord:

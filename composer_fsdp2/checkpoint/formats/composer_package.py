@@ -32,7 +32,7 @@ from composer_fsdp2.checkpoint.inventory import (
 )
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.pickles.values import StoredTensor, contains_built
-from composer_fsdp2.checkpoint.storage.archive import Archive, Blob, read_at
+from composer_fsdp2.checkpoint.storage.archive import Archive, Blob, read_at, read_text
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["NAME", "ORDER", "RESUMPTION", "WRITTEN_LAST", "incomplete", "read", "recognise"]
@@ -47,6 +47,8 @@ _PARTS: dict[tuple[str, str], EntryPath] = {
     ("model", "model.pt"): MODEL,
     ("optim", "optim.pt"): (*OPTIMIZERS, ""),
 }
+# With the tokenizer of a Hugging Face model, tens of MB; Python takes twenty times as much to read some JSON.
+_MAX_JSON_BYTES = 24 << 20
 
 
 def recognise(path: Path) -> bool:
@@ -108,8 +110,10 @@ def _metadata(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        said = json.loads(path.read_text())
+        said = json.loads(read_text(path, max_bytes=_MAX_JSON_BYTES))
         return {**said, "composer_env_info": dict(said), "world_size": said.get("num_gpus")}
+    except CheckpointError:
+        raise
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({error!r})") from error
 
@@ -122,7 +126,8 @@ def _resumption(path: Path, *, trust: bool) -> dict[EntryPath, ObjectRecord]:
     value = read_pickle(data, where=str(path), trust=trust)
     if contains_built(value) or not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds no dict of plain data")
-    value = mapped(value, lambda part, entry: _tensor_in(data, part, path, dotted(entry)))
+    search = _Search(data, path)
+    value = mapped(value, lambda part, entry: _tensor_in(search, part, dotted(entry)))
     if "timestamp" in value:
         value["timestamp"] = {"Timestamp": value["timestamp"]}
     objects: dict[EntryPath, ObjectRecord] = {}
@@ -136,11 +141,33 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def _tensor_in(data: bytes, value: Any, path: Path, name: str) -> Any:
+class _Search:
+    """Where in a pickle's file the bytes of its tensors lie, one after the other: each search begins where the last
+    one ended, and is as long as the way to there."""
+
+    def __init__(self, data: bytes, path: Path) -> None:
+        self.path = path
+        self._data = data
+        self._at = 0
+        self._left = 16 * len(data) + (1 << 30)
+
+    def offset_of(self, wanted: bytes) -> int:
+        at = self._data.find(wanted, self._at)
+        self._left -= (at if at >= 0 else len(self._data)) - self._at
+        if at < 0:
+            at = self._data.index(wanted)
+            self._left -= at
+        if self._left < 0:
+            raise CheckpointError(f"{self.path}: holds its tensors in no order")
+        self._at = at
+        return at
+
+
+def _tensor_in(search: _Search, value: Any, name: str) -> Any:
     """A tensor whose bytes the pickle holds, as a range of the pickle's file."""
     if not isinstance(value, StoredTensor):
         return value
     assert value.storage.data is not None  # a plain pickle can hold no others
-    blob = Blob(path, data.index(value.storage.data), value.storage.num_bytes)
+    blob = Blob(search.path, search.offset_of(value.storage.data), value.storage.num_bytes)
     chunk = Chunk((0,) * len(value.shape), value.shape, Strided(blob, value.dtype, value.offset, value.stride))
     return TensorRecord(name=name, shape=value.shape, dtype=value.dtype, chunks=(chunk,))

@@ -3,6 +3,9 @@
 An uncompressed tar holds the ``.pt`` as it is, so its tensors are read in place. Anything compressed is streamed once,
 nothing is written: torch writes the pickle first, which says how long every record after it is, and each record is
 checked against its CRC32 in passing.
+
+[Note: small files that unpack to large ones] What a few bytes may cost is bounded: how much they unpack to, the headers
+of a tar file and how many there are, the records beside those that the pickle names, what comes after the end.
 """
 
 import bz2
@@ -37,7 +40,13 @@ ORDER = 60
 STATES = "composer_states.pt"  # Composer's name for the .pt in a tar file
 
 _SLICE_BYTES = 1 << 20
-_MAX_PICKLE_BYTES = 1 << 30
+_MAX_PICKLE_BYTES = 64 << 20
+# What a file may unpack to: this, and so many times its size. Weights are no smaller than half of themselves when
+# packed, and an optimizer's state that is all zero makes a file three times as small.
+_MAX_UNPACKED_BYTES, _MAX_RATIO = 512 << 20, 200
+_MAX_TAR_HEADER_BYTES, _MAX_TAR_MEMBERS = 1 << 20, 10_000
+_MAX_OTHER_RECORDS = 64  # beside the storages: version, byteorder and the like
+_MAX_TAIL_BYTES = 1 << 17  # a zip file's own: its end, and a comment of 64 KiB
 _ENDINGS = re.compile(r"(\.pt)?(\.(tar|tgz|gz|bz2|xz|lzma|zst|lz4|lzo))+$")
 
 # By the first bytes: the ending, and how to open it: in Python, or by the command that Composer uses too.
@@ -136,10 +145,36 @@ def _read_tar(path: Path, trust: bool) -> CheckpointInventory:
 @contextlib.contextmanager
 def _opened_tar(file: Any, path: Path, mode: Any = "r|") -> Iterator[tarfile.TarFile]:
     try:
-        with tarfile.open(fileobj=file, mode=mode) as tar:
+        with tarfile.open(fileobj=file, mode=mode, tarinfo=_Member) as tar:
             yield tar
-    except (tarfile.TarError, EOFError) as error:
+    except CheckpointError:
+        raise
+    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: damaged or truncated tar file ({error})") from error
+
+
+class _Member(tarfile.TarInfo):
+    """A member as Composer writes one; what Python's reader goes on for ever with, or fills the memory, is refused.
+
+    That is a size below zero (CVE-2025-8194), a name or extended header as long as its writer likes, and sparse files.
+    """
+
+    def _proc_member(self, tar: tarfile.TarFile) -> Any:
+        is_extended = self.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, *_LONG_NAMES)
+        if self.size < 0 or (is_extended and self.size > _MAX_TAR_HEADER_BYTES):
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        member = super()._proc_member(tar)  # type: ignore[misc]
+        if member.size < 0:
+            raise tarfile.ReadError(f"a member of {member.size} bytes")
+        return member
+
+    def _proc_sparse(self, *unused: Any) -> NoReturn:
+        raise tarfile.ReadError("a sparse file")
+
+    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _proc_sparse
+
+
+_LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 def _states_in(tar: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
@@ -148,6 +183,8 @@ def _states_in(tar: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarIn
     for member in tar:
         name = posixpath.normpath(member.name)
         names.append(name)
+        if len(names) > _MAX_TAR_MEMBERS:
+            raise CheckpointError(f"{path}: a tar file of more than {_MAX_TAR_MEMBERS} members, so not Composer's")
         if name.split("/")[0] == "deepspeed":
             raise CheckpointError(
                 f"{path}: a DeepSpeed checkpoint (deepspeed_config, Composer before 0.28), with the weights in "
@@ -171,16 +208,36 @@ class _Readable(Protocol):
 
 
 class _Stream:
-    """Bytes that can be read once, with a look ahead; damage is our error."""
+    """Bytes that can be read once, with a look ahead; damage is our error.
 
-    def __init__(self, file: _Readable, path: Path) -> None:
+    Args:
+        max_bytes: After so many the file is refused.
+    """
+
+    def __init__(self, file: _Readable, path: Path, *, max_bytes: int | None = None) -> None:
         self.path = path
         self._file = file
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._buffer = b""
         self._at = 0
 
     def peek(self, size: int) -> bytes:
-        """The next bytes, at least ``size`` of them before the end; they stay there."""
+        """The next ``size`` bytes, or fewer before the end; they stay there."""
+        self._fill(size)
+        return self._buffer[self._at : self._at + size]
+
+    def take(self, size: int) -> bytes:
+        """These bytes, which ``peek`` has shown."""
+        self._at += size
+        return self._buffer[self._at - size : self._at]
+
+    def read(self, size: int = _SLICE_BYTES, /) -> bytes:
+        """At most ``size`` bytes; none at the end."""
+        return self.take(min(size, self._fill(min(size, 1))))
+
+    def _fill(self, size: int) -> int:
+        """How many bytes lie ahead: ``size`` at least, before the end."""
         if len(self._buffer) - self._at < size:
             parts = [self._buffer[self._at :]]
             missing = size - len(parts[0])
@@ -188,23 +245,22 @@ class _Stream:
                 parts.append(part)
                 missing -= len(part)
             self._buffer, self._at = b"".join(parts), 0
-        return self._buffer[self._at :] if self._at else self._buffer
-
-    def take(self, size: int) -> bytes:
-        """These bytes, which ``peek`` has shown."""
-        self._at += size
-        return self._buffer[self._at - size : self._at]
-
-    def read(self, size: int = -1) -> bytes:
-        if size < 0:
-            return b"".join(iter(lambda: self.read(_SLICE_BYTES), b""))
-        return self.take(min(size, len(self.peek(min(size, 1)))))
+        return len(self._buffer) - self._at
 
     def _read_file(self) -> bytes:
         try:
-            return self._file.read(_SLICE_BYTES)
-        except (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError) as error:
+            data = self._file.read(_SLICE_BYTES)
+        except CheckpointError:  # of a stream in this one
+            raise
+        except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, tarfile.TarError) as error:
             raise CheckpointError(f"{self.path}: damaged or truncated ({error})") from error
+        self._num_bytes += len(data)
+        if self._max_bytes is not None and self._num_bytes > self._max_bytes:
+            raise CheckpointError(
+                f"{self.path}: unpacks to more than {self._max_bytes} bytes, which no checkpoint of its size does; if "
+                "you know what it is, decompress it yourself"
+            )
+        return data
 
 
 def _head(path: Path) -> bytes:
@@ -220,15 +276,16 @@ def _codec(head: bytes) -> tuple[str, Callable[[IO[bytes]], Any] | str] | None:
 def _content(path: Path) -> Iterator[_Stream]:
     """What is in the file, decompressed."""
     codec = _codec(_head(path))
+    max_bytes = _MAX_UNPACKED_BYTES + _MAX_RATIO * path.stat().st_size
     with opened(path) as file:
         if codec is None:
             yield _Stream(file, path)
         elif isinstance(codec[1], str):
             with _Command(codec[1], file, path) as output:
-                yield _Stream(output, path)
+                yield _Stream(output, path, max_bytes=max_bytes)
         else:
             with codec[1](file) as content:
-                yield _Stream(content, path)
+                yield _Stream(content, path, max_bytes=max_bytes)
 
 
 class _Command:
@@ -266,6 +323,9 @@ _LOCAL, _DESCRIPTOR, _CENTRAL, _END = b"PK\3\4", b"PK\7\x08", b"PK\1\2", b"PK\5\
 _LOCAL_HEADER = struct.Struct("<4xHHHHHIIIHH")
 _CENTRAL_HEADER = struct.Struct("<4xHHHHHHIIIHHHHHII")
 _END_BYTES = 22
+_LONGEST_DESCRIPTOR = 28  # with what must follow it
+_MAX_FALSE_DESCRIPTORS = 100_000
+_SMALL_RECORD_BYTES = 4096  # so far is looked ahead first
 _HAS_DESCRIPTOR = 1 << 3
 _NOT_SAID = {0, 0xFFFFFFFF}
 
@@ -281,6 +341,7 @@ class _TorchStream:
         self._stream = stream
         self._path = stream.path
         self._records: dict[str, tuple[int, int]] = {}  # size and CRC32
+        self._keys: set[str] = set()  # of the storages that the pickle names
 
     def root(self, trust: bool) -> Any:
         """What was saved, with ``TensorRecord``s; every record has been seen and checked then."""
@@ -288,15 +349,21 @@ class _TorchStream:
         if name != "data.pkl":
             self._fail(f"begins with record {name}, expected data.pkl; decompress it and look at the file itself")
         _refuse_rank_file(data, self._path)
-        value = read_pickle(data, where=str(self._path), trust=trust, storages=lambda key: sys.maxsize)
+        value = read_pickle(data, where=str(self._path), trust=trust, storages=self._note_storage)
         while (magic := self._stream.peek(4)[:4]) == _LOCAL:
             name, data = self._next_record()
+            if len(self._records) > len(self._keys) + _MAX_OTHER_RECORDS:
+                self._fail("has more records than its pickle names")
             if name == "byteorder" and data != b"little":
                 self._fail("written on a big-endian machine, which is not supported")
         if magic != _CENTRAL:
             self._fail("damaged or truncated after its last record")
         self._check_directory()
         return mapped(value, self._packed)
+
+    def _note_storage(self, key: str) -> int:
+        self._keys.add(key)
+        return sys.maxsize  # how long its record is will be seen
 
     def _next_record(self) -> tuple[str, bytes]:
         """Name and, of the pickle and small ones, content of the next record."""
@@ -322,40 +389,31 @@ class _TorchStream:
     def _to_descriptor(self, name: str, kept_bytes: int) -> bytes:
         kept = bytearray()
         size = crc = 0
+        window, num_false = _SMALL_RECORD_BYTES, 0
         while True:
-            ahead = self._stream.peek(_SLICE_BYTES)
-            at = ahead.find(_DESCRIPTOR)
-            if at < 0:  # its first bytes may be the last that are seen
-                at = max(len(ahead) - len(_DESCRIPTOR) + 1, 0)
-            elif at == 0 and (length := self._descriptor_bytes(size, crc)):
-                self._records[name] = size, crc
-                self._stream.take(length)
-                return bytes(kept)
-            if at == 0:
-                at = 1  # a descriptor of something else, in the data
-            if len(ahead) < 16:
+            content = self._stream.peek(window + _LONGEST_DESCRIPTOR)
+            ahead = memoryview(content)
+            # Data may look like descriptors all along: each is looked at once, where it lies.
+            start, found = 0, content.find(_DESCRIPTOR)
+            while 0 <= found < window:
+                size, crc = size + found - start, zlib.crc32(ahead[start:found], crc)
+                start = found
+                if length := _descriptor_bytes(content[found : found + _LONGEST_DESCRIPTOR], size, crc):
+                    kept += self._stream.take(found)[: kept_bytes - len(kept)]
+                    self._records[name] = size, crc
+                    self._stream.take(length)
+                    return bytes(kept)
+                num_false += 1  # one in four billion bytes of weights
+                if num_false > _MAX_FALSE_DESCRIPTORS:
+                    self._fail(f"record {name} is full of what looks like its end; decompress it and look at the file")
+                found = content.find(_DESCRIPTOR, found + 1)
+            if len(content) < window + _LONGEST_DESCRIPTOR:
                 self._fail(f"record {name} is damaged, or the file is truncated: its CRC32 fits nowhere")
-            data = self._stream.take(at)
-            size, crc = size + at, zlib.crc32(data, crc)
-            if len(kept) < kept_bytes:
-                kept += data[: kept_bytes - len(kept)]
+            size, crc = size + window - start, zlib.crc32(ahead[start:window], crc)
+            kept += self._stream.take(window)[: kept_bytes - len(kept)]
             if name == "data.pkl" and size > kept_bytes:
                 self._fail(f"its pickle has more than {kept_bytes} bytes")
-
-    def _descriptor_bytes(self, size: int, crc: int) -> int:
-        """The length of the descriptor ahead, if it is the one of what was read; else 0."""
-        ahead = self._stream.peek(28)
-        said_crc = int.from_bytes(ahead[4:8], "little")
-        if said_crc not in (crc, 0):  # 0: torch.serialization.set_crc32_options(False)
-            return 0
-        for length, width in ((24, 8), (16, 4)):
-            sizes = ahead[8:length]
-            if sizes == (size % (1 << 8 * width)).to_bytes(width, "little") * 2 and ahead[length : length + 4] in (
-                _LOCAL,
-                _CENTRAL,
-            ):
-                return length
-        return 0
+            window = min(2 * window, _SLICE_BYTES)
 
     def _check_directory(self) -> None:
         """The central directory names what was read, and is complete."""
@@ -371,7 +429,9 @@ class _TorchStream:
                 self._fail(f"record {name} is in its directory and not in the file, or the other way round")
             if listed[name] not in (self._records[name][1], 0):
                 self._fail(f"record {name}: its directory says another CRC32")
-        tail = self._stream.read()
+        tail = self._stream.peek(_MAX_TAIL_BYTES + 1)
+        if len(tail) > _MAX_TAIL_BYTES:
+            self._fail("goes on after its end")
         if _END not in tail or len(tail) - tail.rindex(_END) < _END_BYTES:
             self._fail("truncated at its very end")
 
@@ -391,6 +451,21 @@ class _TorchStream:
 
     def _fail(self, what: str) -> NoReturn:
         raise CheckpointError(f"{self._path}: {what}")
+
+
+def _descriptor_bytes(ahead: bytes, size: int, crc: int) -> int:
+    """The length of the descriptor at the start of ``ahead``, if it is the one of what was read; else 0."""
+    said_crc = int.from_bytes(ahead[4:8], "little")
+    if said_crc not in (crc, 0):  # 0: torch.serialization.set_crc32_options(False)
+        return 0
+    for length, width in ((24, 8), (16, 4)):
+        sizes = ahead[8:length]
+        if sizes == (size % (1 << 8 * width)).to_bytes(width, "little") * 2 and ahead[length : length + 4] in (
+            _LOCAL,
+            _CENTRAL,
+        ):
+            return length
+    return 0
 
 
 def _refuse_rank_file(data: bytes, path: Path) -> None:

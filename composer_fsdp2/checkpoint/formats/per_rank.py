@@ -61,7 +61,7 @@ _NAMES = frozenset(
     }
 )
 _RANK = re.compile(r"(.*rank)(\d+)(.*)", re.DOTALL)  # the last one in a name
-_MAX_RANKS = 1 << 20  # a file could say any number, and each is a file's name here
+_MAX_RANKS = 1 << 16  # a file could say any number, and each is a file's name here
 _FLAT = "_flat_param"  # torch 1.13 said flat_param
 
 

@@ -9,7 +9,7 @@ import torch
 
 from composer_fsdp2.checkpoint.formats._composer import file_sizes
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, EntryPath, Strided, TensorRecord, Writer
-from composer_fsdp2.checkpoint.storage.archive import Blob, read_at
+from composer_fsdp2.checkpoint.storage.archive import Blob, read_at, read_text
 from composer_fsdp2.errors import CheckpointError
 
 NAME = "safetensors"
@@ -43,7 +43,8 @@ DTYPES = {
     }.items()
     if hasattr(torch, attribute)
 }
-_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+# 100,000 tensors and more; the library's own limit is 100 MB, for which Python's reader takes gigabytes.
+_MAX_HEADER_BYTES = 16 << 20
 
 
 def recognise(path: Path) -> bool:
@@ -99,9 +100,11 @@ def _files(path: Path) -> list[Path]:
 
 def _index(path: Path) -> dict[str, str]:
     try:
-        weights: Any = json.loads((path / INDEX).read_text())["weight_map"]
+        weights: Any = json.loads(read_text(path / INDEX, max_bytes=_MAX_HEADER_BYTES))["weight_map"]
         if not all(isinstance(name, str) and isinstance(file, str) for name, file in weights.items()):
             raise ValueError("weight_map is not from names to files")
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path / INDEX}: damaged ({error!r})") from error
     return dict(weights)

@@ -12,7 +12,7 @@ _OBJECT_BYTES = {
     b"\x91": 232,
     b"N": 8, b"\x88": 8, b"\x89": 8, b")": 8, b"(": 8, b"2": 8,
 }  # fmt: skip
-_TEXT_BYTES = 72  # a text, bytes or number with a length, beside what it holds
+_TEXT_BYTES = 192  # a text, bytes or number with a length, beside what it holds; and a turn of the loop below
 
 # Opcodes by what follows them (pickletools): nothing or a fixed number of bytes; a length; lines of text.
 _FIXED = re.compile(

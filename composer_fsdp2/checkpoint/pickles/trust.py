@@ -188,7 +188,7 @@ def read_pickle(
     names = _Names(inert, trust, where)
     try:
         most = _MAX_PARTS + 32 * len(data)
-        with limited_work(most):
+        with limited_work(most // 2):
             value = _load(io.BytesIO(data), names, storages)
         return Finisher(max_parts=most, max_array_bytes=_MAX_ARRAY_BYTES + 4 * len(data)).finish(value)
     except Exception as error:  # a damaged pickle raises anything

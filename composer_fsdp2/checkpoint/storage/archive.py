@@ -17,7 +17,7 @@ from typing import IO, Any
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["Archive", "Blob", "read_at"]
+__all__ = ["Archive", "Blob", "opened", "read_at", "read_text", "zip_names"]
 
 _LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_HEADER_MAGIC = 0x04034B50
@@ -49,6 +49,22 @@ def read_at(path: Path, offset: int, num_bytes: int) -> bytes:
     if len(data) != num_bytes:
         raise CheckpointError(f"{path}: ends at {offset + len(data)}, needs {offset + num_bytes} bytes (truncated?)")
     return data
+
+
+def read_text(path: Path, *, max_bytes: int) -> str:
+    """A small text file.
+
+    Raises:
+        CheckpointError: it is too large for what it should be, or no text in UTF-8.
+    """
+    with opened(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise CheckpointError(f"{path}: has more than {max_bytes} bytes, which no checkpoint's has")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: no text ({error})") from error
 
 
 @contextmanager
@@ -151,12 +167,52 @@ class _Window:
         return data
 
 
-def _blobs(path: Path, file: IO[bytes], offset: int, num_bytes: int, where: str) -> dict[str, Blob]:
+# 100,000 records and more; each takes ten times as much memory as its line in the directory.
+_MAX_DIRECTORY_BYTES = 16 << 20
+_DIRECTORY_END, _DIRECTORY_END_64 = b"PK\5\6", b"PK\6\6"
+
+
+def _refuse_large_directory(window: _Window, where: str) -> None:
+    """Before ``zipfile`` reads it: what the archive's last bytes say of its directory's length.
+
+    Raises:
+        CheckpointError: more than any checkpoint has.
+    """
+    window.seek(0, os.SEEK_END)
+    window.seek(max(0, window.tell() - (1 << 16) - 98))
+    tail = window.read()
+    said = [0]
+    if (at := tail.rfind(_DIRECTORY_END)) >= 0:
+        said.append(int.from_bytes(tail[at + 12 : at + 16], "little") % 0xFFFFFFFF)  # the largest: said elsewhere
+    if (at := tail.rfind(_DIRECTORY_END_64)) >= 0:
+        said.append(int.from_bytes(tail[at + 40 : at + 48], "little"))
+    if max(said) > _MAX_DIRECTORY_BYTES:
+        raise CheckpointError(f"{where}: a directory of {max(said)} bytes, which no checkpoint has")
+
+
+def zip_names(path: Path) -> list[str]:
+    """What is in a zip file, whoever wrote it.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    with opened(path) as file:
+        return [entry.filename for entry in _directory(_Window(file, 0, path.stat().st_size), str(path))[0]]
+
+
+def _directory(window: _Window, where: str) -> tuple[list[zipfile.ZipInfo], int]:
+    """The lines of the directory, and where in the window it begins."""
+    _refuse_large_directory(window, where)
     try:
-        with zipfile.ZipFile(_Window(file, offset, num_bytes)) as archive:
-            entries, records_end = archive.infolist(), offset + archive.start_dir
+        with zipfile.ZipFile(window) as archive:
+            return archive.infolist(), archive.start_dir
     except (zipfile.BadZipFile, OSError, struct.error, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"{where}: not the zip archive that torch.save writes, or truncated ({error})") from error
+
+
+def _blobs(path: Path, file: IO[bytes], offset: int, num_bytes: int, where: str) -> dict[str, Blob]:
+    entries, start_dir = _directory(_Window(file, offset, num_bytes), where)
+    records_end = offset + start_dir
     has_crcs = any(entry.CRC for entry in entries)  # all are 0 after torch.serialization.set_crc32_options(False)
     blobs: dict[str, Blob] = {}
     starts: dict[str, int] = {}

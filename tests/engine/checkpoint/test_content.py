@@ -47,7 +47,7 @@ def written(folder: str, num_records: int) -> None:
 def read_by(rank: int, records: range, num_ranks: int, damaged: frozenset[int] = frozenset()) -> content._Collected:
     """A rank that read its part of each record."""
     size = RECORD_BYTES // num_ranks
-    ranges = {number: (rank * size, (rank + 1) * size) for number in records}
+    ranges = dict.fromkeys(records, (rank * size, (rank + 1) * size))
     parts = [
         part(blob_of(number), start, end, b"?" * size if number in damaged else None)
         for number, (start, end) in ranges.items()
@@ -90,7 +90,9 @@ def check_shares(folder: str, num_records: int, damaged_on: int | None) -> str:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     size = RECORD_BYTES // num_ranks
     parts = [
-        part(blob_of(number, folder), rank * size, (rank + 1) * size, b"?" if (number, rank) == (0, damaged_on) else None)
+        part(
+            blob_of(number, folder), rank * size, (rank + 1) * size, b"?" if (number, rank) == (0, damaged_on) else None
+        )
         for number in range(num_records)
     ]
     if rank == 0 and num_records > 1:
