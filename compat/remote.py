@@ -21,6 +21,7 @@ from composer.utils.retrying import retry
 
 from composer_fsdp2.agreement import gather
 from composer_fsdp2.checkpoint.formats import dcp, per_rank
+from composer_fsdp2.checkpoint.inside import inside
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, EntryPath
 from composer_fsdp2.checkpoint.load import other_files
 from composer_fsdp2.checkpoint.locate import NoCheckpointError
@@ -236,7 +237,8 @@ def _link_target(source: _Source, name: str, folder: Path) -> str | None:
 
 
 def _object_or_folder(source: _Source, name: str, folder: Path, tried: list[str]) -> _Found | None:
-    file, local = (folder / kind / PurePosixPath(name).name for kind in ("file", "folder"))
+    own_name = PurePosixPath(name).name
+    file, local = (inside(folder / kind, own_name, said_by=f"{source}") for kind in ("file", "folder"))
     metadata = f"{name}/{dcp.METADATA}"
 
     def as_object() -> _Found | None:
@@ -259,7 +261,8 @@ def _object_or_folder(source: _Source, name: str, folder: Path, tried: list[str]
 
 def _whole_folder(source: _Source, name: str, local: Path) -> _Found | None:
     """Other layouts that are folders: safetensors, and Composer's checkpoint package."""
-    below = [below.removeprefix(f"{name}/") for below in source.names_below(name)]
+    # What ends with a slash is no file: stores' own pages make such objects for folders.
+    below = [below.removeprefix(f"{name}/") for below in source.names_below(name) if not below.endswith("/")]
     if not below:
         return None
     if not any(file == "composer_metadata.json" or PurePosixPath(file).suffix == ".safetensors" for file in below):
@@ -268,9 +271,8 @@ def _whole_folder(source: _Source, name: str, local: Path) -> _Found | None:
         raise CheckpointError(
             f"{name} in {source}: a folder, and no checkpoint; name one in it: {', '.join(links_first[:8])}{more}"
         )
-    if outside := [file for file in below if ".." in PurePosixPath(file).parts]:
-        raise CheckpointError(f"{name} in {source}: {outside[0]} lies outside of the folder; nothing was downloaded")
-    return _Found(name=name, local=local, missing=tuple(local / file for file in below))
+    files = tuple(inside(local, file, said_by=f"the listing of {name} in {source}") for file in below)
+    return _Found(name=name, local=local, missing=files)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

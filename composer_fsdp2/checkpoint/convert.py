@@ -1,6 +1,7 @@
 """``convert_checkpoint``: a checkpoint of any layout as another, in memory for a chunk, restartable, on any ranks."""
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from composer_fsdp2.checkpoint.conversion.copying import (
     share_of,
     units_of,
 )
+from composer_fsdp2.checkpoint.conversion.meeting import Meeting
 from composer_fsdp2.checkpoint.conversion.plan import ConversionPlan, Layout, plan_conversion
 from composer_fsdp2.checkpoint.conversion.unfinished import Unfinished, writing
 from composer_fsdp2.checkpoint.formats import compressed
@@ -125,27 +127,33 @@ def convert_checkpoint(
         return plan_conversion(inventory, target, to=layout, model=model, **options)  # type: ignore[arg-type]
 
     def decide() -> tuple[CheckpointInventory, ConversionPlan]:
-        if target.exists() or target.is_symlink():
+        if os.path.lexists(target):
             raise CheckpointError(f"{target}: exists; remove it, or give another destination")
         inventory = inspect_checkpoint(source, trust=trust)
+        if inventory.path.is_dir() and target.resolve().is_relative_to(inventory.path.resolve()):
+            raise CheckpointError(f"{target}: lies inside of the source, {inventory.path}; give another destination")
         return inventory, plan_from(inventory)
 
-    inventory, plan = together(decide, lambda decided: decided[1].fingerprint)
+    def check_source() -> None:
+        """What was read must be what is there, also where no CRC32 says so."""
+        _, again = decide()
+        if again.fingerprint != planned.fingerprint:
+            raise CheckpointError(f"{source}: was changed while it was converted; call again")
+
+    inventory, planned = together(decide, lambda decided: decided[1].fingerprint)
     if dry_run:
-        return plan
-    staging = Unfinished(target)
-    _on_first_rank(lambda: _prepare(staging, plan))
-    if inventory.compressed:
-        packed = inventory.path
-        _on_first_rank(lambda: _unpack(packed, staging))
-        inventory = together(lambda: inspect_checkpoint(staging.unpacked_file(), trust=trust))
-        from_unpacked = inventory
-        plan = replace(together(lambda: plan_from(from_unpacked)), source=packed)
-    return _Conversion(plan, inventory, staging, progress).run(start)
-
-
-def _on_first_rank(step: Callable[[], T]) -> T | None:
-    return together(lambda: step() if _rank() == 0 else None)
+        return planned
+    staging, plan = Unfinished(target), planned
+    with ExitStack() as stack:
+        meeting = stack.enter_context(Meeting())
+        meeting.on_first_rank(lambda: stack.enter_context(staging.locked()))
+        meeting.on_first_rank(lambda: _prepare(staging, planned))
+        if inventory.compressed:
+            packed = inventory.path
+            meeting.on_first_rank(lambda: _unpack(packed, staging))
+            inventory = from_unpacked = together(lambda: inspect_checkpoint(staging.unpacked_file(), trust=trust))
+            plan = replace(together(lambda: plan_from(from_unpacked)), source=packed)
+        return _Conversion(plan, inventory, staging, progress, meeting, check_source).run(start)
 
 
 def _rank() -> int:
@@ -165,7 +173,9 @@ def _prepare(staging: Unfinished, plan: ConversionPlan) -> None:
     folder = staging.destination.parent
     with writing(staging.destination):
         folder.mkdir(parents=True, exist_ok=True)
-        staging.discard_others(plan.fingerprint)
+        if os.path.lexists(staging.destination):  # another process has finished it
+            raise CheckpointError(f"{staging.destination}: exists; remove it, or give another destination")
+        staging.discard_others(plan.files, plan.fingerprint)
         needed, free = staging.needed_bytes(plan.files), shutil.disk_usage(folder).free
         if needed > free:
             raise CheckpointError(f"{staging.destination}: needs {needed} bytes, {folder} has {free} free")
@@ -183,19 +193,26 @@ class _Conversion:
     """The work itself: copy, check, finish, publish."""
 
     def __init__(
-        self, plan: ConversionPlan, inventory: CheckpointInventory, staging: Unfinished, progress: Progress | None
+        self,
+        plan: ConversionPlan,
+        inventory: CheckpointInventory,
+        staging: Unfinished,
+        progress: Progress | None,
+        meeting: Meeting,
+        check_source: Callable[[], None],
     ) -> None:
         self.plan, self.staging, self.progress = plan, staging, progress
+        self.meeting, self.check_source = meeting, check_source
         self.sources = [path for path, _ in inventory.files]
         self.units = units_of(plan.files)
         self.read_bytes = self.written_bytes = self.kept_bytes = 0
 
     def run(self, start: float) -> ConversionReport:
         """Called on all ranks."""
-        earlier, number = gather(_on_first_rank(self.earlier))[0]
-        mine = together(lambda: self.copy_share(earlier, number + _rank()))
+        earlier, number = gather(self.meeting.on_first_rank(self.earlier))[0]
+        mine = self.meeting.together(lambda: self.copy_share(earlier, number + _rank()))
         copied = {number: unit for of_rank in gather(mine) for number, unit in of_rank.items()}
-        unchecked = _on_first_rank(lambda: self.finish(copied))
+        unchecked = self.meeting.on_first_rank(lambda: self.finish(copied))
         counts = gather((self.read_bytes, self.written_bytes, self.kept_bytes, unchecked or 0))
         read, written, kept, unchecked = (sum(column) for column in zip(*counts, strict=True))
         return ConversionReport(
@@ -279,5 +296,6 @@ class _Conversion:
                         self.written_bytes += len(data)
                     sync(out)
             sync_folder(self.staging.files)
+            self.check_source()
             self.staging.publish(self.plan.files)
         return unchecked

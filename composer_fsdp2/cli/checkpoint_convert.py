@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 
@@ -72,6 +71,8 @@ def _convert(
             print(json.dumps(done.as_dict(), indent=2))
         elif is_first and isinstance(done, ConversionReport):
             print(f"{done.destination}: {done.num_tensors} tensors, {done.written_bytes} bytes, {done.seconds:.1f} s")
+            if done.unchecked_bytes:
+                print(f"{done.unchecked_bytes} bytes have no CRC32 in the source that they could be checked against")
         elif is_first:
             print(done)
     except (CheckpointError, ConfigError) as error:
@@ -99,8 +100,7 @@ def _join_ranks() -> None:
     import torch.distributed as dist
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Ranks wait for the slowest, and while the first unpacks a compressed source.
-        dist.init_process_group("gloo", timeout=timedelta(days=7))
+        dist.init_process_group("gloo")
 
 
 def _leave(code: int) -> NoReturn:

@@ -437,6 +437,47 @@ def served(root: Path) -> Iterator[str]:
             server.server_close()
 
 
+def check_hostile_names(folder: str) -> None:
+    """A listing whose keys stand for places outside of the folder that they are downloaded to."""
+    bucket, evil = Path(folder, "bucket"), Path(folder, "evil")
+    if torch.distributed.get_rank() == 0:
+        (bucket / "run").mkdir(parents=True)
+        (bucket / "run" / "model.safetensors").write_bytes(b"")
+    torch.distributed.barrier()
+    listed: list[str] = []
+
+    class Listing(store_class()):  # type: ignore[misc]
+        def get_object_size(self, object_name: str) -> int:
+            if object_name in ("run", "run/.metadata") or object_name.endswith(".symlink"):
+                raise FileNotFoundError(object_name)
+            return 1
+
+        def download_object(self, object_name: str, filename: Any, **_: Any) -> None:
+            self.get_object_size(object_name)
+            Path(filename).parent.mkdir(parents=True, exist_ok=True)
+            Path(filename).write_bytes(b"x")
+
+        def list_objects(self, prefix: str | None) -> list[str]:
+            return ["run/", "run/model.safetensors", *listed]
+
+    def check(key: str) -> None:
+        listed[:] = [f"run/{key}"]
+        error = checkpoint_error_of(lambda: load_only(trainer, "run", Listing(bucket)))
+        assert "lies outside of the folder" in error and "listing of run" in error, error
+        assert not evil.exists(), f"{key} was written"
+
+    with a_trainer("c220/full") as trainer:
+        for_each(check, {key: (key,) for key in (f"/{evil}", f"{evil}", "../evil", "a/../../evil", "a\0b")})
+        # What ends with a slash is a folder's own object, and no file.
+        listed.clear()
+        assert "model.safetensors" in checkpoint_error_of(lambda: load_only(trainer, "run", Listing(bucket)))
+
+
+def test_names_that_lead_out_of_a_bucket(tmp_path: Path):
+    """Whoever may write to a bucket could write any file of whoever loads from it: `run//abs/path`."""
+    run_ranks(check_hostile_names, 2, str(tmp_path))
+
+
 def check_other_stores() -> None:
     name = checkpoint_of(KIND).relative_to(FOLDER).as_posix()
     with a_trainer("c220/full") as trainer:

@@ -5,7 +5,6 @@
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from composer_fsdp2.checkpoint.inside import is_plain
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
 from composer_fsdp2.checkpoint.same_bytes import are_one_storage, have_same_bytes
 from composer_fsdp2.checkpoint.storage.archive_writer import Slot
@@ -121,8 +121,11 @@ def _content(name: Any, file: Any) -> bytes | str:
     """A tokenizer file's bytes, as Composer writes them back; or why not."""
     if not isinstance(name, str) or not isinstance(file, Mapping) or "content" not in file:
         return "damaged"
-    if os.path.basename(_file_name(name, file)) != _file_name(name, file) or name.startswith("."):
+    file_name = _file_name(name, file)
+    if not is_plain(file_name) or "/" in file_name or file_name.startswith("."):
         return "its name leads out of the folder"
+    if file_name == "config.json" or file_name.endswith((".safetensors", ".safetensors.index.json")):
+        return "it has the name of the model's configuration, of its weights or of their index"
     content, extension = file["content"], file.get("file_extension")
     match extension:
         case ".json":

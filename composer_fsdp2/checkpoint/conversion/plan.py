@@ -241,6 +241,7 @@ def _fingerprint(inventory: CheckpointInventory, to: Layout, files: Sequence[Out
         digest.update(f"{file.name} {file.num_bytes}".encode())
         for write in file.writes:
             digest.update(f"{write.record.name} {write.offsets} {write.sizes} {write.slot.dtype} {write.at}".encode())
+            digest.update(f"{write.record.chunks} {write.record.flat}".encode())  # where it lies in the source
         for offset, data in file.rest([0] * len(file.writes)):
             digest.update(f"{offset}".encode() + data)
     return digest.hexdigest()

@@ -7,7 +7,6 @@ like were one entry each; from 2.4 on every leaf of every dict is an entry.
 """
 
 import itertools
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from composer_fsdp2.checkpoint.formats._composer import missing_parts, with_records, writer_of
+from composer_fsdp2.checkpoint.inside import inside
 from composer_fsdp2.checkpoint.inventory import (
     CheckpointInventory,
     Chunk,
@@ -127,14 +127,12 @@ class _Directory:
 
     def entry(self, name: str, relative_path: Any, offset: Any, num_bytes: Any) -> Entry | None:
         """Where an entry lies; None (and a problem) where that cannot be."""
-        if not isinstance(relative_path, str):
-            raise CheckpointError(f"{self.path / METADATA}: names a {type(relative_path).__name__} as a file")
-        file = self.path / relative_path
         if relative_path not in self.file_sizes:
-            self.file_sizes[relative_path] = self.file_size(file, relative_path)
+            self.file_sizes[relative_path] = self.file_size(relative_path)
         size = self.file_sizes[relative_path]
         if size is None:
             return None
+        file = self.path / relative_path
         if not all(isinstance(n, int) and n >= 0 for n in (offset, num_bytes)) or offset + num_bytes > size:
             self.problems.append(
                 f"{file}: {name} should lie in {num_bytes} bytes at byte {offset}; the file has {size} bytes "
@@ -143,18 +141,18 @@ class _Directory:
             return None
         return Entry(file, offset, num_bytes, self.partial)
 
-    def file_size(self, file: Path, relative_path: str) -> int | None:
+    def file_size(self, relative_path: Any) -> int | None:
         """The size of a file that the metadata names; it must lie in the folder."""
-        if os.path.isabs(relative_path) or not file.resolve().is_relative_to(self.path.resolve()):
-            self.problems.append(
-                f"{self.path / METADATA}: names {relative_path}, which lies outside of the folder; it was not opened"
-            )
-        elif file.is_file():
+        try:
+            file = inside(self.path, relative_path, said_by=self.path / METADATA)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+            return None
+        if file.is_file():
             return file.stat().st_size
-        elif self.partial:
+        if self.partial:
             return sys.maxsize
-        else:
-            self.problems.append(f"{file}: missing; {METADATA} names it")
+        self.problems.append(f"{file}: missing; {METADATA} names it")
         return None
 
     def check_overlaps(self) -> None:

@@ -1,13 +1,13 @@
 """Hugging Face's weights: ``model.safetensors``, or its shards and ``model.safetensors.index.json``."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from composer_fsdp2.checkpoint.formats._composer import file_sizes
+from composer_fsdp2.checkpoint.inside import inside
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, EntryPath, Strided, TensorRecord, Writer
 from composer_fsdp2.checkpoint.storage.archive import Blob, read_at, read_text
 from composer_fsdp2.errors import CheckpointError
@@ -90,11 +90,10 @@ def _files(path: Path) -> list[Path]:
         return [path / SINGLE]
     files = []
     for name in sorted(set(_index(path).values())):
-        if os.path.basename(name) != name:
-            raise CheckpointError(f"{path / INDEX}: names {name}, which lies outside of the folder")
-        if not (path / name).is_file():
-            raise CheckpointError(f"{path / name}: missing; {INDEX} names it")
-        files.append(path / name)
+        file = inside(path, name, said_by=path / INDEX, may_link=True)
+        if not file.is_file():
+            raise CheckpointError(f"{file}: missing; {INDEX} names it")
+        files.append(file)
     return files
 
 

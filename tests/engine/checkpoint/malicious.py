@@ -129,6 +129,15 @@ def hostile() -> dict[str, bytes]:
         "class changed for everybody": b"ccollections\nOrderedDict\nN}" + text("items") + b"cbuiltins\nset\ns\x86b.",
         "table of names changed": b"cnumpy\ndtype\nN}" + text("value") + b"cbuiltins\nset\ns\x86b.",
         "Counter changed for everybody": b"ccollections\nCounter\nN}" + text("get") + b"cbuiltins\nset\ns\x86b.",
+        "version changed for everybody": b"ctorch.torch_version\nTorchVersion\nN}"
+        + text("__new__")
+        + b"cbuiltins\nset\ns\x86b.",
+        "kind of dtype changed for everybody": b"cnumpy.dtypes\nUInt32DType\nN}"
+        + text("code")
+        + text("O")
+        + b"s\x86b.",
+        "items of an OrderedDict": b"ccollections\nOrderedDict\n)R}"
+        + (text("items") + b"cbuiltins\nbytes\ns" + b"b0" + doubling[1:] + b"."),
         # Ten bytes for 32 GiB (CPython issue 115952).
         "memo number of 4 bytes": b"\x80\x02Nr\xff\xff\xff\x0f.",
         "memo number in text": b"Np99999999\n.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gzip
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -545,6 +547,75 @@ def test_what_another_conversion_left_is_not_used(tmp_path: Path, source: Path, 
 
 
 @pytest.mark.any_torch
+# ---------------------------------------------------------------------------------------------------------------------
+# Others at work
+
+
+def test_two_conversions_to_one_destination(tmp_path: Path, source: Path):
+    """The files of two conversions were mixed, and both ended with exit code 0."""
+    other, target = tmp_path / "other.pt", tmp_path / "new"
+    torch.save({"state": {"model": {"model.0": torch.zeros(3)}}}, other)
+    said = []
+
+    def meanwhile(*unused: int) -> None:
+        with pytest.raises(CheckpointError, match="another process converts to this destination now") as raised:
+            convert(other, target, "dcp")
+        said.append(str(raised.value))
+
+    convert(source, target, "dcp", progress=meanwhile)
+    assert said and f"process {os.getpid()} on " in said[0]
+    assert_same(loaded_folder(target), without_empty_dicts(loaded(source)), in_bits=True)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # no lock is left
+
+
+def test_a_file_system_without_locks(tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture):
+    """It works, with a warning; and who finds another's mark in its folder does not publish what both have written."""
+    no_locks = OSError(errno.ENOLCK, "No locks available")
+    target = tmp_path / "new"
+    with mock.patch.object(fcntl, "flock", side_effect=no_locks):
+        convert(source, tmp_path / "alone", "dcp")
+        assert "cannot be locked here" in caplog.text
+
+        def meanwhile(*unused: int) -> None:
+            (staging_of(target) / "owner").write_text("another process")
+
+        with pytest.raises(CheckpointError, match="another process converts to it, too"):
+            convert(source, target, "dcp", progress=meanwhile)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("change", ["a value", "the header"])
+def test_a_source_that_changes_while_it_is_read(tmp_path: Path, source: Path, change: str):
+    """safetensors has no CRC32: half of one file and half of another would be a checkpoint that nobody saved."""
+    folder, target = tmp_path / "weights", tmp_path / "new"
+    convert(source, folder, "safetensors")
+    (file,) = folder.glob("*.safetensors")
+
+    def meanwhile(*unused: int) -> None:
+        data = bytearray(file.read_bytes())
+        at = -1 if change == "a value" else data.index(b'"dtype"') - 4
+        data[at] ^= 1
+        file.write_bytes(data)
+
+    with pytest.raises(CheckpointError, match="was changed while it was converted|damaged|beside|disagree"):
+        convert(folder, target, "dcp", progress=meanwhile)
+    assert not target.exists()
+
+
+def test_a_destination_inside_of_the_source(tmp_path: Path):
+    """Its files would be the source's while they are written."""
+    folder = tmp_path / "ep0-ba3"
+    shutil.copytree(SHARDED[0], folder)
+    before = contents(folder)
+    for name in ("new", "new.pt", "below/new"):
+        with pytest.raises(CheckpointError, match="lies inside of the source"):
+            convert(folder, folder / name, "dcp")
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(CheckpointError, match="lies inside of the source"):
+        convert(folder, tmp_path / "link" / "new", "dcp")
+    assert contents(folder) == before
+
+
 def test_progress_ends_at_the_whole(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
     """The bar counts the bytes to do, and reaches them."""
     monkeypatch.setattr(copying, "CHUNK_BYTES", 32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -124,6 +125,9 @@ def test_killed_at_any_point_it_goes_on(tmp_path: Path, to: str, files: int | No
         assert killed(point, source, target, to, files=files), f"call {point} of {count}"
         if target.exists():
             assert all_bytes(target) == expected, f"call {point}: published, and not whole"
+            remove(target)  # by its user, while the clean-up never came to its end
+            convert(source, target, to, files=files)
+            assert all_bytes(target) == expected, f"call {point}: published, and removed"
             continue
         killed(point // 2, source, target, to, files=files)  # and again, on its way
         if not target.exists():
@@ -132,6 +136,26 @@ def test_killed_at_any_point_it_goes_on(tmp_path: Path, to: str, files: int | No
         assert all_bytes(target) == expected, f"call {point} of {count}"
     assert source.read_bytes() == before
     assert num_resumed > len(points) // 4
+
+
+@pytest.mark.parametrize("to", ["monolithic", "dcp"])
+def test_killed_after_it_was_published(tmp_path: Path, to: str):
+    """The destination was there, its user removed it, and no conversion to that name worked any more."""
+    source, target = make_source(tmp_path), tmp_path / "new"
+    with mock.patch.object(unfinished.Unfinished, "discard"):  # the kill
+        convert(source, target, to)
+    expected = all_bytes(target)
+    assert staging_of(target).exists()
+    remove(target)
+    convert(source, target, to)
+    assert all_bytes(target) == expected and not staging_of(target).exists()
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def test_what_was_written_is_checked_before_it_is_kept(tmp_path: Path):

@@ -178,7 +178,7 @@ def test_metadata_cannot_lead_out_of_the_folder(where: str, tmp_path: Path):
     for info in metadata.storage_data.values():
         info.relative_path = named
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=rf"names {named}, which lies outside of the folder"):
+    with pytest.raises(CheckpointError, match=rf"names '{named}', which lies outside of the folder"):
         inspect_checkpoint(path)
 
 
@@ -333,3 +333,64 @@ def test_composers_plain_data(protocol: int):
     }
     found = read_pickle(pickle.dumps(value, protocol=protocol), where="file.pt")
     assert found == value and type(found["torch_version"]) is str
+
+
+# --- what stands for a pickled object
+
+
+def all_names() -> list[tuple[str, str]]:
+    """Every name that a checkpoint's pickle may hold, and the classes of DCP's metadata."""
+    from composer_fsdp2.checkpoint.formats.dcp import METADATA_NAMES
+    from composer_fsdp2.checkpoint.pickles import allowed
+
+    tables = [*allowed.TENSOR, *allowed.DATA, *allowed.INERT, *METADATA_NAMES]
+    others = ["torch.float32", "torch.FloatStorage", "numpy.dtypes.UInt32DType", "builtins.getattr"]
+    return [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in (*tables, *others)]
+
+
+STATES = {
+    "attributes": b"}" + malicious.text("__new__") + b"K\x01s",
+    "slots": b"N}" + malicious.text("__new__") + b"K\x01s\x86",
+    "a slot that is there": b"N}" + malicious.text("kind") + b"K\x01s\x86",
+    "a method": b"N}" + malicious.text("append") + b"cbuiltins\nset\ns\x86",
+    "how it is built": b"N}" + malicious.text("__setstate__") + b"cbuiltins\nset\ns\x86",
+}
+
+
+def test_no_name_can_be_changed_for_everybody():
+    """A pickle set `__new__` of what stands for torch's version, and every later file of the process was "damaged"."""
+    from composer_fsdp2.checkpoint.formats.dcp import METADATA_NAMES
+
+    def read(data: bytes) -> Any:
+        return read_pickle(data, where="x", inert=METADATA_NAMES)
+
+    plain = pickle.dumps(torch.torch_version.TorchVersion("2.7.0"))
+    fresh = {name: _content_of(read(b"c%b\n%b\n." % (name[0].encode(), name[1].encode()))) for name in all_names()}
+    for module, name in all_names():
+        named = b"c%b\n%b\n" % (module.encode(), name.encode())
+        for what, state in STATES.items():
+            with pytest.raises(CheckpointError):
+                read(named + state + b"b.")
+            assert _content_of(read(named + b".")) == fresh[module, name], f"{what} of {module}.{name}"
+    assert read(plain) == "2.7.0"
+
+
+def _content_of(value: Any) -> Any:
+    """What a value could have changed in it: its class's attributes, and its own."""
+    cls = value if isinstance(value, type) else type(value)
+    attributes = {name: id(part) for each in cls.__mro__[:-1] for name, part in vars(each).items()}
+    return {
+        name: number for name, number in attributes.items() if name not in ("kind", "code", "__doc__", "__module__")
+    }
+
+
+def test_attributes_of_an_ordered_dict_are_nobodys():
+    """One called `items` was walked through in place of what the dict holds, and passed every limit."""
+    hidden = b"ccollections\nOrderedDict\n)R" + malicious.text("deep") + b"(lp0\ng0\nas}" + malicious.text("items")
+    with pytest.raises(CheckpointError, match="nested deeper"):
+        read_pickle(hidden + b"cbuiltins\nbytes\nsb.", where="x")
+    honest = (
+        b"ccollections\nOrderedDict\n)R" + malicious.text("a") + b"K\x01s}" + malicious.text("_metadata") + b"K\x02sb."
+    )
+    value = read_pickle(honest, where="x")
+    assert type(value) is collections.OrderedDict and dict(value) == {"a": 1} and not vars(value)
