@@ -101,6 +101,10 @@ _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("torch.distributed.fsdp", "FSDPModule"): ("_get_fsdp_state",),
     ("torch.distributed.tensor", "DTensor"): ("_local_tensor", "_spec"),
     ("torch.amp.grad_scaler", "GradScaler"): ("_unscale_grads_",),
+    ("torch.optim", "Optimizer"): (
+        "_optimizer_load_state_dict_post_hooks",
+        "_optimizer_load_state_dict_pre_hooks",
+    ),
     ("torch.nn", "Module"): ("_buffers", "_parameters"),
 }
 

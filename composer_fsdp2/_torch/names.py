@@ -27,6 +27,7 @@ __all__ = [
     "default_store",
     "is_compiled",
     "keep_class_name",
+    "loads_by_users_code",
     "local_box",
     "offload_wrapper",
     "own_buffers",
@@ -111,6 +112,16 @@ def default_store() -> Any:
     """The store that the default process group was made with, under a prefix of ours."""
     c10d: Any = dist.distributed_c10d
     return c10d.PrefixStore("composer_fsdp2", c10d._get_default_store())
+
+
+def loads_by_users_code(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.load_state_dict`` runs other code than torch's: overridden, or with hooks."""
+    cls, base = type(optimizer), torch.optim.Optimizer
+    is_overridden = "load_state_dict" in vars(optimizer) or cls.load_state_dict is not base.load_state_dict
+    # torch's own optimizers have one each, for the state of older versions.
+    set_state = getattr(cls.__setstate__, "__module__", "")
+    hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
+    return is_overridden or not set_state.startswith("torch.") or any(hooks)
 
 
 def keep_class_name(module: nn.Module) -> None:

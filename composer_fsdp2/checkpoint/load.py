@@ -165,7 +165,7 @@ def load_inventory(
     with Reader() as reader:
         unchecked_bytes = _read_and_check(staging, reader, one_reader_per_node=one_reader)
         num_bytes = reader.num_bytes
-        _set_extra_state(staging)
+        _run_users_code(staging)
         together(lambda: staging.pass_on(reader))
     together(staging.commit)
     return _report(plan, num_bytes=num_bytes, unchecked_bytes=unchecked_bytes, seconds=time.perf_counter() - started)
@@ -188,12 +188,12 @@ def _read_and_check(staging: Staging, reader: Reader, *, one_reader_per_node: bo
     return unchecked_bytes
 
 
-def _set_extra_state(staging: Staging) -> None:
+def _run_users_code(staging: Staging) -> None:
     """On all ranks or on none. Called on all ranks."""
     try:
-        together(staging.set_extra_state)
+        together(staging.run_users_code)
     except CheckpointError:
-        staging.put_extra_state_back()  # where this rank's modules took it
+        staging.undo_users_code()  # where it went well on this rank
         raise
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer_fsdp2._torch import own_part
+from composer_fsdp2._torch import loads_by_users_code, own_part
 from composer_fsdp2.agreement import gather
 from composer_fsdp2.checkpoint.exchange import (
     broadcast_replicas,
@@ -87,11 +87,16 @@ class _Staged:
 
 
 class Staging:
-    """What a plan reads: ``read``, ``share``, ``check_copies``, ``set_extra_state``, ``pass_on``, ``commit``, in order.
+    """What a plan reads: ``read``, ``share``, ``check_copies``, ``run_users_code``, ``pass_on``, ``commit``, in order.
 
-    Model and optimizer are not touched before ``set_extra_state``, which can be undone. ``commit`` communicates nothing
+    Model and optimizer are not touched before ``run_users_code``, which can be undone. ``commit`` communicates nothing
     and has no reason left to fail. What several ranks of a node hold alike (``NO_SHARD``, DDP) is not staged, because
     the node would hold it several times: ``read`` checks it, and ``pass_on`` reads it again, which can fail.
+
+    [Note: the user's code] A module's ``set_extra_state``, and an optimizer's ``load_state_dict`` where somebody has
+    overridden it or hooked into it, may raise, on one rank alone. So they run before anything else is changed, and what
+    they changed is put back if they raise anywhere. Such an optimizer's state is read to memory of its own, also where
+    several ranks of a node hold it alike; any other's is filled where it is.
 
     Args:
         one_reader_per_node: Whether ``read_for_node`` will be called instead of ``read``.
@@ -108,11 +113,17 @@ class Staging:
         self.extra: dict[str, Any] = {}
         self._extra_before: list[tuple[nn.Module, Any]] = []
         self.states: list[dict[str, Any]] = []  # tensors as _Staged
+        optimizer = plan.optimizer.optimizer if plan.optimizer else None
+        self._loads_early: bool = any(gather(optimizer is not None and loads_by_users_code(optimizer)))
+        self._optimizer_before: _OptimizerBefore | None = None
         used = {_address(planned.target.local) for planned in plan.tensors}
         for state in plan.optimizer.states if plan.optimizer else ():
             own = plan.optimizer.optimizer.state.get(state.parameter, {}) if plan.optimizer else {}
             self.states.append(
-                {key: _stage(record, state, own.get(key), used) for key, record in state.entries.items()}
+                {
+                    key: _stage(record, state, own.get(key), used, in_place=not self._loads_early)
+                    for key, record in state.entries.items()
+                }
             )
         self.groups: list[dict[str, Any]] = list(plan.optimizer.groups) if plan.optimizer else []
         self._nodes = first_ranks_of_nodes()
@@ -133,6 +144,8 @@ class Staging:
                 fills_nodes = len(ranks) == sum(node in nodes for node in self._nodes)
                 staged.owner = owner
                 staged.is_shared = len(nodes) < len(ranks) and (fills_nodes or not one_reader_per_node)
+                if staged.place is not None and self._loads_early:
+                    staged.is_shared = False
         for staged, copies in zip(self.tensors, self._copies, strict=True):
             for copy_of in copies:  # read by the same rank, which compares them
                 copy_of.owner, copy_of.is_shared = staged.owner, staged.is_shared
@@ -260,12 +273,36 @@ class Staging:
                 f"holds different values; nothing was changed: {', '.join(unlike)}"
             )
 
-    def set_extra_state(self) -> None:
-        """Give the modules their extra state, by the model's own code, which may refuse it; communicates nothing.
+    @torch.no_grad()
+    def run_users_code(self) -> None:
+        """Give modules their extra state, and the optimizer its state, by code that may refuse it.
+
+        Communicates nothing. See [Note: the user's code].
 
         Raises:
-            CheckpointError: a module refused; names it.
+            CheckpointError: a module or the optimizer refused; names it.
         """
+        self._set_extra_state()
+        if self.plan.optimizer is None or not self._loads_early:
+            return
+        optimizer = self.plan.optimizer.optimizer
+        self._optimizer_before = _OptimizerBefore.of(optimizer)
+        try:
+            self._load_optimizer(optimizer, self.plan.optimizer.states)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.plan.inventory.path}: load_state_dict of {type(optimizer).__name__}, or a hook of it, raised "
+                f"{type(error).__name__}: {error}; nothing was changed"
+            ) from error
+
+    def undo_users_code(self) -> None:
+        """Put back what ``run_users_code`` changed, wherever it got to."""
+        if self._optimizer_before is not None:
+            self._optimizer_before.put_back()
+        for module, before in reversed(self._extra_before):
+            module.set_extra_state(before)
+
+    def _set_extra_state(self) -> None:
         for name, (module, _) in self.plan.extra.items():
             try:
                 self._extra_before.append((module, copy.deepcopy(module.get_extra_state())))
@@ -275,11 +312,6 @@ class Staging:
                     f"{self.plan.inventory.path}: {name}: {type(module).__name__} refused its extra state "
                     f"({type(error).__name__}: {error}); nothing was changed"
                 ) from error
-
-    def put_extra_state_back(self) -> None:
-        """Undo ``set_extra_state``, wherever it got to."""
-        for module, before in reversed(self._extra_before):
-            module.set_extra_state(before)
 
     def pass_on(self, reader: Reader) -> None:
         """Put into place what several ranks of a node hold, from the file; see ``ReplicatedState.pass_on``.
@@ -293,15 +325,15 @@ class Staging:
     @torch.no_grad()
     def commit(self) -> None:
         """Put everything else into its place."""
-        if self.plan.optimizer is not None:
-            self._commit_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
+        if self.plan.optimizer is not None and not self._loads_early:
+            self._load_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
         for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
             if not staged.is_shared:
                 assert staged.data is not None
                 planned.target.local.copy_(staged.data)
                 staged.data = None
 
-    def _commit_optimizer(self, optimizer: torch.optim.Optimizer, states: Sequence[ParameterState]) -> None:
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer, states: Sequence[ParameterState]) -> None:
         number_of = {
             parameter: number
             for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
@@ -330,18 +362,48 @@ class Staging:
             loaded.update({key: value for key, value in entries.items() if isinstance(value, str)})
 
 
-def _stage(record: Any, state: ParameterState, own: Any, used: set[int]) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OptimizerBefore:
+    """An optimizer's attributes, and what its state and groups held; the tensors are the same ones."""
+
+    optimizer: torch.optim.Optimizer
+    attributes: dict[str, Any]
+    state: dict[Any, Any]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "_OptimizerBefore":
+        return cls(
+            optimizer=optimizer,
+            attributes=dict(vars(optimizer)),
+            state={parameter: copy.copy(entries) for parameter, entries in optimizer.state.items()},
+            groups=[dict(group) for group in optimizer.param_groups],
+        )
+
+    def put_back(self) -> None:
+        own = vars(self.optimizer)
+        own.clear()
+        own.update(self.attributes)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self.state)
+        for group, before in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.clear()
+            group.update(before)
+
+
+def _stage(record: Any, state: ParameterState, own: Any, used: set[int], *, in_place: bool) -> Any:
     """A value of a parameter's state, and where it will stay.
 
     Args:
         own: What the optimizer has there already.
         used: Where the memory lies that takes something else; own tensors that are filled are added.
+        in_place: Whether ``own`` may be filled.
     """
     if not isinstance(record, TensorRecord):
         return record
     like = _layout_of(record, state.parameter, own)
     place = _StatePlace(Box.of(like), record.dtype)
-    is_own = like is own and type(own) in (torch.Tensor, DTensor) and own.dtype == record.dtype
+    is_own = in_place and like is own and type(own) in (torch.Tensor, DTensor) and own.dtype == record.dtype
     if is_own and own_part(own).is_contiguous() and _address(own_part(own)) not in used:
         used.add(_address(own_part(own)))
         place.value = own

@@ -597,7 +597,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path, source: Path, ch
         data[at] ^= 1
         file.write_bytes(data)
 
-    with pytest.raises(CheckpointError, match="was changed while it was converted|damaged|beside|disagree"):
+    with pytest.raises(CheckpointError, match=r"was changed while it was converted|damaged|beside|disagree"):
         convert(folder, target, "dcp", progress=meanwhile)
     assert not target.exists()
 

@@ -822,6 +822,93 @@ def test_a_module_that_refuses_its_extra_state(tmp_path: Path):
     run_ranks(check_refusing_module, 2, str(tmp_path))
 
 
+class Subclass(torch.optim.AdamW):
+    """Does something of its own after a load, and refuses on one rank once it has changed its state."""
+
+    refuses = False
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.param_groups[0]["lr"] = 5.0
+        if self.refuses and dist.get_rank() == 1:
+            raise RuntimeError("not this one")
+
+
+Subclass.__qualname__ = "AdamW"  # the file's
+
+
+def hooked(kind: str, seen: list[float]) -> MakeOptimizer:
+    """An optimizer with a hook before or after a load, which sees the file's state."""
+
+    def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        seen.append(float(full(state["state"][0]["exp_avg"]).abs().sum()))
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        seen.append(sum(float(full(own["exp_avg"]).abs().sum()) for own in optimizer.state.values()))
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = (Subclass if kind == "subclass" else torch.optim.AdamW)(model.parameters(), lr=0.02)
+        if kind == "pre-hook":
+            optimizer.register_load_state_dict_pre_hook(before)
+        elif kind == "post-hook":
+            optimizer.register_load_state_dict_post_hook(after)
+        return optimizer
+
+    return make
+
+
+CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
+    "sharded": {},
+    "replicated": {"sharding_strategy": "NO_SHARD"},
+    "whole": None,
+}
+
+
+def check_hooks(folder: str) -> None:
+    path = saved(composer_state(*trained(make_optimizer=adamw)), f"{folder}/a.pt")
+
+    def check(kind: str, configuration: str) -> None:
+        seen: list[float] = []
+        model, optimizer = untrained(make_optimizer=hooked(kind, seen), config=CONFIGURATIONS[configuration])
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+        load_checkpoint(path, model, optimizer)
+        ours, other = untrained(config=CONFIGURATIONS[configuration])
+        load_checkpoint(path, ours, other)
+        assert_same(contents(model, optimizer), contents(ours, other), kind)
+        assert seen == [] if kind == "subclass" else len(seen) == 1 and seen[0] > 0, f"{kind}: {seen}"
+        assert optimizer.param_groups[0]["lr"] == (5.0 if kind == "subclass" else 0.01)
+
+    def check_refusal(kind: str, configuration: str) -> None:
+        model, optimizer = untrained(make_optimizer=hooked(kind, []), config=CONFIGURATIONS[configuration])
+        step(model, optimizer, 5)
+        held = {id(value) for own in optimizer.state.values() for value in own.values()}
+
+        def fail(*unused: Any) -> None:
+            if dist.get_rank() == 1:
+                raise RuntimeError("not this one")
+
+        if kind == "pre-hook":
+            optimizer.register_load_state_dict_pre_hook(fail)
+        elif kind == "post-hook":
+            optimizer.register_load_state_dict_post_hook(fail)
+        else:
+            optimizer.refuses = True
+        refused(kind, path, model, optimizer, [r"or a hook of it, raised RuntimeError: not this one; nothing|rank 1"])
+        assert held == {id(value) for own in optimizer.state.values() for value in own.values()}
+        step(model, optimizer, 6)
+
+    kinds = ("pre-hook", "post-hook", "subclass")
+    for action in (check, check_refusal):
+        for_each(action, {f"{action.__name__}: {case}": case for case in itertools.product(kinds, CONFIGURATIONS)})
+
+
+def test_an_optimizer_with_code_of_its_users(tmp_path: Path):
+    """A hook that raises on one rank left the others with half of a checkpoint; one that goes well sees the file's
+    state, and its result is the same as without it."""
+    run_ranks(check_hooks, 2, str(tmp_path))
+
+
 def test_extra_state_and_buffers(tmp_path: Path):
     """Scales of fp8 recipes live in extra state; DCP takes such a dict apart, and the module gets it whole."""
     run_ranks(check_extra_state, 2, str(tmp_path))
