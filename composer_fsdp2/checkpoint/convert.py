@@ -31,6 +31,7 @@ from composer_fsdp2.checkpoint.conversion.unfinished import Unfinished, writing
 from composer_fsdp2.checkpoint.formats import compressed
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
+from composer_fsdp2.checkpoint.locate import expanded
 from composer_fsdp2.checkpoint.opening import together
 from composer_fsdp2.checkpoint.storage.archive_writer import sync, sync_folder, write_all
 from composer_fsdp2.errors import CheckpointError
@@ -120,7 +121,7 @@ def convert_checkpoint(
         layout = Layout(to)
     except ValueError:
         raise CheckpointError(f"to={to!r}: expected one of {', '.join(Layout)}") from None
-    target = Path(destination).absolute()
+    target = expanded(destination).absolute()
 
     def plan_from(inventory: CheckpointInventory) -> ConversionPlan:
         options = {"optimizer": optimizer, "dtype": dtype, "files": files, "include": include}

@@ -11,7 +11,7 @@ from composer_fsdp2.checkpoint.foreign import listing, looks_like
 from composer_fsdp2.checkpoint.formats import formats, per_rank
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["Located", "NoCheckpointError", "NotACheckpointError", "find", "locate"]
+__all__ = ["Located", "NoCheckpointError", "NotACheckpointError", "expanded", "find", "locate"]
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _RANKS = re.compile(r"\{(rank|local_rank|node_rank)\}")
@@ -64,7 +64,10 @@ def find(path: str | Path) -> Located:
         NotACheckpointError: nothing is there, or a pointer leads nowhere, in circles or out of its folder.
     """
     try:
-        found = _follow(_existing(_local(path)))
+        existing = _existing(_local(path))
+        found = _follow(existing)
+        if found.is_file() and not _is_checkpoint(found) and _is_checkpoint(existing):
+            found = existing  # a link whose name says what it is: a Hugging Face cache keeps files under their hashes
         return Located(found) if found.is_file() or _is_checkpoint(found) else _newest(found)
     except CheckpointError:
         raise
@@ -86,7 +89,25 @@ def _local(path: str | Path) -> Path:
                 "first"
             )
         text = unquote(parts.path)
-    return Path(text).expanduser()
+    return expanded(text)
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with the home folder in place of ``~``; a user whom nobody knows is a name like any other, as in a shell.
+
+    Raises:
+        NotACheckpointError: no file can be called so.
+    """
+    try:
+        os.fsencode(path)
+        found = Path(path).expanduser()
+    except UnicodeEncodeError as error:
+        raise NotACheckpointError(f"{str(path)!r}: no path ({error.reason})") from error
+    except RuntimeError:
+        found = Path(path)
+    if "\0" in str(found):
+        raise NotACheckpointError(f"{str(path)!r}: no path, it holds a NUL")
+    return found
 
 
 def _existing(path: Path) -> Path:

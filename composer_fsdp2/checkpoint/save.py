@@ -106,7 +106,9 @@ def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.
         CheckpointError: on all ranks, if they hold different tensors, or not all of one.
     """
     described = [f"{name} {tuple(shard.shape)} {shard.dtype}" for name, shard in named]
-    digest = hashlib.sha256("\n".join(described).encode()).digest()  # the names themselves are long
+    digest = hashlib.sha256(
+        "\n".join(described).encode(errors="backslashreplace")
+    ).digest()  # the names themselves are long
     parts = _own_parts([shard for _, shard in named], 0 if group is None else dist.get_global_rank(group, 0))
     gathered = gather((digest, numbered(parts)), group)
     if any(of_rank != digest for of_rank, _ in gathered):

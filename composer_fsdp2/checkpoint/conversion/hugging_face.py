@@ -129,16 +129,24 @@ def _content(name: Any, file: Any) -> bytes | str:
     content, extension = file["content"], file.get("file_extension")
     match extension:
         case ".json":
-            return json.dumps(content, ensure_ascii=False).encode()
+            return _encoded(json.dumps(content, ensure_ascii=False))
         case ".txt" if isinstance(content, list):
-            return "\n".join(map(str, content)).encode()
+            return _encoded("\n".join(map(str, content)))
         case ".jinja" if isinstance(content, str):
-            return content.encode()
+            return _encoded(content)
         case ".model" if isinstance(content, bytes):
             return content
         case ".py":
             return "code from a checkpoint is not written"
     return f"a {extension} file of {type(content).__name__}"
+
+
+def _encoded(text: str) -> bytes | str:
+    """In UTF-8, or why not."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        return f"it is no text ({error.reason})"
 
 
 def without_ties(weights: Mapping[str, Slot], config: Mapping[str, Any] | None) -> tuple[dict[str, Slot], list[str]]:

@@ -234,14 +234,19 @@ def _folder(path: Path) -> Path:
 
 
 def _fingerprint(inventory: CheckpointInventory, to: Layout, files: Sequence[OutputFile]) -> str:
-    digest = hashlib.sha256(f"{to} {CHUNK_BYTES} {inventory.path}".encode())
+    digest = hashlib.sha256(_encoded(f"{to} {CHUNK_BYTES} {inventory.path}"))
     for path, size in inventory.files:
-        digest.update(f"{path.name} {size} {path.stat().st_mtime_ns}".encode())
+        digest.update(_encoded(f"{path.name} {size} {path.stat().st_mtime_ns}"))
     for file in files:
-        digest.update(f"{file.name} {file.num_bytes}".encode())
+        digest.update(_encoded(f"{file.name} {file.num_bytes}"))
         for write in file.writes:
-            digest.update(f"{write.record.name} {write.offsets} {write.sizes} {write.slot.dtype} {write.at}".encode())
-            digest.update(f"{write.record.chunks} {write.record.flat}".encode())  # where it lies in the source
+            digest.update(_encoded(f"{write.record.name} {write.offsets} {write.sizes} {write.slot.dtype} {write.at}"))
+            digest.update(_encoded(f"{write.record.chunks} {write.record.flat}"))  # where it lies in the source
         for offset, data in file.rest([0] * len(file.writes)):
-            digest.update(f"{offset}".encode() + data)
+            digest.update(_encoded(f"{offset}") + data)
     return digest.hexdigest()
+
+
+def _encoded(text: str) -> bytes:
+    """Of names that may be no text, as those of files are in a terminal that knows ASCII alone."""
+    return text.encode(errors="backslashreplace")

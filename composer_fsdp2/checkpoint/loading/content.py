@@ -213,7 +213,7 @@ def _number_of(key: _Key) -> int:
 
 def _digest(value: object) -> int:
     """63 bits, which two of all the records and ranges of a large run do not share."""
-    digest = hashlib.sha256(str(value).encode(errors="surrogateescape")).digest()
+    digest = hashlib.sha256(str(value).encode(errors="backslashreplace")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 

@@ -3,6 +3,8 @@
 import pickle
 import re
 
+from composer_fsdp2.checkpoint.pickles.values import UnsupportedError
+
 __all__ = ["scan"]
 
 # What reading a pickle may take beyond its own size: a byte of it may make a set of 216 bytes.
@@ -12,6 +14,7 @@ _OBJECT_BYTES = {
     b"\x91": 232,
     b"N": 8, b"\x88": 8, b"\x89": 8, b")": 8, b"(": 8, b"2": 8,
 }  # fmt: skip
+_MAX_NUMBER_BYTES = 1024  # Python writes no number of more than 4,300 digits
 _TEXT_BYTES = 192  # a text, bytes or number with a length, beside what it holds; and a turn of the loop below
 
 # Opcodes by what follows them (pickletools): nothing or a fixed number of bytes; a length; lines of text.
@@ -47,7 +50,10 @@ def scan(data: bytes, at: int) -> None:
             memo_number, at = int.from_bytes(data[at : at + 4], "little"), at + 4
         elif opcode in _LENGTH_BYTES:
             width = _LENGTH_BYTES[opcode]
-            at += width + int.from_bytes(data[at : at + width], "little")
+            length = int.from_bytes(data[at : at + width], "little")
+            if opcode == b"\x8b" and length > _MAX_NUMBER_BYTES:
+                raise UnsupportedError(f"holds a number of {length} bytes, which is not supported")
+            at += width + length
         elif opcode in _LINES:
             for _ in range(_LINES[opcode]):
                 start, at = at, data.find(b"\n", at) + 1 or len(data)

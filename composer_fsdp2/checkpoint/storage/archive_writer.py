@@ -195,7 +195,7 @@ def plan_archive(
 
     def add(name: str, num_bytes: int, content: bytes | None) -> _Record:
         nonlocal at
-        records.append(_Record(f"{folder}/{name}".encode(), num_bytes, at, content))
+        records.append(_Record(f"{folder}/{name}".encode(errors="surrogateescape"), num_bytes, at, content))
         at = records[-1].end
         return records[-1]
 

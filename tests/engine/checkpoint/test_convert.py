@@ -711,3 +711,27 @@ def test_an_ordered_dict_and_trusted_objects_need_trust(tmp_path: Path):
         convert(tmp_path / "source.pt", tmp_path / "new.pt", "monolithic")
     convert(tmp_path / "source.pt", tmp_path / "new.pt", "monolithic", trust=True)
     assert loaded(tmp_path / "new.pt")["state"]["callbacks"] == {"own": Path("x")}
+
+
+def test_a_tokenizer_whose_files_have_names_of_the_models(tmp_path: Path):
+    """One called like the index of the weights, or like the configuration, would replace it."""
+    content: dict[str, Any] = {"weight_map": {"w": "elsewhere.safetensors"}}
+    names = ("model.safetensors.index", "config", "../config", "/etc/x", ".hidden", "a/b", "half \ud800", "vocab")
+    tokenizer = {name: {"file_extension": ".json", "content": content} for name in names}
+    tokenizer |= {"model.safetensors": {"file_extension": ".model", "content": b"weights"}}
+    tokenizer |= {"merges": {"file_extension": ".txt", "content": ["half \ud800"]}}
+    config = {"content": {"model_type": "x", "hidden_size": 3}, "class": "transformers.X"}
+    state = {
+        "model": {f"model.{number}": torch.ones(30) for number in range(3)},
+        "integrations": {"huggingface": {"model": {"config": config}, "tokenizer": tokenizer}},
+    }
+    torch.save({"state": state}, tmp_path / "a.pt")
+    report = convert(tmp_path / "a.pt", tmp_path / "new", "safetensors", files=2)
+    written = {path.name for path in (tmp_path / "new").iterdir()}
+    index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {"0", "1", "2"}
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["hidden_size"] == 3
+    assert written == {*index["weight_map"].values(), "model.safetensors.index.json", "config.json", "vocab.json"} | {
+        "model.safetensors.model"
+    }
+    assert sum("tokenizer file" in remark for remark in (*report.remarks, *report.dropped)) == 8

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
+import sys
 import tarfile
 import time
 import warnings
@@ -12,6 +14,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -19,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from engine.checkpoint.samples import FIXTURES, LEGACY, bytes_read, composer_state, leaves
 
-from composer_fsdp2 import CheckpointError, inspect_checkpoint
+from composer_fsdp2 import CheckpointError, inspect_checkpoint, verify_checkpoint
 from composer_fsdp2.checkpoint.describe import Section, as_data, as_text, human_bytes
 from composer_fsdp2.checkpoint.formats import monolithic
 from composer_fsdp2.checkpoint.locate import NotACheckpointError
@@ -338,3 +341,61 @@ def test_bytes_are_said_in_units_that_one_can_read():
         "5.0 MiB",
         "3.0 TiB",
     ]
+
+
+# --- what a terminal can show
+
+
+def printed_by(*arguments: str) -> tuple[int, str]:
+    """The exit code and the output of ``composer-fsdp2``, on a terminal that knows ASCII alone."""
+    from composer_fsdp2.cli import main as cli
+
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    with (
+        mock.patch.object(sys, "argv", ["composer-fsdp2", *arguments]),
+        mock.patch.object(sys, "stdout", terminal),
+        mock.patch.object(sys, "stderr", terminal),
+    ):
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        terminal.flush()
+    return code, terminal.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+
+
+@pytest.mark.any_torch
+def test_names_that_a_terminal_cannot_show(tmp_path: Path):
+    """In a container without a locale each command ended with a UnicodeEncodeError, on names, and on our own arrows."""
+    path = tmp_path / "gr\u00fcn.pt"
+    weights = {"w": torch.ones(3), "\u00e9.weight": torch.ones(2), "half \ud800": torch.ones(1)}
+    torch.save({"state": {"model": weights, "run_name": "\u00fc"}}, path)
+    for verb in (["inspect"], ["inspect", "--json"], ["verify"], ["verify", "--json"]):
+        code, text = printed_by("checkpoint", verb[0], str(path), *verb[1:])
+        assert code == 0 and (r"\xfc" in text or r"\u00fc" in text), text
+    for to in ("dcp", "monolithic", "safetensors"):
+        target = tmp_path / f"\u00fc-{to}"
+        for options in (["--dry-run"], ["--dry-run", "--json"], []):
+            code, text = printed_by("checkpoint", "convert", str(path), str(target), "--to", to, *options)
+            assert code == 0, text
+        assert verify_checkpoint(target).ok
+    code, text = printed_by("checkpoint", "inspect", str(tmp_path / "\u00fc.pt"))
+    assert code == 2 and r"\xfc.pt: no such file" in text
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("where", ["lr", "a key", "timestamp"])
+def test_a_number_that_python_does_not_write(where: str, tmp_path: Path):
+    """lr=10**5000: a number of more than 4,300 digits was a ValueError of whoever came to print it."""
+    value: Any = {
+        "lr": {"optimizers": {"SGD": {"state": {}, "param_groups": [{"lr": 10**5000, "params": ["w"]}]}}},
+        "a key": {"callbacks": {10**5000: 1}},
+        "timestamp": {"timestamp": {"Timestamp": {"batch": 10**5000}}},
+    }[where]
+    torch.save({"state": {"model": {"w": torch.ones(3)}, **value}}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="holds a number of 2077 bytes, which is not supported"):
+        inspect_checkpoint(tmp_path / "a.pt")
+    for verb in ("inspect", "verify"):
+        code, text = printed_by("checkpoint", verb, str(tmp_path / "a.pt"))
+        assert code == 1 and "a number of 2077 bytes" in text

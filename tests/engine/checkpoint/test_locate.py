@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine.checkpoint.samples import LEGACY, composer_state
+from engine.checkpoint.samples import LEGACY, composer_state, write_safetensors
+from torch import nn
 
-from composer_fsdp2 import CheckpointError
+from composer_fsdp2 import (
+    CheckpointError,
+    convert_checkpoint,
+    inspect_checkpoint,
+    load_checkpoint,
+    verify_checkpoint,
+)
 from composer_fsdp2.checkpoint.locate import NotACheckpointError, find, locate
 
 pytestmark = pytest.mark.any_torch
@@ -202,3 +209,47 @@ def test_missing_path_says_what_is_there(tmp_path: Path):
     for uri in ("s3://bucket/ep0-ba3", "hf://org/model", "file://other-machine/x"):
         with pytest.raises(NotACheckpointError, match=r"not on this machine.*load_path"):
             locate(uri)
+
+
+def test_a_file_of_a_hugging_face_cache(tmp_path: Path):
+    """The link has the name that says what it is; the file that it leads to is called by its hash."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    write_safetensors(blobs / "0123", {"w": torch.ones(3)})
+    save(blobs / "4567")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+    (snapshot / "weights.pt").symlink_to("../../blobs/4567")
+    for path in (snapshot / "model.safetensors", snapshot):
+        assert [key[2] for key in inspect_checkpoint(path).tensors] == ["w"]
+    assert locate(snapshot / "weights.pt") == blobs / "4567"
+
+
+NO_PATHS = {
+    "~nosuchuser/run.pt": "no such file",
+    "a\0b": "it holds a NUL",
+    "half \ud800": "no path",
+    "half a name \udcff": "no such file",
+    "x" * 5000: "too long",
+    "file:///a%00b": "it holds a NUL",
+}
+
+
+@pytest.mark.parametrize("path", NO_PATHS, ids=lambda path: ascii(path)[:20])
+def test_what_no_file_can_be_called(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A wrong path is an error of ours, whatever is wrong with it; scripts that catch CheckpointError catch it."""
+    monkeypatch.chdir(tmp_path)
+    source = save(tmp_path / "run.pt")
+    for action in (
+        lambda: inspect_checkpoint(path),
+        lambda: verify_checkpoint(path),
+        lambda: verify_checkpoint(source, path),
+        lambda: load_checkpoint(path, nn.Linear(1, 1)),
+        lambda: convert_checkpoint(path, tmp_path / "new", to="dcp"),
+    ):
+        with pytest.raises(CheckpointError, match=NO_PATHS[path]):
+            action()
+    if NO_PATHS[path] != "no such file":  # as a destination they are names as good as others
+        with pytest.raises(CheckpointError, match=NO_PATHS[path]):
+            convert_checkpoint(source, path.removeprefix("file://").replace("%00", "\0"), to="dcp")
+    assert list(tmp_path.iterdir()) == [source]
