@@ -11,6 +11,7 @@ endif
 
 PY := .venv/bin/python
 PY_ENGINE := .venv-engine/bin/python
+PY_NEWEST := .venv-newest/bin/python
 ARGS ?=
 # Two lanes, see tests/support/lanes.py; ARGS="-n 0" is one process, for a debugger.
 PYTEST := -m pytest -n 2
@@ -23,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench gpu check docs venv venv-engine clean
+.PHONY: help demo test test-newest test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench gpu check docs venv venv-engine venv-newest clean
 # The two environments install the same folder and would write the same metadata at once.
 .NOTPARALLEL:
 
@@ -38,6 +39,10 @@ test: test-engine venv ## all tests but the slow ones, on both stacks; ARGS="-k 
 
 test-engine: venv-engine ## the engine's tests without Composer, on a newer torch
 	$(PY_ENGINE) $(PYTEST) -m "not slow and not any_torch" $(ENGINE_TESTS)
+
+test-newest: venv-newest ## the engine's tests on the newest torch that pip finds
+	$(PY_NEWEST) -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version.split()[0])'
+	$(PY_NEWEST) $(PYTEST) -m "not slow and not any_torch" $(ENGINE_TESTS)
 
 test-all: test-all-engine test-all-official test-all-checkpoints test-all-parity ## the slow tests too, in four parts
 
@@ -92,7 +97,10 @@ venv: ## .venv: Composer 0.32.1, LLM Foundry 0.22.0, torch 2.7.0
 venv-engine: ## .venv-engine: torch 2.13.0, no Composer
 	@$(PYTHON) tools/make_venv.py engine
 
+venv-newest: ## .venv-newest: the newest torch that pip finds, no Composer
+	@$(PYTHON) tools/make_venv.py newest
+
 clean: ## remove the environments, builds and caches
-	rm -rf .venv .venv-engine .venv.log .venv-engine.log build dist composer_fsdp2.egg-info
+	rm -rf .venv .venv-engine .venv-newest .venv.log .venv-engine.log .venv-newest.log build dist composer_fsdp2.egg-info
 	rm -rf .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,7 @@ from composer_fsdp2.errors import IncompatibleVersionError
 __all__ = ["COMPOSER_VERSIONS", "fsdp2", "install", "is_installed", "uninstall"]
 
 # The releases of Composer (the distribution mosaicml) whose seams were read and tested.
-COMPOSER_VERSIONS = ("0.32.1",)
+COMPOSER_VERSIONS = ("0.32.0", "0.32.1")
 
 _installed: list[Replacement] = []
 

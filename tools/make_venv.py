@@ -2,6 +2,7 @@
 
     python3.11 tools/make_venv.py official
     python3.11 tools/make_venv.py engine
+    python3.11 tools/make_venv.py newest
 
 Current means: its stamp, which is written last, was made from this pyproject.toml, in this folder, by this
 version of Python, and its interpreter still starts. Anything else, an interrupted install included, is
@@ -34,6 +35,7 @@ class Stack:
     requirements: tuple[str, ...]
     contents: str
     cost: str
+    upgraded: tuple[str, ...] = ()  # looked for again each time
 
     @property
     def python(self) -> Path:
@@ -62,17 +64,32 @@ STACKS = {
         contents="torch 2.13.0 and the engine's test tools, without Composer",
         cost="1 to 5 minutes and up to 5 GB",
     ),
+    "newest": Stack(
+        folder=ROOT / ".venv-newest",
+        requirements=("torch", "--editable", ".[engine-test]"),
+        contents="the newest torch that pip finds and the engine's test tools, without Composer",
+        cost="2 to 10 minutes and up to 8 GB",
+        upgraded=("torch",),
+    ),
 }
+PYTHONS = ((3, 11), (3, 12))
+PIP = ["-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the virtual environment of one stack, unless it is current.")
     parser.add_argument("stack", choices=STACKS)
     stack = STACKS[parser.parse_args().stack]
-    if sys.version_info[:2] != (3, 11):
-        sys.exit(f"the stack runs on Python 3.11, this is {sys.version.split()[0]}; use make PYTHON=path/to/python3.11")
+    if sys.version_info[:2] not in PYTHONS:
+        known = " and ".join(".".join(map(str, version)) for version in PYTHONS)
+        sys.exit(
+            f"the stack runs on Python {known}, this is {sys.version.split()[0]}; use make PYTHON=path/to/python3.11"
+        )
     if not is_current(stack):
         make(stack)
+    elif stack.upgraded:
+        with stack.log.open("a") as log:
+            run([stack.python, *PIP, "--upgrade", *stack.upgraded], log, stack)
 
 
 def is_current(stack: Stack) -> bool:
@@ -102,8 +119,7 @@ def make(stack: Stack) -> None:
             # Debian ships ensurepip apart from Python; the pip that runs outside can fill the environment.
             run([sys.executable, "-m", "venv", "--without-pip", stack.folder], log, stack)
             run([sys.executable, "-m", "pip", "--python", stack.python, "install", "pip"], log, stack)
-        options = ["--no-input", "--disable-pip-version-check"]
-        run([stack.python, "-m", "pip", "install", *options, *stack.requirements], log, stack)
+        run([stack.python, *PIP, *stack.requirements], log, stack)
     (stack.folder / STAMP).write_text(stack.fingerprint())
     print(f"{name}: ready after {time.monotonic() - started:.0f} s", flush=True)
 

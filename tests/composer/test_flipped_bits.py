@@ -51,6 +51,7 @@ class Target:
         self.optimizer = legacy_optimizer(self.model)
         prepare_fully_shard(self.model, self.optimizer, {}, device="cpu", precision="fp32")
         self.before = self.state()
+        self.said = ""
 
     def state(self) -> Any:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -79,11 +80,13 @@ class Target:
 
         try:
             report = load_checkpoint(path, self.model, self.optimizer)
-        except CheckpointError:
+        except CheckpointError as error:
+            self.said = str(error)
             return None, None
         try:
             return self.state(), plain(report.other_entries())  # read now
-        except CheckpointError:
+        except CheckpointError as error:
+            self.said = str(error)
             return self.state(), None
 
 
@@ -95,7 +98,7 @@ def check_flips(kind: str, source: str, folder: str, num_flips: int) -> Counter[
         (shutil.copytree if Path(source).is_dir() else shutil.copy)(source, copied)
     dist.barrier()
     expected = target.load(copied)
-    assert None not in expected
+    assert None not in expected, target.said
     target.renew()
     files = sorted(file for file in copied.rglob("*") if file.is_file()) if copied.is_dir() else [copied]
     ends = [0]

@@ -1,0 +1,127 @@
+"""The private names of torch that we use: all of them are looked for, and one that is gone is told at once."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from support.models import Chain, layer
+from support.ranks import run_ranks
+from torch import nn
+
+from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2._torch import api
+from composer_fsdp2.errors import IncompatibleVersionError
+
+FOLDER = Path(api.__file__).parent
+# Ours, of Python's own namedtuples, or asked for where they are there: older torch has the one, newer the other.
+OTHERS = {
+    "_modules",
+    "_replace",
+    "_StorageInfo",
+    "_all_reduce_state",
+    "_fsdp_param_group",
+    "_fsdp_param_groups",
+    # Of the way back from an error before torch had one of its own (`reset_iter_state`).
+    "_post_forward_indices",
+    "_reshard_after_forward_event",
+}
+
+
+def test_this_torch_has_all_of_them():
+    """What the engine would miss in the midst of a backward."""
+    assert api.missing_names() == []
+
+
+def private_names() -> Iterator[tuple[str, str]]:
+    """Every private attribute that the folder's code reads or sets on something else than ``self``, and where."""
+    for file in sorted(FOLDER.glob("*.py")):
+        tree = ast.parse(file.read_text())
+        own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        own |= {target.attr for node in ast.walk(tree) for target in attributes_set_on_self(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and not is_self(node.value):
+                name = node.attr
+            elif isinstance(node, ast.alias) and not node.name.startswith("composer_fsdp2"):
+                name = node.name.rpartition(".")[2]
+            else:
+                continue
+            if name.startswith("_") and not name.startswith(("__", "_composer_fsdp2")) and name not in own:
+                yield name, f"{file.name}:{getattr(node, 'lineno', 0)}"
+
+
+def is_self(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("self", "cls", "sys", "built")
+
+
+def attributes_set_on_self(node: ast.AST) -> Iterator[ast.Attribute]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    for target in targets:
+        if isinstance(target, ast.Attribute) and is_self(target.value):
+            yield target
+
+
+@pytest.mark.any_torch
+def test_every_private_name_is_in_the_table():
+    """A name that is used and not looked for would be an AttributeError on the torch that has it no more."""
+    listed = OTHERS | {name for names in (*api._IN_MODULES.values(), *api._IN_CLASSES.values()) for name in names}
+    listed |= {part for path in api._IN_MODULES for part in path.split(".")}
+    unknown = [f"{where} uses {name}" for name, where in private_names() if name not in listed]
+    assert not unknown, "\n".join(unknown)
+    assert len(list(private_names())) > 40
+
+
+def check_gone() -> str:
+    """A torch without a method that the engine replaces; the model is as it was."""
+    api.require_known_torch.cache_clear()
+    key = next(key for key in api._IN_CLASSES if key[1] == "FSDPParamGroup")
+    model = Chain(first=layer())
+    parameters = [id(parameter) for parameter in model.parameters()]
+    with mock.patch.dict(api._IN_CLASSES, {key: ("post_backward", "renamed_by_torch")}):
+        try:
+            prepare_fully_shard(model, None, {}, device="cpu")
+        except IncompatibleVersionError as error:
+            said = str(error)
+        else:
+            said = ""
+    api.require_known_torch.cache_clear()
+    assert [id(parameter) for parameter in model.parameters()] == parameters
+    assert all(type(module) in (Chain, nn.Linear) for module in model.modules())
+    prepare_fully_shard(model, None, {}, device="cpu")
+    return said
+
+
+def test_a_name_that_is_gone_is_told_before_anything_is_sharded():
+    """An unknown, newer torch: one error at the first use that says what is missing and what to install, on every
+    rank."""
+    for said in run_ranks(check_gone, 2):
+        assert "FSDPParamGroup.renamed_by_torch" in said and "post_backward" not in said
+        assert torch.__version__ in said and api.KNOWN_VERSIONS in said
+
+
+@pytest.mark.parametrize("gone", ["module", "name"])
+def test_a_module_that_is_gone_is_told_at_the_import(gone: str):
+    """The same where the import itself would fail, in torch's words, with the first of several names."""
+    script = (
+        "import sys, torch.distributed.fsdp._fully_shard._fsdp_param_group as groups\n"
+        + ("sys.modules['torch.utils._foreach_utils'] = None\n" if gone == "module" else "del groups.AllReduceState\n")
+        + "import composer_fsdp2"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    expected = "torch.utils._foreach_utils" if gone == "module" else "_fsdp_param_group.AllReduceState"
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("composer_fsdp2.errors.IncompatibleVersionError") and expected in last, ended.stderr
+
+
+def test_imports_of_the_table_are_there():
+    """The table itself names modules that can be imported, and no name twice."""
+    for path, names in api._IN_MODULES.items():
+        assert len(set(names)) == len(names) and importlib.import_module(path)
