@@ -1,5 +1,6 @@
 """``composer-fsdp2``: the verbs and their help."""
 
+import contextlib
 import io
 import os
 import sys
@@ -41,7 +42,8 @@ def main() -> None:
     """The console script. Exit code: the script's own for ``run`` and ``train``, 2 if there is nothing to run."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names that a terminal cannot show are told with escapes
-            stream.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # a stream that cannot say where it stands
+                stream.reconfigure(errors="backslashreplace")
     # A verb leaves its work here, to be done outside of typer, which would answer a script's EOFError or Ctrl-C with
     # "Aborted." in place of the traceback.
     work: list[Callable[[], object]] = []
