@@ -201,13 +201,15 @@ def _overlap(boxes: _Boxes) -> tuple[Any, Any] | None:
         group = waiting.pop()
         if len(group) < 2:
             continue
+        if work_left < 0:
+            return group[0][0], group[1][0]
         for dim in range(len(group[0][0])):
             work_left -= len(group)
             if len(parts := _apart(group, dim)) > 1:
                 waiting.extend(parts)
                 break
         else:
-            if len(group) > _MOST_PAIRWISE or work_left < 0:
+            if len(group) > _MOST_PAIRWISE:
                 return group[0][0], group[1][0]
             for (offsets, sizes), (other, extent) in itertools.combinations(group, 2):
                 if all(a < b + t and b < a + s for a, s, b, t in zip(offsets, sizes, other, extent, strict=True)):

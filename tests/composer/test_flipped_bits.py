@@ -100,6 +100,7 @@ def check_flips(kind: str, source: str, folder: str, num_flips: int) -> Counter[
     expected = target.load(copied)
     assert None not in expected, target.said
     target.renew()
+    dist.barrier()  # every rank has read it whole, before rank 0 flips the first bit
     files = sorted(file for file in copied.rglob("*") if file.is_file()) if copied.is_dir() else [copied]
     ends = [0]
     for file in files:
