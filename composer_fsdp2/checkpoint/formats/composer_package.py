@@ -5,7 +5,6 @@
 monolithic file. The optimizer's class is not stored: it is called ''.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from composer_fsdp2.checkpoint.inventory import (
 )
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.pickles.values import StoredTensor, contains_built
-from composer_fsdp2.checkpoint.storage.archive import Archive, Blob, read_at, read_text
+from composer_fsdp2.checkpoint.storage.archive import Archive, Blob, parsed_json, read_at, read_text
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["NAME", "ORDER", "RESUMPTION", "WRITTEN_LAST", "incomplete", "read", "recognise"]
@@ -110,7 +109,7 @@ def _metadata(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        said = json.loads(read_text(path, max_bytes=_MAX_JSON_BYTES))
+        said = parsed_json(read_text(path, max_bytes=_MAX_JSON_BYTES), path)
         return {**said, "composer_env_info": dict(said), "world_size": said.get("num_gpus")}
     except CheckpointError:
         raise

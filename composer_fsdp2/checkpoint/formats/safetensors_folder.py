@@ -1,6 +1,5 @@
 """Hugging Face's weights: ``model.safetensors``, or its shards and ``model.safetensors.index.json``."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from composer_fsdp2.checkpoint.formats._composer import file_sizes
 from composer_fsdp2.checkpoint.inside import inside
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, EntryPath, Strided, TensorRecord, Writer
-from composer_fsdp2.checkpoint.storage.archive import Blob, read_at, read_text
+from composer_fsdp2.checkpoint.storage.archive import Blob, parsed_json, read_at, read_text
 from composer_fsdp2.errors import CheckpointError
 
 NAME = "safetensors"
@@ -44,7 +43,7 @@ DTYPES = {
     if hasattr(torch, attribute)
 }
 # 100,000 tensors and more; the library's own limit is 100 MB, for which Python's reader takes gigabytes.
-_MAX_HEADER_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 24 << 20
 
 
 def recognise(path: Path) -> bool:
@@ -99,7 +98,7 @@ def _files(path: Path) -> list[Path]:
 
 def _index(path: Path) -> dict[str, str]:
     try:
-        weights: Any = json.loads(read_text(path / INDEX, max_bytes=_MAX_HEADER_BYTES))["weight_map"]
+        weights: Any = parsed_json(read_text(path / INDEX, max_bytes=_MAX_HEADER_BYTES), path / INDEX)["weight_map"]
         if not all(isinstance(name, str) and isinstance(file, str) for name, file in weights.items()):
             raise ValueError("weight_map is not from names to files")
     except CheckpointError:
@@ -121,7 +120,7 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
         raise CheckpointError(f"{path}: its header should have {header_bytes} bytes; no safetensors file, or truncated")
     start = 8 + header_bytes
     try:
-        header = json.loads(read_at(path, 8, header_bytes))
+        header = parsed_json(read_at(path, 8, header_bytes), path)
         header.pop("__metadata__", None)
         tensors = {name: _tensor(path, name, said, start) for name, said in header.items()}
     except CheckpointError:

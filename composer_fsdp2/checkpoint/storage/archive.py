@@ -4,6 +4,7 @@ A ``.pt`` is one such archive; a ``.distcp`` file holds one for each of its entr
 stored as they are, so a part of a tensor is a range of bytes in the file, and each has a CRC32.
 """
 
+import json
 import os
 import struct
 import zipfile
@@ -17,7 +18,7 @@ from typing import IO, Any
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["Archive", "Blob", "opened", "read_at", "read_text", "zip_names"]
+__all__ = ["Archive", "Blob", "opened", "parsed_json", "read_at", "read_text", "zip_names"]
 
 _LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
 _LOCAL_HEADER_MAGIC = 0x04034B50
@@ -65,6 +66,23 @@ def read_text(path: Path, *, max_bytes: int) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: no text ({error})") from error
+
+
+# A tenth of what 24 MiB of them would be; a model of 140,000 tensors in one file has 420,000.
+_MAX_CONTAINERS = 1_000_000
+
+
+def parsed_json(text: str | bytes, where: object) -> Any:
+    """What a text of some MiB says.
+
+    Raises:
+        CheckpointError: it has more lists and objects than fit in some hundred MiB.
+        ValueError: it is no JSON.
+    """
+    braces: tuple[Any, Any] = ("{", "[") if isinstance(text, str) else (b"{", b"[")
+    if text.count(braces[0]) + text.count(braces[1]) > _MAX_CONTAINERS:
+        raise CheckpointError(f"{where}: has more than {_MAX_CONTAINERS} lists and objects, which no checkpoint's has")
+    return json.loads(text)
 
 
 @contextmanager

@@ -234,6 +234,13 @@ def long_index(folder: Path) -> Path:
     return target
 
 
+def header_of_many_lists(folder: Path) -> Path:
+    path = folder / "model.safetensors"
+    header = b'{"w":' + b"[" + b"[]," * (7 * MIB) + b"0]}"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    return path
+
+
 def long_json(folder: Path) -> Path:
     target = folder / "ep0-ba1"
     target.mkdir()
@@ -267,6 +274,7 @@ BOMBS: dict[str, Callable[[Path], Path]] = {
         overlapping_shards,
         long_directory,
         long_header,
+        header_of_many_lists,
         long_index,
         long_json,
     )
