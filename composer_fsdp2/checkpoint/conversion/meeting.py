@@ -57,15 +57,24 @@ class Meeting:
             self._thread.join()
 
     def together(self, work: Callable[[], T], fingerprint: Callable[[T], str] = lambda _: "") -> T:
-        """``opening.together`` for work that may take long. Called on all ranks."""
+        """``opening.together`` for work that may take long. Called on all ranks.
 
-        def attempt() -> T:
-            try:
-                return work()
-            finally:
-                self._wait_for_all()
+        Raises:
+            CheckpointError: as there; or a rank is gone, which is told without a collective that would wait for it.
+        """
+        error: Exception | None = None
+        try:
+            value = work()
+        except Exception as caught:
+            error = caught
+        self._wait_for_all()
 
-        return together(attempt, fingerprint)
+        def done() -> T:
+            if error is not None:
+                raise error
+            return value
+
+        return together(done, fingerprint)
 
     def on_first_rank(self, work: Callable[[], T]) -> T | None:
         """The same for work of rank 0 alone; None on the others."""
