@@ -128,9 +128,9 @@ def test_a_new_folder_is_not_there_already():
 
 
 def check_loading() -> None:
+    from composer.checkpoint import state_dict
     from composer.checkpoint.load import load_checkpoint
     from composer.checkpoint.save import save_checkpoint_to_disk
-    from composer.checkpoint.state_dict import get_model_state_dict
 
     folder = shared_folder()
     with FSDP2():
@@ -178,7 +178,13 @@ def check_loading() -> None:
     def whole_state_on_rank_0() -> None:
         with FSDP2():
             other = trained(FSDP2)
-            found = get_model_state_dict(other.state.model)
+            forward_without_gradients(other.state.model)
+            moments = state_dict.get_optim_state_dict(other.state.model, other.state.optimizers[0], True)["state"]
+            assert all(isinstance(own["exp_avg"], DTensor) for own in moments.values())
+            forward_without_gradients(other.state.model)
+            shards = state_dict.get_model_state_dict(other.state.model, sharded_state_dict=True)
+            assert all(isinstance(value, DTensor) for value in shards.values())
+            found = state_dict.get_model_state_dict(other.state.model)
             if dist.get_rank() == 0:
                 assert found.keys() == other.state.model.state_dict().keys()
                 assert_same({name: found[name] for name in weights}, weights)
@@ -197,6 +203,13 @@ def check_loading() -> None:
             "the state of a sharded model, whole": (whole_state_on_rank_0,),
         },
     )
+
+
+def forward_without_gradients(model: Any) -> None:
+    """After which the root stands gathered."""
+    with torch.no_grad():
+        model.model(torch.zeros(2, 6, dtype=torch.long))
+    assert not all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def with_other_values() -> Any:

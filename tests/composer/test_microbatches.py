@@ -99,18 +99,23 @@ def test_a_fit_after_an_error():
 def check_cleanup() -> None:
     from composer.trainer import trainer as composer_trainer
 
+    from composer_fsdp2 import begin_microbatch
+
     x = torch.randint(0, 13, (2, 6))
 
     def gradients(fails: bool) -> dict[str, torch.Tensor]:
         with FSDP2():
-            trainer = make_trainer({}, batches=1)
+            trainer = make_trainer({"gradient_sync": "last"}, batches=1)
             model = trainer.state.model.model
             if fails:
-                handle = model.blocks[1].up.register_forward_hook(raise_out_of_memory)
+                begin_microbatch(trainer.state.model, is_last=False)
+                model(x).sum().backward()  # whose gradients wait for the last microbatch
+                handle = model.blocks[0].up.register_full_backward_hook(raise_out_of_memory)
                 with pytest.raises(RuntimeError, match="out of memory"):
-                    model(x)
+                    model(x).sum().backward()
                 handle.remove()
                 composer_trainer._fsdp_reshard_and_cleanup(trainer.state.model)
+                trainer.state.model.zero_grad()
             model(x).sum().backward()
             found = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
             trainer.close()

@@ -105,6 +105,11 @@ def lose_a_chunk(metadata: Any) -> None:
     metadata.state_dict_metadata["state.model.model.wte.weight"].chunks.pop()
 
 
+def lose_a_path(metadata: Any) -> None:
+    """Of an entry whose name does not say that one of its parts is a number: ``rng.0.torch``."""
+    metadata.planner_data.pop(next(name for name in metadata.planner_data if name.startswith("rng.0")))
+
+
 def point_beyond_the_end(metadata: Any) -> None:
     next(iter(metadata.storage_data.values())).length = 1 << 40
 
@@ -115,6 +120,7 @@ def point_beyond_the_end(metadata: Any) -> None:
         (leave_the_folder, "outside of the folder"),
         (lose_a_chunk, "wte.weight.*holds? .* elements"),
         (point_beyond_the_end, "truncated"),
+        (lose_a_path, "the path of rng.0.* is another's, or none"),
     ],
 )
 def test_metadata_that_lies_is_refused(tmp_path: Path, change: Callable[[Any], None], said: str):
