@@ -136,14 +136,15 @@ def convert_checkpoint(
         return inventory, plan_from(inventory)
 
     def check_source() -> None:
-        """What was read must be what is there, also where no CRC32 says so."""
-        _, again = decide()
-        if again.fingerprint != planned.fingerprint:
+        """What was read must be what is there, also where no CRC32 says so; of a packed file a copy was read."""
+        is_same = _times(first) == times and (first.compressed or decide()[1].fingerprint == planned.fingerprint)
+        if not is_same:
             raise CheckpointError(f"{source}: was changed while it was converted; call again")
 
-    inventory, planned = together(decide, lambda decided: decided[1].fingerprint)
+    first, planned = together(decide, lambda decided: decided[1].fingerprint)
     if dry_run:
         return planned
+    inventory, times = first, together(lambda: _times(first))
     staging, plan = Unfinished(target), planned
     with ExitStack() as stack:
         meeting = stack.enter_context(Meeting())
@@ -155,6 +156,11 @@ def convert_checkpoint(
             inventory = from_unpacked = together(lambda: inspect_checkpoint(staging.unpacked_file(), trust=trust))
             plan = replace(together(lambda: plan_from(from_unpacked)), source=packed)
         return _Conversion(plan, inventory, staging, progress, meeting, check_source).run(start)
+
+
+def _times(inventory: CheckpointInventory) -> list[tuple[int, int]]:
+    """Of each file, its size and when it was written."""
+    return [(path.stat().st_size, path.stat().st_mtime_ns) for path, _ in inventory.files]
 
 
 def _rank() -> int:

@@ -89,20 +89,31 @@ class Meeting:
         if self._is_alone:
             return
         self._number += 1
+        arrived = f"{self._prefix}/{self._number}/arrived"
+        seen, looked_at = dict[int, tuple[bytes, float]](), 0.0
         with self._connected():
             self._store.set(self._key("here", self._rank), "")
-            missing, seen = set(range(self._num_ranks)), dict[int, tuple[bytes, float]]()
-            while missing := {rank for rank in missing if not self._store.check([self._key("here", rank)])}:
-                for rank in missing:
-                    beat = self._last_beat(rank)
-                    if beat != seen.get(rank, (None, 0.0))[0]:
-                        seen[rank] = beat, time.monotonic()
-                    elif time.monotonic() - seen[rank][1] > _GONE_AFTER_S:
-                        raise CheckpointError(
-                            f"rank {rank} is gone: it has said nothing for {_GONE_AFTER_S:.0f} s; look at its output, "
-                            "and call again to go on with what is done"
-                        )
+            self._store.add(arrived, 1)
+            # One question each time, whatever the number of ranks; who is missing is asked less often.
+            while self._store.add(arrived, 0) < self._num_ranks:
+                if time.monotonic() - looked_at > _BEAT_EVERY_S:
+                    self._look_for_missing(seen)
+                    looked_at = time.monotonic()
                 time.sleep(_ASK_EVERY_S)
+
+    def _look_for_missing(self, seen: dict[int, tuple[bytes, float]]) -> None:
+        """Raise if a rank that is not here has said nothing for too long; ``seen``: what each said last, and when."""
+        for rank in range(self._num_ranks):
+            if self._store.check([self._key("here", rank)]):
+                continue
+            beat, now = self._last_beat(rank), time.monotonic()
+            if rank not in seen or beat != seen[rank][0]:
+                seen[rank] = beat, now
+            elif now - seen[rank][1] > _GONE_AFTER_S:
+                raise CheckpointError(
+                    f"rank {rank} is gone: it has said nothing for {_GONE_AFTER_S:.0f} s; look at its output, and call "
+                    "again to go on with what is done"
+                )
 
     def _last_beat(self, rank: int) -> bytes:
         key = f"{self._prefix}/beat/{rank}"

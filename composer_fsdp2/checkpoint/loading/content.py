@@ -270,9 +270,12 @@ def _settled(collected: _Collected, unsettled: set[int]) -> dict[int, str]:
     # One of those that have the file, and not the same one for all.
     reader = {number: ranks[number % len(ranks)] for number, ranks in holders.items()}
 
+    own_rank = dist.get_rank() if _is_together() else 0
+    mine = torch.tensor([number for number, rank in reader.items() if rank == own_rank], dtype=torch.int64)
+    mine = mine.to(_device())
+
     def pick(rows: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-        mine = [number for number, of_rank in reader.items() if of_rank == rank]
-        return rows[torch.isin(rows[:, 0], torch.tensor(mine, dtype=torch.int64, device=rows.device))]
+        return rows[torch.isin(rows[:, 0], mine)]
 
     rows = [(number, *each) for number in held for each in sorted(collected.records[number].ranges)]
     ranges: dict[int, list[Range]] = {}

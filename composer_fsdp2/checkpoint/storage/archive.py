@@ -177,6 +177,10 @@ class _Window:
         self._at = at
         return at
 
+    def last(self, size: int) -> bytes:
+        self.seek(max(0, self._size - size))
+        return self.read()
+
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._size - self._at)
         self._file.seek(self._offset + self._at)
@@ -188,24 +192,31 @@ class _Window:
 # 100,000 records and more; each takes ten times as much memory as its line in the directory.
 _MAX_DIRECTORY_BYTES = 16 << 20
 _DIRECTORY_END, _DIRECTORY_END_64 = b"PK\5\6", b"PK\6\6"
+_END_BYTES, _END_64_BYTES, _LOCATOR_BYTES = 22, 56, 20
+_MAX_COMMENT_BYTES = 1 << 16
 
 
 def _refuse_large_directory(window: _Window, where: str) -> None:
     """Before ``zipfile`` reads it: what the archive's last bytes say of its directory's length.
 
+    They are looked for where ``zipfile`` looks: at the very end, and only behind a comment in more than that.
+
     Raises:
         CheckpointError: more than any checkpoint has.
     """
-    window.seek(0, os.SEEK_END)
-    window.seek(max(0, window.tell() - (1 << 16) - 98))
-    tail = window.read()
-    said = [0]
-    if (at := tail.rfind(_DIRECTORY_END)) >= 0:
-        said.append(int.from_bytes(tail[at + 12 : at + 16], "little") % 0xFFFFFFFF)  # the largest: said elsewhere
-    if (at := tail.rfind(_DIRECTORY_END_64)) >= 0:
-        said.append(int.from_bytes(tail[at + 40 : at + 48], "little"))
-    if max(said) > _MAX_DIRECTORY_BYTES:
-        raise CheckpointError(f"{where}: a directory of {max(said)} bytes, which no checkpoint has")
+    tail = window.last(_END_BYTES + _LOCATOR_BYTES + _END_64_BYTES)
+    at = len(tail) - _END_BYTES
+    if at < 0 or not tail.startswith(_DIRECTORY_END, at) or not tail.endswith(b"\0\0"):
+        tail = window.last(_MAX_COMMENT_BYTES + len(tail))
+        at = tail.rfind(_DIRECTORY_END)
+    if at < 0:
+        return  # zipfile will say so
+    said = int.from_bytes(tail[at + 12 : at + 16], "little")
+    at_64 = at - _LOCATOR_BYTES - _END_64_BYTES
+    if at_64 >= 0 and tail.startswith(_DIRECTORY_END_64, at_64):
+        said = int.from_bytes(tail[at_64 + 40 : at_64 + 48], "little")
+    if said > _MAX_DIRECTORY_BYTES:
+        raise CheckpointError(f"{where}: a directory of {said} bytes, which no checkpoint has")
 
 
 def zip_names(path: Path) -> list[str]:

@@ -602,6 +602,19 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path, source: Path, ch
     assert not target.exists()
 
 
+def test_a_packed_source_that_changes(tmp_path: Path, source: Path):
+    """A copy of it was converted; by the end it is another file, of which nobody knows."""
+    packed, target = tmp_path / "source.pt.gz", tmp_path / "new"
+    packed.write_bytes(gzip.compress(source.read_bytes()))
+
+    def meanwhile(*unused: int) -> None:
+        os.utime(packed, (1, 1))
+
+    with pytest.raises(CheckpointError, match="was changed while it was converted"):
+        convert(packed, target, "dcp", progress=meanwhile)
+    assert not target.exists()
+
+
 def test_a_destination_inside_of_the_source(tmp_path: Path):
     """Its files would be the source's while they are written."""
     folder = tmp_path / "ep0-ba3"

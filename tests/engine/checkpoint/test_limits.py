@@ -8,10 +8,12 @@ from __future__ import annotations
 import multiprocessing
 import re
 import time
+import zipfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 from engine.checkpoint.bombs import BOMBS, MIB
 
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
@@ -76,3 +78,19 @@ def test_what_a_hostile_file_may_cost(name: str, tmp_path: Path):
     print(f"\n{name}: {size / MIB:.3f} MiB, {seconds:.1f} s, {num_bytes / MIB:.0f} MiB: {said[0][-110:]}")
     assert all(said), f"{name} was not refused: {said}"
     assert num_bytes < MAX_MEMORY_BYTES, f"{name}: {num_bytes / MIB:.0f} MiB"
+
+
+def test_data_that_looks_like_a_directorys_end(tmp_path: Path):
+    """One in 60,000 small archives has those four bytes in its tensors: it is as healthy as any other."""
+    looks = b"PK\6\6" + b"\xff" * 60 + b"PK\5\6" + b"\xff" * 60
+    for number in range(3):
+        path = tmp_path / f"{number}.pt"
+        torch.save(
+            {"state": {"model": {"w": torch.frombuffer(bytearray(looks * (number + 1)), dtype=torch.uint8)}}}, path
+        )
+        assert inspect_checkpoint(path).tensors and verify_checkpoint(path).ok
+    commented = tmp_path / "commented.pt"
+    commented.write_bytes(path.read_bytes())
+    with zipfile.ZipFile(commented, "a") as archive:
+        archive.comment = b"from here to there"
+    assert inspect_checkpoint(commented).tensors
