@@ -379,6 +379,7 @@ def check_new_world(folder: str) -> None:
     monitor = OptimizerMonitor(batch_log_interval=1)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for number, config in enumerate(({"data_parallel_replicate_degree": 2}, {})):
+        dist.barrier()  # A rank that is still connecting would see the others leave.
         dist.destroy_process_group()
         store = dist.FileStore(f"{folder}/{number}", num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
