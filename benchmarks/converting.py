@@ -58,7 +58,7 @@ def _copy() -> _Call:
 
 
 def _ours(to: str) -> _Call:
-    from composer_fsdp2.checkpoint.convert import convert_checkpoint
+    from composer_fsdp2 import convert_checkpoint
 
     return lambda source, destination: convert_checkpoint(source, destination, to=to)
 
@@ -86,7 +86,7 @@ CONVERTERS: dict[str, Callable[[], _Call]] = {
 
 def verify(task: VerifyTask) -> Usage:
     """What it took; SystemExit if the checkpoint is not in order, or not equal to the other one."""
-    from composer_fsdp2.checkpoint.verify import verify_checkpoint
+    from composer_fsdp2 import verify_checkpoint
 
     report, usage = measured(lambda: verify_checkpoint(task.path, task.against))
     if not report.ok:

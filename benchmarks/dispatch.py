@@ -12,6 +12,7 @@ one round, of processor time. Exit code 0, or 1 if a bar does not hold.
 """
 
 import functools
+import importlib
 import statistics
 import sys
 import time
@@ -138,7 +139,7 @@ def _pairs(sharded: nn.Module, plain: nn.Module, revision: "Revision | None") ->
     from composer.callbacks import OptimizerMonitor
     from composer.optim import DecoupledAdamW
 
-    from composer_fsdp2.compat import monitoring, optimizers
+    from composer_fsdp2.compat import monitors, optimizers
 
     pairs = {}
     of_composer = OptimizerMonitor.batch_end
@@ -149,7 +150,7 @@ def _pairs(sharded: nn.Module, plain: nn.Module, revision: "Revision | None") ->
         pairs[f"{kind.__name__}, without the shim"] = Pair(untouched.step, other.step, has_bar=False)
         if kind is DecoupledAdamW:
             on_plain = _monitor(plain, other, of_composer)
-            ours = monitoring.replacement_for_monitor_batch_end(of_composer)
+            ours = functools.partial(monitors.batch_end, of_composer)
             pairs["OptimizerMonitor"] = Pair(_monitor(sharded, own, ours), on_plain)
             if revision:
                 before = _monitor(sharded, own, revision.monitor)
@@ -183,12 +184,20 @@ def _revision(folder: str) -> Revision:
     from composer.callbacks import OptimizerMonitor
 
     with imported_from(folder):
-        from composer_fsdp2 import agreement, clip_grad_norm_
-        from composer_fsdp2.compat import monitoring
+        from composer_fsdp2 import clip_grad_norm_
 
-        for module in (agreement, monitoring):  # its ranks gathered, of which there are none here
+        try:
+            from composer_fsdp2.compat import monitors
+            from composer_fsdp2.sharding import agree
+        except ImportError:  # a commit before the seams became decorated functions
+            agree = importlib.import_module("composer_fsdp2.agree")
+            monitors = importlib.import_module("composer_fsdp2.compat.monitoring")
+            batch_end = vars(monitors)["replacement_for_monitor_batch_end"](OptimizerMonitor.batch_end)
+        else:
+            batch_end = functools.partial(monitors.batch_end, OptimizerMonitor.batch_end)
+        for module in (agree, monitors):  # its ranks gathered, of which there are none here
             vars(module).update(gather=gather_own)
-        return Revision(clip_grad_norm_, monitoring.replacement_for_monitor_batch_end(OptimizerMonitor.batch_end))
+        return Revision(clip_grad_norm_, batch_end)
 
 
 def _optimizers() -> list[Any]:

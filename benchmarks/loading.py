@@ -124,7 +124,7 @@ class _Loaded:
 
 
 def _ours(task: LoadTask) -> _Loaded:
-    from composer_fsdp2.checkpoint.load import load_checkpoint
+    from composer_fsdp2 import load_checkpoint
 
     model, optimizer = _sharded(task.shape)
     _, usage = _measured_together(lambda: load_checkpoint(task.path, model, optimizer))

@@ -1,14 +1,13 @@
 """What grows with the number of ranks where all of them compare something: simulated, on one process.
 
     python benchmarks/many_ranks.py
-    python benchmarks/many_ranks.py --ranks 512 --against 179dcdf     # the commit before, too
+    python benchmarks/many_ranks.py --ranks 512 --against REVISION    # one since the rooms of today, too
 
 The CRC32s of a load, of which every rank has read some; and the process groups of single modules. Each function is
 given what the other ranks would have sent, so what is measured is what one rank sends, receives and computes. Exit code
 0, or 1 if a bar does not hold.
 """
 
-import importlib
 import pickle
 import sys
 import time
@@ -33,7 +32,6 @@ MOST = {
     "groups: bytes that a rank sends": 1024,
     "groups: seconds of a rank": 1.0,
 }
-SAMPLE = 32  # ranks whose pickles are read, for all of them
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = {"ours": measure(given.ranks)}
     if given.against:
         with checked_out(given.against) as folder, imported_from(folder):
-            result["revision"] = measure(given.ranks)
+            try:
+                result["revision"] = measure(given.ranks)
+            except ModuleNotFoundError as error:
+                parser.error(f"--against {given.against}: {error}; it had other modules, which its own benchmark knows")
     bars = [
         Bar(f"{name}: at most {most:,}", _formatted(name, result["ours"][name]), result["ours"][name] <= most)
         for name, most in MOST.items()
@@ -66,9 +67,8 @@ def measure(num_ranks: int) -> dict[str, float]:
 
 def _crc32s(num_ranks: int) -> tuple[int, float]:
     """What a rank has of the others' at once, and what it takes to receive all of it and to judge its part."""
-    content: Any = importlib.import_module("composer_fsdp2.checkpoint.loading.content")  # ours, or the revision's
-    if not hasattr(content, "_regrouped"):
-        return _crc32s_of_all(content, num_ranks)
+    from composer_fsdp2.checkpoint.load import content
+
     own = _read_by(0, num_ranks)
     # Each of the others has read what this rank has: the fake group's gathers repeat what was sent.
     with one_rank_of(num_ranks):
@@ -79,24 +79,15 @@ def _crc32s(num_ranks: int) -> tuple[int, float]:
     return gathers["bytes"] // gathers["calls"], seconds
 
 
-def _crc32s_of_all(content: Any, num_ranks: int) -> tuple[int, float]:
-    """The same of commits whose ranks gathered everything."""
-    collected = [_read_by(rank, num_ranks) for rank in range(min(SAMPLE, num_ranks))]
-    pickled = [pickle.dumps(each) for each in collected]
-    seconds, of_ranks = _timed(lambda: [pickle.loads(each) for each in pickled])
-    judging, _ = _timed(lambda: content._check(of_ranks, Path("folder/file.pt")))
-    return len(pickled[0]) * num_ranks, (seconds + judging) * num_ranks / len(pickled)
-
-
 def _read_by(rank: int, num_ranks: int) -> Any:
-    from composer_fsdp2.checkpoint.loading import content
-    from composer_fsdp2.checkpoint.reading import Part
-    from composer_fsdp2.checkpoint.storage.archive import Blob
+    from composer_fsdp2.checkpoint.archive.torch_archive import Blob
+    from composer_fsdp2.checkpoint.load import content
+    from composer_fsdp2.checkpoint.records import ReadRange
 
     length = RECORD_BYTES // num_ranks
     start, crc32 = rank * length, zlib.crc32(bytes(length))
     parts = [
-        Part(
+        ReadRange(
             blob=Blob(path=Path("folder/file.pt"), offset=number * RECORD_BYTES, num_bytes=RECORD_BYTES, crc32=number),
             start=start,
             end=start + length,
@@ -109,23 +100,19 @@ def _read_by(rank: int, num_ranks: int) -> Any:
 
 def _groups(num_ranks: int) -> tuple[int, float]:
     """What a rank sends of its units' groups, and what it takes to look at all ranks'."""
-    from composer_fsdp2 import MeshSpec, mesh
-    from composer_fsdp2.config import GroupRule, RankGroups
+    from composer_fsdp2.config import GroupRule, MeshSpec, RankGroups
+    from composer_fsdp2.sharding import meshes
 
-    spec = MeshSpec(
-        shard=8,
-        replicate=num_ranks // 8,
-        shard_groups=RankGroups(rule=GroupRule.CONSECUTIVE, number=8),
-        replicate_groups=RankGroups(rule=GroupRule.STRIDED, number=8),
-    )
+    consecutive, strided = (RankGroups(rule=rule, number=8) for rule in (GroupRule.CONSECUTIVE, GroupRule.STRIDED))
+    spec = MeshSpec.of_groups(consecutive, strided)
 
     def tables(rank: int, gather: Callable[[Any], list[Any]]) -> Any:
         with (
             mock.patch.object(dist, "get_rank", return_value=rank),
             mock.patch.object(dist, "get_world_size", return_value=num_ranks),
-            mock.patch.object(mesh, "gather", gather),
+            mock.patch.object(meshes, "gather", gather),
         ):
-            return mesh._group_tables([spec] * UNITS)
+            return meshes._group_tables([spec] * UNITS)
 
     def sent_by(rank: int) -> Any:
         def gather(value: Any) -> list[Any]:

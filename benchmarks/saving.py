@@ -36,7 +36,8 @@ from timing import Result, ratios, turns
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import prepare_fully_shard, save_monolithic
-from composer_fsdp2.checkpoint.rounds import Part, Routes, Timetable, numbered
+from composer_fsdp2.checkpoint.boxes import Box
+from composer_fsdp2.checkpoint.save.rounds import Routes, Timetable, numbered
 
 TITLES = {"ours": "save_monolithic", "revision": "save_monolithic of the revision", "torch": "full_tensor, torch.save"}
 STRATEGIES = ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD")
@@ -189,10 +190,10 @@ def simulate(num_ranks: int) -> dict[str, Any]:
     }
 
 
-def _rows(shape: tuple[int, ...], num_ranks: int) -> list[Part]:
+def _rows(shape: tuple[int, ...], num_ranks: int) -> list[Box]:
     rows = -(-shape[0] // num_ranks)
     firsts = [min(rank * rows, shape[0]) for rank in range(num_ranks)]
-    return [Part((first, 0)[: len(shape)], (min(rows, shape[0] - first), *shape[1:])) for first in firsts]
+    return [Box((first, 0)[: len(shape)], (min(rows, shape[0] - first), *shape[1:])) for first in firsts]
 
 
 def _counts_text(counts: dict[str, Any]) -> str:

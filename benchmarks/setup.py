@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.materialize import Materializer
+from composer_fsdp2.sharding.materialize import Materializer
 
 NUM_RANKS = 64
 NUM_MODULES = (1_000, 4_000, 16_000)
@@ -84,8 +84,8 @@ def one_rank_of(num_ranks: int) -> Iterator[None]:
     # A fake collective leaves its output as it was, so what would be gathered is put there. Its time is not ours: it
     # is two or three small collectives, whatever the model.
     with (
-        mock.patch("composer_fsdp2.agreement.gather", gather_own),
-        mock.patch("composer_fsdp2.materialize.gather", gather_own),
+        mock.patch("composer_fsdp2.sharding.agree.gather", gather_own),
+        mock.patch("composer_fsdp2.sharding.materialize.gather", gather_own),
     ):
         yield
     dist.destroy_process_group()
@@ -136,8 +136,8 @@ def _time_ours(num_modules: int) -> tuple[int, "_Clock", "_Clock", float]:
     model = build(num_modules)
     optimizer = torch.optim.AdamW(model.parameters())  # built before sharding, as Composer's users build it
     with (
-        _timed("composer_fsdp2.apply.fully_shard", fully_shard) as shard_clock,
-        _timed("composer_fsdp2.apply.Materializer.make_real", Materializer.make_real) as materialising_clock,
+        _timed("composer_fsdp2.sharding.apply.fully_shard", fully_shard) as shard_clock,
+        _timed("composer_fsdp2.sharding.apply.Materializer.make_real", Materializer.make_real) as materialising_clock,
     ):
         total_s = _seconds(lambda: shard_ours(model, optimizer))
     return sum(1 for _ in model.modules()), shard_clock, materialising_clock, total_s

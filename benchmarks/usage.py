@@ -93,7 +93,7 @@ def available_bytes() -> int:
 def in_new_process(function: Callable[[Any], T], argument: Any) -> T:
     """``function(argument)`` in a process that has imported torch and our package, and done nothing else."""
     context = multiprocessing.get_context("forkserver")  # imports once
-    context.set_forkserver_preload(["composer_fsdp2.checkpoint.load"])
+    context.set_forkserver_preload(["composer_fsdp2.checkpoint.load.into_model"])
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
         return executor.submit(function, argument).result()
 

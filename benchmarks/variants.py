@@ -133,7 +133,7 @@ def _ours(model: Model, setting: Setting) -> Trainee:
 
 def _voting(model: Model, setting: Setting) -> Trainee:
     """With the votes of automatic microbatching, as in the batches before its size has settled."""
-    from composer_fsdp2.out_of_memory import OutOfMemoryVote
+    from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
     trainee = _ours(model, setting)
     OutOfMemoryVote(trainee.model).start()
@@ -145,7 +145,7 @@ def _in_step(model: Model, setting: Setting) -> Trainee:
     waiting costs, apart from gloo's way of sending a vote. No rank then sends its part of a collective ahead.
     """
     from composer_fsdp2._torch import watch_collectives
-    from composer_fsdp2.sharded import units
+    from composer_fsdp2.sharding.sharded import units
 
     trainee, pipes = _ours(model, setting), _pipes()
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from launch import on_ranks
 from report import Bar, machine, markdown
 
-from composer_fsdp2.control import Question, connect
+from composer_fsdp2.training.control import Question, connect
 
 RANKS = (2, 4, 8, 16, 32)
 MANY_RANKS = (64, 512, 1024)

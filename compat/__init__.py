@@ -3,7 +3,8 @@
 if __name__ != "composer_fsdp2.compat":
     raise ImportError(f"this package is composer_fsdp2.compat; it was imported as {__name__!r}")
 
-from composer_fsdp2.compat.install import fsdp2, install, is_installed, uninstall
 from composer_fsdp2.prepare import prepare_fully_shard as prepare_fsdp_module
+
+from .install import fsdp2, install, is_installed, uninstall
 
 __all__ = ["fsdp2", "install", "is_installed", "prepare_fsdp_module", "uninstall"]

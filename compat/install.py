@@ -4,10 +4,9 @@ import contextlib
 import importlib.metadata
 from collections.abc import Iterator
 
-from composer_fsdp2.compat.seams import Replacement, put_back, replace
 from composer_fsdp2.errors import IncompatibleVersionError
 
-__all__ = ["COMPOSER_VERSIONS", "fsdp2", "install", "is_installed", "uninstall"]
+from .seams import Replacement, all_seams, put_back, replace
 
 # The releases of Composer (the distribution mosaicml) whose seams were read and tested.
 COMPOSER_VERSIONS = ("0.32.0", "0.32.1")
@@ -28,9 +27,7 @@ def install() -> None:
     if _installed:
         return
     _check_version()
-    from composer_fsdp2.compat.composer import SEAMS  # imports composer, so only now
-
-    _installed.extend(replace(SEAMS))
+    _installed.extend(replace(all_seams()))
 
 
 def uninstall() -> None:

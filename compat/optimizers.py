@@ -16,9 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch import lion_, own_part, own_parts
 
-__all__ = ["reports_norms", "update_own_parts"]
-
-
 _Update = Callable[..., None]
 
 

@@ -1,7 +1,7 @@
 """Checkpoints in object stores and behind URLs: what the ranks of a machine need of one, in a folder that they share.
 
-Of a DCP directory ``.metadata`` comes first and then, as they are asked for, the files that a rank of this machine
-reads; of every other layout all files. The ranks of a machine share the downloads between them.
+Of a layout that has its metadata in one file, that comes first and then, as they are asked for, the files that a rank
+of this machine reads; of every other layout all files. The ranks of a machine share the downloads between them.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from composer.utils import dist, maybe_create_object_store_from_uri, parse_uri
 from composer.utils.file_helpers import _get_file
 from composer.utils.retrying import retry
 
-from composer_fsdp2.agreement import gather
-from composer_fsdp2.checkpoint.formats import dcp, per_rank
-from composer_fsdp2.checkpoint.inside import inside
-from composer_fsdp2.checkpoint.inventory import CheckpointInventory, EntryPath
-from composer_fsdp2.checkpoint.load import other_files
+from composer_fsdp2.checkpoint.archive.inside import inside
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory
+from composer_fsdp2.checkpoint.layouts import Layout, layouts, recognized
+from composer_fsdp2.checkpoint.load.into_model import other_files
 from composer_fsdp2.checkpoint.locate import NoCheckpointError
-from composer_fsdp2.checkpoint.opening import opened_checkpoint, together
+from composer_fsdp2.checkpoint.open import opened_checkpoint, together
+from composer_fsdp2.checkpoint.trees import EntryPath
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
-
-__all__ = ["LocalCheckpoint", "local_checkpoint"]
+from composer_fsdp2.sharding.agree import gather
 
 T = TypeVar("T")
 
@@ -56,13 +56,13 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
     if object_store is None and not is_url:
         yield LocalCheckpoint(_as_local_rank_0_sees_it(path))
         return
-    source = _Source(object_store, progress_bar)
+    source = _Store(object_store, progress_bar)
     with _this_node() as node:
         found = node.on_first_rank(lambda: _find(source, path, node.folder))
-        together(lambda: found, lambda said: said.name)  # a link may have changed between two machines' reading
+        together(lambda: found, lambda path: path.name)  # a link may have changed between two machines' reading
         remote = _Remote(node, source, found)
-        if found.is_dcp:
-            yield _RemoteDirectory(remote)
+        if found.layout is not None:
+            yield _RemoteDirectory(remote, found.layout)
         else:
             remote.download(list(found.missing))
             yield LocalCheckpoint(str(found.local))
@@ -100,24 +100,25 @@ class LocalCheckpoint:
 
 
 class _RemoteDirectory(LocalCheckpoint):
-    """A DCP directory of which this machine has ``.metadata``, and then what its ranks ask for."""
+    """A folder of which this machine has the metadata, and then what its ranks ask for."""
 
-    def __init__(self, remote: "_Remote") -> None:
+    def __init__(self, remote: "_Remote", layout: Layout) -> None:
         super().__init__(str(remote.found.local))
-        self._remote = remote
+        self._remote, self._layout = remote, layout
         self._brought: set[Path] = set()
 
     @contextlib.contextmanager
     def opened(self, *, trust: bool, wanted: Callable[[EntryPath], bool]) -> Iterator[CheckpointInventory]:
-        folder = self._remote.found.local
-        inventory = together(lambda: dcp.read(folder, trust=trust, partial=True))
+        folder, read = self._remote.found.local, self._layout.read_metadata
+        assert read is not None  # of a layout that has its metadata in one file
+        inventory = together(lambda: read(folder, trust))
         self.bring(other_files(inventory, wanted=wanted))
-        yield together(lambda: dcp.read(folder, trust=trust, partial=True), lambda found: repr(list(found.tensors)))
+        yield together(lambda: read(folder, trust), lambda found: repr(list(found.tensors)))
 
     def bring(self, files: frozenset[Path]) -> None:
         wanted = gather(files)
         of_node = frozenset[Path]().union(*(wanted[rank] for rank in self._remote.node.ranks))
-        missing = sorted(of_node - self._brought)  # and not what is no file yet: that changes while ranks download
+        missing = sorted(of_node - self._brought)  # and not what is not a file yet: that changes while ranks download
         self._brought.update(missing)
         self._remote.download(missing)
 
@@ -126,7 +127,7 @@ class _RemoteDirectory(LocalCheckpoint):
 # The store
 
 
-class _Source:
+class _Store:
     """Where objects come from."""
 
     def __init__(self, object_store: Any, progress_bar: bool) -> None:
@@ -172,13 +173,13 @@ class _Found:
     Args:
         name: Of the object, or of the folder.
         local: The same on this machine.
-        is_dcp: A DCP directory, of which only ``.metadata`` is there.
+        layout: Of a folder of which only the file with the metadata is there.
         missing: Other files on this machine that must be downloaded before it can be read.
     """
 
     name: str
     local: Path
-    is_dcp: bool = False
+    layout: Layout | None = None
     missing: tuple[Path, ...] = ()
 
     def name_of(self, file: Path) -> str:
@@ -193,7 +194,7 @@ class _Remote:
     """A checkpoint in a store, and this machine's copy of it."""
 
     node: "_Node"
-    source: _Source
+    source: _Store
     found: _Found
 
     def download(self, files: list[Path]) -> None:
@@ -208,8 +209,8 @@ class _Remote:
         self.node.on_each_rank(mine)
 
 
-def _find(source: _Source, path: str, folder: Path) -> _Found:
-    """Follow links to an object or a folder, and download the object or the folder's ``.metadata``."""
+def _find(source: _Store, path: str, folder: Path) -> _Found:
+    """Follow links to an object or a folder, and download the object, or the folder's metadata."""
     name, tried = _RANKS.sub("0", path).rstrip("/"), list[str]()
     for _ in range(_MAX_LINKS):
         if not name.endswith(_LINK):
@@ -224,7 +225,7 @@ def _find(source: _Source, path: str, folder: Path) -> _Found:
     raise CheckpointError(f"{path} in {source}: more than {_MAX_LINKS} links, one behind the other; the last is {name}")
 
 
-def _link_target(source: _Source, name: str, folder: Path) -> str | None:
+def _link_target(source: _Store, name: str, folder: Path) -> str | None:
     """The name in a ``.symlink`` object, which Composer writes beside its checkpoints; None if there is none."""
     file = folder / "link"
     if not source.download(name, file):
@@ -236,22 +237,24 @@ def _link_target(source: _Source, name: str, folder: Path) -> str | None:
     return target
 
 
-def _object_or_folder(source: _Source, name: str, folder: Path, tried: list[str]) -> _Found | None:
+def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str]) -> _Found | None:
     own_name = PurePosixPath(name).name
-    file, local = (inside(folder / kind, own_name, said_by=f"{source}") for kind in ("file", "folder"))
-    metadata = f"{name}/{dcp.METADATA}"
+    file, local = (inside(folder / kind, own_name, named_by=f"{source}") for kind in ("file", "folder"))
 
     def as_object() -> _Found | None:
         tried.append(name)
         if not source.download(name, file):
             return None
-        others = set(per_rank.all_files(file)) - {file} if per_rank.recognise(file) else ()
+        layout = recognized(file)
+        others = set(layout.files_beside(file)) - {file} if layout is not None else ()
         return _Found(name=name, local=file, missing=tuple(sorted(others)))
 
     def as_folder() -> _Found | None:
-        tried.append(metadata)
-        if source.download(metadata, local / dcp.METADATA):
-            return _Found(name=name, local=local, is_dcp=True)
+        for layout in layouts():
+            if layout.metadata:
+                tried.append(f"{name}/{layout.metadata}")
+                if source.download(tried[-1], local / layout.metadata):
+                    return _Found(name=name, local=local, layout=layout)
         return _whole_folder(source, name, local)
 
     # A name with an ending is a file's most often, and each question to a store costs time.
@@ -259,19 +262,18 @@ def _object_or_folder(source: _Source, name: str, folder: Path, tried: list[str]
     return ways[0]() or ways[1]()
 
 
-def _whole_folder(source: _Source, name: str, local: Path) -> _Found | None:
+def _whole_folder(source: _Store, name: str, local: Path) -> _Found | None:
     """Other layouts that are folders: safetensors, and Composer's checkpoint package."""
-    # What ends with a slash is no file: stores' own pages make such objects for folders.
+    # What ends with a slash is not a file: stores' own pages make such objects for folders.
     below = [below.removeprefix(f"{name}/") for below in source.names_below(name) if not below.endswith("/")]
     if not below:
         return None
-    if not any(file == "composer_metadata.json" or PurePosixPath(file).suffix == ".safetensors" for file in below):
+    if not any(layout.has_names(below) for layout in layouts()):
         links_first = sorted(below, key=lambda file: not file.endswith(_LINK))
-        more = f", ... ({len(below)})" if len(below) > 8 else ""
         raise CheckpointError(
-            f"{name} in {source}: a folder, and no checkpoint; name one in it: {', '.join(links_first[:8])}{more}"
+            f"{name} in {source}: a folder, and no checkpoint; name one in it: {and_more(links_first, 8)}"
         )
-    files = tuple(inside(local, file, said_by=f"the listing of {name} in {source}") for file in below)
+    files = tuple(inside(local, file, named_by=f"the listing of {name} in {source}") for file in below)
     return _Found(name=name, local=local, missing=files)
 
 

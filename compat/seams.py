@@ -1,13 +1,22 @@
-"""Replace functions and methods of another package, everywhere they are bound, and put them back."""
+"""Replace functions and methods of another package, everywhere they are bound, and put them back.
 
+A seam is a decorated function in the file that tells its story::
+
+    @seam("composer.utils.misc", "is_model_fsdp", why="scripts and callbacks ask it whether a model is sharded")
+    def is_model_fsdp(original: Callable[[nn.Module], bool], model: nn.Module) -> bool:
+        return is_sharded(model) or original(model)
+"""
+
+import functools
 import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Replacement", "Seam", "put_back", "replace"]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,14 +26,47 @@ class Seam:
     Args:
         module: Where the function or class is defined.
         name: ``function``, or ``Class.method``.
-        make: Called with the original (the raw descriptor for a method), returns what takes its place.
-        why: What goes wrong without it.
+        replacement: Called with the original and then with what that would have been called with.
+        why: What goes wrong without it (read and measured on Composer 0.32.1).
     """
 
     module: str
     name: str
-    make: Callable[[Any], Any]
+    replacement: Callable[..., Any]
     why: str
+
+    def around(self, original: Any) -> Any:
+        """What takes the original's place; of the raw descriptor of a class or static method another one."""
+        if isinstance(original, classmethod | staticmethod):
+            return type(original)(self.around(original.__func__))
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return self.replacement(original, *args, **kwargs)
+
+        replaced.__module__ = self.replacement.__module__  # where to look, for whoever asks whose it is
+        return replaced
+
+
+_SEAMS: list[Seam] = []
+
+
+def seam(module: str, *names: str, why: str) -> Callable[[F], F]:
+    """The decorated function takes the place of ``names`` in ``module``; see ``Seam`` for what it is called with."""
+
+    def note(replacement: F) -> F:
+        _SEAMS.extend(Seam(module=module, name=name, replacement=replacement, why=why) for name in names)
+        return replacement
+
+    return note
+
+
+def all_seams() -> tuple[Seam, ...]:
+    """Every seam of this package; imports its files, and with them Composer."""
+    package = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{__package__}.{module.name}")
+    return tuple(_SEAMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +79,11 @@ class Replacement:
 
 
 def replace(seams: Sequence[Seam]) -> list[Replacement]:
-    """Put every seam's replacement wherever its original is bound now; nothing is changed if one cannot be made."""
-    replacements = []
-    for seam in seams:
-        original = vars(_owner(seam))[_attribute(seam)]
-        replacements.append(Replacement(seam, original, seam.make(original)))
+    """Put every seam's replacement wherever its original is bound now; nothing is changed if one is not found."""
+    originals = [vars(_owner(each))[_attribute(each)] for each in seams]
+    replacements = [
+        Replacement(each, original, each.around(original)) for each, original in zip(seams, originals, strict=True)
+    ]
     _rebind([(each.seam, each.original, each.new) for each in replacements])
     return replacements
 
@@ -65,9 +107,9 @@ def _attribute(seam: Seam) -> str:
 def _rebind(changes: Sequence[tuple[Seam, Any, Any]]) -> None:
     """For each change: what the seam names, and every other binding of the old function, is the new one."""
     functions: dict[int, Any] = {}
-    for seam, old, new in changes:
-        owner = _owner(seam)
-        setattr(owner, _attribute(seam), new)
+    for seam_, old, new in changes:
+        owner = _owner(seam_)
+        setattr(owner, _attribute(seam_), new)
         if isinstance(owner, ModuleType):
             functions[id(old)] = new
     # `from composer.distributed import prepare_fsdp_module` binds the function itself, under this name or another.

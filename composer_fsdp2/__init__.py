@@ -4,22 +4,21 @@ The engine needs torch only; ``composer_fsdp2.compat`` plugs it into Composer an
 """
 
 from composer_fsdp2._torch import ShardedGradScaler
-from composer_fsdp2.activation_checkpointing import apply_activation_checkpointing
-from composer_fsdp2.apply import apply_plan
-from composer_fsdp2.checkpoint.conversion.plan import ConversionPlan
-from composer_fsdp2.checkpoint.convert import ConversionReport, convert_checkpoint
+from composer_fsdp2.checkpoint.convert.conversion import ConversionReport, convert_checkpoint
+from composer_fsdp2.checkpoint.convert.conversion_plan import ConversionPlan
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
-from composer_fsdp2.checkpoint.load import LoadReport, load_checkpoint
-from composer_fsdp2.checkpoint.loading.plan import LoadPlan
-from composer_fsdp2.checkpoint.save import save_monolithic
-from composer_fsdp2.checkpoint.verify import VerifyReport, verify_checkpoint
-from composer_fsdp2.clipping import clip_grad_adaptive_, clip_grad_norm_
-from composer_fsdp2.config import (
+from composer_fsdp2.checkpoint.load.into_model import LoadReport, load_checkpoint
+from composer_fsdp2.checkpoint.load.load_plan import LoadPlan
+from composer_fsdp2.checkpoint.save.monolithic import save_monolithic
+from composer_fsdp2.checkpoint.verify.verification import VerifyReport, verify_checkpoint
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.mesh import AxisRole, MeshAxis, MeshSpec
+from composer_fsdp2.config.sharding import (
     Accumulation,
     ActivationCheckpointing,
     GradientSync,
-    MeshSpec,
+    MixedPrecision,
     Prefetch,
     ShardingConfig,
 )
@@ -29,23 +28,28 @@ from composer_fsdp2.errors import (
     ConfigError,
     IncompatibleVersionError,
     PlanError,
-    RanksPartedError,
+    RanksDivergedError,
     UnsupportedError,
 )
-from composer_fsdp2.findings import Finding, Outcome
 from composer_fsdp2.fsdp1.translate import Translation, translate
-from composer_fsdp2.full_params import summon_full_params
-from composer_fsdp2.microbatching import begin_microbatch
-from composer_fsdp2.plan import ShardingPlan, ShardUnit
-from composer_fsdp2.planning import plan_sharding
-from composer_fsdp2.prepare import prepare_fully_shard
-from composer_fsdp2.sharded import reshard
+from composer_fsdp2.prepare import (
+    apply_activation_checkpointing,
+    apply_plan,
+    plan_sharding,
+    prepare_fully_shard,
+)
+from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
+from composer_fsdp2.sharding.sharded import reshard
+from composer_fsdp2.training.clipping import clip_grad_adaptive_, clip_grad_norm_
+from composer_fsdp2.training.full_params import summon_full_params
+from composer_fsdp2.training.microbatches import begin_microbatch
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Accumulation",
     "ActivationCheckpointing",
+    "AxisRole",
     "CheckpointError",
     "CheckpointInventory",
     "ComposerFSDP2Error",
@@ -57,11 +61,13 @@ __all__ = [
     "IncompatibleVersionError",
     "LoadPlan",
     "LoadReport",
+    "MeshAxis",
     "MeshSpec",
+    "MixedPrecision",
     "Outcome",
     "PlanError",
     "Prefetch",
-    "RanksPartedError",
+    "RanksDivergedError",
     "ShardUnit",
     "ShardedGradScaler",
     "ShardingConfig",

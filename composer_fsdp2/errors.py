@@ -4,26 +4,21 @@ A script that caught Composer's error goes on catching ours, which are also of t
 below it) raised in the same place; ``tests/composer/test_error_types.py`` compares the two.
 """
 
-__all__ = [
-    "CheckpointError",
-    "ComposerFSDP2Error",
-    "ConfigError",
-    "ControlGroupError",
-    "GroupSizeError",
-    "IncompatibleVersionError",
-    "PlanError",
-    "RanksPartedError",
-    "UnknownKeyError",
-    "UnsupportedError",
-]
-
 
 class ComposerFSDP2Error(Exception):
     """Every error that this package raises on purpose; raised on all ranks, before anything is changed."""
 
 
 class ConfigError(ComposerFSDP2Error, ValueError):
-    """A setting is unknown, of the wrong type, or contradicts another; FSDP1 raised ValueError here too."""
+    """A setting is unknown, of the wrong type, or contradicts another; FSDP1 raised ValueError here too.
+
+    Args:
+        keys: Of the settings, where they are known.
+    """
+
+    def __init__(self, message: str = "", *, keys: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.keys = keys
 
 
 class UnknownKeyError(ConfigError, KeyError):
@@ -33,7 +28,7 @@ class UnknownKeyError(ConfigError, KeyError):
 
 
 class GroupSizeError(ConfigError, RuntimeError):
-    """The world size is no multiple of a process group's."""
+    """The world size is not a multiple of a process group's."""
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
@@ -52,7 +47,7 @@ class CheckpointError(ComposerFSDP2Error, ValueError, RuntimeError):
     """
 
 
-class RanksPartedError(ComposerFSDP2Error, RuntimeError):
+class RanksDivergedError(ComposerFSDP2Error, RuntimeError):
     """Ranks stand before different collectives, or one did not come; names where each of them stands.
 
     A RuntimeError, as what torch raises when a collective times out.

@@ -1,4 +1,4 @@
-"""``prepare_fully_shard``: the FSDP1-shaped front door. Translate, plan, agree, apply."""
+"""The front door, in FSDP1's shape: translate, read the model's hooks, plan, agree, apply."""
 
 import logging
 from dataclasses import replace
@@ -7,19 +7,23 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from composer_fsdp2.agreement import agree, require_process_group
-from composer_fsdp2.apply import apply_agreed_plan
-from composer_fsdp2.errors import ConfigError, UnsupportedError
-from composer_fsdp2.findings import Outcome
+from composer_fsdp2.config.findings import Outcome
+from composer_fsdp2.config.sharding import ActivationCheckpointing, ShardingConfig
+from composer_fsdp2.errors import ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp1.attributes import open_fsdp1_attributes
-from composer_fsdp2.fsdp1.legacy import LegacyConfig
+from composer_fsdp2.fsdp1.hooks import CheckFn, initializers, read_hooks, select_checkpointed
+from composer_fsdp2.fsdp1.read import GivenConfig
 from composer_fsdp2.fsdp1.translate import Translation, translate
-from composer_fsdp2.optimizer import Optimizers, Rebinding, the_optimizer
-from composer_fsdp2.plan import ShardingPlan
-from composer_fsdp2.planning import plan_sharding
-
-__all__ = ["prepare_fully_shard"]
+from composer_fsdp2.sharding.activations import wrap_activations
+from composer_fsdp2.sharding.agree import agree, require_process_group
+from composer_fsdp2.sharding.apply import apply_agreed_plan, check_plan
+from composer_fsdp2.sharding.decide import decide_sharding, refuse_sharded
+from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, the_optimizer
+from composer_fsdp2.sharding.plan import ShardingPlan
+from composer_fsdp2.training.guard import start_guard
+from composer_fsdp2.training.microbatches import start_accumulation
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +66,110 @@ def prepare_fully_shard(
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)
     rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
-    apply_agreed_plan(model, plan, present=present)
+    _apply(model, plan, present)
     open_fsdp1_attributes(model)
     if rebinding is not None:
         rebinding.follow()
     return [], {}
+
+
+def plan_sharding(
+    model: nn.Module,
+    config: ShardingConfig,
+    *,
+    optimizers: Optimizers = None,
+    precision: str | None = None,
+    strict: bool = True,
+) -> ShardingPlan:
+    """Choose the FSDP units of ``model`` without touching it.
+
+    Args:
+        model: Any module tree; parameters may be on the meta device. Its direct children are the roots, and their
+            ``fsdp_wrap_fn``, ``activation_checkpointing_fn`` and the modules' ``_fsdp_wrap`` and
+            ``_activation_checkpointing`` say what happens below, as they did to Composer's FSDP1.
+        config: What ``translate`` gave.
+        optimizers: Checked against the model, if given.
+        precision: Composer's (``translate(...).precision``), for wrap functions whose settings say DEFAULT or PURE.
+        strict: Whether a wrap function's settings that cannot be carried out are an error.
+    Raises:
+        PlanError: the model is sharded already, a wrap function failed, the optimizer is another model's, a parameter
+            cannot be sharded, or there is nothing to shard.
+        ConfigError: a wrap function's dict has an unknown key or a wrong value.
+
+    Every rank must call this with the same model; it does not communicate and needs no process group.
+    """
+    refuse_sharded(model)
+    check_optimizers(model, optimizers)
+    return decide_sharding(model, config, read_hooks(model, config, precision=precision, strict=strict))
+
+
+def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
+    """Shard ``model`` in place as ``plan`` says: checkpointing wrappers, values, ``fully_shard`` bottom-up, checks.
+
+    Args:
+        model: The model that the plan was made for, not yet sharded.
+        plan: From ``plan_sharding``; its meshes are made here.
+    Raises:
+        PlanError: the plan is another model's, or differs between ranks; nothing has been changed then.
+        ConfigError: there is no process group, or a mesh does not fit the world size.
+
+    Called on all ranks. It compares the plan across ranks, makes the meshes' process groups, and broadcasts parameters
+    and buffers if the plan says ``sync_module_states``: from the first rank of each unit's mesh (or from rank 0, if
+    some ranks have no values of their own).
+    """
+    require_process_group("apply_plan")
+    agree(lambda: check_plan(model, plan), lambda _: plan.fingerprint)
+    _apply(model, plan)
+
+
+def _apply(model: nn.Module, plan: ShardingPlan, present: tuple[DeviceMesh, ...] = ()) -> None:
+    apply_agreed_plan(model, plan, initializers(model), present=present)
+    start_accumulation(model, plan.config.accumulation)
+    if plan.config.collective_guard is not None:
+        start_guard(model, plan.config.collective_guard)
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    *,
+    checkpoint: bool = True,
+    cpu_offload: bool = False,
+    reentrant: bool = False,
+    check_fn: CheckFn | None = None,
+) -> list[str]:
+    """Wrap the chosen modules of ``model`` so that their activations are recomputed, or kept in host memory.
+
+    Usable without sharding; with it, call this first and shard afterwards (``prepare_fully_shard`` does, when its
+    configuration says ``activation_checkpointing``), so that the unit's gather surrounds the recomputation:
+    FSDP(AC(block)), FSDP1's nesting.
+
+    Args:
+        model: Its direct children are looked at one by one. A module is chosen by its attribute
+            ``_activation_checkpointing``, else by ``check_fn``, else by the ``activation_checkpointing_fn`` of the
+            direct child that it lies in. Modules that are wrapped already are passed over.
+        checkpoint: Recompute the activations in backward.
+        cpu_offload: Keep what is saved for backward in host memory.
+        reentrant: Which of torch's two implementations of checkpointing.
+        check_fn: Called with a module, true for those to wrap; takes precedence over the model's own functions.
+    Returns:
+        The paths of the wrapped modules, children before parents.
+    Raises:
+        PlanError: the model is sharded already, or a choosing function raised; nothing has been wrapped then.
+
+    Does not communicate.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule | FullyShardedDataParallel):
+            raise PlanError(
+                f"module {path or '(the model)'!r} is sharded already: wrapping inside it would leave its unit's "
+                "hooks on the wrong module; call apply_activation_checkpointing before sharding"
+            )
+    if not (checkpoint or cpu_offload):
+        return []
+    paths = select_checkpointed(model, check_fn)
+    mode = ActivationCheckpointing(checkpoint=checkpoint, cpu_offload=cpu_offload, reentrant=reentrant)
+    wrap_activations(model, paths, mode)
+    return paths
 
 
 def _decide(
@@ -78,8 +181,8 @@ def _decide(
     te_rng_seed: int,
 ) -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
     """What will be done, and the mesh that the configuration brings, of which the plan knows the numbers alone."""
-    legacy = LegacyConfig.read(fsdp_config)
-    translation = translate(legacy, precision=precision, device=device, world_size=dist.get_world_size())
+    given = GivenConfig.read(fsdp_config)
+    translation = translate(given, precision=precision, device=device, world_size=dist.get_world_size())
     if translation.config is None:
         blocking = "\n".join(str(finding) for finding in translation.blocking)
         is_unsupported = any(finding.outcome is Outcome.UNSUPPORTED for finding in translation.blocking)
@@ -89,8 +192,10 @@ def _decide(
     config = translation.config
     checkpointing = replace(config.activation_checkpointing, transformer_engine_seed=te_rng_seed)
     config = replace(config, activation_checkpointing=checkpointing)
-    plan = plan_sharding(model, config, optimizers=optimizers)
-    present = (legacy.mesh,) if isinstance(legacy.mesh, DeviceMesh) else ()
+    plan = plan_sharding(
+        model, config, optimizers=optimizers, precision=translation.precision, strict=translation.strict
+    )
+    present = (given.mesh,) if isinstance(given.mesh, DeviceMesh) else ()
     return translation, plan.resolve(dist.get_world_size()), present
 
 
@@ -98,8 +203,7 @@ def _report(translation: Translation, plan: ShardingPlan) -> None:
     """Rank 0 logs the report; what is not exactly what was asked for is a warning."""
     if dist.get_rank() != 0:
         return
-    assert translation.config is not None
-    level = logging.INFO if translation.config.verbose else logging.DEBUG
+    level = logging.INFO if translation.verbose else logging.DEBUG
     if log.isEnabledFor(level):
         log.log(level, "%s\n%s", translation.explain(), plan.explain())
     for finding in translation.findings:
@@ -109,8 +213,8 @@ def _report(translation: Translation, plan: ShardingPlan) -> None:
         log.warning("%s", note)
     for left in plan.left_out:
         log.warning(
-            "%d parameters are in no unit (%s; the first is %s): they stay whole on every rank and their gradients are "
-            "not averaged across ranks, as under FSDP1",
+            "%d parameters are in no unit (%s; the first is %s): they stay unsharded on every rank and their gradients "
+            "are not averaged across ranks, as under FSDP1",
             len(left.names),
             left.reason,
             left.names[0],

@@ -53,7 +53,7 @@ def check_errors() -> dict[str, str]:
 def text_of(function: Raises) -> str:
     try:
         function()
-    except BaseException as raised:  # torch's CheckpointException is no Exception
+    except BaseException as raised:  # torch's CheckpointException is not an Exception
         if isinstance(raised, KeyboardInterrupt):
             raise
         return "".join(traceback.format_exception_only(raised))
@@ -609,7 +609,7 @@ def _() -> None:
 
 @error("peer-out-of-memory")
 def _() -> None:
-    from composer_fsdp2.out_of_memory import OutOfMemoryVote
+    from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
     model = sharded_stack()
     vote = OutOfMemoryVote(model)
@@ -621,7 +621,7 @@ def _() -> None:
     model(torch.ones(1, 4))
 
 
-@error("ranks-parted")
+@error("ranks-diverged")
 def _() -> None:
     from composer_fsdp2 import prepare_fully_shard
 
@@ -646,7 +646,7 @@ def _() -> None:
 
 @error("control-group")
 def _() -> None:
-    from composer_fsdp2 import control
+    from composer_fsdp2.training import control
 
     # As if each rank were a node, and gloo did not reach the other: there is one machine here.
     no_network = RuntimeError("Gloo connectFullMesh failed with [...]")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,126 +21,103 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
-# Each line imports only from lines above it; files on one line (a folder that ends in "/") may import each other.
-# A new file takes the highest place that its imports allow.
-ORDER = [
-    "errors",
-    "_torch/api",
-    "_torch/parts",
-    "_torch/names",
-    "_torch/groups",
-    "_torch/collectives",
-    "_torch/backward",
-    "_torch/reset",
-    "_torch/units",
-    "_torch/scaler",
-    "_torch/repairs",
-    "_torch/__init__",
-    "findings",
-    "config",
-    "fsdp1/keys",
-    "fsdp1/legacy",
-    "fsdp1/values",
-    "fsdp1/translate",
-    "fsdp1/unit_settings",
-    "fsdp1/__init__",
-    "tying",
-    "units",
-    "wrap",
-    "activation_checkpointing",
-    "optimizer",
-    "plan",
-    "planning",
-    "agreement",
-    "node",
-    "control",
-    "mesh",
-    "materialize",
-    "buffers",
-    "sharded",
-    "microbatching",
-    "out_of_memory",
-    "guard",
-    "apply",
-    "full_params",
-    "fsdp1/attributes",
-    "checkpoint/pickles/__init__",
-    "checkpoint/pickles/values",
-    "checkpoint/pickles/allowed",
-    "checkpoint/pickles/opcodes",
-    "checkpoint/pickles/finishing",
-    "checkpoint/pickles/trust",
-    "checkpoint/storage/__init__",
-    "checkpoint/storage/crc",
-    "checkpoint/storage/archive",
-    "checkpoint/storage/archive_writer",
-    "checkpoint/names",
-    "checkpoint/target",
-    "checkpoint/exchange",
-    "checkpoint/inside",
-    "checkpoint/inventory",
-    "checkpoint/reading",
-    "checkpoint/records",
-    "checkpoint/describe",
-    "checkpoint/foreign",
-    "checkpoint/formats/",
-    "checkpoint/locate",
-    "checkpoint/flat",
-    "checkpoint/same_bytes",
-    "checkpoint/loading/__init__",
-    "checkpoint/loading/differences",
-    "checkpoint/loading/optimizer_plan",
-    "checkpoint/loading/plan",
-    "checkpoint/inspect",
-    "checkpoint/opening",
-    "checkpoint/loading/content",
-    "checkpoint/loading/replicated",
-    "checkpoint/loading/staging",
-    "checkpoint/load",
-    "checkpoint/rounds",
-    "checkpoint/staged_file",
-    "checkpoint/save",
-    "checkpoint/conversion/__init__",
-    "checkpoint/conversion/writers/",
-    "checkpoint/conversion/copying",
-    "checkpoint/conversion/optimizer_order",
-    "checkpoint/conversion/hugging_face",
-    "checkpoint/conversion/state",
-    "checkpoint/conversion/plan",
-    "checkpoint/conversion/unfinished",
-    "checkpoint/conversion/meeting",
-    "checkpoint/convert",
-    "checkpoint/verification/__init__",
-    "checkpoint/verification/faults",
-    "checkpoint/verification/checksums",
-    "checkpoint/verification/structure",
-    "checkpoint/verification/comparing",
-    "checkpoint/verify",
-    "checkpoint/__init__",
-    "reductions",
-    "clipping",
-    "prepare",
-    "__init__",
-    "compat/migration/text_edit",
-    "compat/migration/yaml_document",
-    "compat/migration/yaml_edit",
-    "compat/migration/toml_edit",
-    "compat/dialects/",
-    "compat/explain",
-    "compat/migration/interpolation",
-    "compat/migration/targets",
-    "compat/migration/changes",
-    "compat/migration/shared_parts",
-    "compat/migration/migrate",
-    "compat/migration/files",
-    "compat/migration/__init__",
-    "compat/",
-    "cli/",
-    "__main__",
-]
 
-ENGINE_MAY_IMPORT = sys.stdlib_module_names | {"composer_fsdp2", "numpy", "omegaconf", "torch"}
-ONLY_COMPAT_MAY_IMPORT = {"composer", "llmfoundry", "streaming"}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """A folder, or a file of its own: what its files import from other rooms and packages, and their order in it.
+
+    ``files``: each imports only from those before it; a new one takes the highest place that its imports allow.
+    """
+
+    files: str
+    rooms: frozenset[str]
+    packages: frozenset[str] = frozenset()
+
+
+def room(files: str, *, rooms: str = "", packages: str = "") -> Room:
+    return Room(files=files, rooms=frozenset(rooms.split()), packages=frozenset(packages.split()))
+
+
+# Each room imports only from those above it, and of them only from the ones it names.
+ROOMS = {
+    "errors": room(
+        "errors",
+    ),
+    "config": room(
+        "text value findings mesh rows sharding choices __init__",
+        rooms="errors",
+        packages="torch",
+    ),
+    "_torch": room(
+        "api groups parts private_names repairs scaler collectives reset backward unit_parameters __init__",
+        rooms="errors config",
+        packages="torch",
+    ),
+    "sharding": room(
+        "__init__ activations agree buffers dtypes modules optimizer placements root_record sharded ties "
+        "hosts materialize meshes units select plan decide apply",
+        rooms="errors config _torch",
+        packages="torch",
+    ),
+    "training": room(
+        "__init__ microbatches node reductions control guard out_of_memory clipping full_params",
+        rooms="errors config _torch sharding",
+        packages="numpy torch",
+    ),
+    "fsdp1": room(
+        "__init__ attributes objects parsing keys hooks read translate",
+        rooms="errors config _torch sharding training",
+        packages="omegaconf torch",
+    ),
+    "checkpoint": room(
+        "__init__ pickles/__init__ archive/__init__ load/__init__ save/__init__ convert/__init__ "
+        "verify/__init__ verify/faults boxes names trees target pickles/stand_ins pickles/allowed "
+        "pickles/opcodes pickles/finishing pickles/trust archive/crc archive/disk archive/inside "
+        "archive/packed archive/writer archive/torch_archive inventory records unrecognized describe flat "
+        "output layouts/__init__ layouts/_composer layouts/compressed layouts/dcp layouts/monolithic "
+        "layouts/per_rank layouts/tar layouts/composer_package read same_bytes hugging_face locate open "
+        "layouts/safetensors load/differences load/expected_state load/exchange load/content "
+        "load/optimizer_state load/replicated load/load_plan load/staging load/into_model inspect save/rounds "
+        "save/staged_file save/monolithic convert/copying convert/optimizer_order convert/state "
+        "convert/unfinished convert/conversion_plan convert/meeting convert/conversion verify/checksums "
+        "verify/structure verify/comparing verify/verification",
+        rooms="errors config _torch sharding",
+        packages="numpy torch",
+    ),
+    "prepare": room(
+        "prepare",
+        rooms="errors config sharding training fsdp1",
+        packages="torch",
+    ),
+    "__init__": room(
+        "__init__",
+        rooms="errors config _torch sharding training fsdp1 checkpoint prepare",
+    ),
+    "migration": room(
+        "__init__ run capabilities dialect documents/edits documents/toml documents/yaml_text documents/yaml "
+        "documents/__init__ interpolation dialects/accelerate dialects/composer dialects/roll "
+        "dialects/torchtitan dialects/huggingface dialects/__init__ explain targets changes migrate files",
+        rooms="errors config fsdp1",
+        packages="omegaconf ruamel yaml",
+    ),
+    "compat": room(
+        "optimizers pinned_copies remote seams algorithms auto_microbatch checkpoint_package configuration "
+        "full_state install __init__ loading monitors preflight saving sharding async_saving llmfoundry "
+        "training checkpoint_saver",
+        rooms="errors config _torch sharding training fsdp1 checkpoint prepare",
+        packages="composer llmfoundry torch torchmetrics",
+    ),
+    "cli": room(
+        "__init__ checkpoint explain migrate models run train checkpoint_convert checkpoint_inspect "
+        "checkpoint_verify main",
+        rooms="errors config checkpoint migration compat",
+        packages="rich torch typer",
+    ),
+    "__main__": room(
+        "__main__",
+        rooms="cli",
+    ),
+}
 
 
 # --- what is installed
@@ -272,53 +252,149 @@ def resolve(dotted: str, known: dict[str, Path]) -> str:
     raise AssertionError(f"{dotted} is not a file of the project")
 
 
-def place(module: str) -> int | None:
-    """The line of ORDER on which a module stands."""
-    path = module.removeprefix("composer_fsdp2.").replace(".", "/")
-    for number, line in enumerate(ORDER):
-        if path == line or (line.endswith("/") and path.startswith(line)):
-            return number
-    return None
+def room_and_file(module: str) -> tuple[str, str]:
+    """``config.mesh`` is the file ``mesh`` of the room ``config``; a file beside the rooms is a room of its own."""
+    first, *others = module.removeprefix("composer_fsdp2.").split(".")
+    return first, "/".join(others) or first
 
 
-def is_engine(module: str) -> bool:
-    return not module.startswith(("composer_fsdp2.compat.", "composer_fsdp2.cli.", "composer_fsdp2.__main__"))
+def imported_rooms() -> Iterator[tuple[str, str, str]]:
+    """What imports, and from which module to which, for every import of one file of ours from another."""
+    known = modules()
+    for module, file in known.items():
+        for line, dotted in imports(module, file):
+            target = resolve(dotted, known) if dotted.split(".")[0] == "composer_fsdp2" else module
+            if target != module:
+                yield f"{file.relative_to(ROOT)}:{line}", module, target
 
 
 def test_every_file_has_its_place():
-    """A file outside ORDER could import from anywhere."""
-    missing = [str(file.relative_to(ROOT)) for module, file in modules().items() if place(module) is None]
-    assert not missing, f"give each a line in ORDER, below all that it imports: {missing}"
+    """A file outside of the rooms could import from anywhere, and a place without a file would hide what moved."""
+    placed = {(name, file) for name, room in ROOMS.items() for file in room.files.split()}
+    assert placed == {room_and_file(module) for module in modules()}
 
 
 def test_imports_run_one_way():
-    """Whoever reads a file needs to know only the files above it; a cycle would end that."""
-    known = modules()
+    """Whoever reads a file needs to know only the files above it, in its own room, too; a circle would end that."""
+    names = list(ROOMS)
+    assert all(names.index(above) < names.index(name) for name, room in ROOMS.items() for above in room.rooms)
     wrong = {}  # as an ordered set: one line may import two names from one file
-    for module, file in known.items():
-        for line, dotted in imports(module, file):
-            if dotted.split(".")[0] != "composer_fsdp2":
-                continue
-            target = resolve(dotted, known)
-            here, there = place(module), place(target)
-            if here is None or there is None:  # test_every_file_has_its_place names it
-                continue
-            inside_folder = here == there and ORDER[here].endswith("/")
-            if there >= here and not inside_folder:
-                wrong[f"{file.relative_to(ROOT)}:{line} imports {target}, which stands below it"] = None
+    for where, module, target in imported_rooms():
+        (room, file), (other, imported) = room_and_file(module), room_and_file(target)
+        files = ROOMS[room].files.split()
+        if room != other and other not in ROOMS[room].rooms:
+            wrong[f"{where} imports {target}: {room}/ has nothing of {other}/"] = None
+        if room == other and files.index(imported) >= files.index(file):
+            wrong[f"{where} imports {target}, which stands after it"] = None
     assert not wrong, "\n".join(wrong)
 
 
-def test_engine_needs_torch_alone():
-    """The engine serves scripts that have no Composer, and imports in their environments."""
+def test_a_room_needs_only_its_packages():
+    """The engine serves scripts that have no Composer, and migration imports neither Composer nor torch."""
     wrong = [
         f"{file.relative_to(ROOT)}:{line} imports {dotted}"
         for module, file in modules().items()
         for line, dotted in imports(module, file)
-        if (is_engine(module) and dotted.split(".")[0] not in ENGINE_MAY_IMPORT)
-        or (dotted.split(".")[0] in ONLY_COMPAT_MAY_IMPORT and not module.startswith("composer_fsdp2.compat."))
+        if dotted.split(".")[0]
+        not in sys.stdlib_module_names | {"composer_fsdp2"} | ROOMS[room_and_file(module)[0]].packages
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def imported_alone(*rooms: str, without: str = "torch") -> set[str]:
+    """The modules of ours that are there once all files of some rooms are imported, where ``without`` cannot be."""
+    names = [module.removesuffix(".__init__") for module in modules() if module.startswith(rooms)]
+    script = """
+import importlib, json, sys, types
+root, without, names = sys.argv[1], sys.argv[2], sys.argv[3].split()
+package = types.ModuleType("composer_fsdp2")  # not its __init__, which has all public names at hand
+package.__path__ = [root]
+sys.modules.update({"composer_fsdp2": package, without: None})
+for name in names:
+    importlib.import_module(name)
+print(json.dumps([name for name in sys.modules if name.startswith("composer_fsdp2")]))
+"""
+    folder = ROOT / "composer_fsdp2"
+    return set(json.loads(run([sys.executable, "-c", script, folder, without, " ".join(names)], cwd=ROOT)))
+
+
+def test_values_translation_and_migration_need_no_torch():
+    """`migrate` and `explain` answer at once, and on a laptop without torch."""
+    words = [f"composer_fsdp2.fsdp1.{name}" for name in ("keys", "read", "translate")]
+    there = imported_alone("composer_fsdp2.config", "composer_fsdp2.migration", *words)
+    assert there >= {"composer_fsdp2.migration.files", "composer_fsdp2.fsdp1.translate"}
+
+
+def test_looking_at_a_checkpoint_imports_no_loading():
+    """Who only asks what is in a file waits for nothing that loads one."""
+    there = imported_alone("composer_fsdp2.checkpoint.inspect", without="composer")
+    assert not {name for name in there if name.startswith("composer_fsdp2.checkpoint.load")}
+
+
+# Verbs and seams are called as what they lead to.
+EDGES = ("composer_fsdp2.cli.", "composer_fsdp2.compat.")
+
+
+def test_no_two_files_are_called_alike():
+    """In an editor's list of open files `values.py` would be any of three."""
+    names = Counter(module.rpartition(".")[2] for module in modules() if not module.startswith(EDGES))
+    # A configuration is read and bytes of a checkpoint are; `monolithic` is a layout, and what saves one.
+    assert {name for name, count in names.items() if count > 1} == {"__init__", "read", "monolithic"}
+
+
+def test_prose_steers_nothing():
+    """A report can be reworded without a change of what is done; test_rewording.py does it."""
+    texts = {"reason", "hint", "message"}
+    wrong = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in modules().values()
+        for node in nodes(file)
+        if (
+            isinstance(node, ast.Compare)
+            and texts & {name for part in (node.left, *node.comparators) for name in attribute(part)}
+        )
+        or (
+            isinstance(node, ast.Call)
+            and attribute(node.func)[:1] in (["startswith"], ["endswith"])
+            and texts & set(attribute(node.func))
+        )
+    ]
+    assert wrong == []
+
+
+def attribute(node: ast.AST) -> list[str]:
+    """``a.b.c`` gives c, b."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return names
+
+
+def test_nothing_asks_for_a_layout_or_a_document_by_name():
+    """A layout is a file that nothing else knows, and YAML and TOML answer to one protocol."""
+    from composer_fsdp2.checkpoint.layouts import layouts
+
+    names, wrong = {layout.name for layout in layouts()}, []
+    for module, file in modules().items():
+        if module.startswith("composer_fsdp2.checkpoint.layouts"):
+            continue
+        for line, dotted in imports(module, file):
+            if dotted.startswith("composer_fsdp2.checkpoint.layouts.") and dotted.split(".")[3] in LAYOUT_FILES:
+                wrong.append(f"{file.relative_to(ROOT)}:{line} imports {dotted}")
+        for node in nodes(file):
+            if isinstance(node, ast.Compare) and names & {getattr(part, "value", None) for part in node.comparators}:
+                wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} asks for a layout")
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "id", "") == "isinstance"
+                and "Document" in ast.dump(node)
+            ):
+                wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} asks for a document's format")
+    assert not wrong, "\n".join(wrong)
+
+
+LAYOUT_FILES = {file.stem for file in (ROOT / "composer_fsdp2/checkpoint/layouts").glob("[!_]*.py")}
 
 
 def test_private_torch_is_used_in_one_folder():

@@ -1,7 +1,8 @@
 """Write the tables that the documents share with the code; ``--check`` only says whether they are current.
 
 ``make docs`` runs it. Each table stands between two markers in its file, and comes from the dialects' tables of keys
-(Composer's is ``composer_fsdp2/fsdp1/keys.py``, the others are in ``compat/dialects``) by way of ``compat/explain.py``.
+(Composer's is ``composer_fsdp2/fsdp1/keys.py``, the others are in ``migration/dialects``) by way of
+``migration/explain.py``.
 """
 
 import sys
@@ -9,27 +10,28 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from composer_fsdp2.compat.dialects.huggingface_keys import Place, Source
-from composer_fsdp2.compat.dialects.key_rows import KeyRow
-from composer_fsdp2.compat.explain import all_keys, default_text, unsaid, value_text
-from composer_fsdp2.findings import Outcome
-from composer_fsdp2.fsdp1.keys import KEYS, Origin
+from composer_fsdp2.config.findings import Outcome
+from composer_fsdp2.fsdp1.keys import KEYS, KeyGroup
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.explain import Explanation, all_keys, implicit_settings, value_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def keys_table(dialect: str, *groups: str) -> Iterator[str]:
     """One row per key: what it meant, what becomes of it. Without groups all of the dialect's."""
-    rows = [each.row for each in all_keys(dialect) if each.row.group in groups or not groups]
-    reads = any(row.read_by for row in rows)
-    elsewhere = ["without composer_fsdp2"] if any(row.elsewhere for row in rows) else []
-    read_by = ["read by"] if reads else []
-    yield from _table("key", "default", "meant", *read_by, "under FSDP2", "where it goes", *elsewhere)
-    for row in rows:
-        read_by = [_readers(row)] if reads else []
+    found = [each for each in all_keys(dialect) if each.row.group in groups or not groups]
+    reads = any(each.read_by for each in found)
+    elsewhere = ["without composer_fsdp2"] if any(each.row.elsewhere for each in found) else []
+    yield from _table(
+        "key", "default", "meant", *(["read by"] if reads else []), "under FSDP2", "where it goes", *elsewhere
+    )
+    for each in found:
+        row = each.row
+        read_by = [_readers(each)] if reads else []
         plain = [row.elsewhere] if elsewhere else []
         fate = _fate(row.outcome, row.reason, row.hint)
-        yield _line(_key(row), default_text(row, quote="`"), _meaning(row), *read_by, fate, row.target, *plain)
+        yield _line(_key(each), each.default_text(quote="`"), _meaning(each), *read_by, fate, row.target, *plain)
 
 
 def values_table(dialect: str) -> Iterator[str]:
@@ -39,24 +41,23 @@ def values_table(dialect: str) -> Iterator[str]:
         for fate in each.fates:
             found = fate.finding
             if found.outcome not in (each.row.outcome, Outcome.UNNEEDED):
-                readers = f" ({'; '.join(fate.readers)})" if fate.readers != each.row.read_by else ""
+                readers = f" ({'; '.join(fate.readers)})" if fate.readers != each.read_by else ""
                 told = _fate(found.outcome, found.reason, found.hint)
                 yield _line(f"`{each.row.name}`", f"`{value_text(fate.value)}`{readers}", told, found.target)
 
 
-def unsaid_table(dialect: str) -> Iterator[str]:
-    """What a run of the dialect does that no key says."""
+def implicit_table(dialect: str) -> Iterator[str]:
+    """What a run of the dialect does that no key asks for."""
     yield from _table("what", "under FSDP2", "where it goes")
-    for finding in unsaid(dialect)[dialect]:
-        told = _fate(finding.outcome, finding.reason, finding.hint)
-        yield _line(finding.key.removeprefix("(unsaid) "), told, finding.target)
+    for finding in implicit_settings(dialect)[dialect]:
+        yield _line(finding.key, _fate(finding.outcome, finding.reason, finding.hint), finding.target)
 
 
 def short_table() -> Iterator[str]:
     """What a reader of the README wants to know: key, outcome, target."""
     yield from _table("key", "outcome", "becomes")
     for key in KEYS:
-        if key.origin in (Origin.FSDP1, Origin.FSDP2):
+        if key.group in (KeyGroup.FSDP1, KeyGroup.FSDP2):
             yield _line(f"`{key.name}`", key.outcome.value, key.target or key.reason)
 
 
@@ -69,16 +70,17 @@ def _line(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _key(row: KeyRow) -> str:
-    aliases = f" (also {', '.join(f'`{alias}`' for alias in row.aliases)})" if row.aliases else ""
-    return f"`{row.name}`{aliases}"
+def _key(each: Explanation) -> str:
+    aliases = each.dialect.aliases(each.row)
+    return f"`{each.row.name}`" + (f" (also {', '.join(f'`{alias}`' for alias in aliases)})" if aliases else "")
 
 
-def _readers(row: KeyRow) -> str:
-    return "all" if len(row.read_by) == len(Source) else "; ".join(row.read_by)
+def _readers(each: Explanation) -> str:
+    return "all" if set(each.read_by) == set(each.dialect.readers) else "; ".join(each.read_by)
 
 
-def _meaning(row: KeyRow) -> str:
+def _meaning(each: Explanation) -> str:
+    row = each.row
     return row.meaning + (f"; read with `{row.only_with}` only" if row.only_with else "")
 
 
@@ -88,20 +90,20 @@ def _fate(outcome: Outcome, reason: str, hint: str) -> str:
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "README.md:keys": short_table,
-    "migration_docs/keys.md:fsdp1": partial(keys_table, "composer", Origin.FSDP1.value),
-    "migration_docs/keys.md:fsdp2": partial(keys_table, "composer", Origin.FSDP2.value, Origin.OURS.value),
-    "migration_docs/keys.md:legacy": partial(keys_table, "composer", Origin.LEGACY.value),
+    "migration_docs/keys.md:fsdp1": partial(keys_table, "composer", KeyGroup.FSDP1),
+    "migration_docs/keys.md:fsdp2": partial(keys_table, "composer", KeyGroup.FSDP2, KeyGroup.OURS),
+    "migration_docs/keys.md:legacy": partial(keys_table, "composer", KeyGroup.LEGACY),
     "migration_docs/keys.md:composer beside": partial(keys_table, "composer", "beside fsdp_config"),
     "migration_docs/keys.md:composer values": partial(values_table, "composer"),
-    "migration_docs/keys.md:composer unsaid": partial(unsaid_table, "composer"),
+    "migration_docs/keys.md:composer implicit": partial(implicit_table, "composer"),
 }
-for _place in Place:
-    TABLES[f"migration_docs/keys.md:huggingface {_place.value}"] = partial(keys_table, "huggingface", _place.value)
+for _group in dict.fromkeys(row.group for row in DIALECTS["huggingface"].rows):
+    TABLES[f"migration_docs/keys.md:huggingface {_group}"] = partial(keys_table, "huggingface", _group)
 for _dialect in ("huggingface", "roll", "torchtitan"):
     if _dialect != "huggingface":
         TABLES[f"migration_docs/keys.md:{_dialect}"] = partial(keys_table, _dialect)
     TABLES[f"migration_docs/keys.md:{_dialect} values"] = partial(values_table, _dialect)
-    TABLES[f"migration_docs/keys.md:{_dialect} unsaid"] = partial(unsaid_table, _dialect)
+    TABLES[f"migration_docs/keys.md:{_dialect} implicit"] = partial(implicit_table, _dialect)
 
 
 def main(arguments: list[str]) -> int:

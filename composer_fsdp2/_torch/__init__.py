@@ -9,7 +9,6 @@ from composer_fsdp2._torch.backward import (
     average_after_backward,
     keeps_what_copies_read,
     repair_unit_backward,
-    replicated_parameters,
 )
 from composer_fsdp2._torch.collectives import (
     InFlight,
@@ -17,8 +16,9 @@ from composer_fsdp2._torch.collectives import (
     reduce_scatter_single,
     watch_collectives,
 )
-from composer_fsdp2._torch.groups import mesh_of, new_gloo_group, note_mesh, process_groups_of
-from composer_fsdp2._torch.names import (
+from composer_fsdp2._torch.groups import new_gloo_group, process_groups_of
+from composer_fsdp2._torch.parts import by_kind, lion_, multiply_each_, norm_of_each, own_part, own_parts, with_part
+from composer_fsdp2._torch.private_names import (
     ActivationWrapper,
     BatchNorm,
     CheckpointImpl,
@@ -38,11 +38,10 @@ from composer_fsdp2._torch.names import (
     storage_info,
     transformer_engine_checkpoint_wrapper,
 )
-from composer_fsdp2._torch.parts import by_kind, lion_, multiply_each_, norm_of_each, own_part, own_parts, with_part
 from composer_fsdp2._torch.repairs import REPAIRS, Repair, repair_cpu_collectives
 from composer_fsdp2._torch.reset import reset_after_error
 from composer_fsdp2._torch.scaler import ShardedGradScaler
-from composer_fsdp2._torch.units import (
+from composer_fsdp2._torch.unit_parameters import (
     UnitParameter,
     distinct_units,
     has_unreduced_gradients,
@@ -77,11 +76,9 @@ __all__ = [
     "lion_",
     "loads_by_users_code",
     "local_box",
-    "mesh_of",
     "multiply_each_",
     "new_gloo_group",
     "norm_of_each",
-    "note_mesh",
     "offload_wrapper",
     "own_buffers",
     "own_parameters",
@@ -95,7 +92,6 @@ __all__ = [
     "reduce_scatter_single",
     "repair_cpu_collectives",
     "repair_unit_backward",
-    "replicated_parameters",
     "require_known_torch",
     "reset_after_error",
     "show_instead_of_shards",

@@ -1,7 +1,7 @@
 """The private names of torch that this folder uses, and one clear error where a torch does not have them.
 
 ``tests/engine/test_torch_api.py`` reads the folder's code and fails for a name that is missing here. A name that some
-versions lack, and that we probe for, is no requirement.
+versions lack, and that we probe for, is not a requirement.
 """
 
 import functools
@@ -11,9 +11,8 @@ from types import FunctionType
 
 import torch
 
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import IncompatibleVersionError
-
-__all__ = ["KNOWN_VERSIONS", "missing_names", "require_known_torch"]
 
 # From the first to the last on which `make test` or `make test-newest` passed.
 KNOWN_VERSIONS = "2.7 to 2.15"
@@ -53,61 +52,25 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
 }
 
 # What a sharded model's states, groups and parameters are asked for, by class. Some are set by methods alone.
+# fmt: off
 _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
-    (f"{_FULLY_SHARD}._fsdp_state", "FSDPState"): (
-        "_comm_ctx",
-        "_device_handle",
-        "_is_root",
-        "_modules",
-        "_modules_to_run_forward",
-        "_root_post_backward_final_callback",
-        "_state_ctx",
-        "_training_state",
-    ),
-    (f"{_FULLY_SHARD}._fsdp_state", "FSDPStateContext"): (
-        "all_states",
-        "is_last_backward",
-        "iter_forward_root",
-        "post_backward_final_callback_queued",
-    ),
-    (f"{_FULLY_SHARD}._fsdp_param_group", "FSDPParamGroup"): (
-        "_all_gather_result",
-        "_partial_reduce_output",
-        "_post_reduce_event",
-        "_to_sharded",
-        "_training_state",
-        "all_reduce_grads",
-        "device",
-        "finalize_backward",
-        "fsdp_params",
-        "is_sharded",
-        "is_unsharded",
-        "lazy_init",
-        "mesh_info",
-        "post_backward",
-        "reduce_grads",
-        "reshard",
-        "unshard",
-    ),
-    (f"{_FULLY_SHARD}._fsdp_param", "FSDPParam"): (
-        "_module_info",
-        "_unsharded_param",
-        "free_unsharded_param",
-        "grad_offload_event",
-        "offload_to_cpu",
-        "pin_memory",
-        "reset_sharded_param",
-        "sharded_param",
-    ),
+    (f"{_FULLY_SHARD}._fsdp_state", "FSDPState"): ("_comm_ctx", "_device_handle", "_is_root", "_modules",
+        "_modules_to_run_forward", "_root_post_backward_final_callback", "_state_ctx", "_training_state"),
+    (f"{_FULLY_SHARD}._fsdp_state", "FSDPStateContext"): ("all_states", "is_last_backward", "iter_forward_root",
+        "post_backward_final_callback_queued"),
+    (f"{_FULLY_SHARD}._fsdp_param_group", "FSDPParamGroup"): ("_all_gather_result", "_partial_reduce_output",
+        "_post_reduce_event", "_to_sharded", "_training_state", "all_reduce_grads", "device", "finalize_backward",
+        "fsdp_params", "is_sharded", "is_unsharded", "lazy_init", "mesh_info", "post_backward", "reduce_grads",
+        "reshard", "unshard"),
+    (f"{_FULLY_SHARD}._fsdp_param", "FSDPParam"): ("_module_info", "_unsharded_param", "free_unsharded_param",
+        "grad_offload_event", "offload_to_cpu", "pin_memory", "reset_sharded_param", "sharded_param"),
     ("torch.distributed.fsdp", "FSDPModule"): ("_get_fsdp_state",),
     ("torch.distributed.tensor", "DTensor"): ("_local_tensor", "_spec"),
     ("torch.amp.grad_scaler", "GradScaler"): ("_unscale_grads_",),
-    ("torch.optim", "Optimizer"): (
-        "_optimizer_load_state_dict_post_hooks",
-        "_optimizer_load_state_dict_pre_hooks",
-    ),
+    ("torch.optim", "Optimizer"): ("_optimizer_load_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
     ("torch.nn", "Module"): ("_buffers", "_parameters"),
 }
+# fmt: on
 
 
 def missing_names() -> list[str]:
@@ -160,9 +123,8 @@ def _names_known_to(cls: type) -> set[str]:
 
 def _raise_for(missing: Iterable[str]) -> None:
     if names := list(missing):
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise IncompatibleVersionError(
-            f"torch {torch.__version__} has no {', '.join(names[:8])}{more}: private names that composer_fsdp2 needs, "
+            f"torch {torch.__version__} has no {and_more(names, 8)}: private names that composer_fsdp2 needs, "
             f"and that a new version may change. It knows torch {KNOWN_VERSIONS}; install one of these, or a newer "
             "composer_fsdp2"
         )

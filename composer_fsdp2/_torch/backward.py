@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,49 +15,38 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from composer_fsdp2._torch.collectives import all_reduce
 from composer_fsdp2._torch.groups import groups_of, has_gradient
 
-__all__ = [
-    "average_after_backward",
-    "keeps_what_copies_read",
-    "repair_unit_backward",
-    "replicated_parameters",
-]
 
+def average_after_backward(
+    units: Sequence[FSDPModule], replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]]
+) -> None:
+    """Average the gradients of parameters that lie unsharded on every rank of a mesh, where a backward ends.
 
-def average_after_backward(module: FSDPModule, parameters: Sequence[nn.Parameter]) -> None:
-    """Average the gradients of ``parameters``, which lie whole on every rank of the unit's mesh, where a backward ends.
+    A gradient that has been averaged stays the same when it is averaged again, so gradients may accumulate. The ranks
+    of a mesh all-reduce one buffer of these gradients in each backward that reduces the others.
 
-    Call it for every unit of a model, also for those without such parameters: torch ends a backward in the unit where
-    it began. A gradient that has been averaged stays the same when it is averaged again, so gradients may accumulate.
-    The ranks of the mesh all-reduce one buffer of these gradients in each backward that reduces the others.
+    Args:
+        units: A root and all units below it: torch ends a backward in the unit where it began.
+        replicated: Those parameters, by the mesh of their units.
     """
-    state: Any = module._get_fsdp_state()
-    state._composer_fsdp2_replicated = tuple(parameters)
-    state._root_post_backward_final_callback = _FinishThenAverage(state)
-
-
-def replicated_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
-    """Those of the unit that lie whole on every rank of its mesh, with averaged gradients; see above."""
-    assert isinstance(module, FSDPModule)
-    return getattr(module._get_fsdp_state(), "_composer_fsdp2_replicated", ())
+    for unit in units:
+        state: Any = unit._get_fsdp_state()
+        state._root_post_backward_final_callback = _FinishThenAverage(state, replicated)
 
 
 class _FinishThenAverage:
     """In place of the bound method, on one state."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]]) -> None:
         self.state = state
+        self.replicated = replicated
 
     def __call__(self) -> None:
         type(self.state)._root_post_backward_final_callback(self.state)
         if not self.state._state_ctx.is_last_backward or not _reduces_gradients(self.state._state_ctx.all_states):
             return
-        by_mesh: dict[DeviceMesh, dict[nn.Parameter, None]] = {}
-        for state in self.state._state_ctx.all_states:
-            trainable = [p for p in getattr(state, "_composer_fsdp2_replicated", ()) if p.requires_grad]
-            if trainable:
-                by_mesh.setdefault(state._composer_fsdp2_mesh, {}).update(dict.fromkeys(trainable))
-        for mesh, found in by_mesh.items():
-            _average_gradients(list(found), mesh)
+        for mesh, parameters in self.replicated.items():
+            if trainable := [parameter for parameter in parameters if parameter.requires_grad]:
+                _average_gradients(trainable, mesh)
 
 
 def _reduces_gradients(states: Sequence[Any]) -> bool:
@@ -89,7 +78,7 @@ def repair_unit_backward(module: FSDPModule) -> None:
     """What ``fully_shard`` leaves undone where the backward of one unit ends.
 
     Parameters that the backward did not reach get gradients of zero, once any of the unit has one, in this microbatch
-    or, where their reduction over replicas was put off, in one before. FSDP1's flat parameter had its gradient whole.
+    or, where their reduction over replicas was put off, in one before. FSDP1's flat parameter had one gradient for all.
     ``fully_shard`` reduces those that are there: ranks whose batches read different parameters (experts, branches)
     would then add up the gradients of different ones, without an error; and a unit that the last microbatch does not
     run would keep what was put off until then to itself. torch 2.13 has a switch for it, off by default, that fills

@@ -14,14 +14,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from composer_fsdp2._torch.groups import groups_of, put_in_place, state_of
 
-__all__ = [
-    "InFlight",
-    "all_gather_single",
-    "all_reduce",
-    "reduce_scatter_single",
-    "watch_collectives",
-]
-
 # In the module that launches them, by the names that torch 2.7 and 2.13 call.
 _LAUNCHES = {
     "all_gather_into_tensor": "all-gather",
@@ -53,7 +45,7 @@ class InFlight:
 def watch_collectives(
     units: Mapping[str, FSDPModule], before: Callable[[InFlight], None], *, first: bool = False
 ) -> Callable[[], None]:
-    """Call ``before`` ahead of each collective of these units, between the allocation of its buffers and its launch.
+    """Call ``before`` for each collective of these units, between the allocation of its buffers and its launch.
 
     What ``before`` raises ends the forward or backward; ``reset_after_error`` then. An error of the collective itself
     gets a note that names the unit.
@@ -69,7 +61,7 @@ def watch_collectives(
     undo = []
     for path, module in units.items():
         state = state_of(module)
-        # The end of a backward averages what lies whole on every rank.
+        # The end of a backward averages what lies unsharded on every rank.
         undo.append(_replace_call(state, "_root_post_backward_final_callback", path, watch))
         for group in groups_of(state):
             undo.extend(_replace_call(group, name, path, watch) for name in ("unshard", "post_backward"))
@@ -96,10 +88,10 @@ def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.Proc
     launch(output, part, group)
 
 
-def reduce_scatter_single(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+def reduce_scatter_single(part: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """``dist.reduce_scatter_tensor``, of sums, the same."""
     launch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    launch(part, whole, group=group)
+    launch(part, full, group=group)
 
 
 def _forget(listed: "weakref.ref[_Watch]") -> None:

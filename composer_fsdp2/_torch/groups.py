@@ -5,23 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-
-from composer_fsdp2.errors import PlanError
-
-__all__ = [
-    "drop_gradient",
-    "groups_of",
-    "has_gradient",
-    "mesh_of",
-    "new_gloo_group",
-    "note_mesh",
-    "process_groups_of",
-    "put_in_place",
-    "state_of",
-]
 
 
 def state_of(unit: FSDPModule) -> Any:
@@ -90,24 +74,3 @@ def put_in_place(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
             setattr(owner, name, before)
 
     return put_back
-
-
-def note_mesh(module: FSDPModule, mesh: DeviceMesh) -> None:
-    """Keep the mesh that a unit was sharded over, also where the unit holds no parameter that could say it."""
-    module._get_fsdp_state()._composer_fsdp2_mesh = mesh  # type: ignore[attr-defined]
-
-
-def mesh_of(module: nn.Module) -> DeviceMesh:
-    """The mesh of a unit that ``apply_plan`` sharded.
-
-    Raises:
-        PlanError: ``fully_shard`` sharded it without us.
-    """
-    assert isinstance(module, FSDPModule)
-    mesh: DeviceMesh | None = getattr(module._get_fsdp_state(), "_composer_fsdp2_mesh", None)
-    if mesh is None:
-        raise PlanError(
-            f"a {type(module).__name__} was sharded by fully_shard itself; shard the model with prepare_fully_shard or "
-            "apply_plan, or use torch's own functions for it"
-        )
-    return mesh

@@ -9,11 +9,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-__all__ = ["by_kind", "lion_", "multiply_each_", "norm_of_each", "own_part", "own_parts", "with_part"]
-
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which is no part of any graph; a plain tensor as it is."""
+    """This rank's part of a DTensor, which is not part of any graph; a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -9,12 +9,6 @@ from typing import Any
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
-__all__ = [
-    "REPAIRS",
-    "Repair",
-    "repair_cpu_collectives",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
@@ -71,7 +65,7 @@ def _sum_then_divide() -> None:
         factors = original(reduce_scatter_group, all_reduce_group, reduce_dtype, device_type, **rest)
         if device_type != "cpu" or factors[0] is not None:
             return factors
-        # A factor of 1 before the reduction makes fully_shard ask for SUM; the whole division comes after it.
+        # A factor of 1 before the reduction makes fully_shard ask for SUM; all of the division comes after it.
         ranks = reduce_scatter_group.size() * (1 if all_reduce_group is None else all_reduce_group.size())
         return (1.0, float(ranks))
 
@@ -100,7 +94,7 @@ def _record_cpu_events() -> None:
 def _forget_events_of_unused_gathers() -> None:
     """Undo for one caller what the event above does.
 
-    A gather ahead for a unit whose backward never runs (frozen, and its inputs need no gradient) is waited for at the
+    A prefetch for a unit whose backward never runs (frozen, and its inputs need no gradient) is waited for at the
     end of backward: by its event, if it has one, on a stream of torch.accelerator, which a machine without one lacks.
     """
     original = _fsdp_param_group.FSDPParamGroup.finalize_backward

@@ -8,10 +8,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from composer_fsdp2._torch.groups import drop_gradient, groups_of, state_of
 
-__all__ = [
-    "reset_after_error",
-]
-
 
 def reset_after_error(unit: FSDPModule) -> None:
     """Put what a forward began with, and all units below it, into the state that they have between steps.

@@ -1,4 +1,4 @@
-"""A gradient scaler for sharded and whole gradients together."""
+"""A gradient scaler for sharded and unsharded gradients together."""
 
 import types
 from typing import Any
@@ -7,13 +7,9 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "ShardedGradScaler",
-]
-
 
 class ShardedGradScaler(FSDP1GradScaler):
-    """A gradient scaler for a model in which some gradients are sharded and some are whole, on one mesh or several.
+    """A gradient scaler for a model in which some gradients are sharded and some are unsharded, on one mesh or several.
 
     torch's scalers unscale all gradients of an optimizer in one call, which raises for a mix of DTensors and plain
     tensors. Use it as ``torch.amp.GradScaler``, whose arguments it takes; the shim gives it to Composer's State.

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from composer_fsdp2.checkpoint.inventory import (
-    CheckpointInventory,
-    OptimizerContents,
-    TensorRecord,
-    dotted,
-    walk_tensors,
-)
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, OptimizerContents, TensorRecord, walk_tensors
+from composer_fsdp2.checkpoint.trees import dotted
+from composer_fsdp2.config.text import human_bytes
 from composer_fsdp2.errors import CheckpointError
-
-__all__ = ["Section", "as_data", "as_text", "human_bytes"]
+from composer_fsdp2.sharding.dtypes import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +62,6 @@ def as_data(inventory: CheckpointInventory) -> dict[str, Any]:
     }
 
 
-def human_bytes(num_bytes: float) -> str:
-    """1536 as ``1.5 KiB``."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} bytes" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Sections
 
@@ -83,7 +69,7 @@ def human_bytes(num_bytes: float) -> str:
 def _summary(inventory: CheckpointInventory) -> Section:
     writer = inventory.writer
     model = [record for record in inventory.model.values() if isinstance(record, TensorRecord)]
-    dtypes = Counter(str(record.dtype).removeprefix("torch.") for record in model)
+    dtypes = Counter(dtype_name(record.dtype) for record in model)
     written_by = [
         f"Composer {writer.composer_version}" if writer.composer_version else "",
         f"torch {writer.torch_version}" if writer.torch_version else "",
@@ -92,7 +78,7 @@ def _summary(inventory: CheckpointInventory) -> Section:
     ]
     fields = {
         "layout": inventory.layout,
-        "written by": ", ".join(filter(None, written_by)) or "not said",
+        "written by": ", ".join(filter(None, written_by)) or "unknown",
         "step": _step(inventory),
         "files": f"{len(inventory.files)}, {human_bytes(inventory.num_bytes)}",
         "model": f"{len(model)} tensors, {human_bytes(sum(record.num_bytes for record in model))}"
@@ -109,7 +95,7 @@ def _step(inventory: CheckpointInventory) -> str:
     if timestamp is None:
         return "cannot be read (see --trust)"
     units = ("epoch", "batch", "sample", "token")
-    return ", ".join(f"{unit} {timestamp[unit]}" for unit in units if unit in timestamp) or "not said"
+    return ", ".join(f"{unit} {timestamp[unit]}" for unit in units if unit in timestamp) or "unknown"
 
 
 def _other_parts(inventory: CheckpointInventory) -> list[str]:
@@ -168,7 +154,7 @@ def _tensor_section(inventory: CheckpointInventory, max_tensors: int | None) -> 
         (
             record.name,
             str(list(record.shape)),
-            str(record.dtype).removeprefix("torch."),
+            dtype_name(record.dtype),
             _split(record),
             human_bytes(record.num_bytes),
         )
@@ -191,7 +177,7 @@ def _all_tensors(inventory: CheckpointInventory) -> list[TensorRecord]:
 def _split(record: TensorRecord) -> str:
     """How it was split: along one dimension, or in boxes."""
     if len(record.chunks) <= 1:
-        return "whole"
+        return "unsharded"
     split = [dim for dim in range(len(record.shape)) if len({chunk.offsets[dim] for chunk in record.chunks}) > 1]
     return f"{len(record.chunks)} along dim {split[0]}" if len(split) == 1 else f"{len(record.chunks)} boxes"
 
@@ -204,7 +190,7 @@ def _tensor_data(record: TensorRecord) -> dict[str, Any]:
     return {
         "name": record.name,
         "shape": list(record.shape),
-        "dtype": str(record.dtype).removeprefix("torch."),
+        "dtype": dtype_name(record.dtype),
         "num_bytes": record.num_bytes,
         "chunks": [{"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)} for chunk in record.chunks],
     }
@@ -235,7 +221,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
     if isinstance(value, TensorRecord):
-        return {"tensor": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {"tensor": list(value.shape), "dtype": dtype_name(value.dtype)}
     is_plain = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
     return value if is_plain else str(value)
 

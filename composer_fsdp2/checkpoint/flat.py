@@ -17,22 +17,20 @@ from composer_fsdp2.checkpoint.inventory import (
     MODEL,
     OPTIMIZERS,
     CheckpointInventory,
-    EntryPath,
     FlatRange,
     ObjectRecord,
     TensorRecord,
 )
 from composer_fsdp2.checkpoint.names import canonical
+from composer_fsdp2.checkpoint.trees import EntryPath
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.tying import parameter_uses
-
-__all__ = ["unflattened"]
+from composer_fsdp2.sharding.ties import parameter_uses
 
 _FLAT = "_flat_param"
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Slice:
     """One parameter in a vector: its first element, and all the names under which the wrapped module registers it."""
 
     start: int
@@ -41,11 +39,11 @@ class _Part:
 
     @property
     def name(self) -> str:
-        """The one that its optimizer state goes by."""
+        """The name of its optimizer state."""
         return self.names[0]
 
 
-_Layout = dict[str, list[_Part]]  # by the wrapped module's path
+_Layout = dict[str, list[_Slice]]  # by the wrapped module's path
 
 
 def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointInventory:
@@ -80,17 +78,17 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
                 tensors.update({(*MODEL, name): part_record for name in part.names})
             else:
                 tensors[(*path[:4], part.name, *path[5:])] = part_record
-    return inventory.replaced(tensors=tensors, objects=_objects(inventory, layout), flat=False)
+    return inventory.replaced(tensors=tensors, objects=_objects(inventory, layout))
 
 
-def _cut(vector: TensorRecord, part: _Part) -> TensorRecord:
+def _cut(vector: TensorRecord, part: _Slice) -> TensorRecord:
     return TensorRecord(
         name=f"{part.name} in {vector.name}", shape=part.shape, dtype=vector.dtype, flat=FlatRange(vector, part.start)
     )
 
 
 def _objects(inventory: CheckpointInventory, layout: _Layout) -> dict[EntryPath, ObjectRecord]:
-    """Entries of a vector's optimizer state that are no tensors belong to each of its parameters; so do its groups."""
+    """Entries of a vector's optimizer state that are not tensors belong to each of its parameters; so do its groups."""
     objects: dict[EntryPath, ObjectRecord] = {}
     for path, record in inventory.objects.items():
         flat_name = _flat_name(path)
@@ -144,13 +142,13 @@ def _layout(model: nn.Module, units: dict[str, str], inventory: CheckpointInvent
     all_names = {use.parameter: tuple(map(canonical, use.names)) for use in parameter_uses(model)}
     layout: _Layout = {}
     for path in units:
-        start, parts = 0, list[_Part]()
+        start, parts = 0, list[_Slice]()
         taken: set[nn.Parameter] = set()  # of this unit: one that another shared, too, FSDP1 kept for each of them
         for name, parameter in _parameters(modules[path], path, nested):
             if parameter not in taken:
                 taken.add(parameter)
                 others = (other for other in all_names[parameter] if other != name and _unit_of(other, units) == path)
-                parts.append(_Part(start, (name, *others), tuple(parameter.shape)))
+                parts.append(_Slice(start, (name, *others), tuple(parameter.shape)))
                 start += parameter.numel()
         record = inventory.model[units[path]]
         assert isinstance(record, TensorRecord)

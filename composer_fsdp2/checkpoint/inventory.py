@@ -6,46 +6,23 @@ An inventory has one shape for all layouts, the one of Composer's monolithic fil
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 
-from composer_fsdp2.checkpoint.pickles.values import StoredTensor
-from composer_fsdp2.checkpoint.storage.archive import Archive, Blob
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
+from composer_fsdp2.checkpoint.boxes import Box, first_overlap
+from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor
+from composer_fsdp2.checkpoint.trees import EntryPath, as_tree, dotted, leaves
 from composer_fsdp2.errors import CheckpointError
-
-__all__ = [
-    "CheckpointInventory",
-    "Chunk",
-    "Entry",
-    "EntryPath",
-    "ModelFit",
-    "ObjectRecord",
-    "OptimizerContents",
-    "Packed",
-    "Strided",
-    "TensorRecord",
-    "Writer",
-    "as_tree",
-    "dotted",
-    "of_stored_tensor",
-]
-
-EntryPath: TypeAlias = tuple[str | int, ...]
 
 MODEL: EntryPath = ("state", "model")
 OPTIMIZERS: EntryPath = ("state", "optimizers")
-
-
-def dotted(path: EntryPath) -> str:
-    """``('state', 'model', 'wte.weight')`` as ``state.model.wte.weight``, the key that DCP gives it."""
-    return ".".join(map(str, path))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,7 +43,7 @@ class Strided:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class NestedArchive:
     """An archive of its own inside a file of a DCP directory, which holds one tensor or one object.
 
     Args:
@@ -79,7 +56,7 @@ class Entry:
     is_remote: bool = False
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> Strided:
-        """Open the archive and find the tensor, which must be what the metadata said.
+        """Open the archive and find the tensor, which must be as the metadata describes it.
 
         Raises:
             CheckpointError: it is of another shape or dtype, or no tensor.
@@ -98,14 +75,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Bytes in a compressed file: they lie nowhere until it is unpacked (``formats.compressed.unpacked``)."""
+    """Bytes in a compressed file: they lie nowhere until it is unpacked."""
 
     path: Path
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> NoReturn:
         raise CheckpointError(
             f"{self.path}: compressed, so its tensors cannot be read in place; unpack it first "
-            "(composer_fsdp2.checkpoint.formats.compressed.unpacked)"
+            "(composer_fsdp2.checkpoint.packed.unpacked)"
         )
 
 
@@ -117,16 +94,10 @@ class InMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor (offsets and sizes per dimension, in elements) and where its bytes lie."""
+class Chunk(Box):
+    """A part of a tensor, and where its bytes lie."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    source: Strided | Entry | Packed | InMemory
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
+    source: Strided | NestedArchive | Packed | InMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +114,7 @@ class TensorRecord:
 
     Args:
         name: As in the file.
-        chunks: Boxes that tile it; one for a tensor that was saved whole.
+        chunks: Boxes that tile it; one for a tensor that was saved unsharded.
         flat: Where it is part of a flat parameter; then there are no chunks.
     """
 
@@ -156,9 +127,14 @@ class TensorRecord:
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor, name: str) -> "TensorRecord":
         """A record that is read from memory."""
-        shape = tuple(tensor.shape)
-        chunk = Chunk((0,) * tensor.dim(), shape, InMemory(tensor.detach()))
-        return cls(name=name, shape=shape, dtype=tensor.dtype, chunks=(chunk,))
+        return cls.stored_whole(name, tuple(tensor.shape), tensor.dtype, InMemory(tensor.detach()))
+
+    @classmethod
+    def stored_whole(
+        cls, name: str, shape: tuple[int, ...], dtype: torch.dtype, source: "Strided | Packed | InMemory"
+    ) -> "TensorRecord":
+        """A tensor that lies in one place."""
+        return cls(name=name, shape=shape, dtype=dtype, chunks=(Chunk((0,) * len(shape), shape, source),))
 
     @property
     def numel(self) -> int:
@@ -168,73 +144,30 @@ class TensorRecord:
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def box(self) -> Box:
+        """All of it."""
+        return Box.whole(self.shape)
+
     def untiled(self) -> str | None:
         """How the chunks fail to tile the tensor exactly; None if they do."""
-        whole = (0,) * len(self.shape)
-        boxes = [(chunk.offsets, chunk.sizes) for chunk in self.chunks if chunk.numel]
-        for offsets, sizes in boxes:
-            if len(offsets) != len(self.shape) or any(
-                o < 0 or o + s > n for o, s, n in zip(offsets, sizes, self.shape, strict=True)
+        boxes = [Box(chunk.offsets, chunk.sizes) for chunk in self.chunks if chunk.numel]
+        for box in boxes:
+            if len(box.offsets) != len(self.shape) or any(
+                o < 0 or o + s > n for o, s, n in zip(box.offsets, box.sizes, self.shape, strict=True)
             ):
-                return f"a chunk at {offsets} of shape {sizes} lies outside of shape {self.shape}"
-        covered = sum(math.prod(sizes) for _, sizes in boxes)
-        if boxes != [(whole, self.shape)] and (overlap := _overlap(boxes)) is not None:
+                return f"a chunk at {box.offsets} of shape {box.sizes} lies outside of shape {self.shape}"
+        if boxes != [self.box] and (overlap := first_overlap(boxes)) is not None:
             return f"chunks at {overlap[0]} and {overlap[1]} overlap"
-        if covered != self.numel:
+        if (covered := sum(box.numel for box in boxes)) != self.numel:
             return f"its chunks hold {covered} of {self.numel} elements"
         return None
 
 
-_Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
-_MOST_PAIRWISE = 256
-
-
-def _overlap(boxes: _Boxes) -> tuple[Any, Any] | None:
-    """Two boxes that share an element, or that no sharding lays out so, as far as it can be told in a short time.
-
-    Boxes of a sharding lie in a grid: along some dimension they fall apart into groups that do not meet, and each group
-    does so again. A few that do not are compared with each other; of many the first two are named.
-    """
-    work_left = 1_000_000 + 64 * len(boxes)
-    waiting = [boxes]
-    while waiting:
-        group = waiting.pop()
-        if len(group) < 2:
-            continue
-        if work_left < 0:
-            return group[0][0], group[1][0]
-        for dim in range(len(group[0][0])):
-            work_left -= len(group)
-            if len(parts := _apart(group, dim)) > 1:
-                waiting.extend(parts)
-                break
-        else:
-            if len(group) > _MOST_PAIRWISE:
-                return group[0][0], group[1][0]
-            for (offsets, sizes), (other, extent) in itertools.combinations(group, 2):
-                if all(a < b + t and b < a + s for a, s, b, t in zip(offsets, sizes, other, extent, strict=True)):
-                    return offsets, other
-    return None
-
-
-def _apart(boxes: _Boxes, dim: int) -> list[_Boxes]:
-    """The groups of boxes that do not meet along a dimension."""
-    groups: list[_Boxes] = []
-    end = -1
-    for box in sorted(boxes, key=lambda box: box[0][dim]):
-        start, size = box[0][dim], box[1][dim]
-        if start >= end:
-            groups.append([])
-        groups[-1].append(box)
-        end = max(end, start + size)
-    return groups
-
-
 def of_stored_tensor(stored: StoredTensor, archive: Archive, name: str) -> TensorRecord:
-    """A tensor that was saved whole."""
+    """A tensor that was saved unsharded."""
     source = Strided(archive.storage(stored.storage.key), stored.dtype, stored.offset, stored.stride)
-    chunk = Chunk((0,) * len(stored.shape), stored.shape, source)
-    return TensorRecord(name=name, shape=stored.shape, dtype=stored.dtype, chunks=(chunk,))
+    return TensorRecord.stored_whole(name, stored.shape, stored.dtype, source)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,7 +176,7 @@ def of_stored_tensor(stored: StoredTensor, archive: Archive, name: str) -> Tenso
 
 @dataclass(slots=True)
 class ObjectRecord:
-    """One entry that is no tensor. Its value is plain data, in which tensors are ``TensorRecord``s.
+    """One entry that is not a tensor. Its value is plain data, in which tensors are ``TensorRecord``s.
 
     Args:
         load: Reads the value; called once, when it is asked for.
@@ -254,7 +187,7 @@ class ObjectRecord:
     name: str
     load: Callable[[], Any] = field(repr=False)
     num_bytes: int = 0
-    source: Entry | None = None
+    source: NestedArchive | None = None
     _value: Any = field(default=..., repr=False)
 
     def value(self) -> Any:
@@ -304,15 +237,14 @@ class CheckpointInventory:
 
     Args:
         path: The checkpoint that was found: behind links, and the newest in a folder of several.
-        layout: The name of the layout, as in ``checkpoint/formats/``.
+        layout: The name of the layout, as in ``checkpoint/layouts/``.
         tensors: Every tensor, by its path in the state.
         objects: Every other entry, by its path.
         nested: Tensors inside of other entries' values, where those were read anyway.
         files: All files that belong to it, with their sizes in bytes.
         remarks: What is missing or odd; the user should know, and nothing fails.
         optimizer_at_root: torch < 2.3 wrote ``optimizers`` beside ``state``.
-        flat: The model is in FSDP1's flat parameters, without the parameters' names.
-        compressed: Tensors can be read only after ``formats.compressed.unpacked``.
+        weights_alone: The layout has no place for anything else, so that nothing else is missed.
     """
 
     path: Path
@@ -324,8 +256,7 @@ class CheckpointInventory:
     writer: Writer = Writer()
     remarks: tuple[str, ...] = ()
     optimizer_at_root: bool = False
-    flat: bool = False
-    compressed: bool = False
+    weights_alone: bool = False
     fit: "ModelFit | None" = None
 
     @property
@@ -333,37 +264,45 @@ class CheckpointInventory:
         return sum(size for _, size in self.files)
 
     @cached_property
+    def entries(self) -> Mapping[EntryPath, TensorRecord | ObjectRecord]:
+        """All tensors, and then all others."""
+        return {**self.tensors, **self.objects}
+
+    @cached_property
+    def flat(self) -> bool:
+        """Whether the model is in FSDP1's flat parameters, without the parameters' names."""
+        return any(str(path[-1]).endswith("_flat_param") for path in self.tensors if path[:2] == MODEL)
+
+    @cached_property
+    def compressed(self) -> bool:
+        """Whether tensors can be read only once the file is unpacked."""
+        return any(isinstance(chunk.source, Packed) for record in self.tensors.values() for chunk in record.chunks)
+
+    @cached_property
     def model(self) -> dict[str, TensorRecord | ObjectRecord]:
         """The model's entries, by the names in the file; extra state may be an object."""
-        entries: Iterable[tuple[EntryPath, TensorRecord | ObjectRecord]] = (
-            *self.tensors.items(),
-            *self.objects.items(),
-        )
         found: dict[str, TensorRecord | ObjectRecord] = {}
-        for path, record in entries:
+        for path, record in self.entries.items():
             if path[:2] == MODEL and len(path) > 2:
-                whole = _extra_state(path)
-                if whole == path:
+                entry = _extra_state(path)
+                if entry == path:
                     found[dotted(path[2:])] = record
                 else:
-                    found[dotted(whole[2:])] = ObjectRecord(dotted(whole), functools.partial(self.tree, whole))
+                    found[dotted(entry[2:])] = ObjectRecord(dotted(entry), functools.partial(self.tree, entry))
         return found
 
     @cached_property
     def optimizers(self) -> tuple[OptimizerContents, ...]:
         """The optimizers in the file, in its order."""
-        names = dict.fromkeys(
-            str(path[2]) for path in (*self.tensors, *self.objects) if path[:2] == OPTIMIZERS and len(path) > 2
-        )
+        names = dict.fromkeys(str(path[2]) for path in self.entries if path[:2] == OPTIMIZERS and len(path) > 2)
         return tuple(self._optimizer(name) for name in names)
 
     def _optimizer(self, name: str) -> OptimizerContents:
         state: dict[str | int, dict[str, TensorRecord | ObjectRecord]] = {}
         prefix = (*OPTIMIZERS, name, "state")
-        for records in (self.tensors, self.objects):
-            for path, record in records.items():
-                if path[:4] == prefix and len(path) > 5:
-                    state.setdefault(path[4], {})[dotted(path[5:])] = record
+        for path, record in self.entries.items():
+            if path[:4] == prefix and len(path) > 5:
+                state.setdefault(path[4], {})[dotted(path[5:])] = record
         if self.flat and any(str(parameter).endswith("_flat_param") for parameter in state):
             keyed_by = "flat parameter"
         else:
@@ -376,20 +315,15 @@ class CheckpointInventory:
         if groups is None:
             return []
         if not isinstance(groups, list) or not all(map(_is_group, groups)):
-            raise CheckpointError(f"{self.path}: param_groups of {optimizer} is no list of dicts with their 'params'")
+            raise CheckpointError(
+                f"{self.path}: param_groups of {optimizer} is not a list of dicts with their 'params'"
+            )
         return groups
 
     def tree(self, prefix: EntryPath) -> Any:
         """The value below a path with its containers, tensors as ``TensorRecord``s; None where there is nothing."""
         length = len(prefix)
-        below: dict[EntryPath, Any] = {}
-        for path, record in self.tensors.items():
-            if path[:length] == prefix:
-                below[path[length:]] = record
-        for path, entry in self.objects.items():
-            if path[:length] == prefix:
-                below[path[length:]] = entry.value()
-        return as_tree(below) if below else None
+        return tree_of({path[length:]: record for path, record in self.entries.items() if path[:length] == prefix})
 
     @cached_property
     def timestamp(self) -> dict[str, Any]:
@@ -403,6 +337,12 @@ class CheckpointInventory:
     def replaced(self, **changes: Any) -> "CheckpointInventory":
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+def tree_of(entries: Mapping[EntryPath, TensorRecord | ObjectRecord]) -> Any:
+    """The value that these entries make up, tensors as ``TensorRecord``s; None for none."""
+    values = {path: each if isinstance(each, TensorRecord) else each.value() for path, each in entries.items()}
+    return as_tree(values) if values else None
 
 
 def _extra_state(path: EntryPath) -> EntryPath:
@@ -421,31 +361,6 @@ def _is_group(group: Any) -> bool:
     )
 
 
-def as_tree(leaves: Mapping[EntryPath, Any]) -> Any:
-    """Nested dicts and lists from paths: a number is a position in a list, text a key (``optimizers.*.state`` aside).
-
-    A leaf that is a dict itself, beside others below the same path, takes them in.
-    """
-    if set(leaves) == {()}:
-        return leaves[()]
-    by_first: dict[str | int, dict[EntryPath, Any]] = {}
-    for path, value in leaves.items():
-        if path:
-            by_first.setdefault(path[0], {})[path[1:]] = value
-    inner = {key: as_tree(below) for key, below in by_first.items()}
-    if inner and all(isinstance(key, int) for key in inner):
-        return [inner[key] for key in sorted(inner, key=int)]
-    own = leaves.get(())
-    return {**own, **inner} if isinstance(own, dict) else inner
-
-
 def walk_tensors(value: Any, path: EntryPath = ()) -> Iterator[tuple[EntryPath, TensorRecord]]:
-    """Every ``TensorRecord`` in a nested value, with where it lies."""
-    if isinstance(value, TensorRecord):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from walk_tensors(part, (*path, key))
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value):
-            yield from walk_tensors(part, (*path, number))
+    """Every ``TensorRecord`` in a nested value, with its path."""
+    return ((where, leaf) for where, leaf in leaves(value, path) if isinstance(leaf, TensorRecord))

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from composer_fsdp2.checkpoint.foreign import listing, looks_like
-from composer_fsdp2.checkpoint.formats import formats, per_rank
+from composer_fsdp2.checkpoint.layouts import Layout, recognized
+from composer_fsdp2.checkpoint.unrecognized import listing, looks_like
 from composer_fsdp2.errors import CheckpointError
-
-__all__ = ["Located", "NoCheckpointError", "NotACheckpointError", "expanded", "find", "locate"]
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _RANKS = re.compile(r"\{(rank|local_rank|node_rank)\}")
 _STEP = re.compile(r"ep(\d+)-ba(\d+)")
 _FILE = re.compile(r"(\.(pt|tar|tgz)(\.\w+)?|rank\d+)$")
+_FIRST_RANK = re.compile(r"rank0+(?!\d)")
 _LATER_RANK = re.compile(r"rank0*[1-9]\d*")
 _MAX_POINTER_BYTES = 4096
 _MAX_DEPTH = 5  # run name, checkpoints, ep0-ba3, file
@@ -32,9 +31,10 @@ class NoCheckpointError(NotACheckpointError, FileNotFoundError):
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The file or folder that holds the checkpoint, and what the user should know about how it was found."""
+    """A checkpoint: the file or folder that holds it, its layout, and what to know about how it was found."""
 
     path: Path
+    layout: Layout
     remarks: tuple[str, ...] = ()
 
 
@@ -48,13 +48,8 @@ class _Candidate:
     path: Path
 
 
-def locate(path: str | Path) -> Path:
-    """The file or folder of the checkpoint behind a path; see ``find``."""
-    return find(path).path
-
-
 def find(path: str | Path) -> Located:
-    """The checkpoint behind a path, and what the user should know about how it was found.
+    """The checkpoint behind a path.
 
     Followed are links of the file system, Composer's ``.symlink`` files and other small files that hold a relative
     path (which must stay in their folder), ``{rank}`` (the first rank's), ``file://``; in a run folder the newest
@@ -66,9 +61,12 @@ def find(path: str | Path) -> Located:
     try:
         existing = _existing(_local(path))
         found = _follow(existing)
-        if found.is_file() and not _is_checkpoint(found) and _is_checkpoint(existing):
+        layout = recognized(found)
+        if layout is None and found.is_file() and (layout := recognized(existing)) is not None:
             found = existing  # a link whose name says what it is: a Hugging Face cache keeps files under their hashes
-        return Located(found) if found.is_file() or _is_checkpoint(found) else _newest(found)
+        if layout is not None:
+            return Located(found, layout)
+        return _newest(found) if found.is_dir() else _recognized(found)
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:  # no permission, a name too long or with a NUL, a device
@@ -193,10 +191,11 @@ def _newest(folder: Path) -> Located:
     """The newest complete checkpoint in a run folder."""
     skipped: list[str] = []
     for candidate in sorted(_candidates(folder), reverse=True):
-        reason = _incomplete(candidate.path)
-        if reason is None:
-            return Located(candidate.path, tuple(f"skipped a newer one: {text}" for text in skipped))
-        skipped.append(f"{candidate.path.relative_to(folder)}: {reason}")
+        path, layout = _first_rank_file(candidate.path)
+        reason = looks_like(path) if layout is None else layout.incomplete(path)
+        if reason is None and layout is not None:
+            return Located(path, layout, tuple(f"skipped a newer one: {text}" for text in skipped))
+        skipped.append(f"{path.relative_to(folder)}: {reason}")
     if skipped:
         raise NotACheckpointError(f"{folder}: no complete checkpoint in it; " + "; ".join(skipped[:8]))
     return _unnumbered(folder)
@@ -211,29 +210,41 @@ def _candidates(folder: Path, depth: int = 0) -> Iterator[_Candidate]:
                 yield from _candidates(entry, depth + 1)
         elif entry.is_dir() or (_FILE.search(entry.name) and not _LATER_RANK.search(entry.name)):
             epoch, batch = map(int, step.groups())
-            yield _Candidate(batch, epoch, entry.stat().st_mtime, _first_rank_file(entry))
+            yield _Candidate(batch, epoch, entry.stat().st_mtime, entry)
 
 
-def _first_rank_file(entry: Path) -> Path:
+def _first_rank_file(entry: Path) -> tuple[Path, Layout | None]:
     """Composer 0.15 wrote one file for each rank in a folder of the step's name."""
-    if entry.is_file() or _is_checkpoint(entry):
-        return entry
-    return next((file for file in sorted(_entries(entry)) if per_rank.rank_of(file) == 0), entry)
+    layout = recognized(entry)
+    if layout is None and entry.is_dir():
+        file = next((file for file in sorted(_entries(entry)) if _FIRST_RANK.search(file.name)), None)
+        if file is not None:
+            return file, recognized(file)
+    return entry, layout
 
 
 def _unnumbered(folder: Path) -> Located:
     """What a folder without steps in its names holds: a pointer to the latest, or one checkpoint."""
     for pointer in sorted(folder.glob("latest*")):
         if not _LATER_RANK.search(pointer.name) and (found := _follow(pointer)) != pointer:
-            return Located(found)
+            return _recognized(found)
     files = [
-        e for e in sorted(_entries(folder)) if e.is_file() and not _LATER_RANK.search(e.name) and _is_checkpoint(e)
+        Located(file, layout)
+        for file in sorted(_entries(folder))
+        if file.is_file() and not _LATER_RANK.search(file.name) and (layout := recognized(file)) is not None
     ]
     if len(files) == 1:
-        return Located(files[0])
+        return files[0]
     if files:
         raise NotACheckpointError(f"{folder}: holds {len(files)} checkpoints; name one: {listing(folder)}")
     raise NotACheckpointError(f"{folder}: {looks_like(folder)}")
+
+
+def _recognized(path: Path) -> Located:
+    layout = recognized(path)
+    if layout is None:
+        raise NotACheckpointError(f"{path}: {looks_like(path)}")
+    return Located(path, layout)
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -241,14 +252,3 @@ def _entries(folder: Path) -> list[Path]:
         return [entry for entry in folder.iterdir() if entry.exists()]
     except OSError as error:
         raise NotACheckpointError(f"{folder}: {error.strerror or error}") from error
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return any(layout.recognise(path) for layout in formats())
-
-
-def _incomplete(path: Path) -> str | None:
-    for layout in formats():
-        if layout.recognise(path):
-            return layout.incomplete(path)
-    return looks_like(path)

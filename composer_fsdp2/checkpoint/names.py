@@ -2,8 +2,6 @@
 
 import re
 
-__all__ = ["canonical"]
-
 # What FSDP1, activation checkpointing and torch.compile put into a module's path.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_orig_mod)\.")
 

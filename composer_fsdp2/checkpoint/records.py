@@ -3,16 +3,39 @@
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from composer_fsdp2.checkpoint.storage.archive import Blob, opened
-from composer_fsdp2.checkpoint.storage.crc import shifted
+from composer_fsdp2.checkpoint.archive.crc import shifted
+from composer_fsdp2.checkpoint.archive.disk import opened
+from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.errors import CheckpointError
-
-__all__ = ["Range", "damage_of"]
 
 # Bytes of a record from its start, from one to before another, and their CRC32 where they were read.
 Range: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRange:
+    """Some bytes of a record, counted from its start, and the CRC32 that they had when they were read."""
+
+    blob: Blob
+    start: int
+    end: int
+    crc32: int
+
+
+def ranges_by_record(ranges: Iterable[ReadRange]) -> tuple[dict[Blob, set[Range]], int]:
+    """What was read of each record that has a CRC32; and the number of bytes read of records that have none.
+
+    Several tensors may be one run of bytes, as the step counts of FSDP1's flat parameters are; it counts once.
+    """
+    found: dict[Blob, set[Range]] = {}
+    for read in ranges:
+        found.setdefault(read.blob, set()).add((read.start, read.end, read.crc32))
+    unchecked = sum(end - start for blob, each in found.items() if blob.crc32 is None for start, end, _ in each)
+    return {blob: each for blob, each in found.items() if blob.crc32 is not None}, unchecked
+
 
 _SLICE_BYTES = 4 << 20
 

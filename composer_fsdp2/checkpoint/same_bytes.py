@@ -2,9 +2,7 @@
 
 import torch
 
-from composer_fsdp2.checkpoint.inventory import Chunk, Entry, Strided, TensorRecord
-
-__all__ = ["are_one_storage", "have_same_bytes", "same_content"]
+from composer_fsdp2.checkpoint.inventory import Chunk, NestedArchive, Strided, TensorRecord
 
 
 def are_one_storage(a: TensorRecord, b: TensorRecord) -> bool:
@@ -50,8 +48,8 @@ def same_content(a: object, b: object) -> bool | None:
 def _whole_fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] | None:
     """Of a chunk that is all of its record, whose CRC32 comes first; None where the file says none, or is not here."""
     source = chunk.source
-    assert isinstance(source, Strided | Entry)
-    if isinstance(source, Entry) and source.is_remote:
+    assert isinstance(source, Strided | NestedArchive)
+    if isinstance(source, NestedArchive) and source.is_remote:
         return None  # it may be here and not on another machine, whose ranks must come to the same result
     is_whole = source.locate(chunk, dtype).blob.num_bytes == chunk.numel * dtype.itemsize
     return _fingerprint(chunk, dtype) if is_whole else None
@@ -60,13 +58,13 @@ def _whole_fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] |
 def _are_alike(a: TensorRecord, b: TensorRecord) -> bool:
     """Of one shape and dtype, in the same boxes, in files."""
     boxes = [[(chunk.offsets, chunk.sizes) for chunk in record.chunks] for record in (a, b)]
-    are_in_files = all(isinstance(chunk.source, Strided | Entry) for chunk in (*a.chunks, *b.chunks))
+    are_in_files = all(isinstance(chunk.source, Strided | NestedArchive) for chunk in (*a.chunks, *b.chunks))
     return bool(a.chunks) and (a.shape, a.dtype) == (b.shape, b.dtype) and boxes[0] == boxes[1] and are_in_files
 
 
 def _fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] | None:
     """Of the content; None where the file says no CRC32."""
-    assert isinstance(chunk.source, Strided | Entry)
+    assert isinstance(chunk.source, Strided | NestedArchive)
     source = chunk.source.locate(chunk, dtype)
     blob = source.blob
     return None if blob.crc32 is None else (blob.crc32, blob.num_bytes, source.offset, source.stride)

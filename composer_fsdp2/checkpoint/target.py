@@ -11,37 +11,29 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from composer_fsdp2._torch import local_box
+from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.names import canonical
-from composer_fsdp2.tying import tie_groups
-
-__all__ = ["Box", "ModelTarget", "TensorTarget", "model_target"]
+from composer_fsdp2.sharding.ties import tie_groups
 
 _EXTRA_STATE = "_extra_state"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+@dataclass(frozen=True, slots=True)
+class LocalBox(Box):
     """The part of a tensor that this rank holds, and the ranks that hold the same part.
 
     Args:
-        offsets, sizes: In elements of the whole tensor.
-        like: A DTensor or tensor whose layout this is.
+        like: A DTensor or tensor that is laid out so.
     """
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     like: torch.Tensor
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Box":
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "LocalBox":
         if isinstance(tensor, DTensor):
             sizes, offsets = local_box(tensor)
-            return cls(offsets=tuple(offsets), sizes=tuple(sizes), like=tensor)
-        return cls(offsets=(0,) * tensor.dim(), sizes=tuple(tensor.shape), like=tensor)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
+            return LocalBox(tuple(offsets), tuple(sizes), tensor)
+        return LocalBox((0,) * tensor.dim(), tuple(tensor.shape), tensor)
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -57,7 +49,7 @@ class Box:
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks hold this part. A tensor that is no DTensor lies whole on every rank."""
+        """How many ranks hold this part. A tensor that is not a DTensor lies unsharded on every rank."""
         if not isinstance(self.like, DTensor):
             return dist.get_world_size() if dist.is_initialized() else 1
         return math.prod(self.like.device_mesh.size(axis) for axis in self.axes)

@@ -2,8 +2,6 @@
 
 import typer
 
-__all__ = ["checkpoint"]
-
 checkpoint = typer.Typer(
     name="checkpoint", help="Look into checkpoints, convert them, check them.", no_args_is_help=True
 )

@@ -14,8 +14,6 @@ import typer
 from composer_fsdp2.cli.checkpoint import checkpoint
 from composer_fsdp2.cli.models import MODEL_HELP, model_from
 
-__all__ = ["convert"]
-
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -55,7 +53,7 @@ def _convert(
     source: str, destination: str, dtype: str | None, model: str | None, as_json: bool, options: dict[str, Any]
 ) -> None:
     # Here and not above: torch takes seconds, which --help need not wait for.
-    from composer_fsdp2.checkpoint.convert import ConversionReport, convert_checkpoint
+    from composer_fsdp2.checkpoint.convert.conversion import ConversionReport, convert_checkpoint
     from composer_fsdp2.checkpoint.locate import NotACheckpointError
     from composer_fsdp2.errors import CheckpointError, ConfigError
 

@@ -10,8 +10,6 @@ import typer
 from composer_fsdp2.cli.checkpoint import checkpoint
 from composer_fsdp2.cli.models import MODEL_HELP, model_from
 
-__all__ = ["inspect"]
-
 _SHOWN_TENSORS = 20
 
 

@@ -11,8 +11,6 @@ import typer
 
 from composer_fsdp2.cli.checkpoint import checkpoint
 
-__all__ = ["verify"]
-
 
 @checkpoint.command()
 def verify(
@@ -35,7 +33,7 @@ def verify(
 
 def _verify(path: str, against: str | None, *, rtol: float, atol: float, as_json: bool, trust: bool) -> None:
     # Here and not above: torch takes seconds, which --help need not wait for.
-    from composer_fsdp2.checkpoint.verify import verify_checkpoint
+    from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
     from composer_fsdp2.errors import CheckpointError
 
     logging.basicConfig(format="composer-fsdp2: %(message)s", level=logging.WARNING)  # what --trust runs

@@ -10,12 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from composer_fsdp2.compat import explain as explaining
-from composer_fsdp2.compat.dialects import DIALECTS
-from composer_fsdp2.compat.explain import Explanation
-from composer_fsdp2.findings import Finding
-
-__all__ = ["explain"]
+from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.migration import explain as explaining
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.explain import Explanation
 
 
 def explain(
@@ -40,17 +38,17 @@ def _explain(key: str | None, dialect: str | None, *, as_json: bool) -> None:
     if dialect is not None and dialect not in DIALECTS:
         _refuse(f"there is no dialect {dialect}; choose one of {', '.join(DIALECTS)}")
     found = explaining.all_keys(dialect) if key is None else explaining.explain(key, dialect=dialect)
-    unsaid = explaining.unsaid(dialect) if key is None else {}
+    implicit = explaining.implicit_settings(dialect) if key is None else {}
     if not found:
         assert key is not None
         _refuse(_unknown(key, dialect))
     if as_json:
-        told = {name: [finding.to_json() for finding in findings] for name, findings in unsaid.items()}
-        print(json.dumps({"keys": [each.to_json() for each in found], "unsaid": told}, indent=2, default=str))
+        told = {name: [finding.to_json() for finding in findings] for name, findings in implicit.items()}
+        print(json.dumps({"keys": [each.to_json() for each in found], "implicit": told}, indent=2, default=str))
     elif key is not None:
         print("\n\n".join(map(str, found)))
     else:
-        _show_all(found, unsaid)
+        _show_all(found, implicit)
 
 
 def _refuse(message: str) -> None:
@@ -61,7 +59,7 @@ def _refuse(message: str) -> None:
 def _unknown(key: str, dialect: str | None) -> str:
     whose = "no dialect" if dialect is None else f"{dialect} does not"
     lines = [f"{whose} know{'s' if dialect is None else ''} {key}"]
-    others = dict.fromkeys(each.row.dialect for each in explaining.explain(key)) if dialect else {}
+    others = dict.fromkeys(each.dialect.name for each in explaining.explain(key)) if dialect else {}
     if others:
         lines.append(f"  known to: {', '.join(others)}")
     near = explaining.nearest(key, dialect=dialect)
@@ -73,16 +71,16 @@ def _unknown(key: str, dialect: str | None) -> str:
 # All keys
 
 
-def _show_all(found: Sequence[Explanation], unsaid: dict[str, list[Finding]]) -> None:
+def _show_all(found: Sequence[Explanation], implicit: dict[str, list[Finding]]) -> None:
     """Tables to a terminal; elsewhere the same blocks as for one key, for pipes."""
     console = Console()
-    names = dict.fromkeys(each.row.dialect for each in found)
+    names = dict.fromkeys(each.dialect.name for each in found)
     for name in names:
-        rows = [each for each in found if each.row.dialect == name]
+        rows = [each for each in found if each.dialect.name == name]
         if console.is_terminal:
-            console.print(_table(name, rows), *_unsaid_lines(unsaid.get(name, [])), sep="\n", markup=False)
+            console.print(_table(name, rows), *_implicit_lines(implicit.get(name, [])), sep="\n", markup=False)
         else:
-            print("\n\n".join(map(str, rows)), *_unsaid_lines(unsaid.get(name, [])), sep="\n", end="\n\n")
+            print("\n\n".join(map(str, rows)), *_implicit_lines(implicit.get(name, [])), sep="\n", end="\n\n")
 
 
 def _table(name: str, rows: Sequence[Explanation]) -> Table:
@@ -92,14 +90,13 @@ def _table(name: str, rows: Sequence[Explanation]) -> Table:
     for each in rows:
         row = each.row
         fate = f"{row.outcome.value}: {row.target or row.reason}"
-        table.add_row(*(Text(text) for text in (row.name, explaining.default_text(row), row.meaning, fate)))
+        table.add_row(*(Text(text) for text in (row.name, each.default_text(), row.meaning, fate)))
     return table
 
 
-def _unsaid_lines(findings: Sequence[Finding]) -> Iterator[str]:
+def _implicit_lines(findings: Sequence[Finding]) -> Iterator[str]:
     if findings:
-        yield "what no key says:"
+        yield "what is implicit:"
     for finding in findings:
         hint = f" ({finding.hint})" if finding.hint else ""
-        name = finding.key.removeprefix("(unsaid) ")
-        yield f"  {name}: {finding.outcome.value}: {finding.reason}{hint}"
+        yield f"  {finding.key}: {finding.outcome.value}: {finding.reason}{hint}"

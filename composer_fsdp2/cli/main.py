@@ -20,8 +20,6 @@ from composer_fsdp2.cli.run import run
 from composer_fsdp2.cli.train import train
 from composer_fsdp2.errors import IncompatibleVersionError
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="composer-fsdp2",
     help="Run Composer and LLM Foundry training that was written for FSDP1 on FSDP2.",

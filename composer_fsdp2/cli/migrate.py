@@ -13,13 +13,10 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from composer_fsdp2.compat.dialects import DIALECTS
-from composer_fsdp2.compat.migration.files import Destination, FileResult, migrate_files, sources_of
-from composer_fsdp2.compat.migration.targets import TARGETS
 from composer_fsdp2.errors import ComposerFSDP2Error
-
-__all__ = ["migrate"]
-
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.files import Destination, FileResult, migrate_files, sources_of
+from composer_fsdp2.migration.targets import TARGETS
 
 # typer shows an enum's values as the choices.
 Dialect = enum.Enum("Dialect", {name: name for name in DIALECTS})  # type: ignore[misc]
@@ -54,7 +51,7 @@ def migrate(
     context: typer.Context,
     paths: list[Path] = typer.Argument(metavar="FILE|DIR ...", help="YAML files, or folders of them."),
     to: To = typer.Option("composer", "--to", help="Whose words for FSDP2 to write."),
-    dialect: Dialect = typer.Option(None, "--dialect", help="Whose configuration it is; found out if not said."),
+    dialect: Dialect = typer.Option(None, "--dialect", help="Whose configuration it is; found out if not given."),
     at: str = typer.Option(None, "--at", metavar="PATH", help="Where the section is, as in trainer.fsdp_config."),
     write: bool = typer.Option(False, "--write", help="Change the files in place; FILE.bak is what was there."),
     output: Path = typer.Option(None, "-o", "--output", metavar="PATH", help="Write to this file or folder."),
@@ -70,11 +67,11 @@ def migrate(
     Without --write or -o the new text goes to standard output and the report to standard error. In a folder, files
     that configure no sharding are passed over.
 
-    Exit code: 0 if every key has its counterpart or needs none, 1 if something needs a decision or cannot be said
+    Exit code: 0 if every key has its counterpart or needs none, 1 if something needs a decision or cannot be expressed
     (nothing is written then, without --force), 2 if a file cannot be used.
     """
-    said = [name for name, value in (("--diff", diff), ("--check", check), ("--json", as_json)) if value]
-    if len(said) > 1 or (write and output is not None) or (check and (write or output is not None)):
+    outputs = [name for name, value in (("--diff", diff), ("--check", check), ("--json", as_json)) if value]
+    if len(outputs) > 1 or (write and output is not None) or (check and (write or output is not None)):
         raise typer.BadParameter(
             "choose one of --diff, --check and --json, and one of --write and -o; --check writes nothing"
         )

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MODEL_HELP", "model_from"]
-
 MODEL_HELP = "A function that builds the model: module:function or path.py:function."
 
 

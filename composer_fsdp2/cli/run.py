@@ -12,8 +12,6 @@ import typer
 
 from composer_fsdp2.compat import fsdp2
 
-__all__ = ["run"]
-
 
 def run(
     context: typer.Context,

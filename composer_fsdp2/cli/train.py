@@ -7,8 +7,6 @@ import typer
 
 from composer_fsdp2.compat.llmfoundry import train_from_yaml
 
-__all__ = ["train"]
-
 
 def train(
     context: typer.Context,

@@ -15,9 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2._torch import ActivationWrapper
-from composer_fsdp2.full_params import summon_full_params
-
-__all__ = ["open_fsdp1_attributes", "say_what_replaces"]
+from composer_fsdp2.training.full_params import summon_full_params
 
 log = logging.getLogger(__name__)
 

@@ -1,21 +1,40 @@
-"""THE TABLE: one row per key that an ``fsdp_config`` may hold, and what becomes of it under FSDP2.
+"""THE TABLE: one row per key that an ``fsdp_config`` may hold: how it is read, and what becomes of it under FSDP2.
 
-The translation, the documentation and the tests read this table; a new key is a new row here and, if it decides
-something, a line in ``translate.py``. Meanings and defaults: Composer 0.32.1 (``composer/utils/parallelism.py``,
-``composer/distributed/dist_strategy.py``), and Composer's history for the legacy keys.
+The translation, the documentation and the tests read this table. A new key is a new row here; one that decides a field
+of the configuration by itself says in ``sets`` which. Meanings and defaults: Composer 0.32.1
+(``composer/utils/parallelism.py``, ``composer/distributed/dist_strategy.py``), and Composer's history for the legacy
+keys.
 """
 
-import difflib
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from composer_fsdp2.findings import Outcome
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Aspect, Row, Takes, idle, takes_if
+from composer_fsdp2.config.sharding import GradientDtype, GradientSync, MixedPrecision
+from composer_fsdp2.fsdp1.parsing import (
+    DTYPE_KEYS,
+    STATE_DICT_TYPES,
+    UNREAD_DTYPE_KEY,
+    BackwardPrefetch,
+    ShardingStrategy,
+    parse_backward_prefetch,
+    parse_gradient_sync,
+    parse_groups,
+    parse_mixed_precision,
+    parse_modules,
+    parse_mp_policy,
+    parse_offload,
+    parse_seconds,
+    parse_state_dict_type,
+    parse_strategy,
+)
 
-__all__ = ["KEYS", "KEYS_BY_NAME", "Key", "Kind", "Origin", "nearest_key"]
 
-
-class Origin(enum.Enum):
+class KeyGroup(enum.StrEnum):
     """Who gave a key its meaning."""
 
     FSDP1 = "Composer's FSDPConfig"
@@ -24,32 +43,203 @@ class Origin(enum.Enum):
     OURS = "composer_fsdp2"
 
 
-class Kind(enum.Enum):
-    """What values a key takes; checked before anything is translated."""
-
-    BOOL = "true or false"
-    INT = "a whole number"
-    OPTIONAL_INT = "a whole number or null"
-    BOOL_OR_INT = "true, false or a whole number"
-    STR = "a string"
-    OPTIONAL_STR = "a string or null"
-    OPTIONAL_SECONDS = "a number of seconds, or null"
-    ANY = "any value"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """One row: what a key meant, and its usual fate. A value can have another fate; the finding says so."""
+class Context:
+    """What a row may go by that decides about its value.
 
-    name: str
-    default: Any
-    meaning: str
-    outcome: Outcome
-    target: str
-    reason: str
-    kind: Kind = Kind.ANY
-    origin: Origin = Origin.FSDP1
+    Args:
+        values: What every key means, given or not.
+        given: What the user gave.
+    """
 
+    values: Mapping[str, Any]
+    given: Mapping[str, Any]
+    precision: str
+    mesh: MeshSpec
+    mixed_precision: MixedPrecision
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where the value decides
+
+BACKWARD_POST_REASON = (
+    "FSDP2 gathers the next unit before a unit's gradients, not after: one more unit in memory at the peak"
+)
+UNREAD_DTYPE_REASON = "Composer never read it inside this dict; beside mixed_precision it has an effect"
+
+
+def _neutral(finding: Finding) -> Finding:
+    """What is the same under every FSDP."""
+    return replace(idle(finding), outcome=Outcome.EXACT)
+
+
+def _strategy(finding: Finding, context: Context) -> Finding:
+    strategy: ShardingStrategy = context.values["sharding_strategy"]
+    if strategy is ShardingStrategy.NO_SHARD:
+        return replace(
+            finding,
+            target="2-D mesh with one rank on its shard axis",
+            reason="every rank keeps full parameters, gradients are averaged by one all-reduce",
+        )
+    freed = "freed" if strategy.reshards_after_forward else "kept"
+    target = f"reshard_after_forward={context.given.get('reshard_after_forward', strategy.reshards_after_forward)}"
+    if strategy.is_hybrid and not context.mesh.has_replicas:
+        same = ShardingStrategy.FULL_SHARD if strategy.reshards_after_forward else ShardingStrategy.SHARD_GRAD_OP
+        return replace(
+            finding,
+            outcome=Outcome.APPROXIMATE,
+            target=f"{target} on a 1-D mesh",
+            reason=f"without a replicate degree Composer itself trained this as {same.value}",
+            hint="set data_parallel_replicate_degree for replicas",
+        )
+    mesh = "2-D" if context.mesh.has_replicas else "1-D"
+    return replace(finding, target=f"{target} on a {mesh} mesh", reason=f"parameters are {freed} after forward")
+
+
+def _backward_prefetch(finding: Finding, context: Context) -> Finding:
+    given: BackwardPrefetch = context.values["backward_prefetch"]
+    if given is BackwardPrefetch.BACKWARD_POST:
+        return replace(
+            finding,
+            target="FSDP2's own prefetch (as BACKWARD_PRE)",
+            reason=BACKWARD_POST_REASON,
+            hint="NONE has the lower peak",
+        )
+    if given is BackwardPrefetch.NONE:
+        target, reason = "set_modules_to_backward_prefetch", "each unit names itself, so that nothing is prefetched"
+    else:
+        target, reason = "FSDP2's own prefetch", "FSDP2 gathers the next unit before a unit's gradients by itself"
+    return replace(finding, outcome=Outcome.EXACT, target=target, reason=reason)
+
+
+def _degree(finding: Finding, context: Context) -> Finding:
+    if context.values["process_group"] is None or finding.value == KEYS_BY_NAME[finding.key].default:
+        return finding
+    return replace(
+        finding,
+        outcome=Outcome.UNNEEDED,
+        target="",
+        reason="process_group takes precedence over the degrees, as it did in Composer",
+        hint="leave one of the two out",
+    )
+
+
+def _ignored_modules(finding: Finding, context: Context) -> Finding:
+    return finding if context.values["ignored_modules"] else _neutral(finding)
+
+
+def _low_precision_grads(finding: Finding, context: Context) -> Finding:
+    """A MixedPrecision object carries the key as well, and was what FSDP1 read whatever stood beside it."""
+    is_asked = context.mixed_precision.gradients is not GradientDtype.OF_PARAMETER
+    return replace(finding, value=True) if is_asked else _neutral(finding)
+
+
+def _gradient_sync(finding: Finding, context: Context) -> Finding:
+    given: GradientSync = context.values["gradient_sync"]
+    if given is GradientSync.EVERY:
+        return replace(finding, target="", reason="as under FSDP1 in Composer")
+    if given is GradientSync.DEFER_REPLICA and not context.mesh.has_replicas:
+        return replace(
+            finding,
+            outcome=Outcome.UNNEEDED,
+            target="",
+            reason="this mesh has no replicas, so there is nothing to defer",
+            hint="set data_parallel_replicate_degree, or say last",
+        )
+    return finding
+
+
+def _metric_names(finding: Finding, context: Context) -> Finding:
+    if context.values["use_orig_params"] or not finding.value:
+        return finding
+    return replace(
+        finding,
+        outcome=Outcome.APPROXIMATE,
+        reason="with use_orig_params: false FSDP1 logged one _flat_param for each unit; here each parameter has a name",
+    )
+
+
+def _te_checkpoint(finding: Finding, context: Context) -> Finding:
+    if not finding.value or context.precision != "amp_fp8":
+        return finding
+    return replace(
+        finding,
+        outcome=Outcome.EXACT,
+        target="transformer_engine.pytorch.distributed.checkpoint, applied before fully_shard",
+        reason="the same wrapper inside the unit; it does nothing without activation_checkpointing",
+    )
+
+
+def _te_weight(finding: Finding, context: Context) -> Finding:
+    if not finding.value or context.precision != "amp_fp8":
+        return finding
+    return replace(
+        finding,
+        outcome=Outcome.UNSUPPORTED,
+        reason="Transformer Engine's prepare_te_modules_for_fsdp knows FSDP1's wrapper only",
+        hint="set it to false: fully_shard gathers these weights in param_dtype",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In FSDP2's words
+
+Entries = list[tuple[str, Any]]
+
+
+def _removed(row: Row, value: Any, given: Mapping[str, Any]) -> Entries:
+    return []
+
+
+def _unless_default(row: Row, value: Any, given: Mapping[str, Any]) -> Entries:
+    return [] if value == row.default else [(row.name, value)]
+
+
+def _rewrite_strategy(row: Row, value: Any, given: Mapping[str, Any]) -> Entries:
+    strategy = parse_strategy(value)
+    reshard: Entries = (
+        [] if "reshard_after_forward" in given else [("reshard_after_forward", strategy.reshards_after_forward)]
+    )
+    if strategy is not ShardingStrategy.NO_SHARD:
+        return reshard
+    if given.get("process_group") is not None:
+        return [(row.name, value)]
+    degrees = (given.get("data_parallel_shard_degree", -1), given.get("data_parallel_replicate_degree"))
+    mesh = MeshSpec.of_degrees(*degrees).without_shards()
+    return [*((axis.key, axis.size) for axis in reversed(mesh.axes)), *reshard]
+
+
+def _rewrite_degree(row: Row, value: Any, given: Mapping[str, Any]) -> Entries:
+    if parse_strategy(given.get("sharding_strategy", "FULL_SHARD")) is ShardingStrategy.NO_SHARD:
+        return [(row.name, value)] if given.get("process_group") is not None else []
+    return _unless_default(row, value, given)
+
+
+def _rewrite_sync(row: Row, value: Any, given: Mapping[str, Any]) -> Entries:
+    # Without the key load_monolith_rank0_only asks for it.
+    return [(row.name, value)] if value or given.get("load_monolith_rank0_only") else []
+
+
+def _rewrite_backward_prefetch(row: Row, value: Any, given: Mapping[str, Any]) -> Entries:
+    return [(row.name, value)] if parse_backward_prefetch(value) is BackwardPrefetch.NONE else []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+_OPTIONAL_INT = takes_if("a whole number or null", lambda value: value is None or INT.fits(value))
+_OPTIONAL_TEXT = takes_if("a string or null", lambda value: isinstance(value, str | None))
+_RESHARD = takes_if("true, false or a whole number", lambda value: isinstance(value, int))
+_STRATEGY = Takes("a string", parse_strategy, tuple(each.value for each in ShardingStrategy))
+_BACKWARD_PREFETCH = Takes("a string", parse_backward_prefetch, tuple(each.value for each in BackwardPrefetch))
+_GRADIENT_SYNC = Takes("a string", parse_gradient_sync, tuple(each.value for each in GradientSync))
+_STATE_DICT_TYPE = Takes("a string or null", parse_state_dict_type, (*filter(None, STATE_DICT_TYPES), "local"))
+_SECONDS = Takes("a number of seconds, or null", parse_seconds)
+_MIXED_PRECISION = Takes("any value", parse_mixed_precision)
+_MP_POLICY = Takes("any value", parse_mp_policy)
+_OFFLOAD = Takes("any value", parse_offload)
+_GROUPS = Takes("any value", parse_groups)
+_MODULES = Takes("any value", parse_modules)
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED = (
     Outcome.EXACT,
@@ -58,396 +248,180 @@ _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED = (
     Outcome.UNSUPPORTED,
 )
 _KEPT = "Composer reads it from the same configuration object, as before"
+# FSDP2Config has few keys (composer/utils/parallelism.py); every other one is dropped.
+IGNORED_BY_COMPOSER = _IGNORED = "plain Composer 0.32.1 ignores it under FSDP2, with a warning"
+_READ = "plain Composer 0.32.1 reads it as well"
 
-KEYS: tuple[Key, ...] = (
-    Key(
-        name="activation_checkpointing",
-        kind=Kind.BOOL,
-        default=False,
+# fmt: off
+_ROWS: tuple[Row, ...] = (
+    Row(name="activation_checkpointing", takes=BOOL, default=False, outcome=_EXACT,
+        target="checkpoint_wrapper, applied before fully_shard", aspect=Aspect.CHECKPOINTING,
+        sets="activation_checkpointing.checkpoint",
         meaning="recompute the activations of the modules that the model's hooks choose",
-        outcome=_EXACT,
-        target="checkpoint_wrapper, applied before fully_shard",
         reason="the same wrapper inside the unit, as FSDP1 had it: FSDP(AC(block))",
-    ),
-    Key(
-        name="activation_checkpointing_reentrant",
-        kind=Kind.BOOL,
-        default=True,
+        elsewhere=f"{_READ}, and wraps the other way round"),
+    Row(name="activation_checkpointing_reentrant", takes=BOOL, default=True, outcome=_EXACT,
+        target="CheckpointImpl.REENTRANT or NO_REENTRANT", sets="activation_checkpointing.reentrant",
         meaning="which of torch's two implementations recomputes",
-        outcome=_EXACT,
-        target="CheckpointImpl.REENTRANT or NO_REENTRANT",
-        reason="both implementations run inside a fully_shard unit",
-    ),
-    Key(
-        name="activation_cpu_offload",
-        kind=Kind.BOOL,
-        default=False,
+        reason="both implementations run inside a fully_shard unit", elsewhere=f"{_IGNORED}: it never reenters"),
+    Row(name="activation_cpu_offload", takes=BOOL, default=False, outcome=_EXACT,
+        target="offload_wrapper, applied before fully_shard", sets="activation_checkpointing.cpu_offload",
         meaning="keep the chosen modules' saved activations in host memory",
-        outcome=_EXACT,
-        target="offload_wrapper, applied before fully_shard",
-        reason="the same wrapper, around the checkpointing one",
-    ),
-    Key(
-        name="auto_wrap",
-        kind=Kind.BOOL,
-        default=True,
+        reason="the same wrapper, around the checkpointing one", elsewhere=_READ),
+    Row(name="auto_wrap", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_unless_default,
         meaning="only gates load_monolith_rank0_only; wrapping itself never read it",
-        outcome=_UNNEEDED,
-        target="",
-        reason=f"it decides nothing about sharding; {_KEPT}",
-    ),
-    Key(
-        name="backward_prefetch",
-        kind=Kind.STR,
-        default="BACKWARD_POST",
+        reason=f"it decides nothing about sharding; {_KEPT}"),
+    Row(name="backward_prefetch", default="BACKWARD_POST", outcome=_APPROXIMATE,
+        target="set_modules_to_backward_prefetch; BACKWARD_POST as BACKWARD_PRE", takes=_BACKWARD_PREFETCH,
+        aspect=Aspect.BACKWARD_PREFETCH, decide=_backward_prefetch, rewrite=_rewrite_backward_prefetch,
         meaning="when backward gathers the next unit: NONE, BACKWARD_PRE or BACKWARD_POST",
-        outcome=_APPROXIMATE,
-        target="set_modules_to_backward_prefetch; BACKWARD_POST as BACKWARD_PRE",
         reason="FSDP2 gathers before the gradient computation (PRE) by itself; NONE is an explicit empty choice; "
-        "nothing gathers after it (POST): one more unit in memory at the peak",
-    ),
-    Key(
-        name="backward_prefetch_limit",
-        kind=Kind.INT,
-        default=1,
-        meaning="how many units ahead backward gathers",
-        outcome=_APPROXIMATE,
-        target="set_modules_to_backward_prefetch, lists of that length",
-        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run",
-    ),
-    Key(
-        name="cpu_offload",
-        kind=Kind.ANY,
-        default=False,
+        "nothing gathers after it (POST): one more unit in memory at the peak"),
+    Row(name="backward_prefetch_limit", default=1, outcome=_APPROXIMATE,
+        target="set_modules_to_backward_prefetch, lists of that length", takes=POSITIVE_INT, neutral=(1,),
+        rewrite=_unless_default, meaning="how many units backward prefetches",
+        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run"),
+    Row(name="cpu_offload", default=False, outcome=_EXACT, target="CPUOffloadPolicy", takes=_OFFLOAD,
+        aspect=Aspect.OFFLOAD, rewrite=_unless_default,
         meaning="keep parameters, gradients and optimizer state in host memory",
-        outcome=_EXACT,
-        target="CPUOffloadPolicy",
         reason="works here; Composer refused it under FSDP1 and dropped it under its own FSDP2",
-    ),
-    Key(
-        name="data_parallel_shard_degree",
-        kind=Kind.INT,
-        default=-1,
+        elsewhere=f"{_IGNORED}: parameters stay on the GPU"),
+    Row(name="data_parallel_shard_degree", takes=INT, default=-1, outcome=_EXACT, target="the mesh's shard axis",
+        aspect=Aspect.MESH, decide=_degree, rewrite=_rewrite_degree,
         meaning="over how many ranks a parameter is sharded; -1 for what the world size leaves",
-        outcome=_EXACT,
-        target="the mesh's shard axis",
-        reason="the same device mesh",
-    ),
-    Key(
-        name="data_parallel_replicate_degree",
-        kind=Kind.OPTIONAL_INT,
-        default=None,
-        meaning="how many replicas of the sharded model there are",
-        outcome=_EXACT,
-        target="the mesh's replicate axis (HSDP)",
-        reason="the same device mesh",
-    ),
-    Key(
-        name="forward_prefetch",
-        kind=Kind.BOOL,
-        default=False,
-        meaning="gather the next unit explicitly during forward",
-        outcome=_APPROXIMATE,
-        target="set_modules_to_forward_prefetch",
-        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run",
-    ),
-    Key(
-        name="forward_prefetch_limit",
-        kind=Kind.INT,
-        default=1,
-        meaning="how many units ahead forward_prefetch gathers",
-        outcome=_APPROXIMATE,
-        target="set_modules_to_forward_prefetch, lists of that length",
-        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run",
-    ),
-    Key(
-        name="ignored_modules",
-        default=None,
+        reason="the same device mesh", elsewhere=f"{_IGNORED}: it shards over all ranks"),
+    Row(name="data_parallel_replicate_degree", takes=_OPTIONAL_INT, default=None, outcome=_EXACT,
+        target="the mesh's replicate axis (HSDP)", aspect=Aspect.MESH, decide=_degree, rewrite=_rewrite_degree,
+        meaning="how many replicas of the sharded model there are", reason="the same device mesh",
+        elsewhere=f"{_IGNORED}: it shards over all ranks, without replicas"),
+    Row(name="forward_prefetch", takes=BOOL, default=False, outcome=_APPROXIMATE,
+        target="set_modules_to_forward_prefetch", aspect=Aspect.FORWARD_PREFETCH, neutral=(False,),
+        rewrite=_unless_default, meaning="gather the next unit explicitly during forward",
+        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run"),
+    Row(name="forward_prefetch_limit", default=1, outcome=_APPROXIMATE,
+        target="set_modules_to_forward_prefetch, lists of that length", takes=POSITIVE_INT, neutral=(1,),
+        rewrite=_unless_default, meaning="how many units forward_prefetch prefetches",
+        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run"),
+    Row(name="ignored_modules", default=None, outcome=_EXACT, target="ignored_params, for everything below them",
+        takes=_MODULES, sets="ignored_modules", decide=_ignored_modules, rewrite=_unless_default,
         meaning="modules whose parameters and buffers FSDP leaves alone",
-        outcome=_EXACT,
-        target="ignored_params, for everything below them",
-        reason="whole and untouched on every rank, gradients not averaged; clipping and gradient scaling include them",
-    ),
-    Key(
-        name="keep_low_precision_grads",
-        kind=Kind.BOOL,
-        default=False,
+        reason="unsharded and left alone on all ranks, gradients not averaged; clipping and loss scaling include them",
+        elsewhere=f"{_IGNORED}: all modules are sharded"),
+    Row(name="keep_low_precision_grads", takes=BOOL, default=False, outcome=_EXACT,
+        target="parameters whose own dtype is reduce_dtype", decide=_low_precision_grads, rewrite=_unless_default,
         meaning="leave gradients in the dtype they were reduced in",
-        outcome=_EXACT,
-        target="parameters whose own dtype is reduce_dtype",
         reason="fully_shard casts gradients to the parameter's own dtype: where that is not the dtype they are reduced "
         "in, the plan raises and names the parameter",
-    ),
-    Key(
-        name="limit_all_gathers",
-        kind=Kind.BOOL,
-        default=True,
+        elsewhere=f"{_IGNORED}: gradients have their parameters' dtype"),
+    Row(name="limit_all_gathers", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_removed,
         meaning="wait on the CPU so that too many gathers do not pile up in GPU memory",
-        outcome=_UNNEEDED,
-        target="",
-        reason="FSDP2's memory is freed without that wait",
-    ),
-    Key(
-        name="load_monolith_rank0_only",
-        kind=Kind.BOOL,
-        default=False,
-        meaning="read a monolithic checkpoint on rank 0 and send it to the others",
-        outcome=_EXACT,
+        reason="FSDP2's memory is freed without that wait"),
+    Row(name="load_monolith_rank0_only", takes=BOOL, default=False, outcome=_EXACT,
         target="load_checkpoint, once the model is sharded",
+        meaning="read a monolithic checkpoint on rank 0 and send it to the others",
         reason="each rank reads its own part of the file: no rank holds the whole model, and nothing is sent",
-    ),
-    Key(
-        name="load_planner",
-        default=None,
-        meaning="the DCP planner for loading",
-        outcome=_EXACT,
-        target="",
-        reason=_KEPT,
-    ),
-    Key(
-        name="mixed_precision",
-        default="DEFAULT",
+        elsewhere=_READ),
+    Row(name="load_planner", default=None, outcome=_EXACT, target="", meaning="the DCP planner for loading",
+        reason=_KEPT),
+    Row(name="mixed_precision", default="DEFAULT", outcome=_EXACT,
+        target="MixedPrecisionPolicy, and casts of the buffers", takes=_MIXED_PRECISION,
+        nested=(*DTYPE_KEYS, UNREAD_DTYPE_KEY), aspect=Aspect.PRECISION,
         meaning="DEFAULT, PURE, FULL, or a dict of param_dtype, reduce_dtype, buffer_dtype",
-        outcome=_EXACT,
-        target="MixedPrecisionPolicy, and casts of the buffers",
         reason="same dtypes; inputs are cast at roots only, batch norms stay in fp32, as FSDP1 did",
-    ),
-    Key(
-        name="process_group",
-        default=None,
+        elsewhere=f"{_READ}, without the buffers, and casts the inputs of all units"),
+    Row(name="process_group", default=None, outcome=_EXACT, target="a device mesh over each group of ranks",
+        takes=_GROUPS, neutral=(None,), aspect=Aspect.MESH, rewrite=_unless_default,
         meaning="which ranks share a unit, instead of the mesh: self, node, local_rank_across_nodes, setK, modK, "
         "ranks, a ProcessGroup, or a pair of these",
-        outcome=_EXACT,
-        target="a device mesh over each group of ranks",
         reason="gradients are averaged within a group only, as under FSDP1",
-    ),
-    Key(
-        name="save_planner",
-        default=None,
-        meaning="the DCP planner for saving",
-        outcome=_EXACT,
-        target="",
-        reason=_KEPT,
-    ),
-    Key(
-        name="sharded_ckpt_prefix_dir",
-        kind=Kind.OPTIONAL_STR,
-        default="ep{epoch}-ba{batch}",
-        meaning="the folder of each sharded checkpoint",
-        outcome=_EXACT,
-        target="",
-        reason=_KEPT,
-    ),
-    Key(
-        name="sharding_strategy",
-        kind=Kind.STR,
-        default="FULL_SHARD",
+        elsewhere=f"{_IGNORED}: it shards over all ranks"),
+    Row(name="save_planner", default=None, outcome=_EXACT, target="", meaning="the DCP planner for saving",
+        reason=_KEPT),
+    Row(name="sharded_ckpt_prefix_dir", takes=_OPTIONAL_TEXT, default="ep{epoch}-ba{batch}", outcome=_EXACT, target="",
+        meaning="the folder of each sharded checkpoint", reason=_KEPT),
+    Row(name="sharding_strategy", default="FULL_SHARD", outcome=_EXACT, target="the mesh and reshard_after_forward",
+        takes=_STRATEGY, aspect=Aspect.RESHARD, decide=_strategy, rewrite=_rewrite_strategy,
         meaning="FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2",
-        outcome=_EXACT,
-        target="the mesh and reshard_after_forward",
         reason="FULL_SHARD frees parameters after forward, SHARD_GRAD_OP keeps them, HYBRID is a 2-D mesh, NO_SHARD a "
-        "2-D mesh with one rank on its shard axis",
-    ),
-    Key(
-        name="state_dict_type",
-        kind=Kind.OPTIONAL_STR,
-        default="full",
-        meaning="what a checkpoint is: full (one file) or sharded (a DCP folder)",
-        outcome=_EXACT,
-        target="",
-        reason=f"{_KEPT}; FSDP1's default, full, stays",
-    ),
-    Key(
-        name="sync_module_states",
-        kind=Kind.BOOL,
-        default=False,
+        "2-D mesh with one rank on its shard axis", elsewhere=f"{_IGNORED}: it shards fully"),
+    Row(name="state_dict_type", default="full", outcome=_EXACT, target="", takes=_STATE_DICT_TYPE,
+        aspect=Aspect.STATE_DICT, meaning="what a checkpoint is: full (one file) or sharded (a DCP folder)",
+        reason=f"{_KEPT}; FSDP1's default, full, stays", elsewhere=f"{_READ}; its own default is sharded"),
+    Row(name="sync_module_states", takes=BOOL, default=False, outcome=_EXACT,
+        target="a broadcast per unit before it is sharded", aspect=Aspect.SYNC, rewrite=_rewrite_sync,
         meaning="every rank begins with rank 0's parameters and buffers",
-        outcome=_EXACT,
-        target="a broadcast per unit before it is sharded",
         reason="parameters and buffers, non-persistent ones included, go out from rank 0",
-    ),
-    Key(
-        name="te_checkpoint_wrapper",
-        kind=Kind.BOOL,
-        default=False,
-        meaning="Transformer Engine's checkpointing, under amp_fp8 only",
-        outcome=_UNNEEDED,
-        target="",
-        reason="FSDP1 read it under precision amp_fp8 only; there it is the same wrapper, of Transformer Engine",
-    ),
-    Key(
-        name="te_shard_fp8_weight",
-        kind=Kind.BOOL,
-        default=False,
-        meaning="shard Transformer Engine's fp8 weights, under amp_fp8 only",
-        outcome=_UNNEEDED,
-        target="",
-        reason="FSDP1 read it under precision amp_fp8 only; there it is unsupported",
-    ),
-    Key(
-        name="use_orig_params",
-        kind=Kind.BOOL,
-        default=True,
+        elsewhere=f"{_IGNORED}: ranks that were initialized differently train different models"),
+    Row(name="te_checkpoint_wrapper", takes=BOOL, default=False, outcome=_UNNEEDED, target="", decide=_te_checkpoint,
+        rewrite=_unless_default, meaning="Transformer Engine's checkpointing, under amp_fp8 only",
+        reason="FSDP1 read it under precision amp_fp8 only; there it is the same wrapper, of Transformer Engine"),
+    Row(name="te_shard_fp8_weight", takes=BOOL, default=False, outcome=_UNNEEDED, target="", decide=_te_weight,
+        rewrite=_unless_default, meaning="shard Transformer Engine's fp8 weights, under amp_fp8 only",
+        reason="FSDP1 read it under precision amp_fp8 only; there it is unsupported"),
+    Row(name="use_orig_params", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_removed,
         meaning="show the original parameters (true) or one flat parameter per unit (false)",
-        outcome=_UNNEEDED,
-        target="",
-        reason="fully_shard always keeps the parameters apart; what false forbade (parameter groups, subsets) works",
-    ),
-    Key(
-        name="verbose",
-        kind=Kind.BOOL,
-        default=False,
-        meaning="log what was done",
-        outcome=_EXACT,
-        target="",
-        reason="logs the translation and the plan",
-    ),
+        reason="fully_shard always keeps the parameters apart; what false forbade (parameter groups, subsets) works"),
+    Row(name="verbose", takes=BOOL, default=False, outcome=_EXACT, target="", meaning="log what was done",
+        reason="logs the translation and the plan", elsewhere=_READ),
     # FSDP2's own words.
-    Key(
-        name="reshard_after_forward",
-        kind=Kind.BOOL_OR_INT,
-        default=True,
-        origin=Origin.FSDP2,
+    Row(name="reshard_after_forward", takes=_RESHARD, default=True, group=KeyGroup.FSDP2, outcome=_EXACT,
+        target="reshard_after_forward", aspect=Aspect.RESHARD,
         meaning="free a unit's parameters after forward: true, false, or the size of the group to keep them in",
-        outcome=_EXACT,
-        target="reshard_after_forward",
-        reason="the same argument; a root keeps its parameters until backward, as under FSDP1",
-    ),
-    Key(
-        name="device_mesh",
-        default=None,
-        origin=Origin.FSDP2,
-        meaning="a DeviceMesh, 1-D or 2-D",
-        outcome=_EXACT,
-        target="the mesh",
-        reason="the same ranks on the same axes",
-    ),
-    Key(
-        name="mp_policy",
-        default=None,
-        origin=Origin.FSDP2,
-        meaning="a MixedPrecisionPolicy",
-        outcome=_EXACT,
-        target="mp_policy",
-        reason="the same argument",
-    ),
-    Key(
-        name="offload_policy",
-        default=None,
-        origin=Origin.FSDP2,
-        meaning="an OffloadPolicy",
-        outcome=_EXACT,
-        target="offload_policy",
-        reason="the same argument; memory is pinned only where there is an accelerator",
-    ),
+        reason="the same argument; a root keeps its parameters until backward, as under FSDP1", elsewhere=_READ),
+    Row(name="device_mesh", default=None, group=KeyGroup.FSDP2, outcome=_EXACT, target="the mesh",
+        meaning="a DeviceMesh, 1-D or 2-D", reason="the same ranks on the same axes"),
+    Row(name="mp_policy", default=None, group=KeyGroup.FSDP2, outcome=_EXACT, target="mp_policy", takes=_MP_POLICY,
+        aspect=Aspect.PRECISION, meaning="a MixedPrecisionPolicy", reason="the same argument"),
+    Row(name="offload_policy", default=None, group=KeyGroup.FSDP2, outcome=_EXACT, target="offload_policy",
+        takes=_OFFLOAD, aspect=Aspect.OFFLOAD, meaning="an OffloadPolicy",
+        reason="the same argument; memory is pinned only where there is an accelerator"),
     # What older Composer releases accepted.
-    Key(
-        name="min_params",
-        default=None,
-        origin=Origin.LEGACY,
-        meaning="wrap modules above this size (until 0.15)",
-        outcome=_UNNEEDED,
-        target="",
-        reason="Composer has ignored it since 0.16",
-    ),
-    Key(
-        name="flatten_parameters",
-        default=None,
-        origin=Origin.LEGACY,
+    Row(name="min_params", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="", rewrite=_removed,
+        meaning="wrap modules above this size (until 0.15)", reason="Composer has ignored it since 0.16"),
+    Row(name="flatten_parameters", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="", rewrite=_removed,
         meaning="flatten a unit's parameters (until 0.17)",
-        outcome=_UNNEEDED,
-        target="",
-        reason="Composer has ignored it since; FSDP2 has no flat parameter",
-    ),
-    Key(
-        name="load_fsdp_monolith_rank0_only",
-        default=None,
-        origin=Origin.LEGACY,
-        meaning="the old name of load_monolith_rank0_only",
-        outcome=_UNNEEDED,
-        target="",
-        reason="Composer ignores it since 0.24; say load_monolith_rank0_only to have the effect",
-    ),
+        reason="Composer has ignored it since; FSDP2 has no flat parameter"),
+    Row(name="load_fsdp_monolith_rank0_only", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="",
+        rewrite=_removed, meaning="the old name of load_monolith_rank0_only",
+        reason="Composer ignores it since 0.24; say load_monolith_rank0_only to have the effect"),
     # Ours.
-    Key(
-        name="async_save",
-        kind=Kind.BOOL,
-        default=False,
-        origin=Origin.OURS,
+    Row(name="async_save", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
+        target="a background thread with a gloo group of its own", aspect=Aspect.ASYNC_SAVE,
         meaning="training goes on while a Trainer's checkpoint is written from a copy in host memory",
-        outcome=_EXACT,
-        target="a background thread with a gloo group of its own",
-        reason="read by the Trainer's checkpoint saver; needs host memory for one more shard, pinned beside a GPU",
-    ),
-    Key(
-        name="collective_guard",
-        kind=Kind.OPTIONAL_SECONDS,
-        default=None,
-        origin=Origin.OURS,
+        reason="read by the Trainer's checkpoint saver; needs host memory for one more shard, pinned beside a GPU"),
+    Row(name="collective_guard", default=None, group=KeyGroup.OURS, outcome=_EXACT,
+        target="the connections of the votes: local sockets, and one gloo group of the nodes' first ranks",
+        takes=_SECONDS, neutral=(None,), sets="collective_guard",
         meaning="for how many seconds ranks wait for each other before each collective, where they compare what they "
         "are about to do",
-        outcome=_EXACT,
-        target="the connections of the votes: local sockets, and one gloo group of the nodes' first ranks",
         reason="ranks that run different modules raise on all of them and name the place, instead of hanging; each "
-        "collective costs a small one more",
-    ),
-    Key(
-        name="fsdp1_metric_names",
-        kind=Kind.BOOL,
-        default=False,
-        origin=Origin.OURS,
+        "collective costs a small one more"),
+    Row(name="fsdp1_metric_names", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
+        target="_fsdp_wrapped_module and _checkpoint_wrapped_module in logged names", decide=_metric_names,
         meaning="OptimizerMonitor and ActivationMonitor log under the names that they had in FSDP1's runs",
-        outcome=_EXACT,
-        target="_fsdp_wrapped_module and _checkpoint_wrapped_module in logged names",
-        reason="for dashboards that compare old runs with new ones; the values are the whole parameters' either way",
-    ),
-    Key(
-        name="gradient_sync",
-        kind=Kind.STR,
-        default="every",
-        origin=Origin.OURS,
+        reason="for dashboards that compare old runs with new ones; the values are the full parameters' either way"),
+    Row(name="gradient_sync", default="every", group=KeyGroup.OURS, outcome=_EXACT,
+        target="set_requires_gradient_sync, set_requires_all_reduce", takes=_GRADIENT_SYNC, aspect=Aspect.GRADIENT_SYNC,
+        sets="accumulation.gradient_sync", decide=_gradient_sync,
         meaning="in which microbatches of a batch gradients are communicated: every, last, or defer_replica (over "
         "replicas in the last one only)",
-        outcome=_EXACT,
-        target="set_requires_gradient_sync, set_requires_all_reduce",
-        reason="every is what FSDP1 did under Composer; last keeps whole gradients in memory, defer_replica does not",
-    ),
-    Key(
-        name="reshard_after_backward",
-        kind=Kind.BOOL,
-        default=True,
-        origin=Origin.OURS,
+        reason="every is what FSDP1 did under Composer; last keeps unsharded gradients in memory"),
+    Row(name="reshard_after_backward", takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_EXACT,
+        target="set_reshard_after_backward", sets="accumulation.reshard_after_backward",
         meaning="free a unit's parameters after each microbatch's backward (true), or after the last one's (false)",
-        outcome=_EXACT,
-        target="set_reshard_after_backward",
-        reason="true is what FSDP1 did; false gathers less often and keeps the gathered parameters in memory",
-    ),
-    Key(
-        name="strict",
-        kind=Kind.BOOL,
-        default=True,
-        origin=Origin.OURS,
+        reason="true is what FSDP1 did; false gathers less often and keeps the gathered parameters in memory"),
+    Row(name="strict", takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_EXACT, target="",
         meaning="refuse what cannot be carried over (true), or warn and go on (false)",
-        outcome=_EXACT,
-        target="",
-        reason="true unless said otherwise",
-    ),
-    Key(
-        name="trust_checkpoint",
-        kind=Kind.BOOL,
-        default=False,
-        origin=Origin.OURS,
-        meaning="load entries of a checkpoint that are more than plain data, by running their pickle",
-        outcome=_EXACT,
+        reason="true unless the configuration or the caller says otherwise"),
+    Row(name="trust_checkpoint", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
         target="load_checkpoint(trust=True) for the Trainer's load_path",
-        reason="such a pickle can run anything; each class that it names is in a warning",
-    ),
+        meaning="load entries of a checkpoint that are more than plain data, by running their pickle",
+        reason="such a pickle can run anything; each class that it names is in a warning"),
 )
+# fmt: on
 
-KEYS_BY_NAME: dict[str, Key] = {key.name: key for key in KEYS}
-
-
-def nearest_key(name: str, known: tuple[str, ...] = tuple(KEYS_BY_NAME)) -> str | None:
-    """The known key that ``name`` most likely stands for, or None if none is near."""
-    matches = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-    return matches[0] if matches else None
+KEYS: tuple[Row, ...] = tuple(
+    replace(row, elsewhere=_IGNORED) if row.group == KeyGroup.FSDP1 and not row.elsewhere else row
+    for row in (replace(row, group=row.group or KeyGroup.FSDP1) for row in _ROWS)
+)
+KEYS_BY_NAME: dict[str, Row] = {row.name: row for row in KEYS}

@@ -1,59 +1,56 @@
-"""From an FSDP1 configuration to a ``ShardingConfig``: pure, total, and with a finding for every key that was said."""
+"""From an FSDP1 configuration to a ``ShardingConfig``: pure, total, and with a finding for every key that was given."""
 
 import importlib.util
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from torch.distributed.device_mesh import DeviceMesh
-
-from composer_fsdp2.config import (
-    Accumulation,
+from composer_fsdp2.config.findings import Finding, Outcome, format_findings
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.rows import Row, idle
+from composer_fsdp2.config.sharding import (
     ActivationCheckpointing,
-    BackwardPrefetch,
-    GradientSync,
-    MeshSpec,
+    GradientDtype,
+    MixedPrecision,
     Prefetch,
     ShardingConfig,
-    ShardingStrategy,
     check_reshard_degree,
 )
-from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError, UnsupportedError
-from composer_fsdp2.findings import ASKS_FOR_NOTHING, OFF, Finding, Outcome, format_findings
-from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME, nearest_key
-from composer_fsdp2.fsdp1.legacy import LegacyConfig
-from composer_fsdp2.fsdp1.values import (
-    BACKWARD_POST_REASON,
+from composer_fsdp2.config.text import did_you_mean, short
+from composer_fsdp2.config.value import Value
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, UNREAD_DTYPE_REASON, Context
+from composer_fsdp2.fsdp1.parsing import (
     UNREAD_DTYPE_KEY,
-    UNREAD_DTYPE_REASON,
-    Precision,
-    check_kind,
+    BackwardPrefetch,
+    ShardingStrategy,
     check_same_reshard,
     mesh_of,
-    mesh_of_process_group,
-    parse_backward_prefetch,
+    mesh_of_groups,
+    mixed_precision_of,
     parse_device_type,
-    parse_ignored_modules,
-    parse_mixed_precision,
-    parse_mp_policy,
-    parse_offload,
     parse_precision,
-    parse_strategy,
-    short_repr,
 )
+from composer_fsdp2.fsdp1.read import GivenConfig
 
-__all__ = ["Translation", "translate"]
-
-STATE_DICT_TYPES = (None, "full", "sharded")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Translation:
-    """The FSDP2 configuration (None if something stands in the way) and what became of each key that was said."""
+class Translation(Value):
+    """The FSDP2 configuration (None if something stands in the way) and what became of each key that was given.
+
+    Args:
+        precision: Composer's; a module's own DEFAULT or PURE stands for its dtypes.
+        strict: Whether what cannot be carried over is an error.
+        verbose: Whether the report is logged.
+    """
 
     config: ShardingConfig | None
     findings: tuple[Finding, ...]
+    precision: str = "fp32"
+    strict: bool = True
+    verbose: bool = False
 
     def explain(self) -> str:
         """The report that a user reads."""
@@ -61,19 +58,19 @@ class Translation:
         lines = [head, format_findings(self.findings)]
         if self.config is not None:
             config = self.config
-            policy = config.mixed_precision
+            precision = config.mixed_precision
             lines.append(
                 f"  mesh: {config.mesh}; reshard_after_forward: {config.reshard_after_forward}; "
-                f"param dtype: {policy.param_dtype or 'as they are'}, reduced in: "
-                f"{policy.reduce_dtype or policy.param_dtype or 'as they are'}"
+                f"param dtype: {precision.param_dtype or 'as they are'}, reduced in: "
+                f"{precision.reduce_dtype or precision.param_dtype or 'as they are'}"
             )
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.explain()
 
-    def to_json(self) -> dict[str, object]:
-        return {"possible": self.config is not None, "findings": [finding.to_json() for finding in self.findings]}
+    def to_json(self) -> dict[str, Any]:
+        return {"possible": self.config is not None, **Value.to_json(self)}
 
     @property
     def blocking(self) -> tuple[Finding, ...]:
@@ -96,69 +93,59 @@ def translate(
         device: Composer's Device, a torch.device or a string; None is the mesh's, or CUDA where there is one.
         world_size: Number of ranks; None leaves a degree of -1 open.
         strict: Whether what cannot be carried over gives no configuration (True) or only a finding. The key
-            ``strict`` in the configuration itself goes first.
+            ``strict`` in the configuration itself takes precedence.
     Raises:
         ConfigError: unknown keys, wrong types, values that contradict each other; all of them in one message.
 
-    It reads its arguments only (and LOCAL_WORLD_SIZE, for a process_group by nodes), and does not communicate.
+    It reads its arguments only (and LOCAL_WORLD_SIZE, for a process_group by nodes), and does not communicate. Imports
+    torch only where the device is not given, or is torch's own object.
     """
-    legacy = LegacyConfig.read(fsdp_config)
-    _refuse_bad_keys(legacy)
+    given = GivenConfig.read(fsdp_config)
     if world_size is not None and (type(world_size) is not int or world_size < 1):
-        raise ConfigError(f"world_size is {short_repr(world_size)}; give the number of ranks, or None")
-    if device is None and isinstance(legacy.mesh, DeviceMesh):
-        device = legacy.mesh.device_type
+        raise ConfigError(f"world_size is {short(world_size)}; give the number of ranks, or None")
     problems = _Problems()
-    precision_name = problems.catch(parse_precision, precision, device)
-    device_type = problems.catch(parse_device_type, device)
-    mesh = problems.catch(_mesh, legacy, device_type or "cpu", world_size)
-    reshard = problems.catch(_reshard_after_forward, legacy)
-    policy = problems.catch(_mixed_precision, legacy, precision_name or "fp32")
-    offload = problems.catch(_cpu_offload, legacy)
-    prefetch = problems.catch(_prefetch, legacy)
-    accumulation = problems.catch(_accumulation, legacy)
-    guard = problems.catch(_collective_guard, legacy)
-    ignored = problems.catch(parse_ignored_modules, legacy["ignored_modules"])
-    checkpointing = problems.catch(_activation_checkpointing, legacy, precision_name)
-    problems.catch(_state_dict_type, legacy)
-    problems.catch(_contradictions, legacy)
+    values = _Values(given, problems)
+    of_mesh = getattr(given.mesh, "device_type", None)
+    device_type = problems.catch(parse_device_type, of_mesh if device is None else device) or "cpu"
+    name = problems.catch(parse_precision, precision, device_type) or "fp32"
+    problems.catch(_contradictions, given, values)
+    mesh = problems.catch(_mesh, given, values, device_type, world_size)
+    reshard = problems.catch(_reshard_after_forward, given, values)
+    checkpointing = problems.catch(_activation_checkpointing, values, name)
     if mesh is not None and reshard is not None:
         problems.catch(check_reshard_degree, reshard, mesh)
     problems.raise_all()
+    assert mesh is not None and reshard is not None and checkpointing is not None
 
-    findings = tuple(_findings(legacy, precision_name, mesh, policy))
-    is_strict = legacy.said.get("strict", strict)
-    if is_strict and any(finding.outcome.blocks for finding in findings):
-        return Translation(config=None, findings=findings)
-    config = ShardingConfig(
-        mesh=mesh,
-        reshard_after_forward=reshard,
-        mixed_precision=policy.policy,
-        cast_root_inputs=policy.cast_root_inputs,
-        buffer_dtype=policy.buffer_dtype,
-        cpu_offload=offload,
-        activation_checkpointing=checkpointing,
-        prefetch=prefetch,
-        accumulation=accumulation,
-        collective_guard=guard,
-        sync_module_states=_sync_module_states(legacy),
-        ignored_modules=ignored,
-        shard_below_unwrapped=legacy.is_fsdp2,
-        keep_low_precision_grads=policy.keep_low_precision_grads or legacy["keep_low_precision_grads"],
-        strict=is_strict,
-        precision=precision_name,
-        verbose=legacy["verbose"],
-    )
-    return Translation(config=config, findings=findings)
+    is_strict = given.given.get("strict", strict)
+    mixed_precision = _mixed_precision(values, name, strict=is_strict)
+    context = Context(values=values, given=given.given, precision=name, mesh=mesh, mixed_precision=mixed_precision)
+    findings = tuple(_findings(context))
+    config = None
+    if not (is_strict and any(finding.outcome.blocks for finding in findings)):
+        config = _with_fields(
+            ShardingConfig(
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                mixed_precision=mixed_precision,
+                cpu_offload=values["offload_policy" if given.given.get("offload_policy") else "cpu_offload"],
+                activation_checkpointing=checkpointing,
+                prefetch=_prefetch(values),
+                sync_module_states=_sync_module_states(given, values),
+                shard_below_unwrapped=given.is_fsdp2,
+            ),
+            values,
+        )
+    return Translation(config=config, findings=findings, precision=name, strict=is_strict, verbose=values["verbose"])
 
 
 class _Problems:
     """Collects what is wrong, so that one error names all of it."""
 
     def __init__(self) -> None:
-        self.errors: list[ComposerFSDP2Error] = []
+        self.errors: list[ConfigError] = []
 
-    def catch(self, read: Callable[..., Any], *args: Any) -> Any:
+    def catch(self, read: Callable[..., T], *args: Any) -> T | None:
         try:
             return read(*args)
         except ConfigError as error:
@@ -166,144 +153,149 @@ class _Problems:
             return None
 
     def raise_all(self) -> None:
-        if len(self.errors) == 1:
+        distinct = {str(error): error for error in self.errors}
+        if len(distinct) == 1:
             raise self.errors[0]
-        if self.errors:
-            raise ConfigError("\n".join(dict.fromkeys(str(error) for error in self.errors)))
+        if distinct:
+            keys = tuple(dict.fromkeys(key for error in self.errors for key in error.keys))
+            raise ConfigError("\n".join(distinct), keys=keys)
 
 
-def _refuse_bad_keys(legacy: LegacyConfig) -> None:
-    problems = []
-    for name, value in legacy.said.items():
-        if name not in KEYS_BY_NAME:
-            near = nearest_key(name)
-            way_out = f"did you mean {near}?" if near else "no version of Composer knew it; remove it"
-            problems.append(f"unknown key fsdp_config.{name}; {way_out}")
-            continue
-        try:
-            check_kind(name, value, KEYS_BY_NAME[name].kind)
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
+class _Values(Mapping[str, Any]):
+    """What each key means, given or not; whoever asks for one with a bad value gets its error again."""
+
+    def __init__(self, given: GivenConfig, problems: _Problems) -> None:
+        for name in given.given:
+            problems.catch(_known, name)
+        self._given, self._found, self._errors = given, dict[str, Any](), dict[str, ConfigError]()
+        for row in KEYS:
+            try:
+                self._found[row.name] = self._value(row)
+            except ConfigError as error:
+                problems.errors.append(error)
+                self._errors[row.name] = error
+
+    def _value(self, row: Row) -> Any:
+        value = self._given[row.name]
+        # A default may be None (FSDP2Config's), which its user cannot give.
+        is_default = row.name not in self._given.given and not row.takes.fits(value)
+        return value if is_default else row.parse(value, "fsdp_config.")
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._errors:
+            raise self._errors[name]
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
 
 
-def _mesh(legacy: LegacyConfig, device_type: str, world_size: int | None) -> MeshSpec:
-    strategy = parse_strategy(legacy["sharding_strategy"])
-    if legacy["process_group"] is not None:  # Composer then ignored the mesh (dist_strategy.py)
-        spec = mesh_of_process_group(legacy["process_group"], strategy, device_type)
-    elif legacy.mesh is not None:
-        spec = mesh_of(legacy.mesh, device_type, "device_mesh")
+def _known(name: str) -> None:
+    if name not in KEYS_BY_NAME:
+        way_out = did_you_mean(name, KEYS_BY_NAME, "no version of Composer knew it; remove it")
+        raise ConfigError(f"unknown key fsdp_config.{name}{way_out}", keys=(name,))
+
+
+def _with_fields(config: ShardingConfig, values: Mapping[str, Any]) -> ShardingConfig:
+    """The configuration with the values of the keys that decide one field by themselves."""
+    for row in KEYS:
+        holder, _, name = row.sets.rpartition(".")
+        if holder:
+            inner = replace(getattr(config, holder), **{name: values[row.name]})
+            config = replace(config, **{holder: inner})
+        elif name:
+            config = replace(config, **{name: values[row.name]})
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What several keys decide together
+
+
+def _mesh(given: GivenConfig, values: Mapping[str, Any], device_type: str, world_size: int | None) -> MeshSpec:
+    strategy = values["sharding_strategy"]
+    if values["process_group"] is not None:  # Composer then ignored the mesh (dist_strategy.py)
+        spec = mesh_of_groups(values["process_group"], strategy, device_type)
+    elif given.mesh is not None:
+        spec = mesh_of(given.mesh, device_type, "fsdp_config.device_mesh")
     else:
-        spec = MeshSpec(
-            shard=legacy["data_parallel_shard_degree"],
-            replicate=legacy["data_parallel_replicate_degree"],
-            device_type=device_type,
+        spec = MeshSpec.of_degrees(
+            values["data_parallel_shard_degree"], values["data_parallel_replicate_degree"], device_type=device_type
         )
     if world_size is not None:
         spec = spec.resolve(world_size)
     if strategy is not ShardingStrategy.NO_SHARD:
         return spec
-    if not spec.is_grouped and spec.replicate is not None and spec.shard != 1 and (spec.is_resolved or spec.shard > 1):
+    shard = spec.shard_degree
+    if not spec.is_grouped and spec.has_replicas and shard != 1 and (spec.is_resolved or shard > 1):
         raise ConfigError(
             "sharding_strategy NO_SHARD contradicts data_parallel_replicate_degree "
-            f"{spec.replicate} with data_parallel_shard_degree {spec.shard} (FSDP1 averaged gradients over the first "
-            "of the two axes only, and the replicas drifted apart); leave the degrees out"
+            f"{spec.replicate_degree} with data_parallel_shard_degree {shard} (FSDP1 averaged gradients over the first "
+            "of the two axes only, and the replicas drifted apart); leave the degrees out",
+            keys=("sharding_strategy", "data_parallel_replicate_degree", "data_parallel_shard_degree"),
         )
     return spec.without_shards()
 
 
-def _reshard_after_forward(legacy: LegacyConfig) -> bool | int:
-    strategy = parse_strategy(legacy["sharding_strategy"])
-    if "reshard_after_forward" not in legacy.said:
-        of_class: bool | int | None = legacy.defaults.get("reshard_after_forward")
-        return strategy.reshards_after_forward if of_class is None or "sharding_strategy" in legacy.said else of_class
-    value: bool | int = legacy["reshard_after_forward"]
-    if "sharding_strategy" in legacy.said:
+def _reshard_after_forward(given: GivenConfig, values: Mapping[str, Any]) -> bool | int:
+    strategy: ShardingStrategy = values["sharding_strategy"]
+    if "reshard_after_forward" not in given.given:
+        of_class: bool | int | None = given.defaults.get("reshard_after_forward")
+        is_of_strategy = of_class is None or "sharding_strategy" in given.given
+        return strategy.reshards_after_forward if is_of_strategy else of_class  # type: ignore[return-value]
+    value: bool | int = values["reshard_after_forward"]
+    if "sharding_strategy" in given.given:
         check_same_reshard(strategy.reshards_after_forward, value)
     return value
 
 
-def _mixed_precision(legacy: LegacyConfig, precision: str) -> Precision:
-    if "mp_policy" in legacy.said and legacy["mp_policy"] is not None:
-        return parse_mixed_precision(parse_mp_policy(legacy["mp_policy"]), precision)
-    return parse_mixed_precision(legacy["mixed_precision"], precision)
+def _mixed_precision(values: Mapping[str, Any], precision: str, *, strict: bool) -> MixedPrecision:
+    found = mixed_precision_of(values["mp_policy"] or values["mixed_precision"], precision)
+    if not values["keep_low_precision_grads"] and found.gradients is GradientDtype.OF_PARAMETER:
+        return found
+    return replace(found, gradients=GradientDtype.AS_REDUCED if strict else GradientDtype.AS_REDUCED_IF_POSSIBLE)
 
 
-def _cpu_offload(legacy: LegacyConfig) -> bool:
-    if legacy.said.get("offload_policy") is not None:
-        return parse_offload("offload_policy", legacy["offload_policy"])
-    return parse_offload("cpu_offload", legacy["cpu_offload"])
-
-
-def _prefetch(legacy: LegacyConfig) -> Prefetch:
-    for name in ("backward_prefetch_limit", "forward_prefetch_limit"):
-        if legacy[name] < 1:
-            raise ConfigError(f"{name} is {legacy[name]}; give 1 or more")
-    backward: int | None = legacy["backward_prefetch_limit"]
-    if parse_backward_prefetch(legacy["backward_prefetch"]) is BackwardPrefetch.NONE:
+def _prefetch(values: Mapping[str, Any]) -> Prefetch:
+    backward: int | None = values["backward_prefetch_limit"]
+    if values["backward_prefetch"] is BackwardPrefetch.NONE:
         backward = 0
     elif backward == 1:
-        backward = None  # FSDP2's own: one ahead, in the order that forward ran in
-    return Prefetch(forward=legacy["forward_prefetch_limit"] if legacy["forward_prefetch"] else None, backward=backward)
+        backward = None  # FSDP2's own: one unit, in the order that forward ran in
+    return Prefetch(forward=values["forward_prefetch_limit"] if values["forward_prefetch"] else None, backward=backward)
 
 
-def _accumulation(legacy: LegacyConfig) -> Accumulation:
-    said = legacy["gradient_sync"]
-    modes = [mode.value for mode in GradientSync]
-    if said not in modes:
-        raise ConfigError(f"gradient_sync is {said!r}; it is one of {', '.join(modes)}")
-    return Accumulation(gradient_sync=GradientSync(said), reshard_after_backward=legacy["reshard_after_backward"])
-
-
-def _collective_guard(legacy: LegacyConfig) -> float | None:
-    seconds = legacy["collective_guard"]
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise ConfigError(f"collective_guard is {seconds}; give a number of seconds above 0, or null")
-    return None if seconds is None else float(seconds)
-
-
-def _activation_checkpointing(legacy: LegacyConfig, precision: str) -> ActivationCheckpointing:
-    checkpointing = ActivationCheckpointing(
-        checkpoint=legacy["activation_checkpointing"],
-        cpu_offload=legacy["activation_cpu_offload"],
-        reentrant=legacy["activation_checkpointing_reentrant"],
-        transformer_engine=legacy["te_checkpoint_wrapper"] and precision == "amp_fp8",
-    )
-    if checkpointing.transformer_engine and checkpointing.enabled:
-        if checkpointing.reentrant:
+def _activation_checkpointing(values: Mapping[str, Any], precision: str) -> ActivationCheckpointing:
+    """With Transformer Engine's implementation, where that is asked for; rows say the rest."""
+    is_te = values["te_checkpoint_wrapper"] and precision == "amp_fp8"
+    if is_te and (values["activation_checkpointing"] or values["activation_cpu_offload"]):
+        if values["activation_checkpointing_reentrant"]:
             raise ConfigError(
                 "te_checkpoint_wrapper needs activation_checkpointing_reentrant: false (Transformer Engine's "
-                "checkpointing works with the non-reentrant implementation only, as under FSDP1)"
+                "checkpointing works with the non-reentrant implementation only, as under FSDP1)",
+                keys=("te_checkpoint_wrapper", "activation_checkpointing_reentrant"),
             )
         if importlib.util.find_spec("transformer_engine") is None:
             raise ConfigError(
                 "te_checkpoint_wrapper under precision amp_fp8 needs Transformer Engine, which is not installed: "
-                "install transformer-engine, or set te_checkpoint_wrapper to false"
+                "install transformer-engine, or set te_checkpoint_wrapper to false",
+                keys=("te_checkpoint_wrapper",),
             )
-    return checkpointing
+    return ActivationCheckpointing(transformer_engine=is_te)
 
 
-def _sync_module_states(legacy: LegacyConfig) -> bool | None:
+def _sync_module_states(given: GivenConfig, values: Mapping[str, Any]) -> bool | None:
     """Rank 0 alone reads a monolithic checkpoint, so the others need what it read."""
-    if "sync_module_states" not in legacy.said and legacy["load_monolith_rank0_only"]:
+    if "sync_module_states" not in given.given and values["load_monolith_rank0_only"]:
         return True
-    value: bool | None = legacy["sync_module_states"]
+    value: bool | None = values["sync_module_states"]
     return value
 
 
-def _state_dict_type(legacy: LegacyConfig) -> None:
-    value = legacy["state_dict_type"]
-    if value == "local":
-        raise UnsupportedError(
-            "state_dict_type 'local' is gone from Composer (since 0.19) and torch; use 'sharded', which every world "
-            "size can load, or 'full'"
-        )
-    if value not in STATE_DICT_TYPES:
-        raise ConfigError(f"state_dict_type is {value!r}; it is 'full' or 'sharded'")
-
-
-# Two words for one thing; said together they would have to agree, and only one can be meant.
+# Two words for one thing; given together they would have to agree, and only one can be meant.
 _SYNONYMS = (
     ("mixed_precision", "mp_policy"),
     ("cpu_offload", "offload_policy"),
@@ -312,185 +304,58 @@ _SYNONYMS = (
 )
 
 
-def _contradictions(legacy: LegacyConfig) -> None:
-    problems = [
-        f"fsdp_config.{first} and fsdp_config.{second} are two ways to say one thing; keep one"
-        for first, second in _SYNONYMS
-        if legacy.said.get(first) is not None and legacy.said.get(second) is not None
-    ]
-    if legacy["activation_cpu_offload"] and not legacy["use_orig_params"]:
-        # Composer's State refuses it as well (composer/core/state.py); kept, so that both paths say the same.
-        problems.append("activation_cpu_offload: true contradicts use_orig_params: false; leave use_orig_params out")
-    if problems:
-        raise ConfigError("\n".join(problems))
+def _contradictions(given: GivenConfig, values: Mapping[str, Any]) -> None:
+    problems = _Problems()
+    for pair in _SYNONYMS:
+        problems.catch(_synonyms, given, pair)
+    problems.catch(_offloaded_activations, values)
+    problems.raise_all()
 
 
-def _findings(legacy: LegacyConfig, precision: str, mesh: MeshSpec, mixed_precision: Precision) -> Iterator[Finding]:
-    """One finding per key that was said: the table's row, unless the value has another fate."""
-    exceptions = {
-        "sharding_strategy": lambda: _strategy_finding(legacy, mesh),
-        "backward_prefetch": lambda: _backward_prefetch_finding(legacy),
-        "backward_prefetch_limit": lambda: _same_as_fsdp2(legacy, "backward_prefetch_limit", 1),
-        "forward_prefetch": lambda: _same_as_fsdp2(legacy, "forward_prefetch", False),
-        "forward_prefetch_limit": lambda: _same_as_fsdp2(legacy, "forward_prefetch_limit", 1),
-        "keep_low_precision_grads": lambda: _low_precision_grads_finding(legacy, mixed_precision),
-        "ignored_modules": lambda: None if legacy["ignored_modules"] else _neutral_finding(legacy, "ignored_modules"),
-        "process_group": lambda: _neutral_finding(legacy, "process_group") if legacy["process_group"] is None else None,
-        "data_parallel_shard_degree": lambda: _degree_finding(legacy, "data_parallel_shard_degree"),
-        "data_parallel_replicate_degree": lambda: _degree_finding(legacy, "data_parallel_replicate_degree"),
-        "collective_guard": lambda: (
-            _neutral_finding(legacy, "collective_guard") if legacy["collective_guard"] is None else None
-        ),
-        "fsdp1_metric_names": lambda: _metric_names_finding(legacy),
-        "gradient_sync": lambda: _gradient_sync_finding(legacy, mesh),
-        "te_checkpoint_wrapper": lambda: _te_checkpoint_finding(legacy, precision),
-        "te_shard_fp8_weight": lambda: _te_weight_finding(legacy, precision),
-    }
-    for name in legacy.said:
-        special = exceptions.get(name, lambda: None)()
-        yield special or _finding(legacy, name)
-    if mixed_precision.keep_low_precision_grads and "keep_low_precision_grads" not in legacy.said:
-        yield _low_precision_grads_finding(legacy, mixed_precision)
-    if isinstance(legacy["mixed_precision"], Mapping) and UNREAD_DTYPE_KEY in legacy["mixed_precision"]:
+def _synonyms(given: GivenConfig, pair: tuple[str, str]) -> None:
+    if all(given.given.get(name) is not None for name in pair):
+        first, second = pair
+        raise ConfigError(
+            f"fsdp_config.{first} and fsdp_config.{second} are two ways to say one thing; keep one", keys=pair
+        )
+
+
+def _offloaded_activations(values: Mapping[str, Any]) -> None:
+    # Composer's State refuses it as well (composer/core/state.py); kept, so that both paths say the same.
+    if values["activation_cpu_offload"] and not values["use_orig_params"]:
+        raise ConfigError(
+            "activation_cpu_offload: true contradicts use_orig_params: false; leave use_orig_params out",
+            keys=("activation_cpu_offload", "use_orig_params"),
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Findings
+
+
+def _findings(context: Context) -> Iterator[Finding]:
+    """One finding for each key that was given, and for what FSDP1 read within another key."""
+    for name in context.given:
+        yield _finding(KEYS_BY_NAME[name], context)
+    grads = "keep_low_precision_grads"
+    if context.mixed_precision.gradients is not GradientDtype.OF_PARAMETER and grads not in context.given:
+        yield _finding(KEYS_BY_NAME[grads], context)
+    dtypes = context.given.get("mixed_precision")
+    if isinstance(dtypes, Mapping) and UNREAD_DTYPE_KEY in dtypes:
         yield Finding(
             key=f"mixed_precision.{UNREAD_DTYPE_KEY}",
-            value=legacy["mixed_precision"][UNREAD_DTYPE_KEY],
+            value=dtypes[UNREAD_DTYPE_KEY],
             outcome=Outcome.UNNEEDED,
-            target="",
             reason=UNREAD_DTYPE_REASON,
             where=f"$.fsdp_config.mixed_precision.{UNREAD_DTYPE_KEY}",
         )
 
 
-def _finding(legacy: LegacyConfig, name: str, **changes: Any) -> Finding:
-    row = KEYS_BY_NAME[name]
-    is_off = row.default is False and legacy[name] is False
-    fields: dict[str, Any] = {
-        "key": name,
-        "value": legacy[name],
-        "outcome": row.outcome,
-        "target": "" if is_off else row.target,
-        "reason": OFF if is_off else row.reason,
-        "where": f"$.fsdp_config.{name}",
-    }
-    return Finding(**(fields | changes))
-
-
-def _same_as_fsdp2(legacy: LegacyConfig, name: str, neutral: object) -> Finding | None:
-    return _neutral_finding(legacy, name) if legacy[name] == neutral else None
-
-
-def _neutral_finding(legacy: LegacyConfig, name: str) -> Finding:
-    return _finding(legacy, name, outcome=Outcome.EXACT, target="", reason=ASKS_FOR_NOTHING)
-
-
-def _low_precision_grads_finding(legacy: LegacyConfig, mixed_precision: Precision) -> Finding:
-    """A MixedPrecision object carries the key as well, and was what FSDP1 read whatever stood beside it."""
-    name = "keep_low_precision_grads"
-    asked = mixed_precision.keep_low_precision_grads or legacy[name]
-    return _finding(legacy, name, value=True) if asked else _neutral_finding(legacy, name)
-
-
-def _strategy_finding(legacy: LegacyConfig, mesh: MeshSpec) -> Finding:
-    strategy = parse_strategy(legacy["sharding_strategy"])
-    if strategy is ShardingStrategy.NO_SHARD:
-        return _finding(
-            legacy,
-            "sharding_strategy",
-            target="2-D mesh with one rank on its shard axis",
-            reason="every rank keeps whole parameters, gradients are averaged by one all-reduce",
-        )
-    reshard = f"reshard_after_forward={legacy.said.get('reshard_after_forward', strategy.reshards_after_forward)}"
-    if strategy.is_hybrid and mesh.replicate is None:
-        return _finding(
-            legacy,
-            "sharding_strategy",
-            outcome=Outcome.APPROXIMATE,
-            target=f"{reshard} on a 1-D mesh",
-            reason="without a replicate degree Composer itself trained this as "
-            + ("FULL_SHARD" if strategy.reshards_after_forward else "SHARD_GRAD_OP"),
-            hint="set data_parallel_replicate_degree for replicas",
-        )
-    return _finding(
-        legacy,
-        "sharding_strategy",
-        target=f"{reshard} on a {'2-D' if mesh.replicate is not None else '1-D'} mesh",
-        reason="parameters are " + ("freed" if strategy.reshards_after_forward else "kept") + " after forward",
-    )
-
-
-def _backward_prefetch_finding(legacy: LegacyConfig) -> Finding:
-    said = parse_backward_prefetch(legacy["backward_prefetch"])
-    if said is BackwardPrefetch.BACKWARD_POST:
-        target, reason = "FSDP2's own prefetch (as BACKWARD_PRE)", BACKWARD_POST_REASON
-        hint = "NONE has the lower peak"
-        return _finding(legacy, "backward_prefetch", target=target, reason=reason, hint=hint)
-    if said is BackwardPrefetch.NONE:
-        target, reason = "set_modules_to_backward_prefetch", "each unit names itself, so that nothing is gathered ahead"
-    else:
-        target, reason = "FSDP2's own prefetch", "FSDP2 gathers the next unit before a unit's gradients by itself"
-    return _finding(legacy, "backward_prefetch", outcome=Outcome.EXACT, target=target, reason=reason)
-
-
-def _degree_finding(legacy: LegacyConfig, name: str) -> Finding | None:
-    if legacy["process_group"] is None or legacy[name] == KEYS_BY_NAME[name].default:
-        return None
-    return _finding(
-        legacy,
-        name,
-        outcome=Outcome.UNNEEDED,
-        target="",
-        reason="process_group goes before the degrees, as it did in Composer",
-        hint="leave one of the two out",
-    )
-
-
-def _gradient_sync_finding(legacy: LegacyConfig, mesh: MeshSpec) -> Finding | None:
-    said = legacy["gradient_sync"]
-    if said == GradientSync.EVERY.value:
-        return _finding(legacy, "gradient_sync", target="", reason="as under FSDP1 in Composer")
-    if said == GradientSync.DEFER_REPLICA.value and mesh.replicate is None:
-        return _finding(
-            legacy,
-            "gradient_sync",
-            outcome=Outcome.UNNEEDED,
-            target="",
-            reason="this mesh has no replicas, so there is nothing to defer",
-            hint="set data_parallel_replicate_degree, or say last",
-        )
-    return None
-
-
-def _metric_names_finding(legacy: LegacyConfig) -> Finding | None:
-    if legacy["use_orig_params"] or not legacy["fsdp1_metric_names"]:
-        return None
-    return _finding(
-        legacy,
-        "fsdp1_metric_names",
-        outcome=Outcome.APPROXIMATE,
-        reason="with use_orig_params: false FSDP1 logged one _flat_param for each unit; here each parameter has a name",
-    )
-
-
-def _te_checkpoint_finding(legacy: LegacyConfig, precision: str) -> Finding | None:
-    if not legacy["te_checkpoint_wrapper"] or precision != "amp_fp8":
-        return None
-    return _finding(
-        legacy,
-        "te_checkpoint_wrapper",
-        outcome=Outcome.EXACT,
-        target="transformer_engine.pytorch.distributed.checkpoint, applied before fully_shard",
-        reason="the same wrapper inside the unit; it does nothing without activation_checkpointing",
-    )
-
-
-def _te_weight_finding(legacy: LegacyConfig, precision: str) -> Finding | None:
-    if not legacy["te_shard_fp8_weight"] or precision != "amp_fp8":
-        return None
-    return _finding(
-        legacy,
-        "te_shard_fp8_weight",
-        outcome=Outcome.UNSUPPORTED,
-        reason="Transformer Engine's prepare_te_modules_for_fsdp knows FSDP1's wrapper only",
-        hint="set it to false: fully_shard gathers these weights in param_dtype",
-    )
+def _finding(row: Row, context: Context) -> Finding:
+    value = context.given.get(row.name, row.default)
+    usual = replace(row.usual(row.name, value), where=f"$.fsdp_config.{row.name}")
+    if row.is_neutral(value):
+        return replace(idle(usual), outcome=Outcome.EXACT)
+    if row.default is False and value is False:
+        usual = replace(usual, target="", reason="off, as by default", asks=False)
+    return usual if row.decide is None else row.decide(usual, context)

@@ -15,7 +15,7 @@ import torch
 from support.forked_scripts import run_script
 from support.ranks import WITH_COMPOSER, WITH_TORCH
 
-from composer_fsdp2.control import num_rounds
+from composer_fsdp2.training.control import num_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"width": 16, "layers": 2, "heads": 2, "vocabulary": 32, "sequence": 8, "batch": 1, "steps": 2, "warmup": 1}
@@ -104,7 +104,7 @@ def test_a_step_against_a_revision(revision: str):
 
 @pytest.mark.any_torch
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("step.py --ranks 0", "argument --ranks: 0 is less than 1"),
         ("step.py --pipelined 0", "argument --pipelined: 0 is less than 1"),
@@ -114,11 +114,11 @@ def test_a_step_against_a_revision(revision: str):
         ("votes.py --votes many", "argument --votes: invalid count value: 'many'"),
     ],
 )
-def test_options_that_cannot_be(words: str, said: str):
+def test_options_that_cannot_be(words: str, message: str):
     """Exit code 2: 1 would say that a bar does not hold."""
     script, *options = words.split()
     done = run_script(WITH_COMPOSER if HAS_COMPOSER else WITH_TORCH, ROOT / "benchmarks" / script, *options)
-    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
 def test_fewer_devices_than_ranks():

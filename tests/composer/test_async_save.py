@@ -54,7 +54,7 @@ def writer_waits_for(wait: Callable[[], None]) -> Iterator[None]:
     """The background thread calls ``wait`` in the middle of a file; what the main thread writes goes ahead."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    from composer_fsdp2.checkpoint import staged_file
+    from composer_fsdp2.checkpoint.save import staged_file
 
     write_all, finish = staged_file.write_all, FileSystemWriter.finish
 
@@ -110,7 +110,7 @@ def saver_of(state: Any) -> Any:
 
 def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
-    from composer_fsdp2.compat import saving
+    from composer_fsdp2.compat import async_saving
 
     ours, composers, gate = f"{folder}/ours", f"{folder}/composers", Gate()
     seen: dict[str, list[str]] = {}
@@ -127,8 +127,8 @@ def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
         note(state, f"step {batch}")
         if batch == 4:
             gate.open()
-            assert saving._pending is not None
-            saving._pending.thread.join()
+            assert async_saving._pending is not None
+            async_saving._pending.thread.join()
             note(state, "written")
 
     def batch_checkpoint(state: Any) -> None:
@@ -181,13 +181,17 @@ def test_training_of_replicas_goes_on(tmp_path: Path, kind: str):
 
 
 def check_pinned_snapshot(folder: str, kind: str) -> None:
-    from composer_fsdp2.compat import saving, staging
+    from composer_fsdp2.compat import async_saving, pinned_copies
 
-    with mock.patch.object(saving, "_pinned", staging.PinnedCopies()), CudaPlayed() as cuda:
+    with mock.patch.object(async_saving, "_pinned", pinned_copies.PinnedCopies()), CudaPlayed() as cuda:
         check_snapshot(f"{folder}/host", kind, {})
         assert not cuda.events, "memory of a run without a device was pinned"
         with contextlib.ExitStack() as stack:
-            for module, name in ((saving, "is_on_device"), (staging, "is_on_device"), (staging, "_is_on_cuda")):
+            for module, name in (
+                (async_saving, "is_on_device"),
+                (pinned_copies, "is_on_device"),
+                (pinned_copies, "_is_on_cuda"),
+            ):
                 stack.enter_context(mock.patch.object(module, name, return_value=True))
             check_snapshot(f"{folder}/device", kind, {})
     # The first of three saves pins, and each of them waits once.
@@ -243,11 +247,11 @@ def check_several(folder: str, kind: str) -> None:
     from composer.callbacks import CheckpointSaver
     from composer.utils import checkpoint as composers
 
-    from composer_fsdp2.compat import saving
+    from composer_fsdp2.compat import async_saving, checkpoint_saver
 
     warnings.simplefilter("ignore")
     begun: list[tuple[int, bool]] = []
-    start = saving._start
+    start = async_saving.start
 
     def counted(saver: Any, state: Any, *args: Any) -> None:
         begun.append((state.timestamp.batch.value, saver.weights_only))
@@ -270,7 +274,7 @@ def check_several(folder: str, kind: str) -> None:
             save_by_composer(state, f"{folder}/composers")
 
     slow = writer_waits_for(lambda: time.sleep(2e-3))
-    with slow, mock.patch.object(saving, "_start", counted), FSDP2():
+    with slow, mock.patch.object(checkpoint_saver, "start", counted), FSDP2():
         trainer = make_trainer(
             {"state_dict_type": kind, "async_save": True},
             batches=3,
@@ -281,7 +285,7 @@ def check_several(folder: str, kind: str) -> None:
         trainer.fit()
         assert begun == [(batch, weights) for batch in (1, 2, 3) for weights in (True, False)], begun
         trainer.save_checkpoint_to_save_folder()
-        assert saving._pending is None, "it is still being written"
+        assert async_saving._pending is None, "it is still being written"
         trainer.close()
     if dist.get_rank() == 0:
         hand = "by-hand.pt" if kind == "full" else "ep0-ba2"
@@ -301,17 +305,17 @@ def test_saves_in_quick_succession(tmp_path: Path, kind: str):
 
 
 def check_once(folder: str, is_async: bool) -> None:
-    from composer_fsdp2.compat import saving
+    from composer_fsdp2.compat import async_saving, saving
 
     warnings.simplefilter("ignore")
     written: list[int] = []
-    write = saving._write_full
+    write = async_saving.write_full
 
     def counted(state_dict: Any, *args: Any) -> None:
         written.append(state_dict["state"]["timestamp"]["Timestamp"]["batch"])
         write(state_dict, *args)
 
-    with mock.patch.object(saving, "_write_full", counted):
+    with mock.patch.object(saving, "write_full", counted), mock.patch.object(async_saving, "write_full", counted):
         fit(
             FSDP2,
             {"async_save": is_async},
@@ -333,7 +337,7 @@ def test_one_save_for_each_batch(tmp_path: Path, is_async: bool):
 
 
 def check_full_disk(folder: str, kind: str) -> None:
-    from composer_fsdp2.compat import saving
+    from composer_fsdp2.compat import async_saving
 
     warnings.simplefilter("ignore")
     failing_rank, batches = (0 if kind == "full" else 1), []
@@ -342,8 +346,8 @@ def check_full_disk(folder: str, kind: str) -> None:
 
     def batch_end(state: Any) -> None:
         batches.append(state.timestamp.batch.value)
-        if saving._pending is not None:
-            saving._pending.thread.join()  # so that the error is there when the step ends
+        if async_saving._pending is not None:
+            async_saving._pending.thread.join()  # so that the error is there when the step ends
 
     with contextlib.ExitStack() as stack:
 

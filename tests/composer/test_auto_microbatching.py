@@ -303,7 +303,7 @@ def check_thrashing(fp16: bool) -> list[tuple[int, bool, float]]:
     from composer import Callback
     from composer.trainer import trainer as composer_trainer
 
-    from composer_fsdp2.compat import microbatching
+    from composer_fsdp2.compat import auto_microbatch
 
     seen: list[tuple[int, bool, float]] = []
 
@@ -316,7 +316,7 @@ def check_thrashing(fp16: bool) -> list[tuple[int, bool, float]]:
     # Two batches in a row with retries, as the allocator of a GPU counts them.
     counts = [1, 2, 0, 0, 0, 0]
     with (
-        mock.patch.object(microbatching, "_has_allocator", return_value=True),
+        mock.patch.object(auto_microbatch, "_has_allocator", return_value=True),
         mock.patch.object(composer_trainer, "_update_num_consecutive_thrashes", side_effect=counts),
     ):
         run("auto", {}, None, fp16=fp16, callbacks=[Look()])
@@ -454,7 +454,7 @@ def check_votes_end() -> list[tuple[int, bool]]:
     from composer import Callback
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    from composer_fsdp2.node import Node
+    from composer_fsdp2.training.node import Node
 
     votes: list[tuple[int, bool]] = []
 
@@ -512,7 +512,7 @@ def repeated() -> list[bool]:
 
 def test_errors_are_those_that_composer_repeats_for():
     """What was repeated under FSDP1 would end on one rank, and leave the others waiting."""
-    from composer_fsdp2.out_of_memory import is_out_of_memory
+    from composer_fsdp2.training.out_of_memory import is_out_of_memory
 
     composers, *_ = run_ranks(repeated, 2)
     assert [is_out_of_memory(RuntimeError(text)) for text in ERRORS] == composers

@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 from support.trainers import fit
 
 from composer_fsdp2 import CheckpointError
-from composer_fsdp2.checkpoint.convert import convert_checkpoint
+from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
 
 pytestmark = pytest.mark.composer
 
@@ -138,8 +138,8 @@ def check_from_pretrained(run: Path, folder: Path) -> None:
     half = convert_checkpoint(source, folder / "half", to="safetensors", dtype=torch.bfloat16)
     with torch.no_grad():
         for name in ("hf", "hf2"):
-            found, said = transformers.GPT2LMHeadModel.from_pretrained(folder / name, output_loading_info=True)
-            assert not any(said.values()), said
+            found, message = transformers.GPT2LMHeadModel.from_pretrained(folder / name, output_loading_info=True)
+            assert not any(message.values()), message
             assert_same(dict(found.state_dict()), dict(held["weights"]), name)
             # Not to the bit: where tensors lie in memory decides which kernel runs.
             torch.testing.assert_close(found.eval()(held["ids"]).logits, held["logits"], rtol=0, atol=1e-6)
@@ -154,8 +154,10 @@ def check_from_pretrained(run: Path, folder: Path) -> None:
     ids = tokenizer("b d zebra")["input_ids"]
     assert ids == [2, 4, 0], ids
     for report in (sharded, half):
-        said = [text for text in report.remarks if "tied" in text]
-        assert said == ["leaves out lm_head.weight (tied to transformer.wte.weight), which is the same bytes"], said
+        message = [text for text in report.remarks if "tied" in text]
+        assert message == ["leaves out lm_head.weight (tied to transformer.wte.weight), which is the same bytes"], (
+            message
+        )
     files = [path.name for path in (folder / "hf2").glob("*.safetensors")]
     assert len(files) == 3, files
 
@@ -282,9 +284,9 @@ def test_the_command(tmp_path: Path):
     assert all("Traceback" not in command.err for command in ended.values())
 
 
-def assert_is_two(folder: Path, said: str) -> None:
+def assert_is_two(folder: Path, message: str) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
-    assert said.count("two: 65 tensors") == 1
+    assert message.count("two: 65 tensors") == 1
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 from support.trainers import make_trainer
 
 from composer_fsdp2 import inspect_checkpoint
-from composer_fsdp2.checkpoint.formats.compressed import unpacked
+from composer_fsdp2.checkpoint.archive.packed import unpacked
 
 pytestmark = pytest.mark.composer
 
@@ -71,7 +71,7 @@ def test_report_says_what_a_run_folder_holds(ended: dict[str, Ended]):
     """The first look at an old checkpoint: what, who, when, how much; names with brackets and umlauts as they are."""
     report = ended["run folder"]
     assert report.code == 0, report.err
-    for said in (
+    for text in (
         "ein Läuf, [bold]/checkpoints/ep0-ba3-rank0.pt",
         "monolithic",
         "Composer 0.17.2, torch 2.1.2",
@@ -81,7 +81,7 @@ def test_report_says_what_a_run_folder_holds(ended: dict[str, Ended]):
         "lr 0.01",
         "(--tensors lists all)",
     ):
-        assert said in report.out, said
+        assert text in report.out, text
     names = [
         ".".join(map(str, entry))
         for entry, value in leaves(torch.load(LEGACY / "c172" / "full" / "ep0-ba3-rank0.pt", weights_only=False))
@@ -102,12 +102,12 @@ def test_exit_code_says_whose_turn_it_is(ended: dict[str, Ended]):
     """A script tells a damaged checkpoint (1) from a wrong path (2); each says in one line what is wrong."""
     codes = {name: ended[name].code for name in ("damaged", "not trusted", "no checkpoint", "trusted")}
     assert codes == {"damaged": 1, "not trusted": 1, "no checkpoint": 2, "trusted": 0}
-    for name, said in {
+    for name, text in {
         "damaged": "__1_0.distcp: missing",
         "not trusted": "pathlib.PosixPath",
         "no checkpoint": "text file",
     }.items():
-        assert ended[name].err.startswith("composer-fsdp2: ") and said in ended[name].err
+        assert ended[name].err.startswith("composer-fsdp2: ") and text in ended[name].err
         assert ended[name].out == "" and "Traceback" not in ended[name].err
     for name in ("not trusted", "no checkpoint"):
         assert ended[name].err.count("\n") == 1
@@ -118,10 +118,10 @@ def test_model_says_whether_it_loads(ended: dict[str, Ended]):
     """Before a queue of GPUs is waited for; and a mistake in the option is not taken for a fault of the file."""
     assert (ended["fits"].code, ended["does not fit"].code) == (0, 1)
     assert "it fits" in ended["fits"].out
-    assert all(said in ended["does not fit"].out for said in ("it does not fit", "(2, 3)", "(2, 4)"))
-    for name, said in {"no such function": "other", "no such module": "nowhere", "no function": "function"}.items():
+    assert all(text in ended["does not fit"].out for text in ("it does not fit", "(2, 3)", "(2, 4)"))
+    for name, text in {"no such function": "other", "no such module": "nowhere", "no function": "function"}.items():
         assert ended[name].code == 2 and ended[name].out == ""
-        assert ended[name].err.startswith("composer-fsdp2: --model") and said in ended[name].err
+        assert ended[name].err.startswith("composer-fsdp2: --model") and text in ended[name].err
         assert ended[name].err.count("\n") == 1
 
 
@@ -213,7 +213,7 @@ def test_folder_of_the_checkpoint_package_is_read(saved: Path):
 
 
 def check_sharded_package(folder: str) -> dict[str, torch.Tensor]:
-    """Save with FSDP1 on this rank; the whole parameters."""
+    """Save with FSDP1 on this rank; the full parameters."""
     from composer.checkpoint.save import CheckpointSaveOptions, save_checkpoint_to_disk
 
     with FSDP1():

@@ -117,7 +117,7 @@ def check_weights(folder: str) -> None:
 
 
 def test_weights_alone_load_with_and_without_sharding(tmp_path: Path):
-    """A full file is what people publish and evaluate: it holds whole tensors under the model's own names."""
+    """A full file is what people publish and evaluate: it holds full tensors under the model's own names."""
     run_ranks(check_weights, 2, str(tmp_path))
 
 

@@ -181,13 +181,13 @@ NOTHING_TO_RUN = {
 
 
 def check_nothing_to_run() -> None:
-    def check(arguments: tuple[str, ...], said: str) -> None:
+    def check(arguments: tuple[str, ...], text: str) -> None:
         code, _, err = main_of([*arguments])
         assert code == 2, f"{arguments}: {code}, {err}"
-        assert said in err, f"{arguments}: {err}"
+        assert text in err, f"{arguments}: {err}"
         assert "Traceback" not in err, f"{arguments}: {err}"
 
-    for_each(check, {f"{arguments}": (arguments, said) for arguments, said in NOTHING_TO_RUN.items()})
+    for_each(check, {f"{arguments}": (arguments, text) for arguments, text in NOTHING_TO_RUN.items()})
 
 
 def test_nothing_to_run_is_said_in_a_line():

@@ -135,7 +135,7 @@ def check_training() -> None:
         trainer, ema, _ = make({}, batches=2)
         trainer.fit()
         kinds = {type(value) for value in ema.ema_model.named_parameters_dict.values()}
-        assert kinds == {DTensor}, f"a rank keeps whole averages: {kinds}"
+        assert kinds == {DTensor}, f"a rank keeps full averages: {kinds}"
         trainer.close()
 
 

@@ -51,7 +51,7 @@ class Target:
         self.optimizer = legacy_optimizer(self.model)
         prepare_fully_shard(self.model, self.optimizer, {}, device="cpu", precision="fp32")
         self.before = self.state()
-        self.said = ""
+        self.text = ""
 
     def state(self) -> Any:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -81,12 +81,12 @@ class Target:
         try:
             report = load_checkpoint(path, self.model, self.optimizer)
         except CheckpointError as error:
-            self.said = str(error)
+            self.text = str(error)
             return None, None
         try:
             return self.state(), plain(report.other_entries())  # read now
         except CheckpointError as error:
-            self.said = str(error)
+            self.text = str(error)
             return self.state(), None
 
 
@@ -98,7 +98,7 @@ def check_flips(kind: str, source: str, folder: str, num_flips: int) -> Counter[
         (shutil.copytree if Path(source).is_dir() else shutil.copy)(source, copied)
     dist.barrier()
     expected = target.load(copied)
-    assert None not in expected, target.said
+    assert None not in expected, target.text
     target.renew()
     dist.barrier()  # every rank has read it whole, before rank 0 flips the first bit
     files = sorted(file for file in copied.rglob("*") if file.is_file()) if copied.is_dir() else [copied]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.composer
 
 
 def train(under: Under, parallelism: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """A run whose callback reads and changes whole weights and gradients, as it was written for FSDP1."""
+    """A run whose callback reads and changes full weights and gradients, as it was written for FSDP1."""
     from composer import Callback, State
     from support.comparing import own_name
     from support.trainers import fit
@@ -72,7 +72,7 @@ def check_trainer(parallelism: dict[str, Any]) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_a_callback_written_for_fsdp1(strategy: str):
-    """Clipping of whole gradients, surgery on weights and reading them after an eval: the same run on FSDP2, without a
+    """Clipping of full gradients, surgery on weights and reading them after an eval: the same run on FSDP2, without a
     line changed."""
     from support.trainers import largest_difference
 
@@ -169,7 +169,7 @@ def gpt2(*, adapters: bool = False) -> Any:
 
 
 def sharded(**options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The model, and the whole weights that it had."""
+    """The model, and the full weights that it had."""
     from composer_fsdp2 import prepare_fully_shard
 
     model = gpt2(**options)

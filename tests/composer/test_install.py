@@ -67,20 +67,22 @@ def import_composer() -> None:
     import composer.checkpoint.load
     import composer.functional  # noqa: F401
 
-    import composer_fsdp2.compat.composer  # noqa: F401
+    from composer_fsdp2.compat.seams import all_seams
+
+    all_seams()
 
 
 def check_uninstall() -> None:
     import_composer()
     from composer_fsdp2.compat import install, is_installed, uninstall
-    from composer_fsdp2.compat.composer import SEAMS
+    from composer_fsdp2.compat.seams import all_seams
 
     before = bindings()
     install()
     inside = bindings()
     assert is_installed()
     moved = changed(before, inside)
-    for seam in SEAMS:
+    for seam in all_seams():
         assert f"{seam.module}.{seam.name}" in moved, f"{seam.module}.{seam.name} was not replaced: {moved}"
     uninstall()
     assert not is_installed()
@@ -162,7 +164,7 @@ def check_import_paths() -> None:
             kept = [f"{module}.{name}" for module, name in paths if getattr(sys.modules[module], name) is not original]
             assert not kept, f"not Composer's again the {time} time: {kept}"
             assert shards_with(late.p) == "FSDP1"
-            # Ours under their own names are no part of the shim.
+            # Ours under their own names are not part of the shim.
             assert [shards_with(prepare) for prepare in ours] == ["FSDP2", "FSDP2"]
             now = [composer_fsdp2.prepare_fully_shard, composer_fsdp2.compat.prepare_fsdp_module]
             assert [*map(id, now)] == [*map(id, ours)], f"uninstall rebound our own names: {now}"
@@ -210,23 +212,18 @@ def test_install_twice_and_nested_blocks():
 
 def check_rollback() -> None:
     import_composer()
-    from composer_fsdp2.compat import composer as seams
-    from composer_fsdp2.compat import install, is_installed
+    from composer_fsdp2.compat import install, is_installed, seams
     from composer_fsdp2.compat.seams import Seam
-
-    def fail(original: Any) -> Any:
-        raise ZeroDivisionError
 
     before = bindings()
     bad = {
-        "a module that is gone": Seam(module="composer.no_such_module", name="f", make=fail, why=""),
-        "a class that is gone": Seam(module="composer.core.state", name="NoState.f", make=fail, why=""),
-        "a method that is gone": Seam(module="composer.core.state", name="State.no_method", make=fail, why=""),
-        "a wrapper that fails": Seam(module="composer.core.state", name="State.state_dict", make=fail, why=""),
+        "a module that is gone": Seam(module="composer.no_such_module", name="f", replacement=print, why=""),
+        "a class that is gone": Seam(module="composer.core.state", name="NoState.f", replacement=print, why=""),
+        "a method that is gone": Seam(module="composer.core.state", name="State.no_method", replacement=print, why=""),
     }
 
     def check(what: str, seam: Seam) -> None:
-        with mock.patch.object(seams, "SEAMS", (*seams.SEAMS, seam)):
+        with mock.patch.object(seams, "_SEAMS", [*seams.all_seams(), seam]):
             try:
                 install()
             except Exception:

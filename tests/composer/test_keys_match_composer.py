@@ -11,11 +11,11 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from composer_fsdp2 import ConfigError, Outcome, ShardingConfig, translate
-from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Origin
-from composer_fsdp2.fsdp1.values import DTYPES, PRECISIONS
+from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, KeyGroup
+from composer_fsdp2.fsdp1.parsing import DTYPES, PRECISIONS
+from composer_fsdp2.sharding.dtypes import torch_dtype
 
 if TYPE_CHECKING:
     from composer.utils import FSDP2Config
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.composer
 
 MEND = "composer_fsdp2/fsdp1/keys.py no longer matches the installed Composer"
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16 = "float32", "bfloat16"
 
 
 def fields_of(config_class: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(config_class) if field.name[0] != "_"}
 
 
-def fsdp2_config(**said: Any) -> FSDP2Config:
+def fsdp2_config(**written: Any) -> FSDP2Config:
     from composer.utils import FSDP2Config
 
     with warnings.catch_warnings():  # it calls itself experimental on every construction
         warnings.simplefilter("ignore", UserWarning)
-        return FSDP2Config(**said)
+        return FSDP2Config(**written)
 
 
 def config_of(fsdp_config: object, **options: Any) -> ShardingConfig:
@@ -53,7 +53,7 @@ def test_every_field_of_fsdp_config_has_its_row():
     """A key that a new Composer reads is neither refused as unknown nor translated with another default."""
     from composer.utils import FSDPConfig
 
-    rows = {key.name: key.default for key in KEYS if key.origin is Origin.FSDP1}
+    rows = {key.name: key.default for key in KEYS if key.group == KeyGroup.FSDP1}
     assert rows == fields_of(FSDPConfig), MEND
 
 
@@ -63,7 +63,7 @@ def test_every_field_of_fsdp2_config_has_its_row():
 
     fields = fields_of(FSDP2Config)
     assert set(fields) <= set(KEYS_BY_NAME), MEND
-    own = {key.name: key.default for key in KEYS if key.origin is Origin.FSDP2 and key.name in fields}
+    own = {key.name: key.default for key in KEYS if key.group == KeyGroup.FSDP2 and key.name in fields}
     assert own == {"reshard_after_forward": fields["reshard_after_forward"], "device_mesh": fields["device_mesh"]}, MEND
     differing = {name for name, default in fields.items() if KEYS_BY_NAME[name].default != default}
     assert differing == {"state_dict_type"}, MEND
@@ -82,7 +82,7 @@ def test_every_precision_is_known():
     from composer.core import Precision
 
     assert set(PRECISIONS) == {precision.value for precision in Precision}, (
-        "PRECISIONS in composer_fsdp2/fsdp1/translate.py no longer matches composer.core.Precision"
+        "PRECISIONS in composer_fsdp2/fsdp1/parsing.py no longer matches composer.core.Precision"
     )
 
 
@@ -92,31 +92,34 @@ def test_every_spelling_of_a_dtype_means_the_same(spelling: str):
     """A dict of dtypes trains in the dtypes that Composer's own function gives."""
     from composer.distributed.mosaic_parallelism import _get_torch_dtype
 
-    assert DTYPES[spelling] == _get_torch_dtype(spelling)
+    assert torch_dtype(DTYPES[spelling]) == _get_torch_dtype(spelling)
 
 
 @pytest.mark.filterwarnings("ignore:We use torch.bfloat16 by default for amp_fp8")
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("said", ["FULL", "DEFAULT", "PURE", "pure", {"param_dtype": "bf16"}, {"buffer_dtype": "half"}])
-def test_mixed_precision_is_composers(said: str | dict[str, str], precision: str):
+@pytest.mark.parametrize(
+    "written", ["FULL", "DEFAULT", "PURE", "pure", {"param_dtype": "bf16"}, {"buffer_dtype": "half"}]
+)
+def test_mixed_precision_is_composers(written: str | dict[str, str], precision: str):
     """The dtypes of each precision are asked of Composer itself."""
     from composer.core import Precision
     from composer.distributed.mosaic_parallelism import get_mixed_precision
     from composer.utils import FSDPConfig
 
-    _, param, reduce, buffer = get_mixed_precision(Precision(precision), said)
-    config = config_of(FSDPConfig(mixed_precision=said), precision=Precision(precision))
-    assert (config.mixed_precision.param_dtype, config.mixed_precision.reduce_dtype, config.buffer_dtype) == (
-        param,
-        reduce,
-        buffer,
+    _, param, reduce, buffer = get_mixed_precision(Precision(precision), written)
+    config = config_of(FSDPConfig(mixed_precision=written), precision=Precision(precision))
+    found = (
+        config.mixed_precision.param_dtype,
+        config.mixed_precision.reduce_dtype,
+        config.mixed_precision.buffer_dtype,
     )
+    assert tuple(map(torch_dtype, found)) == (param, reduce, buffer)
 
 
 # --- real objects
 
 
-def keys_said(fsdp_config: object) -> list[str]:
+def keys_given(fsdp_config: object) -> list[str]:
     return [finding.key for finding in translate(fsdp_config, device="cpu").findings]
 
 
@@ -124,19 +127,19 @@ def test_fsdp_config_without_a_word():
     """An FSDPConfig() is an empty section."""
     from composer.utils import FSDPConfig
 
-    assert keys_said(FSDPConfig()) == []
+    assert keys_given(FSDPConfig()) == []
     assert config_of(FSDPConfig()) == config_of({})
 
 
 def test_fsdp2_config_without_a_word():
     """Composer's defaults for FSDP2 are not reported as the user's words."""
-    assert keys_said(fsdp2_config()) == []
+    assert keys_given(fsdp2_config()) == []
     config = config_of(fsdp2_config())
     assert config.reshard_after_forward is True
     assert config.mixed_precision.param_dtype == F32
 
 
-SAID: dict[str, Any] = {
+GIVEN: dict[str, Any] = {
     "sharding_strategy": "SHARD_GRAD_OP",
     "mixed_precision": "PURE",
     "activation_checkpointing": True,
@@ -155,8 +158,8 @@ def test_an_object_says_what_a_mapping_says():
     from composer.devices import DeviceCPU
     from composer.utils import FSDPConfig
 
-    by_object = translate(FSDPConfig(**SAID), device=DeviceCPU(), precision=Precision.AMP_BF16, world_size=4)
-    by_mapping = translate(SAID, device="cpu", precision="amp_bf16", world_size=4)
+    by_object = translate(FSDPConfig(**GIVEN), device=DeviceCPU(), precision=Precision.AMP_BF16, world_size=4)
+    by_mapping = translate(GIVEN, device="cpu", precision="amp_bf16", world_size=4)
     assert by_object == by_mapping
     assert by_object.config is not None
     assert by_object.config.mesh.shape == (2, 2)
@@ -168,12 +171,12 @@ def test_fsdp2_config_says():
     """What a user sets on FSDP2Config is carried over."""
     from composer.core import Precision
 
-    said = {"reshard_after_forward": False, "activation_checkpointing": True, "mixed_precision": "FULL"}
-    config = config_of(fsdp2_config(**said), precision=Precision.AMP_BF16)
+    written = {"reshard_after_forward": False, "activation_checkpointing": True, "mixed_precision": "FULL"}
+    config = config_of(fsdp2_config(**written), precision=Precision.AMP_BF16)
     assert config.reshard_after_forward is False
     assert config.activation_checkpointing.checkpoint
     assert config.mixed_precision.param_dtype is None
-    assert keys_said(fsdp2_config(**said)) == list(said)
+    assert keys_given(fsdp2_config(**written)) == list(written)
 
 
 def test_sync_module_states_of_fsdp2_config():

@@ -44,7 +44,7 @@ def contents(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     root = torch.load(path, weights_only=False) if path.is_file() else read_directory(path)
     weights = root["state"]["model"]
     optimizers = root["state"].get("optimizers") or root["optimizers"]
-    if kind in FLAT:  # no names; the same run saved whole tensors, too
+    if kind in FLAT:  # no names; the same run saved full tensors, too
         weights, _ = contents("c172/full")
     return weights, optimizers["DecoupledAdamW"]["state"]
 

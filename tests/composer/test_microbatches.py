@@ -192,11 +192,11 @@ def check_guard() -> tuple[str, str]:
 
 
 def error_of(trainer: Any) -> str:
-    from composer_fsdp2 import RanksPartedError
+    from composer_fsdp2 import RanksDivergedError
 
     try:
         trainer.fit()
-    except RanksPartedError as error:
+    except RanksDivergedError as error:
         return str(error)
     raise AssertionError("nothing raised")
 

@@ -289,17 +289,16 @@ def monitored(
     """What OptimizerMonitor does at the end of a batch, and logs; one monitor for all calls."""
     from composer.callbacks import OptimizerMonitor
 
-    from composer_fsdp2.compat.monitoring import replacement_for_monitor_batch_end
+    from composer_fsdp2.compat.monitors import batch_end
 
     monitor = monitor or OptimizerMonitor(batch_log_interval=1)
-    batch_end = replacement_for_monitor_batch_end(OptimizerMonitor.batch_end)
     state: Any = SimpleNamespace(
         model=model, optimizers=[optimizer], timestamp=SimpleNamespace(batch=SimpleNamespace(value=1)), fsdp_config=None
     )
 
     def log() -> dict[str, float]:
         logged: dict[str, float] = {}
-        batch_end(monitor, state, SimpleNamespace(log_metrics=logged.update))
+        batch_end(OptimizerMonitor.batch_end, monitor, state, SimpleNamespace(log_metrics=logged.update))
         return logged
 
     return log
@@ -309,7 +308,7 @@ def check_changes(config: dict[str, Any]) -> list[int]:
     """All-reduces of a batch, of the next one, of one with other metrics on all ranks, and of the one after that."""
     from composer.optim import DecoupledAdamW
 
-    from composer_fsdp2.compat import monitoring
+    from composer_fsdp2.compat import monitors
     from composer_fsdp2.errors import ComposerFSDP2Error
 
     is_rank_1 = dist.get_rank() == 1
@@ -339,7 +338,7 @@ def check_changes(config: dict[str, Any]) -> list[int]:
         num_reductions(without=second if is_rank_1 else first)
     assert num_reductions(without=first) == counts[3], "they no longer know what they agreed on"
     with (
-        mock.patch.object(monitoring, "_report", side_effect=ArithmeticError("no metric")) if is_rank_1 else NOTHING,
+        mock.patch.object(monitors, "_report", side_effect=ArithmeticError("no metric")) if is_rank_1 else NOTHING,
         pytest.raises(ArithmeticError if is_rank_1 else ComposerFSDP2Error, match="no metric"),
     ):
         num_reductions()
@@ -422,7 +421,7 @@ class Walked(dict[str, Any]):
 
 def cost(num_layers: int, config: dict[str, Any], kind: Any) -> dict[str, int]:
     """Of one logged batch: what Python calls, and how many metrics are looked through."""
-    from composer_fsdp2.compat import monitoring
+    from composer_fsdp2.compat import monitors
 
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(num_layers)))
     if "ignored_modules" in config:
@@ -432,7 +431,7 @@ def cost(num_layers: int, config: dict[str, Any], kind: Any) -> dict[str, int]:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     log, walked, calls = monitored(model, optimizer), Walked(), []
-    with mock.patch.object(monitoring, "_Reported", functools.partial(monitoring._Reported, metrics=walked)):
+    with mock.patch.object(monitors, "_Reported", functools.partial(monitors._Reported, metrics=walked)):
         sys.setprofile(lambda frame, event, argument: calls.append(event))
         try:
             logged = log()

@@ -201,7 +201,7 @@ class Linear(torch.nn.Module):
 
 def check_rank_files() -> None:
     from composer_fsdp2 import prepare_fully_shard
-    from composer_fsdp2.checkpoint.load import load_inventory
+    from composer_fsdp2.checkpoint.load.into_model import load_inventory
     from composer_fsdp2.compat.remote import local_checkpoint
 
     folder = FOLDER.parent / "per-rank-checkpoints"
@@ -307,11 +307,11 @@ def check_names(folder: str) -> None:
             "run/empty": ("run/empty.symlink", "names nothing"),
         }
 
-        def check_wrong(path: str, *said: str) -> None:
+        def check_wrong(path: str, *message: str) -> None:
             error = checkpoint_error_of(lambda: load_only(trainer, path, store))
-            assert all(text in error for text in said), error
+            assert all(text in error for text in message), error
 
-        for_each(check_wrong, {path: (path, *said) for path, said in wrong.items()})
+        for_each(check_wrong, {path: (path, *message) for path, message in wrong.items()})
         assert_same(full_parameters(trainer.state.model), before, "after failures")
 
 

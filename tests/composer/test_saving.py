@@ -43,7 +43,7 @@ class WithoutRandomStates(DefaultSavePlanner):
 
 
 def drop_the_head(state_dict: dict[str, Any]) -> None:
-    """A user's function: all ranks call it, and rank 0 alone has whole tensors."""
+    """A user's function: all ranks call it, and rank 0 alone has full tensors."""
     state_dict["state"]["model"].pop("model.lm_head.weight", None)
     for name, value in state_dict["state"]["model"].items():
         assert type(value) is torch.Tensor, f"{name}: {type(value)}"
@@ -349,8 +349,8 @@ def check_values() -> None:
             trainer.close()
 
         for_each(check_refused, {f"{c}": (c,) for c in ({"async_save": "yes"}, {"trust_checkpoint": 1})})
-        said = {"async_save": True, "state_dict_type": "sharded"}
-        for_each(check, {"dict": (said, "1"), "FSDPConfig": (FSDPConfig(**said), "1"), "FSDP_VERSION=2": (said, "2")})
+        text = {"async_save": True, "state_dict_type": "sharded"}
+        for_each(check, {"dict": (text, "1"), "FSDPConfig": (FSDPConfig(**text), "1"), "FSDP_VERSION=2": (text, "2")})
 
 
 def test_async_save_is_a_key_like_others():
@@ -369,10 +369,10 @@ def check_long_packing(folder: str) -> list[str]:
         pack(*paths)
 
     with mock.patch.object(saving, "_pack", slow):
-        saving._write_full(state, f"{folder}/model.tar", group)
+        saving.write_full(state, f"{folder}/model.tar", group)
     full = mock.patch.object(saving, "_pack", side_effect=OSError(28, "No space left on device"))
     with full, pytest.raises(CheckpointError, match=r"cannot be packed: OSError.*No space left.*as it was"):
-        saving._write_full(state, f"{folder}/model.tar", group)
+        saving.write_full(state, f"{folder}/model.tar", group)
     return sorted(os.listdir(folder))
 
 

@@ -36,14 +36,14 @@ def cuda() -> Iterator[CudaPlayed]:
 @contextlib.contextmanager
 def as_if_on_cuda() -> Iterator[CudaPlayed]:
     """No GPU: tensors of the host pass for one's, and CUDA is played. What copies is real."""
-    from composer_fsdp2.compat import staging
+    from composer_fsdp2.compat import pinned_copies as module
 
-    with CudaPlayed() as cuda, mock.patch.object(staging, "_is_on_cuda", return_value=True):
+    with CudaPlayed() as cuda, mock.patch.object(module, "_is_on_cuda", return_value=True):
         yield cuda
 
 
 def pinned_copies() -> Any:
-    from composer_fsdp2.compat.staging import PinnedCopies
+    from composer_fsdp2.compat.pinned_copies import PinnedCopies
 
     return PinnedCopies()
 
@@ -230,7 +230,7 @@ on_a_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu_mar
 @on_a_gpu
 def test_copies_of_a_gpu_are_pinned(device: str):
     """Training waits for the copy: from a GPU to pageable memory it is several times as slow."""
-    from composer_fsdp2.compat.staging import is_on_device
+    from composer_fsdp2.compat.pinned_copies import is_on_device
 
     tensors = {name: tensor.detach().to(device) for name, tensor in samples().items()}
     assert all(map(is_on_device, tensors.values())) and not is_on_device(tensors["bf16"].cpu())
@@ -251,15 +251,15 @@ def test_copies_of_a_gpu_are_pinned(device: str):
 @on_a_gpu
 def test_a_gpu_trains_on_after_memory_could_not_be_pinned(device: str, caplog: pytest.LogCaptureFixture):
     """CUDA hands an error of one call to whoever asks next: that must not be the next step's kernel."""
-    from composer_fsdp2.compat import staging
+    from composer_fsdp2.compat import pinned_copies
 
     memory = torch.empty(1 << 20, dtype=torch.uint8)
-    assert staging._pin(memory.data_ptr(), memory.nbytes)
+    assert pinned_copies._pin(memory.data_ptr(), memory.nbytes)
     try:
-        assert not staging._pin(memory.data_ptr(), memory.nbytes), "it was pinned twice"
+        assert not pinned_copies._pin(memory.data_ptr(), memory.nbytes), "it was pinned twice"
         assert torch.full((3,), 2.0, device=device).sum().item() == 6
     finally:
-        staging._unpin(memory.data_ptr())
+        pinned_copies._unpin(memory.data_ptr())
     [message] = caplog.messages
     assert "already" in message
     assert not memory.is_pinned()

@@ -83,7 +83,7 @@ def assert_alike(ours: Trained, theirs: Trained, what: str, tolerance: float = 1
 
 
 def look_at_blocks() -> Any:
-    """A callback that notes whether the blocks hold their whole parameters when the model's forward has ended."""
+    """A callback that notes whether the blocks hold their full parameters when the model's forward has ended."""
     from composer import Callback
     from torch.distributed.tensor import DTensor
 
@@ -162,7 +162,7 @@ def check_unwrapped_child() -> None:
         assert ours == theirs and len(ours) > 1, f"ours shards {ours}, Composer's FSDP2 {theirs}"
         assert ("model.lm_head." in ours) == says_it_itself
         # What lies outside is each rank's own, as there, so the ranks' losses are those of different models.
-        assert_alike(found, expected, "a direct child that is no unit")
+        assert_alike(found, expected, "a direct child that is not a unit")
 
 
 def test_fsdp2_config_shards_below_a_child_that_is_not_wrapped():
@@ -177,9 +177,9 @@ def check_mixed_initialisation() -> None:
     def config_after(under: Under, build: Any) -> Any:
         with under():
             trainer = make_trainer(ParallelismConfig(fsdp2=FSDP2Config()), model=build(), tied=False)
-            said = trainer.state.fsdp_config.sync_module_states
+            printed = trainer.state.fsdp_config.sync_module_states
             trainer.close()
-        return bool(said)
+        return bool(printed)
 
     def build_untied_on_rank_0() -> Any:
         with torch.device("cpu" if torch.distributed.get_rank() == 0 else "meta"):

@@ -49,7 +49,7 @@ StateDict = dict[str, Any]
 
 
 def saved(path: Path) -> StateDict:
-    """A checkpoint with plain whole tensors, optimizers where Composer has them today."""
+    """A checkpoint with plain full tensors, optimizers where Composer has them today."""
     if path.is_file():
         return torch.load(path, weights_only=False)
     from torch.distributed.checkpoint import FileSystemReader
@@ -407,9 +407,9 @@ def check_machines_disagree(folder: str) -> None:
         (copies / "gone.pt").write_bytes(checkpoint_of("c220/full").read_bytes())
     with a_trainer("c220/full") as trainer, as_machines_of_one_rank():
         before = snapshot(trainer)
-        for name, said in {"steps.pt": "different steps", "kind": "", "gone.pt": "gone.pt"}.items():
+        for name, printed in {"steps.pt": "different steps", "kind": "", "gone.pt": "gone.pt"}.items():
             error = checkpoint_error_of(lambda: reload(trainer, copies / name))  # noqa: B023
-            assert said in error, error
+            assert printed in error, error
             assert_same(snapshot(trainer), before, name)
 
 
@@ -487,19 +487,19 @@ def check_rest(folder: str) -> None:
         assert scheduler.last_epoch == 3
         assert_loaded(trainer, saved(Path(path)), "with a scheduler")
 
-    def check(make: Callable[[nn.Module], torch.optim.Optimizer], said: str) -> None:
+    def check(make: Callable[[nn.Module], torch.optim.Optimizer], printed: str) -> None:
         model = legacy_model("c220/sharded", seed=3)
         optimizer = make(model)
         schedulers = ExponentialLR(optimizer, 0.5)
         with FSDP2(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer = make_trainer({}, model=model, optimizer=optimizer, schedulers=schedulers, load_path=path)
-        assert any(said in str(warning.message) for warning in caught), [str(w.message) for w in caught]
+        assert any(printed in str(warning.message) for warning in caught), [str(w.message) for w in caught]
         expected = saved(Path(path))
         if isinstance(optimizer, torch.optim.SGD):
             del expected["state"]["optimizers"]
         trainer.own = {}
-        assert_loaded(trainer, expected, said)
+        assert_loaded(trainer, expected, printed)
         trainer.close()
 
     def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from composer_fsdp2 import plan_sharding, translate
-from composer_fsdp2.compat.migration.migrate import migrate_text
-from composer_fsdp2.config import ShardingConfig
+from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.migration.migrate import migrate_text
 
 pytestmark = pytest.mark.composer
 
@@ -84,5 +84,5 @@ def test_right_side_plans_on_its_model():
     assert sorted(names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
     assert plan.tie_groups == (("model.transformer.wte.weight", "model.lm_head.weight"),)
     assert list(plan.checkpointed) == blocks
-    assert {unit.mixed_precision.reduce_dtype for unit in plan.units} == {torch.float16}
-    assert {unit.buffer_dtype for unit in plan.units} == {torch.float32}
+    assert {unit.mixed_precision.reduce_dtype for unit in plan.units} == {"float16"}
+    assert {unit.mixed_precision.buffer_dtype for unit in plan.units} == {"float32"}

@@ -188,7 +188,7 @@ def plain(value: Any) -> str:
 
 
 @st.composite
-def said(draw: st.DrawFn, keys: Mapping[str, list[Any]], sane: bool) -> dict[str, Any]:
+def written(draw: st.DrawFn, keys: Mapping[str, list[Any]], sane: bool) -> dict[str, Any]:
     names = [key for key in keys if not (sane and key in ("sharding_stratgy", "made_up", "fsdp_made_up"))]
     chosen = draw(st.lists(st.sampled_from(names), unique=True, min_size=1, max_size=8))
     return {key: draw(st.sampled_from(keys[key])) for key in chosen}
@@ -228,7 +228,7 @@ def around(draw: st.DrawFn) -> tuple[str, str]:
 
 @st.composite
 def composer_files(draw: st.DrawFn, sane: bool = False) -> File:
-    values = draw(said(COMPOSER, sane))
+    values = draw(written(COMPOSER, sane))
     before, after = draw(around())
     if draw(st.booleans()):
         before += f"precision: {draw(st.sampled_from(['amp_bf16', 'amp_fp16', 'fp32']))}\n"
@@ -247,7 +247,7 @@ def composer_files(draw: st.DrawFn, sane: bool = False) -> File:
 @st.composite
 def merging_files(draw: st.DrawFn) -> File:
     """A section that takes some of its keys, or all, from an anchor elsewhere."""
-    values = draw(said(COMPOSER, False))
+    values = draw(written(COMPOSER, False))
     before, after = draw(around())
     inherited = {key: value for key, value in values.items() if draw(st.booleans())} or values
     own = {key: value for key, value in values.items() if key not in inherited}
@@ -268,7 +268,7 @@ def with_windows_lines(file: File) -> File:
 
 @st.composite
 def accelerate_files(draw: st.DrawFn) -> File:
-    values = draw(said(ACCELERATE, False))
+    values = draw(written(ACCELERATE, False))
     comments: list[str] = []
     text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n"
     text += f"mixed_precision: {draw(st.sampled_from(['bf16', 'no', 'fp16']))}  # here\nnum_processes: 8\n"
@@ -278,7 +278,7 @@ def accelerate_files(draw: st.DrawFn) -> File:
 
 @st.composite
 def trainer_files(draw: st.DrawFn) -> File:
-    values = draw(said(TRAINER, False))
+    values = draw(written(TRAINER, False))
     before, after = draw(around())
     comments: list[str] = []
     indent = draw(st.sampled_from(["", "  "]))
@@ -291,7 +291,7 @@ def trainer_files(draw: st.DrawFn) -> File:
 
 @st.composite
 def roll_files(draw: st.DrawFn) -> File:
-    values = draw(said(ROLL, False))
+    values = draw(written(ROLL, False))
     before, after = draw(around())
     comments: list[str] = []
     name = draw(st.sampled_from(["fsdp2_train", "fsdp2_infer"]))
@@ -307,7 +307,7 @@ def roll_files(draw: st.DrawFn) -> File:
 
 @st.composite
 def torchtitan_files(draw: st.DrawFn) -> File:
-    values = draw(said(TORCHTITAN, False))
+    values = draw(written(TORCHTITAN, False))
     values["training.local_batch_size"] = 8
     tables: dict[str, list[str]] = {}
     for key, value in values.items():

@@ -22,8 +22,8 @@ def ask(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """What transformers ("trainer") and accelerate's launcher ("accelerate") make of each; one process for all."""
     from support.forked_scripts import run_script
 
-    said = json.dumps([{"system": system, "said": said} for system, said in cases])
-    done = run_script(IMPORTS, Path(__file__), stdin=said)
+    written = json.dumps([{"system": system, "said": written} for system, written in cases])
+    done = run_script(IMPORTS, Path(__file__), stdin=written)
     assert done.returncode == 0, done.stderr
     answers: list[dict[str, Any]] = json.loads(done.stdout)
     return answers
@@ -40,11 +40,11 @@ def settings_of(case: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _trainer(said: dict[str, Any]) -> tuple[Any, str]:
+def _trainer(written: dict[str, Any]) -> tuple[Any, str]:
     from accelerate import FullyShardedDataParallelPlugin
     from transformers import TrainingArguments
 
-    arguments = TrainingArguments(output_dir="unused", use_cpu=True, report_to="none", **said)
+    arguments = TrainingArguments(output_dir="unused", use_cpu=True, report_to="none", **written)
     if os.environ.get("ACCELERATE_USE_FSDP") != "true":
         raise ValueError("FSDP is off")
     plugin = FullyShardedDataParallelPlugin()
@@ -56,7 +56,7 @@ def _trainer(said: dict[str, Any]) -> tuple[Any, str]:
     return plugin, os.environ["ACCELERATE_MIXED_PRECISION"]
 
 
-def _launcher(said: dict[str, Any]) -> tuple[Any, str]:
+def _launcher(written: dict[str, Any]) -> tuple[Any, str]:
     import yaml
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -65,7 +65,7 @@ def _launcher(said: dict[str, Any]) -> tuple[Any, str]:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "config.yaml")
         with open(path, "w") as file:
-            yaml.safe_dump(said, file)
+            yaml.safe_dump(written, file)
         arguments, _, _ = _validate_launch_command(
             launch_command_parser().parse_args(["--config_file", path, "script.py"])
         )
@@ -101,7 +101,8 @@ def _of_plugin(plugin: Any, mixed_precision: str) -> dict[str, Any]:
         "sync": plugin.cpu_ram_efficient_loading if is_fsdp2 else plugin.sync_module_states,
         "activation_checkpointing": bool(plugin.activation_checkpointing),
         "dtypes": [
-            str(getattr(policy, name, None)) for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
+            str(getattr(policy, name, None)).removeprefix("torch.")
+            for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
         ],
         "casts": getattr(policy, "cast_forward_inputs", None),
     }

@@ -5,33 +5,35 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from support.runs import run_with
 
 from composer_fsdp2 import translate
-from composer_fsdp2.compat.dialects import DIALECTS, Section
-from composer_fsdp2.compat.dialects.base import Reading, Run, Wrap, WrapKind
-from composer_fsdp2.compat.dialects.composer_effects import PLAIN_COMPOSER
-from composer_fsdp2.compat.migration.migrate import migrate_text
 from composer_fsdp2.config import (
     Accumulation,
     ActivationCheckpointing,
+    GradientDtype,
     GradientSync,
     GroupRule,
     MeshSpec,
+    MixedPrecision,
     Prefetch,
     RankGroups,
     ShardingConfig,
 )
-from composer_fsdp2.findings import Finding, Outcome
-from composer_fsdp2.fsdp1.keys import KEYS, Origin
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.fsdp1.keys import KEYS, KeyGroup
+from composer_fsdp2.migration.dialect import Reading, Section
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.migrate import migrate_text
+from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
 COMPOSER = DIALECTS["composer"]
 
@@ -42,11 +44,11 @@ def read(text: str) -> Reading:
     at = values
     for key in path:
         at = at[key]
-    return COMPOSER.read(Section(path=path, said=at, around=values))
+    return COMPOSER.read(Section(path=path, given=at, around=values))
 
 
 def finding(reading: Reading, key: str) -> Finding:
-    (found,) = [each for each in reading.findings if each.key == key]
+    (found,) = [each for each in reading.findings if each.name == key]
     return found
 
 
@@ -110,7 +112,7 @@ def test_a_section_is_read_as_llm_foundry_changes_it(section: dict[str, Any], mo
 def test_what_llm_foundry_sets_is_said():
     """A value that is not in the file decides about the run, and the report has to have it."""
     reading = read("model: {name: m, init_device: mixed}\nfsdp_config: {mixed_precision: PURE}")
-    assert finding(reading, "(unsaid) sync_module_states").target == "sync_module_states: true"
+    assert finding(reading, "(implicit) sync_module_states").target == "sync_module_states: true"
     reading = read("model: {name: m, master_weights_dtype: bf16}\nfsdp_config: {mixed_precision: PURE}")
     assert "master_weights_dtype" in finding(reading, "mixed_precision").reason
 
@@ -135,19 +137,18 @@ def test_the_keys_that_plain_composer_reads():
 
     read_there = set(FSDP2Config.settable_attrs())
     for key in KEYS:
-        if key.origin in (Origin.FSDP1, Origin.FSDP2) and key.name not in (
+        if key.group in (KeyGroup.FSDP1, KeyGroup.FSDP2) and key.name not in (
             "device_mesh",
             "mp_policy",
             "offload_policy",
         ):
-            note = PLAIN_COMPOSER.get(key.name, PLAIN_COMPOSER[""])
-            assert ("ignores it" not in note) == (key.name in read_there), key.name
+            assert ("ignores it" not in COMPOSER.elsewhere(key.name)) == (key.name in read_there), key.name
 
 
 def test_the_report_says_what_plain_composer_does():
     """A user who trains the migrated file without composer_fsdp2 would lose replicas and not know."""
     text = "fsdp_config: {data_parallel_replicate_degree: 2, data_parallel_shard_degree: 4, state_dict_type: full}"
-    found = {each.key: each for each in migrate_text(text).sections[0].findings}
+    found = {each.key: each for each in migrate_text(text).sections[0].findings if each.origin is Origin.KEY}
     assert "without replicas" in found["data_parallel_replicate_degree"].hint
     assert "its own default is sharded" in found["state_dict_type"].hint
 
@@ -183,12 +184,12 @@ def test_keys_that_contradict_each_other_are_a_decision():
 def test_precision_decides_about_dtypes():
     """PURE under amp_fp16 is float16; a file without precision was trained in Composer's default for a GPU."""
     for text, dtype in (
-        ("precision: amp_fp16\n", torch.float16),
-        ("", torch.bfloat16),
-        ("precision: fp32\n", torch.float32),
+        ("precision: amp_fp16\n", "float16"),
+        ("", "bfloat16"),
+        ("precision: fp32\n", "float32"),
     ):
         run = read(f"{text}fsdp_config: {{mixed_precision: PURE}}").run
-        assert run is not None and run.config.mixed_precision.param_dtype is dtype
+        assert run is not None and run.config.mixed_precision.param_dtype == dtype
 
 
 def test_a_precision_that_is_none_is_a_decision():
@@ -228,19 +229,19 @@ def test_arguments_of_earlier_trainers_are_gone():
     taken = inspect.signature(Trainer).parameters
     assert not {"fsdp_config", "fsdp_auto_wrap", "grad_accum", "deepspeed_config"} & set(taken)
     assert "parallelism_config" in taken
-    assert finding(read("trainer: {fsdp_config: {verbose: true}}"), "(unsaid) parallelism_config")
+    assert finding(read("trainer: {fsdp_config: {verbose: true}}"), "(implicit) parallelism_config")
 
 
-UNSAID = ["backward_prefetch", "casting of inputs and buffers", "state_dict_type", "wrapping", "clipping by value"]
+IMPLICIT = ["backward_prefetch", "casting of inputs and buffers", "state_dict_type", "wrapping", "clipping by value"]
 
 
-@pytest.mark.parametrize("name", UNSAID)
+@pytest.mark.parametrize("name", IMPLICIT)
 def test_what_no_key_says_is_reported(name: str):
     """FSDP2 differs there by itself, and nobody would look for a key that is not in the file."""
     text = (
         "algorithms: {gradient_clipping: {clipping_type: value, clipping_threshold: 1}}\nfsdp_config: {verbose: true}"
     )
-    assert finding(read(text), f"(unsaid) {name}").reason
+    assert finding(read(text), f"(implicit) {name}").reason
 
 
 def test_the_threshold_of_clipping_goes_with_the_run():
@@ -256,22 +257,21 @@ CONFIGS = st.builds(
     mesh=st.sampled_from(
         [
             MeshSpec(),
-            MeshSpec(shard=4),
-            MeshSpec(shard=4, replicate=-1),
-            MeshSpec(shard=2, replicate=2),
-            MeshSpec(shard=1, replicate=-1),
+            MeshSpec.of_degrees(shard=4),
+            MeshSpec.of_degrees(shard=4, replicate=-1),
+            MeshSpec.of_degrees(shard=2, replicate=2),
+            MeshSpec.of_degrees(shard=1, replicate=-1),
             MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=2)),
             MeshSpec.of_groups(RankGroups(rule=GroupRule.STRIDED, number=2)),
         ]
     ),
     reshard_after_forward=st.sampled_from([True, False, 1]),
     mixed_precision=st.builds(
-        MixedPrecisionPolicy,
-        param_dtype=st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32]),
-        reduce_dtype=st.sampled_from([None, torch.bfloat16, torch.float32]),
-        cast_forward_inputs=st.just(False),
+        MixedPrecision,
+        param_dtype=st.sampled_from([None, "bfloat16", "float16", "float32"]),
+        reduce_dtype=st.sampled_from([None, "bfloat16", "float32"]),
+        buffer_dtype=st.sampled_from([None, "bfloat16"]),
     ),
-    buffer_dtype=st.sampled_from([None, torch.bfloat16]),
     cpu_offload=st.booleans(),
     activation_checkpointing=st.sampled_from(
         [
@@ -288,24 +288,37 @@ CONFIGS = st.builds(
     ),
     collective_guard=st.sampled_from([None, 30.0]),
     sync_module_states=st.booleans(),
-    keep_low_precision_grads=st.booleans(),
-    strict=st.booleans(),
+)
+
+
+def run_that_keeps(low_precision_grads: bool, config: ShardingConfig, **fields: Any) -> RunConfig:
+    """Without ``strict`` gradients keep their dtype only where they can."""
+    kept = GradientDtype.AS_REDUCED if fields["strict"] else GradientDtype.AS_REDUCED_IF_POSSIBLE
+    precision = replace(config.mixed_precision, gradients=kept if low_precision_grads else GradientDtype.OF_PARAMETER)
+    return RunConfig(config=replace(config, mixed_precision=precision), wrap=Wrap(kind=WrapKind.HOOKS), **fields)
+
+
+RUNS = st.builds(
+    run_that_keeps,
+    low_precision_grads=st.booleans(),
+    config=CONFIGS,
     precision=st.sampled_from(["fp32", "amp_bf16", "amp_fp16"]),
+    state_dict_type=st.sampled_from(["full", "sharded"]),
+    strict=st.booleans(),
     verbose=st.booleans(),
+    async_save=st.booleans(),
 )
 
 
 @examples(50)
-@given(CONFIGS, st.sampled_from(["full", "sharded"]), st.booleans())
-def test_what_is_expressed_is_read_back(config: ShardingConfig, state_dict_type: str, async_save: bool):
+@given(RUNS)
+def test_what_is_expressed_is_read_back(run: RunConfig):
     """A run that came from another system would train otherwise than its report says."""
-    extras = {"async_save": True} if async_save else {}
-    run = Run(config=config, wrap=Wrap(kind=WrapKind.HOOKS), state_dict_type=state_dict_type, extras=extras)
     expression = COMPOSER.express(run)
     assert expression.findings == ()
-    said = {entry.key: entry.value for entry in expression.entries}
+    written = {entry.key: entry.value for entry in expression.settings}
     beside = {entry.key: entry.value for entry in expression.beside}
-    again = COMPOSER.read(Section(path=("fsdp_config",), said=said, around={"fsdp_config": said, **beside})).run
+    again = COMPOSER.read(Section(path=("fsdp_config",), given=written, around={"fsdp_config": written, **beside})).run
     assert again == run
 
 
@@ -320,18 +333,18 @@ def test_what_is_expressed_is_read_back(config: ShardingConfig, state_dict_type:
 )
 def test_units_are_the_models_own(wrap: Wrap, outcome: Outcome, words: str):
     """Composer keeps in code what others say in the file; without a decision the model would be one unit."""
-    (found,) = COMPOSER.express(Run(config=ShardingConfig(), wrap=wrap)).findings
+    (found,) = COMPOSER.express(run_with(wrap)).findings
     assert found.outcome is outcome and words in f"{found.reason} {found.hint}"
 
 
-EXTRAS = {
+BESIDE_SHARDING = {
     "tensor_parallel": 2,
     "pipeline_parallel": 2,
     "context_parallel": 2,
     "expert_parallel": 2,
     "expert_patch": True,
     "tiled_mlp": 4,
-    "freeze": "model.embed",
+    "frozen": "model.embed",
     "max_grad_norm": 0.5,
     "save_only_model": True,
     "selective_checkpointing": "op",
@@ -339,9 +352,8 @@ EXTRAS = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), EXTRAS.items())
-def test_no_extra_is_lost_in_silence(name: str, value: Any):
+@pytest.mark.parametrize(("name", "value"), BESIDE_SHARDING.items())
+def test_nothing_beside_sharding_is_lost_in_silence(name: str, value: Any):
     """What belongs to the run and to no fsdp_config is a finding that names what to do, or that it cannot be done."""
-    run = Run(config=ShardingConfig(), wrap=Wrap(kind=WrapKind.HOOKS), extras={name: value})
-    (found,) = COMPOSER.express(run).findings
+    (found,) = COMPOSER.express(run_with(**{name: value})).findings
     assert found.reason and (found.hint or found.target or found.outcome is Outcome.UNSUPPORTED)

@@ -18,7 +18,6 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,17 +27,16 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from composer_fsdp2.cli.main import main
-from composer_fsdp2.compat import explain as explaining
-from composer_fsdp2.compat.dialects import DIALECTS, Section, huggingface_keys, key_rows, roll_keys, torchtitan_keys
-from composer_fsdp2.compat.explain import Explanation, all_keys, explain, nearest, unsaid
-from composer_fsdp2.findings import Outcome
-from composer_fsdp2.fsdp1 import keys as composer_keys
+from composer_fsdp2.config.findings import Origin, Outcome
+from composer_fsdp2.migration.dialect import Dialect, Section
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.explain import Explanation, all_keys, explain, implicit_settings, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def dialects_of(key: str) -> set[str]:
-    return {each.row.dialect for each in explain(key)}
+    return {each.dialect.name for each in explain(key)}
 
 
 def one(key: str, dialect: str) -> Explanation:
@@ -113,7 +111,7 @@ def test_a_misspelt_key_finds_its_neighbours(asked: str, dialect: str, near: str
 def test_names_are_unique_within_a_dialect():
     """Asking for a key by its full path gives one answer a dialect."""
     for each in all_keys():
-        found = explain(each.row.places[0], dialect=each.row.dialect)
+        found = explain(each.places[0], dialect=each.dialect.name)
         assert [other.row.name for other in found] == [each.row.name]
 
 
@@ -128,7 +126,7 @@ def fate_of(key: str, dialect: str, reader: str = "") -> Any:
 
 
 def test_no_shard_is_told_by_each_dialect():
-    """NO_SHARD keeps whole parameters: who asks is told neither FULL_SHARD's fate nor that it is sharded."""
+    """NO_SHARD keeps full parameters: who asks is told neither FULL_SHARD's fate nor that it is sharded."""
     for dialect in ("composer", "huggingface"):
         told = {str(fate.value): fate.finding for fate in one("sharding_strategy", dialect).fates}
         assert set(told) >= {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"}
@@ -170,17 +168,17 @@ def test_a_value_has_its_own_fate(asked: str, dialect: str, reader: str, outcome
 def test_who_reads_a_key_is_told():
     """Half of Hugging Face's keys are read by one of two systems only; the other's users learn what does the same."""
     strategy = one("fsdp_sharding_strategy", "huggingface")
-    assert strategy.row.read_by == ("accelerate 1.8.1, FSDP1",)
-    assert "fsdp" in strategy.row.instead["transformers 4.51.3"]
+    assert strategy.read_by == ("accelerate 1.8.1, FSDP1",)
+    assert "fsdp" in strategy.dialect.instead(strategy.row)["transformers 4.51.3"]
     assert all(fate.readers == ("accelerate 1.8.1, FSDP1",) for fate in strategy.fates)
-    assert one("limit_all_gathers", "huggingface").row.read_by == ("transformers 4.51.3",)
+    assert one("limit_all_gathers", "huggingface").read_by == ("transformers 4.51.3",)
 
 
 def test_what_plain_composer_does_is_told():
     """Who may one day train without composer_fsdp2 knows which keys Composer's own FSDP2 drops."""
     assert "ignores it under FSDP2" in one("fsdp_config.cpu_offload", "composer").row.elsewhere
     assert "reads it as well" in one("fsdp_config.activation_cpu_offload", "composer").row.elsewhere
-    rows = {row.name: row.elsewhere for row in key_rows.TABLES["composer"].rows}
+    rows = {row.name: row.elsewhere for row in DIALECTS["composer"].rows}
     both = {*fields_of("FSDPConfig")} & {*fields_of("FSDP2Config")}
     assert [name for name in both if "reads it as well" not in rows[name]] == []
     dropped = {*fields_of("FSDPConfig")} - {*fields_of("FSDP2Config")}
@@ -212,7 +210,7 @@ VALUES = st.sampled_from(
 
 
 @examples(200)
-@given(st.sampled_from([each.row.places[0] for each in all_keys()]), VALUES)
+@given(st.sampled_from([each.places[0] for each in all_keys()]), VALUES)
 def test_any_value_of_any_key_has_an_answer(place: str, value: str):
     """Whatever is asked, there is an answer and no traceback, also as JSON."""
     for each in explain(f"{place}={value}"):
@@ -334,14 +332,9 @@ def test_every_key_with_a_finding_is_explained(dialect: str, values_of: Callable
     """Each key that migrate reports can be looked up by the name in the report."""
     values = values_of()
     [path] = DIALECTS[dialect].sections(values)
-    said: Any = values
-    for part in path:
-        said = said[part]
-    findings = DIALECTS[dialect].read(Section(path=path, said=said, around=values)).findings
-    keys = [
-        finding.key.removeprefix("(unsaid) ") for finding in findings if "." in finding.key or " " not in finding.key
-    ]
-    assert len(keys) >= len(said)
+    section = Section.at(path, values)
+    keys = [finding.key for finding in DIALECTS[dialect].read(section).findings if finding.origin is Origin.KEY]
+    assert len(keys) >= len(section.given)
     assert [key for key in keys if dialect not in dialects_of(key)] == []
 
 
@@ -383,10 +376,10 @@ def test_every_row_of_hugging_face_exists_in_what_is_installed():
     ]
     known = {word for name in modules for word in words_of(name)}
     newer = set().union(*NEWER.values())
-    for row in key_rows.TABLES["huggingface"].rows:
+    for row in DIALECTS["huggingface"].rows:
         names = {row.name, f"fsdp_{row.name}", f"--fsdp_{row.name}"}
         if row.name in newer:
-            assert row.read_by[0] in NEWER
+            assert one(row.name, "huggingface").read_by[0] in NEWER
         else:
             assert names & known, row.name
     assert importlib.util.find_spec("accelerate.parallelism_config") is None, "it is installed now: mend the table"
@@ -400,17 +393,13 @@ def test_every_row_of_hugging_face_exists_in_what_is_installed():
 
 def test_what_no_key_says_is_told():
     """Differences without a key (casting, accumulation, units) are found by who only looks into the tables."""
-    told = {
-        dialect: {finding.key.removeprefix("(unsaid) ") for finding in found} for dialect, found in unsaid().items()
-    }
+    told = {dialect: {finding.key for finding in found} for dialect, found in implicit_settings().items()}
     assert told["composer"] >= {"casting of inputs and buffers", "wrapping", "clipping by value"}
     assert told["huggingface"] >= {"casting of inputs and buffers", "gradient_sync", "wrapping"}
-    assert told["roll"] >= {
-        key.removeprefix("(unsaid) ") for key, *_ in (*roll_keys.UNSAID, *roll_keys.UNSAID_TRAINING)
-    }
-    assert told["torchtitan"] >= {key.removeprefix("(unsaid) ") for key, *_ in torchtitan_keys.UNSAID}
+    assert told["roll"] >= {"casting of inputs", "dtype of stored parameters", "sharded dimension", "state dict"}
+    assert len(told["torchtitan"]) > 2
     for dialect, names in told.items():
-        assert not names & {row.name for row in key_rows.TABLES[dialect].rows}
+        assert not names & {row.name for row in DIALECTS[dialect].rows}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -435,8 +424,9 @@ def test_a_key_is_printed_for_each_dialect(capsys: pytest.CaptureFixture[str], m
     assert (code, err) == (0, "")
     words = " ".join(out.split())
     for dialect in ("composer", "huggingface"):
-        row = one("fsdp_config.sharding_strategy", dialect).row
-        assert f"{dialect}: {row.places[0]}" in out
+        strategy = one("fsdp_config.sharding_strategy", dialect)
+        row = strategy.row
+        assert f"{dialect}: {strategy.places[0]}" in out
         for text in ("FULL_SHARD", row.meaning, row.outcome.value, row.target, row.reason):
             assert text in words
     assert "value NO_SHARD: exact, 2-D mesh with one rank on its shard axis" in words
@@ -472,8 +462,8 @@ def test_json_is_the_same_in_data(capsys: pytest.CaptureFixture[str], monkeypatc
     code, out, _ = run(capsys, monkeypatch, "--all", "--json")
     told = json.loads(out)
     assert code == 0
-    assert [(key["dialect"], key["key"]) for key in told["keys"]] == [(e.row.dialect, e.row.name) for e in all_keys()]
-    assert set(told["unsaid"]) == {"composer", "huggingface", "roll", "torchtitan"}
+    assert [(key["dialect"], key["key"]) for key in told["keys"]] == [(e.dialect.name, e.row.name) for e in all_keys()]
+    assert set(told["implicit"]) == {"composer", "huggingface", "roll", "torchtitan"}
     [strategy] = [key for key in told["keys"] if (key["dialect"], key["key"]) == ("composer", "sharding_strategy")]
     assert strategy["default"] == {"": "FULL_SHARD"} and strategy["outcome"] == "exact"
     assert {value["value"] for value in strategy["values"]} >= {"NO_SHARD", "HYBRID_SHARD"}
@@ -487,9 +477,9 @@ def test_all_keys_are_printed(capsys: pytest.CaptureFixture[str], monkeypatch: p
     code, out, _ = run(capsys, monkeypatch, "--all", "--dialect", "roll")
     assert code == 0
     assert ("│" in out) is terminal
-    assert "what no key says:" in out and "composer: " not in out
+    assert "what is implicit:" in out and "composer: " not in out
     letters = re.sub(r"[\s│]|\x1b\[[0-9;]*m", "", out)
-    missing = [row.name for row in roll_keys.ROWS if row.name not in letters]
+    missing = [row.name for row in DIALECTS["roll"].rows if row.name not in letters]
     assert [name for name in missing if not terminal or len(name) < 20] == []  # long names are folded over lines
 
 
@@ -522,25 +512,12 @@ def test_the_generated_tables_are_current():
     assert is_current(ROOT)
 
 
-ROW_TABLES = [(composer_keys, "KEYS"), (huggingface_keys, "KEYS"), (roll_keys, "ROWS"), (torchtitan_keys, "ROWS")]
-FIELDS = ("meaning", "reason", "target", "default", "aliases")
-
-
-@pytest.mark.parametrize(("module", "table"), ROW_TABLES)
-def test_a_changed_row_makes_them_stale(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: ModuleType, table: str
-):
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+def test_a_changed_row_makes_them_stale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dialect: Dialect):
     """A row of any dialect cannot change without its page; `make docs` then makes the page current again."""
-    rows = list(getattr(module, table))
-    words = {field: f"changed {field}" for field in FIELDS if hasattr(rows[1], field)}
-    changes: dict[str, Any] = {**words, **({"aliases": (words["aliases"],)} if "aliases" in words else {})}
-    if module is huggingface_keys:
-        changes["default"] = {huggingface_keys.Source.TRAINER_FSDP1: words["default"]}
-    rows[1] = dataclasses.replace(rows[1], **changes)
-    monkeypatch.setattr(module, table, tuple(rows))
-    monkeypatch.setattr(explaining, "TABLES", load(ROOT / "compat/dialects/key_rows.py").TABLES)
-    if module is huggingface_keys:
-        monkeypatch.setitem(huggingface_keys.ROWS, (rows[1].place, rows[1].name), rows[1])
+    row, *others = dialect.rows
+    words = {field: f"changed {field}" for field in ("meaning", "reason", "target")}
+    monkeypatch.setattr(dialect, "rows", (dataclasses.replace(row, **words), *others))
     for name in ("README.md", "migration_docs/keys.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -11,46 +11,47 @@ import yaml
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from support.examples import IS_THOROUGH, examples
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from support.runs import run_with
 
-from composer_fsdp2.activation_checkpointing import select_checkpointed
-from composer_fsdp2.compat.dialects.base import Expression, Reading, Run, Section, Wrap, WrapKind
-from composer_fsdp2.compat.dialects.composer import ComposerDialect
-from composer_fsdp2.compat.dialects.huggingface import KEYS, HuggingFaceDialect
-from composer_fsdp2.compat.dialects.huggingface_keys import Kind
-from composer_fsdp2.compat.migration.migrate import migrate_text
 from composer_fsdp2.config import (
     Accumulation,
     ActivationCheckpointing,
     GradientSync,
     MeshSpec,
+    MixedPrecision,
     Prefetch,
     ShardingConfig,
 )
-from composer_fsdp2.findings import Finding, Outcome
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.fsdp1.hooks import select_checkpointed
+from composer_fsdp2.migration.dialect import Expression, Reading, Section
+from composer_fsdp2.migration.dialects.composer import ComposerDialect
+from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect, Reader
+from composer_fsdp2.migration.migrate import migrate_text
+from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 from tests.dialects.huggingface_oracle import ask
 
 NUM_SECTIONS = 600 if IS_THOROUGH else 200  # of each system, at random
 DIALECT = HuggingFaceDialect()
-Said = dict[str, Any]
+Written = dict[str, Any]
 
 
-def read(said: Said) -> Reading:
-    return DIALECT.read(Section(path=(), said=said, around=said))
+def read(written: Written) -> Reading:
+    return DIALECT.read(Section(path=(), given=written, around=written))
 
 
-def run_of(said: Said) -> Run:
-    run = read(said).run
+def run_of(written: Written) -> RunConfig:
+    run = read(written).run
     assert run is not None
     return run
 
 
-def finding(said: Said, key: str) -> Finding:
-    (found,) = [each for each in read(said).findings if each.key == key]
+def finding(written: Written, key: str) -> Finding:
+    (found,) = [each for each in read(written).findings if each.name == key]
     return found
 
 
-def accelerate_file(**settings: Any) -> Said:
+def accelerate_file(**settings: Any) -> Written:
     return {
         "distributed_type": "FSDP",
         "num_processes": 8,
@@ -58,8 +59,8 @@ def accelerate_file(**settings: Any) -> Said:
     }
 
 
-def migrated(said: Said) -> Said:
-    text = yaml.safe_dump(said, sort_keys=False)
+def migrated(written: Written) -> Written:
+    text = yaml.safe_dump(written, sort_keys=False)
     return yaml.safe_load(migrate_text(text, to="accelerate", dialect="huggingface").after)
 
 
@@ -67,13 +68,12 @@ def migrated(said: Said) -> Said:
 # Against the systems themselves
 
 
-def as_the_oracle_says(run: Run, *, is_fsdp2: bool) -> dict[str, Any]:
+def as_the_oracle_says(run: RunConfig, *, is_fsdp2: bool) -> dict[str, Any]:
     """A run in the words of accelerate's plugin, each from what the run would do."""
     config, policy = run.config, run.config.mixed_precision
-    is_hybrid = config.mesh.replicate is not None
-    if config.mesh.shard == 1:
+    if config.mesh.shard_degree == 1:
         strategy = "NO_SHARD"
-    elif is_hybrid:
+    elif config.mesh.has_replicas:
         strategy = "HYBRID_SHARD" if config.reshard_after_forward else "_HYBRID_SHARD_ZERO2"
     else:
         strategy = "FULL_SHARD" if config.reshard_after_forward else "SHARD_GRAD_OP"
@@ -92,29 +92,29 @@ def as_the_oracle_says(run: Run, *, is_fsdp2: bool) -> dict[str, Any]:
         "dtypes": [
             str(policy.param_dtype),
             str(policy.reduce_dtype),
-            str(config.buffer_dtype),
+            str(policy.buffer_dtype),
             str(policy.output_dtype),
         ],
         "casts": policy.cast_forward_inputs if policy.param_dtype else None,
     }
 
 
-def check(said: Said, answer: dict[str, Any]) -> None:
+def check(written: Written, answer: dict[str, Any]) -> None:
     """The reading is the oracle's, and where there is none the oracle's run did not come far."""
-    reading = read(said)
+    reading = read(written)
     if reading.run is None:
-        assert [each for each in reading.findings if each.outcome is Outcome.NEEDS_DECISION], said
-        assert "error" in answer or breaks_later(answer), (said, answer)
+        assert [each for each in reading.findings if each.outcome is Outcome.NEEDS_DECISION], written
+        assert "error" in answer or breaks_later(answer), (written, answer)
         return
-    assert "error" not in answer, (said, answer, reading.run)
+    assert "error" not in answer, (written, answer, reading.run)
     told = dict(answer)
     checkpointing = told.pop("activation_checkpointing")
-    if not said.get("gradient_checkpointing"):
-        assert checkpointing == reading.run.config.activation_checkpointing.checkpoint, said
+    if not written.get("gradient_checkpointing"):
+        assert checkpointing == reading.run.config.activation_checkpointing.checkpoint, written
     prefetch = told.pop("backward_prefetch")
     told["is_prefetched"] = told["version"] == 2 or prefetch is not None
     told["classes"] = list(dict.fromkeys(told["classes"]))
-    assert told == as_the_oracle_says(reading.run, is_fsdp2=told["version"] == 2), said
+    assert told == as_the_oracle_says(reading.run, is_fsdp2=told["version"] == 2), written
 
 
 def breaks_later(answer: dict[str, Any]) -> bool:
@@ -169,11 +169,11 @@ VALUES: dict[str, list[Any]] = {
 }
 
 
-def random_trainer(rng: random.Random) -> Said:
-    said: Said = {"fsdp": rng.choice(WORDS)}
+def random_trainer(rng: random.Random) -> Written:
+    written: Written = {"fsdp": rng.choice(WORDS)}
     if rng.random() < 0.8:
         names = rng.sample(sorted(VALUES), k=rng.randint(0, 5))
-        said["fsdp_config"] = {
+        written["fsdp_config"] = {
             name if rng.random() < 0.7 else f"fsdp_{name}": rng.choice(VALUES[name]) for name in names
         }
     for name, values in (
@@ -183,28 +183,28 @@ def random_trainer(rng: random.Random) -> Said:
         ("fsdp_min_num_params", [0, 10]),
     ):
         if rng.random() < 0.2:
-            said[name] = rng.choice(values)
-    return said
+            written[name] = rng.choice(values)
+    return written
 
 
-def random_accelerate(rng: random.Random) -> Said:
+def random_accelerate(rng: random.Random) -> Written:
     names = rng.sample(sorted(VALUES), k=rng.randint(0, 6))
-    said: Said = {
+    written: Written = {
         "distributed_type": "FSDP",
         "num_processes": 8,
         "fsdp_config": {name if rng.random() < 0.2 else f"fsdp_{name}": rng.choice(VALUES[name]) for name in names},
     }
     if rng.random() < 0.4:
-        said["fsdp_config"]["fsdp_version"] = rng.choice([1, 2, 2])
+        written["fsdp_config"]["fsdp_version"] = rng.choice([1, 2, 2])
     if rng.random() < 0.3:
-        said["fsdp_config"]["fsdp_reshard_after_forward"] = rng.choice([True, False, "FULL_SHARD", 2])
+        written["fsdp_config"]["fsdp_reshard_after_forward"] = rng.choice([True, False, "FULL_SHARD", 2])
     if rng.random() < 0.6:
-        said["mixed_precision"] = rng.choice(["no", "bf16", "fp16", False])
-    return said
+        written["mixed_precision"] = rng.choice(["no", "bf16", "fp16", False])
+    return written
 
 
 @pytest.fixture(scope="module")
-def answered() -> list[tuple[str, Said, dict[str, Any]]]:
+def answered() -> list[tuple[str, Written, dict[str, Any]]]:
     """Sections at random, alike in every run, with the oracle's answers."""
     rng = random.Random(6)
     cases = [("trainer", random_trainer(rng)) for _ in range(NUM_SECTIONS)]
@@ -213,31 +213,31 @@ def answered() -> list[tuple[str, Said, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("system", ["trainer", "accelerate"])
-def test_a_reading_is_what_the_system_did(system: str, answered: list[tuple[str, Said, dict[str, Any]]]) -> None:
+def test_a_reading_is_what_the_system_did(system: str, answered: list[tuple[str, Written, dict[str, Any]]]) -> None:
     """A user would migrate what the file says, and lose what the run was."""
-    of_system = [(said, answer) for each, said, answer in answered if each == system]
-    for said, answer in of_system:
-        check(said, answer)
-    read_well = [said for said, answer in of_system if read(said).run is not None]
+    of_system = [(written, answer) for each, written, answer in answered if each == system]
+    for written, answer in of_system:
+        check(written, answer)
+    read_well = [written for written, answer in of_system if read(written).run is not None]
     assert len(of_system) / 5 < len(read_well) < len(of_system) * 4 / 5
 
 
-def test_a_migrated_file_starts_and_shards_alike(answered: list[tuple[str, Said, dict[str, Any]]]) -> None:
+def test_a_migrated_file_starts_and_shards_alike(answered: list[tuple[str, Written, dict[str, Any]]]) -> None:
     """A user would get a file that accelerate refuses, or that trains something else."""
-    before = [said for system, said, _ in answered if system == "accelerate" and read(said).run is not None]
+    before = [written for system, written, _ in answered if system == "accelerate" and read(written).run is not None]
     # parallelism_config came with accelerate 1.10; the one that is asked here refuses the file.
-    pairs = [(said, migrated(said)) for said in before]
-    pairs = [(said, new) for said, new in pairs if "parallelism_config" not in new]
+    pairs = [(written, migrated(written)) for written in before]
+    pairs = [(written, new) for written, new in pairs if "parallelism_config" not in new]
     answers = ask([("accelerate", new) for _, new in pairs])
     assert len(pairs) > NUM_SECTIONS / 6
-    for (said, new), answer in zip(pairs, answers, strict=True):
-        old, run = run_of(said), run_of(new)
-        if old.config.mesh.shard == 1:
-            assert new == said  # FSDP2 has no form for it: the file stays as it is
+    for (written, new), answer in zip(pairs, answers, strict=True):
+        old, run = run_of(written), run_of(new)
+        if old.config.mesh.shard_degree == 1:
+            assert new == written  # FSDP2 has no form for it: the file stays as it is
             continue
-        assert answer["version"] == 2, (said, answer)
+        assert answer["version"] == 2, (written, answer)
         check(new, answer)
-        assert run.wrap == old.wrap, said
+        assert run.wrap == old.wrap, written
         assert run.state_dict_type == old.state_dict_type
         assert run.config.reshard_after_forward == old.config.reshard_after_forward
         assert run.config.cpu_offload == old.config.cpu_offload
@@ -245,14 +245,14 @@ def test_a_migrated_file_starts_and_shards_alike(answered: list[tuple[str, Said,
 
 
 def test_a_run_in_accelerates_words_starts_and_shards_alike(
-    answered: list[tuple[str, Said, dict[str, Any]]],
+    answered: list[tuple[str, Written, dict[str, Any]]],
 ) -> None:
     """A user would get a file that accelerate refuses, or that trains something else."""
-    before = [run for _, said, _ in answered if (run := read(said).run) is not None]
+    before = [run for _, written, _ in answered if (run := read(written).run) is not None]
     pairs = [(run, DIALECT.express(run)) for run in before]
     pairs = [(run, new) for run, new in pairs if not any(each.outcome.blocks for each in new.findings)]
-    pairs = [(run, new) for run, new in pairs if "parallelism_config" not in said_by(new)]
-    files = [{"num_processes": 8, **said_by(new)} for _, new in pairs]
+    pairs = [(run, new) for run, new in pairs if "parallelism_config" not in settings_of(new)]
+    files = [{"num_processes": 8, **settings_of(new)} for _, new in pairs]
     assert len(files) > NUM_SECTIONS / 6
     for (run, _), file, answer in zip(pairs, files, ask([("accelerate", file) for file in files]), strict=True):
         check(file, answer)
@@ -268,10 +268,10 @@ def test_a_run_in_accelerates_words_starts_and_shards_alike(
 # Its own promises, on the same sections
 
 
-def leaves(said: Said) -> set[str]:
+def leaves(written: Written) -> set[str]:
     """The keys that are FSDP's own."""
     keys: set[str] = set()
-    for name, value in said.items():
+    for name, value in written.items():
         if name in ("fsdp_config", "parallelism_config") and value:
             keys |= {f"{name}.{key}" for key in value}
         elif name.startswith(("fsdp", "distributed_type", "mixed_precision", "bf16", "fp16", "gradient_checkpointing")):
@@ -283,49 +283,50 @@ def leaves(said: Said) -> set[str]:
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_every_key_has_one_finding_and_a_second_run_changes_nothing(rng: random.Random, is_trainer: bool) -> None:
     """A key would be dropped in silence, or a folder in CI would never come to rest."""
-    said = (random_trainer if is_trainer else random_accelerate)(rng)
-    said |= {"learning_rate": 0.1, "seed": 17}
-    assume(DIALECT.sections(said))
-    reading = read(said)
-    keys = [each.key for each in reading.findings if not each.key.startswith("(unsaid)")]
+    written = (random_trainer if is_trainer else random_accelerate)(rng)
+    written |= {"learning_rate": 0.1, "seed": 17}
+    assume(DIALECT.sections(written))
+    reading = read(written)
+    keys = [each.key for each in reading.findings if each.origin is Origin.KEY]
     event("has a run" if reading.run else "has none")
-    assert sorted(keys) == sorted(leaves(said))
+    assert sorted(keys) == sorted(leaves(written))
     assert all(each.reason for each in reading.findings)
-    once = migrated(said)
+    once = migrated(written)
     assert migrated(once) == once
     assert {name: once[name] for name in ("learning_rate", "seed")} == {"learning_rate": 0.1, "seed": 17}
     if reading.run is None:
-        assert once == said
+        assert once == written
 
 
-dtypes = st.sampled_from([None, torch.bfloat16, torch.float16])
+ALL_IN_BF16 = MixedPrecision(
+    param_dtype="bfloat16", reduce_dtype="bfloat16", output_dtype="bfloat16", cast_forward_inputs=True
+)
+dtypes = st.sampled_from([None, "bfloat16", "float16"])
 configs = st.builds(
     ShardingConfig,
     mesh=st.sampled_from(
         [
             MeshSpec(),
-            MeshSpec(shard=8),
-            MeshSpec(shard=4, replicate=2),
-            MeshSpec(shard=4, replicate=-1),
-            MeshSpec(shard=4, replicate=1),
+            MeshSpec.of_degrees(shard=8),
+            MeshSpec.of_degrees(shard=4, replicate=2),
+            MeshSpec.of_degrees(shard=4, replicate=-1),
+            MeshSpec.of_degrees(shard=4, replicate=1),
         ]
     ),
     reshard_after_forward=st.sampled_from([True, False, 2]),
     mixed_precision=st.one_of(
         st.builds(
-            MixedPrecisionPolicy,
+            MixedPrecision,
             param_dtype=dtypes,
             reduce_dtype=dtypes,
             output_dtype=dtypes,
+            buffer_dtype=st.sampled_from([None, None, "bfloat16"]),
             cast_forward_inputs=st.booleans(),
+            cast_root_inputs=st.sampled_from([True, True, False]),
         ),
-        st.just(
-            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
-        ),
-        st.just(MixedPrecisionPolicy(cast_forward_inputs=False)),
+        st.just(ALL_IN_BF16),
+        st.just(MixedPrecision()),
     ),
-    cast_root_inputs=st.sampled_from([True, True, False]),
-    buffer_dtype=st.sampled_from([None, None, torch.bfloat16]),
     cpu_offload=st.booleans(),
     activation_checkpointing=st.sampled_from(
         [
@@ -339,19 +340,14 @@ configs = st.builds(
     accumulation=st.sampled_from([Accumulation(), Accumulation(), Accumulation(gradient_sync=GradientSync.LAST)]),
     collective_guard=st.sampled_from([None, None, 5.0]),
     sync_module_states=st.sampled_from([True, False, None]),
-    strict=st.sampled_from([True, True, False]),
-    precision=st.sampled_from(["fp32", "amp_bf16", "amp_fp16"]),
 )
 exact_configs = st.builds(
     ShardingConfig,
-    mesh=st.sampled_from([MeshSpec(), MeshSpec(shard=8), MeshSpec(shard=4, replicate=2)]),
+    mesh=st.sampled_from([MeshSpec(), MeshSpec.of_degrees(shard=8), MeshSpec.of_degrees(shard=4, replicate=2)]),
     reshard_after_forward=st.booleans(),
-    mixed_precision=st.just(
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
-    ),
+    mixed_precision=st.just(ALL_IN_BF16),
     cpu_offload=st.booleans(),
     sync_module_states=st.booleans(),
-    precision=st.just("amp_bf16"),
 )
 wraps = st.sampled_from(
     [
@@ -363,11 +359,13 @@ wraps = st.sampled_from(
     ]
 )
 runs = st.builds(
-    Run,
+    RunConfig,
     config=st.one_of(configs, exact_configs, st.just(ShardingConfig(mesh=MeshSpec().without_shards()))),
     wrap=wraps,
+    precision=st.sampled_from(["fp32", "amp_bf16", "amp_bf16", "amp_fp16"]),
     state_dict_type=st.sampled_from(["full", "sharded"]),
-    extras=st.sampled_from([{}, {"num_processes": 8}]),
+    strict=st.sampled_from([True, True, False]),
+    num_ranks=st.sampled_from([None, 8]),
 )
 
 
@@ -375,16 +373,16 @@ def is_exact(expression: Expression) -> bool:
     return all(each.outcome is Outcome.EXACT for each in expression.findings)
 
 
-def said_by(expression: Expression) -> Said:
-    return {entry.key: entry.value for entry in expression.entries}
+def settings_of(expression: Expression) -> Written:
+    return {entry.key: entry.value for entry in expression.settings}
 
 
 @examples(60)
 @given(runs)
-def test_what_is_expressed_without_a_loss_reads_back_the_same(run: Run) -> None:
+def test_what_is_expressed_without_a_loss_reads_back_the_same(run: RunConfig) -> None:
     """A loss without a finding: the user's run would differ, and no report say so."""
     expression = DIALECT.express(run)
-    reading = read(said_by(expression))
+    reading = read(settings_of(expression))
     if not is_exact(expression):
         return
     assert reading.run is not None
@@ -395,9 +393,9 @@ def test_what_is_expressed_without_a_loss_reads_back_the_same(run: Run) -> None:
 
 def test_a_plain_run_is_expressed_exactly() -> None:
     """The property above would hold of a target that calls everything a loss."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
-    config = ShardingConfig(mixed_precision=policy, precision="amp_bf16")
-    run = Run(config=config, wrap=Wrap(kind=WrapKind.CLASSES, classes=("Block",)))
+    wrap = Wrap(kind=WrapKind.CLASSES, classes=("Block",))
+    config = ShardingConfig(mixed_precision=ALL_IN_BF16)
+    run = RunConfig(config=config, wrap=wrap, precision="amp_bf16")
     assert is_exact(DIALECT.express(run))
 
 
@@ -425,17 +423,17 @@ training:
 
 def test_the_distillation_trained_as_one_unit() -> None:
     """The prefixed keys of the guide were never read: the whole model was gathered at once, and nobody said so."""
-    said = yaml.safe_load(DISTILLATION)["training"]
-    run = run_of(said)
+    written = yaml.safe_load(DISTILLATION)["training"]
+    run = run_of(written)
     assert run.wrap == Wrap(kind=WrapKind.ROOT)
     assert run.config.prefetch == Prefetch(backward=0)
     assert run.config.accumulation.gradient_sync is GradientSync.LAST
-    outcomes = {each.key: each.outcome for each in read(said).findings}
+    outcomes = {each.key: each.outcome for each in read(written).findings}
     inert = ("transformer_layer_cls_to_wrap", "auto_wrap_policy", "backward_prefetch")
     assert {outcomes[f"fsdp_config.fsdp_{name}"] for name in inert} == {Outcome.NEEDS_DECISION}
     held = ("forward_prefetch", "state_dict_type", "offload_params")
     assert {outcomes[f"fsdp_config.fsdp_{name}"] for name in held} == {Outcome.UNNEEDED}
-    decision = finding(said, "fsdp_config.fsdp_auto_wrap_policy")
+    decision = finding(written, "fsdp_config.fsdp_auto_wrap_policy")
     assert "as trained" in decision.hint and "as written" in decision.hint and "auto_wrap in fsdp" in decision.hint
     assert "learning_rate" not in outcomes
 
@@ -466,12 +464,12 @@ training:
 
 def test_the_distillation_as_it_was_meant() -> None:
     """Decided by the user: read, each layer a unit, and nothing left to decide."""
-    said = {
+    written = {
         "fsdp": "full_shard auto_wrap",
         "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"], "backward_prefetch": "backward_pre"},
         "bf16": True,
     }
-    reading = read(said)
+    reading = read(written)
     assert reading.run is not None
     assert reading.run.wrap == Wrap(kind=WrapKind.CLASSES, classes=("Qwen3MoeDecoderLayer",))
     assert reading.run.config.prefetch == Prefetch()
@@ -497,7 +495,7 @@ def test_the_distillation_as_it_was_meant() -> None:
         ({"parallelism_config": {"fsdp": {"sharding_strategy": "FULL_SHARD"}}}, []),
     ],
 )
-def test_sections_are_told_from_composers(values: Said, paths: list[tuple[str | int, ...]]) -> None:
+def test_sections_are_told_from_composers(values: Written, paths: list[tuple[str | int, ...]]) -> None:
     """A section read in the wrong system's words would be called unknown keys, or not found."""
     assert DIALECT.sections(values) == paths
     if paths:
@@ -513,17 +511,17 @@ def test_a_number_with_an_exponent_is_named_in_full(number: object) -> None:
     """Such a run never started; the user needs the number that does."""
     trainer = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": number}}
     file = accelerate_file(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=number)
-    for said, key in ((trainer, "fsdp_config.min_num_params"), (file, "fsdp_config.fsdp_min_num_params")):
-        assert read(said).run is None
-        assert finding(said, key).outcome is Outcome.NEEDS_DECISION
-        assert "100000000" in finding(said, key).reason
+    for written, key in ((trainer, "fsdp_config.min_num_params"), (file, "fsdp_config.fsdp_min_num_params")):
+        assert read(written).run is None
+        assert finding(written, key).outcome is Outcome.NEEDS_DECISION
+        assert "100000000" in finding(written, key).reason
 
 
 def test_wrapping_by_size_is_read_and_not_expressed() -> None:
     """Under FSDP2 accelerate breaks on it: better to hear that before the launch."""
     run = run_of({"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 1000}})
     assert run.wrap == Wrap(kind=WrapKind.SIZE, min_num_params=1000)
-    (lost,) = [each for each in DIALECT.express(run).findings if each.key == "(wrap)"]
+    (lost,) = [each for each in DIALECT.express(run).findings if each.name == "(units)"]
     assert lost.outcome is Outcome.UNSUPPORTED
     file = accelerate_file(version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=1000)
     assert finding(file, "fsdp_config.fsdp_auto_wrap_policy").outcome is Outcome.UNSUPPORTED
@@ -533,18 +531,18 @@ def test_wrapping_by_size_is_read_and_not_expressed() -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_flat_shards_are_a_decision(value: object, version: int) -> None:
     """FSDP2 refuses LOCAL_STATE_DICT at the launch."""
-    said = accelerate_file(version=version, state_dict_type=value)
-    assert read(said).run is None
-    found = finding(said, "fsdp_config.fsdp_state_dict_type")
+    written = accelerate_file(version=version, state_dict_type=value)
+    assert read(written).run is None
+    found = finding(written, "fsdp_config.fsdp_state_dict_type")
     assert found.outcome is Outcome.NEEDS_DECISION
     assert "SHARDED_STATE_DICT" in found.reason and "FULL_STATE_DICT" in found.reason
 
 
 def test_a_trainers_state_dict_type_was_never_read() -> None:
     """Checkpoints were full ones, whatever the arguments say."""
-    said = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
-    assert run_of(said).state_dict_type == "full"
-    found = finding(said, "fsdp_config.state_dict_type")
+    written = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+    assert run_of(written).state_dict_type == "full"
+    found = finding(written, "fsdp_config.state_dict_type")
     assert found.outcome is Outcome.NEEDS_DECISION
     assert "FSDP_STATE_DICT_TYPE" in found.hint
 
@@ -552,35 +550,35 @@ def test_a_trainers_state_dict_type_was_never_read() -> None:
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "no_shard", 3, "3"])
 def test_no_shard_stays_whole(strategy: object) -> None:
     """accelerate's own converter makes it a sharded run, with other memory and traffic."""
-    said = accelerate_file(sharding_strategy=strategy)
-    run = run_of(said)
-    assert run.config.mesh == MeshSpec(replicate=-1, shard=1)
-    (lost,) = [each for each in DIALECT.express(run).findings if each.key == "(mesh)"]
+    written = accelerate_file(sharding_strategy=strategy)
+    run = run_of(written)
+    assert run.config.mesh == MeshSpec.of_degrees(replicate=-1, shard=1)
+    (lost,) = [each for each in DIALECT.express(run).findings if each.name == "(mesh)"]
     assert lost.outcome is Outcome.UNSUPPORTED
     assert "MULTI_GPU" in lost.hint
-    assert DIALECT.rewrite(Section(path=(), said=said, around=said), read(said)) == []
+    assert DIALECT.rewrite(Section(path=(), given=written, around=written), read(written)) == []
 
 
 @pytest.mark.parametrize(("strategy", "reshards"), [("HYBRID_SHARD", True), (4, True), (5, False)])
 def test_hybrids_keep_their_replicas(strategy: object, reshards: bool) -> None:
     """accelerate's own converter drops the replicas: every all-gather would cross the nodes."""
-    said = accelerate_file(sharding_strategy=strategy) | {"num_processes": 16, "num_machines": 2}
-    run = run_of(said)
-    assert run.config.mesh == MeshSpec(shard=8, replicate=-1)
+    written = accelerate_file(sharding_strategy=strategy) | {"num_processes": 16, "num_machines": 2}
+    run = run_of(written)
+    assert run.config.mesh == MeshSpec.of_degrees(shard=8, replicate=-1)
     assert run.config.reshard_after_forward is reshards
     degrees = {"dp_replicate_size": 2, "dp_shard_size": 8, "tp_size": 1, "cp_size": 1}
     expected = {f"parallelism_config_{name}": degree for name, degree in degrees.items()}
-    assert said_by(DIALECT.express(run))["parallelism_config"] == expected
-    new = migrated(said)
+    assert settings_of(DIALECT.express(run))["parallelism_config"] == expected
+    new = migrated(written)
     assert new["parallelism_config"] == expected
-    assert run_of(new).config.mesh == MeshSpec(shard=8, replicate=2)
+    assert run_of(new).config.mesh == MeshSpec.of_degrees(shard=8, replicate=2)
 
 
 def test_replicas_in_accelerates_words_are_a_decision_until_the_file_says_them() -> None:
     """The run's accelerate may be one that refuses the whole file: exit code 0 would let it fail at the launch."""
-    said = accelerate_file(sharding_strategy="HYBRID_SHARD") | {"num_processes": 16, "num_machines": 2}
-    migration = migrate_text(yaml.safe_dump(said), to="accelerate")
-    (found,) = [each for each in migration.sections[0].findings if each.key == "(mesh)"]
+    written = accelerate_file(sharding_strategy="HYBRID_SHARD") | {"num_processes": 16, "num_machines": 2}
+    migration = migrate_text(yaml.safe_dump(written), to="accelerate")
+    (found,) = [each for each in migration.sections[0].findings if each.name == "(mesh)"]
     assert migration.exit_code == 1
     assert found.outcome is Outcome.NEEDS_DECISION
     assert "1.10" in found.hint and "all ranks" in found.hint
@@ -589,47 +587,47 @@ def test_replicas_in_accelerates_words_are_a_decision_until_the_file_says_them()
 
     again = migrate_text(migration.after, to="accelerate")
     assert again.exit_code == 0 and not again.is_changed
-    by_hand = said | {"parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 8}}
+    by_hand = written | {"parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 8}}
     decided = migrate_text(yaml.safe_dump(by_hand), to="accelerate")
     assert decided.exit_code == 0
     assert yaml.safe_load(decided.after)["parallelism_config"] == by_hand["parallelism_config"]
 
 
-@pytest.mark.parametrize("mesh", [MeshSpec(), MeshSpec(shard=8), MeshSpec(shard=-1, replicate=1)])
-@pytest.mark.parametrize("extras", [{}, {"num_processes": 8}])
-def test_all_ranks_need_no_word_that_a_release_refuses(mesh: MeshSpec, extras: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mesh", [MeshSpec(), MeshSpec.of_degrees(shard=8), MeshSpec.of_degrees(shard=-1, replicate=1)])
+@pytest.mark.parametrize("num_ranks", [None, 8])
+def test_all_ranks_need_no_word_that_a_release_refuses(mesh: MeshSpec, num_ranks: int | None) -> None:
     """A plain run would get a file that accelerate 1.8.1 does not start with."""
-    run = Run(config=ShardingConfig(mesh=mesh), wrap=Wrap(kind=WrapKind.CLASSES), extras=extras)
+    run = run_with(Wrap(kind=WrapKind.CLASSES), mesh=mesh, num_ranks=num_ranks)
     expression = DIALECT.express(run)
-    assert "parallelism_config" not in said_by(expression)
-    assert not [each for each in expression.findings if each.key == "(mesh)" and each.outcome.blocks]
+    assert "parallelism_config" not in settings_of(expression)
+    assert not [each for each in expression.findings if each.name == "(mesh)" and each.outcome.blocks]
 
 
 def test_other_axes_are_a_decision() -> None:
     """Left out, sequences would be whole on every rank: the run would not fit, and the report said that it does."""
-    run = Run(config=ShardingConfig(), wrap=Wrap(kind=WrapKind.CLASSES), extras={"context_parallel": 2})
-    (found,) = [each for each in DIALECT.express(run).findings if each.key == "(mesh)"]
+    run = run_with(Wrap(kind=WrapKind.CLASSES), context_parallel=2)
+    (found,) = [each for each in DIALECT.express(run).findings if each.name == "(mesh)"]
     assert found.outcome is Outcome.NEEDS_DECISION
     assert "cp_size" in found.hint
 
 
 def test_a_trainers_hybrid_needs_the_size_of_a_node() -> None:
     """FSDP1 counted the GPUs at run time; FSDP2 wants the number, and a guess would cost the replicas."""
-    said: Said = {"training": {"fsdp": "hybrid_shard auto_wrap", "bf16": True}}
-    assert read(said["training"]).run is None
-    assert "dp_shard_size" in finding(said["training"], "fsdp").reason
-    said["training"]["parallelism_config"] = {"dp_shard_size": 8, "dp_replicate_size": 2}
-    assert run_of(said["training"]).config.mesh == MeshSpec(shard=8, replicate=2)
-    new = migrated(said)["training"]
+    written: Written = {"training": {"fsdp": "hybrid_shard auto_wrap", "bf16": True}}
+    assert read(written["training"]).run is None
+    assert "dp_shard_size" in finding(written["training"], "fsdp").reason
+    written["training"]["parallelism_config"] = {"dp_shard_size": 8, "dp_replicate_size": 2}
+    assert run_of(written["training"]).config.mesh == MeshSpec.of_degrees(shard=8, replicate=2)
+    new = migrated(written)["training"]
     assert new["fsdp"] == "full_shard auto_wrap"
-    assert run_of(new).config.mesh == MeshSpec(shard=8, replicate=2)
+    assert run_of(new).config.mesh == MeshSpec.of_degrees(shard=8, replicate=2)
 
 
 def test_forward_prefetch_is_kept_in_the_run_and_named_as_a_loss() -> None:
     """accelerate's FSDP2 has none; its plugin even refuses it."""
     run = run_of(accelerate_file(forward_prefetch=True))
     assert run.config.prefetch.forward == 1
-    (lost,) = [each for each in DIALECT.express(run).findings if each.key == "(prefetch.forward)"]
+    (lost,) = [each for each in DIALECT.express(run).findings if each.name == "(prefetch in forward)"]
     assert lost.outcome is Outcome.APPROXIMATE
 
 
@@ -647,10 +645,10 @@ def test_classes_without_auto_wrap_are_a_decision() -> None:
 
 def test_settings_in_another_file_are_a_decision() -> None:
     """They would be taken for the defaults."""
-    said = {"fsdp": "full_shard auto_wrap", "fsdp_config": "fsdp.json"}
-    assert read(said).run is None
-    assert finding(said, "fsdp_config").outcome is Outcome.NEEDS_DECISION
-    assert migrated(said) == said
+    written = {"fsdp": "full_shard auto_wrap", "fsdp_config": "fsdp.json"}
+    assert read(written).run is None
+    assert finding(written, "fsdp_config").outcome is Outcome.NEEDS_DECISION
+    assert migrated(written) == written
 
 
 def test_an_unknown_key_gets_the_nearest_known_one() -> None:
@@ -667,40 +665,39 @@ def test_an_unknown_key_gets_the_nearest_known_one() -> None:
 def test_gradients_are_reduced_in_the_low_dtype() -> None:
     """Expressed as Composer's default they would be reduced in fp32: other traffic, other numbers."""
     for run in (run_of({"fsdp": "full_shard", "bf16": True}), run_of(accelerate_file() | {"mixed_precision": "bf16"})):
-        assert run.config.mixed_precision.param_dtype is torch.bfloat16
-        assert run.config.mixed_precision.reduce_dtype is torch.bfloat16
-        assert run.config.buffer_dtype is torch.bfloat16
-        assert run.config.precision == "amp_bf16"
-    fp32_reduction = ShardingConfig(
-        mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        precision="amp_bf16",
+        assert run.config.mixed_precision.param_dtype == "bfloat16"
+        assert run.config.mixed_precision.reduce_dtype == "bfloat16"
+        assert run.config.mixed_precision.buffer_dtype == "bfloat16"
+        assert run.precision == "amp_bf16"
+    fp32_reduction = run_with(
+        Wrap(kind=WrapKind.CLASSES), param_dtype="bfloat16", reduce_dtype="float32", precision="amp_bf16"
     )
-    lost = DIALECT.express(Run(config=fp32_reduction, wrap=Wrap(kind=WrapKind.CLASSES))).findings
-    assert [each.outcome for each in lost if each.key == "(mixed_precision.reduce_dtype)"] == [Outcome.UNSUPPORTED]
+    lost = DIALECT.express(fp32_reduction).findings
+    assert [each.outcome for each in lost if each.name == "(mixed_precision.reduce_dtype)"] == [Outcome.UNSUPPORTED]
 
 
 def test_a_file_for_fsdp2_is_left_alone() -> None:
     """Words of FSDP1 in it are without effect, and said to be."""
-    said = accelerate_file(
+    written = accelerate_file(
         version=2, reshard_after_forward=False, sharding_strategy="SHARD_GRAD_OP", use_orig_params=False
     )
-    assert run_of(said).config.reshard_after_forward is False
-    assert run_of(said).state_dict_type == "sharded"
-    assert finding(said, "fsdp_config.fsdp_sharding_strategy").outcome is Outcome.UNNEEDED
-    assert finding(said, "fsdp_config.fsdp_use_orig_params").outcome is Outcome.UNNEEDED
-    assert migrated(said) == said
-    said["fsdp_config"]["fsdp_sharding_strategy"] = "HYBRID_SHARD"
-    replicas = finding(said, "fsdp_config.fsdp_sharding_strategy")
+    assert run_of(written).config.reshard_after_forward is False
+    assert run_of(written).state_dict_type == "sharded"
+    assert finding(written, "fsdp_config.fsdp_sharding_strategy").outcome is Outcome.UNNEEDED
+    assert finding(written, "fsdp_config.fsdp_use_orig_params").outcome is Outcome.UNNEEDED
+    assert migrated(written) == written
+    written["fsdp_config"]["fsdp_sharding_strategy"] = "HYBRID_SHARD"
+    replicas = finding(written, "fsdp_config.fsdp_sharding_strategy")
     assert replicas.outcome is Outcome.NEEDS_DECISION and "parallelism_config" in replicas.hint
 
 
 def test_arguments_of_old_move_into_fsdp_config() -> None:
     """Transformers 5 knows them no more, and would stop."""
-    said = {"fsdp": "full_shard auto_wrap", "fsdp_transformer_layer_cls_to_wrap": "Block", "seed": 1}
-    assert run_of(said).wrap == Wrap(kind=WrapKind.CLASSES, classes=("Block",))
-    new = migrated(said)
+    written = {"fsdp": "full_shard auto_wrap", "fsdp_transformer_layer_cls_to_wrap": "Block", "seed": 1}
+    assert run_of(written).wrap == Wrap(kind=WrapKind.CLASSES, classes=("Block",))
+    new = migrated(written)
     assert "fsdp_transformer_layer_cls_to_wrap" not in new
-    assert run_of(new).wrap == run_of(said).wrap
+    assert run_of(new).wrap == run_of(written).wrap
 
 
 def test_both_ways_to_recompute_differ_in_what_they_keep() -> None:
@@ -709,7 +706,7 @@ def test_both_ways_to_recompute_differ_in_what_they_keep() -> None:
     assert run.config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, reentrant=False)
     of_model = run_of({"fsdp": "full_shard auto_wrap", "gradient_checkpointing": True})
     assert of_model.config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, reentrant=True)
-    (found,) = [each for each in DIALECT.express(run).findings if each.key == "(activation_checkpointing)"]
+    (found,) = [each for each in DIALECT.express(run).findings if each.name == "(activation_checkpointing)"]
     assert found.outcome is Outcome.APPROXIMATE
     assert "dropout" in found.reason
 
@@ -720,9 +717,9 @@ def test_recomputing_under_composer_is_a_decision(words: str) -> None:
     text = yaml.safe_dump({"fsdp": words, "gradient_checkpointing": True})
     migration = migrate_text(text, to="composer")
     assert yaml.safe_load(migration.after)["fsdp_config"]["activation_checkpointing"] is True
-    findings = {each.key: each for each in migration.sections[0].findings}
-    assert findings["(activation checkpointing)"].outcome is Outcome.NEEDS_DECISION
-    assert "activation_checkpointing_fn" in findings["(activation checkpointing)"].hint
+    findings = {each.name: each for each in migration.sections[0].findings}
+    assert findings["(activation_checkpointing)"].outcome is Outcome.NEEDS_DECISION
+    assert "activation_checkpointing_fn" in findings["(activation_checkpointing)"].hint
 
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     assert select_checkpointed(model) == []
@@ -730,7 +727,7 @@ def test_recomputing_under_composer_is_a_decision(words: str) -> None:
     assert select_checkpointed(model) == ["0.0"]
 
     without = migrate_text(yaml.safe_dump({"fsdp": words}), to="composer").sections[0].findings
-    assert "(activation checkpointing)" not in [each.key for each in without]
+    assert "(activation_checkpointing)" not in [each.name for each in without]
 
 
 def test_comments_and_order_of_a_file_are_kept() -> None:
@@ -768,26 +765,26 @@ mixed_precision: "no"
 # Beside the section
 
 
-@pytest.mark.parametrize(("said", "norm"), [({}, 1.0), ({"max_grad_norm": 0.3}, 0.3)])
-def test_a_trainer_clips_by_default(said: Said, norm: float) -> None:
+@pytest.mark.parametrize(("written", "norm"), [({}, 1.0), ({"max_grad_norm": 0.3}, 0.3)])
+def test_a_trainer_clips_by_default(written: Written, norm: float) -> None:
     """A Trainer clips to 1 where nothing is said: without it the migrated run's steps would be larger."""
-    assert run_of({"fsdp": "full_shard", **said}).extras["max_grad_norm"] == norm
+    assert run_of({"fsdp": "full_shard", **written}).max_grad_norm == norm
 
 
 @pytest.mark.parametrize("norm", [0, 0.0, None, -1])
 def test_no_clipping_is_not_clipping_to_nothing(norm: object) -> None:
     """The report would tell the user to clip to a norm of 0, with which nothing trains."""
     text = yaml.safe_dump({"fsdp": "full_shard", "max_grad_norm": norm})
-    assert "(gradient clipping)" not in [each.key for each in migrate_text(text).sections[0].findings]
+    assert "(gradient clipping)" not in [each.name for each in migrate_text(text).sections[0].findings]
 
 
-EXTRAS: dict[str, Any] = {
+BESIDE_SHARDING: dict[str, Any] = {
     "max_grad_norm": 1.0,
     "async_save": True,
     "save_only_model": True,
     "selective_checkpointing": "2",
     "compile": True,
-    "freeze": "vision",
+    "frozen": "vision",
     "tiled_mlp": 4,
     "expert_patch": True,
     "pipeline_parallel": 2,
@@ -797,27 +794,31 @@ EXTRAS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("name", BESIDE_SHARDING)
 def test_what_accelerates_file_cannot_say_is_a_finding(name: str) -> None:
     """A ROLL or TorchTitan run would lose its clipping or its frozen tower on the way to accelerate, unsaid."""
     wrap = Wrap(kind=WrapKind.CLASSES)
-    plain = Run(config=ShardingConfig(), wrap=wrap)
-    run = Run(config=ShardingConfig(), wrap=wrap, extras={name: EXTRAS[name]})
-    more = set(DIALECT.express(run).findings) - set(DIALECT.express(plain).findings)
+    run = run_with(wrap, **{name: BESIDE_SHARDING[name]})
+    more = set(DIALECT.express(run).findings) - set(DIALECT.express(run_with(wrap)).findings)
     assert [each.outcome for each in more] != []
     assert all(each.outcome is not Outcome.EXACT for each in more)
-    decisions = ("freeze", "tiled_mlp", "expert_patch", *(each for each in EXTRAS if each.endswith("_parallel")))
+    decisions = (
+        "frozen",
+        "tiled_mlp",
+        "expert_patch",
+        *(each for each in BESIDE_SHARDING if each.endswith("_parallel")),
+    )
     assert any(each.outcome.blocks for each in more) == (name in decisions)
 
 
 def test_a_trainers_file_says_which_release_its_new_words_are_for() -> None:
     """Under transformers 4.51.3 it trains with FSDP1 as before, and nobody had said so."""
     (section,) = migrate_text(yaml.safe_dump({"fsdp": "full_shard auto_wrap"}), to="accelerate").sections
-    (found,) = [each for each in section.findings if each.key == "(version)"]
+    (found,) = [each for each in section.findings if each.name == "(version)"]
     assert found.outcome is Outcome.APPROXIMATE
     assert "4.51.3" in found.reason and "fsdp_version: 2" in found.hint
     new = migrate_text(yaml.safe_dump({"fsdp": "full_shard auto_wrap"}), to="accelerate").after
-    again = [each.key for each in migrate_text(new, to="accelerate").sections[0].findings]
+    again = [each.name for each in migrate_text(new, to="accelerate").sections[0].findings]
     assert "(version)" not in again and "fsdp_config.version" in again
 
 
@@ -827,7 +828,7 @@ def test_a_trainers_file_says_which_release_its_new_words_are_for() -> None:
 
 def test_keys_that_ask_for_nothing_become_nothing() -> None:
     """The report would say that use_orig_params became gradient_sync, and fp16: false a precision of bfloat16."""
-    said = {
+    written = {
         "fsdp": "full_shard auto_wrap",
         "bf16": True,
         "fp16": False,
@@ -840,11 +841,11 @@ def test_keys_that_ask_for_nothing_become_nothing() -> None:
             "fsdp_offload_params": True,
         },
     }
-    (section,) = migrate_text(yaml.safe_dump(said), to="composer").sections
+    (section,) = migrate_text(yaml.safe_dump(written), to="composer").sections
     became = {each.key: each.target for each in section.findings}
     assert {key: became[key] for key in became if key.startswith("fsdp_config.") or key == "fp16"} == {
         "fp16": "",
-        **{f"fsdp_config.{name}": "" for name in said["fsdp_config"]},
+        **{f"fsdp_config.{name}": "" for name in written["fsdp_config"]},
     }
     assert became["bf16"] == "precision: amp_bf16, mixed_precision: PURE"
 
@@ -862,7 +863,11 @@ def test_each_prefetch_becomes_its_own_word() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Switches in quotes
 
-SWITCHES = sorted(row.name for row in KEYS if row.kind in (Kind.BOOL, Kind.TRUTH) and "xla" not in row.name)
+SWITCHES = sorted(
+    row.name
+    for row in DIALECT.rows
+    if row.takes.choices == (True, False) and row.takes.fits("true", Reader.TRAINER_FSDP1) and "xla" not in row.name
+)
 LOADING = ("cpu_ram_efficient_loading", "sync_module_states")
 
 
@@ -872,7 +877,7 @@ LOADING = ("cpu_ram_efficient_loading", "sync_module_states")
 def test_a_switch_in_quotes_gets_the_finding_of_what_it_did(system: str, name: str, text: str) -> None:
     """The report would say that units are asked for ahead, and the run that was read ask for none."""
 
-    def with_value(value: object) -> Said:
+    def with_value(value: object) -> Written:
         if system == "trainer":
             return {"fsdp": "full_shard auto_wrap", "fsdp_config": {name: value}}
         version = {"fsdp_version": 2} if "2" in system else {}
@@ -881,22 +886,22 @@ def test_a_switch_in_quotes_gets_the_finding_of_what_it_did(system: str, name: s
 
     key = f"fsdp_config.{name if system == 'trainer' else f'fsdp_{name}'}"
     meant = text in ("true", "on")
-    said, plain = finding(with_value(text), key), finding(with_value(meant), key)
+    written, plain = finding(with_value(text), key), finding(with_value(meant), key)
     is_taken_for_true = (read(with_value(text)).run, meant) == (read(with_value(True)).run, False)
     if read(with_value(text)).run == read(with_value(meant)).run:
-        assert (said.outcome, said.target, said.reason) == (plain.outcome, plain.target, plain.reason)
+        assert (written.outcome, written.target, written.reason) == (plain.outcome, plain.target, plain.reason)
     elif name in LOADING:
-        assert not said.outcome.blocks or "in quotes" in said.reason or plain.outcome.blocks
+        assert not written.outcome.blocks or "in quotes" in written.reason or plain.outcome.blocks
     else:
-        assert is_taken_for_true and said.outcome is Outcome.NEEDS_DECISION
-        assert "as trained: true" in said.hint and "as written: false" in said.hint
+        assert is_taken_for_true and written.outcome is Outcome.NEEDS_DECISION
+        assert "as trained: true" in written.hint and "as written: false" in written.hint
 
 
 def test_xla_in_quotes_was_on() -> None:
     """The run was torch_xla's, whose sharding is another; read as off it would be called the same as FSDP2."""
-    said = {"fsdp": "full_shard", "fsdp_config": {"xla": "false"}}
-    assert read(said).run is None
-    assert finding(said, "fsdp_config.xla").outcome is Outcome.NEEDS_DECISION
+    written = {"fsdp": "full_shard", "fsdp_config": {"xla": "false"}}
+    assert read(written).run is None
+    assert finding(written, "fsdp_config.xla").outcome is Outcome.NEEDS_DECISION
     assert not finding({"fsdp": "full_shard", "fsdp_config": {"xla": False}}, "fsdp_config.xla").outcome.blocks
 
 
@@ -909,17 +914,17 @@ def test_a_forward_prefetch_that_is_off_asks_for_nothing() -> None:
 
 def test_words_that_are_a_number_are_refused() -> None:
     """The Trainer takes a string, a list or a flag; anything else it fails on, and so is not read as off."""
-    said = {"fsdp": 3}
-    assert read(said).run is None
-    assert finding(said, "fsdp").outcome.blocks
+    written = {"fsdp": 3}
+    assert read(written).run is None
+    assert finding(written, "fsdp").outcome.blocks
 
 
 def test_the_launchers_numbers_and_its_empty_values() -> None:
     """``accelerate launch`` takes a prefetch by its number in an enumeration, and no precision as none."""
 
     def prefetching(value: object) -> tuple[Outcome, str]:
-        said = finding(accelerate_file(backward_prefetch=value), "fsdp_config.fsdp_backward_prefetch")
-        return said.outcome, said.reason
+        written = finding(accelerate_file(backward_prefetch=value), "fsdp_config.fsdp_backward_prefetch")
+        return written.outcome, written.reason
 
     assert prefetching(1) == prefetching("BACKWARD_PRE") != prefetching(2) == prefetching("BACKWARD_POST")
     plain = accelerate_file()
@@ -928,9 +933,9 @@ def test_the_launchers_numbers_and_its_empty_values() -> None:
 
 def test_values_of_rank_0_go_out_where_the_launcher_corrects_the_file() -> None:
     """In quotes the launcher's check passes, and its plugin sends the values all the same."""
-    said = accelerate_file(sync_module_states="false", cpu_ram_efficient_loading=True)
-    assert run_of(said).config.sync_module_states is True
-    assert "set it to true" in finding(said, "fsdp_config.fsdp_sync_module_states").reason
+    written = accelerate_file(sync_module_states="false", cpu_ram_efficient_loading=True)
+    assert run_of(written).config.sync_module_states is True
+    assert "set it to true" in finding(written, "fsdp_config.fsdp_sync_module_states").reason
     refused = accelerate_file(sync_module_states=False, cpu_ram_efficient_loading="false")
     assert read(refused).run is None
     assert "in quotes" in finding(refused, "fsdp_config.fsdp_sync_module_states").reason
@@ -942,7 +947,7 @@ def test_values_of_rank_0_go_out_where_the_launcher_corrects_the_file() -> None:
 
 def test_a_trainer_of_transformers_5_reads_prefixes_and_words_of_its_own() -> None:
     """Taken for FSDP1's, half of the keys would be called without effect."""
-    said = {
+    written = {
         "fsdp": True,
         "fsdp_config": {
             "fsdp_version": 2,
@@ -951,21 +956,21 @@ def test_a_trainer_of_transformers_5_reads_prefixes_and_words_of_its_own() -> No
             "transformer_layer_cls_to_wrap": ["Block"],
         },
     }
-    run = run_of(said)
+    run = run_of(written)
     assert run.config.reshard_after_forward is False
     assert run.config.cpu_offload
     assert run.wrap == Wrap(kind=WrapKind.CLASSES, classes=("Block",))
     assert run.config.prefetch == Prefetch()
-    assert finding(said, "fsdp_config.fsdp_version").outcome is Outcome.APPROXIMATE
-    assert "4.51.3" in finding(said, "fsdp_config.fsdp_version").reason
-    assert migrated(said) == said
+    assert finding(written, "fsdp_config.fsdp_version").outcome is Outcome.APPROXIMATE
+    assert "4.51.3" in finding(written, "fsdp_config.fsdp_version").reason
+    assert migrated(written) == written
 
 
 def test_a_strategy_of_fsdp1_beside_version_2_is_a_decision() -> None:
     """Transformers 5 stops at it."""
-    said = {"fsdp": "hybrid_shard", "fsdp_config": {"version": 2}}
-    assert read(said).run is None
-    assert finding(said, "fsdp").outcome is Outcome.NEEDS_DECISION
+    written = {"fsdp": "hybrid_shard", "fsdp_config": {"version": 2}}
+    assert read(written).run is None
+    assert finding(written, "fsdp").outcome is Outcome.NEEDS_DECISION
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -973,48 +978,49 @@ def test_a_strategy_of_fsdp1_beside_version_2_is_a_decision() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "written",
     [
         {"fsdp": "", "fsdp_config": {"min_num_params": 1}},
         {"fsdp_config": {"fsdp_min_num_params": 1}},
         {"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_sharding_strategy": 1}},
     ],
 )
-def test_settings_without_fsdp_are_a_decision(said: Said) -> None:
+def test_settings_without_fsdp_are_a_decision(written: Written) -> None:
     """The run was not sharded at all; a migrated one would be."""
-    assert DIALECT.sections(said) == [()]
-    reading = read(said)
+    assert DIALECT.sections(written) == [()]
+    reading = read(written)
     assert reading.run is None
     assert [each for each in reading.findings if "as trained" in each.reason and "as written" in each.reason]
 
 
 def test_fp8_goes_by_bfloat16() -> None:
     """FSDP knows no fp8; the run's own library for it must be looked at."""
-    said = accelerate_file() | {"mixed_precision": "fp8"}
-    assert run_of(said).config.mixed_precision.param_dtype is torch.bfloat16
-    assert run_of(said).config.precision == "amp_fp8"
-    assert finding(said, "mixed_precision").outcome is Outcome.APPROXIMATE
+    written = accelerate_file() | {"mixed_precision": "fp8"}
+    assert run_of(written).config.mixed_precision.param_dtype == "bfloat16"
+    assert run_of(written).precision == "amp_fp8"
+    assert finding(written, "mixed_precision").outcome is Outcome.APPROXIMATE
 
 
 def test_the_table_has_a_reason_for_every_key_and_a_default_for_every_reader() -> None:
     """The documentation is made from it: an empty cell would be one there."""
-    names = [(row.place, row.name) for row in KEYS]
+    names = [DIALECT.places(row)[0] for row in DIALECT.rows]
     assert len(names) == len(set(names))
-    for row in KEYS:
+    for row in DIALECT.rows:
         assert row.meaning
         assert row.outcome.blocks or row.reason or row.target, row.name
-        assert not row.default or row.read_by <= row.default.keys() or row.name == "sharding_strategy", row.name
+        has_all = set(row.read_by) <= row.defaults.keys()
+        assert not row.defaults or has_all or row.name == "sharding_strategy", row.name
 
 
 def test_of_a_key_said_twice_the_last_holds() -> None:
     """With and without its prefix it is one key to accelerate: the earlier word is lost in silence."""
-    said = accelerate_file(sharding_strategy="SHARD_GRAD_OP")
-    said["fsdp_config"] = {"sharding_strategy": "FULL_SHARD", **said["fsdp_config"]}
-    assert run_of(said).config.reshard_after_forward is False
-    lost = finding(said, "fsdp_config.sharding_strategy")
+    written = accelerate_file(sharding_strategy="SHARD_GRAD_OP")
+    written["fsdp_config"] = {"sharding_strategy": "FULL_SHARD", **written["fsdp_config"]}
+    assert run_of(written).config.reshard_after_forward is False
+    lost = finding(written, "fsdp_config.sharding_strategy")
     assert lost.outcome is Outcome.NEEDS_DECISION
     assert "fsdp_config.fsdp_sharding_strategy says it again" in lost.reason
-    assert migrated(said)["fsdp_config"] == {
+    assert migrated(written)["fsdp_config"] == {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": False,
         "fsdp_state_dict_type": "FULL_STATE_DICT",

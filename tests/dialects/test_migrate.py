@@ -7,15 +7,15 @@ import tomllib
 import pytest
 import yaml
 
-from composer_fsdp2.compat.dialects import DIALECTS
-from composer_fsdp2.compat.migration.migrate import Migration, NothingToMigrateError, migrate_text
-from composer_fsdp2.compat.migration.targets import TARGETS
+from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.findings import Finding, Outcome
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, migrate_text
+from composer_fsdp2.migration.targets import TARGETS
 
 
 def found(migration: Migration, key: str, section: int = 0) -> Finding:
-    (one,) = [finding for finding in migration.sections[section].findings if finding.key == key]
+    (one,) = [finding for finding in migration.sections[section].findings if finding.name == key]
     return one
 
 
@@ -343,12 +343,12 @@ def test_keys_that_are_no_strings_are_findings(text: str, to: str):
 
 def test_every_system_is_a_dialect_and_a_target():
     """What can be read can be written."""
-    assert {target.dialect for target in TARGETS.values()} == set(DIALECTS)
+    assert {target.name for target in TARGETS.values()} == set(DIALECTS)
 
 
 @pytest.mark.parametrize("to", ["roll", "torchtitan", "accelerate"])
 def test_what_only_composer_fsdp2_keeps_is_not_said_of_others(to: str):
     """'Inputs are cast at roots only' beside 'accelerate casts those of every unit' would help nobody."""
-    keys = [finding.key for finding in migrate_text(COMPOSER, "run.yaml", to=to).sections[0].findings]
-    assert "(unsaid) casting of inputs and buffers" not in keys
+    keys = [finding.name for finding in migrate_text(COMPOSER, "run.yaml", to=to).sections[0].findings]
+    assert "(implicit) casting of inputs and buffers" not in keys
     assert any("cast" in key for key in keys)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from composer_fsdp2.cli.main import main
-from composer_fsdp2.compat.migration.files import Destination, migrate_files, sources_of
+from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
 
 GOOD = "fsdp_config:\n  sharding_strategy: FULL_SHARD  # all\n  limit_all_gathers: true\n"
 MIGRATED = "fsdp_config:\n  reshard_after_forward: true  # all\n"
@@ -83,8 +83,8 @@ def test_nothing_is_printed_that_needs_a_decision(folder: Path):
     """A half-migrated file in a pipe would be trained with."""
     done = run(folder, "decide.yaml")
     assert (done.returncode, done.stdout) == (1, "")
-    said = " ".join(done.stderr.split())
-    assert "did you mean sharding_strategy?" in said and "--force" in said
+    printed = " ".join(done.stderr.split())
+    assert "did you mean sharding_strategy?" in printed and "--force" in printed
 
 
 def test_write_keeps_a_copy_and_runs_twice(folder: Path):
@@ -224,9 +224,9 @@ def test_bad_input(folder: Path, arguments: Sequence[str], message: str):
     (folder / "bytes.yaml").write_bytes(b"a: \xff\n")
     before = files_in(folder / "deep") | {"good.yaml": (folder / "good.yaml").read_text()}
     done = run(folder, *arguments)
-    said = " ".join(done.stderr.replace("│", " ").split())
+    printed = " ".join(done.stderr.replace("│", " ").split())
     assert done.returncode == 2
-    assert message in said, done.stderr
+    assert message in printed, done.stderr
     assert "Traceback" not in done.stderr
     assert before == files_in(folder / "deep") | {"good.yaml": (folder / "good.yaml").read_text()}
     assert not (folder / "out").exists()

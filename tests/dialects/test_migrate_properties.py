@@ -11,10 +11,12 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from composer_fsdp2.compat.dialects import DIALECTS, Section
-from composer_fsdp2.compat.migration.migrate import Migration, migrate_text
-from composer_fsdp2.compat.migration.targets import TARGETS
-from composer_fsdp2.config import ShardingConfig
+from composer_fsdp2.config import MeshSpec, Origin
+from composer_fsdp2.migration.dialect import Section
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.migrate import Migration, migrate_text
+from composer_fsdp2.migration.run import RunConfig
+from composer_fsdp2.migration.targets import TARGETS
 from tests.dialects.documents import EVERY, File, composer_files, merging_files, with_windows_lines
 
 ANY_FILE = st.sampled_from(sorted(EVERY)).flatmap(EVERY.__getitem__)
@@ -41,7 +43,8 @@ def test_outside_of_the_section_not_a_byte_changes(file: File, to: str) -> None:
 def test_every_key_has_one_finding(file: File, to: str) -> None:
     """A key without a finding was dropped in silence; one with two could be reported as good and bad."""
     result = migrated(file, to)
-    told = [finding.key for section in result.sections for finding in section.findings]
+    found = [finding for section in result.sections for finding in section.findings]
+    told = [finding.key for finding in found if finding.origin is Origin.KEY]
     for key in file.keys:
         short = key if key in told else key.partition(".")[2]
         assert told.count(short) == 1, (key, told)
@@ -78,7 +81,7 @@ def test_the_new_text_is_a_file_of_its_format(file: File, to: str) -> None:
         assert isinstance(yaml.safe_load(result.after), dict)
 
 
-def config_in(text: str, suffix: str) -> ShardingConfig | None:
+def run_in(text: str, suffix: str) -> RunConfig | None:
     """What the first section of a Composer file asks for."""
     dialect = DIALECTS["composer"]
     values = yaml.safe_load(text)
@@ -86,8 +89,8 @@ def config_in(text: str, suffix: str) -> ShardingConfig | None:
     at = values
     for key in path:
         at = at[key]
-    run = dialect.read(Section(path=path, said=at, around=values)).run
-    return run and run.config
+    run = dialect.read(Section(path=path, given=at, around=values)).run
+    return run
 
 
 @examples(100)
@@ -95,45 +98,48 @@ def config_in(text: str, suffix: str) -> ShardingConfig | None:
 def test_a_composer_file_asks_for_the_same_before_and_after(file: File) -> None:
     """The migrated run would shard, cast or prefetch otherwise than the run that it came from."""
     result = migrated(file, "composer")
-    assert config_in(result.after, ".yaml") == config_in(file.text, ".yaml")
+    assert run_in(result.after, ".yaml") == run_in(file.text, ".yaml")
 
 
-# Which part of a ShardingConfig a finding of a target is about. Without one it has to be the same after the way back.
+# Which part of a run a finding of a target is about. Without one it has to be the same after the way back.
 PARTS = {
     "mesh": ["mesh"],
     "reshard_after_forward": ["reshard_after_forward"],
-    "precision": ["mixed_precision", "precision"],
+    "param_dtype": ["mixed_precision.param_dtype", "precision"],
+    "reduce_dtype": ["mixed_precision.reduce_dtype"],
     "autocast": ["precision"],
-    "mixed_precision": ["mixed_precision", "cast_root_inputs"],
-    "casting of inputs": ["mixed_precision.cast_forward_inputs", "cast_root_inputs"],
-    "buffers": ["buffer_dtype"],
-    "buffer_dtype": ["buffer_dtype"],
-    "activation checkpointing": ["activation_checkpointing"],
-    "activation offloading": ["activation_checkpointing"],
+    "mixed_precision": ["mixed_precision"],
+    "casting of inputs": ["mixed_precision.cast"],
+    "casting of the root's inputs": ["mixed_precision.cast"],
+    "buffer_dtype": ["mixed_precision.buffer_dtype"],
+    "keep_low_precision_grads": ["mixed_precision.gradients"],
     "activation_checkpointing": ["activation_checkpointing"],
-    "prefetch": ["prefetch"],
+    "reentrant checkpointing": ["activation_checkpointing"],
+    "activation offloading": ["activation_checkpointing"],
+    "prefetch in forward": ["prefetch"],
+    "prefetch in backward": ["prefetch"],
     "gradient_sync": ["accumulation"],
     "reshard_after_backward": ["accumulation"],
-    "accumulation": ["accumulation"],
     "collective_guard": ["collective_guard"],
     "sync_module_states": ["sync_module_states"],
-    "keep_low_precision_grads": ["keep_low_precision_grads"],
     "verbose": ["verbose"],
     "strict": ["strict"],
 }
+# Of the run itself, beside its configuration.
+OF_RUN = ("precision", "strict", "verbose")
 
 
-def parts_of(config: ShardingConfig) -> dict[str, object]:
-    """Its fields, the policy's apart from each other."""
+def parts_of(run: RunConfig) -> dict[str, object]:
+    """Its fields that can be compared, those of mixed precision apart from each other."""
+    config = run.config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     policy = fields.pop("mixed_precision")
     if not config.activation_checkpointing.checkpoint:  # how it would be done decides nothing
         fields["activation_checkpointing"] = config.activation_checkpointing.cpu_offload
-    if config.mesh.replicate == 1:  # one replica is none
-        fields["mesh"] = dataclasses.replace(config.mesh, replicate=None)
-    return fields | {
-        f"mixed_precision.{field.name}": getattr(policy, field.name) for field in dataclasses.fields(policy)
-    }
+    if config.mesh.has_replicas and config.mesh.replicate_degree == 1:  # one replica is none
+        fields["mesh"] = MeshSpec.of_degrees(config.mesh.shard_degree)
+    fields |= {f"mixed_precision.{field.name}": getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    return fields | {name: getattr(run, name) for name in OF_RUN}
 
 
 @pytest.mark.parametrize("to", ["roll", "torchtitan", "accelerate"])
@@ -141,15 +147,15 @@ def parts_of(config: ShardingConfig) -> dict[str, object]:
 @given(file=composer_files(sane=True))
 def test_there_and_back(to: str, file: File) -> None:
     """What a target cannot say, and no finding names, was lost without a word."""
-    before = config_in(file.text, ".yaml")
+    before = run_in(file.text, ".yaml")
     there = migrated(file, to)
     if before is None:
         return
-    told = [finding for section in there.sections for finding in section.findings if finding.key.startswith("(")]
-    names = {finding.key.strip("()").split(".")[0] for finding in told}
+    told = [finding for section in there.sections for finding in section.findings if finding.origin is not Origin.KEY]
+    names = {finding.key if finding.key in PARTS else finding.key.split(".")[0] for finding in told}
     excused = tuple(part for name in names for part in PARTS.get(name, ()))
     assume("mesh" not in excused)  # the way back would be another run altogether
-    back = config_in(migrate_text(there.after, f"run{there.suffix}", to="composer").after, ".yaml")
+    back = run_in(migrate_text(there.after, f"run{there.suffix}", to="composer").after, ".yaml")
     assert back is not None
     same = {name: value for name, value in parts_of(before).items() if not name.startswith(excused)}
     assert {name: value for name, value in parts_of(back).items() if name in same} == same

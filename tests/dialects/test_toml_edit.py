@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from composer_fsdp2.compat.migration.text_edit import apply_edits
-from composer_fsdp2.compat.migration.toml_edit import TomlDocument, edit_table, edit_tables, toml_text
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.documents.edits import apply_edits
+from composer_fsdp2.migration.documents.toml import TomlDocument, toml_text
+from tests.dialects.tables import with_tables
 
 TEXT = """\
 # A debug run
@@ -45,7 +46,7 @@ name = "pile"
 
 
 def edited(text: str, tables: dict[tuple[str | int, ...], dict[str, object]]) -> str:
-    return apply_edits(text, edit_tables(TomlDocument(text, "run.toml"), tables))
+    return with_tables(text, tables)
 
 
 def test_values_and_lines():
@@ -109,8 +110,8 @@ def test_the_last_key_is_removed_and_another_added():
     """Both edits concern the same place."""
     text = "[a]\nx = 1\ny = 2 # two\n"
     document = TomlDocument(text)
-    assert apply_edits(text, edit_table(document, ("a",), {"y": []}, [("z", 3)])) == "[a]\nx = 1\nz = 3 # two\n"
-    assert apply_edits(text, edit_table(document, ("a",), {"x": [("v", 0), ("w", 1)]})) == (
+    assert apply_edits(text, document.edit_mapping(("a",), {"y": []}, [("z", 3)])) == "[a]\nx = 1\nz = 3 # two\n"
+    assert apply_edits(text, document.edit_mapping(("a",), {"x": [("v", 0), ("w", 1)]})) == (
         "[a]\nv = 0\nw = 1\ny = 2 # two\n"
     )
 

@@ -8,32 +8,31 @@ FSDP2, whose TOML later releases no longer read.
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from support.runs import run_with as any_run_with
 
-from composer_fsdp2.compat.dialects.base import Reading, Run, Section, Wrap, WrapKind
-from composer_fsdp2.compat.dialects.torchtitan import TorchTitanDialect, tables_of
-from composer_fsdp2.compat.dialects.torchtitan_keys import ROWS
-from composer_fsdp2.compat.migration.migrate import migrate_text
-from composer_fsdp2.compat.migration.text_edit import apply_edits
-from composer_fsdp2.compat.migration.toml_edit import TomlDocument, edit_tables
 from composer_fsdp2.config import (
     Accumulation,
     ActivationCheckpointing,
     GradientSync,
     GroupRule,
     MeshSpec,
+    MixedPrecision,
     Prefetch,
     RankGroups,
-    ShardingConfig,
 )
-from composer_fsdp2.findings import Finding, Outcome
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.migration.dialect import Reading, Section
+from composer_fsdp2.migration.dialects.torchtitan import TorchTitanDialect
+from composer_fsdp2.migration.migrate import migrate_text
+from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from tests.dialects.tables import tables_of, with_tables
 
 TITAN = TorchTitanDialect()
 
@@ -72,21 +71,21 @@ mode = "full"
 
 def read(values: dict[str, Any]) -> Reading:
     (path,) = TITAN.sections(values)
-    return TITAN.read(Section(path=path, said=values[str(path[0])], around=values))
+    return TITAN.read(Section(path=path, given=values[str(path[0])], around=values))
 
 
-def run_of(values: dict[str, Any]) -> Run:
+def run_of(values: dict[str, Any]) -> RunConfig:
     run = read(values).run
     assert run is not None
     return run
 
 
-def parallelism(**said: Any) -> dict[str, Any]:
-    return {"parallelism": {"data_parallel_shard_degree": -1} | said}
+def parallelism(**written: Any) -> dict[str, Any]:
+    return {"parallelism": {"data_parallel_shard_degree": -1} | written}
 
 
 def finding(reading: Reading, key: str) -> Finding:
-    (found,) = [each for each in reading.findings if each.key == key]
+    (found,) = [each for each in reading.findings if each.name == key]
     return found
 
 
@@ -131,15 +130,17 @@ def test_defaults_are_torchtitans():
     config = reading.run.config
     assert config.mesh == MeshSpec()
     assert config.reshard_after_forward is True
-    assert config.mixed_precision == MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
+    assert config.mixed_precision == MixedPrecision(
+        param_dtype="bfloat16", reduce_dtype="float32", cast_forward_inputs=True
     )
-    assert config.precision == "fp32"  # FSDP2 casts, torch.autocast is for DDP
+    assert reading.run.precision == "fp32"  # FSDP2 casts, torch.autocast is for DDP
     assert config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, reentrant=False)
-    assert reading.run.extras == {"max_grad_norm": 1.0, "async_save": False, "selective_checkpointing": "2"}
-    assert reading.run.state_dict_type == "sharded"
-    assert finding(reading, "(unsaid) training.max_norm").outcome is Outcome.APPROXIMATE
-    assert finding(reading, "(unsaid) activation_checkpoint.mode").outcome is Outcome.APPROXIMATE
+    assert reading.run == replace(
+        any_run_with(wrap=reading.run.wrap, max_grad_norm=1.0, selective_checkpointing="2", state_dict_type="sharded"),
+        config=config,
+    )
+    assert finding(reading, "(implicit) training.max_norm").outcome is Outcome.APPROXIMATE
+    assert finding(reading, "(implicit) activation_checkpoint.mode").outcome is Outcome.APPROXIMATE
 
 
 @pytest.mark.parametrize(
@@ -179,11 +180,11 @@ def test_training_keys():
     """Offloading and dtypes are those of the file."""
     values = parallelism() | {"training": {"enable_cpu_offload": True, "mixed_precision_param": "float32"}}
     config = run_of(values).config
-    assert config.cpu_offload and config.mixed_precision.param_dtype is torch.float32
+    assert config.cpu_offload and config.mixed_precision.param_dtype == "float32"
 
 
 @pytest.mark.parametrize(
-    ("said", "checkpoint", "expected"),
+    ("written", "checkpoint", "expected"),
     [
         ({"mode": "none"}, False, Outcome.UNNEEDED),
         ({"mode": "full"}, True, Outcome.EXACT),
@@ -193,9 +194,9 @@ def test_training_keys():
         ({"mode": "memory_budget"}, False, Outcome.NEEDS_DECISION),
     ],
 )
-def test_activation_checkpointing(said: dict[str, Any], checkpoint: bool, expected: Outcome):
+def test_activation_checkpointing(written: dict[str, Any], checkpoint: bool, expected: Outcome):
     """Recomputing more than before is said, and what a compiler chooses is asked."""
-    reading = read({"activation_checkpoint": said})
+    reading = read({"activation_checkpoint": written})
     assert reading.run is not None and reading.run.config.activation_checkpointing.checkpoint is checkpoint
     assert finding(reading, "mode").outcome is expected
 
@@ -209,7 +210,7 @@ def test_other_parallelism_is_unsupported(kind: str):
     key = f"{kind}_parallel_degree"
     found = finding(read(parallelism(**{key: 2})), key)
     assert found.outcome is Outcome.UNSUPPORTED and found.reason and found.hint
-    assert run_of(parallelism(**{key: 2})).extras[f"{kind}_parallel"] == 2
+    assert getattr(run_of(parallelism(**{key: 2})), f"{kind}_parallel") == 2
     assert finding(read(parallelism(**{key: 1})), key).outcome is Outcome.UNNEEDED
 
 
@@ -261,8 +262,8 @@ def test_the_other_tables(tables: dict[str, Any], key: str, expected: Outcome):
 
 def test_async_save_needs_saving():
     """async_mode without enable = true wrote nothing, so the run is not one that saves in the background."""
-    assert run_of(parallelism() | {"checkpoint": {"async_mode": "async"}}).extras["async_save"] is False
-    assert run_of(parallelism() | {"checkpoint": {"enable": True, "async_mode": "async"}}).extras["async_save"] is True
+    assert run_of(parallelism() | {"checkpoint": {"async_mode": "async"}}).async_save is False
+    assert run_of(parallelism() | {"checkpoint": {"enable": True, "async_mode": "async"}}).async_save is True
 
 
 # --- bad keys and values
@@ -318,20 +319,20 @@ def test_bad_values_are_a_decision(values: dict[str, Any], key: str, takes: str)
 
 SCALARS = st.booleans() | st.integers(-2, 9) | st.floats(0, 2) | st.text(max_size=4)
 VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.sampled_from(["default", "full", "selective", "op", "2", "async"])
-NAMES = [tuple(row.name.split(".")) for row in ROWS if row.name.count(".") == 1]
+NAMES = [tuple(row.name.split(".")) for row in TITAN.rows if row.name.count(".") == 1]
 
 
 @examples(100)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES), st.dictionaries(st.text(min_size=1, max_size=5), VALUES))
-def test_every_key_has_exactly_one_finding(said: dict[tuple[str, str], Any], others: dict[str, Any]):
+def test_every_key_has_exactly_one_finding(written: dict[tuple[str, str], Any], others: dict[str, Any]):
     """Whatever a file says, no key is lost and none is an error; a run is there unless a finding says why not."""
     values: dict[str, Any] = {"parallelism": {"data_parallel_shard_degree": 2} | others}
-    for (table, name), value in said.items():
+    for (table, name), value in written.items():
         values.setdefault(table, {})[name] = value
     reading = read(values)
-    keys = [each.key for each in reading.findings]
+    keys = [each.name for each in reading.findings]
     assert len(keys) == len(set(keys))
-    for table, name in said:
+    for table, name in written:
         assert (name if table == "parallelism" else f"{table}.{name}") in keys
     assert all(name in keys for name in values["parallelism"])
     if reading.run is None:
@@ -385,20 +386,23 @@ def test_the_new_name_goes_first():
 # --- as a target
 
 
-def run_with(extras: dict[str, Any] | None = None, **fields: Any) -> Run:
-    wrap = Wrap(kind=WrapKind.CLASSES, classes=("TransformerBlock",))
-    return Run(config=ShardingConfig(**fields), wrap=wrap, state_dict_type="sharded", extras=extras or {})
+BLOCKS = Wrap(kind=WrapKind.CLASSES, classes=("TransformerBlock",))
+
+
+def run_with(**fields: Any) -> RunConfig:
+    return any_run_with(**{"wrap": BLOCKS, "state_dict_type": "sharded", **fields})
 
 
 def test_a_run_in_torchtitans_words():
     """HSDP in bfloat16 with full recomputation is what TorchTitan's own files say for it."""
     run = run_with(
-        mesh=MeshSpec(shard=8, replicate=4),
-        mixed_precision=MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
-        ),
+        mesh=MeshSpec.of_degrees(shard=8, replicate=4),
+        param_dtype="bfloat16",
+        reduce_dtype="float32",
+        cast_forward_inputs=True,
         activation_checkpointing=ActivationCheckpointing(checkpoint=True, reentrant=False),
-        extras={"max_grad_norm": 0.5, "async_save": True},
+        max_grad_norm=0.5,
+        async_save=True,
     )
     expression = TITAN.express(run)
     assert expression.findings == ()
@@ -423,7 +427,7 @@ def test_a_run_is_written_into_a_file():
     """The tables go into a TorchTitan file that keeps its comments and all that has nothing to do with them."""
     run = run_of(tomllib.loads(FILE))
     text = "# mine\n[model]\nflavor = '8B' # small\n\n[training]\nseq_len = 4 # short\n"
-    after = apply_edits(text, edit_tables(TomlDocument(text), tables_of(TITAN.express(run))))
+    after = with_tables(text, tables_of(TITAN.express(run)))
     assert after.startswith("# mine\n[model]\nflavor = '8B' # small\n\n[training]\nseq_len = 4 # short\nmixed_")
     assert run_of(tomllib.loads(after)) == run
 
@@ -432,99 +436,101 @@ def test_a_run_is_written_into_a_file():
     ("run", "key", "expected"),
     [
         (run_with(reshard_after_forward=4), "(reshard_after_forward)", Outcome.UNSUPPORTED),
-        (run_with(mesh=MeshSpec(shard=4, replicate=-1)), "(mesh)", Outcome.NEEDS_DECISION),
-        (run_with(mesh=MeshSpec(shard=1, replicate=4)), "(mesh)", Outcome.APPROXIMATE),
+        (run_with(mesh=MeshSpec.of_degrees(shard=4, replicate=-1)), "(mesh)", Outcome.NEEDS_DECISION),
+        (run_with(mesh=MeshSpec.of_degrees(shard=1, replicate=4)), "(mesh)", Outcome.APPROXIMATE),
         (
             run_with(mesh=MeshSpec.of_groups(RankGroups(rule=GroupRule.STRIDED, number=2))),
             "(mesh)",
             Outcome.UNSUPPORTED,
         ),
-        (run_with(mixed_precision=MixedPrecisionPolicy(torch.float16)), "(precision)", Outcome.NEEDS_DECISION),
+        (run_with(param_dtype="float16"), "(param_dtype)", Outcome.NEEDS_DECISION),
         (run_with(precision="amp_bf16"), "(autocast)", Outcome.APPROXIMATE),
-        (run_with(prefetch=Prefetch(backward=0)), "(prefetch)", Outcome.APPROXIMATE),
+        (run_with(prefetch=Prefetch(backward=0)), "(prefetch in backward)", Outcome.APPROXIMATE),
         (
             run_with(accumulation=Accumulation(gradient_sync=GradientSync.LAST)),
             "(gradient_sync)",
             Outcome.APPROXIMATE,
         ),
-        (run_with(extras={"freeze": "vision"}), "(frozen parameters)", Outcome.UNSUPPORTED),
-        (run_with(extras={"tiled_mlp": 4}), "(tiled MLP)", Outcome.UNSUPPORTED),
+        (run_with(frozen="vision"), "(frozen parameters)", Outcome.UNSUPPORTED),
+        (run_with(tiled_mlp=4), "(tiled MLP)", Outcome.UNSUPPORTED),
         (run_with(), "(gradient clipping)", Outcome.APPROXIMATE),
     ],
 )
-def test_what_torchtitan_cannot_say_is_a_finding(run: Run, key: str, expected: Outcome):
+def test_what_torchtitan_cannot_say_is_a_finding(run: RunConfig, key: str, expected: Outcome):
     """Nothing of a run is lost on the way to TorchTitan without a word."""
-    assert expected in [each.outcome for each in TITAN.express(run).findings if each.key == key]
+    assert expected in [each.outcome for each in TITAN.express(run).findings if each.name == key]
 
 
-EXACT_CONFIGS = st.builds(
-    ShardingConfig,
+EXACT_RUNS = st.builds(
+    run_with,
     mesh=st.sampled_from(
-        [MeshSpec(), MeshSpec(shard=8), MeshSpec(shard=-1, replicate=2), MeshSpec(shard=4, replicate=2)]
+        [
+            MeshSpec(),
+            MeshSpec.of_degrees(shard=8),
+            MeshSpec.of_degrees(shard=-1, replicate=2),
+            MeshSpec.of_degrees(shard=4, replicate=2),
+        ]
     ),
     reshard_after_forward=st.booleans(),
-    mixed_precision=st.builds(
-        MixedPrecisionPolicy,
-        param_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-        reduce_dtype=st.just(torch.float32),
-        cast_forward_inputs=st.just(True),
-    ),
+    param_dtype=st.sampled_from(["bfloat16", "float32"]),
+    reduce_dtype=st.just("float32"),
+    cast_forward_inputs=st.just(True),
     cpu_offload=st.booleans(),
     activation_checkpointing=st.sampled_from(
         [ActivationCheckpointing(checkpoint=True, reentrant=False), ActivationCheckpointing(reentrant=False)]
     ),
+    max_grad_norm=st.just(1.0),
 )
-DTYPE = st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32])
-CONFIGS = st.builds(
-    ShardingConfig,
+DTYPE = st.sampled_from([None, "bfloat16", "float16", "float32"])
+RUNS = st.builds(
+    run_with,
     mesh=st.sampled_from(
-        [MeshSpec(), MeshSpec(shard=8), MeshSpec(shard=-1, replicate=2), MeshSpec(shard=4, replicate=-1)]
+        [
+            MeshSpec(),
+            MeshSpec.of_degrees(shard=8),
+            MeshSpec.of_degrees(shard=-1, replicate=2),
+            MeshSpec.of_degrees(shard=4, replicate=-1),
+        ]
     ),
     reshard_after_forward=st.sampled_from([True, False, 2]),
-    mixed_precision=st.builds(
-        MixedPrecisionPolicy, param_dtype=DTYPE, reduce_dtype=DTYPE, cast_forward_inputs=st.booleans()
-    ),
+    param_dtype=DTYPE,
+    reduce_dtype=DTYPE,
+    cast_forward_inputs=st.booleans(),
     cast_root_inputs=st.booleans(),
-    buffer_dtype=st.sampled_from([None, None, torch.bfloat16]),
+    buffer_dtype=st.sampled_from([None, None, "bfloat16"]),
     activation_checkpointing=st.builds(ActivationCheckpointing, checkpoint=st.booleans(), reentrant=st.booleans()),
     accumulation=st.builds(
         Accumulation, gradient_sync=st.sampled_from(GradientSync), reshard_after_backward=st.booleans()
     ),
     sync_module_states=st.sampled_from([True, False, None]),
     precision=st.sampled_from(["fp32", "amp_bf16"]),
+    state_dict_type=st.sampled_from(["full", "sharded"]),
+    max_grad_norm=st.sampled_from([None, 1.0]),
 )
 
 
 @examples(100)
-@given(EXACT_CONFIGS | CONFIGS, st.sampled_from(["full", "sharded"]))
-def test_what_is_expressed_exactly_is_read_back(config: ShardingConfig, state_dict_type: str):
+@given(EXACT_RUNS | RUNS)
+def test_what_is_expressed_exactly_is_read_back(run: RunConfig):
     """To TorchTitan and back is the same run, wherever no finding says otherwise."""
-    wrap = Wrap(kind=WrapKind.CLASSES, classes=("TransformerBlock",))
-    run = Run(config=config, wrap=wrap, state_dict_type=state_dict_type, extras={"max_grad_norm": 1.0})
     expression = TITAN.express(run)
-    again = run_of({table[0]: entries for table, entries in tables_of(expression).items()})  # type: ignore[misc]
-    if expression.findings:
-        return
-    # What is recomputed is the same; which implementation is not asked where nothing is.
-    assert plain(again.config) == plain(config)
-    assert again.state_dict_type == state_dict_type
+    again = run_of({table[0]: settings for table, settings in tables_of(expression).items()})  # type: ignore[misc]
+    if not expression.findings:
+        assert comparable(again) == comparable(run)
 
 
-def plain(config: ShardingConfig) -> dict[str, Any]:
-    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+def comparable(run: RunConfig) -> RunConfig:
+    """Without what makes no difference: which implementation recomputes nothing, a root that is a unit as well."""
+    config = run.config
     if not config.activation_checkpointing.checkpoint:
-        fields["activation_checkpointing"] = None
+        config = replace(config, activation_checkpointing=ActivationCheckpointing())
     if config.mixed_precision.cast_forward_inputs:
-        fields["cast_root_inputs"] = True  # the root is a unit as well
-    return fields
+        config = replace(config, mixed_precision=replace(config.mixed_precision, cast_root_inputs=True))
+    return replace(run, config=config, wrap=BLOCKS)
 
 
 @examples(100)
-@given(EXACT_CONFIGS)
-def test_the_exact_configs_are_exact(config: ShardingConfig):
+@given(EXACT_RUNS)
+def test_the_exact_configs_are_exact(run: RunConfig):
     """The property above tests something: all that TorchTitan has a word for is expressed without a finding."""
-    assert TITAN.express(run_with(extras={"max_grad_norm": 1.0}, **fields_of(config))).findings == ()
-
-
-def fields_of(config: ShardingConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+    assert TITAN.express(run).findings == ()

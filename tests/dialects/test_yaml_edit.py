@@ -10,18 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from composer_fsdp2.compat.migration.text_edit import Edit, apply_edits
-from composer_fsdp2.compat.migration.yaml_document import Document
-from composer_fsdp2.compat.migration.yaml_edit import edit_mapping, flow_text, stands_here
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.documents.edits import Edit, apply_edits
+from composer_fsdp2.migration.documents.yaml import YamlDocument, flow_text
 
 Entries = list[tuple[str, Any]]
 
 
 def edited(text: str, path: str, replacements: dict[str, Entries], additions: Entries | None = None) -> str:
-    document = Document(text)
+    document = YamlDocument(text)
     where = tuple(path.split(".")) if path else ()
-    return document.edited(edit_mapping(document, where, replacements, additions or []))
+    return document.edited(document.edit_mapping(where, replacements, additions or []))
 
 
 PAIRS = [
@@ -136,8 +135,8 @@ def test_pair(before: str, replacements: dict[str, Entries], additions: Entries,
 def test_items_of_lists():
     """A run in a list of runs is edited, not the first one."""
     text = "runs:\n- fsdp: {a: 1}\n- name: x\n  fsdp:\n    a: 1 # here\n"
-    document = Document(text)
-    edits = edit_mapping(document, ("runs", 1, "fsdp"), {"a": [("b", 2)]})
+    document = YamlDocument(text)
+    edits = document.edit_mapping(("runs", 1, "fsdp"), {"a": [("b", 2)]})
     assert document.edited(edits) == "runs:\n- fsdp: {a: 1}\n- name: x\n  fsdp:\n    b: 2 # here\n"
 
 
@@ -172,20 +171,20 @@ BAD = [
 def test_what_is_no_configuration_is_placed(text: str, place: str):
     """A user of a long file would have to search for the fault, or get a traceback."""
     with pytest.raises(ConfigError) as error:
-        Document(text, "run.yaml")
+        YamlDocument(text, "run.yaml")
     assert str(error.value).startswith(place)
 
 
 def test_a_key_said_twice_is_placed():
     """PyYAML takes the last of two in silence; which of them the user means, only the user knows."""
-    document = Document("b:\n  c: 1\n  d: 2\n  c: 3\n", "run.yaml")
+    document = YamlDocument("b:\n  c: 1\n  d: 2\n  c: 3\n", "run.yaml")
     assert document.duplicate(("b",)) == "run.yaml:4:3: c stands in line 2, too"
 
 
 def test_where_a_mapping_is_written():
     """What an alias stands for is another place's text."""
-    document = Document("x: &x\n  c: 1\nb: *x\nm:\n  <<: {n: {p: 1}}\n")
-    assert stands_here(document, ("x",)) and not stands_here(document, ("b",))
+    document = YamlDocument("x: &x\n  c: 1\nb: *x\nm:\n  <<: {n: {p: 1}}\n")
+    assert not document.written_as(("x",)) and document.written_as(("b",)) == "an alias of what begins in line 1"
     assert document.line_of(("x", "c")) == 2
 
 
@@ -202,7 +201,7 @@ def test_flow_text_is_read_back(value: Any):
     """A string such as yes, 1e3 or "- x" would come back as something else."""
     text = f"a: {flow_text(value)}\n"
     assert yaml.safe_load(text)["a"] == value
-    assert Document(text).values["a"] == value
+    assert YamlDocument(text).values["a"] == value
 
 
 YAMLS = st.dictionaries(st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "Z"])), VALUES, max_size=4)
@@ -213,7 +212,7 @@ YAMLS = st.dictionaries(st.text(st.characters(codec="utf-8", categories=["L", "N
 def test_values_are_those_of_pyyaml(values: dict[str, Any], flow: bool | None, unicode: bool):
     """What the systems read decides what a file asks for, and they read by PyYAML."""
     text = yaml.safe_dump(values, default_flow_style=flow, allow_unicode=unicode)
-    assert Document(text).values == yaml.safe_load(text)
+    assert YamlDocument(text).values == yaml.safe_load(text)
 
 
 @pytest.mark.parametrize(
@@ -221,4 +220,4 @@ def test_values_are_those_of_pyyaml(values: dict[str, Any], flow: bool | None, u
 )
 def test_values_of_yaml_1_1(text: str):
     """ruamel.yaml reads YAML 1.2, in which yes is a string and 012 is twelve."""
-    assert Document(text).values == yaml.safe_load(text)
+    assert YamlDocument(text).values == yaml.safe_load(text)

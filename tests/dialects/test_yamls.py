@@ -19,16 +19,18 @@ import yaml
 from torch import nn
 
 from composer_fsdp2 import plan_sharding, translate
-from composer_fsdp2.compat.dialects import DIALECTS, Section
-from composer_fsdp2.compat.dialects.base import Run, WrapKind
-from composer_fsdp2.compat.migration.migrate import migrate_text
-from composer_fsdp2.config import ShardingConfig
+from composer_fsdp2.config import Origin
+from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.migration.dialect import Section
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.migrate import migrate_text
+from composer_fsdp2.migration.run import RunConfig, WrapKind
 from tests.dialects.huggingface_oracle import ask
 
 FOLDER = Path(__file__).resolve().parents[2] / "yamls"
 FAMILIES = {"huggingface": "huggingface", "accelerate": "huggingface", "roll": "roll", "torchtitan": "torchtitan"}
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32 = "bfloat16", "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +45,12 @@ class Asked:
 
     mesh: tuple[int, int] | None = None
     reshard: bool = True
-    dtypes: tuple[torch.dtype, torch.dtype] = (BF16, FP32)
+    dtypes: tuple[str, str] = (BF16, FP32)
     wrap: tuple[WrapKind, tuple[str, ...]] = (WrapKind.CLASSES, ())
     recomputed: bool = False
     offload: bool = False
     state_dict_type: str = "sharded"
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
     blocking: frozenset[str] = frozenset()
 
 
@@ -93,7 +95,7 @@ FILES: dict[str, dict[str, Asked]] = {
         TRAIN: Asked(
             wrap=(WrapKind.CLASSES, ("Qwen3DecoderLayer",)),
             recomputed=True,
-            extras={"async_save": True, "max_grad_norm": 1.0},
+            others={"async_save": True, "max_grad_norm": 1.0},
         ),
         REFERENCE: Asked(mesh=(-1, 4)),
     },
@@ -101,32 +103,32 @@ FILES: dict[str, dict[str, Asked]] = {
         TRAIN: Asked(
             mesh=(-1, 4),
             recomputed=True,
-            extras={"async_save": True, "context_parallel": 2, "freeze": "vision_model", "tiled_mlp": 4},
+            others={"async_save": True, "context_parallel": 2, "frozen": "vision_model", "tiled_mlp": 4},
             blocking=frozenset(
                 ["apply_tiled_mlp", "tiled_num_shards", "model_args.freeze_module_prefix", "model_args.ulysses_size"]
             ),
         ),
-        REFERENCE: Asked(offload=True, extras={"context_parallel": 2}, blocking=frozenset(["model_args.ulysses_size"])),
+        REFERENCE: Asked(offload=True, others={"context_parallel": 2}, blocking=frozenset(["model_args.ulysses_size"])),
     },
     "roll/moe-qwen3-30b-a3b-roll.yaml": {
         TRAIN: Asked(
             wrap=(WrapKind.CLASSES, ("Qwen3MoeDecoderLayer",)),
             recomputed=True,
-            extras={"async_save": True, "expert_patch": True, "max_grad_norm": 1.0},
+            others={"async_save": True, "expert_patch": True, "max_grad_norm": 1.0},
             blocking=frozenset(["apply_expert_patch"]),
         ),
         REFERENCE: Asked(),
     },
     "torchtitan/llama3-8b-torchtitan.toml": {
         "parallelism": Asked(
-            mesh=(4, -1), wrap=BLOCKS, recomputed=True, extras={"async_save": False, "max_grad_norm": 1.0}
+            mesh=(4, -1), wrap=BLOCKS, recomputed=True, others={"async_save": False, "max_grad_norm": 1.0}
         )
     },
     "torchtitan/llama3-70b-torchtitan.toml": {
         "parallelism": Asked(
             wrap=BLOCKS,
             recomputed=True,
-            extras={"async_save": True, "max_grad_norm": 1.0, "tensor_parallel": 8, "compile": True},
+            others={"async_save": True, "max_grad_norm": 1.0, "tensor_parallel": 8, "compile": True},
             blocking=frozenset(
                 ["tensor_parallel_degree", "enable_async_tensor_parallel", "compile.enable", "compile.components"]
             ),
@@ -142,15 +144,15 @@ def values_of(name: str) -> dict[str, Any]:
     return values
 
 
-def said_at(values: dict[str, Any], place: str) -> dict[str, Any]:
+def section_at(values: dict[str, Any], place: str) -> dict[str, Any]:
     for key in place.split(".") if place else ():
         values = values[key]
     return values
 
 
-def run_of(name: str, place: str) -> Run:
+def run_of(name: str, place: str) -> RunConfig:
     values = values_of(name)
-    section = Section(path=tuple(place.split(".")) if place else (), said=said_at(values, place), around=values)
+    section = Section(path=tuple(place.split(".")) if place else (), given=section_at(values, place), around=values)
     run = DIALECTS[FAMILIES[name.split("/")[0]]].read(section).run
     assert run is not None
     return run
@@ -182,7 +184,7 @@ def test_section_asks_for(name: str, place: str):
     """Mesh, dtypes, units and recomputation are what the system did, whatever its file seems to say."""
     asked, run = FILES[name][place], run_of(name, place)
     mesh = run.config.mesh
-    assert (mesh.replicate, mesh.shard) == (asked.mesh or (None, -1))
+    assert mesh.shape == (asked.mesh or (-1,))
     assert run.config.reshard_after_forward is asked.reshard
     policy = run.config.mixed_precision
     assert (policy.param_dtype, policy.reduce_dtype) == asked.dtypes
@@ -190,7 +192,7 @@ def test_section_asks_for(name: str, place: str):
     assert run.config.activation_checkpointing.checkpoint is asked.recomputed
     assert run.config.cpu_offload is asked.offload
     assert run.state_dict_type == asked.state_dict_type
-    assert {key: value for key, value in run.extras.items() if key in asked.extras} == asked.extras
+    assert {name: getattr(run, name) for name in asked.others} == asked.others
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -198,7 +200,7 @@ def test_what_is_left_to_decide(name: str):
     """Neither a loss that nobody hears of, nor a question about what is clear; the exit code says whether there is."""
     migration = migrate_text((FOLDER / name).read_text(), name)
     for section in migration.sections:
-        keys = {finding.key for finding in section.blocking if not finding.key.startswith("(")}
+        keys = {finding.key for finding in section.blocking if finding.origin is Origin.KEY}
         assert keys == FILES[name][section.place].blocking, section.place
     # Which modules become units stands in a model's code, under Composer: that is one thing to do for all others.
     is_left = any(asked.blocking or asked.wrap[0] is WrapKind.CLASSES for asked in FILES[name].values())
@@ -284,7 +286,7 @@ RIGHT_PLACES = [(name, place) for name, places in WORDS.items() for place in pla
 
 
 def right_section(name: str, place: str) -> tuple[dict[str, Any], str]:
-    beside = said_at(values_of(right_of(name)), place)
+    beside = section_at(values_of(right_of(name)), place)
     return beside["fsdp_config"], beside["precision"]
 
 
@@ -332,16 +334,15 @@ def right_config(name: str, place: str) -> ShardingConfig:
 def test_both_sides_ask_for_the_same(name: str, left_place: str, right_place: str):
     """All but where inputs are cast, which no key of Composer's says: FSDP1 and composer_fsdp2 cast at roots."""
     left, right = run_of(name, left_place).config, right_config(name, right_place)
-    policies = [replace(config.mixed_precision, cast_forward_inputs=False) for config in (left, right)]
-    assert replace(left, mixed_precision=policies[0], cast_root_inputs=True) == replace(
-        right, mixed_precision=policies[1]
-    )
+    at_roots = {"cast_forward_inputs": False, "cast_root_inputs": True}
+    left, right = (replace(each, mixed_precision=replace(each.mixed_precision, **at_roots)) for each in (left, right))
+    assert left == right
 
 
 # --- every key
 
 
-# The keys beside a section's own that the report must name, by family; all else in the file is no part of sharding.
+# The keys beside a section's own that the report must name, by family; all else in the file is not part of sharding.
 BESIDE = {
     "huggingface": ("fsdp", "fsdp_config", "bf16", "gradient_checkpointing"),
     "accelerate": ("distributed_type", "fsdp_config", "mixed_precision"),
@@ -362,8 +363,8 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def test_every_key_has_its_line(name: str, place: str):
     """A key that the report does not name is one that was lost."""
     beside = BESIDE[name.split("/")[0]]
-    said = said_at(values_of(name), place)
-    own = leaves({key: value for key, value in said.items() if beside is None or key in beside})
+    written = section_at(values_of(name), place)
+    own = leaves({key: value for key, value in written.items() if beside is None or key in beside})
     migration = migrate_text((FOLDER / name).read_text(), name)
     (section,) = [section for section in migration.sections if section.place == place]
     assert set(own) - {finding.key for finding in section.findings} == set()
@@ -376,17 +377,19 @@ def test_the_systems_did_the_same():
     cases = []
     for name in names:
         (place,) = FILES[name]
-        said = said_at(values_of(name), place)
+        written = section_at(values_of(name), place)
         is_trainer = name.startswith("huggingface")
         cases.append(
-            ("trainer", {key: said[key] for key in trainer if key in said}) if is_trainer else ("accelerate", said)
+            ("trainer", {key: written[key] for key in trainer if key in written})
+            if is_trainer
+            else ("accelerate", written)
         )
     for name, answer in zip(names, ask(cases), strict=True):
         (place,) = FILES[name]
         asked = FILES[name][place]
         assert "error" not in answer, f"{name}: {answer}"
         assert (answer["wrap"], tuple(answer["classes"])) == (asked.wrap[0].name, asked.wrap[1]), name
-        assert answer["dtypes"][:2] == [str(dtype) for dtype in asked.dtypes], name
+        assert answer["dtypes"][:2] == list(asked.dtypes), name
         assert answer["strategy"] == ("HYBRID_SHARD" if asked.mesh else "FULL_SHARD"), name
         assert answer["state_dict_type"] == f"{asked.state_dict_type.upper()}_STATE_DICT", name
         # Not what the section says under another name: a prefetch that nothing asked for.

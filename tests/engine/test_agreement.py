@@ -10,7 +10,7 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 from composer_fsdp2 import ConfigError, PlanError
-from composer_fsdp2.agreement import agree, gather, require_process_group, told_by_rank_0
+from composer_fsdp2.sharding.agree import agree, gather, require_process_group, told_by_rank_0
 
 
 def check_agree(values: list[str]) -> Any:
@@ -118,22 +118,22 @@ def check_path_that_is_no_text() -> str:
 
 def test_an_error_with_a_path_that_is_no_text():
     """A folder's name may be any bytes; the others would wait for the rank that cannot write it down."""
-    assert all("ep1.pt is damaged" in said for said in run_ranks(check_path_that_is_no_text, 2))
+    assert all("ep1.pt is damaged" in text for text in run_ranks(check_path_that_is_no_text, 2))
 
 
 def check_told() -> tuple[str, str]:
     def interrupted() -> str:
         raise KeyboardInterrupt
 
-    said = told_by_rank_0(lambda: f"rank {dist.get_rank()} packed")
+    text = told_by_rank_0(lambda: f"rank {dist.get_rank()} packed")
     expected = RuntimeError if dist.get_rank() else KeyboardInterrupt
     with pytest.raises(expected) as error:
         told_by_rank_0(interrupted)
-    return said, str(error.value)
+    return text, str(error.value)
 
 
 def test_rank_0_is_waited_for_until_it_is_interrupted():
     """Ctrl-C while it packs a checkpoint must not leave the others asking for ever."""
-    (said, _), (other_said, why) = run_ranks(check_told, 2)
-    assert said == other_said == "rank 0 packed"
+    (text, _), (other_text, why) = run_ranks(check_told, 2)
+    assert text == other_text == "rank 0 packed"
     assert "rank 0 raised, or was interrupted" in why

@@ -30,7 +30,7 @@ from composer_fsdp2 import (
     prepare_fully_shard,
     reshard,
 )
-from composer_fsdp2.sharded import sharded_roots
+from composer_fsdp2.sharding.sharded import sharded_roots
 
 # --- every setting
 
@@ -97,7 +97,7 @@ def check_adamw() -> None:
 
 
 def test_adamw():
-    """The optimizer of nearly every run steps on shards as it would on whole parameters."""
+    """The optimizer of nearly every run steps on shards as it would on full parameters."""
     run_ranks(check_adamw, 2)
 
 
@@ -248,9 +248,9 @@ def record_prefetch(config: dict[str, Any]) -> tuple[dict[str, list[str]], dict[
 def test_prefetch_reaches_torch():
     """The limits are handed to FSDP2 for the units that are meant; without them its own order stays."""
     assert run_ranks(record_prefetch, 1, {}) == [({}, {})]
-    said = {"forward_prefetch": True, "forward_prefetch_limit": 2, "backward_prefetch": "NONE"}
+    text = {"forward_prefetch": True, "forward_prefetch_limit": 2, "backward_prefetch": "NONE"}
     blocks = ["decoder.blocks.0", "decoder.blocks.1"]
-    ((forward, backward),) = run_ranks(record_prefetch, 1, said)
+    ((forward, backward),) = run_ranks(record_prefetch, 1, text)
     assert forward == {"decoder": blocks, blocks[0]: blocks[1:]}
     assert backward == {path: [path] for path in [*blocks, "decoder"]}
 
@@ -441,7 +441,7 @@ def check_reshard() -> None:
 
 
 def test_reshard_after_evaluation():
-    """After an evaluation torch leaves whole tensors in place of the shards, which checkpoints and optimizers must not
+    """After an evaluation torch leaves full tensors in place of the shards, which checkpoints and optimizers must not
     see; training goes on afterwards."""
     run_ranks(check_reshard, 2)
 
@@ -473,7 +473,7 @@ def check_entry_points() -> None:
 
 
 def test_other_ways_into_a_model_that_is_a_unit():
-    """Evaluation and generation of a model with tied children find whole parameters, not shards."""
+    """Evaluation and generation of a model with tied children find full parameters, not shards."""
     run_ranks(check_entry_points, 2)
 
 
@@ -586,7 +586,7 @@ def test_plan_of_another_model():
     """A plan that was kept while the model changed is refused by the first difference, and the model is untouched."""
     for messages in run_ranks(check_another_models_plan, 2):
         assert len(messages) == 4
-        parts = ["no module 'decoder.blocks.1'", "decoder.blocks.2", "decoder.embed.weight", "torch.float16"]
+        parts = ["no module 'decoder.blocks.1'", "decoder.blocks.2", "decoder.embed.weight", "float16"]
         assert all("made for another model" in message for message in messages)
         assert [part for part, message in zip(parts, messages, strict=True) if part not in message] == []
 
@@ -615,7 +615,7 @@ def test_plan_then_apply():
 
 def check_wrong_world() -> str:
     model = Model()
-    plan = plan_sharding(model, ShardingConfig(mesh=MeshSpec(shard=3)))
+    plan = plan_sharding(model, ShardingConfig(mesh=MeshSpec.of_degrees(shard=3)))
     try:
         apply_plan(model, plan)
     except ConfigError as error:

@@ -97,8 +97,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def config_of(case: Case, model: nn.Module) -> ShardingConfig:
-    said = FULL | case.config | {"ignored_modules": ignored_modules(case.tree, model)}
-    config = translate(said, precision="fp32", device="cpu", world_size=WORLD_SIZE).config
+    message = FULL | case.config | {"ignored_modules": ignored_modules(case.tree, model)}
+    config = translate(message, precision="fp32", device="cpu", world_size=WORLD_SIZE).config
     assert config is not None
     return config
 
@@ -255,7 +255,7 @@ def part_of_rank() -> slice:
 
 
 def gradients(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
-    """The whole gradients; called on all ranks."""
+    """The full gradients; called on all ranks."""
     return {name: None if p.grad is None else full(p.grad).clone() for name, p in parameters.items()}
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 
 from composer_fsdp2 import ComposerFSDP2Error, ShardingConfig, Translation, plan_sharding, translate
+from composer_fsdp2.fsdp1.hooks import UNIT_KEYS, read_overrides
 from composer_fsdp2.fsdp1.keys import KEYS
-from composer_fsdp2.fsdp1.unit_settings import UNIT_KEYS, translate_unit_settings
 
 pytestmark = pytest.mark.any_torch
 
@@ -149,7 +149,7 @@ def test_of_one_module(key: str):
     """What a wrap function's dict says wrongly is named with its key and the module."""
 
     def check(case: str) -> str | None:
-        of_settings = error_of(lambda: translate_unit_settings({key: wrong(case)}, "net.inner", ShardingConfig()))
+        of_settings = error_of(lambda: read_overrides({key: wrong(case)}, "net.inner", config=ShardingConfig()))
         model = model_with({key: wrong(case)})
         of_plan = error_of(lambda: check_plan(model, ShardingConfig()))
         assert (of_settings is None) == (of_plan is None)
@@ -194,7 +194,7 @@ def test_keys_that_are_none():
             return None  # cannot be a key
         texts = [
             error_of(lambda: translate({WRONG[case]: 1}, device="cpu")),
-            error_of(lambda: translate_unit_settings({WRONG[case]: 1}, "net.inner", ShardingConfig())),
+            error_of(lambda: read_overrides({WRONG[case]: 1}, "net.inner", config=ShardingConfig())),
         ]
         return None if all(texts) else f"accepted: {texts}"
 
@@ -212,10 +212,10 @@ def test_dtypes_that_nothing_trains_in(part: str, dtype: torch.dtype):
     if part != "buffer_dtype":
         forms += [{key: MixedPrecisionPolicy(**{part: dtype})} for key in ("mp_policy", "mixed_precision")]
     accepted = []
-    for said in forms:
-        of_model = error_of(lambda said=said: translate(said, device="cpu"))  # type: ignore[misc]
-        of_unit = error_of(lambda said=said: translate_unit_settings(said, "net", ShardingConfig()))  # type: ignore[misc]
-        accepted += [said for text in (of_model, of_unit) if text is None or part not in text]
+    for written in forms:
+        of_model = error_of(lambda written=written: translate(written, device="cpu"))  # type: ignore[misc]
+        of_unit = error_of(lambda written=written: read_overrides(written, "net", config=ShardingConfig()))  # type: ignore[misc]
+        accepted += [written for text in (of_model, of_unit) if text is None or part not in text]
     assert accepted == []
 
 

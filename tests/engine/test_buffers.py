@@ -7,7 +7,7 @@ import torch
 from support.models import Block
 from torch import nn
 
-from composer_fsdp2.buffers import cast_buffers
+from composer_fsdp2.sharding.buffers import cast_buffers
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 

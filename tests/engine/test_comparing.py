@@ -77,6 +77,6 @@ def test_mappings_are_alike_unless_the_order_matters(one: Any, other: Any):
 
 
 def test_a_view_is_compared_as_what_it_shows():
-    """Strides, also those of what is empty, are no part of a value."""
+    """Strides, also those of what is empty, are not part of a value."""
     for view in (torch.ones(3, 2).t(), torch.ones(1).expand(4), torch.empty(4).expand(0, 4).t(), torch.ones(3)[:0:2]):
         assert not differ(view, view.clone(), in_bits=True) and not differ(view, torch.ones(view.shape), in_bits=True)

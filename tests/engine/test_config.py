@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from composer_fsdp2 import ConfigError, MeshSpec, ShardingConfig
-from composer_fsdp2.config import GroupRule, RankGroups, ShardingStrategy, check_reshard_degree
+from composer_fsdp2.config import GroupRule, RankGroups
+from composer_fsdp2.config.sharding import check_reshard_degree
+from composer_fsdp2.fsdp1.parsing import ShardingStrategy
 
 pytestmark = pytest.mark.any_torch
 
@@ -21,11 +23,11 @@ pytestmark = pytest.mark.any_torch
     ("spec", "world_size", "shape"),
     [
         (MeshSpec(), 8, (8,)),
-        (MeshSpec(shard=8), 8, (8,)),
-        (MeshSpec(replicate=2), 8, (2, 4)),
-        (MeshSpec(shard=2, replicate=-1), 8, (4, 2)),
-        (MeshSpec(shard=1, replicate=-1), 3, (3, 1)),
-        (MeshSpec(replicate=1), 4, (1, 4)),
+        (MeshSpec.of_degrees(shard=8), 8, (8,)),
+        (MeshSpec.of_degrees(replicate=2), 8, (2, 4)),
+        (MeshSpec.of_degrees(shard=2, replicate=-1), 8, (4, 2)),
+        (MeshSpec.of_degrees(shard=1, replicate=-1), 3, (3, 1)),
+        (MeshSpec.of_degrees(replicate=1), 4, (1, 4)),
     ],
 )
 def test_open_degree_takes_what_the_world_size_leaves(spec: MeshSpec, world_size: int, shape: tuple[int, ...]):
@@ -39,11 +41,11 @@ def test_open_degree_takes_what_the_world_size_leaves(spec: MeshSpec, world_size
 @pytest.mark.parametrize(
     ("spec", "world_size", "numbers"),
     [
-        (MeshSpec(shard=8), 12, "1, 2, 3, 4, 6 or 12"),
-        (MeshSpec(replicate=8), 12, "1, 2, 3, 4, 6 or 12"),
-        (MeshSpec(shard=5, replicate=-1), 4, "1, 2 or 4"),
-        (MeshSpec(shard=2, replicate=2), 6, "1, 2, 3 or 6"),
-        (MeshSpec(shard=2), 1, "1"),
+        (MeshSpec.of_degrees(shard=8), 12, "1, 2, 3, 4, 6 or 12"),
+        (MeshSpec.of_degrees(replicate=8), 12, "1, 2, 3, 4, 6 or 12"),
+        (MeshSpec.of_degrees(shard=5, replicate=-1), 4, "1, 2 or 4"),
+        (MeshSpec.of_degrees(shard=2, replicate=2), 6, "1, 2, 3 or 6"),
+        (MeshSpec.of_degrees(shard=2), 1, "1"),
     ],
 )
 def test_degrees_that_do_not_fit_name_those_that_would(spec: MeshSpec, world_size: int, numbers: str):
@@ -56,7 +58,7 @@ def test_degrees_that_do_not_fit_name_those_that_would(spec: MeshSpec, world_siz
 def test_impossible_degrees_are_refused_when_written(degrees: dict[str, int]):
     """A typo in a degree is found on the laptop, not after the job has its GPUs."""
     with pytest.raises(ConfigError, match=r"data_parallel_.*_degree"):
-        MeshSpec(**degrees)
+        MeshSpec.of_degrees(**degrees)
 
 
 @given(st.integers(1, 512), st.integers(1, 512) | st.just(-1), st.integers(1, 64) | st.just(-1) | st.none())
@@ -65,7 +67,7 @@ def test_resolve_fills_the_world_or_refuses(world_size: int, shard: int, replica
     """No rank is left over and none is counted twice, whatever the degrees."""
     if shard == replicate == -1:
         return
-    spec = MeshSpec(shard=shard, replicate=replicate)
+    spec = MeshSpec.of_degrees(shard=shard, replicate=replicate)
     given_ranks = (1 if shard == -1 else shard) * (1 if replicate in (-1, None) else replicate)
     is_open = -1 in (shard, replicate)
     fits = world_size % given_ranks == 0 if is_open else world_size == given_ranks
@@ -75,13 +77,17 @@ def test_resolve_fills_the_world_or_refuses(world_size: int, shard: int, replica
         return
     resolved = spec.resolve(world_size)
     assert resolved.size == world_size
-    assert shard in (-1, resolved.shard) and replicate in (-1, resolved.replicate)
+    assert shard in (-1, resolved.shard_degree)
+    assert replicate in (-1, resolved.replicate_degree if resolved.has_replicas else None)
 
 
 @pytest.mark.parametrize("reshard", [True, False, 1, 2, 4, 8])
 def test_reshard_group_sizes_that_divide_are_accepted(reshard: bool | int):
     """Every group size that fully_shard itself accepts on 8 ranks can be asked for."""
-    assert ShardingConfig(mesh=MeshSpec(shard=8), reshard_after_forward=reshard).reshard_after_forward is reshard
+    assert (
+        ShardingConfig(mesh=MeshSpec.of_degrees(shard=8), reshard_after_forward=reshard).reshard_after_forward
+        is reshard
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,14 +96,14 @@ def test_reshard_group_sizes_that_divide_are_accepted(reshard: bool | int):
 def test_reshard_group_sizes_that_do_not_divide_are_refused(reshard: int, message: str):
     """An impossible group size is refused before the model is touched."""
     with pytest.raises(ConfigError, match=message):
-        ShardingConfig(mesh=MeshSpec(shard=8, replicate=2), reshard_after_forward=reshard)
+        ShardingConfig(mesh=MeshSpec.of_degrees(shard=8, replicate=2), reshard_after_forward=reshard)
 
 
 def test_reshard_group_size_waits_for_an_open_mesh():
     """A configuration can be written without knowing the number of ranks; a unit's error names its module."""
     assert ShardingConfig(mesh=MeshSpec(), reshard_after_forward=3).reshard_after_forward == 3
     with pytest.raises(ConfigError, match=r"blocks\.0: reshard_after_forward 3"):
-        check_reshard_degree(3, MeshSpec(shard=4), "blocks.0")
+        check_reshard_degree(3, MeshSpec.of_degrees(shard=4), "blocks.0")
 
 
 def test_values_cannot_be_changed():
@@ -106,7 +112,7 @@ def test_values_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.cpu_offload = True
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.mesh.shard = 2
+        config.mesh.axes = ()
 
 
 def test_strategies_that_free_parameters_after_forward():
@@ -121,9 +127,9 @@ def test_strategies_that_free_parameters_after_forward():
 
 def test_mesh_reads_as_a_sentence():
     """The log of a run says how its ranks were laid out."""
-    spec = MeshSpec(shard=4, replicate=2, device_type="cuda")
+    spec = MeshSpec.of_degrees(shard=4, replicate=2, device_type="cuda")
     assert str(spec) == "cuda mesh, data_parallel_replicate 2 x data_parallel_shard 4"
-    assert spec.to_json()["shape"] == [2, 4]
+    assert [axis["size"] for axis in spec.to_json()["axes"]] == [2, 4]
 
 
 def test_groups_of_ranks():
@@ -138,7 +144,7 @@ def test_groups_of_ranks():
 
 
 def test_meshes_of_groups():
-    """A group is a 1-D mesh, a pair a 2-D one, and NO_SHARD keeps the ranks with whole parameters."""
+    """A group is a 1-D mesh, a pair a 2-D one, and NO_SHARD keeps the ranks with full parameters."""
     rows = RankGroups(rule=GroupRule.CONSECUTIVE, number=2)
     columns = RankGroups(rule=GroupRule.STRIDED, number=2)
     assert MeshSpec.of_groups(rows).resolve(6).shape == (2,)
@@ -147,10 +153,10 @@ def test_meshes_of_groups():
     assert (whole.shape, whole.axis_names) == ((3, 1), ("data_parallel_replicate", "data_parallel_shard"))
     with pytest.raises(ConfigError, match="one process_group"):
         MeshSpec.of_groups(rows, columns).without_shards()
-    assert MeshSpec.of_groups(rows).resolve(2) == MeshSpec(shard=2), "a node that is alone has all ranks"
-    assert MeshSpec.of_groups(rows).without_shards().resolve(2) == MeshSpec(replicate=2, shard=1)
-    assert MeshSpec(shard=4).without_shards() == MeshSpec(replicate=4, shard=1)
-    assert MeshSpec().without_shards().resolve(4) == MeshSpec(replicate=4, shard=1)
+    assert MeshSpec.of_groups(rows).resolve(2) == MeshSpec.of_degrees(shard=2), "a node that is alone has all ranks"
+    assert MeshSpec.of_groups(rows).without_shards().resolve(2) == MeshSpec.of_degrees(replicate=2, shard=1)
+    assert MeshSpec.of_degrees(shard=4).without_shards() == MeshSpec.of_degrees(replicate=4, shard=1)
+    assert MeshSpec().without_shards().resolve(4) == MeshSpec.of_degrees(replicate=4, shard=1)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +165,9 @@ def test_meshes_of_groups():
         (lambda: RankGroups(rule=GroupRule.CONSECUTIVE, number=4).check(6), "use set1, set2, set3 or set6"),
         (lambda: RankGroups(rule=GroupRule.STRIDED, number=4).check(6), "process_group mod4; use mod1"),
         (lambda: RankGroups(rule=GroupRule.GIVEN, ranks=(0, 6)).check(6), "rank 6, but the world size is 6"),
-        (lambda: RankGroups(rule=GroupRule.GIVEN, ranks=(1, 1)), "give each once"),
-        (lambda: RankGroups(rule=GroupRule.GIVEN), "give each once"),
-        (lambda: RankGroups(rule=GroupRule.CONSECUTIVE), "set0 is no division"),
+        (lambda: RankGroups(rule=GroupRule.GIVEN, ranks=(1, 1)), "list of different ranks"),
+        (lambda: RankGroups(rule=GroupRule.GIVEN), "list of different ranks"),
+        (lambda: RankGroups(rule=GroupRule.CONSECUTIVE), "set0, which does not divide"),
     ],
 )
 def test_groups_that_cannot_be(make: Callable[[], object], message: str):

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.ranks import run_ranks
 
-from composer_fsdp2 import control as control_module
-from composer_fsdp2 import node as node_module
-from composer_fsdp2.control import Control, Question, connect, control, num_rounds
-from composer_fsdp2.errors import ControlGroupError, RanksPartedError
-from composer_fsdp2.guard import CollectiveGuard
-from composer_fsdp2.out_of_memory import OutOfMemoryVote
+from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
+from composer_fsdp2.training import control as control_module
+from composer_fsdp2.training import node as node_module
+from composer_fsdp2.training.control import Control, Question, connect, control, num_rounds
+from composer_fsdp2.training.guard import CollectiveGuard
+from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 SOON = timedelta(seconds=60)
 
@@ -137,14 +137,14 @@ def test_a_default_group_with_a_device():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ranks that part
+# Ranks that diverge
 
 LAYOUTS = {"one node": 4, "two nodes": 2, "four nodes": 1}
 
 
 def error_of(ask: Any) -> tuple[str, float]:
     start = time.monotonic()
-    with pytest.raises(RanksPartedError) as error:
+    with pytest.raises(RanksDivergedError) as error:
         ask()
     return str(error.value), time.monotonic() - start
 
@@ -155,12 +155,12 @@ def check_late(ranks_a_node: int, late: int) -> tuple[str, float]:
     largest(connected, [0])
     if dist.get_rank() == late:
         time.sleep(3.5)  # and longer than the others collect reports
-    said = error_of(lambda: largest(connected, [dist.get_rank()], timedelta(seconds=1)))
+    message = error_of(lambda: largest(connected, [dist.get_rank()], timedelta(seconds=1)))
     assert not connected.is_open
     # A script that catches it and asks again must not get the answer of the question before.
     error_of(lambda: largest(connected, [0]))
     dist.barrier()
-    return said
+    return message
 
 
 def check_all_late() -> dict[str, tuple[str, float]]:
@@ -173,8 +173,8 @@ def test_a_rank_that_comes_late():
     of_ranks = run_ranks(check_all_late, 4, timeout_s=240)
     for name in of_ranks[0]:
         late = int(name[-1])
-        for rank, said in enumerate(of_ranks):
-            text, seconds = said[name]
+        for rank, message in enumerate(of_ranks):
+            text, seconds = message[name]
             assert "did not meet within 1 s" in text and "Look at the test" in text, text
             assert seconds < 10, f"{name}: rank {rank} waited {seconds} s"
             for other in range(4):
@@ -185,13 +185,13 @@ def test_a_rank_that_comes_late():
 def check_skew(ranks_a_node: int) -> tuple[str, float]:
     """Rank 3 never comes; rank 2 comes when half of the others' time is over."""
     connected = on_nodes_of(ranks_a_node)
-    said = "", 0.0
+    message = "", 0.0
     if dist.get_rank() == 2:
         time.sleep(2)
     if dist.get_rank() != 3:
-        said = error_of(lambda: largest(connected, [0], timedelta(seconds=4)))
+        message = error_of(lambda: largest(connected, [0], timedelta(seconds=4)))
     dist.barrier()
-    return said
+    return message
 
 
 def check_all_skews() -> dict[str, tuple[str, float]]:
@@ -220,7 +220,7 @@ def check_between(gives_up: int) -> list[int] | str:
     time.sleep(3 if dist.get_rank() == 3 else 0)
     try:
         return largest(connected, [0], timedelta(seconds=1 if dist.get_rank() == gives_up else 20))
-    except RanksPartedError as error:
+    except RanksDivergedError as error:
         return str(error)
     finally:
         dist.barrier()
@@ -237,13 +237,13 @@ def check_different(ranks_a_node: int) -> tuple[str, float]:
     connected = on_nodes_of(ranks_a_node)
     if dist.get_rank() % 2:
         vote = Question("a vote", "")
-        said = error_of(lambda: connected.largest(vote, "an all-gather", [0], SOON))
+        message = error_of(lambda: connected.largest(vote, "an all-gather", [0], SOON))
     else:
         guard = Question("a guard", "")
-        said = error_of(lambda: connected.meet(guard, "clipping", [1, 2], SOON))
+        message = error_of(lambda: connected.meet(guard, "clipping", [1, 2], SOON))
     # All of them know: nothing is out of step.
     assert connected.is_open and largest(connected, [dist.get_rank()]) == [3]
-    return said
+    return message
 
 
 def check_all_different() -> dict[str, tuple[str, float]]:
@@ -253,8 +253,8 @@ def check_all_different() -> dict[str, tuple[str, float]]:
 def test_different_questions():
     """A vote that meets a guard's question must not take its numbers for votes; gloo ended the process where the
     numbers were not as many."""
-    for said in run_ranks(check_all_different, 4, timeout_s=120):
-        for name, (text, seconds) in said.items():
+    for message in run_ranks(check_all_different, 4, timeout_s=120):
+        for name, (text, seconds) in message.items():
             assert "stand before different things" in text, f"{name}: {text}"
             assert "rank 0 stands before clipping (a guard)" in text, f"{name}: {text}"
             assert "rank 1 stands before an all-gather (a vote)" in text, f"{name}: {text}"
@@ -376,9 +376,9 @@ def check_no_groups() -> dict[str, str]:
 
 def test_no_gloo_group_can_be_had():
     """On every rank, with what to set. The failing call is a fake: 1,024 sockets a rank are not to be had here."""
-    for said in itertools.chain.from_iterable(each.values() for each in run_ranks(check_no_groups, 2, fresh=True)):
-        assert "GLOO_SOCKET_IFNAME" in said and "ulimit -n" in said
-        assert "2 of 2" in said or "1 of 2" in said
+    for message in itertools.chain.from_iterable(each.values() for each in run_ranks(check_no_groups, 2, fresh=True)):
+        assert "GLOO_SOCKET_IFNAME" in message and "ulimit -n" in message
+        assert "2 of 2" in message or "1 of 2" in message
 
 
 def check_out_of_files(rank: int, left: int) -> str:
@@ -415,8 +415,8 @@ def check_all_out_of_files() -> dict[str, str]:
 def test_no_more_files():
     """Every rank is told, and with what to set, whoever it is that has none left."""
     for of_rank in run_ranks(check_all_out_of_files, 3, fresh=True):
-        for name, said in of_rank.items():
-            assert "ulimit -n" in said and "Too many open files" in said, f"{name}: {said}"
+        for name, message in of_rank.items():
+            assert "ulimit -n" in message and "Too many open files" in message, f"{name}: {message}"
 
 
 def check_by_device() -> tuple[list[int], str, float]:
@@ -446,5 +446,5 @@ def test_the_devices_backend_where_gloo_cannot_connect():
     """On GPUs a run whose hosts' names lead nowhere votes over NCCL, rather than not at all; within the limit too."""
     of_ranks = run_ranks(check_by_device, 2, fresh=True)
     assert [numbers for numbers, _, _ in of_ranks] == [[1, 0, -(2**62)]] * 2
-    _, said, seconds = of_ranks[0]
-    assert "rank 1 has not come" in said and 1 <= seconds < 4
+    _, message, seconds = of_ranks[0]
+    assert "rank 1 has not come" in message and 1 <= seconds < 4

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from composer_fsdp2 import Finding, Outcome
-from composer_fsdp2.findings import format_findings
+from composer_fsdp2.config.findings import format_findings
 
 pytestmark = pytest.mark.any_torch
 

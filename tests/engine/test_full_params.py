@@ -30,7 +30,7 @@ from composer_fsdp2 import (
     reshard,
     summon_full_params,
 )
-from composer_fsdp2.out_of_memory import reset
+from composer_fsdp2.training.out_of_memory import reset
 
 FSDP1, OURS = FullyShardedDataParallel.summon_full_params, summon_full_params
 OPTIONS = [
@@ -618,7 +618,7 @@ def check_gradients() -> list[str]:
 
 
 def test_gradients_are_the_blocks():
-    """Clipping or a penalty that a script computes over whole gradients reaches the optimizer; FSDP1 dropped gradients
+    """Clipping or a penalty that a script computes over full gradients reaches the optimizer; FSDP1 dropped gradients
     that were replaced, and kept those that were cleared."""
     for [message] in run_ranks(check_gradients, 2):
         assert "with_grads=True" in message and "decoder.blocks.0.fc_in.weight was given" in message, message

@@ -1,4 +1,4 @@
-"""collective_guard: ranks that part raise, on all of them, and say where."""
+"""collective_guard: ranks that diverge raise, on all of them, and say where."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch import nn
 
 from composer_fsdp2 import (
     ConfigError,
-    RanksPartedError,
+    RanksDivergedError,
     clip_grad_norm_,
     plan_sharding,
     prepare_fully_shard,
     summon_full_params,
     translate,
 )
-from composer_fsdp2.node import Node
+from composer_fsdp2.training.node import Node
 
 LIMIT_S = 3
 TIME_LIMIT_S = 120  # a hang
@@ -117,23 +117,23 @@ CASES: dict[str, tuple[Callable[[nn.Module], None], str, str]] = {
 def message_of(work: Callable[[nn.Module], None], model: nn.Module) -> str:
     try:
         work(model)
-    except RanksPartedError as error:
+    except RanksDivergedError as error:
         return str(error)
     raise AssertionError("nothing raised")
 
 
-def check_parted() -> dict[str, str]:
+def check_diverged() -> dict[str, str]:
     return {name: message_of(work, model_for()) for name, (work, _, _) in CASES.items()}
 
 
-def test_every_rank_says_where_they_parted():
+def test_every_rank_says_where_they_diverged():
     """Instead of half an hour of silence: the module, on each rank."""
-    for said in run_ranks(check_parted, 2, timeout_s=TIME_LIMIT_S):
+    for text in run_ranks(check_diverged, 2, timeout_s=TIME_LIMIT_S):
         for name, (_, right, stray) in CASES.items():
-            lines = said[name].splitlines()
-            assert f"  rank 0 stands before {right}" in lines, said[name]
-            assert f"  rank 1 stands before {stray}" in lines, said[name]
-        assert "all were together at the all-gather of decoder.blocks.0 in forward" in said["skips a block"]
+            lines = text[name].splitlines()
+            assert f"  rank 0 stands before {right}" in lines, text[name]
+            assert f"  rank 1 stands before {stray}" in lines, text[name]
+        assert "all were together at the all-gather of decoder.blocks.0 in forward" in text["skips a block"]
 
 
 def check_late() -> tuple[str, float]:

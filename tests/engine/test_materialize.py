@@ -38,7 +38,7 @@ def same_on_all_ranks(model: nn.Module) -> bool:
 
 def drawn_by_one_process(model: nn.Module, order: list[str], seed: int) -> dict[str, torch.Tensor]:
     """What FSDP1 made of a meta model (composer/distributed/dist_strategy.py, _param_init_fn): module by module, on
-    whole tensors, from rank 0's seed."""
+    full tensors, from rank 0's seed."""
     torch.manual_seed(seed)
     for path in order:
         module = model.get_submodule(path)
@@ -106,7 +106,7 @@ def check_param_init_fn() -> list[str]:
 
 
 def test_param_init_fn_goes_before_reset_parameters():
-    """Foundry's initialisation is called once for each module that owns something without values, on whole tensors."""
+    """Foundry's initialisation is called once for each module that owns something without values, on full tensors."""
     block = ["Block", "Linear", "Linear"]
     assert run_ranks(check_param_init_fn, 2) == [[*block, *block, "Embedding", "LayerNorm", "Linear"]] * 2
 

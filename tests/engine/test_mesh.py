@@ -15,16 +15,17 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import MeshSpec, mesh, prepare_fully_shard
+from composer_fsdp2 import MeshSpec, prepare_fully_shard
 from composer_fsdp2.config import GroupRule, RankGroups
-from composer_fsdp2.mesh import device_mesh, device_meshes, device_of
+from composer_fsdp2.sharding import meshes
+from composer_fsdp2.sharding.meshes import device_mesh, device_meshes, device_of
 
 SET = GroupRule.CONSECUTIVE
 
 
 def check_meshes() -> tuple[list[list[int]], tuple[str, ...] | None, str]:
-    made = device_mesh(MeshSpec(shard=2, replicate=2))
-    assert device_mesh(MeshSpec(shard=2, replicate=2)) == made, "two meshes of one spec are different"
+    made = device_mesh(MeshSpec.of_degrees(shard=2, replicate=2))
+    assert device_mesh(MeshSpec.of_degrees(shard=2, replicate=2)) == made, "two meshes of one spec are different"
     sums = []
     for axis in range(2):
         rank = torch.tensor(dist.get_rank())
@@ -51,7 +52,10 @@ def check_present_meshes() -> None:
     present = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     pair = own_of(((0, 3), (1, 2)))
     in_pairs = DeviceMesh.from_group(pair, "cpu")
-    replicas, rows = MeshSpec(shard=2, replicate=2), MeshSpec(shard=2, shard_groups=RankGroups(rule=SET, number=2))
+    replicas, rows = (
+        MeshSpec.of_degrees(shard=2, replicate=2),
+        MeshSpec.of_groups(RankGroups(rule=SET, number=2)).resolve(4),
+    )
     crossed = RankGroups(rule=GroupRule.GIVEN, ranks=tuple(sorted(dist.get_process_group_ranks(pair))))
 
     def check(spec: MeshSpec, has: list[DeviceMesh], expected: DeviceMesh | None) -> None:
@@ -64,8 +68,8 @@ def check_present_meshes() -> None:
         check,
         {
             "equal": (replicas, [in_pairs, present], present),
-            "groups": (MeshSpec(shard=2, shard_groups=crossed), [present, in_pairs], in_pairs),
-            "another shape": (MeshSpec(shard=4), [present], None),
+            "groups": (MeshSpec.of_groups(crossed), [present, in_pairs], in_pairs),
+            "another shape": (MeshSpec.of_degrees(shard=4), [present], None),
             "other groups": (rows, [in_pairs], None),
             "another type of device": (replicas, [mock.Mock(device_type="cuda", mesh=present.mesh)], None),
             "not on all ranks": (replicas, [present] if is_first else [], None),
@@ -117,11 +121,11 @@ class Sent(Exception):
 
 def tables_as_rank(rank: int, specs: list[MeshSpec], gather: Any) -> Any:
     with (
-        mock.patch.object(mesh.dist, "get_rank", return_value=rank),
-        mock.patch.object(mesh.dist, "get_world_size", return_value=NUM_RANKS),
-        mock.patch.object(mesh, "gather", gather),
+        mock.patch.object(meshes.dist, "get_rank", return_value=rank),
+        mock.patch.object(meshes.dist, "get_world_size", return_value=NUM_RANKS),
+        mock.patch.object(meshes, "gather", gather),
     ):
-        return mesh._group_tables(specs)
+        return meshes._group_tables(specs)
 
 
 def sent_by(rank: int, specs: list[MeshSpec]) -> Any:
@@ -142,12 +146,12 @@ ACROSS_NODES = RankGroups(rule=GroupRule.STRIDED, number=8)
 
 def test_the_groups_of_many_ranks_are_small_and_looked_at_once():
     """80 units in nodes of 8 took 12 s at 1,024 ranks: each unit's table was checked, though they are one table."""
-    in_nodes = MeshSpec(shard=8, replicate=128, shard_groups=OF_A_NODE, replicate_groups=ACROSS_NODES)
-    in_pairs = MeshSpec(shard=2, shard_groups=RankGroups(rule=GroupRule.CONSECUTIVE, number=2))
+    in_nodes = MeshSpec.of_groups(OF_A_NODE, ACROSS_NODES).resolve(1024)
+    in_pairs = MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=2)).resolve(1024)
     specs = [in_nodes] * NUM_UNITS + [in_pairs]
     of_ranks = [sent_by(rank, specs) for rank in range(NUM_RANKS)]
     assert max(len(pickle.dumps(sent)) for sent in of_ranks) <= 1024
-    with mock.patch.object(mesh, "_problem_of", wraps=mesh._problem_of) as problem_of:
+    with mock.patch.object(meshes, "_problem_of", wraps=meshes._problem_of) as problem_of:
         tables = tables_as_rank(9, specs, lambda value: of_ranks)
     assert problem_of.call_count == 2
     assert len(tables) == NUM_UNITS + 1 and all(table is tables[0] for table in tables[:NUM_UNITS])
@@ -160,10 +164,7 @@ def test_groups_that_are_alike_on_one_rank_alone():
     """Rank 0 is in one group for both units, and its neighbour in two: two tables."""
     first = [((0, 1), (0, 1), (2, 3), (2, 3)), ((0, 1), (0, 1), (2,), (3,))]
     given = [
-        [
-            MeshSpec(shard=len(table[rank]), shard_groups=RankGroups(rule=GroupRule.GIVEN, ranks=table[rank]))
-            for table in first
-        ]
+        [MeshSpec.of_groups(RankGroups(rule=GroupRule.GIVEN, ranks=table[rank])) for table in first]
         for rank in range(4)
     ]
     of_ranks = [sent_by(rank, given[rank]) for rank in range(4)]

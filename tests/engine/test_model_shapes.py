@@ -609,7 +609,7 @@ def check_all_generate(settings: list[str]) -> dict[str, int]:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_generate_is_a_way_in(world_size: int):
     """A model that generates through its own layers (T5 runs its encoder first, peft calls the inner model) finds
-    whole parameters without a word from the user, before training and after each step."""
+    full parameters without a word from the user, before training and after each step."""
     for seen in run_ranks(check_all_generate, world_size, [*SETTINGS] if world_size == 2 else ["FULL_SHARD"]):
         assert min(seen.values()) > 10, seen
 
@@ -741,7 +741,7 @@ def check_classes() -> None:
     assert (cls.__name__, cls.__qualname__, cls.__module__) == ("Decoder", "Decoder", Decoder.__module__)
     assert isinstance(decoder, Decoder) and issubclass(cls, Decoder) and isinstance(decoder, FSDPModule)
     assert repr(model).startswith("Model(\n  (decoder): Decoder(\n    (embed): Embedding(11, 6)")
-    assert type(model) is Model, "the model itself is no unit"
+    assert type(model) is Model, "the model itself is not a unit"
     again = cls(num_blocks=1)
     assert type(again) is Decoder and not isinstance(again, FSDPModule), "a new one is not sharded"
     assert not any(isinstance(parameter, DTensor) for parameter in again.parameters())

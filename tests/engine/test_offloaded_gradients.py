@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from composer_fsdp2 import UnsupportedError, apply_plan, plan_sharding, prepare_fully_shard, translate
 from composer_fsdp2._torch.groups import groups_of, state_of
-from composer_fsdp2.sharded import units
+from composer_fsdp2.sharding.sharded import units
 
 
 @dataclass(eq=False)
@@ -141,7 +141,7 @@ class LetsGo(FSDPParamGroup):
 
 
 def check_refused() -> list[str]:
-    said = []
+    text = []
     with mock.patch.object(FSDPParamGroup, "__init__", LetsGo.__init__):
         for config in (HSDP_2X2, {}):
             model = Chain(a=layer(), b=layer())
@@ -150,11 +150,11 @@ def check_refused() -> list[str]:
             try:
                 apply_plan(model, plan)
             except UnsupportedError as error:
-                said.append(str(error))
+                text.append(str(error))
                 assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
             except Exception as error:
-                said.append(type(error).__name__)  # there is no CUDA here
-    return said
+                text.append(type(error).__name__)  # there is no CUDA here
+    return text
 
 
 def test_a_torch_that_lets_go_is_refused():

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import PlanError, UnsupportedError, prepare_fully_shard
-from composer_fsdp2.optimizer import check_optimizers, the_optimizer
+from composer_fsdp2.sharding.optimizer import check_optimizers, the_optimizer
 
 Optimizer = torch.optim.Optimizer
 

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
-from composer_fsdp2.agreement import gather
-from composer_fsdp2.guard import CollectiveGuard
-from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote, is_out_of_memory, reset
+from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.training.guard import CollectiveGuard
+from composer_fsdp2.training.out_of_memory import BatchSnapshot, OutOfMemoryVote, is_out_of_memory, reset
 
 ALL_GATHER, REDUCE_SCATTER = (  # what fully_shard calls: torch 2.13 has new names
     ("all_gather_single", "reduce_scatter_single")

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from support.models import Block, Chain, Model, layer, tie
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_fsdp2 import (
     ActivationCheckpointing,
     ConfigError,
     MeshSpec,
+    MixedPrecision,
     PlanError,
     Prefetch,
     ShardingConfig,
@@ -26,15 +28,18 @@ from composer_fsdp2 import (
     UnsupportedError,
     plan_sharding,
 )
+from composer_fsdp2.config import GradientDtype
+from composer_fsdp2.sharding.dtypes import mixed_precision_policy
 
 pytestmark = pytest.mark.any_torch
 
 BF16 = torch.bfloat16
-LOW = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+FLOAT, HALF, BFLOAT = "float32", "float16", "bfloat16"
+LOW = MixedPrecision(param_dtype=BFLOAT, reduce_dtype=FLOAT)
 
 
 def plan_of(model: nn.Module, **fields: Any) -> ShardingPlan:
-    return plan_sharding(model, ShardingConfig(**fields))
+    return plan_sharding(model, ShardingConfig(**fields), precision="amp_bf16")
 
 
 def unit_at(plan: ShardingPlan, path: str) -> ShardUnit:
@@ -101,25 +106,29 @@ def test_every_part_of_a_plan_is_in_its_digest():
     changed_units = [
         replace(unit, reshard_after_forward=False),
         replace(unit, mixed_precision=LOW),
-        replace(unit, mixed_precision=MixedPrecisionPolicy(cast_forward_inputs=False, output_dtype=BF16)),
+        replace(unit, mixed_precision=MixedPrecision(output_dtype=BFLOAT)),
         replace(unit, cpu_offload=True),
         replace(unit, forward_prefetch=("decoder",)),
         replace(unit, backward_prefetch=()),
-        replace(unit, buffer_dtype=BF16),
+        replace(unit, mixed_precision=MixedPrecision(buffer_dtype=BFLOAT)),
         replace(unit, is_root=True),
         replace(unit, modules=("decoder.norm",)),
         replace(unit, parameters=unit.parameters[1:]),
-        replace(unit, parameters=(replace(unit.parameters[0], dtype=BF16), *unit.parameters[1:])),
+        replace(unit, parameters=(replace(unit.parameters[0], dtype=BFLOAT), *unit.parameters[1:])),
         replace(unit, parameters=(replace(unit.parameters[0], shape=(1,)), *unit.parameters[1:])),
     ]
+    changed_fields = {
+        "mesh": MeshSpec.of_degrees(replicate=1),
+        "activation_checkpointing": ActivationCheckpointing(checkpoint=True, reentrant=False),
+        "sync_module_states": True,
+        "ignored_modules": ("decoder.norm",),
+    }
     changed = [replace(plan, units=(other, *plan.units[1:])) for other in changed_units]
     changed += [
         replace(plan, units=plan.units[::-1]),
-        replace(plan, mesh=MeshSpec(replicate=1)),
+        *(replace(plan, config=replace(plan.config, **{name: value})) for name, value in changed_fields.items()),
         replace(plan, tie_groups=()),
         replace(plan, checkpointed=()),
-        replace(plan, activation_checkpointing=ActivationCheckpointing(checkpoint=True, reentrant=False)),
-        replace(plan, sync_module_states=True),
     ]
     digests = [other.digest for other in changed]
     assert plan.digest not in digests and len(set(digests)) == len(digests)
@@ -127,23 +136,26 @@ def test_every_part_of_a_plan_is_in_its_digest():
 
 def test_a_plan_is_json():
     """Tools read the plan: one entry a unit, with names, shapes and dtypes."""
-    plan = plan_of(Model(tied=True), mixed_precision=LOW, mesh=MeshSpec(shard=4))
+    plan = plan_of(Model(tied=True), mixed_precision=LOW, mesh=MeshSpec.of_degrees(shard=4))
     read = json.loads(json.dumps(plan.to_json()))
     assert [unit["modules"] for unit in read["units"]] == [["decoder.blocks.0"], ["decoder.blocks.1"], ["decoder"]]
     embedding = read["units"][-1]["parameters"][0]
     assert embedding == {
         "names": ["decoder.embed.weight", "decoder.head.weight"],
         "shape": [11, 6],
-        "dtype": "torch.float32",
+        "dtype": "float32",
     }
-    assert read["mesh"]["shape"] == [4]
+    assert read["config"]["mesh"]["axes"][0]["size"] == 4
+    assert read["units"][0]["mixed_precision"]["param_dtype"] == "bfloat16"
 
 
 def test_explain_shows_units_ties_and_what_is_left_out():
     """The printed plan answers: which units, how large, what is shared, what stays whole, what is recomputed."""
     model = Model(tied=True)
     model.own = nn.Parameter(torch.ones(2))
-    plan = plan_of(model, mesh=MeshSpec(shard=4), activation_checkpointing=ActivationCheckpointing(checkpoint=True))
+    plan = plan_of(
+        model, mesh=MeshSpec.of_degrees(shard=4), activation_checkpointing=ActivationCheckpointing(checkpoint=True)
+    )
     text = str(plan)
     assert text == plan.explain()
     total = sum(parameter.numel() for parameter in model.parameters()) - 2
@@ -172,29 +184,29 @@ def test_only_roots_cast_their_inputs():
     """A float mask handed to a block stays float, as under FSDP1; FSDP2 by itself would cast it at every unit."""
     plan = plan_of(Model(), mixed_precision=LOW)
     assert [unit.mixed_precision.cast_forward_inputs for unit in plan.units] == [False, False, True]
-    assert {unit.mixed_precision.param_dtype for unit in plan.units} == {BF16}
-    at_no_unit = plan_of(Model(), mixed_precision=LOW, cast_root_inputs=False)
+    assert {unit.mixed_precision.param_dtype for unit in plan.units} == {BFLOAT}
+    at_no_unit = plan_of(Model(), mixed_precision=replace(LOW, cast_root_inputs=False))
     assert not any(unit.mixed_precision.cast_forward_inputs for unit in at_no_unit.units)
-    policy = MixedPrecisionPolicy(param_dtype=BF16)
-    at_every_unit = plan_of(Model(), mixed_precision=policy)
-    assert all(unit.mixed_precision == policy for unit in at_every_unit.units)
+    everywhere = MixedPrecision(param_dtype=BFLOAT, cast_forward_inputs=True)
+    at_every_unit = plan_of(Model(), mixed_precision=everywhere)
+    assert all(unit.mixed_precision == everywhere for unit in at_every_unit.units)
 
 
 def test_batch_norms_compute_in_fp32():
     """Running statistics do not degrade in bf16: their unit takes and gives bf16, and computes in fp32."""
     model = Chain(child=Chain({}, first=layer(), norm=nn.BatchNorm1d(6)))
     policy = unit_at(plan_of(model, mixed_precision=LOW), "child.norm").mixed_precision
-    assert (policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs) == (torch.float32, BF16, True)
+    assert (policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs) == (FLOAT, BFLOAT, True)
 
 
 def test_a_batch_norm_follows_the_unit_around_it():
-    """In the one block that is bf16 a batch norm gives back bf16; elsewhere it is no unit, in a model that is fp32."""
+    """In the one block that is bf16 a batch norm gives back bf16; elsewhere, in an fp32 model, it is not a unit."""
     blocks = {name: Chain(first=layer(), norm=nn.BatchNorm1d(6)) for name in "ab"}
-    model = Chain(child=Chain({"a": {"mp_policy": LOW}, "b": True}, **blocks))
+    model = Chain(child=Chain({"a": {"mp_policy": mixed_precision_policy(LOW)}, "b": True}, **blocks))
     plan = plan_of(model)
     assert [unit.name for unit in plan.units] == ["child.a.norm", "child.a", "child.b", "child"]
     policy = unit_at(plan, "child.a.norm").mixed_precision
-    assert (policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs) == (torch.float32, BF16, True)
+    assert (policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs) == (FLOAT, BFLOAT, True)
 
 
 def test_settings_of_single_units():
@@ -203,15 +215,15 @@ def test_settings_of_single_units():
         "a": {"reshard_after_forward": False},
         "b": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
         "c": {"cpu_offload": True, "backward_prefetch": "NONE"},
-        "d": {"mixed_precision": MixedPrecision(buffer_dtype=torch.float16)},
+        "d": {"mixed_precision": FSDP1MixedPrecision(buffer_dtype=torch.float16)},
         "e": True,
     }
     model = Chain(child=Chain(answers, **{name: layer() for name in "abcde"}, rest=layer()))
-    plan = plan_of(model, mixed_precision=LOW, buffer_dtype=BF16)
+    plan = plan_of(model, mixed_precision=replace(LOW, buffer_dtype=BFLOAT))
     a, b, c, d, e = (unit_at(plan, f"child.{name}") for name in "abcde")
     assert (a.reshard_after_forward, e.reshard_after_forward) == (False, True)
-    assert (b.mixed_precision.param_dtype, e.mixed_precision.param_dtype) == (torch.float16, BF16)
-    assert (b.buffer_dtype, d.buffer_dtype, e.buffer_dtype) == (BF16, torch.float16, BF16)
+    assert (b.mixed_precision.param_dtype, e.mixed_precision.param_dtype) == (HALF, BFLOAT)
+    assert [unit.mixed_precision.buffer_dtype for unit in (b, d, e)] == [BFLOAT, HALF, BFLOAT]
     assert d.mixed_precision.param_dtype is None
     assert (c.cpu_offload, e.cpu_offload) == (True, False)
     assert (c.backward_prefetch, e.backward_prefetch) == (("child.c",), None)
@@ -241,16 +253,16 @@ def test_settings_without_effect_are_in_the_notes():
     tied = Chain(child=Chain({"inner": {"cpu_offload": True}}, inner=layer(), rest=layer()))
     tied.child.rest.weight = tied.child.inner.weight
     (note,) = plan_of(tied).notes
-    assert "child.inner is no unit of its own" in note and "its own settings (cpu_offload) hold for nothing" in note
+    assert "child.inner is not a unit of its own" in note and "its own settings (cpu_offload) have no effect" in note
 
 
 def test_settings_of_a_batch_norm():
     """A batch norm computes in fp32 whatever its wrap function said of dtypes, as under FSDP1; the rest holds."""
-    said = {"mixed_precision": "PURE", "reshard_after_forward": False}
-    model = Chain(child=Chain({"norm": said}, norm=nn.BatchNorm1d(6), rest=layer()))
+    written = {"mixed_precision": "PURE", "reshard_after_forward": False}
+    model = Chain(child=Chain({"norm": written}, norm=nn.BatchNorm1d(6), rest=layer()))
     unit = unit_at(plan_of(model, mixed_precision=LOW), "child.norm")
-    assert (unit.mixed_precision.param_dtype, unit.mixed_precision.output_dtype) == (torch.float32, BF16)
-    assert unit.reshard_after_forward is False and unit.buffer_dtype is None
+    assert unit.mixed_precision == MixedPrecision(param_dtype=FLOAT, output_dtype=BFLOAT, cast_forward_inputs=True)
+    assert unit.reshard_after_forward is False
 
 
 @pytest.mark.parametrize(
@@ -266,7 +278,7 @@ def test_settings_of_single_units_that_cannot_be(answer: dict[str, Any], error: 
     """A wrong setting is found while planning, with the module's path."""
     model = Chain(child=Chain({"inner": answer}, inner=layer(), rest=layer()))
     with pytest.raises(error, match=message):
-        plan_of(model, mesh=MeshSpec(shard=4))
+        plan_of(model, mesh=MeshSpec.of_degrees(shard=4))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +337,7 @@ def test_two_dtypes_in_one_unit():
     plan = plan_of(model)
     assert [(unit.name, unit.is_root) for unit in plan.units] == [("child.adapter", False), ("child", True)]
     assert "its parameters are float32, those of child bfloat16" in plan.units[0].reason
-    assert [{spec.dtype for spec in unit.parameters} for unit in plan.units] == [{torch.float32}, {BF16}]
+    assert [{spec.dtype for spec in unit.parameters} for unit in plan.units] == [{FLOAT}, {BFLOAT}]
 
 
 def test_many_of_another_dtype():
@@ -344,7 +356,7 @@ def test_tied_parameters_of_another_dtype():
     """A tie holds also where the dtypes of its modules separate them from the rest."""
     model = Chain(child=Chain(big=nn.Linear(6, 60), a=layer().to(BF16), b=layer().to(BF16)))
     model.child.b.weight = model.child.a.weight
-    plan = plan_of(model, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float16, cast_forward_inputs=False))
+    plan = plan_of(model, mixed_precision=MixedPrecision(param_dtype=HALF))
     (holder,) = (unit for unit in plan.units if any("child.b.weight" in spec.names for spec in unit.parameters))
     assert holder.modules == ("child.a", "child.b")
     assert holder.mixed_precision.cast_forward_inputs, "what comes in has the dtype of the modules around"
@@ -356,9 +368,9 @@ def test_two_dtypes_in_one_module():
     model.child.bias = nn.Parameter(model.child.bias.to(BF16))
     plan = plan_of(model)
     assert [spec.name for spec in plan.replicated] == ["child.bias"]
-    assert "replicated: child.bias [torch.bfloat16 beside another dtype]: whole on every rank" in plan.explain()
-    with pytest.raises(PlanError, match=r"child\.bias is torch.bfloat16.*torch.float32.*computes in torch.float16"):
-        plan_of(model, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float16))
+    assert "replicated: child.bias [bfloat16 beside another dtype]: unsharded on every rank" in plan.explain()
+    with pytest.raises(PlanError, match=r"child\.bias is bfloat16.*float32.*computes in float16"):
+        plan_of(model, mixed_precision=MixedPrecision(param_dtype=HALF))
 
 
 def test_scalar_parameters():
@@ -368,7 +380,7 @@ def test_scalar_parameters():
     plan = plan_of(model)
     assert [spec.names for spec in plan.replicated] == [("child.temperature",)]
     assert "child.temperature" not in [spec.name for unit in plan.units for spec in unit.parameters]
-    assert "replicated: child.temperature [a scalar]: whole on every rank, gradients averaged" in plan.explain()
+    assert "replicated: child.temperature [a scalar]: unsharded on every rank, gradients averaged" in plan.explain()
 
 
 def test_parameters_that_are_not_contiguous():
@@ -387,15 +399,15 @@ def test_ignored_modules():
     model.child.tied.weight = model.child.kept.inner.weight
     plan = plan_of(model, ignored_modules=(model.child.kept,))
     assert [unit.name for unit in plan.units] == ["child"]
-    assert plan.ignored_modules == ("child.kept",)
+    assert plan.config.ignored_modules == ("child.kept",)
     assert plan.ignored == ("child.kept.inner.weight", "child.tied.weight")
     assert [spec.name for spec in plan.units[0].parameters] == ["child.rest.weight"]
-    assert "ignored: child.kept (2 parameters): whole on every rank" in plan.explain()
+    assert "ignored: child.kept (2 parameters): unsharded on every rank" in plan.explain()
 
 
 def test_ignored_modules_that_cannot_be():
     """A module of another model, and the model itself, are named instead of being passed over."""
-    with pytest.raises(PlanError, match=r"ignored_modules\[0\] \(Linear\) is no part of the model"):
+    with pytest.raises(PlanError, match=r"ignored_modules\[0\] \(Linear\) is not part of the model"):
         plan_of(Chain(child=layer()), ignored_modules=(layer(),))
     model = Chain(child=layer())
     with pytest.raises(PlanError, match="the model itself"):
@@ -406,28 +418,37 @@ def test_ignored_modules_that_cannot_be():
 
 def test_gradients_in_low_precision():
     """Gradients keep their dtype where the parameters have it; where they cannot, the user reads it before training."""
-    low = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
-    plan_of(Chain(child=layer().to(BF16)), mixed_precision=low, keep_low_precision_grads=True)
-    plan_of(Chain(child=layer()), keep_low_precision_grads=True)
+    low = MixedPrecision(param_dtype=BFLOAT, reduce_dtype=BFLOAT, gradients=GradientDtype.AS_REDUCED)
+    plan_of(Chain(child=layer().to(BF16)), mixed_precision=low)
+    plan_of(Chain(child=layer()), mixed_precision=MixedPrecision(gradients=GradientDtype.AS_REDUCED))
     model = Chain(child=layer())
-    with pytest.raises(UnsupportedError, match=r"child\.weight is torch.float32.*reduced in torch.bfloat16"):
-        plan_of(model, mixed_precision=low, keep_low_precision_grads=True)
-    (note,) = plan_of(model, mixed_precision=low, keep_low_precision_grads=True, strict=False).notes
+    with pytest.raises(UnsupportedError, match=r"child\.weight is float32.*reduced in bfloat16"):
+        plan_of(model, mixed_precision=low)
+    (note,) = plan_of(model, mixed_precision=replace(low, gradients=GradientDtype.AS_REDUCED_IF_POSSIBLE)).notes
     assert "keep_low_precision_grads: child.weight" in note
     model.child.requires_grad_(False)
-    plan_of(model, mixed_precision=low, keep_low_precision_grads=True)
+    plan_of(model, mixed_precision=low)
+
+
+def test_ignored_modules_by_path():
+    """A plan's own configuration names modules, and can be planned with again."""
+    model = Chain(child=Chain(kept=layer(), rest=layer()))
+    plan = plan_of(model, ignored_modules=(model.child.kept,))
+    assert plan_sharding(model, plan.config) == plan
+    with pytest.raises(PlanError, match=r"ignored_modules\[0\] \('child.keept'\) is not part of the model"):
+        plan_of(model, ignored_modules=("child.keept",))
 
 
 def test_units_with_ranks_of_their_own():
     """A module's process group or strategy gives its unit a mesh, and the report says what is averaged no longer."""
     groups = {"a": {"process_group": "set2"}, "b": {"sharding_strategy": "NO_SHARD"}}
     model = Chain(child=Chain(groups, a=layer(), b=layer(), rest=layer()))
-    plan = plan_of(model, mesh=MeshSpec(shard=4))
+    plan = plan_of(model, mesh=MeshSpec.of_degrees(shard=4))
     by_name = {unit.name: unit for unit in plan.units}
     assert by_name["child.a"].mesh.shape == (2,)
-    assert by_name["child.b"].mesh == MeshSpec(replicate=4, shard=1)
+    assert by_name["child.b"].mesh == MeshSpec.of_degrees(replicate=4, shard=1)
     assert by_name["child.b"].reshard_after_forward is False
-    assert by_name["child"].mesh == plan.mesh == MeshSpec(shard=4)
+    assert by_name["child"].mesh == plan.mesh == MeshSpec.of_degrees(shard=4)
     assert [note for note in plan.notes if "child.a on groups of ranks (set2)" in note]
     assert "child.a: 36 parameters, reshard True, cpu mesh, data_parallel_shard 2 (ranks: set2)" in plan.explain()
 

@@ -10,24 +10,30 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import IS_THOROUGH, examples
 from support.random_models import Tree, build, found, ignored_modules, trees
 from support.ranks import run_ranks
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from composer_fsdp2 import ActivationCheckpointing, PlanError, Prefetch, ShardingConfig, ShardingPlan, plan_sharding
+from composer_fsdp2 import (
+    ActivationCheckpointing,
+    MixedPrecision,
+    PlanError,
+    Prefetch,
+    ShardingConfig,
+    ShardingPlan,
+    plan_sharding,
+)
 
 pytestmark = pytest.mark.any_torch
 
-LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+LOW = MixedPrecision(param_dtype="bfloat16")
 CONFIGS = st.builds(
     ShardingConfig,
     reshard_after_forward=st.sampled_from([True, False, 2]),
-    mixed_precision=st.sampled_from([LOW, MixedPrecisionPolicy(cast_forward_inputs=False)]),
+    mixed_precision=st.sampled_from([LOW, MixedPrecision()]),
     prefetch=st.builds(
         Prefetch, forward=st.sampled_from([None, None, 1, 2]), backward=st.sampled_from([None, None, 0, 1, 3])
     ),
@@ -79,9 +85,9 @@ def places(model: nn.Module, plan: ShardingPlan) -> list[tuple[str, tuple[str, .
     ignored = set(plan.ignored)
     assert len(ignored) == len(plan.ignored)
     for names in names_by_parameter(model).values():
-        if said := tuple(name for name in names if name in ignored):
-            found.append((IGNORED, said))
-            ignored -= set(said)
+        if written := tuple(name for name in names if name in ignored):
+            found.append((IGNORED, written))
+            ignored -= set(written)
     assert not ignored, f"no parameters: {ignored}"
     return found
 
@@ -123,18 +129,18 @@ def check_places(model: nn.Module, plan: ShardingPlan) -> None:
     names = names_by_parameter(model)
     parameter_of = {name: parameter for parameter, all_names in names.items() for name in all_names}
     place_of: dict[nn.Parameter, str] = {}
-    for place, said in places(model, plan):
-        parameter = parameter_of[said[0]]
-        assert parameter not in place_of, f"{said} is in {place_of[parameter]} and in {place}"
+    for place, written in places(model, plan):
+        parameter = parameter_of[written[0]]
+        assert parameter not in place_of, f"{written} is in {place_of[parameter]} and in {place}"
         known = names[parameter][:1] if place == LEFT_OUT else names[parameter]
-        assert said == known, f"{place} has {said}, the parameter is {known}"
+        assert written == known, f"{place} has {written}, the parameter is {known}"
         place_of[parameter] = place
     assert place_of.keys() == names.keys(), f"{[names[p] for p in names.keys() - place_of.keys()]} have no place"
 
 
 def check_ties(model: nn.Module, plan: ShardingPlan) -> None:
     """Tie groups are whole: one that is missing is not looked at again after sharding."""
-    place_of = {said[0]: place for place, said in places(model, plan)}
+    place_of = {written[0]: place for place, written in places(model, plan)}
     tied = {names for names in names_by_parameter(model).values() if len(names) > 1}
     assert set(plan.tie_groups) == {names for names in tied if place_of[names[0]] != IGNORED}
     assert len(set(plan.tie_groups)) == len(plan.tie_groups)

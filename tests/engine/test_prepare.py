@@ -33,9 +33,9 @@ from composer_fsdp2 import (
 def check_result() -> tuple[Any, bool, str]:
     model = Model()
     config = {"sharding_strategy": "SHARD_GRAD_OP", "mixed_precision": {"param_dtype": "bf16"}}
-    said = repr(config)
+    printed = repr(config)
     result = prepare_fully_shard(model, [sgd(model)], config, "fp32", "cpu", False, 1234)
-    assert repr(config) == said
+    assert repr(config) == printed
     return result, all(isinstance(p, DTensor) for p in model.parameters()), type(model.decoder).__name__
 
 
@@ -61,7 +61,7 @@ def test_mapping_or_object():
     """A YAML section and a configuration object with the same words shard alike."""
     for by_mapping, by_object in run_ranks(check_config_forms, 2):
         assert by_mapping == by_object
-        assert by_mapping[0] == (11, 6)  # two replicas of one rank each: whole parameters
+        assert by_mapping[0] == (11, 6)  # two replicas of one rank each: full parameters
 
 
 def check_log(config: dict[str, Any]) -> list[tuple[str, str]]:
@@ -260,7 +260,7 @@ BAD_INPUTS: dict[str, Case] = {
     "process group": (Model, sgd, {"process_group": "set3"}, {}, ConfigError, "not a multiple of process_group set3"),
     "process group without this rank": (Model, sgd, {"process_group": [0]}, {}, ConfigError, "without the rank itself"),
     "ignored modules": (Model, sgd, {"ignored_modules": ["decoder"]}, {}, ConfigError, "list of modules"),
-    "ignored modules of another model": (Model, sgd, {"ignored_modules": [nn.Linear(1, 1)]}, {}, PlanError, "no part"),
+    "ignored modules of another model": (Model, sgd, {"ignored_modules": [nn.Linear(1, 1)]}, {}, PlanError, "not part"),
     "low precision gradients": (
         Model,
         sgd,

@@ -15,7 +15,7 @@ from support.training import FULL
 from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.reductions import settle
+from composer_fsdp2.training.reductions import settle
 
 METRICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "norm": torch.linalg.vector_norm,
@@ -67,7 +67,7 @@ def check_settle(config: dict[str, Any]) -> None:
     ],
 )
 def test_metrics_of_sharded_parameters(world_size: int, config: dict[str, Any]):
-    """The number is the whole parameter's: not this rank's part, nor counted once for each replica."""
+    """The number is the full parameter's: not this rank's part, nor counted once for each replica."""
     run_ranks(check_settle, world_size, config)
 
 

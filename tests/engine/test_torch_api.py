@@ -24,6 +24,7 @@ FOLDER = Path(api.__file__).parent
 # Ours, of Python's own namedtuples, or asked for where they are there: older torch has the one, newer the other.
 OTHERS = {
     "_modules",
+    "_wrappers",
     "_replace",
     "_StorageInfo",
     "_all_reduce_state",
@@ -88,22 +89,22 @@ def check_gone() -> str:
         try:
             prepare_fully_shard(model, None, {}, device="cpu")
         except IncompatibleVersionError as error:
-            said = str(error)
+            message = str(error)
         else:
-            said = ""
+            message = ""
     api.require_known_torch.cache_clear()
     assert [id(parameter) for parameter in model.parameters()] == parameters
     assert all(type(module) in (Chain, nn.Linear) for module in model.modules())
     prepare_fully_shard(model, None, {}, device="cpu")
-    return said
+    return message
 
 
 def test_a_name_that_is_gone_is_told_before_anything_is_sharded():
     """An unknown, newer torch: one error at the first use that says what is missing and what to install, on every
     rank."""
-    for said in run_ranks(check_gone, 2):
-        assert "FSDPParamGroup.renamed_by_torch" in said and "post_backward" not in said
-        assert torch.__version__ in said and api.KNOWN_VERSIONS in said
+    for message in run_ranks(check_gone, 2):
+        assert "FSDPParamGroup.renamed_by_torch" in message and "post_backward" not in message
+        assert torch.__version__ in message and api.KNOWN_VERSIONS in message
 
 
 @pytest.mark.parametrize("gone", ["module", "name"])

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
 
 from composer_fsdp2 import ConfigError, Outcome, ShardingConfig, Translation, translate
-from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, Kind
+from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME
 
 pytestmark = pytest.mark.any_torch
 
@@ -54,17 +54,13 @@ OBJECTS: dict[str, st.SearchStrategy[Any]] = {
     "offload_policy": st.sampled_from([OffloadPolicy(), CPUOffloadPolicy()]),
     "ignored_modules": st.sampled_from([[], [MODULE]]),
 }
-BY_KIND: dict[Kind, st.SearchStrategy[Any]] = {
-    Kind.BOOL: st.booleans(),
-    Kind.INT: st.integers(1, 4),
-    Kind.OPTIONAL_INT: st.none() | st.integers(1, 4),
-    Kind.BOOL_OR_INT: st.booleans() | st.integers(1, 4),
-    Kind.STR: st.text(max_size=5),
-    Kind.OPTIONAL_STR: st.none() | st.text(max_size=5),
-    Kind.OPTIONAL_SECONDS: st.none() | st.floats(0.1, 100) | st.integers(1, 100),
-    Kind.ANY: st.none(),
+BY_KIND: dict[str, st.SearchStrategy[Any]] = {
+    "true or false": st.booleans(),
+    "a string or null": st.none() | st.text(max_size=5),
+    "a number of seconds, or null": st.none() | st.floats(0.1, 100) | st.integers(1, 100),
+    "any value": st.none(),
 }
-PLAIN_VALUES = {key.name: PLAIN.get(key.name, BY_KIND[key.kind]) for key in KEYS}
+PLAIN_VALUES = {key.name: PLAIN[key.name] if key.name in PLAIN else BY_KIND[key.takes.text] for key in KEYS}
 VALUES = {name: values | OBJECTS.get(name, st.nothing()) for name, values in PLAIN_VALUES.items()}
 
 
@@ -74,10 +70,10 @@ def mappings(values: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dic
     return names.flatmap(lambda chosen: st.fixed_dictionaries({name: values[name] for name in chosen}))
 
 
-def answer_to(said: object, **options: Any) -> Translation | str:
+def answer_to(written: object, **options: Any) -> Translation | str:
     """The translation, or the one kind of error that there may be."""
     try:
-        return translate(said, **{"device": "cpu", **options})
+        return translate(written, **{"device": "cpu", **options})
     except ConfigError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -88,24 +84,24 @@ def config_of(answer: Translation | str) -> ShardingConfig | None:
 
 @given(mappings(VALUES), st.sampled_from(PRECISIONS), st.sampled_from(WORLD_SIZES), st.booleans())
 @examples(100)
-def test_no_key_is_lost(said: dict[str, Any], precision: str | None, world_size: int | None, strict: bool):
+def test_no_key_is_lost(written: dict[str, Any], precision: str | None, world_size: int | None, strict: bool):
     """A setting that is dropped without a word is found in the loss curve, or never: every key that was said has its
     line in the report, and the run starts unless one of those lines stands in its way."""
-    answer = answer_to(said, precision=precision, world_size=world_size, strict=strict)
+    answer = answer_to(written, precision=precision, world_size=world_size, strict=strict)
     if isinstance(answer, str):
-        assert any(name in answer for name in said), f"{answer} names nothing that was said"
+        assert any(name in answer for name in written), f"{answer} names nothing that was said"
         return
     found = [finding.key for finding in answer.findings]
-    assert [name for name in said if name not in found] == []
+    assert [name for name in written if name not in found] == []
     # A MixedPrecision brings a key of its own along; a part of a value is named after the key that it lies in.
-    brought = {"keep_low_precision_grads"} if isinstance(said.get("mixed_precision"), MixedPrecision) else set()
-    assert {key.partition(".")[0] for key in found} <= said.keys() | brought
+    brought = {"keep_low_precision_grads"} if isinstance(written.get("mixed_precision"), MixedPrecision) else set()
+    assert {key.partition(".")[0] for key in found} <= written.keys() | brought
     for finding in answer.findings:
         assert isinstance(finding.outcome, Outcome)
         assert finding.reason
         assert finding.key in finding.where
         assert finding.key in answer.explain()
-    must_stop = said.get("strict", strict) and any(finding.outcome.blocks for finding in answer.findings)
+    must_stop = written.get("strict", strict) and any(finding.outcome.blocks for finding in answer.findings)
     assert (answer.config is None) == must_stop
     json.dumps(answer.to_json())
 
@@ -113,19 +109,22 @@ def test_no_key_is_lost(said: dict[str, Any], precision: str | None, world_size:
 @given(mappings(VALUES), st.sampled_from(PRECISIONS), st.sampled_from(WORLD_SIZES), st.randoms(use_true_random=False))
 @examples(60)
 def test_the_answer_is_the_same_each_time(
-    said: dict[str, Any], precision: str | None, world_size: int | None, rng: Any
+    written: dict[str, Any], precision: str | None, world_size: int | None, rng: Any
 ):
     """Ranks read the same file and must decide alike; neither the order of its lines nor an earlier reading matters,
     and the user's own mapping stays as it was."""
     options = {"precision": precision, "world_size": world_size}
-    before = copy.copy(said), {name: copy.copy(value) for name, value in said.items() if isinstance(value, dict | list)}
-    first = answer_to(said, **options)
-    assert answer_to(said, **options) == first
-    assert list(said.items()) == list(before[0].items())
-    assert all(said[name] == value for name, value in before[1].items())
-    names = list(said)
+    before = (
+        copy.copy(written),
+        {name: copy.copy(value) for name, value in written.items() if isinstance(value, dict | list)},
+    )
+    first = answer_to(written, **options)
+    assert answer_to(written, **options) == first
+    assert list(written.items()) == list(before[0].items())
+    assert all(written[name] == value for name, value in before[1].items())
+    names = list(written)
     rng.shuffle(names)
-    shuffled = answer_to({name: said[name] for name in names}, **options)
+    shuffled = answer_to({name: written[name] for name in names}, **options)
     if isinstance(first, str):
         assert isinstance(shuffled, str)
         assert sorted(shuffled.splitlines()) == sorted(first.splitlines())
@@ -137,13 +136,13 @@ def test_the_answer_is_the_same_each_time(
 
 @given(mappings(PLAIN_VALUES), st.sampled_from(PRECISIONS), st.sampled_from(WORLD_SIZES))
 @examples(60)
-def test_every_form_says_the_same(said: dict[str, Any], precision: str | None, world_size: int | None):
+def test_every_form_says_the_same(written: dict[str, Any], precision: str | None, world_size: int | None):
     """A YAML, a dict in a script and a configuration object train alike."""
     options = {"precision": precision, "world_size": world_size}
-    plain = answer_to(said, **options)
-    assert answer_to(OmegaConf.create(said), **options) == plain
+    plain = answer_to(written, **options)
+    assert answer_to(OmegaConf.create(written), **options) == plain
     # An object without a sharding_strategy is FSDP2's, with other defaults.
-    whole = {"sharding_strategy": "FULL_SHARD"} | said
+    whole = {"sharding_strategy": "FULL_SHARD"} | written
     of_mapping, of_object = answer_to(whole, **options), answer_to(SimpleNamespace(**whole), **options)
     assert config_of(of_object) == config_of(of_mapping)
     assert isinstance(of_object, str) == isinstance(of_mapping, str)
@@ -159,12 +158,12 @@ SYNONYMS = {"cpu_offload": "offload_policy", "mixed_precision": "mp_policy"}
 
 @given(mappings(VALUES), st.sampled_from(sorted(KEYS_BY_NAME.keys() - MATTERS_TO_SAY)), st.sampled_from(WORLD_SIZES))
 @examples(100)
-def test_a_default_may_be_said(said: dict[str, Any], name: str, world_size: int | None):
+def test_a_default_may_be_said(written: dict[str, Any], name: str, world_size: int | None):
     """Whoever writes every key out trains as if those with their default were left away."""
-    said = {key: value for key, value in said.items() if key not in (name, SYNONYMS.get(name))}
+    written = {key: value for key, value in written.items() if key not in (name, SYNONYMS.get(name))}
     options = {"precision": "amp_bf16", "world_size": world_size}
     without, with_default = (
-        answer_to(mapping, **options) for mapping in (said, said | {name: KEYS_BY_NAME[name].default})
+        answer_to(mapping, **options) for mapping in (written, written | {name: KEYS_BY_NAME[name].default})
     )
     if isinstance(without, str) or isinstance(with_default, str):
         assert isinstance(without, str) == isinstance(with_default, str), f"{without}; with {name}: {with_default}"
@@ -178,10 +177,10 @@ def test_most_mappings_are_accepted():
 
     @given(mappings(VALUES), st.sampled_from(WORLD_SIZES))
     @examples(300)
-    def collect(said: dict[str, Any], world_size: int | None) -> None:
-        answers.append((said, answer_to(said, precision="fp32", world_size=world_size)))
+    def collect(written: dict[str, Any], world_size: int | None) -> None:
+        answers.append((written, answer_to(written, precision="fp32", world_size=world_size)))
 
     collect()
     assert sum(config_of(answer) is not None for _, answer in answers) > len(answers) / 3
-    said_in_accepted = {name for said, answer in answers for name in said if isinstance(answer, Translation)}
-    assert said_in_accepted == KEYS_BY_NAME.keys()
+    given_in_accepted = {name for written, answer in answers for name in written if isinstance(answer, Translation)}
+    assert given_in_accepted == KEYS_BY_NAME.keys()

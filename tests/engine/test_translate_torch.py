@@ -19,8 +19,11 @@ from torch.distributed.fsdp import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer_fsdp2 import MeshSpec, Outcome, translate
+from composer_fsdp2 import MixedPrecision as OurMixedPrecision
+from composer_fsdp2.sharding.dtypes import mixed_precision_policy
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FLOAT, HALF, LOW = "float32", "float16", "bfloat16"
 
 
 @pytest.mark.parametrize("strategy", [strategy.name for strategy in ShardingStrategy])
@@ -41,11 +44,13 @@ def fake_ranks():
 def test_a_device_mesh_says_what_the_degrees_said():
     """Composer's State replaces the degrees by the mesh that it built; the layout stays."""
     one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    assert config_of({"device_mesh": one}).mesh == MeshSpec(shard=4)
-    assert config_of({"device_mesh": two}).mesh == MeshSpec(shard=2, replicate=2)
-    assert config_of({"device_mesh": one, "sharding_strategy": "NO_SHARD"}).mesh == MeshSpec(shard=1, replicate=4)
+    assert config_of({"device_mesh": one}).mesh == MeshSpec.of_degrees(shard=4)
+    assert config_of({"device_mesh": two}).mesh == MeshSpec.of_degrees(shard=2, replicate=2)
+    assert config_of({"device_mesh": one, "sharding_strategy": "NO_SHARD"}).mesh == MeshSpec.of_degrees(
+        shard=1, replicate=4
+    )
     built = types.SimpleNamespace(data_parallel_replicate_degree=2, device_mesh=two)  # as State leaves it
-    assert config_of(built).mesh == MeshSpec(shard=2, replicate=2)
+    assert config_of(built).mesh == MeshSpec.of_degrees(shard=2, replicate=2)
     assert finding_of({"device_mesh": one}, "device_mesh").outcome is Outcome.EXACT
 
 
@@ -57,7 +62,7 @@ def test_a_device_mesh_that_cannot_be_used():
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     assert config_of({"device_mesh": turned}).mesh.is_grouped
     assert "3 axes" in refused({"device_mesh": cubic})
-    assert "device_mesh lies on cpu, but the model's device is cuda" in refused({"device_mesh": two}, device="cuda")
+    assert "on cpu, but the model's device is cuda" in refused({"device_mesh": two}, device="cuda")
     assert "two ways to say one thing" in refused({"device_mesh": two, "data_parallel_shard_degree": 2})
     assert "world size is 8" in refused({"device_mesh": two}, world_size=8)
     assert "stopped taking lists in 0.24" in refused({"device_mesh": [2, 2]})
@@ -65,11 +70,11 @@ def test_a_device_mesh_that_cannot_be_used():
 
 def test_mixed_precision_of_torch():
     """A script that hands over FSDP1's own MixedPrecision keeps each of its fields."""
-    said = MixedPrecision(param_dtype=BF16, reduce_dtype=F32, buffer_dtype=F16, cast_root_forward_inputs=False)
-    config = config_of({"mixed_precision": said})
-    assert config.mixed_precision == MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32, cast_forward_inputs=False)
-    assert config.buffer_dtype == F16
-    assert not config.cast_root_inputs
+    written = MixedPrecision(param_dtype=BF16, reduce_dtype=F32, buffer_dtype=F16, cast_root_forward_inputs=False)
+    config = config_of({"mixed_precision": written})
+    assert config.mixed_precision == OurMixedPrecision(
+        param_dtype=LOW, reduce_dtype=FLOAT, buffer_dtype=HALF, cast_forward_inputs=False, cast_root_inputs=False
+    )
     assert config_of({"mixed_precision": MixedPrecision(cast_forward_inputs=True)}).mixed_precision.cast_forward_inputs
 
 
@@ -78,9 +83,9 @@ def test_mixed_precision_policy_goes_through(key: str):
     """FSDP2's own policy is not second-guessed: it casts at every unit, root or not, if it says so."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F32)
     config = config_of({key: policy}, precision="amp_fp16")
-    assert config.mixed_precision == policy
-    assert config.cast_root_inputs
-    assert config.buffer_dtype is None
+    assert mixed_precision_policy(config.mixed_precision) == policy
+    assert config.mixed_precision.cast_root_inputs
+    assert config.mixed_precision.buffer_dtype is None
 
 
 def test_cpu_offload_of_torch():

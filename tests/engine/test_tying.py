@@ -7,7 +7,7 @@ import torch
 from support.models import Chain, layer, tie
 from torch import nn
 
-from composer_fsdp2.tying import parameter_uses, tie_groups
+from composer_fsdp2.sharding.ties import parameter_uses, tie_groups
 
 pytestmark = pytest.mark.any_torch
 

@@ -8,10 +8,21 @@ import pytest
 from support.models import Chain, FakeMetric, Model, layer, tie
 from torch import nn
 
-from composer_fsdp2 import PlanError
-from composer_fsdp2.wrap import Selection, is_metric, select_units
+from composer_fsdp2 import PlanError, ShardingConfig
+from composer_fsdp2.config import UnitOverrides
+from composer_fsdp2.fsdp1.hooks import read_hooks
+from composer_fsdp2.sharding.select import Selection
+from composer_fsdp2.sharding.select import select_units as select_chosen
 
 pytestmark = pytest.mark.any_torch
+
+# What a wrap function's {"reshard_after_forward": False} becomes.
+KEPT = UnitOverrides(reshard_after_forward=False, given=("reshard_after_forward",))
+
+
+def select_units(model: nn.Module, *, low_precision: bool = False, shard_below_unwrapped: bool = False) -> Selection:
+    choices = read_hooks(model, ShardingConfig(shard_below_unwrapped=shard_below_unwrapped))
+    return select_chosen(model, choices, low_precision=low_precision)
 
 
 def units_of(model: nn.Module, **options: Any) -> dict[str, list[str]]:
@@ -78,13 +89,12 @@ def test_answers_of_a_wrap_function(answer: Any, is_unit: bool):
 
 
 def test_settings_of_a_wrap_function_are_the_units_own():
-    """One module's keyword arguments reach that module, and no other; the model's own dict is not aliased."""
-    said = {"reshard_after_forward": False}
-    model = Chain(child=Chain({"inner": said, "other": True}, inner=layer(), other=layer(), rest=layer()))
+    """One module's keyword arguments reach that module, and no other."""
+    text = {"reshard_after_forward": False}
+    model = Chain(child=Chain({"inner": text, "other": True}, inner=layer(), other=layer(), rest=layer()))
     by_path = {unit.paths[0]: unit for unit in select_units(model).units}
-    assert by_path["child.inner"].settings == said
-    assert by_path["child.inner"].settings is not said
-    assert by_path["child.other"].settings == by_path["child"].settings == {}
+    assert by_path["child.inner"].overrides == KEPT
+    assert by_path["child.other"].overrides == by_path["child"].overrides == UnitOverrides()
 
 
 @pytest.mark.parametrize(("attribute", "answer", "is_unit"), [(True, False, True), (False, True, False)])
@@ -116,7 +126,7 @@ def test_own_parameters_of_the_model_are_left_out():
     model = Model()
     model.own = nn.Parameter(nn.init.ones_(layer().weight.data))
     assert "decoder" in units_of(model)
-    assert left_out_of(model) == {"own": "the model's own parameter: FSDP1 wrapped its children only"}
+    assert left_out_of(model) == {"own": "the model's own parameter: only its children are sharded, as under FSDP1"}
 
 
 def test_metrics_are_skipped():
@@ -124,7 +134,6 @@ def test_metrics_are_skipped():
     metric = type("Accuracy", (FakeMetric,), {})()
     model = Chain(net=layer())
     model.add_module("metric", metric)
-    assert is_metric(metric)
     assert list(units_of(model)) == ["net"]
     assert left_out_of(model) == {"metric.inner.weight": "metric: a metric"}
 
@@ -132,7 +141,6 @@ def test_metrics_are_skipped():
 def test_a_users_metric_class_is_a_module_like_others():
     """Only torchmetrics' own classes are skipped, not any class that is called Metric."""
     own = type("Metric", (nn.Linear,), {})(2, 2)
-    assert not is_metric(own)
     assert list(units_of(nn.ModuleDict({"metric": own}))) == ["metric"]
 
 
@@ -242,7 +250,7 @@ def test_tie_with_the_unit_above_stays_there():
     model = Chain(child=Chain({"inner": True}, inner=Chain(deep=layer(), more=layer()), head=layer()))
     tie(model.child.head, model.child.inner.deep)
     assert units_of(model) == {"child": ["child.inner.deep.weight", "child.inner.more.weight"]}
-    assert any("child.inner is no unit of its own" in note for note in select_units(model).notes)
+    assert any("child.inner is not a unit of its own" in note for note in select_units(model).notes)
 
 
 def test_tied_siblings_become_one_group():
@@ -356,13 +364,13 @@ def test_groups_inside_each_other_fall_back_to_ancestors():
 def test_settings_of_a_group():
     """Tied modules that want the same get it; if they differ, the model's own settings hold and a note says so."""
     same = {"reshard_after_forward": False}
-    for answers, expected in ((dict.fromkeys("ac", same), same), ({"a": same, "c": True}, {})):
+    for answers, expected in ((dict.fromkeys("ac", same), KEPT), ({"a": same, "c": True}, UnitOverrides())):
         model = Chain(child=Chain(dict(answers), a=layer(), b=layer(), c=layer()))
         tie(model.child.a, model.child.c)
         selection = select_units(model)
         (group,) = [unit for unit in selection.units if len(unit.paths) == 2]
-        assert group.settings == expected
-        assert any("their own settings differ" in note for note in selection.notes) == (not expected)
+        assert group.overrides == expected
+        assert any("their own settings differ" in note for note in selection.notes) == (expected != KEPT)
 
 
 def test_nothing_is_read_twice_from_a_changing_function():
@@ -412,7 +420,7 @@ def test_fsdp2_shards_inside_the_roots_below_an_unwrapped_child_as_anywhere():
     assert list(below_unwrapped(model)) == ["child.outer.inner.deep", "child.outer"]
     selection = select_units(model, shard_below_unwrapped=True)
     assert roots_of(selection) == ["child.outer"]
-    assert [unit.settings for unit in selection.units] == [{}, {"reshard_after_forward": False}]
+    assert [unit.overrides for unit in selection.units] == [UnitOverrides(), KEPT]
 
 
 def test_a_metric_is_no_unit_for_fsdp2_either():

@@ -1,4 +1,4 @@
-"""LLM Foundry's MonolithicCheckpointSaver, which asks FSDP1 for whole state, on a model sharded by ``fully_shard``."""
+"""LLM Foundry's MonolithicCheckpointSaver, which asks FSDP1 for full state, on a model sharded by ``fully_shard``."""
 
 from __future__ import annotations
 

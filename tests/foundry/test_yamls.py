@@ -28,7 +28,8 @@ from support.ranks import run_ranks
 from torch import nn
 
 from composer_fsdp2 import ShardingPlan, plan_sharding, translate
-from composer_fsdp2.compat.migration.migrate import migrate_text
+from composer_fsdp2.migration.migrate import migrate_text
+from composer_fsdp2.sharding.dtypes import torch_dtype
 
 pytestmark = pytest.mark.foundry
 
@@ -374,7 +375,7 @@ def test_each_block_is_a_unit(name: str, planned: Any):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_each_parameter_is_in_one_unit(name: str, planned: Any):
-    """In none: whole on every rank, and ranks part. In two: trained apart from itself."""
+    """In none: unsharded on every rank, and ranks diverge. In two: trained apart from itself."""
     model, plan = planned(name).model, planned(name).plan
     names = [name for unit in plan.units for spec in unit.parameters for name in spec.names]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
@@ -388,15 +389,15 @@ def test_units_are_as_configured(name: str, planned: Any):
     blocks = [unit for unit in plan.units if unit.name in block_paths(pair)]
     assert {unit.reshard_after_forward for unit in blocks} == {pair.reshard}
     assert {unit.reshard_after_forward for unit in plan.units if unit.is_root} == {False}
-    assert {(unit.mesh.replicate, unit.mesh.shard) for unit in plan.units} == {pair.mesh or (None, pair.num_ranks)}
-    dtypes = {
-        (unit.mixed_precision.param_dtype, unit.mixed_precision.reduce_dtype, unit.buffer_dtype) for unit in blocks
-    }
-    assert dtypes == {pair.dtypes}
+    shapes = {unit.mesh.shape for unit in plan.units}
+    assert shapes == {pair.mesh or (pair.num_ranks,)}
+    precisions = [unit.mixed_precision for unit in blocks]
+    dtypes = {(each.param_dtype, each.reduce_dtype, each.buffer_dtype) for each in precisions}
+    assert {tuple(map(torch_dtype, each)) for each in dtypes} == {pair.dtypes}
     assert {unit.cpu_offload for unit in plan.units} == {False}
     assert len(plan.checkpointed) == pair.recomputed
     assert set(plan.checkpointed) <= set(block_paths(pair))
-    checkpointing = plan.activation_checkpointing
+    checkpointing = plan.config.activation_checkpointing
     assert checkpointing.checkpoint == bool(pair.recomputed)
     if pair.recomputed:
         assert checkpointing.reentrant == pair.reentrant

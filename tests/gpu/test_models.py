@@ -14,7 +14,7 @@ from support.models import WIDTH, Block, Model, ModelWithScalar, features, token
 from support.training import FULL, adamw, assert_close, named_parameters, train_alike
 from torch import nn
 
-from composer_fsdp2 import RanksPartedError, clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2 import RanksDivergedError, clip_grad_norm_, prepare_fully_shard
 
 GUARD_S = 20
 NUM_EXPERTS = 4
@@ -38,7 +38,7 @@ def check_guard(device: str) -> str:
         del model.decoder.blocks[1]
     try:
         model(tokens(0).to(device))
-    except RanksPartedError as error:
+    except RanksDivergedError as error:
         return str(error)
     raise AssertionError("nothing raised")
 
@@ -46,9 +46,9 @@ def check_guard(device: str) -> str:
 @on_gpus(2)
 def test_the_guard_says_where_ranks_part(ranks: Ranks):
     """A run that would hang in NCCL says which rank stands where; one that does not is let through, to the bit."""
-    for said in ranks.run(check_guard, fresh=True):
-        assert "rank 0 stands before the all-gather of decoder.blocks.1 in forward" in said
-        assert "rank 1 stands before the all-gather of decoder.blocks.2 in forward" in said
+    for text in ranks.run(check_guard, fresh=True):
+        assert "rank 0 stands before the all-gather of decoder.blocks.1 in forward" in text
+        assert "rank 1 stands before the all-gather of decoder.blocks.2 in forward" in text
 
 
 # --- parameters that every rank holds unsharded

@@ -21,8 +21,8 @@ from torch import nn
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
 from composer_fsdp2._torch import InFlight, watch_collectives
-from composer_fsdp2.out_of_memory import BatchSnapshot, OutOfMemoryVote
-from composer_fsdp2.sharded import units
+from composer_fsdp2.sharding.sharded import units
+from composer_fsdp2.training.out_of_memory import BatchSnapshot, OutOfMemoryVote
 
 BATCH, FITS = 8, 4
 FAILING_RANK = 1

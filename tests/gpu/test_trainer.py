@@ -116,7 +116,7 @@ def copies_are_pinned(device: str) -> Iterator[list[int]]:
 
     Gives the bytes of each save; on the CPU there are none, and nothing is pinned.
     """
-    from composer_fsdp2.compat.staging import PinnedCopies
+    from composer_fsdp2.compat.pinned_copies import PinnedCopies
 
     of, saved_bytes = PinnedCopies.of, []
 

@@ -84,8 +84,8 @@ def test_what_is_left_out_is_noise(run: Run):
 def test_fsdp1_refuses_what_the_table_says(run: Run, error: str):
     """A row of the table that is not true would leave combinations out for nothing."""
     assert any(row.covers(vars(run)) for row in REFUSED)
-    for said in run_ranks(fsdp1_error, 2, run):
-        assert error in said
+    for text in run_ranks(fsdp1_error, 2, run):
+        assert error in text
 
 
 def test_tolerances_are_the_issues():

@@ -51,8 +51,8 @@ def test_against_one_process(run: Run):
 @pytest.mark.parametrize(("run", "error"), WITHOUT_FSDP1, ids=map(str, RUNS))
 def test_fsdp1_refuses(run: Run, error: str):
     """If FSDP1 could do it, it would be the better reference."""
-    for said in run_ranks(fsdp1_error, 2, run):
-        assert re.search(error, said)
+    for text in run_ranks(fsdp1_error, 2, run):
+        assert re.search(error, text)
 
 
 def test_one_rank_in_each_replica():

@@ -19,10 +19,10 @@ from support import warm
 # Not Composer: what a page types needs it only for `run` and `train`, which pages give to a launcher.
 IMPORTED = (
     "composer_fsdp2.cli.main",
-    "composer_fsdp2.checkpoint.convert",
+    "composer_fsdp2.checkpoint.convert.conversion",
     "composer_fsdp2.checkpoint.describe",
-    "composer_fsdp2.checkpoint.verify",
-    "composer_fsdp2.compat.migration.files",
+    "composer_fsdp2.checkpoint.verify.verification",
+    "composer_fsdp2.migration.files",
     "rich.progress",
 )
 COMMAND = Path(sys.executable).parent / "composer-fsdp2"

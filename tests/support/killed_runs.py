@@ -30,7 +30,7 @@ from support.saved import read
 from support.trainers import make_trainer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from composer_fsdp2.checkpoint import staged_file
+from composer_fsdp2.checkpoint.save import staged_file
 
 NUM_RANKS = 2
 WAIT_S = 120
@@ -170,7 +170,7 @@ def report(run: Run, ranks: list[int]) -> None:
         if path.name.startswith(".") or (path.is_dir() and not (path / ".metadata").exists())
     ]
     began, *steps = run.steps()
-    said = {
+    text = {
         "kind": f"{run.kind}, async {run.is_async}",
         "codes": codes,
         "began": began,
@@ -179,7 +179,7 @@ def report(run: Run, ranks: list[int]) -> None:
         "link": os.readlink(run.link) if latest is not None else None,
         "unfinished": sorted(unfinished),
     }
-    print(json.dumps(said), flush=True)
+    print(json.dumps(text), flush=True)
 
 
 def at_random_points(folder: Path, num_rounds: int) -> None:

@@ -41,8 +41,8 @@ class _ShortRepr:
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        said = {field.name: getattr(self, field.name) for field in fields}
-        shown = [f"{f.name}={said[f.name]!r}" for f in fields if said[f.name] != f.default]
+        written = {field.name: getattr(self, field.name) for field in fields}
+        shown = [f"{f.name}={written[f.name]!r}" for f in fields if written[f.name] != f.default]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
@@ -220,7 +220,7 @@ def _run(module: nn.Module | None, x: torch.Tensor) -> torch.Tensor:
 
 def answer_of(module: nn.Module) -> Any:
     """The wrap function of every direct child."""
-    return getattr(module, "said_answer", False)
+    return getattr(module, "given_answer", False)
 
 
 # Building -------------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def _tie(model: nn.Module) -> None:
     shared: dict[tuple[str, torch.Size, torch.dtype], nn.Parameter] = {}
     for module in model.modules():
         name, parameter = next(module.named_parameters(recurse=False), ("", None))
-        label = getattr(module, "said_label", "")
+        label = getattr(module, "given_label", "")
         if label and parameter is not None:
             setattr(module, name, shared.setdefault((label, parameter.shape, parameter.dtype), parameter))
 
@@ -264,14 +264,14 @@ def _build(part: Part, tree: Tree, made: list[nn.Module]) -> nn.Module:
         keeps = part.kind == "mlp" and name == "inner"
         parameter.data = parameter.data.to(DTYPES[tree.other if part.other_dtype and not keeps else tree.dtype])
     for labelled in (module, *module.children()):
-        labelled.said_label = part.label
+        labelled.given_label = part.label
     for i, child in enumerate(part.children):
         name = NAMES[i] if part.kind in ("node", "dict") else str(i)
         below = _build(child, tree, made)
         if part.kind == "sequence" and _is_container(below):
             below = nn.Tanh()
         module.add_module(name, below)
-    module.said_answer = part.answer or part.kind in tree.wrapped
+    module.given_answer = part.answer or part.kind in tree.wrapped
     if part.wrap is not None:
         module._fsdp_wrap = part.wrap
     if part.is_checkpointed and not _is_container(module):
@@ -386,7 +386,7 @@ def trees(
     """
     kinds = ["square"] * 4 + ["scale", "mlp", "norm", "bag", "empty", "again", "again"]
     kinds += ["scalar"] * scalars + ["batch norm"] * batch_norms
-    said = {
+    written = {
         "label": st.sampled_from(["", "", "", "", "x", "y"]),
         "frozen": _seldom(),
         "other_dtype": _seldom() if mixed_dtypes and draw(st.booleans()) else st.just(False),
@@ -394,7 +394,7 @@ def trees(
         "wrap": st.sampled_from((None, None, None, None, None, True, False)),
         "is_checkpointed": _seldom() if checkpointed else st.just(False),
     }
-    leaf = st.builds(Part, kind=st.sampled_from(kinds), index=st.integers(0, 6), **said)
+    leaf = st.builds(Part, kind=st.sampled_from(kinds), index=st.integers(0, 6), **written)
 
     def inside(parts: st.SearchStrategy[Part], kinds: str, min_size: int = 0) -> st.SearchStrategy[Part]:
         return st.builds(
@@ -403,7 +403,7 @@ def trees(
             children=st.lists(parts, min_size=min_size, max_size=len(NAMES)).map(tuple),
             order=_orders(),
             has_weight=_seldom(),
-            **said,
+            **written,
         )
 
     lower = leaf | leaf | inside(leaf, "node list dict sequence")

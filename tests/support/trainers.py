@@ -213,18 +213,18 @@ def checkpoint_error_of(action: Callable[[], Any]) -> str:
     """The CheckpointError of this rank, where every rank must raise one. Called on all ranks."""
     from composer_fsdp2.errors import CheckpointError
 
-    said: str | None = None
+    written: str | None = None
     try:
         action()
     except CheckpointError as error:
-        said = str(error)
-    raised = objects_of_ranks(said is not None)
-    assert said is not None and all(raised), f"raised by rank: {raised}"
-    return said
+        written = str(error)
+    raised = objects_of_ranks(written is not None)
+    assert written is not None and all(raised), f"raised by rank: {raised}"
+    return written
 
 
 def largest_difference(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference of two curves; infinite where one is no number."""
+    """The largest relative difference of two curves; infinite where one is not a number."""
     assert len(ours) == len(theirs) > 0, f"{ours} and {theirs}"
     if not all(map(math.isfinite, (*ours, *theirs))):  # max() passes over NaN.
         return math.inf

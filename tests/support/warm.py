@@ -95,10 +95,10 @@ class WarmServer:
     def ready(self) -> WarmServer:
         while not os.path.exists(self.address):
             if self.process.poll() is not None or time.monotonic() > self.deadline:
-                said = (self.folder / "output").read_text(errors="replace")
+                text = (self.folder / "output").read_text(errors="replace")
                 self.close()
                 imports = ", ".join(self.imports)
-                raise RuntimeError(f"the process that imports {imports} did not start:\n{said[-4000:]}")
+                raise RuntimeError(f"the process that imports {imports} did not start:\n{text[-4000:]}")
             time.sleep(0.02)
         return self
 

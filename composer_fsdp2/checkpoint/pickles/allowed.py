@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.checkpoint.pickles.values import (
+from composer_fsdp2.checkpoint.pickles.stand_ins import (
     Built,
     FixedClass,
     Named,
@@ -24,19 +24,6 @@ from composer_fsdp2.checkpoint.pickles.values import (
     short,
     spend,
 )
-
-__all__ = [
-    "DATA",
-    "DTYPES",
-    "INERT",
-    "STORAGES",
-    "TENSOR",
-    "UNSUPPORTED",
-    "Array",
-    "Dtype",
-    "Function",
-    "NumpyDtypeClass",
-]
 
 _MAX_DIMS = 64  # NumPy's limit
 # A tensor that repeats its storage (stride 0) may be larger than it, but not without bound: reading it allocates it.
@@ -74,13 +61,13 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> S
         raise pickle.UnpicklingError("a tensor whose shape, strides or offset cannot be")
     if dtype != storage.dtype:  # an untyped storage counts bytes
         storage = Storage(storage.key, dtype, storage.num_bytes // dtype.itemsize, storage.device, storage.data)
-    said = f"a tensor of shape {shape}, stride {stride}, offset {offset}"
+    described = f"a tensor of shape {shape}, stride {stride}, offset {offset}"
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if math.prod(shape) and last >= storage.numel:
-        raise pickle.UnpicklingError(f"{said} does not fit its storage of {storage.numel}")
+        raise pickle.UnpicklingError(f"{described} does not fit its storage of {storage.numel}")
     if math.prod(shape) * dtype.itemsize > max(storage.num_bytes, _MAX_EXPANDED_BYTES):
         raise pickle.UnpicklingError(
-            f"{said} repeats a storage of {storage.numel} to more than {_MAX_EXPANDED_BYTES} bytes"
+            f"{described} repeats a storage of {storage.numel} to more than {_MAX_EXPANDED_BYTES} bytes"
         )
     requires_grad = bool(rest and rest[0] is True)
     return StoredTensor(storage, dtype, offset, shape, stride, requires_grad)
@@ -189,7 +176,7 @@ class Dtype(Built):
             raise pickle.UnpicklingError(f"numpy.dtype({short(code)}) of byte order {short(order)}")
         dtype = numpy.dtype(code)
         if dtype.kind not in "biufcSU":  # O holds objects; V has fields
-            raise pickle.UnpicklingError(f"numpy.dtype({code!r}), which is no plain number or text")
+            raise pickle.UnpicklingError(f"numpy.dtype({code!r}), which is not a plain number or text")
         return dtype.newbyteorder(order)
 
 
@@ -240,11 +227,11 @@ def _size(sizes: Any = ()) -> tuple[int, ...]:
 
 
 @Function
-def _device(*said: Any) -> str:
+def _device(*args: Any) -> str:
     """torch.device('cuda', 0)."""
-    if not all(isinstance(part, str | int) for part in said):
-        raise pickle.UnpicklingError("a device that is no name")
-    return ":".join(map(str, said))
+    if not all(isinstance(part, str | int) for part in args):
+        raise pickle.UnpicklingError("a device that is not a name")
+    return ":".join(map(str, args))
 
 
 TENSOR: dict[str, Any] = {
@@ -284,7 +271,7 @@ DATA: dict[str, Any] = {
     "numpy._core.numeric._frombuffer": _array_from_buffer,
 }
 
-# Harmless, and nothing that a checkpoint of ours could hold.
+# Harmless, and nothing that our own checkpoints could hold.
 UNSUPPORTED = {
     "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
     "torch._utils._rebuild_qtensor": "a quantized tensor",

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_fsdp2.checkpoint.pickles.allowed import Array, Dtype
-from composer_fsdp2.checkpoint.pickles.values import Built, StoredTensor
-
-__all__ = ["Finisher"]
+from composer_fsdp2.checkpoint.pickles.stand_ins import Built, StoredTensor
 
 _MAX_DEPTH = 200  # what reads the value afterwards recurses
 _LEAVES = frozenset({str, int, float, bool, bytes, type(None), StoredTensor})  # most parts; seen without a call

@@ -3,9 +3,7 @@
 import pickle
 import re
 
-from composer_fsdp2.checkpoint.pickles.values import UnsupportedError
-
-__all__ = ["scan"]
+from composer_fsdp2.checkpoint.pickles.stand_ins import UnsupportedError
 
 # What reading a pickle may take beyond its own size: a byte of it may make a set of 216 bytes.
 _MAX_OBJECT_BYTES = 384 << 20

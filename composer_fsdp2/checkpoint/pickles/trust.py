@@ -35,10 +35,8 @@ from composer_fsdp2.checkpoint.pickles.allowed import (
 )
 from composer_fsdp2.checkpoint.pickles.finishing import Finisher
 from composer_fsdp2.checkpoint.pickles.opcodes import scan
-from composer_fsdp2.checkpoint.pickles.values import Built, Named, Storage, UnsupportedError, limited_work, short
+from composer_fsdp2.checkpoint.pickles.stand_ins import Built, Named, Storage, UnsupportedError, limited_work, short
 from composer_fsdp2.errors import CheckpointError
-
-__all__ = ["UntrustedError", "read_pickle"]
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +145,7 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(saved_id, tuple) and len(saved_id) == 6 and saved_id[5] is None:
             saved_id = saved_id[:5]
         if not (isinstance(saved_id, tuple) and len(saved_id) == 5 and saved_id[0] == "storage"):
-            raise pickle.UnpicklingError(f"a persistent id that is no storage: {short(saved_id)}")
+            raise pickle.UnpicklingError(f"a persistent id that is not a storage: {short(saved_id)}")
         _, kind, key, location, numel = saved_id
         name = kind.name.removesuffix("Storage") if isinstance(kind, Named) else ""
         dtype = STORAGES.get(name)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from composer_fsdp2.checkpoint.conversion.plan import ConversionPlan
-from composer_fsdp2.checkpoint.convert import ConversionReport, convert_checkpoint
+from composer_fsdp2.checkpoint.convert.conversion import ConversionReport, convert_checkpoint
+from composer_fsdp2.checkpoint.convert.conversion_plan import ConversionPlan
 
 
 def convert(source: Path, destination: Path, to: str, **options: Any) -> ConversionReport:

@@ -447,7 +447,7 @@ DCP = [
         rf"{TENSOR}.*expected .* shape .* found",
     ),
     ("entries of one shape swapped", _swap(*_SAME_SHAPE), FoundBy.AGAINST, r"blocks\.0\.up\.weight.*elements differ"),
-    ("a chunk less", _chunks(lambda chunks: chunks.pop()), FoundBy.INSPECT, rf"{TENSOR} .*not whole"),
+    ("a chunk less", _chunks(lambda chunks: chunks.pop()), FoundBy.INSPECT, rf"{TENSOR} .*not complete"),
     ("no chunks", _chunks(lambda chunks: chunks.clear()), FoundBy.INSPECT, rf"{TENSOR} .*hold 0 of 66 elements"),
     ("a chunk twice", _chunks(lambda chunks: chunks.append(chunks[0])), FoundBy.INSPECT, rf"{TENSOR}.*overlap"),
     (
@@ -476,7 +476,12 @@ DCP = [
         "overlapping bytes for",
     ),
     ("a key at another's path", metadata(_path_of_another), FoundBy.INSPECT, rf"the path of {KEY}"),
-    ("another size", _tensor(size=torch.Size((12, 6))), FoundBy.INSPECT, rf"{TENSOR} of shape \(12, 6\) is not whole"),
+    (
+        "another size",
+        _tensor(size=torch.Size((12, 6))),
+        FoundBy.INSPECT,
+        rf"{TENSOR} of shape \(12, 6\) is not complete",
+    ),
     ("a negative size", _tensor(size=torch.Size((-11, 6))), FoundBy.INSPECT, r"\.metadata"),
     ("another shape throughout", metadata(_smaller), FoundBy.STRUCTURE, rf"{TENSOR}.*shape \(\d+, 5\), found .*, 6\)"),
     ("another dtype", _dtype(torch.int32), FoundBy.STRUCTURE, rf"{TENSOR}.*expected torch.int32 .*found torch.float32"),

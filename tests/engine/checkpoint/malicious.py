@@ -109,7 +109,7 @@ def hostile() -> dict[str, bytes]:
         "negative offset": tensor(integer(-1), integer(2), integer(1)) + b".",
         "negative size": tensor(integer(0), integer(-4), integer(1)) + b".",
         "negative stride": tensor(integer(3), integer(2), integer(-1)) + b".",
-        "size that is no number": tensor(integer(0), text("4"), integer(1)) + b".",
+        "size that is not a number": tensor(integer(0), text("4"), integer(1)) + b".",
         "more strides than sizes": tensor(integer(0), integer(2), integer(1) * 2) + b".",
         "4 TB from 4 bytes": tensor(integer(0), integer(1 << 40), integer(0)) + b".",
         "more elements than numbers have": tensor(integer(0), integer(1 << 62) * 4, integer(0) * 4) + b".",

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.checkpoint.inventory import CheckpointInventory, EntryPath
-from composer_fsdp2.checkpoint.reading import Reader, materialized
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory
+from composer_fsdp2.checkpoint.read import Reader, materialized
+from composer_fsdp2.checkpoint.trees import EntryPath
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LEGACY = FIXTURES / "legacy-checkpoints"
@@ -49,7 +50,7 @@ def composer_state(*, by_id: bool = False, batch: int = 3) -> dict[str, Any]:
 
 
 def leaves(value: Any, path: EntryPath = ()) -> Iterator[tuple[EntryPath, Any]]:
-    """Every part of a nested value that is no dict, list or tuple."""
+    """Every part of a nested value that is not a dict, list or tuple."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from leaves(part, (*path, key))

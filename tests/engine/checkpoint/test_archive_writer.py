@@ -17,7 +17,7 @@ import torch
 from engine.checkpoint.samples import DTYPES, bytes_of, random_tensor
 from support.comparing import assert_same
 
-from composer_fsdp2.checkpoint.storage.archive_writer import ArchivePlan, Slot, plan_archive
+from composer_fsdp2.checkpoint.archive.writer import ArchivePlan, Slot, plan_archive
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

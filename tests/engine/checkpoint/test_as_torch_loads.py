@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from support.comparing import assert_same
 from support.examples import examples
 
-from composer_fsdp2.checkpoint.formats._composer import with_records
-from composer_fsdp2.checkpoint.reading import Reader, materialized
-from composer_fsdp2.checkpoint.storage.archive import Archive
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive
+from composer_fsdp2.checkpoint.layouts._composer import with_records
+from composer_fsdp2.checkpoint.read import Reader, materialized
 from composer_fsdp2.errors import CheckpointError
 
 

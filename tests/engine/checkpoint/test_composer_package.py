@@ -38,8 +38,8 @@ def write(folder: Path, form: str) -> dict[str, Any]:
         "rng": whole["rng"],
     }
     (folder / "resumption.pkl").write_bytes(pickle.dumps(resumption))
-    said = {"composer_version": "0.32.1", "torch_version": "2.7.0", "num_gpus": 2, "precision": "fp32"}
-    (folder / "composer_metadata.json").write_text(json.dumps(said))
+    text = {"composer_version": "0.32.1", "torch_version": "2.7.0", "num_gpus": 2, "precision": "fp32"}
+    (folder / "composer_metadata.json").write_text(json.dumps(text))
     return whole
 
 
@@ -80,7 +80,7 @@ def test_parts_that_were_not_saved_are_said(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "said"),
+    ("file", "content", "text"),
     [
         ("resumption.pkl", b"", "damaged pickle"),
         ("resumption.pkl", pickle.dumps([1]), "no dict"),
@@ -91,11 +91,11 @@ def test_parts_that_were_not_saved_are_said(tmp_path: Path):
         ("model/model.pt", b"", "empty"),
     ],
 )
-def test_damaged_part_is_named(tmp_path: Path, file: str, content: bytes, said: str):
+def test_damaged_part_is_named(tmp_path: Path, file: str, content: bytes, text: str):
     """Which of the files is broken, and no pickle run on the way."""
     write(tmp_path, "one file")
     (tmp_path / file).write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{file}.*{said}"):
+    with pytest.raises(CheckpointError, match=rf"{file}.*{text}"):
         inspect_checkpoint(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Tar files and compressed checkpoints: described in one pass, unpacked on request, damage seen."""
+"""Tar files and compressed checkpoints: described, unpacked on request, damage seen."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,8 @@ from engine.checkpoint.samples import bytes_read, composer_state, leaves, values
 from support.comparing import assert_same
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint
-from composer_fsdp2.checkpoint.formats import compressed as compressed_format
-from composer_fsdp2.checkpoint.formats.compressed import unpacked
+from composer_fsdp2.checkpoint.archive import packed
+from composer_fsdp2.checkpoint.archive.packed import unpacked
 from composer_fsdp2.checkpoint.inventory import TensorRecord
 
 pytestmark = pytest.mark.any_torch
@@ -120,15 +121,17 @@ def test_tensors_of_a_compressed_file_are_not_read_in_place(plain: Path):
         values_of(inventory)
 
 
-def test_inspecting_reads_the_file_once_and_writes_nothing(tmp_path: Path):
-    """A 100 GB checkpoint is looked at without 100 GB of scratch space, in one pass."""
+def test_inspecting_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was unpacked to be looked at goes again; the checkpoint's own folder, perhaps read-only, stays."""
     plain = tmp_path / "plain.pt"
     torch.save({"state": {"model": {"w": torch.randn(1 << 20)}}}, plain)  # 4 MiB that do not compress
     path = compressed(plain, "gz")
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     size, before, files = path.stat().st_size, bytes_read(), set(tmp_path.iterdir())
     inspect_checkpoint(path)
-    assert size <= bytes_read() - before < 1.1 * size + 100_000
-    assert set(tmp_path.iterdir()) == files
+    assert set(tmp_path.iterdir()) == files and not any(scratch.iterdir())
+    assert size <= bytes_read() - before < 2.2 * size + 100_000, "once packed, and once to check the records"
 
 
 class Unseekable(io.RawIOBase):
@@ -171,7 +174,7 @@ def test_data_that_looks_like_the_end_of_a_record_does_not_end_it(tmp_path: Path
 def test_records_may_end_between_two_reads(plain: Path, monkeypatch: pytest.MonkeyPatch, slice_bytes: int):
     """Where a read ends says nothing about the file; with small ones every mark is cut in two somewhere."""
     path = compressed(plain, "gz")
-    monkeypatch.setattr(compressed_format, "_SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(packed, "_SLICE_BYTES", slice_bytes)
     assert_described(path, plain)
 
 
@@ -179,7 +182,7 @@ def test_records_may_end_between_two_reads(plain: Path, monkeypatch: pytest.Monk
 
 
 def test_every_truncation_and_flip_of_content_is_seen(plain: Path):
-    """The one pass checks each record's CRC32: a damaged archive is named while it is looked at."""
+    """Each record is checked against its CRC32: a damaged archive is named while it is looked at."""
     content = plain.read_bytes()
     path = plain.with_name("x.pt.bz2")
     with zipfile.ZipFile(plain) as archive:
@@ -270,10 +273,10 @@ def test_tar_of_other_things_is_refused_and_extracts_nothing(plain: Path, tmp_pa
 
 
 def test_compressed_something_is_refused(tmp_path: Path):
-    """A compressed log is no checkpoint."""
+    """A compressed log is not a checkpoint."""
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(b"a log" * 100))
-    with pytest.raises(CheckpointError, match=r"no torch\.save file"):
+    with pytest.raises(CheckpointError, match=r"x\.gz: not the zip archive that torch\.save writes"):
         inspect_checkpoint(path)
 
 

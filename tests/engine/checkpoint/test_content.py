@@ -15,8 +15,8 @@ from support.cases import for_each
 from support.ranks import run_ranks
 
 from composer_fsdp2.checkpoint.inventory import Blob
-from composer_fsdp2.checkpoint.loading import content
-from composer_fsdp2.checkpoint.reading import Part
+from composer_fsdp2.checkpoint.load import content
+from composer_fsdp2.checkpoint.records import ReadRange
 from composer_fsdp2.errors import CheckpointError
 
 NUM_RANKS, RECORD_BYTES = 1024, 1 << 12
@@ -31,10 +31,10 @@ def blob_of(number: int, folder: str = "folder") -> Blob:
     return Blob(Path(folder, "file.pt"), number * RECORD_BYTES, RECORD_BYTES, zlib.crc32(record(number)))
 
 
-def part(blob: Blob, start: int, end: int, data: bytes | None = None) -> Part:
+def part(blob: Blob, start: int, end: int, data: bytes | None = None) -> ReadRange:
     """A range that was read, with its own content or with other ``data``."""
     own = record(blob.offset // RECORD_BYTES)[start:end]
-    return Part(blob, start, end, zlib.crc32(own if data is None else data))
+    return ReadRange(blob, start, end, zlib.crc32(own if data is None else data))
 
 
 def written(folder: str, num_records: int) -> None:
@@ -79,7 +79,7 @@ def test_a_record_in_a_thousand_parts(damaged: frozenset[int]):
 # --- on ranks
 
 
-def verdict(parts: list[Part], folder: str) -> str:
+def verdict(parts: list[ReadRange], folder: str) -> str:
     try:
         return f"{content.check_content(parts, Path(folder))} unchecked"
     except CheckpointError as error:

@@ -36,9 +36,8 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from composer_fsdp2 import CheckpointError
-from composer_fsdp2.checkpoint import convert as convert_module
-from composer_fsdp2.checkpoint.conversion import copying
-from composer_fsdp2.checkpoint.convert import convert_checkpoint
+from composer_fsdp2.checkpoint.convert import conversion, copying
+from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
 
 FULL = [LEGACY / "c172/full/ep0-ba3-rank0.pt", LEGACY / "c220/full/ep0-ba3-rank0.pt"]
 SHARDED = [LEGACY / f"{kind}/ep0-ba3" for kind in ("c172/sharded", "c220/sharded", "c220/sharded-mesh")]
@@ -266,7 +265,7 @@ def test_a_subset_by_pattern(tmp_path: Path, source: Path):
 
 @pytest.mark.any_torch
 def test_names_of_wrappers_are_taken_off(tmp_path: Path):
-    """FSDP1's and checkpointing's prefixes are no part of a name; weights and optimizer state lose them alike."""
+    """FSDP1's and checkpointing's prefixes are not part of a name; weights and optimizer state lose them alike."""
     state = composer_state()
     optimizer = state["state"]["optimizers"]["AdamW"]
     old = "model._fsdp_wrapped_module._checkpoint_wrapped_module.weight"
@@ -401,7 +400,7 @@ def test_a_destination_that_exists_is_left_alone(tmp_path: Path, source: Path, k
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"to": "zip"}, "expected one of monolithic, dcp, safetensors"),
+        ({"to": "zip"}, "expected one of dcp, safetensors, monolithic"),
         ({"to": "monolithic", "files": 2}, "has one file"),
         ({"to": "dcp", "files": 0}, "at least one"),
         ({"to": "dcp", "dtype": torch.int8}, "floating-point"),
@@ -498,7 +497,7 @@ def test_too_little_space_is_said_before_anything_is_written(
 ):
     """With both numbers. The disk is full by a fake ``shutil.disk_usage``."""
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: usage._replace(free=100))
     before = contents(tmp_path)
     with pytest.raises(CheckpointError, match=r"needs \d{4,} bytes, .* has 100 free"):
         convert(source, tmp_path / "new.pt", "monolithic")
@@ -555,15 +554,15 @@ def test_two_conversions_to_one_destination(tmp_path: Path, source: Path):
     """The files of two conversions were mixed, and both ended with exit code 0."""
     other, target = tmp_path / "other.pt", tmp_path / "new"
     torch.save({"state": {"model": {"model.0": torch.zeros(3)}}}, other)
-    said = []
+    message = []
 
     def meanwhile(*unused: int) -> None:
         with pytest.raises(CheckpointError, match="another process converts to this destination now") as raised:
             convert(other, target, "dcp")
-        said.append(str(raised.value))
+        message.append(str(raised.value))
 
     convert(source, target, "dcp", progress=meanwhile)
-    assert said and f"process {os.getpid()} on " in said[0]
+    assert message and f"process {os.getpid()} on " in message[0]
     assert_same(loaded_folder(target), without_empty_dicts(loaded(source)), in_bits=True)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # no lock is left
 
@@ -649,7 +648,7 @@ def test_the_report_is_data(tmp_path: Path, source: Path):
 
 MEMORY = """
 import sys, threading, time, torch, torch.distributed.checkpoint
-from composer_fsdp2.checkpoint.convert import convert_checkpoint
+from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
 
 def anonymous():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) / 1024
@@ -690,11 +689,11 @@ def check_two_ranks(folder: str) -> tuple[int, int, list[str]]:
     convert(path / "folder", path / "back.pt", "monolithic")
     try:
         if dist.get_rank() == 1:
-            convert_module.Copier.copy = failing  # type: ignore[method-assign]
+            conversion.Copier.copy = failing  # type: ignore[method-assign]
         convert(path / "source.pt", path / "never.pt", "monolithic")
     except CheckpointError as error:
-        said = str(error)
-    return there.read_bytes, there.written_bytes, [said]
+        message = str(error)
+    return there.read_bytes, there.written_bytes, [message]
 
 
 def failing(self: Any, *arguments: Any) -> Any:

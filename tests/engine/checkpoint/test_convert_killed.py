@@ -19,7 +19,7 @@ from engine.checkpoint.conversions import convert, loaded, staging_of
 from engine.checkpoint.samples import bytes_of, composer_state
 from support.examples import IS_THOROUGH
 
-from composer_fsdp2.checkpoint.conversion import copying, unfinished
+from composer_fsdp2.checkpoint.convert import copying, unfinished
 
 pytestmark = pytest.mark.any_torch
 

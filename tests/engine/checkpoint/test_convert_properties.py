@@ -7,7 +7,6 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,9 +20,10 @@ from hypothesis import strategies as st
 from support.comparing import assert_same
 from support.examples import examples
 
-from composer_fsdp2.checkpoint.conversion import copying
-from composer_fsdp2.checkpoint.formats.safetensors_folder import DTYPES as SAFETENSORS_DTYPES
-from composer_fsdp2.checkpoint.storage.crc import shifted
+from composer_fsdp2.checkpoint.archive.crc import shifted
+from composer_fsdp2.checkpoint.boxes import Box
+from composer_fsdp2.checkpoint.convert import copying
+from composer_fsdp2.checkpoint.layouts.safetensors import _DTYPES as SAFETENSORS_DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -116,25 +116,12 @@ def _safetensors() -> Any:
 
 @pytest.mark.any_torch
 @examples(100)
-@given(sizes=shapes, max_elements=st.integers(1, 40))
-def test_slabs_are_the_elements_in_order(sizes: tuple[int, ...], max_elements: int):
-    """A chunk is one run of the tensor, and the chunks are all of it."""
-    whole = torch.arange(prod(sizes)).reshape(sizes)
-    runs = [
-        whole[tuple(slice(o, o + s) for o, s in zip(offsets, lengths, strict=True))].reshape(-1)
-        for offsets, lengths in copying._slabs(sizes, max_elements)
-    ]
-    assert torch.equal(torch.cat(runs), whole.reshape(-1))
-    assert all(len(run) <= max_elements for run in runs)
-
-
-@pytest.mark.any_torch
-@examples(100)
 @given(sizes=st.lists(st.integers(1, 1000), max_size=40), world_size=st.integers(1, 9))
 def test_shares_are_all_units_once(sizes: list[int], world_size: int):
     """No rank leaves work to a rank that does not do it, and none has much more than its part."""
     units = [
-        copying.Unit(number, 0, (copying.Segment(0, (0,), (size,), 0, size, 0),)) for number, size in enumerate(sizes)
+        copying.Unit(number, 0, (copying.Segment(0, Box((0,), (size,)), 0, size, 0),))
+        for number, size in enumerate(sizes)
     ]
     shares = [copying.share_of(units, rank, world_size) for rank in range(world_size)]
     assert [unit for share in shares for unit in share] == units

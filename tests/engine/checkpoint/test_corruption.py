@@ -10,9 +10,9 @@ import torch
 from engine.checkpoint.corruptions import CORRUPTIONS, SOURCES, Corruption, FoundBy, prepared
 
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
-from composer_fsdp2.checkpoint.reading import Reader
-from composer_fsdp2.checkpoint.verification.faults import FaultKind
-from composer_fsdp2.checkpoint.verify import verify_checkpoint
+from composer_fsdp2.checkpoint.read import Reader
+from composer_fsdp2.checkpoint.verify.faults import FaultKind
+from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.any_torch
@@ -53,9 +53,9 @@ def test_damage_that_verify_finds(corruption: Corruption, tmp_path: Path):
     _, damaged = prepared(corruption, tmp_path)
     inspect_checkpoint(damaged)
     report = verify_checkpoint(damaged)
-    said = [fault for fault in report.faults if re.search(corruption.says, str(fault))]
-    assert said and not report.ok, str(report)
-    assert said[0].kind.value == corruption.found_by.value
+    text = [fault for fault in report.faults if re.search(corruption.says, str(fault))]
+    assert text and not report.ok, str(report)
+    assert text[0].kind.value == corruption.found_by.value
     assert all(str(damaged) in str(fault.file) for fault in report.faults)
     # One thing was damaged: what follows from it stays few, so that it is seen.
     assert len(report.faults) <= 4, str(report)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from composer_fsdp2.checkpoint.storage.crc import shifted
+from composer_fsdp2.checkpoint.archive.crc import shifted
 
 pytestmark = pytest.mark.any_torch
 

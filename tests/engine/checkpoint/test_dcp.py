@@ -16,8 +16,8 @@ from support.comparing import assert_same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint
-from composer_fsdp2.checkpoint.formats import dcp
-from composer_fsdp2.checkpoint.verify import verify_checkpoint
+from composer_fsdp2.checkpoint.layouts import dcp
+from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 
@@ -72,7 +72,7 @@ def test_part_of_a_state_is_read_to_where_it_belongs(tmp_path: Path):
     """Composer's newer package saves the optimizer alone, without Composer's keys above it."""
     optimizer = composer_state()["state"]["optimizers"]["AdamW"]
     torch_dcp.save(optimizer, checkpoint_id=str(tmp_path))
-    inventory = dcp.read(tmp_path, trust=False, prefix=("state", "optimizers", "AdamW"))
+    inventory = dcp.read(tmp_path, False, prefix=("state", "optimizers", "AdamW"))
     assert_same(
         values_of(inventory),
         {("state", "optimizers", "AdamW", *path): v for path, v in leaves(optimizer)},
@@ -115,7 +115,7 @@ def point_beyond_the_end(metadata: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "text"),
     [
         (leave_the_folder, "outside of the folder"),
         (lose_a_chunk, "wte.weight.*holds? .* elements"),
@@ -123,16 +123,16 @@ def point_beyond_the_end(metadata: Any) -> None:
         (lose_a_path, "the path of rng.0.* is another's, or none"),
     ],
 )
-def test_metadata_that_lies_is_refused(tmp_path: Path, change: Callable[[Any], None], said: str):
+def test_metadata_that_lies_is_refused(tmp_path: Path, change: Callable[[Any], None], text: str):
     """torch follows '../', and leaves rows of a tensor as they were where a chunk is not listed."""
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=text):
         inspect_checkpoint(edited(change, tmp_path / "x"))
 
 
-@pytest.mark.parametrize(("lost", "said"), [(".metadata", "no .metadata"), ("__1_0.distcp", "__1_0.distcp: missing")])
-def test_missing_file_is_named(tmp_path: Path, lost: str, said: str):
+@pytest.mark.parametrize(("lost", "text"), [(".metadata", "no .metadata"), ("__1_0.distcp", "__1_0.distcp: missing")])
+def test_missing_file_is_named(tmp_path: Path, lost: str, text: str):
     """One file less after a copy between machines is found before training starts."""
     folder = edited(lambda metadata: None, tmp_path / "x")
     (folder / lost).unlink()
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=text):
         inspect_checkpoint(folder)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from composer_fsdp2.checkpoint.inside import inside
+from composer_fsdp2.checkpoint.archive.inside import inside
 from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.any_torch
@@ -41,7 +41,7 @@ def test_a_name_that_leads_out(name: object, tmp_path: Path):
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match=r"^the list: names ") as raised:
-        inside(folder, name, said_by="the list")
+        inside(folder, name, named_by="the list")
     str(raised.value).encode()  # a message that every terminal and file takes
 
 
@@ -51,10 +51,10 @@ def test_a_file_that_is_a_link(tmp_path: Path):
     (tmp_path / "blob").write_bytes(b"")
     (tmp_path / "folder" / "model").symlink_to(tmp_path / "blob")
     (tmp_path / "folder" / "own").symlink_to("other")
-    assert inside(tmp_path / "folder", "model", said_by="", may_link=True) == tmp_path / "folder" / "model"
-    assert inside(tmp_path / "folder", "own", said_by="") == tmp_path / "folder" / "own"
+    assert inside(tmp_path / "folder", "model", named_by="", may_link=True) == tmp_path / "folder" / "model"
+    assert inside(tmp_path / "folder", "own", named_by="") == tmp_path / "folder" / "own"
     with pytest.raises(CheckpointError, match="outside"):
-        inside(tmp_path / "folder", "model", said_by="")
+        inside(tmp_path / "folder", "model", named_by="")
 
 
 @examples(200)
@@ -63,7 +63,7 @@ def test_any_name(parts: list[str]):
     """What is accepted lies below the folder, by the file system's own rules."""
     name, folder = "/".join(parts), Path("/nowhere/folder")
     try:
-        path = inside(folder, name, said_by="")
+        path = inside(folder, name, named_by="")
     except CheckpointError:
         assert name.startswith("/") or ".." in parts or not name.replace("/", "").strip(".")
     else:

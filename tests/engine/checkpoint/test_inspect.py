@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -23,9 +24,10 @@ import torch.distributed.checkpoint as torch_dcp
 from engine.checkpoint.samples import FIXTURES, LEGACY, bytes_read, composer_state, leaves
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint, verify_checkpoint
-from composer_fsdp2.checkpoint.describe import Section, as_data, as_text, human_bytes
-from composer_fsdp2.checkpoint.formats import monolithic
-from composer_fsdp2.checkpoint.locate import NotACheckpointError
+from composer_fsdp2.checkpoint.describe import Section, as_data, as_text
+from composer_fsdp2.checkpoint.locate import NotACheckpointError, find
+from composer_fsdp2.checkpoint.open import inventory_of
+from composer_fsdp2.config.text import human_bytes
 
 # --- only metadata
 
@@ -112,15 +114,16 @@ def test_structures_that_no_checkpoint_has_are_refused_as_such(tmp_path: Path):
 
 @pytest.mark.any_torch
 @pytest.mark.parametrize("error", [KeyError("params"), TypeError("no"), RecursionError("too deep")])
-def test_what_no_layout_foresaw_is_our_error_too(monkeypatch: pytest.MonkeyPatch, error: Exception):
+def test_what_no_layout_foresaw_is_our_error_too(error: Exception):
     """A bare KeyError would say neither which file nor what to do with it."""
 
-    def read(path: Path, *, trust: bool) -> Any:
+    def read(path: Path, trust: bool) -> Any:
         raise error
 
-    monkeypatch.setattr(monolithic, "read", read)
+    found = find(LEGACY / "c172" / "full")
+    layout = dataclasses.replace(found.layout, read=read)
     with pytest.raises(CheckpointError, match=r"ep0-ba3-rank0\.pt: monolithic, but not as Composer writes it"):
-        inspect_checkpoint(LEGACY / "c172" / "full")
+        inventory_of(dataclasses.replace(found, layout=layout))
 
 
 @pytest.mark.any_torch
@@ -203,9 +206,9 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("name", FOREIGN)
 def test_anything_else_is_called_what_it_looks_like(tmp_path: Path, name: str):
     """Who points at the wrong thing learns what it is, and what to do where that is known."""
-    write, said = FOREIGN[name]
+    write, message = FOREIGN[name]
     write(tmp_path / name)
-    with pytest.raises(NotACheckpointError, match=said) as caught:
+    with pytest.raises(NotACheckpointError, match=message) as caught:
         inspect_checkpoint(tmp_path / name)
     assert name in str(caught.value)
 
@@ -303,8 +306,8 @@ def test_says_whether_and_how_it_loads_into_a_model(tmp_path: Path):
     assert fit_of(path, torch.nn.Linear(3, 2)) == (True, "2 tensors of the model, 2 renamed")
     fits, text = fit_of(path, torch.nn.Linear(4, 2, bias=False))
     assert not fits
-    for said in ("weight", "(2, 3)", "(2, 4)", "bias"):
-        assert said in text, text
+    for message in ("weight", "(2, 3)", "(2, 4)", "bias"):
+        assert message in text, text
     data = as_data(inspect_checkpoint(path, model=torch.nn.Linear(4, 2)))
     assert data["fit"]["fits"] is False and "(2, 4)" in data["fit"]["text"]
     assert "it fits" in as_text(inspect_checkpoint(path, model=torch.nn.Linear(3, 2)))

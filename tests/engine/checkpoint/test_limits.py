@@ -17,7 +17,7 @@ import torch
 from engine.checkpoint.bombs import BOMBS, MIB
 
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
-from composer_fsdp2.checkpoint.verify import verify_checkpoint
+from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.any_torch
@@ -51,12 +51,12 @@ def verified(path: Path) -> str:
 
 def measure(path: Path, answer: Connection) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, said, seconds = peak_bytes(), [], []
+    before, text, seconds = peak_bytes(), [], []
     for command in (inspected, verified):
         started = time.monotonic()
-        said.append(command(path))
+        text.append(command(path))
         seconds.append(time.monotonic() - started)
-    answer.send((said, max(seconds), peak_bytes() - before))
+    answer.send((text, max(seconds), peak_bytes() - before))
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -70,13 +70,13 @@ def test_what_a_hostile_file_may_cost(name: str, tmp_path: Path):
     send.close()
     try:
         assert receive.poll(TIME_LIMIT_S), f"{name}: not refused after {TIME_LIMIT_S} s"
-        said, seconds, num_bytes = receive.recv()
+        text, seconds, num_bytes = receive.recv()
     finally:
         process.kill()
         process.join()
     size = sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]))
-    print(f"\n{name}: {size / MIB:.3f} MiB, {seconds:.1f} s, {num_bytes / MIB:.0f} MiB: {said[0][-110:]}")
-    assert all(said), f"{name} was not refused: {said}"
+    print(f"\n{name}: {size / MIB:.3f} MiB, {seconds:.1f} s, {num_bytes / MIB:.0f} MiB: {text[0][-110:]}")
+    assert all(text), f"{name} was not refused: {text}"
     assert num_bytes < MAX_MEMORY_BYTES, f"{name}: {num_bytes / MIB:.0f} MiB"
 
 

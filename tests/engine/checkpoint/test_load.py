@@ -901,7 +901,7 @@ def check_hooks(folder: str) -> None:
         step(model, optimizer, 6)
 
     kinds = ("pre-hook", "post-hook", "subclass")
-    with mock.patch("composer_fsdp2.checkpoint.exchange._SMALL_BYTES", 0):  # so that replicas share what they read
+    with mock.patch("composer_fsdp2.checkpoint.load.exchange._SMALL_BYTES", 0):  # so that replicas share what they read
         for action in (check, check_refusal):
             for_each(action, {f"{action.__name__}: {case}": case for case in itertools.product(kinds, CONFIGURATIONS)})
 
@@ -1153,7 +1153,7 @@ def test_damage_is_refused_on_every_rank(tmp_path: Path, layout: str):
         paths = prepared(row, tmp_path / str(number))
         (tmp_path / str(number) / "paths").write_text("\n".join(map(str, paths)))
     [first, second] = run_ranks(check_corruptions, 2, str(tmp_path), layout)
-    assert {name for name, said in first.items() if said} == {name for name, said in second.items() if said}
+    assert {name for name, message in first.items() if message} == {name for name, message in second.items() if message}
     unnoticed = {row.name for row in rows if row.found_by is FoundBy.INSPECT and not first[row.name]}
     assert unnoticed == set()
     content = [row.name for row in rows if row.found_by is FoundBy.CONTENT]

@@ -229,7 +229,7 @@ def try_load(path: str, case: Case) -> str:
 
 
 def assert_part(name: str, ours: torch.Tensor, whole: torch.Tensor) -> None:
-    """This rank's part is that of the whole tensor; gloo could not gather fp8."""
+    """This rank's part is that of the full tensor; gloo could not gather fp8."""
     if isinstance(ours, DTensor):
         [place] = ours.placements
         parts = list(whole.chunk(dist.get_world_size(), place.dim))

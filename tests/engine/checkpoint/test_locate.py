@@ -19,7 +19,7 @@ from composer_fsdp2 import (
     load_checkpoint,
     verify_checkpoint,
 )
-from composer_fsdp2.checkpoint.locate import NotACheckpointError, find, locate
+from composer_fsdp2.checkpoint.locate import NotACheckpointError, find
 
 pytestmark = pytest.mark.any_torch
 
@@ -47,7 +47,7 @@ def test_latest_of_an_old_run_is_found(kind: str):
     """The files that Composer wrote, with links that became text on the way through git or an object store."""
     expected = "ep0-ba3-rank0.pt" if "full" in kind else "ep0-ba3"
     for named in ("latest-rank0.pt", "latest-rank{rank}.pt", "."):
-        assert locate(LEGACY / kind / named).name == expected
+        assert find(LEGACY / kind / named).path.name == expected
 
 
 def test_links_lead_to_what_they_link(tmp_path: Path):
@@ -59,8 +59,8 @@ def test_links_lead_to_what_they_link(tmp_path: Path):
     (run / "latest-sharded-rank0").symlink_to("../disk/ep0-ba3")
     (run / "latest-rank0.pt").symlink_to("second")
     (run / "second").symlink_to(file)
-    assert locate(run / "latest-sharded-rank{rank}") == folder
-    assert locate(run / "latest-rank0.pt") == file
+    assert find(run / "latest-sharded-rank{rank}").path == folder
+    assert find(run / "latest-rank0.pt").path == file
 
 
 @pytest.mark.parametrize("content", ["ep0-ba3-rank0.pt", "run/checkpoints/ep0-ba3-rank0.pt\n"])
@@ -69,18 +69,18 @@ def test_symlink_files_of_object_stores_are_followed(tmp_path: Path, content: st
     file = save(tmp_path / "run" / "checkpoints" / "ep0-ba3-rank0.pt")
     pointer = file.with_name("latest-rank0.pt.symlink")
     pointer.write_text(content)
-    assert locate(pointer) == file
-    assert locate(file.with_name("latest-rank0.pt")) == file, "as named without the ending"
-    assert locate(file.with_name("latest-rank{rank}.pt")) == file
+    assert find(pointer).path == file
+    assert find(file.with_name("latest-rank0.pt")).path == file, "as named without the ending"
+    assert find(file.with_name("latest-rank{rank}.pt")).path == file
 
 
 def test_file_uri_and_home_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Paths as launchers and YAMLs write them; spaces and other letters in them too."""
     file = save(tmp_path / "a run, größer" / "x.pt")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert locate(f"file://{tmp_path}/a%20run,%20größer/x.pt") == file
-    assert locate("~/a run, größer/x.pt") == file
-    assert locate(file) == file
+    assert find(f"file://{tmp_path}/a%20run,%20größer/x.pt").path == file
+    assert find("~/a run, größer/x.pt").path == file
+    assert find(file).path == file
 
 
 # --- the newest of several
@@ -130,33 +130,33 @@ def test_of_equal_steps_the_later_written_is_taken(tmp_path: Path):
     """Two runs below one folder: the batch decides, then the epoch, then the time."""
     older, newer = save(tmp_path / "b" / "ep0-ba3-rank0.pt"), save(tmp_path / "a" / "ep0-ba3-rank0.pt")
     os.utime(older, (1000, 1000))
-    assert locate(tmp_path) == newer
+    assert find(tmp_path).path == newer
     os.utime(newer, (500, 500))
-    assert locate(tmp_path) == older
+    assert find(tmp_path).path == older
     save(tmp_path / "a" / "ep1-ba3-rank0.pt")
     os.utime(tmp_path / "a" / "ep1-ba3-rank0.pt", (1, 1))
-    assert locate(tmp_path).name == "ep1-ba3-rank0.pt"
+    assert find(tmp_path).path.name == "ep1-ba3-rank0.pt"
     save(tmp_path / "b" / "ep0-ba4-rank0.pt")
-    assert locate(tmp_path).name == "ep0-ba4-rank0.pt"
+    assert find(tmp_path).path.name == "ep0-ba4-rank0.pt"
 
 
 def test_folder_with_names_of_ones_own(tmp_path: Path):
     """save_filename may be anything: the latest pointer decides, or the only checkpoint there is."""
     first = save(tmp_path / "batch3.pt")
     (tmp_path / "run.log").write_text("a\nlog")
-    assert locate(tmp_path) == first
+    assert find(tmp_path).path == first
     second = save(tmp_path / "batch6.pt")
     with pytest.raises(CheckpointError, match=r"2 checkpoints.*batch3\.pt, batch6\.pt"):
-        locate(tmp_path)
+        find(tmp_path)
     (tmp_path / "latest-rank0.pt").symlink_to(second.name)
-    assert locate(tmp_path) == second
+    assert find(tmp_path).path == second
 
 
 # --- what leads nowhere
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "text"),
     [
         ("../secret.pt", "outside of its folder"),
         ("link-out", "outside of its folder"),
@@ -167,7 +167,7 @@ def test_folder_with_names_of_ones_own(tmp_path: Path):
         ("", "no path"),
     ],
 )
-def test_pointers_stay_in_their_folder(tmp_path: Path, content: str, said: str):
+def test_pointers_stay_in_their_folder(tmp_path: Path, content: str, text: str):
     """A pointer file comes with the checkpoint, from whoever wrote it: it opens nothing else on the machine."""
     save(tmp_path / "secret.pt")
     run = tmp_path / "run"
@@ -175,8 +175,8 @@ def test_pointers_stay_in_their_folder(tmp_path: Path, content: str, said: str):
     (run / "link-out").symlink_to("../secret.pt")
     (run / "b.symlink").write_text("a.symlink")
     (run / "a.symlink").write_text(content)
-    with pytest.raises(NotACheckpointError, match=said):
-        locate(run / "a.symlink")
+    with pytest.raises(NotACheckpointError, match=text):
+        find(run / "a.symlink")
 
 
 def test_absolute_pointer_is_refused(tmp_path: Path):
@@ -186,7 +186,7 @@ def test_absolute_pointer_is_refused(tmp_path: Path):
     pointer = tmp_path / "run" / "latest-rank0.pt"
     pointer.write_text(str(file))
     with pytest.raises(NotACheckpointError, match="outside of its folder"):
-        locate(pointer)
+        find(pointer)
 
 
 def test_dangling_and_circular_links_are_named(tmp_path: Path):
@@ -196,19 +196,19 @@ def test_dangling_and_circular_links_are_named(tmp_path: Path):
     (tmp_path / "b").symlink_to("a")
     for name in ("latest-rank0.pt", "a"):
         with pytest.raises(NotACheckpointError, match=f"{name} -> .*link to nothing"):
-            locate(tmp_path / name)
+            find(tmp_path / name)
 
 
 def test_missing_path_says_what_is_there(tmp_path: Path):
     """A typing error is seen at a glance; a remote path is not looked up on this disk."""
     save(tmp_path / "ep0-ba3-rank0.pt")
     with pytest.raises(NotACheckpointError, match=r"ep0-ba3-rank0\.pt"):
-        locate(tmp_path / "ep0-ba4-rank0.pt")
+        find(tmp_path / "ep0-ba4-rank0.pt")
     with pytest.raises(NotACheckpointError, match="name the folder"):
-        locate(tmp_path / "ep{epoch}-ba{batch}-rank{rank}.pt")
+        find(tmp_path / "ep{epoch}-ba{batch}-rank{rank}.pt")
     for uri in ("s3://bucket/ep0-ba3", "hf://org/model", "file://other-machine/x"):
         with pytest.raises(NotACheckpointError, match=r"not on this machine.*load_path"):
-            locate(uri)
+            find(uri)
 
 
 def test_a_file_of_a_hugging_face_cache(tmp_path: Path):
@@ -222,7 +222,7 @@ def test_a_file_of_a_hugging_face_cache(tmp_path: Path):
     (snapshot / "weights.pt").symlink_to("../../blobs/4567")
     for path in (snapshot / "model.safetensors", snapshot):
         assert [key[2] for key in inspect_checkpoint(path).tensors] == ["w"]
-    assert locate(snapshot / "weights.pt") == blobs / "4567"
+    assert find(snapshot / "weights.pt").path == blobs / "4567"
 
 
 NO_PATHS = {

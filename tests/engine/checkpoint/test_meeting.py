@@ -9,8 +9,8 @@ from unittest import mock
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from composer_fsdp2.checkpoint.conversion import meeting
-from composer_fsdp2.checkpoint.conversion.meeting import Meeting
+from composer_fsdp2.checkpoint.convert import meeting
+from composer_fsdp2.checkpoint.convert.meeting import Meeting
 from composer_fsdp2.errors import CheckpointError
 
 

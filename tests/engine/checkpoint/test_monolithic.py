@@ -105,7 +105,7 @@ def test_file_without_crcs_is_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "text"),
     [
         ([torch.ones(2)], "holds a list"),
         ({"epoch": 3, "net": {"w": torch.ones(2)}}, "epoch, net"),
@@ -113,9 +113,9 @@ def test_file_without_crcs_is_read(tmp_path: Path):
         ({"state": {"model": {}, "optimizers": {"AdamW": [1]}}}, "AdamW is a list"),
     ],
 )
-def test_other_torch_files_are_refused_by_what_they_hold(tmp_path: Path, value: Any, said: str):
+def test_other_torch_files_are_refused_by_what_they_hold(tmp_path: Path, value: Any, text: str):
     """Another trainer's file is named for what it is, in place of a load that changes nothing."""
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=text):
         inspect_checkpoint(saved(value, tmp_path / "x.pt"))
 
 

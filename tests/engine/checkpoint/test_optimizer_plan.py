@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composer_fsdp2 import CheckpointError, load_checkpoint
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
-from composer_fsdp2.checkpoint.loading.plan import LoadPlan, plan_load
+from composer_fsdp2.checkpoint.load.load_plan import LoadPlan, plan_load
 
 
 def make_model() -> nn.Module:
@@ -206,7 +206,7 @@ def test_without_groups(tmp_path: Path):
 
 
 def test_hyperparameters_of_other_kinds(tmp_path: Path):
-    """A flag is no number and a pair no number; a rate as a tensor is one."""
+    """A flag is not a number and a pair no number; a rate as a tensor is one."""
     model = make_model()
     optimizer = make_optimizer(model)
     stepped(model, optimizer)

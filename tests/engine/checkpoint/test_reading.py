@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from support.comparing import assert_same
 from support.examples import examples
 
-from composer_fsdp2.checkpoint import reading
-from composer_fsdp2.checkpoint.inventory import Chunk, Entry, FlatRange, TensorRecord, of_stored_tensor
-from composer_fsdp2.checkpoint.reading import Reader, bytes_of
-from composer_fsdp2.checkpoint.storage.archive import Archive
-from composer_fsdp2.checkpoint.storage.crc import shifted
+from composer_fsdp2.checkpoint import read
+from composer_fsdp2.checkpoint.archive.crc import shifted
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive
+from composer_fsdp2.checkpoint.boxes import Box
+from composer_fsdp2.checkpoint.inventory import Chunk, FlatRange, NestedArchive, TensorRecord, of_stored_tensor
+from composer_fsdp2.checkpoint.read import Reader, bytes_of
 from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.any_torch
@@ -98,7 +99,7 @@ limits = st.sampled_from([(4 << 20, 1 << 20), (5, 16), (3, 0)])
 
 @contextmanager
 def limited(slice_bytes: int, gap_bytes: int) -> Iterator[None]:
-    with mock.patch.object(reading, "SLICE_BYTES", slice_bytes), mock.patch.object(reading, "_GAP_BYTES", gap_bytes):
+    with mock.patch.object(read, "SLICE_BYTES", slice_bytes), mock.patch.object(read, "_GAP_BYTES", gap_bytes):
         yield
 
 
@@ -110,7 +111,7 @@ def test_box_of_a_strided_tensor(tensor: torch.Tensor, limit: tuple[int, int], d
     with saved(tensor) as record, limited(*limit), Reader() as reader:
         assert record.shape == tuple(tensor.shape) and record.dtype == tensor.dtype
         out = torch.empty(sizes, dtype=tensor.dtype)
-        reader.read(record, offsets, sizes, out)
+        reader.read(record, Box(offsets, sizes), out)
         assert_same(out, sliced(tensor, offsets, sizes), in_bits=True)
         assert_same(reader.read_whole(record), tensor, in_bits=True)
 
@@ -124,7 +125,7 @@ def test_into_a_view(tensor: torch.Tensor, limit: tuple[int, int], data: st.Data
     inside = around[(slice(1, -1),) * len(sizes)]
     before = around.clone()
     with saved(tensor) as record, limited(*limit), Reader() as reader:
-        reader.read(record, offsets, sizes, inside)
+        reader.read(record, Box(offsets, sizes), inside)
     assert_same(inside, sliced(tensor, offsets, sizes), in_bits=True)
     inside.copy_(before[(slice(1, -1),) * len(sizes)])
     assert_same(around, before, in_bits=True)
@@ -139,7 +140,7 @@ def test_rows_cost_their_own_bytes(shape: list[int], dtype: torch.dtype, data: s
     rows = data.draw(st.integers(0, shape[0] - first))
     offsets, sizes = (first, *(0,) * (len(shape) - 1)), (rows, *shape[1:])
     with saved(tensor) as record, Reader() as reader:
-        reader.read(record, offsets, sizes, torch.empty(sizes, dtype=dtype))
+        reader.read(record, Box(offsets, sizes), torch.empty(sizes, dtype=dtype))
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     assert reader.num_bytes == rows * row_bytes
     assert [(part.start, part.end) for part in reader.parts] == (
@@ -156,7 +157,7 @@ def test_parts_add_up_to_the_records_crc(shape: list[int], limit: tuple[int, int
     with saved(tensor) as record, limited(*limit), Reader() as reader:
         for first, last in data.draw(st.permutations([*itertools.pairwise(cuts)])):
             sizes = (last - first, *shape[1:])
-            reader.read(record, (first, *(0,) * (len(shape) - 1)), sizes, torch.empty(sizes))
+            reader.read(record, Box((first, *(0,) * (len(shape) - 1)), sizes), torch.empty(sizes))
     (blob,) = {part.blob for part in reader.parts}
     crc = 0
     for part in reader.parts:
@@ -185,14 +186,14 @@ def tilings(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[tuple[int, ...], 
     return tensor, draw(st.permutations(tiles))
 
 
-def write_entries(path: Path, tensors: list[torch.Tensor]) -> list[Entry]:
+def write_entries(path: Path, tensors: list[torch.Tensor]) -> list[NestedArchive]:
     """Archives end to end in one file, as DCP's writer leaves them."""
     entries = []
     with open(path, "wb") as file:
         for tensor in tensors:
             start = file.tell()
             torch.save(tensor, file)
-            entries.append(Entry(path, start, file.tell() - start))
+            entries.append(NestedArchive(path, start, file.tell() - start))
     return entries
 
 
@@ -210,7 +211,7 @@ def test_box_across_chunks(tiled: tuple, limit: tuple[int, int], data: st.DataOb
         assert record.untiled() is None
         out = torch.empty(sizes, dtype=tensor.dtype)
         with limited(*limit), Reader() as reader:
-            reader.read(record, offsets, sizes, out)
+            reader.read(record, Box(offsets, sizes), out)
     assert_same(out, sliced(tensor, offsets, sizes), in_bits=True)
 
 
@@ -231,7 +232,7 @@ def test_tilings_that_do_not_tile(tiled: tuple, data: st.DataObject):
         "missing": tiles[:number] + tiles[number + 1 :],
         "twice": [*tiles, tiles[number]],
     }.get(kind, [*tiles[:number], (tuple(moved[0]), tuple(moved[1])), *tiles[number + 1 :]])
-    entry = Entry(Path("file"), 0, 0)
+    entry = NestedArchive(Path("file"), 0, 0)
     record = TensorRecord(
         name="w", shape=shape, dtype=tensor.dtype, chunks=tuple(Chunk(*tile, entry) for tile in changed)
     )
@@ -263,7 +264,7 @@ def test_box_of_a_flat_parameters_range(shape: list[int], before: int, limit: tu
         record = TensorRecord(name="w", shape=tuple(shape), dtype=flat.dtype, flat=FlatRange(whole, before))
         out = torch.empty(sizes)
         with limited(*limit), Reader() as reader:
-            reader.read(record, offsets, sizes, out)
+            reader.read(record, Box(offsets, sizes), out)
     assert_same(out, sliced(tensor, offsets, sizes), in_bits=True)
 
 
@@ -287,23 +288,23 @@ def test_file_that_shrank(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
+    ("held", "text"),
     [
         (torch.ones(3), "holds torch.float32 of shape (3,), where .metadata says torch.float32 of shape (2,)"),
         (torch.ones(2, dtype=torch.int32), "holds torch.int32 of shape (2,), where .metadata says torch.float32"),
         ({"step": 1}, "holds no tensor"),
     ],
 )
-def test_entry_that_holds_something_else(held: object, said: str, tmp_path: Path):
+def test_entry_that_holds_something_else(held: object, text: str, tmp_path: Path):
     """An entry of another shape, dtype or kind than .metadata says is an error that names the tensor and the file."""
     path = tmp_path / "__0_0.distcp"
     torch.save(held, path)
-    entry = Entry(path, 0, path.stat().st_size)
+    entry = NestedArchive(path, 0, path.stat().st_size)
     record = TensorRecord(name="wte.weight", shape=(2,), dtype=torch.float32, chunks=(Chunk((0,), (2,), entry),))
     with Reader() as reader, pytest.raises(CheckpointError) as raised:
         reader.read_whole(record)
     assert str(raised.value).startswith("wte.weight: ") and str(path) in str(raised.value)
-    assert said in str(raised.value)
+    assert text in str(raised.value)
 
 
 def test_views_that_overlap_themselves():

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from composer_fsdp2.checkpoint import records
+from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.records import damage_of
-from composer_fsdp2.checkpoint.storage.archive import Blob
 
 pytestmark = pytest.mark.any_torch
 
@@ -77,5 +77,5 @@ def test_a_file_that_cannot_be_read(found: str, tmp_path: Path):
     blob = Blob(tmp_path / "file", 0, 200, 7)
     if found == "cut":
         blob.path.write_bytes(b"short")
-    said = damage_of(blob, [(0, 4, 0)])
-    assert said is not None and ("No such file" if found == "gone" else "ends at byte 5, needs 200") in said
+    text = damage_of(blob, [(0, 4, 0)])
+    assert text is not None and ("No such file" if found == "gone" else "ends at byte 5, needs 200") in text

@@ -11,29 +11,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from composer_fsdp2.checkpoint.rounds import OWN_SLICE_BYTES, ROUND_BYTES, Part, Routes, Timetable, cut, numbered
+from composer_fsdp2.checkpoint.boxes import Box
+from composer_fsdp2.checkpoint.save.rounds import OWN_SLICE_BYTES, ROUND_BYTES, Routes, Timetable, cut, numbered
 
 pytestmark = pytest.mark.any_torch
 
 Shape = tuple[int, ...]
 
 
-def parts(shape: Shape, dim: int | None, num_shards: int, num_replicas: int) -> list[Part | None]:
+def parts(shape: Shape, dim: int | None, num_shards: int, num_replicas: int) -> list[Box | None]:
     """As ``fully_shard`` cuts, for each rank: shards beside each other, replicas of all of them one after the other."""
-    unsharded = Part((0,) * len(shape), shape)
+    unsharded = Box((0,) * len(shape), shape)
     if dim is None or not shape:
         return [unsharded] * (num_shards * num_replicas)
     step = -(-shape[dim] // num_shards) or 1
-    of_shards: list[Part | None] = []
+    of_shards: list[Box | None] = []
     for shard in range(num_shards):
         first = min(shard * step, shape[dim])
         offsets, sizes = list(unsharded.offsets), list(shape)
         offsets[dim], sizes[dim] = first, min(step, shape[dim] - first)
-        of_shards.append(Part(tuple(offsets), tuple(sizes)))
+        of_shards.append(Box(tuple(offsets), tuple(sizes)))
     return of_shards * num_replicas
 
 
-def routes_of(cuts: list[list[Part | None]], itemsizes: list[int], num_ranks: int) -> Routes:
+def routes_of(cuts: list[list[Box | None]], itemsizes: list[int], num_ranks: int) -> Routes:
     """From each rank's part of each tensor."""
     return Routes([numbered([of_ranks[rank] for of_ranks in cuts]) for rank in range(num_ranks)], itemsizes)
 

@@ -83,7 +83,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"a.weight": {"dtype": "F99"}}, "F99"),
         ({"a.weight": {"shape": [3, 6]}}, "a.weight needs 72 bytes"),
@@ -93,9 +93,9 @@ def test_what_the_library_writes_is_read(tmp_path: Path):
         ({"a.weight": {"data_offsets": [-60, 0]}}, "damaged"),
     ],
 )
-def test_header_that_contradicts_the_file_is_refused(tmp_path: Path, changed: dict[str, Any], said: str):
+def test_header_that_contradicts_the_file_is_refused(tmp_path: Path, changed: dict[str, Any], message: str):
     """Bytes of one tensor are never read as another's."""
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         inspect_checkpoint(write(tmp_path / "model.safetensors", tensors(), **changed))
 
 

@@ -1,4 +1,4 @@
-"""A sharded state in one file: what torch.load reads of it is the whole state, and no rank ever had it in memory."""
+"""A sharded state in one file: what torch.load reads of it is the full state, and no rank ever had it in memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from composer_fsdp2._torch import with_part
-from composer_fsdp2.checkpoint import rounds, save, staged_file
-from composer_fsdp2.checkpoint.save import save_monolithic
+from composer_fsdp2.checkpoint.save import monolithic, rounds, staged_file
+from composer_fsdp2.checkpoint.save.monolithic import save_monolithic
 from composer_fsdp2.errors import CheckpointError
 
 DTYPES = (
@@ -102,7 +102,7 @@ def check_contents(folder: str) -> None:
 
     def check(num_bytes: int, from_host: bool) -> None:
         dist.barrier()  # rank 0 has read the last case's file
-        with slices_of(num_bytes), mock.patch.object(save, "sends_from_host", return_value=from_host):
+        with slices_of(num_bytes), mock.patch.object(monolithic, "sends_from_host", return_value=from_host):
             save_monolithic(state(cut, cut_tied), f"{folder}/ours.pt")
         if dist.get_rank() == 0:
             with open(f"{folder}/theirs.pt", "wb") as file:
@@ -128,7 +128,7 @@ def records(path: str) -> dict[str, bytes]:
 
 
 def test_the_file_is_torch_saves(tmp_path: Path):
-    """Whatever the split, dtype and shape: the file is the one that torch.save writes of the whole state."""
+    """Whatever the split, dtype and shape: the file is the one that torch.save writes of the full state."""
     run_ranks(check_contents, 2, str(tmp_path))
 
 
@@ -322,12 +322,12 @@ def check_one_rank_fails(folder: str) -> None:
     for_each(
         check,
         {
-            "memory for a round, of a sender": (failing_on(1, save, "_host_memory"), ["rank 1: MemoryError"]),
-            "memory for a round, of rank 0": (failing_on(0, save, "_host_memory"), ["MemoryError"]),
+            "memory for a round, of a sender": (failing_on(1, monolithic, "_host_memory"), ["rank 1: MemoryError"]),
+            "memory for a round, of rank 0": (failing_on(0, monolithic, "_host_memory"), ["MemoryError"]),
             "a thread": (failing_on(0, threading.Thread, "start"), ["MemoryError"]),
-            "a sender's first read": (failing_on(1, save, "bytes_of"), ["rank 1: MemoryError"]),
-            "a sender's read in the midst": (failing_on(1, save, "bytes_of", after=5), ["rank 1: MemoryError"]),
-            "rank 0's second read": (failing_on(0, save, "bytes_of", after=1), ["MemoryError"]),
+            "a sender's first read": (failing_on(1, monolithic, "bytes_of"), ["rank 1: MemoryError"]),
+            "a sender's read in the midst": (failing_on(1, monolithic, "bytes_of", after=5), ["rank 1: MemoryError"]),
+            "rank 0's second read": (failing_on(0, monolithic, "bytes_of", after=1), ["MemoryError"]),
             "the file's last bytes": (failing_on(0, staged_file, "sync"), ["MemoryError"]),
             "its name": (at_end, ["MemoryError"]),
         },

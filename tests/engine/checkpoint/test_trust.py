@@ -28,12 +28,12 @@ from hypothesis import strategies as st
 from support.comparing import assert_same
 from support.examples import examples
 
-from composer_fsdp2.checkpoint.formats._composer import with_records
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
+from composer_fsdp2.checkpoint.layouts._composer import with_records
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
-from composer_fsdp2.checkpoint.reading import Reader, materialized
-from composer_fsdp2.checkpoint.storage.archive import Archive
-from composer_fsdp2.checkpoint.verify import verify_checkpoint
+from composer_fsdp2.checkpoint.read import Reader, materialized
+from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
 
 pytestmark = pytest.mark.any_torch
@@ -340,10 +340,10 @@ def test_composers_plain_data(protocol: int):
 
 def all_names() -> list[tuple[str, str]]:
     """Every name that a checkpoint's pickle may hold, and the classes of DCP's metadata."""
-    from composer_fsdp2.checkpoint.formats.dcp import METADATA_NAMES
+    from composer_fsdp2.checkpoint.layouts.dcp import _METADATA_NAMES
     from composer_fsdp2.checkpoint.pickles import allowed
 
-    tables = [*allowed.TENSOR, *allowed.DATA, *allowed.INERT, *METADATA_NAMES]
+    tables = [*allowed.TENSOR, *allowed.DATA, *allowed.INERT, *_METADATA_NAMES]
     others = ["torch.float32", "torch.FloatStorage", "numpy.dtypes.UInt32DType", "builtins.getattr"]
     return [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in (*tables, *others)]
 
@@ -359,10 +359,10 @@ STATES = {
 
 def test_no_name_can_be_changed_for_everybody():
     """A pickle set `__new__` of what stands for torch's version, and every later file of the process was "damaged"."""
-    from composer_fsdp2.checkpoint.formats.dcp import METADATA_NAMES
+    from composer_fsdp2.checkpoint.layouts.dcp import _METADATA_NAMES
 
     def read(data: bytes) -> Any:
-        return read_pickle(data, where="x", inert=METADATA_NAMES)
+        return read_pickle(data, where="x", inert=_METADATA_NAMES)
 
     plain = pickle.dumps(torch.torch_version.TorchVersion("2.7.0"))
     fresh = {name: _content_of(read(b"c%b\n%b\n." % (name[0].encode(), name[1].encode()))) for name in all_names()}

@@ -1,0 +1,449 @@
+"""``device_train_microbatch_size: auto`` (and an evaluator's) for a model sharded by ``fully_shard``.
+
+Composer halves the microbatch and repeats the batch where a rank is out of memory; its hooks know FSDP1's modules only.
+Here ranks vote ([Note: votes] in ``out_of_memory.py``), and everything that the batch changed is as before it.
+
+A batch cannot be repeated any more once its gradients are clipped or stepped with (``_Recovery.is_committed``): a rank
+that is out of memory there raises at once, and the others end with it.
+"""
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from composer.core import Evaluator, Event, State
+from composer.devices import Device
+from composer.trainer import trainer as composer_trainer
+from composer.utils import ParallelismConfig, get_device
+from torchmetrics import Metric
+
+from composer_fsdp2.sharding.root_record import find_kept, keep
+from composer_fsdp2.sharding.sharded import is_sharded
+from composer_fsdp2.training.control import ANSWER_WITHIN
+from composer_fsdp2.training.out_of_memory import (
+    BatchSnapshot,
+    OutOfMemoryVote,
+    PeerOutOfMemoryError,
+    is_out_of_memory,
+    reset,
+)
+
+from .seams import seam
+
+log = logging.getLogger(__name__)
+
+# After so many batches in a row without an error votes end, as Composer's hooks did.
+_CLEAN_BATCHES = 3
+
+
+class _Recovery:
+    """Of one run: its votes, and where in a batch it is."""
+
+    def __init__(self, state: State, timeout: timedelta) -> None:
+        self.votes = OutOfMemoryVote(state.model, timeout)
+        self.is_training = False
+        self.is_committed = False
+        self.evaluation: _Evaluation | None = None
+        self._num_clean = 0
+
+    def begin_batch(self) -> None:
+        self.is_committed = False
+        if self._num_clean < _CLEAN_BATCHES:
+            self.votes.start()
+
+    def vote_at_the_end(self) -> None:
+        """The vote after which the ranks communicate about the gradients."""
+        if self.votes.is_on:
+            self.votes.check("the end of the last microbatch")
+
+    def note_clean(self) -> None:
+        self._num_clean += 1
+        if self._num_clean >= _CLEAN_BATCHES:
+            self.votes.stop()
+
+    def expect_more(self) -> None:
+        """Memory may be used in another way from here on."""
+        self._num_clean = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """A Trainer's run on a sharded model, kept with the model.
+
+    Args:
+        timeout: The Trainer's ``dist_timeout``.
+        recovery: Once it was needed.
+    """
+
+    timeout: timedelta = ANSWER_WITHIN
+    recovery: _Recovery | None = None
+
+
+def _recovery_of(state: State) -> _Recovery:
+    """Called on all ranks; the first time makes a process group."""
+    if (run := find_kept(state.model, _Run)) is None:
+        keep(state.model, run := _Run())
+    if run.recovery is None:
+        run.recovery = _Recovery(state, run.timeout)
+    return run.recovery
+
+
+def _known_recovery(state: State) -> _Recovery | None:
+    run = find_kept(state.model, _Run)
+    return None if run is None else run.recovery
+
+
+@seam("composer.trainer.trainer", "Trainer.__init__", why="device_train_microbatch_size 'auto' was refused with FSDP2")
+def init_trainer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """``Trainer.__init__``, which refuses 'auto' with FSDP2: there it begins as with None, which is the same size."""
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    is_ours = given["device_train_microbatch_size"] == "auto" and _will_be_sharded(given["parallelism_config"])
+    if is_ours:
+        _refuse_as_composer(given)
+        given["device_train_microbatch_size"] = None
+    original(*bound.args, **bound.kwargs)
+    if is_sharded(self.state.model):
+        keep(self.state.model, _Run(timedelta(seconds=given["dist_timeout"])))
+    if is_ours:
+        self.state.auto_microbatching = True
+
+
+def _will_be_sharded(config: Any) -> bool:
+    if isinstance(config, Mapping):
+        return any(config.get(name) is not None for name in ("fsdp", "fsdp2"))
+    return isinstance(config, ParallelismConfig) and (config.fsdp is not None or config.fsdp2 is not None)
+
+
+def _refuse_as_composer(given: Mapping[str, Any]) -> None:
+    """Where 'auto' cannot be, as ``Trainer.__init__`` says it."""
+    device = given["device"]
+    composer_trainer._is_auto_microbatching("auto", device if isinstance(device, Device) else get_device(device))
+    if given["profiler"] is not None:
+        raise ValueError("device_train_microbatch_size='auto' is not compatible with the profiler")
+    if hasattr(given["train_dataloader"], "seq_parallel_world_size"):
+        raise ValueError("device_train_microbatch_size='auto' is not compatible with sequence parallelism")
+
+
+@seam(
+    "composer.trainer.trainer",
+    "Trainer.fit",
+    "Trainer.eval",
+    "Trainer.predict",
+    why="after an error that a script caught, gradients that had not been communicated were trained on next",
+)
+def run(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer.fit``, ``eval`` and ``predict``: an error that a script catches leaves the model as between batches."""
+    try:
+        return original(self, *args, **kwargs)
+    except BaseException:
+        if is_sharded(self.state.model):
+            reset(self.state.model)
+        if (recovery := _known_recovery(self.state)) is not None:
+            recovery.votes.stop()
+        raise
+
+
+@seam(
+    "composer.trainer.trainer",
+    "Trainer._train_batch",
+    why="with 'auto', a rank out of memory left the others waiting, and the model in the midst of a forward",
+)
+def _train_batch(original: Callable[..., Any], self: Any, use_grad_scaling: bool) -> dict[str, torch.Tensor]:
+    """``Trainer._train_batch``: without Composer's own retries inside, and with ours around it."""
+    state: State = self.state
+    if not state.auto_microbatching or not is_sharded(state.model):
+        losses: dict[str, torch.Tensor] = original(self, use_grad_scaling)
+        return losses
+    return _train_until_it_fits(self, _recovery_of(state), lambda: original(self, use_grad_scaling))
+
+
+def _train_until_it_fits(
+    trainer: Any, recovery: _Recovery, attempt: Callable[[], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    state: State = trainer.state
+    batch, first_size, retries = state.batch, state.device_train_microbatch_size, trainer.cumulative_alloc_retries
+    # Also when votes have ended: a batch that all ranks are out of memory for is still repeated.
+    snapshot, metrics = BatchSnapshot.take(state.model), _MetricsSnapshot.take(state.train_metrics or {})
+    results: list[dict[str, torch.Tensor]] = []
+
+    def run() -> None:
+        try:
+            results.append(attempt())
+        except RuntimeError as error:
+            if recovery.is_committed and is_out_of_memory(error):
+                # No vote: the others may be in a collective of the clipping or the step, which would not end.
+                raise RuntimeError(_TOO_LATE.format(size=state.device_train_microbatch_size)) from error
+            raise
+
+    while True:
+        recovery.begin_batch()
+        with _composers_off(state, recovery):
+            is_done = recovery.votes.succeeded(run)
+        if is_done:
+            break
+        composer_trainer._adjust_device_train_microbatch_size(state)
+        snapshot.restore()
+        metrics.restore()
+        state.batch = batch
+        recovery.expect_more()
+    if first_size == state.device_train_microbatch_size:
+        recovery.note_clean()
+        _watch_thrashing(trainer, recovery, retries)
+    return results[-1]
+
+
+_TOO_LATE = (
+    "out of memory after the gradients were there (in clipping, an algorithm or the optimizer's step): the batch "
+    "cannot be repeated. Set device_train_microbatch_size below {size}, or save memory elsewhere"
+)
+
+
+@contextmanager
+def _composers_off(state: State, recovery: _Recovery) -> Iterator[None]:
+    state.auto_microbatching, recovery.is_training = False, True
+    try:
+        with _voting_before_unscaling(state.scaler, recovery):
+            yield
+    finally:
+        state.auto_microbatching, recovery.is_training = True, False
+
+
+@contextmanager
+def _voting_before_unscaling(scaler: Any, recovery: _Recovery) -> Iterator[None]:
+    """The scaler of fp16 asks all ranks for overflows before the event that ends a batch."""
+    if scaler is None:
+        yield
+        return
+    unscale = scaler.unscale_
+
+    def unscale_(optimizer: torch.optim.Optimizer) -> None:
+        recovery.vote_at_the_end()
+        unscale(optimizer)
+
+    scaler.unscale_ = unscale_
+    try:
+        yield
+    finally:
+        del scaler.unscale_
+
+
+def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> None:
+    """Halve the next batch's microbatch where the allocator had to free and try again in two batches in a row.
+
+    Composer repeats the batch then, which the optimizer has stepped for already.
+    """
+    if not _has_allocator():
+        return
+    state = trainer.state
+    count = composer_trainer._update_num_consecutive_thrashes(state, trainer.num_consecutive_thrashes, retries_before)
+    trainer.num_consecutive_thrashes = count
+    if count >= 2 and state.device_train_microbatch_size > 1:
+        # Not Composer's function for it, which clears the gradients and the loss that callbacks read next.
+        state.device_train_microbatch_size = max(state.device_train_microbatch_size // 2, 1)
+        log.warning(
+            "the allocator freed its memory and tried again in two batches in a row; from the next batch on "
+            "device_train_microbatch_size is %s",
+            state.device_train_microbatch_size,
+        )
+        trainer.num_consecutive_thrashes = 0
+        recovery.expect_more()
+
+
+def _has_allocator() -> bool:
+    return torch.cuda.is_available()
+
+
+def after_event(state: State, event: Event) -> None:
+    """Votes that no collective of the model makes. Called on all ranks after each event."""
+    recovery = _known_recovery(state)
+    if recovery is None:
+        return
+    if event is Event.BEFORE_TRAIN_BATCH and recovery.is_training and recovery.votes.is_on:
+        recovery.votes.check("the first microbatch")  # the batch's size is summed up next
+    elif event is Event.EVAL_BATCH_START and recovery.evaluation is not None:
+        recovery.evaluation.begin_batch()
+    elif event is Event.EVAL_BATCH_END and recovery.evaluation is not None:
+        recovery.evaluation.end_batch()
+    elif event is Event.FIT_END:
+        recovery.votes.stop()
+
+
+def before_event(state: State, event: Event) -> None:
+    """The last vote of a batch: algorithms clip next, and then the optimizer steps."""
+    recovery = _known_recovery(state)
+    if recovery is None or not recovery.is_training or event is not Event.AFTER_TRAIN_BATCH:
+        return
+    recovery.vote_at_the_end()
+    recovery.is_committed = True
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    """One evaluation with device_eval_microbatch_size 'auto'."""
+
+    state: State
+    recovery: _Recovery
+    evaluator: Evaluator
+    metrics: dict[str, Any]
+    snapshot: BatchSnapshot | None = None
+    values: "_MetricsSnapshot | None" = None
+    is_known: bool = False
+
+    def begin_batch(self) -> None:
+        self.snapshot = BatchSnapshot.take(self.state.model)
+        self.values = _MetricsSnapshot.take(self.metrics)
+        self.is_known = False
+        self.recovery.begin_batch()
+
+    def end_batch(self) -> None:
+        self.snapshot = self.values = None
+        self.recovery.note_clean()
+
+    def note(self, error: BaseException) -> bool:
+        """Whether the error is one to repeat the batch for; tells the others."""
+        if not is_out_of_memory(error):
+            return False
+        if not isinstance(error, PeerOutOfMemoryError):
+            self.recovery.votes.report()
+        self.is_known = True
+        return True
+
+    def sum_up(self, found: torch.Tensor) -> None:
+        """Composer's sum over ranks of who was out of memory, as a vote: who failed has cast it already."""
+        if not self.is_known:
+            try:
+                self.recovery.votes.check("the end of the batch")
+            except PeerOutOfMemoryError:
+                self.is_known = True
+        found.fill_(int(self.is_known))
+
+    def go_back(self) -> None:
+        """To before the batch."""
+        assert self.snapshot is not None
+        assert self.values is not None
+        reset(self.state.model)
+        self.snapshot.restore()
+        self.values.restore()
+        self.is_known = False
+        self.recovery.expect_more()
+        self.recovery.votes.start()
+
+
+@dataclass(frozen=True, slots=True)
+class _MetricsSnapshot:
+    """What metrics held, those inside of others too."""
+
+    values: list[tuple[Metric, dict[str, Any]]]
+
+    @classmethod
+    def take(cls, metrics: Mapping[str, Metric]) -> "_MetricsSnapshot":
+        every = (metric for outer in metrics.values() for metric in outer.modules() if isinstance(metric, Metric))
+        return cls([(metric, copy.deepcopy(_values(metric))) for metric in every])
+
+    def restore(self) -> None:
+        for metric, values in self.values:
+            for attribute, value in copy.deepcopy(values).items():
+                setattr(metric, attribute, value)
+
+
+def _values(metric: Metric) -> dict[str, Any]:
+    """What updates change in a metric: its state, and what it keeps beside in attributes of its own."""
+    own = {name: value for name, value in vars(metric).items() if name[0] != "_" and isinstance(value, _PLAIN)}
+    return {**own, **metric.metric_state, "_update_count": metric._update_count, "_computed": metric._computed}
+
+
+_PLAIN = (int, float, str, list, dict, set, torch.Tensor)
+
+
+_evaluation: _Evaluation | None = None  # Composer's functions below are not told which
+
+
+@seam(
+    "composer.trainer.trainer",
+    "Trainer._eval_loop",
+    why="the same in an evaluation, whose metrics then counted a batch twice",
+)
+def _eval_loop(
+    original: Callable[..., Any], self: Any, evaluator: Evaluator, metrics: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """``Trainer._eval_loop``."""
+    global _evaluation
+    if not is_sharded(self.state.model) or not (evaluator.auto_microbatching or self.state.auto_microbatching):
+        return original(self, evaluator, metrics, *args, **kwargs)
+    recovery = _recovery_of(self.state)
+    recovery.expect_more()
+    if not evaluator.auto_microbatching:
+        return original(self, evaluator, metrics, *args, **kwargs)
+    _evaluation = recovery.evaluation = _Evaluation(self.state, recovery, evaluator, metrics)
+    try:
+        return original(self, evaluator, metrics, *args, **kwargs)
+    finally:
+        _evaluation = recovery.evaluation = None
+        recovery.votes.stop()
+        recovery.expect_more()  # training comes next
+
+
+@seam(
+    "composer.trainer.trainer",
+    "_is_cuda_oom",
+    why="where Composer catches the error of one rank, the others must hear of it",
+)
+def _is_cuda_oom(original: Callable[..., Any], error: RuntimeError) -> bool:
+    """``composer.trainer.trainer._is_cuda_oom``: where a rank's error is caught, the others must hear of it."""
+    if _evaluation is not None:
+        return _evaluation.note(error)
+    return bool(original(error))
+
+
+@seam(
+    "composer.trainer.trainer",
+    "_adjust_device_eval_microbatch_size",
+    why="the batch is evaluated again: metrics, buffers and random states as before it",
+)
+def _adjust_device_eval_microbatch_size(original: Callable[..., Any], evaluator: Evaluator) -> None:
+    """``composer.trainer.trainer._adjust_device_eval_microbatch_size``: metrics would count the batch twice."""
+    original(evaluator)
+    if _evaluation is not None:
+        _evaluation.go_back()
+
+
+@seam(
+    "composer.trainer.trainer",
+    "_fsdp_reshard_and_cleanup",
+    why="after an error that a script caught, it looked for FSDP1's modules, and left ours in their pass",
+)
+def _fsdp_reshard_and_cleanup(original: Callable[..., Any], model: torch.nn.Module) -> None:
+    """``composer.trainer.trainer._fsdp_reshard_and_cleanup``: the way back after an error that a script caught."""
+    original(model)
+    if is_sharded(model):
+        reset(model)
+
+
+@seam(
+    "composer.trainer.trainer",
+    "_readd_fsdp_sync_hooks",
+    why="it patches FSDP1, with a function that torch 2.7.1 and later lack",
+)
+def _readd_fsdp_sync_hooks(
+    original: Callable[..., Any], fsdp_modules: dict[str, torch.nn.Module], sync_hook: Any
+) -> list[Any]:
+    """``composer.trainer.trainer._readd_fsdp_sync_hooks``: a run without FSDP1's modules needs no patch of FSDP1."""
+    return list(original(fsdp_modules, sync_hook)) if fsdp_modules else []
+
+
+def answers(tensor: torch.Tensor, reduce_operation: str) -> bool:
+    """Whether an all-reduce is the eval loop's question if a rank was out of memory; it is answered by a vote then."""
+    is_question = _evaluation is not None and _evaluation.snapshot is not None
+    if is_question and tensor.dtype == torch.uint8 and tensor.shape == (1,) and reduce_operation == "MAX":
+        assert _evaluation is not None
+        _evaluation.sum_up(tensor)
+        return True
+    return False

@@ -1,0 +1,102 @@
+"""Composer's CheckpointSaver: the new link takes the old one's place at once, and ``async_save`` puts off what follows.
+
+[Note: a saver's work in two parts] Composer's ``CheckpointSaver._save_checkpoint`` writes, and then links, uploads and
+removes old checkpoints. The second part is still Composer's: it is called with a state whose checkpoint "is written
+already" (``Written``), right after the writing or, with ``async_save``, at the end of a later batch.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from composer.callbacks import CheckpointSaver
+from composer.core import State
+from composer.utils import checkpoint
+
+from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.sharding.agree import agree
+from composer_fsdp2.sharding.sharded import is_sharded
+
+from .async_saving import Written, finish_pending, start
+from .seams import seam
+
+log = logging.getLogger(__name__)
+
+
+@seam(
+    "composer.callbacks.checkpoint_saver",
+    "CheckpointSaver._save_checkpoint",
+    why="a run killed while the latest link was replaced began from nothing; async_save",
+)
+def _save_checkpoint(original: Callable[..., Any], self: CheckpointSaver, state: State, logger: Any) -> None:
+    """``CheckpointSaver._save_checkpoint``: the new link takes the old one's place at once; and ``async_save``.
+
+    See [Note: a saver's work in two parts].
+    """
+    if not is_sharded(state.model):
+        original(self, state, logger)
+        return
+    finish_pending()  # one at a time: the next one waits for this one's memory
+    placeholders = self.filename.format(state, keep_placeholders=True)
+    filename = checkpoint.get_save_filename(state, placeholders)
+    self.last_checkpoint_batch = state.timestamp.batch
+    # The checkpoint names itself among those that were saved, as Composer's do.
+    self.all_saved_checkpoints_to_timestamp[filename] = state.timestamp
+    if _is_async(self, state):
+        start(self, state, filename, functools.partial(_account_for, self, logger, original))
+        return
+    path = checkpoint.save_checkpoint(state, placeholders, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
+    _account_for(self, logger, original, Written(state, path))
+
+
+def _is_async(saver: CheckpointSaver, state: State) -> bool:
+    if not getattr(state.fsdp_config, "async_save", False):
+        return False
+    if callable(saver.ignore_keys) and not state.fsdp_sharded_state_dict_enabled:
+        _say_not_async()
+        return False
+    return True
+
+
+@functools.cache
+def _say_not_async() -> None:
+    log.warning(
+        "async_save has no effect: save_ignore_keys is a function, which gets full tensors of a full checkpoint; "
+        "give it as a list of names, or save with state_dict_type 'sharded'"
+    )
+
+
+def _account_for(saver: CheckpointSaver, logger: Any, original: Callable[..., Any], written: Written) -> None:
+    """Composer's second part: the link, uploads, the list of saved checkpoints, the removal of old ones."""
+    latest = saver.latest_filename
+    is_sharded_type = written.fsdp_sharded_state_dict_enabled
+    links = written.path is not None and (dist.get_rank() == 0 or not is_sharded_type)
+    if links and latest is not None and saver.num_checkpoints_to_keep != 0:
+        assert written.path is not None
+        _link(Path(latest.format(written)), os.path.dirname(written.path) if is_sharded_type else written.path)
+    # Composer removes the link before it makes a new one; a run that died in between began from nothing. And its rank 0
+    # removes a folder of shards that other ranks still upload, where none is kept.
+    keep, is_race = saver.num_checkpoints_to_keep, is_sharded_type and saver.num_checkpoints_to_keep == 0
+    saver.latest_filename = None
+    saver.num_checkpoints_to_keep = -1 if is_race else keep
+    try:
+        if is_race:  # all wait for the others' uploads, and hear of one that failed
+            agree(lambda: original(saver, written, logger), lambda _: "", CheckpointError)
+        else:
+            original(saver, written, logger)
+    finally:
+        saver.latest_filename, saver.num_checkpoints_to_keep = latest, keep
+    if is_race:
+        saver._rotate_checkpoints(sharding_enabled=True)
+
+
+def _link(link: Path, target: str) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    new = link.with_name(f".{link.name}.new")
+    new.unlink(missing_ok=True)
+    os.symlink(os.path.relpath(target, link.parent), new)
+    os.replace(new, link)

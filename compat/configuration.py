@@ -1,0 +1,106 @@
+"""Parallelism configurations as Composer parses them: every key is kept, and bad ones are found early."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig
+from composer.utils import dist as composer_dist
+
+from composer_fsdp2.errors import UnsupportedError
+from composer_fsdp2.fsdp1.keys import KEYS, KeyGroup
+from composer_fsdp2.fsdp1.parsing import mesh_of
+from composer_fsdp2.fsdp1.read import FSDP2_DEFAULTS
+from composer_fsdp2.fsdp1.translate import translate
+
+from .seams import seam
+
+
+class EveryKeyFSDP2Config(FSDP2Config):
+    """An FSDP2Config that keeps every key it is given.
+
+    Composer's own drops FSDP1's keys with a warning and answers for them with fixed properties, so degrees, planners
+    and folder names are lost. Here they are ordinary attributes with FSDP1's defaults; FSDP2Config's own defaults
+    (``state_dict_type='sharded'``, checkpointing that is not reentrant, rank 0's values sent where some ranks have
+    none) stay.
+    """
+
+    def __init__(self, **given: Any) -> None:  # not the dataclass's: what was not given must stay implicit
+        for key, value in given.items():
+            setattr(self, key, value)
+
+    @classmethod
+    def of(cls, config: FSDP2Config) -> "EveryKeyFSDP2Config":
+        """From a plain FSDP2Config; its mesh becomes degrees, because Composer's State builds the mesh itself."""
+        if isinstance(config, cls):
+            return config
+        given = {
+            key: value
+            for key, value in vars(config).items()
+            if not key.startswith("_") and key != "device_mesh" and value != getattr(FSDP2Config, key)
+        }
+        if config.sync_module_states:  # set on the object: the constructor does not take it
+            given["sync_module_states"] = True
+        if config.device_mesh is not None:
+            spec = mesh_of(config.device_mesh, config.device_mesh.device_type, "device_mesh")
+            given |= {axis.key: axis.size for axis in spec.axes}
+        return cls(**given)
+
+
+for _key in KEYS:
+    if _key.group == KeyGroup.FSDP1 and _key.name not in FSDP2Config.settable_attrs():
+        setattr(EveryKeyFSDP2Config, _key.name, _key.default)
+for _name, _default in FSDP2_DEFAULTS.items():
+    setattr(EveryKeyFSDP2Config, _name, _default)
+
+
+@seam(
+    "composer.trainer.trainer",
+    "Trainer._parse_parallelism_config",
+    why="misspelt keys trained as defaults, and a mesh in FSDP2Config was overwritten by a 1-D one",
+)
+def parse_parallelism_config(
+    original: Callable[..., Any], self: Any, parallelism_config: Any
+) -> ParallelismConfig | None:
+    parsed = original(self, parallelism_config)
+    if parsed is not None:
+        if parsed.fsdp2 is not None:
+            _check_early(parsed.fsdp2)
+            # A copy: it may be the user's own object, which serves the next Trainer too.
+            parsed = dataclasses.replace(parsed, fsdp2=EveryKeyFSDP2Config.of(parsed.fsdp2))
+        elif parsed.fsdp is not None:
+            _check_early(parsed.fsdp)
+        if parsed.tp is not None and parsed.tp.tensor_parallel_degree != 1:
+            raise _tensor_parallelism_error()
+    return parsed
+
+
+def _check_early(config: FSDPConfig | FSDP2Config) -> None:
+    """Bad keys and degrees in our words, before Composer's State asserts something about them in its own."""
+    translate(config, precision="fp32", world_size=composer_dist.get_world_size(), strict=False)
+
+
+@seam(
+    "composer.utils.parallelism",
+    "FSDP2Config.from_compatible_attrs",
+    why="FSDP_VERSION=2 dropped every FSDP1 key with a warning",
+)
+def from_compatible_attrs(
+    original: Callable[..., Any], cls: type[FSDP2Config], attrs: Mapping[str, Any]
+) -> FSDP2Config:
+    return EveryKeyFSDP2Config(**attrs)
+
+
+@seam(
+    "composer.distributed.dist_strategy",
+    "prepare_tp_module",
+    why="a model split by tensor parallelism cannot be sharded here yet; half of it would be changed by then",
+)
+def prepare_tp_module(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    raise _tensor_parallelism_error()
+
+
+def _tensor_parallelism_error() -> UnsupportedError:
+    return UnsupportedError(
+        "parallelism_config.tp (tensor parallelism) is not supported yet together with FSDP2; leave it out"
+    )

@@ -1,0 +1,481 @@
+"""Composer's monitors on a sharded model: true norms, the same on every rank, under names without wrappers.
+
+[Note: metrics of sharded parameters] An optimizer reports a parameter's metrics with torch's functions. Applied to
+sharded parameters and state they give DTensors, which hold this rank's part and know how the parts go together. So what
+``report_per_parameter_metrics`` returns is what it returns for the full parameter, once all these parts are reduced
+in one buffer. Where the metrics are known to be norms, they are taken of the local tensors themselves, which costs an
+eighth of the processor's time (benchmarks/dispatch.py). ``pre_reduce_metrics`` and ``dist_reduce_metrics`` put parts of
+FSDP1's flat parameters together, by a rule that the metric's name implies, and are not needed. Under FSDP1 on 2 ranks
+(Composer 0.32.1, LLM Foundry 0.22.0, torch 2.7.0): with torch's own optimizers, and with
+``log_optimizer_metrics=False``, each rank logged the norms of its own parts and lacked the parameters of which it had
+none; replicas (HYBRID_SHARD, NO_SHARD) were counted several times; DecoupledLionW raised a KeyError;
+DecoupledAdaLRLion and DecoupledClipLion hung in the step itself.
+"""
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from composer.callbacks import ActivationMonitor, OptimizerMonitor
+from composer.core import State
+from composer.loggers import Logger
+from composer.optim import DecoupledAdamW
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+
+from composer_fsdp2._torch import ActivationWrapper, own_parameters, own_part, own_parts
+from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
+from composer_fsdp2.fsdp1.hooks import wrapped_children
+from composer_fsdp2.sharding.agree import agree, gather
+from composer_fsdp2.sharding.placements import splitting_axes_of_all
+from composer_fsdp2.sharding.root_record import find_kept, keep, record_of
+from composer_fsdp2.sharding.sharded import is_sharded, reshard, units
+from composer_fsdp2.sharding.ties import join
+from composer_fsdp2.training.guard import check_guard
+from composer_fsdp2.training.reductions import LocalValues, reduce_parts, settle
+
+from .optimizers import reports_norms
+from .seams import seam
+
+log = logging.getLogger(__name__)
+
+Metrics = dict[str, Any]
+
+
+# What the wrappers of FSDP1 and of activation checkpointing register the wrapped module as.
+_FSDP1_ATTRIBUTE = "_fsdp_wrapped_module"
+
+
+_CHECKPOINT_ATTRIBUTE = "_checkpoint_wrapped_module"
+
+
+def metric_paths(model: nn.Module, *, as_fsdp1: bool) -> list[tuple[nn.Module, str, str]]:
+    """Each module of ``model`` wherever it is registered, its path, and its path in logged names.
+
+    Without wrappers, so that a run logs the same names with activation checkpointing and without; or ``as_fsdp1``, with
+    those of activation checkpointing and FSDP1's. A sharded module then comes twice: as FSDP1's wrapper, and as what
+    lay inside it, which has the parameters.
+    """
+    # Without parameters some are in no unit, but FSDP1 wrapped each of them.
+    children = wrapped_children(model) if as_fsdp1 else {}
+
+    found: list[tuple[nn.Module, str, str]] = []
+
+    def walk(module: nn.Module, path: str, logged: str) -> None:
+        found.append((module, path, logged))
+        # The model itself, which is sharded where its children share something, had no wrapper under FSDP1.
+        if as_fsdp1 and path and (isinstance(module, FSDPModule) or path in children):
+            logged = join(logged, _FSDP1_ATTRIBUTE)
+            found.append((module, path, logged))
+        for name, child in module._modules.items():
+            if child is not None:
+                is_wrapped = isinstance(module, ActivationWrapper) and name == _CHECKPOINT_ATTRIBUTE
+                walk(child, join(path, name), logged if is_wrapped and not as_fsdp1 else join(logged, name))
+
+    walk(model, "", "")
+    return found
+
+
+def _logged_parameters(model: nn.Module, *, as_fsdp1: bool) -> dict[nn.Parameter, str]:
+    """Every parameter in the model's order, with its name in logs: that of the first place where it is registered."""
+    paths: dict[nn.Parameter, str] = {}
+    logged_as: dict[nn.Parameter, str] = {}
+    for module, path, logged in metric_paths(model, as_fsdp1=as_fsdp1):
+        for name, parameter in own_parameters(module):
+            own = join(path, name)
+            if paths.setdefault(parameter, own) == own:
+                logged_as[parameter] = join(logged, name)  # inside of FSDP1's wrapper, which comes second
+    return logged_as
+
+
+def _as_fsdp1(state: State) -> bool:
+    return bool(getattr(state.fsdp_config, "fsdp1_metric_names", False))
+
+
+@seam(
+    "composer.callbacks.optimizer_monitor",
+    "OptimizerMonitor.batch_end",
+    why="it logged the norms of this rank's parts, or raised",
+)
+def batch_end(original: Callable[..., Any], self: OptimizerMonitor, state: State, logger: Logger) -> None:
+    """``OptimizerMonitor.batch_end``: the norms of full parameters."""
+    if not is_sharded(state.model):
+        original(self, state, logger)
+    elif state.timestamp.batch.value % self.batch_log_interval == 0:
+        check_guard(state.model, "OptimizerMonitor")
+        reshard(state.model)
+        if (agreement := find_kept(state.model, _Agreement)) is None:
+            keep(state.model, agreement := _Agreement())
+        logger.log_metrics(_optimizer_metrics(state, agreement, with_optimizer=self.log_optimizer_metrics))
+
+
+def _optimizer_metrics(state: State, agreement: "_Agreement", *, with_optimizer: bool) -> Metrics:
+    """Called on all ranks: one all-reduce for each mesh; where metrics changed, they compare which they have.
+
+    Raises:
+        ComposerFSDP2Error: on every rank, if the optimizer's own function raised on one, or reported other metrics.
+    """
+    reporter = _Reporter.of(state.optimizers[0]) if with_optimizer else None
+    names = _logged_parameters(state.model, as_fsdp1=_as_fsdp1(state))
+    alone = _of_each_rank(state.model, names)
+    reported, norms = agreement.reached(lambda: _report(names, reporter, alone))
+    metrics = reported.metrics
+    metrics |= norms
+    metrics |= settle({key: value for key, value in metrics.items() if isinstance(value, torch.Tensor)})
+    if alone:
+        metrics |= _over_ranks({key: metrics[key] for key in reported.of_each_rank})
+    squares = [value * value for key, value in metrics.items() if key.startswith("l2_norm/grad")]
+    metrics["l2_norm/grad/global"] = math.sqrt(sum(squares))
+    return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class _Reporter:
+    """The optimizer's own function for a parameter's metrics.
+
+    Args:
+        gives_norms: All of them are L2 norms of tensors that lie as the parameter does, so that they may be taken of
+            this rank's part of each. An optimizer that was not read is given the DTensors.
+        part: The optimizer as its function sees it then, with the state of one part.
+    """
+
+    optimizer: Any  # a torch.optim.Optimizer that has report_per_parameter_metrics
+    gives_norms: bool
+    part: Any
+
+    @classmethod
+    def of(cls, optimizer: Any) -> "_Reporter | None":
+        if not callable(getattr(optimizer, "report_per_parameter_metrics", None)):
+            return None
+        _say_what_is_not_called(type(optimizer))
+        gives_norms, part = reports_norms(optimizer), None
+        if gives_norms:
+            part = SimpleNamespace(
+                param_groups=optimizer.param_groups, metric_functions=optimizer.metric_functions, state={}
+            )
+        return cls(optimizer, gives_norms, part)
+
+    def report(self, parameter: torch.Tensor, name: str, metrics: Metrics) -> Metrics:
+        try:
+            reported: Metrics = self.optimizer.report_per_parameter_metrics(parameter, name, metrics)
+        except Exception as error:
+            raise ComposerFSDP2Error(
+                f"{type(self.optimizer).__name__}.report_per_parameter_metrics raised {type(error).__name__} for "
+                f"{name}: {error}; it is given sharded parameters (DTensors), of which this rank may hold nothing. "
+                "OptimizerMonitor(log_optimizer_metrics=False) logs the gradients' norms without it"
+            ) from error
+        return reported
+
+    def report_own_part(self, parameter: DTensor, name: str, metrics: Metrics) -> bool:
+        """Add the same for this rank's part to ``metrics``: the optimizer's function, on an optimizer of that part.
+
+        False, and nothing is added, where it cannot be asked so.
+        """
+        gradient = parameter.grad
+        if not self.gives_norms or gradient is None:
+            return False
+        state = dict(self.optimizer.state.get(parameter, {}))
+        keys = [key for key in state if key != "step"]
+        parts = own_parts(parameter, gradient, *[state[key] for key in keys])
+        if parts is None or parts[0].dtype != parts[1].dtype:
+            return False  # torch lets no tensor have a gradient of another dtype
+        own = parts[0].detach()
+        own.grad = parts[1]
+        state.update(zip(keys, parts[2:], strict=True))
+        self.part.state = {own: state} if state else {}
+        type(self.optimizer).report_per_parameter_metrics(self.part, own, name, metrics)
+        return True
+
+
+_warned: set[type] = set()
+
+
+def _say_what_is_not_called(kind: type) -> None:
+    if kind in _warned:
+        return
+    _warned.add(kind)
+    for name in ("pre_reduce_metrics", "dist_reduce_metrics"):
+        method = getattr(kind, name, None)
+        if method is not None and method.__module__.split(".")[0] not in ("composer", "llmfoundry"):
+            log.warning(
+                "OptimizerMonitor does not call %s.%s: what report_per_parameter_metrics gives for sharded parameters "
+                "is the full parameters' already",
+                kind.__name__,
+                name,
+            )
+
+
+@dataclass(slots=True)
+class _Reported:
+    """One rank's metrics by key, still in parts.
+
+    Args:
+        norms_of_parts: Sharded parameters, each with the keys of what are norms of this rank's parts.
+        of_each_rank: The keys of what each rank has for itself.
+    """
+
+    metrics: Metrics = field(default_factory=dict)
+    norms_of_parts: list[tuple[DTensor, list[str]]] = field(default_factory=list)
+    of_each_rank: set[str] = field(default_factory=set)
+
+
+def _report(names: Mapping[nn.Parameter, str], reporter: _Reporter | None, alone: set[nn.Parameter]) -> _Reported:
+    """Every parameter's metrics, see [Note: metrics of sharded parameters]."""
+    reported = _Reported()
+    metrics = reported.metrics
+    for parameter, name in names.items():
+        if parameter.grad is None or not parameter.requires_grad:
+            continue
+        if isinstance(parameter, DTensor) and (norms := _norms_of_own_part(parameter, name, reporter)) is not None:
+            metrics |= norms
+            reported.norms_of_parts.append((parameter, list(norms)))
+            continue
+        num_before = len(metrics)
+        if reporter is not None:
+            metrics |= reporter.report(parameter, name, metrics)
+        if (key := f"l2_norm/grad/{name}") not in metrics:
+            metrics[key] = torch.linalg.vector_norm(parameter.grad)
+        if parameter in alone:
+            # From the end: each parameter would look through those of all before it.
+            reported.of_each_rank.update(itertools.islice(reversed(metrics), len(metrics) - num_before))
+    return reported
+
+
+def _norms_of_own_part(parameter: DTensor, name: str, reporter: _Reporter | None) -> Metrics | None:
+    """By their keys in logs; None where they cannot be taken of this rank's part."""
+    metrics: Metrics = {}
+    if reporter is not None and not reporter.report_own_part(parameter, name, metrics):
+        return None
+    if (key := f"l2_norm/grad/{name}") not in metrics:
+        assert parameter.grad is not None
+        metrics[key] = torch.linalg.vector_norm(own_part(parameter.grad))
+    return metrics
+
+
+def _of_each_rank(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """Those that are trained unsharded on every rank, and whose gradients nobody averages: ignored, or in no unit."""
+    unsharded = {each for each in parameters if not isinstance(each, DTensor) and each.requires_grad}
+    if unsharded:
+        for unit in units(model).values():
+            unsharded.difference_update(record_of(unit).replicated.get(unit, ()))
+    return unsharded
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which metrics a rank has, of those that all have.
+
+    Args:
+        keys: Of all of them.
+        norms: Those that are norms of parts, by how they are reduced: mesh, axes, and where they lie.
+    """
+
+    keys: list[str]
+    norms: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[str]]
+
+    @classmethod
+    def of(cls, reported: _Reported) -> "_Layout":
+        metrics, norms_of_parts = reported.metrics, reported.norms_of_parts
+        norms: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[str]] = {}
+        axes_of_all = splitting_axes_of_all(parameter for parameter, _ in norms_of_parts)
+        for (parameter, keys), axes in zip(norms_of_parts, axes_of_all, strict=True):
+            norms.setdefault((parameter.device_mesh, axes, metrics[keys[0]].device), []).extend(keys)
+        return cls([key for key in metrics if key not in reported.of_each_rank], norms)
+
+    def fingerprint(self) -> str:
+        norms = [f"{len(keys)} norms along {axes}" for (_, axes, _), keys in self.norms.items()]
+        return "\n".join([*self.keys, *norms])
+
+    def parts(self, metrics: Metrics) -> list[LocalValues]:
+        """What this rank adds to the squares of the norms."""
+        return [
+            LocalValues(values=torch.stack([metrics[key] for key in keys]).double() ** 2, mesh=mesh, axes=axes)
+            for (mesh, axes, _), keys in self.norms.items()
+        ]
+
+    def zeros(self) -> list[LocalValues]:
+        """The same, of a rank that has no such metrics."""
+        return [
+            LocalValues(values=torch.zeros(len(keys), dtype=torch.float64, device=device), mesh=mesh, axes=axes)
+            for (mesh, axes, device), keys in self.norms.items()
+        ]
+
+    def whole_norms(self, squares: Sequence[torch.Tensor]) -> dict[str, float]:
+        """By their keys, from the parts of all ranks."""
+        return {
+            key: norm
+            for keys, of_keys in zip(self.norms.values(), squares, strict=True)
+            for key, norm in zip(keys, of_keys.sqrt().tolist(), strict=True)
+        }
+
+    def mesh_of_all(self) -> DeviceMesh | None:
+        """One of the meshes, if it has all ranks."""
+        return next((mesh for mesh, _, _ in self.norms if mesh.size() == dist.get_world_size()), None)
+
+
+class _Agreement:
+    """That all ranks have the same metrics, and so reduce the same numbers. One for each sharded model.
+
+    [Note: metrics are compared where they change] A rank knows that its metrics are not those of the last time, or that
+    the optimizer's function raised; the others do not, and would not come to compare. So along with the norms goes a
+    number by which they learn of it. The rank that sends it sends zeros for its norms, as many as all had last; what
+    was reduced is then thrown away, and all compare. Where no mesh has all ranks, they compare each time.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Layout | None = None
+        self._world: Any = None
+
+    def reached(self, report: Callable[[], _Reported]) -> tuple[_Reported, dict[str, float]]:
+        """What this rank reports, and the norms of full parameters in it. Called on all ranks.
+
+        One all-reduce for each axis of each mesh; where metrics changed, one of 64 bytes and these again.
+
+        Raises:
+            ComposerFSDP2Error: on every rank, if ``report`` raised on one, or ranks report different metrics.
+        """
+        own, error = _attempted(report)
+        last = self._last if self._world is dist.group.WORLD else None
+        mesh = None if last is None else last.mesh_of_all()
+        if last is not None and mesh is not None:
+            is_new = own is None or _Layout.of(own) != last
+            squares = _reduced_unless(is_new, last.parts(own.metrics) if own and not is_new else last.zeros(), mesh)
+            if own is not None and squares is not None:
+                return own, last.whole_norms(squares)
+
+        def decide() -> tuple[_Reported, _Layout]:
+            if own is None:
+                assert error is not None
+                raise error
+            return own, _Layout.of(own)
+
+        reported, layout = agree(decide, lambda decided: decided[1].fingerprint(), ComposerFSDP2Error)
+        self._last, self._world = layout, dist.group.WORLD
+        return reported, layout.whole_norms(reduce_parts(layout.parts(reported.metrics)))
+
+
+def _attempted(report: Callable[[], _Reported]) -> tuple[_Reported | None, Exception | None]:
+    try:
+        return report(), None
+    except Exception as error:
+        return None, error
+
+
+def _reduced_unless(is_new: bool, parts: Sequence[LocalValues], mesh: DeviceMesh) -> list[torch.Tensor] | None:
+    """``reduce_parts``; None on all ranks of ``mesh`` if ``is_new`` on one. Called on all of them."""
+    device = torch.device(mesh.device_type)
+    new = torch.full((1,), float(is_new), dtype=torch.float64, device=device)  # made there: nothing waits for it
+    *reduced, num_new = reduce_parts([*parts, LocalValues(values=new, mesh=mesh, axes=tuple(range(mesh.ndim)))])
+    return None if num_new.item() else reduced
+
+
+def _over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Means over the ranks that have a metric; of norms by their squares, as ``clip_grad_norm_`` counts them."""
+    found: dict[str, list[float]] = {}
+    for of_rank in gather(dict(metrics)):
+        for key, value in of_rank.items():
+            found.setdefault(key, []).append(value)
+    return {
+        key: math.sqrt(sum(value * value for value in values) / len(values))
+        if key.startswith("l2_norm")
+        else sum(values) / len(values)
+        for key, values in found.items()
+    }
+
+
+def _is_over_shards(optimizer: torch.optim.Optimizer) -> bool:
+    return any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
+
+
+@seam(
+    "composer.optim.decoupled_weight_decay",
+    "DecoupledAdamW.pre_reduce_metrics",
+    why="callbacks of one's own that report metrics: one collective for each",
+)
+def pre_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, optimizer_metrics: Metrics) -> Metrics:
+    """``DecoupledAdamW.pre_reduce_metrics``: there is nothing to prepare, see [Note: metrics of sharded parameters]."""
+    return optimizer_metrics if _is_over_shards(self) else original(self, optimizer_metrics)
+
+
+@seam(
+    "composer.optim.decoupled_weight_decay",
+    "DecoupledAdamW.dist_reduce_metrics",
+    why="the same, and it asks for a CUDA device",
+)
+def dist_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, optimizer_metrics: Metrics) -> Metrics:
+    """``DecoupledAdamW.dist_reduce_metrics``: in one all-reduce for each mesh, and without a CUDA device."""
+    if not _is_over_shards(self):
+        return original(self, optimizer_metrics)
+    optimizer_metrics.update(settle({key: v for key, v in optimizer_metrics.items() if isinstance(v, DTensor)}))
+    return optimizer_metrics
+
+
+def _is_pending(tensor: DTensor) -> bool:
+    return any(isinstance(placement, Partial) for placement in tensor.placements)
+
+
+@seam(
+    "composer.callbacks.activation_monitor",
+    "ActivationMonitor.before_forward",
+    why="names of activation checkpointing's wrappers were logged; fsdp1_metric_names",
+)
+def before_forward(original: Callable[..., Any], self: ActivationMonitor, state: State, logger: Logger) -> None:
+    """``ActivationMonitor.before_forward``, which takes the modules' names from the model once."""
+    if not self.module_names and is_sharded(state.model):
+        self._composer_fsdp2_names = _logged_module_names(state.model, as_fsdp1=_as_fsdp1(state))
+    original(self, state, logger)
+
+
+@seam("composer.callbacks.activation_monitor", "ActivationMonitor.forward_hook", why="the same")
+def forward_hook(
+    original: Callable[..., Any], self: ActivationMonitor, logger: Logger, step: int | None, module: nn.Module, *io: Any
+) -> None:
+    """``ActivationMonitor.forward_hook``: once for each name under which a module's values are logged."""
+    names = getattr(self, "_composer_fsdp2_names", {}).get(module)
+    if names is None:
+        original(self, logger, step, module, *io)
+        return
+    for name in names:
+        self.module_names[module] = name
+        original(self, logger, step, module, *io)
+
+
+def _logged_module_names(model: nn.Module, *, as_fsdp1: bool) -> dict[nn.Module, tuple[str, ...]]:
+    """A wrapper of activation checkpointing has none, since what it wraps gets and gives the same; as FSDP1, each."""
+    names: dict[nn.Module, tuple[str, ...]] = {}
+    paths: dict[nn.Module, str] = {}
+    for module, path, logged in metric_paths(model, as_fsdp1=as_fsdp1):
+        if paths.setdefault(module, path) == path:  # as named_modules, which has a module where it comes first
+            names[module] = (*names.get(module, ()), logged)
+            if isinstance(module, ActivationWrapper) and not as_fsdp1:
+                names[module] = ()
+    return names
+
+
+def is_reduced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor to be summed over ranks is a DTensor, which stands for the full tensor already.
+
+    LLM Foundry's DecoupledAdaLRLion and DecoupledClipLion put together in their step what they computed of FSDP1's
+    parts of parameters, and so do its optimizers' metrics. Adding up ``norm ** 2`` of a DTensor over ranks would count
+    it once for each.
+
+    Raises:
+        UnsupportedError: a DTensor of which this rank has a part, or a sum not yet reduced.
+    """
+    if not isinstance(tensor, DTensor):
+        return False
+    if not all(placement.is_replicate() for placement in tensor.placements):
+        kind = "a sum or norm not yet reduced" if _is_pending(tensor) else "sharded"
+        raise UnsupportedError(
+            f"composer.utils.dist.all_reduce got a DTensor that is {kind} ({tensor.placements}); "
+            "call its full_tensor() instead, on all ranks"
+        )
+    return True

@@ -1,0 +1,80 @@
+"""What would fail late, or do nothing, on a sharded model: refused or put right before training begins."""
+
+from collections.abc import Callable
+from typing import Any
+
+from composer.algorithms import SWA
+from composer.callbacks import ExportForInferenceCallback
+from composer.core import State
+from torch import nn
+
+from composer_fsdp2.checkpoint.names import canonical
+from composer_fsdp2.errors import UnsupportedError
+from composer_fsdp2.sharding.sharded import is_sharded
+
+from .seams import seam
+
+_HOW_TO_EXPORT = (
+    "export in one process after training: build the model once more and call "
+    "composer.utils.export_for_inference(model, ..., load_path=CHECKPOINT). It reads a checkpoint of "
+    "state_dict_type: full; 'composer-fsdp2 checkpoint convert' makes one of a sharded checkpoint"
+)
+
+
+_REASONS = {
+    SWA: (
+        "the algorithm SWA copies the whole model, and a sharded one cannot be copied; use the algorithm EMA, which "
+        "averages shards, or average checkpoints after training"
+    ),
+    ExportForInferenceCallback: (
+        f"ExportForInferenceCallback copies the model at the end of fit, and a sharded one cannot be copied; "
+        f"{_HOW_TO_EXPORT}"
+    ),
+}
+
+
+def refuse_copies(state: State) -> None:
+    """Called on all ranks before a Trainer shards its model, and before each fit.
+
+    Raises:
+        UnsupportedError: an algorithm or a callback would fail later; names each, and what to do instead.
+    """
+    if state.fsdp_config is None and not is_sharded(state.model):
+        return
+    present = [*state.algorithms, *state.callbacks]
+    reasons = [reason for kind, reason in _REASONS.items() if any(isinstance(each, kind) for each in present)]
+    if reasons:
+        raise UnsupportedError("\n".join(reasons))
+
+
+@seam(
+    "composer.utils.inference",
+    "export_for_inference",
+    why="rank 0 failed on an assertion of torch's, and the other ranks went on",
+)
+def export_for_inference(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """``composer.utils.inference.export_for_inference``, which rank 0 alone goes into."""
+    if is_sharded(model):
+        raise UnsupportedError(
+            f"export_for_inference copies the model, and a sharded one cannot be copied; {_HOW_TO_EXPORT}"
+        )
+    original(model, *args, **kwargs)
+
+
+# By name: importing LLM Foundry takes long, and not everybody has it.
+_LAYER_FREEZING = "llmfoundry.callbacks.resumption_callbacks.LayerFreezing"
+
+
+def name_layers_to_freeze(state: Any) -> None:
+    """Layers to freeze, named as in FSDP1's model or as in the model itself, under the names that they have here.
+
+    LLM Foundry's callback LayerFreezing compares names; called on each rank before it runs (at the start of fit).
+    """
+    own = {canonical(name): name for name, _ in state.model.named_parameters()}
+    for callback in state.callbacks:
+        if any(_full_name(kind) == _LAYER_FREEZING for kind in type(callback).__mro__):
+            callback.layer_names = {own.get(canonical(name), name) for name in callback.layer_names}
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,128 @@
+"""Where a Trainer, or a script, shards a model, asks whether it is sharded, or wants its full parameters."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from composer.core import State
+from composer.utils import FSDP2Config
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
+
+from composer_fsdp2._torch import ShardedGradScaler
+from composer_fsdp2.fsdp1.attributes import say_what_replaces
+from composer_fsdp2.prepare import prepare_fully_shard
+from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.optimizer import the_optimizer
+from composer_fsdp2.sharding.sharded import is_sharded, reshard
+from composer_fsdp2.training.full_params import summon_full_params
+
+from .optimizers import update_own_parts
+from .seams import seam
+
+
+@seam("composer.distributed.dist_strategy", "prepare_fsdp_module", why="the drop-in itself")
+def prepare_fsdp_module(
+    original: Callable[..., Any], model: nn.Module, optimizers: Any = None, *args: Any, **kwargs: Any
+) -> tuple[list[Any], dict[str, nn.Module]]:
+    made = prepare_fully_shard(model, optimizers, *args, **kwargs)
+    if (optimizer := the_optimizer(optimizers)) is not None:
+        update_own_parts(optimizer)
+    return made
+
+
+@seam(
+    "composer.distributed.prepare_distributed",
+    "parallelize_composer_model",
+    why="Composer's own FSDP2 raises on tied weights and knows neither replicas nor offload",
+)
+def parallelize(
+    original: Callable[..., Any],
+    composer_model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: FSDP2Config,
+    precision: Any = None,
+) -> None:
+    has_values = gather(not any(parameter.is_meta for parameter in composer_model.parameters()))
+    prepare_fully_shard(composer_model, optimizer, config, precision)
+    if any(has_values) and not all(has_values):
+        config.sync_module_states = True  # as Composer notes on it that rank 0's values went out
+
+
+@seam(
+    "composer.core.state",
+    "State.get_model_state_dict",
+    "State.get_optim_state_dict",
+    "State.load_model_state",
+    "State.load_optim_state",
+    why="after a forward without gradients parameters are plain tensors, and state dicts raise on them",
+)
+def with_parameters_sharded(original: Callable[..., Any], self: State, *args: Any, **kwargs: Any) -> Any:
+    """A method of State that reads or writes the model's parameters."""
+    reshard(self.model)
+    return original(self, *args, **kwargs)
+
+
+@seam(
+    "composer.core.state",
+    "State._apply_fsdp",
+    why="torch's gradient scalers raise where some gradients are unsharded (ignored modules, scalars) and some sharded",
+)
+def apply_fsdp(original: Callable[..., Any], self: State) -> None:
+    original(self)
+    if type(self.scaler) in (GradScaler, FSDP1GradScaler) and is_sharded(self.model):
+        scaler = ShardedGradScaler()
+        scaler.load_state_dict(self.scaler.state_dict())
+        self.scaler = scaler
+
+
+@seam("composer.utils.misc", "is_model_fsdp", why="scripts and callbacks ask it whether a model is sharded")
+@seam(
+    "composer.checkpoint.state_dict",
+    "_is_model_fsdp",
+    why="composer.checkpoint refused to save or load shards, and took a sharded model for an unsharded one",
+)
+def is_model_fsdp(original: Callable[..., Any], model: nn.Module) -> bool:
+    """``composer.utils.is_model_fsdp``, and that of ``composer.checkpoint``: also True for a model that we sharded.
+
+    What a script does then is written for FSDP1, and works: ``FullyShardedDataParallel.summon_full_params``, state
+    dicts of shards.
+    """
+    return is_sharded(model) or original(model)
+
+
+@seam(
+    "composer.models.huggingface",
+    "HuggingFaceModel.generate",
+    why="FSDP1 needed the root's full parameters for it; here the forward gathers them",
+)
+def generate(original: Callable[..., Any], self: Any, input_ids: Any, **kwargs: Any) -> Any:
+    """``HuggingFaceModel.generate`` without FSDP1's way to gather a language model's head, which costs a block."""
+    if not is_sharded(self.model):
+        return original(self, input_ids, **kwargs)
+    if "pad_token_id" not in kwargs:
+        kwargs["pad_token_id"] = None if self.tokenizer is None else self.tokenizer.pad_token_id
+    return self.model.generate(input_ids=input_ids, **kwargs)
+
+
+@seam(
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "FullyShardedDataParallel.summon_full_params",
+    why="scripts and Hugging Face's trainers call it on any model; where FSDP1 wraps nothing, it does nothing",
+)
+def summon_fsdp1s_full_params(
+    original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> AbstractContextManager[None]:
+    """FSDP1's for a model that it wraps; else ours, which does nothing where nothing is sharded."""
+    if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+        under_fsdp1: AbstractContextManager[None] = original(module, *args, **kwargs)
+        return under_fsdp1
+    if is_sharded(module):
+        say_what_replaces(
+            "FullyShardedDataParallel.summon_full_params",
+            "write `with composer_fsdp2.summon_full_params(module):`",
+        )
+    return summon_full_params(module, *args, **kwargs)

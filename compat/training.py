@@ -1,0 +1,196 @@
+"""A Trainer's steps and events: which microbatch is the last, where parameters lie between steps, gradient clipping.
+
+After a forward without gradients ``fully_shard`` keeps a root's parameters gathered for the next one, as plain tensors.
+FSDP1 showed its shards then, and so do we: callbacks and algorithms read DTensors at every event of a Trainer but those
+between a training step's forward and backward.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from composer.callbacks import Generate
+from composer.core import Algorithm, Callback, Event, State
+from torch import nn
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.sharding.sharded import is_sharded, reshard
+from composer_fsdp2.training.clipping import clip_grad_adaptive_, clip_grad_norm_
+from composer_fsdp2.training.guard import check_guard
+from composer_fsdp2.training.microbatches import begin_microbatch
+
+from . import auto_microbatch, monitors
+from .optimizers import update_own_parts
+from .preflight import name_layers_to_freeze, refuse_copies
+from .seams import seam
+
+log = logging.getLogger(__name__)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Events
+
+
+# Before these, a Trainer's ranks are at one place, whatever the model is: a batch less on one of them shows here.
+_MEETINGS = {
+    Event.BEFORE_TRAIN_BATCH: "a training batch",
+    Event.AFTER_TRAIN_BATCH: "the end of a training batch",
+    Event.EVAL_BATCH_START: "an evaluation batch",
+    Event.EVAL_END: "the end of an evaluation",
+    Event.FIT_END: "the end of fit",
+}
+
+
+@seam(
+    "composer.core.engine",
+    "Engine.run_event",
+    why="callbacks read plain tensors after an eval; what copies the model, or matches FSDP1's names, failed late",
+)
+def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> Any:
+    event = Event(event)
+    if event in (Event.INIT, Event.FIT_START):
+        refuse_copies(self.state)
+    _free_parameters(self.state, event)
+    if event is Event.FIT_START and is_sharded(self.state.model):
+        name_layers_to_freeze(self.state)
+        for optimizer in self.state.optimizers:
+            update_own_parts(optimizer)
+    auto_microbatch.before_event(self.state, event)
+    if event in _MEETINGS:
+        check_guard(self.state.model, _MEETINGS[event])
+    result = original(self, event)
+    auto_microbatch.after_event(self.state, event)
+    return result
+
+
+# The backward needs what the forward gathered; with reshard_after_backward: false, so does the next microbatch.
+_IN_A_STEP = frozenset(
+    {
+        Event.BEFORE_FORWARD,
+        Event.AFTER_FORWARD,
+        Event.BEFORE_LOSS,
+        Event.AFTER_LOSS,
+        Event.BEFORE_BACKWARD,
+        Event.AFTER_BACKWARD,
+    }
+)
+# Only for somebody who may look: the next batch of an evaluation would gather again what it finds gathered, and going
+# through the modules of a large model takes a millisecond.
+_IF_HEARD = frozenset(
+    {
+        Event.EVAL_BATCH_START,
+        Event.EVAL_BEFORE_FORWARD,
+        Event.EVAL_AFTER_FORWARD,
+        Event.EVAL_BATCH_END,
+        Event.PREDICT_BATCH_START,
+        Event.PREDICT_BEFORE_FORWARD,
+        Event.PREDICT_AFTER_FORWARD,
+        Event.PREDICT_BATCH_END,
+        Event.BEFORE_DATALOADER,
+        Event.AFTER_DATALOADER,
+        Event.BATCH_START,
+        Event.BEFORE_TRAIN_BATCH,
+        Event.AFTER_TRAIN_BATCH,
+    }
+)
+# Their callbacks and algorithms read no parameters there; of them Generate alone runs the model.
+_KNOWN = ("composer", "llmfoundry")
+
+
+def _free_parameters(state: State, event: Event) -> None:
+    """Free gathered parameters before ``event`` runs, where it is between steps. Does not communicate."""
+    if event in _IN_A_STEP:
+        return
+    if event in _IF_HEARD and not any(_listens(each, event) for each in (*state.callbacks, *state.algorithms)):
+        return
+    reshard(state.model)
+
+
+@seam(
+    "composer.core.engine",
+    "Engine._run_callbacks",
+    why="after a callback that runs the model (Generate), the next one read plain tensors",
+)
+def _run_callbacks(
+    original: Callable[..., Any], self: Any, event: Event | str, callbacks: Sequence[Callback] | None = None
+) -> None:
+    """``Engine._run_callbacks``: what one callback gathered, the next one does not find."""
+    event = Event(event)
+    for callback in self.state.callbacks if callbacks is None else callbacks:
+        original(self, event, [callback])
+        if isinstance(callback, Generate) or _listens(callback, event):
+            _free_parameters(self.state, event)
+
+
+def _listens(listener: Callback | Algorithm, event: Event) -> bool:
+    """Whether it comes from neither Composer nor Foundry, and may do something at ``event``."""
+    kind: Any = type(listener)
+    if kind.__module__.split(".")[0] in _KNOWN:
+        return False
+    if not isinstance(listener, Callback) or kind.run_event is not Callback.run_event:
+        return True  # it chooses its events itself
+    name = event.value
+    return name in vars(listener) or getattr(kind, name) is not getattr(Callback, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Microbatches and gradients
+
+
+@seam(
+    "composer.trainer.trainer",
+    "Trainer._train_microbatch",
+    why="gradient_sync and reshard_after_backward: which microbatch of a batch is the last",
+)
+def train_microbatch(
+    original: Callable[..., Any],
+    self: Any,
+    use_grad_scaling: bool,
+    current_batch_size: float,
+    is_final_microbatch: bool,
+) -> dict[str, torch.Tensor]:
+    begin_microbatch(self.state.model, is_last=is_final_microbatch)
+    losses: dict[str, torch.Tensor] = original(self, use_grad_scaling, current_batch_size, is_final_microbatch)
+    return losses
+
+
+@seam(
+    "composer.utils.dist",
+    "all_reduce",
+    why="the eval loop's question who is out of memory is the last vote of its batch; and torch's raises for DTensors, "
+    "such as the norms in the step of adaptive Lion",
+)
+def all_reduce(original: Callable[..., Any], tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
+    if not auto_microbatch.answers(tensor, reduce_operation) and not monitors.is_reduced(tensor):
+        original(tensor, reduce_operation)
+
+
+@seam(
+    "composer.algorithms.gradient_clipping.gradient_clipping",
+    "apply_gradient_clipping",
+    why="with an FSDPConfig it looks for FSDP1 modules, finds none and clips nothing",
+)
+def apply_gradient_clipping(
+    original: Callable[..., Any], model: nn.Module, clipping_type: str, clipping_threshold: float, fsdp_enabled: bool
+) -> None:
+    if not is_sharded(model):
+        original(model, clipping_type, clipping_threshold, fsdp_enabled)
+    elif clipping_type == "norm":
+        clip_grad_norm_(model, clipping_threshold)
+    elif clipping_type == "value":
+        _say_value_clips_norm()
+        clip_grad_norm_(model, clipping_threshold, math.inf)
+    elif clipping_type == "adaptive":
+        clip_grad_adaptive_(model, clipping_threshold)
+    else:
+        raise ConfigError(f"clipping_type is {clipping_type!r}; it is 'norm', 'value' or 'adaptive'")
+
+
+@functools.cache
+def _say_value_clips_norm() -> None:
+    log.warning(
+        "clipping_type 'value' scales all gradients by their largest absolute value, as Composer did under FSDP1; "
+        "it does not clip element by element"
+    )

@@ -1,0 +1,134 @@
+"""Names and small facts of torch that have no public name."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrappers
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+ActivationWrapper, CheckpointImpl = _wrappers.ActivationWrapper, _wrappers.CheckpointImpl
+checkpoint_wrapper, offload_wrapper = _wrappers.checkpoint_wrapper, _wrappers.offload_wrapper
+# The base of all batch norms, which FSDP1 kept out of mixed precision.
+BatchNorm = nn.modules.batchnorm._BatchNorm
+# What torch.save calls to rebuild a tensor.
+rebuild_tensor = torch._utils._rebuild_tensor_v2
+rebuild_untyped_tensor = torch._utils._rebuild_tensor_v3
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this is what ``torch.compile(module)`` returned; ``module.compile()`` leaves the module as it is.
+
+    Does not import the compiler, which takes a second, and of which there is nothing to find if nobody imported it.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that the module itself registers, under each of their names.
+
+    ``named_parameters(recurse=False, remove_duplicate=False)``, without what that spends on finding out that a module
+    has none, as most have: a set-up reads every module several times.
+    """
+    registered = module._parameters
+    return [(name, parameter) for name, parameter in registered.items() if parameter is not None] if registered else []
+
+
+def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that the module itself registers, under each of their names; see ``own_parameters``."""
+    registered = module._buffers
+    return [(name, buffer) for name, buffer in registered.items() if buffer is not None] if registered else []
+
+
+def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which box of the full tensor this rank holds: (sizes, offsets), in elements."""
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def pending_reduction(placement: Any) -> tuple[str, float] | None:
+    """How a DTensor's local values still have to be put together along one axis of its mesh, if they have to.
+
+    ``("norm", p)``: they are p-norms of parts (torch's ``_NormPartial``, which also has its parts for p = inf, as a
+    maximum). ``(op, 1.0)``: by torch's own word for the reduction, ``sum``, ``avg``, ``max`` ... None: they are full
+    along this axis, or parts of a larger tensor.
+    """
+    if not isinstance(placement, Partial):
+        return None
+    power = getattr(placement, "norm_type", None)
+    if power is not None and placement.reduce_op == "sum":
+        return "norm", float(power)
+    return placement.reduce_op, 1.0
+
+
+def storage_class(dtype: torch.dtype) -> tuple[type, bool]:
+    """The class that ``torch.save`` names for a tensor's storage, and whether it implies the dtype.
+
+    One that does goes with ``rebuild_tensor``; else ``rebuild_untyped_tensor`` gets the dtype as a further argument.
+    """
+    name = torch.storage._dtype_to_storage_type_map().get(dtype)
+    return (torch.storage.UntypedStorage, False) if name is None else (getattr(torch, name), True)
+
+
+def storage_info(file_name: str, offset: int, num_bytes: int) -> Any:
+    """Where an entry of a checkpoint folder lies, as its ``.metadata`` says it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import, and only for writing
+
+    return _StorageInfo(file_name, offset, num_bytes)
+
+
+def default_store() -> Any:
+    """The store that the default process group was made with, under a prefix of ours."""
+    c10d: Any = dist.distributed_c10d
+    return c10d.PrefixStore("composer_fsdp2", c10d._get_default_store())
+
+
+def loads_by_users_code(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.load_state_dict`` runs other code than torch's: overridden, or with hooks."""
+    cls, base = type(optimizer), torch.optim.Optimizer
+    is_overridden = "load_state_dict" in vars(optimizer) or cls.load_state_dict is not base.load_state_dict
+    # torch's own optimizers have one each, for the state of older versions.
+    set_state = getattr(cls.__setstate__, "__module__", "")
+    hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
+    return is_overridden or not set_state.startswith("torch.") or any(hooks)
+
+
+def keep_class_name(module: nn.Module) -> None:
+    """Give the class that ``fully_shard`` put on ``module`` its original name.
+
+    Hugging Face writes the class's name into ``architectures``, Composer into its checkpoints' metadata, and user code
+    asks ``type(m).__name__``. ``fully_shard`` keeps one class per original class, so this is done once for each.
+    """
+    cls = type(module)
+    if not issubclass(cls, FSDPModule):
+        return
+    original = cls.__mro__[2]  # 0 is the class that fully_shard made, 1 is FSDPModule
+    for attribute in ("__name__", "__qualname__", "__module__"):
+        setattr(cls, attribute, getattr(original, attribute))
+
+
+def transformer_engine_checkpoint_wrapper(seed: int) -> Callable[[nn.Module], nn.Module]:
+    """A wrapper that recomputes with Transformer Engine's checkpoint, as Composer set it up under amp_fp8.
+
+    One tracker of random states serves all modules (composer/distributed/dist_strategy.py, 0.32.1).
+
+    Raises:
+        ImportError: Transformer Engine is not installed.
+    """
+    te: Any = importlib.import_module("transformer_engine.pytorch")
+    tracker = te.distributed.CudaRNGStatesTracker()
+    tracker.add("fsdp-rng", seed)
+    return functools.partial(
+        checkpoint_wrapper,
+        context_fn=te.distributed.get_activation_recompute_contexts,
+        checkpoint_fn=te.distributed.checkpoint,
+        use_reentrant=False,
+        get_rng_state_tracker=lambda: tracker,
+    )

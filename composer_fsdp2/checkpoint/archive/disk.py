@@ -1,0 +1,104 @@
+"""Files of a checkpoint: missing and short ones are our errors, and new ones get their names when all is there."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from composer_fsdp2.errors import CheckpointError
+
+
+def read_at(path: Path, offset: int, num_bytes: int) -> bytes:
+    """Exactly these bytes of a file.
+
+    Raises:
+        CheckpointError: the file is missing or too short.
+    """
+    with opened(path) as file:
+        file.seek(offset)
+        data = file.read(num_bytes)
+    if len(data) != num_bytes:
+        raise CheckpointError(f"{path}: ends at {offset + len(data)}, needs {offset + num_bytes} bytes (truncated?)")
+    return data
+
+
+def read_text(path: Path, *, max_bytes: int) -> str:
+    """A small text file.
+
+    Raises:
+        CheckpointError: it is too large for what it should be, or no text in UTF-8.
+    """
+    with opened(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise CheckpointError(f"{path}: has more than {max_bytes} bytes, which no checkpoint's has")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: no text ({error})") from error
+
+
+# A tenth of what 24 MiB of them would be; a model of 140,000 tensors in one file has 420,000.
+_MAX_CONTAINERS = 1_000_000
+
+
+def parsed_json(text: str | bytes, where: object) -> Any:
+    """What a text of some MiB says.
+
+    Raises:
+        CheckpointError: it has more lists and objects than fit in some hundred MiB.
+        ValueError: it is not JSON.
+    """
+    braces: tuple[Any, Any] = ("{", "[") if isinstance(text, str) else (b"{", b"[")
+    if text.count(braces[0]) + text.count(braces[1]) > _MAX_CONTAINERS:
+        raise CheckpointError(f"{where}: has more than {_MAX_CONTAINERS} lists and objects, which no checkpoint's has")
+    return json.loads(text)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The file, for reading, with our error where it cannot be opened."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below, where its own errors stay what they are
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    with file:
+        yield file
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file beside ``path``, to be written in the block; then it takes that name. After an error nothing is left."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            yield file
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def write_all(file: IO[bytes], data: bytes | memoryview, at: int) -> None:
+    """``os.pwrite`` until everything is written; the file's own position stays."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(file.fileno(), left, at)
+        left, at = left[written:], at + written
+
+
+def sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """So that names in it survive a power cut."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,214 @@
+"""The zip archive that ``torch.save`` writes, as a table of uncompressed records in a file.
+
+A ``.pt`` is one such archive; a ``.distcp`` file holds one for each of its entries, one after the other. Records are
+stored as they are, so a part of a tensor is a range of bytes in the file, and each has a CRC32.
+"""
+
+import os
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from composer_fsdp2.checkpoint.archive.disk import opened, read_at
+from composer_fsdp2.checkpoint.pickles.trust import read_pickle
+from composer_fsdp2.errors import CheckpointError
+
+_LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
+_LOCAL_HEADER_MAGIC = 0x04034B50
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A run of bytes in a file; ``crc32`` where the file says one."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+    crc32: int | None = None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """One torch archive: where each record's bytes lie.
+
+    Args:
+        blobs: By record name without the archive's own folder: ``data.pkl``, ``data/0``, ``version``.
+        where: The file, and the entry in it, for messages.
+    """
+
+    where: str
+    blobs: dict[str, Blob]
+
+    @classmethod
+    def open(cls, path: Path, offset: int = 0, num_bytes: int | None = None) -> "Archive":
+        """Read the directory of the archive in these bytes of a file (to its end, if no length is given).
+
+        Raises:
+            CheckpointError: it is no such archive, or its directory contradicts the file.
+        """
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if num_bytes is None:
+                num_bytes = size - offset
+            where = str(path) if offset == 0 and num_bytes == size else f"{path} at byte {offset}"
+            if num_bytes < 0 or offset + num_bytes > size:
+                raise CheckpointError(f"{where}: needs {num_bytes} bytes, the file ends at {size} (truncated?)")
+            if num_bytes == 0:
+                raise CheckpointError(f"{where}: empty")
+            return cls(where, _blobs(path, file, offset, num_bytes, where))
+
+    def read(self, name: str) -> bytes:
+        """All of a small record, checked against its CRC32."""
+        blob = self.blobs.get(name)
+        if blob is None:
+            raise CheckpointError(f"{self.where}: has no record {name}")
+        data = read_at(blob.path, blob.offset, blob.num_bytes)
+        if blob.crc32 is not None and zlib.crc32(data) != blob.crc32:
+            raise CheckpointError(
+                f"{self.where}: record {name} is damaged (CRC32 {zlib.crc32(data):08x}, the file says {blob.crc32:08x})"
+            )
+        return data
+
+    def unpickle(self, *, trust: bool, inert: frozenset[str] = frozenset()) -> Any:
+        """What was saved, with ``StoredTensor`` in place of tensors; see ``read_pickle``."""
+        if "byteorder" in self.blobs and self.read("byteorder") != b"little":
+            raise CheckpointError(f"{self.where}: written on a big-endian machine, which is not supported")
+        return read_pickle(
+            self.read("data.pkl"), where=self.where, trust=trust, inert=inert, storages=self._storage_bytes
+        )
+
+    def storage(self, key: str) -> Blob:
+        """The record of a ``Storage``'s key."""
+        blob = self.blobs.get(f"data/{key}")
+        if blob is None:
+            raise CheckpointError(f"{self.where}: the record of storage {key} is missing")
+        return blob
+
+    def _storage_bytes(self, key: str) -> int:
+        return self.storage(key).num_bytes
+
+
+class _Window:
+    """A part of a file as a file, for ``zipfile``."""
+
+    def __init__(self, file: IO[bytes], offset: int, num_bytes: int) -> None:
+        self._file, self._offset, self._size = file, offset, num_bytes
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if at < 0:
+            raise OSError("seek before the start")  # as a file would
+        self._at = at
+        return at
+
+    def last(self, size: int) -> bytes:
+        self.seek(max(0, self._size - size))
+        return self.read()
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+# 100,000 records and more; each takes ten times as much memory as its line in the directory.
+_MAX_DIRECTORY_BYTES = 16 << 20
+_DIRECTORY_END, _DIRECTORY_END_64 = b"PK\5\6", b"PK\6\6"
+_END_BYTES, _END_64_BYTES, _LOCATOR_BYTES = 22, 56, 20
+_MAX_COMMENT_BYTES = 1 << 16
+
+
+def _refuse_large_directory(window: _Window, where: str) -> None:
+    """Before ``zipfile`` reads it: what the archive's last bytes say of its directory's length.
+
+    They are looked for where ``zipfile`` looks: at the very end, and only behind a comment in more than that.
+
+    Raises:
+        CheckpointError: more than any checkpoint has.
+    """
+    tail = window.last(_END_BYTES + _LOCATOR_BYTES + _END_64_BYTES)
+    at = len(tail) - _END_BYTES
+    if at < 0 or not tail.startswith(_DIRECTORY_END, at) or not tail.endswith(b"\0\0"):
+        tail = window.last(_MAX_COMMENT_BYTES + len(tail))
+        at = tail.rfind(_DIRECTORY_END)
+    if at < 0:
+        return  # zipfile will say so
+    num_bytes = int.from_bytes(tail[at + 12 : at + 16], "little")
+    at_64 = at - _LOCATOR_BYTES - _END_64_BYTES
+    if at_64 >= 0 and tail.startswith(_DIRECTORY_END_64, at_64):
+        num_bytes = int.from_bytes(tail[at_64 + 40 : at_64 + 48], "little")
+    if num_bytes > _MAX_DIRECTORY_BYTES:
+        raise CheckpointError(f"{where}: a directory of {num_bytes} bytes, which no checkpoint has")
+
+
+def zip_names(path: Path) -> list[str]:
+    """What is in a zip file, whoever wrote it.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    with opened(path) as file:
+        return [entry.filename for entry in _directory(_Window(file, 0, path.stat().st_size), str(path))[0]]
+
+
+def _directory(window: _Window, where: str) -> tuple[list[zipfile.ZipInfo], int]:
+    """The lines of the directory, and where in the window it begins."""
+    _refuse_large_directory(window, where)
+    try:
+        with zipfile.ZipFile(window) as archive:
+            return archive.infolist(), archive.start_dir
+    except (zipfile.BadZipFile, OSError, struct.error, ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"{where}: not the zip archive that torch.save writes, or truncated ({error})") from error
+
+
+def _blobs(path: Path, file: IO[bytes], offset: int, num_bytes: int, where: str) -> dict[str, Blob]:
+    entries, start_dir = _directory(_Window(file, offset, num_bytes), where)
+    records_end = offset + start_dir
+    has_crcs = any(entry.CRC for entry in entries)  # all are 0 after torch.serialization.set_crc32_options(False)
+    blobs: dict[str, Blob] = {}
+    starts: dict[str, int] = {}
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise CheckpointError(
+                f"{where}: record {entry.filename} is compressed; torch.save stores records as they are"
+            )
+        name = entry.filename.partition("/")[2] or entry.filename
+        if name in blobs:
+            raise CheckpointError(f"{where}: record {entry.filename} is there twice")
+        starts[name] = start = offset + entry.header_offset
+        if not offset <= start < records_end:
+            raise CheckpointError(f"{where}: the directory points to byte {start} for {entry.filename}")
+        file.seek(start)
+        header = file.read(_LOCAL_HEADER.size).ljust(_LOCAL_HEADER.size, b"\0")
+        magic, *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+        if magic != _LOCAL_HEADER_MAGIC or file.read(name_length) != entry.filename.encode():
+            raise CheckpointError(
+                f"{where}: the directory points to byte {start} for {entry.filename}, and that record is not there"
+            )
+        data_start = start + _LOCAL_HEADER.size + name_length + extra_length
+        blobs[name] = Blob(path, data_start, entry.file_size, entry.CRC if has_crcs else None)
+    last_end = offset
+    for name, start in sorted(starts.items(), key=lambda item: item[1]):
+        blob = blobs[name]
+        if start < last_end or blob.end > records_end:
+            raise CheckpointError(
+                f"{where}: record {name} at bytes {blob.offset} to {blob.end} overlaps another or ends too late"
+            )
+        last_end = blob.end
+    return blobs

@@ -1,0 +1,301 @@
+"""``convert_checkpoint``: a checkpoint of any layout as another, in memory for a chunk, restartable, on any ranks."""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composer_fsdp2.checkpoint.archive.disk import sync, sync_folder, write_all
+from composer_fsdp2.checkpoint.convert.conversion_plan import ConversionPlan, plan_conversion
+from composer_fsdp2.checkpoint.convert.copying import (
+    Copied,
+    Copier,
+    Unit,
+    check_sources,
+    crcs_of_writes,
+    is_written,
+    share_of,
+    units_of,
+)
+from composer_fsdp2.checkpoint.convert.meeting import Meeting
+from composer_fsdp2.checkpoint.convert.unfinished import Unfinished, writing
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory
+from composer_fsdp2.checkpoint.locate import expanded, find
+from composer_fsdp2.checkpoint.open import inventory_of, together
+from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.sharding.agree import gather
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """What was done.
+
+    Args:
+        files: Of the destination.
+        num_tensors: Written; one that is split over files counts once.
+        read_bytes, written_bytes: Tensor data read, and all bytes written, by all ranks in this call.
+        kept_bytes: Tensor data that an earlier call had written.
+        unchecked_bytes: Tensor data whose source says no CRC32 to check it against (safetensors).
+        dropped, renamed, remarks: As in the plan.
+    """
+
+    source: str
+    destination: str
+    to: str
+    files: tuple[str, ...]
+    num_tensors: int
+    read_bytes: int
+    written_bytes: int
+    kept_bytes: int
+    unchecked_bytes: int
+    seconds: float
+    dropped: tuple[str, ...]
+    renamed: Mapping[str, str]
+    remarks: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    to: str,
+    model: nn.Module | None = None,
+    optimizer: bool = True,
+    dtype: torch.dtype | None = None,
+    files: int | None = None,
+    include: Sequence[str] | None = None,
+    dry_run: bool = False,
+    trust: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport | ConversionPlan:
+    """Write a checkpoint in another layout.
+
+    The source is left as it is. The output lies beside the destination (``.{name}.converting``) until it is complete
+    and on the disk, and a call that was killed goes on there when it is made again. Each record of the source is
+    checked against its CRC32. Memory is for a few chunks of 4 MiB and for what is not a tensor, whatever the sizes.
+
+    Args:
+        to: ``"monolithic"`` (Composer's ``state_dict_type: full``: one .pt), ``"dcp"`` (``sharded``: a folder, as
+            Composer 0.24 and later write it on torch 2.4 and later), or ``"safetensors"`` (a Hugging Face folder of the
+            weights alone, with config.json and tokenizer where the checkpoint has them).
+        model: The model that was saved, for flat parameters (``local``), whose files hold no names; also where an
+            optimizer keyed by position needs names that the file leaves open.
+        optimizer: False leaves out the optimizers' states and hyperparameters, and nothing else.
+        dtype: Cast the model's floating-point tensors; optimizer states keep their dtype.
+        files: How many files to split the tensors over; left out, as many as keep each below 5 GB.
+        include: Keep only tensors of the model that match one of these patterns (``model.blocks.*``), and their
+            optimizer state.
+        dry_run: Return the plan; print it to see what would be written. Changes nothing.
+        trust: Let pickles run what they name; only for files whose writer you know.
+        progress: Called on each rank with the bytes done and the bytes to do of its own share.
+    Raises:
+        CheckpointError: on every rank. The source is damaged or of no known layout, the destination exists or cannot be
+            written, there is too little space; nothing was published.
+    With a process group: called on all ranks, which share the work and a file system; gathers small values. Without
+    one: works alone.
+    """
+    start = time.monotonic()
+    target = expanded(destination).absolute()
+
+    def plan_from(inventory: CheckpointInventory) -> ConversionPlan:
+        options = {"optimizer": optimizer, "dtype": dtype, "files": files, "include": include}
+        return plan_conversion(inventory, target, to=to, model=model, **options)  # type: ignore[arg-type]
+
+    def decide() -> tuple[CheckpointInventory, ConversionPlan]:
+        if os.path.lexists(target):
+            raise CheckpointError(f"{target}: exists; remove it, or give another destination")
+        inventory = inventory_of(located, trust=trust)
+        if inventory.path.is_dir() and target.resolve().is_relative_to(inventory.path.resolve()):
+            raise CheckpointError(f"{target}: lies inside of the source, {inventory.path}; give another destination")
+        return inventory, plan_from(inventory)
+
+    def check_source() -> None:
+        """What was read must be what is there, also where no CRC32 says so; of a packed file a copy was read."""
+        is_same = _times(first) == times and (unpack is not None or decide()[1].fingerprint == planned.fingerprint)
+        if not is_same:
+            raise CheckpointError(f"{source}: was changed while it was converted; call again")
+
+    located = together(lambda: find(source))
+    unpack = None if located.layout.reads_in_place else located.layout.unpack
+    first, planned = together(decide, lambda decided: decided[1].fingerprint)
+    if dry_run:
+        return planned
+    inventory, times = first, together(lambda: _times(first))
+    staging, plan = Unfinished(target), planned
+    with ExitStack() as stack:
+        meeting = stack.enter_context(Meeting())
+        meeting.on_first_rank(lambda: stack.enter_context(staging.locked()))
+        meeting.on_first_rank(lambda: _prepare(staging, planned))
+        if unpack is not None:
+            meeting.on_first_rank(lambda: _unpack(unpack, located.path, staging))
+            inventory = from_unpacked = together(lambda: inventory_of(find(staging.unpacked_file()), trust=trust))
+            plan = replace(together(lambda: plan_from(from_unpacked)), source=located.path)
+        return _Conversion(plan, inventory, staging, progress, meeting, check_source).run(start)
+
+
+def _times(inventory: CheckpointInventory) -> list[tuple[int, int]]:
+    """Of each file, its size and when it was written."""
+    return [(path.stat().st_size, path.stat().st_mtime_ns) for path, _ in inventory.files]
+
+
+def _rank() -> int:
+    return dist.get_rank() if _is_distributed() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if _is_distributed() else 1
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _prepare(staging: Unfinished, plan: ConversionPlan) -> None:
+    """Make the folder beside the destination, if there is space for what is still to write."""
+    folder = staging.destination.parent
+    with writing(staging.destination):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(staging.destination):  # another process has finished it
+            raise CheckpointError(f"{staging.destination}: exists; remove it, or give another destination")
+        staging.discard_others(plan.files, plan.fingerprint)
+        needed, free = staging.needed_bytes(plan.files), shutil.disk_usage(folder).free
+        if needed > free:
+            raise CheckpointError(f"{staging.destination}: needs {needed} bytes, {folder} has {free} free")
+        staging.prepare(plan.files, plan.fingerprint)
+
+
+def _unpack(unpack: Callable[[Path, Path], Path], packed: Path, staging: Unfinished) -> None:
+    if not staging.is_unpacked():
+        with writing(staging.destination, staging.folder):
+            staging.unpacked.mkdir(exist_ok=True)
+        unpack(packed, staging.unpacked)
+
+
+class _Conversion:
+    """The work itself: copy, check, finish, publish."""
+
+    def __init__(
+        self,
+        plan: ConversionPlan,
+        inventory: CheckpointInventory,
+        staging: Unfinished,
+        progress: Progress | None,
+        meeting: Meeting,
+        check_source: Callable[[], None],
+    ) -> None:
+        self.plan, self.staging, self.progress = plan, staging, progress
+        self.meeting, self.check_source = meeting, check_source
+        self.sources = [path for path, _ in inventory.files]
+        self.units = units_of(plan.files)
+        self.read_bytes = self.written_bytes = self.kept_bytes = 0
+
+    def run(self, start: float) -> ConversionReport:
+        """Called on all ranks."""
+        earlier, number = gather(self.meeting.on_first_rank(self.earlier))[0]
+        mine = self.meeting.together(lambda: self.copy_share(earlier, number + _rank()))
+        copied = {number: unit for of_rank in gather(mine) for number, unit in of_rank.items()}
+        unchecked = self.meeting.on_first_rank(lambda: self.finish(copied))
+        counts = gather((self.read_bytes, self.written_bytes, self.kept_bytes, unchecked or 0))
+        read, written, kept, unchecked = (sum(column) for column in zip(*counts, strict=True))
+        return ConversionReport(
+            source=str(self.plan.source),
+            destination=str(self.plan.destination),
+            to=self.plan.to,
+            files=tuple(str(file.path(self.plan.destination)) for file in self.plan.files),
+            num_tensors=self.plan.num_tensors,
+            read_bytes=read,
+            written_bytes=written,
+            kept_bytes=kept,
+            unchecked_bytes=unchecked,
+            seconds=time.monotonic() - start,
+            dropped=self.plan.dropped,
+            renamed=self.plan.renamed,
+            remarks=self.plan.remarks,
+        )
+
+    def copy_share(self, earlier: Mapping[int, Copied], journal_number: int) -> dict[int, Copied]:
+        """This rank's units: those that an earlier run left are checked and kept."""
+        share = share_of(self.units, _rank(), _world_size())
+        total, done = sum(unit.num_bytes for unit in share), 0
+        places = {path: place for place, path in enumerate(self.sources)}
+        copied: dict[int, Copied] = {}
+        outputs: dict[int, IO[bytes]] = {}
+
+        def note_progress(unit: Unit) -> None:
+            nonlocal done
+            done += unit.num_bytes
+            if self.progress is not None:
+                self.progress(done, total)
+
+        with writing(self.plan.destination, self.staging.folder), ExitStack() as stack:
+
+            def output(unit: Unit) -> IO[bytes]:
+                if unit.file not in outputs:
+                    outputs[unit.file] = stack.enter_context(open(self.path(unit.file), "r+b"))
+                return outputs[unit.file]
+
+            for unit in share:
+                if unit.number in earlier and is_written(unit, earlier[unit.number], self.path(unit.file)):
+                    copied[unit.number] = earlier[unit.number]
+                    self.kept_bytes += unit.num_bytes
+                    note_progress(unit)
+            journal = stack.enter_context(closing(self.staging.journal(journal_number)))
+            copier = stack.enter_context(Copier(self.plan.files))
+            for unit, now in copier.copy((unit for unit in share if unit.number not in copied), output):
+                journal.note(unit, now, places)
+                copied[unit.number] = now
+                self.written_bytes += unit.num_bytes
+                self.read_bytes += sum(part.end - part.start for part in now.parts)
+                note_progress(unit)
+            for out in outputs.values():
+                sync(out)
+        return copied
+
+    def path(self, file: int) -> Path:
+        return self.staging.path(self.plan.files[file])
+
+    def earlier(self) -> tuple[dict[int, Copied], int]:
+        """What earlier runs finished, and the number of this run's first journal."""
+        return self.staging.done(self.units, self.sources), len(self.staging.journals())
+
+    def finish(self, copied: Mapping[int, Copied]) -> int:
+        """Check what was read, write what follows from it, and publish. On one rank only.
+
+        Returns:
+            Bytes that could not be checked.
+        """
+        try:
+            unchecked = check_sources((part for unit in copied.values() for part in unit.parts), self.plan.files)
+        except CheckpointError:
+            self.staging.discard()  # it has the damage in it
+            raise
+        with writing(self.plan.destination, self.staging.folder):
+            for number, file in enumerate(self.plan.files):
+                crcs = crcs_of_writes(number, self.plan.files, self.units, copied)
+                with open(self.path(number), "r+b") as out:
+                    for at, data in file.rest(crcs):
+                        write_all(out, data, at)
+                        self.written_bytes += len(data)
+                    sync(out)
+            sync_folder(self.staging.files)
+            self.check_source()
+            self.staging.publish(self.plan.files)
+        return unchecked

@@ -1,0 +1,193 @@
+"""What a conversion will do, decided from metadata alone: ``plan_conversion`` and what it prints."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.checkpoint.convert.copying import CHUNK_BYTES
+from composer_fsdp2.checkpoint.convert.state import ConversionState, state_to_write
+from composer_fsdp2.checkpoint.flat import unflattened
+from composer_fsdp2.checkpoint.hugging_face import PREFIX, folder_of
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory
+from composer_fsdp2.checkpoint.layouts import Written, written_layouts
+from composer_fsdp2.checkpoint.output import OutputFile, WriteRequest
+from composer_fsdp2.config.text import human_bytes, lines_and_more
+from composer_fsdp2.errors import CheckpointError
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionPlan:
+    """Which bytes go where. ``print(plan)`` says it.
+
+    Attributes:
+        files: Each with its name, its size and what is in it, in the order in which they are finished.
+        renamed: Parameters that get another name, by the name in the source.
+        dropped: Keys of the source that the destination will not have; one key stands for all below it.
+        remarks: What else the user should know.
+        num_tensors: Tensors written; one that is split counts once.
+        read_bytes: Tensor data to read.
+        fingerprint: Of the source, its files' sizes and times, and of every byte to write but the tensors'.
+    """
+
+    source: Path
+    source_layout: str
+    destination: Path
+    to: str
+    files: tuple[OutputFile, ...] = field(repr=False)
+    renamed: dict[str, str]
+    dropped: tuple[str, ...]
+    remarks: tuple[str, ...]
+    num_tensors: int
+    read_bytes: int
+    fingerprint: str
+
+    @property
+    def write_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory for buffers, an estimate; never a whole tensor, if that is larger than a chunk."""
+        return 3 * CHUNK_BYTES
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "source": str(self.source),
+            "source_layout": self.source_layout,
+            "destination": str(self.destination),
+            "to": self.to,
+            "files": {str(file.path(self.destination)): file.num_bytes for file in self.files},
+            "num_tensors": self.num_tensors,
+            "read_bytes": self.read_bytes,
+            "write_bytes": self.write_bytes,
+            "peak_bytes": self.peak_bytes,
+            "renamed": self.renamed,
+            "dropped": list(self.dropped),
+            "remarks": list(self.remarks),
+        }
+
+    def __str__(self) -> str:
+        files = [f"{file.path(self.destination).name} {human_bytes(file.num_bytes)}" for file in self.files]
+        lines = [
+            f"{self.source} ({self.source_layout}) → {self.destination} ({self.to})",
+            f"  reads {self.num_tensors} tensors of {human_bytes(self.read_bytes)}",
+            f"  writes {human_bytes(self.write_bytes)} in {len(files)} file{'s'[: len(files) != 1]}",
+            lines_and_more(files, _SHOWN, "    "),
+            f"  needs about {human_bytes(self.peak_bytes)} of memory for buffers",
+            *_listed("renames", [f"{old} → {new}" for old, new in self.renamed.items()]),
+            *_listed("leaves out", self.dropped),
+            *(f"  {remark}" for remark in self.remarks),
+        ]
+        if not self.renamed and not self.dropped:
+            lines.append("  keeps every key")
+        return "\n".join(lines)
+
+
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    return [f"  {what} ({len(names)})", lines_and_more(names, _SHOWN, "    ")] if names else []
+
+
+def plan_conversion(
+    inventory: CheckpointInventory,
+    destination: Path,
+    *,
+    to: str,
+    model: nn.Module | None = None,
+    optimizer: bool = True,
+    dtype: torch.dtype | None = None,
+    files: int | None = None,
+    include: Sequence[str] | None = None,
+) -> ConversionPlan:
+    """Decide everything; see ``convert_checkpoint`` for the arguments.
+
+    Raises:
+        CheckpointError: it cannot be done, and what helps.
+    Reads metadata and what is not a tensor; writes nothing; does not communicate.
+    """
+    written = _asked_for(to, files, dtype)
+    inventory = _with_names(inventory, model)
+    prefix = PREFIX if not written.weights_alone and folder_of(inventory) is not None else ""
+    chosen = state_to_write(
+        inventory,
+        optimizer=optimizer and not written.weights_alone,
+        dtype=dtype,
+        include=include,
+        named_optimizer=written.by_name,
+        model=model,
+        prefix=prefix,
+    )
+    output = written.lay_out(
+        WriteRequest(inventory=inventory, state=chosen.state, dtype=dtype, num_files=files, renamed=chosen.renamed)
+    )
+    records = {id(write.slot): write.record for file in output.files for write in file.writes}
+    return ConversionPlan(
+        source=inventory.path,
+        source_layout=inventory.layout,
+        destination=destination,
+        to=to,
+        files=output.files,
+        renamed=dict(output.renamed),
+        dropped=tuple(dict.fromkeys([*chosen.dropped, *output.dropped])),
+        remarks=(*_remarks(chosen, prefix), *output.remarks),
+        num_tensors=len(records),
+        read_bytes=sum(record.num_bytes for record in records.values()),
+        fingerprint=_fingerprint(inventory, to, output.files),
+    )
+
+
+def _asked_for(to: str, files: int | None, dtype: torch.dtype | None) -> Written:
+    """How the layout is written."""
+    known = written_layouts()
+    if to not in known:
+        raise CheckpointError(f"to={to!r}: expected one of {', '.join(known)}")
+    if files is not None and not 1 <= files <= (known[to].max_files or files):
+        raise CheckpointError(f"files={files}: a {to} checkpoint has {'one file' if files > 1 else 'at least one'}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise CheckpointError(f"dtype={dtype}: weights can be cast to a floating-point dtype")
+    return known[to]
+
+
+def _remarks(chosen: ConversionState, prefix: str) -> Iterator[str]:
+    if prefix:
+        yield f"adds {prefix!r} to every name, as Composer's HuggingFaceModel has it"
+    if "" in chosen.state["state"].get("optimizers", {}):
+        yield "the source does not say the optimizer's class, by which Composer finds its state (key '')"
+
+
+def _with_names(inventory: CheckpointInventory, model: nn.Module | None) -> CheckpointInventory:
+    """FSDP1's flat parameters taken apart along the model, without which they have no names."""
+    if not inventory.flat:
+        return inventory
+    if model is None:
+        raise CheckpointError(
+            f"{inventory.path}: holds flat parameters (state_dict_type: local) without their names; give the model "
+            "that was saved (model=, --model module:function)"
+        )
+    return unflattened(inventory, model)
+
+
+def _fingerprint(inventory: CheckpointInventory, to: str, files: Sequence[OutputFile]) -> str:
+    digest = hashlib.sha256(_encoded(f"{to} {CHUNK_BYTES} {inventory.path}"))
+    for path, size in inventory.files:
+        digest.update(_encoded(f"{path.name} {size} {path.stat().st_mtime_ns}"))
+    for file in files:
+        digest.update(_encoded(f"{file.name} {file.num_bytes}"))
+        for write in file.writes:
+            digest.update(_encoded(f"{write.record.name} {write.box} {write.slot.dtype} {write.at}"))
+            digest.update(_encoded(f"{write.record.chunks} {write.record.flat}"))  # where it lies in the source
+        for offset, data in file.rest([0] * len(file.writes)):
+            digest.update(_encoded(f"{offset}") + data)
+    return digest.hexdigest()
+
+
+def _encoded(text: str) -> bytes:
+    """Of names that may be no text, as those of files are in a terminal that knows ASCII alone."""
+    return text.encode(errors="backslashreplace")

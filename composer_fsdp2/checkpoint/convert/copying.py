@@ -1,0 +1,269 @@
+"""Tensor bytes from a checkpoint into the places that a plan gives them, a few MiB at a time.
+
+[Note: units of work] The plan is cut into units of about ``CHUNK_BYTES``, the same on every rank and in every run: a
+unit is read, cast and written by one rank, and noted in the journal once it is written. Memory is a unit's, whatever
+the size of a tensor. CRC32s of a tensor's parts become the tensor's (``crc.py``), so it may be copied by many ranks.
+"""
+
+import itertools
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import torch
+
+from composer_fsdp2.checkpoint.archive.crc import shifted
+from composer_fsdp2.checkpoint.archive.disk import read_at, write_all
+from composer_fsdp2.checkpoint.archive.torch_archive import Blob
+from composer_fsdp2.checkpoint.boxes import Box
+from composer_fsdp2.checkpoint.inventory import NestedArchive, Strided, TensorRecord
+from composer_fsdp2.checkpoint.output import OutputFile, TensorWrite
+from composer_fsdp2.checkpoint.read import Reader, bytes_of
+from composer_fsdp2.checkpoint.records import ReadRange, damage_of, ranges_by_record
+from composer_fsdp2.errors import CheckpointError
+
+CHUNK_BYTES = 4 << 20
+_AHEAD = 2  # one unit is written while the next is read
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A box of a write that lies in one run.
+
+    Args:
+        write: Its number in the file.
+        at: Where it goes in the file.
+        following: Bytes of the same write that come after it.
+    """
+
+    write: int
+    box: Box
+    at: int
+    num_bytes: int
+    following: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Segments of one file that are copied together."""
+
+    number: int
+    file: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A finished unit: the CRC32 of each of its segments as written, and the source's parts that were read."""
+
+    crcs: tuple[int, ...]
+    parts: tuple[ReadRange, ...]
+
+
+def units_of(files: Sequence[OutputFile]) -> list[Unit]:
+    """All work of a plan, in the order of the files."""
+    units: list[Unit] = []
+    for number, file in enumerate(files):
+        waiting: list[Segment] = []
+        waiting_bytes = 0
+        for place, write in enumerate(file.writes):
+            for segment in _segments(place, write):
+                in_memory = segment.box.numel * _itemsize(write)
+                if waiting and waiting_bytes + in_memory > CHUNK_BYTES:
+                    units.append(Unit(len(units), number, tuple(waiting)))
+                    waiting, waiting_bytes = [], 0
+                waiting.append(segment)
+                waiting_bytes += in_memory
+        if waiting:
+            units.append(Unit(len(units), number, tuple(waiting)))
+    return units
+
+
+def _segments(place: int, write: TensorWrite) -> Iterator[Segment]:
+    at, left = write.at, write.num_bytes
+    for box in write.box.pieces(max(1, CHUNK_BYTES // _itemsize(write))):
+        if num_bytes := box.numel * write.slot.dtype.itemsize:
+            left -= num_bytes
+            yield Segment(place, box, at, num_bytes, left)
+            at += num_bytes
+
+
+def _itemsize(write: TensorWrite) -> int:
+    """Of an element in memory: before or after a cast."""
+    return max(write.slot.dtype.itemsize, write.record.dtype.itemsize)
+
+
+def share_of(units: Sequence[Unit], rank: int, world_size: int) -> list[Unit]:
+    """The units of one rank: a run of them, of about its part of the bytes."""
+    total = sum(unit.num_bytes for unit in units)
+    share: list[Unit] = []
+    at = 0
+    for unit in units:
+        if at * world_size // max(total, 1) == rank:
+            share.append(unit)
+        at += unit.num_bytes
+    return share
+
+
+class Copier:
+    """Copies units: one thread reads and checks, the caller's writes. Use it in a with block."""
+
+    def __init__(self, files: Sequence[OutputFile]) -> None:
+        self._files = files
+        self._reader = Reader()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read")
+        self._buffers = itertools.cycle([_Buffer() for _ in range(_AHEAD)])
+
+    def __enter__(self) -> "Copier":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._reader.__exit__(*exception)
+
+    def copy(self, units: Iterable[Unit], outputs: Callable[[Unit], IO[bytes]]) -> Iterator[tuple[Unit, Copied]]:
+        """Read, cast and write; each unit is yielded when it is written.
+
+        Args:
+            outputs: The file that a unit goes to, open for writing.
+        Raises:
+            CheckpointError: the source is damaged or too short.
+            OSError: the destination cannot be written.
+        """
+        started: deque[tuple[Unit, Future[_Read]]] = deque()
+        for unit in units:
+            started.append((unit, self._thread.submit(self._read, unit, next(self._buffers))))
+            if len(started) == _AHEAD:
+                yield self._write(*started.popleft(), outputs)
+        while started:
+            yield self._write(*started.popleft(), outputs)
+
+    def _write(self, unit: Unit, read: "Future[_Read]", outputs: Callable[[Unit], IO[bytes]]) -> tuple[Unit, Copied]:
+        tensors, copied = read.result()
+        for segment, tensor in zip(unit.segments, tensors, strict=True):
+            write_all(outputs(unit), bytes_of(tensor), segment.at)
+        return unit, copied
+
+    def _read(self, unit: Unit, buffer: "_Buffer") -> "_Read":
+        buffer.clear()
+        tensors: list[torch.Tensor] = []
+        crcs: list[int] = []
+        parts: list[ReadRange] = []
+        for segment in unit.segments:
+            write = self._files[unit.file].writes[segment.write]
+            tensor = buffer.tensor(segment.box.sizes, write.record.dtype)
+            self._reader.is_in_order = True
+            try:
+                self._reader.read(write.record, segment.box, tensor)
+            except OSError as error:
+                raise CheckpointError(f"{write.record.name}: cannot be read: {error.strerror or error}") from error
+            if write.record.dtype != write.slot.dtype:
+                tensor = tensor.to(write.slot.dtype)
+                crcs.append(zlib.crc32(bytes_of(tensor)))
+            elif self._is_one_run(segment):
+                crcs.append(self._reader.parts[0].crc32)
+            else:
+                crcs.append(zlib.crc32(bytes_of(tensor)))
+            tensors.append(tensor)
+            parts.extend(self._reader.parts)
+            self._reader.parts.clear()
+        return tensors, Copied(tuple(crcs), tuple(parts))
+
+    def _is_one_run(self, segment: Segment) -> bool:
+        """Whether what was read last lies in the source as it is written, so that both have one CRC32."""
+        parts = self._reader.parts
+        return self._reader.is_in_order and len(parts) == 1 and parts[0].end - parts[0].start == segment.num_bytes
+
+
+_Read: TypeAlias = tuple[list[torch.Tensor], Copied]
+
+
+class _Buffer:
+    """Memory for one unit, used again and again: fresh pages cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+        self._used = 0
+
+    def clear(self) -> None:
+        self._used = 0
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        start = -(-self._used // 16) * 16  # the widest dtype
+        self._used = start + prod(shape) * dtype.itemsize
+        if self._used > self._bytes.numel():
+            return torch.empty(shape, dtype=dtype)
+        return self._bytes[start : self._used].view(dtype).view(shape)
+
+
+def is_written(unit: Unit, copied: Copied, path: Path) -> bool:
+    """Whether a file has what an earlier run says that it wrote."""
+    if len(copied.crcs) != len(unit.segments):
+        return False
+    pairs = zip(unit.segments, copied.crcs, strict=True)
+    return all(zlib.crc32(read_at(path, segment.at, segment.num_bytes)) == crc for segment, crc in pairs)
+
+
+def crcs_of_writes(
+    file: int, files: Sequence[OutputFile], units: Sequence[Unit], copied: Mapping[int, Copied]
+) -> list[int]:
+    """The CRC32 of each write of a file, from those of its segments."""
+    crcs = [0] * len(files[file].writes)
+    for unit in units:
+        if unit.file == file:
+            for segment, crc in zip(unit.segments, copied[unit.number].crcs, strict=True):
+                crcs[segment.write] ^= shifted(crc, segment.following)
+    return crcs
+
+
+def check_sources(parts: Iterable[ReadRange], files: Sequence[OutputFile]) -> int:
+    """Compare the source's records with their CRC32s, those that the file says.
+
+    What of a record belongs to no tensor that was read (padding of a flat parameter, a neighbour in a shared storage)
+    is read here, so that the record can be checked.
+
+    Returns:
+        Bytes of records that have none.
+    Raises:
+        CheckpointError: names the damaged records and their tensors.
+    """
+    by_record, unchecked = ranges_by_record(parts)
+    problems = {blob: damage_of(blob, ranges) for blob, ranges in by_record.items()}
+    if damaged := {blob: problem for blob, problem in problems.items() if problem is not None}:
+        names = _names(damaged, files)
+        lines = [
+            f"  {blob.path}: {', '.join(names[blob]) or f'the record at byte {blob.offset}'} ({problem})"
+            for blob, problem in damaged.items()
+        ]
+        raise CheckpointError(
+            "the source is damaged, or was changed while it was read; nothing was converted. Take another checkpoint, "
+            "or copy this one again\n" + "\n".join(lines[:20])
+        )
+    return unchecked
+
+
+def _names(blobs: Mapping[Blob, Any], files: Sequence[OutputFile]) -> dict[Blob, list[str]]:
+    """The tensors that lie in records."""
+    names: dict[Blob, list[str]] = {blob: [] for blob in blobs}
+    for record in {id(write.record): write.record for file in files for write in file.writes}.values():
+        for blob in _blobs(record):
+            if blob in names:
+                names[blob].append(record.name)
+    return names
+
+
+def _blobs(record: TensorRecord) -> Iterator[Blob]:
+    if record.flat is not None:
+        yield from _blobs(record.flat.flat)
+    for chunk in record.chunks:
+        if isinstance(chunk.source, Strided | NestedArchive):
+            yield chunk.source.locate(chunk, record.dtype).blob

@@ -1,0 +1,185 @@
+"""The state dict that a conversion writes: which entries of a checkpoint, under which names, of which dtype."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.checkpoint.archive.writer import Slot
+from composer_fsdp2.checkpoint.convert.optimizer_order import names_of_positions
+from composer_fsdp2.checkpoint.inventory import (
+    MODEL,
+    OPTIMIZERS,
+    CheckpointInventory,
+    TensorRecord,
+    tree_of,
+)
+from composer_fsdp2.checkpoint.names import canonical
+from composer_fsdp2.checkpoint.pickles.stand_ins import contains_built
+from composer_fsdp2.checkpoint.same_bytes import are_one_storage
+from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
+from composer_fsdp2.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionState:
+    """What is to be written.
+
+    Args:
+        state: ``{'state': {...}, 'rng': [...]}`` with a ``Slot`` for each tensor, its ``TensorRecord`` as the source.
+        renamed: Parameters: from the name in the file.
+        dropped: What the source has and the destination will not, as keys (``state.optimizers.Adam`` for all below).
+    """
+
+    state: dict[str, Any]
+    renamed: dict[str, str]
+    dropped: tuple[str, ...]
+
+
+def state_to_write(
+    inventory: CheckpointInventory,
+    *,
+    optimizer: bool = True,
+    dtype: torch.dtype | None = None,
+    include: Sequence[str] | None = None,
+    named_optimizer: bool = False,
+    model: nn.Module | None = None,
+    prefix: str = "",
+) -> ConversionState:
+    """Choose and name the entries.
+
+    Args:
+        optimizer: Keep the optimizers' states and hyperparameters.
+        dtype: For the model's floating-point tensors; optimizer states keep theirs, which their precision is for.
+        include: Patterns (as a shell's) for names in the model; the optimizer state of the others goes, too.
+        named_optimizer: Optimizer states that are keyed by position get their parameters' names.
+        model: To tell parameters from buffers where positions become names.
+        prefix: Before every name in the model.
+    Raises:
+        CheckpointError: a pattern matches nothing, names clash, or positions cannot become names.
+    """
+    names = _names(inventory, prefix)
+    _check_patterns(inventory, names, include)
+    kept = {name: new for name, new in names.items() if include is None or any(fnmatchcase(new, p) for p in include)}
+    dropped = [dotted((*MODEL, name)) for name in names if name not in kept]
+    rest = {path: record for path, record in inventory.entries.items() if path[:2] not in (MODEL, OPTIMIZERS)}
+    state = _with_slots(tree_of(rest) or {}, inventory)
+    below = state.setdefault("state", {})
+    shared: dict[Any, list[Slot]] = {}
+    below["model"] = {
+        kept[str(name)]: _with_slots(tree_of(entries), inventory, dtype=dtype, shared=shared)
+        for name, entries in _by_key(inventory, MODEL).items()
+        if str(name) in kept
+    }
+    for contents in inventory.optimizers:
+        path = (*OPTIMIZERS, contents.name)
+        if not optimizer:
+            dropped.append(dotted(path))
+            continue
+        positions: Mapping[int, str] = {}
+        if contents.keyed_by == "id" and (named_optimizer or include is not None):
+            positions = names_of_positions(inventory, contents, model)
+        found, lost = _optimizer(inventory, path, _renaming(names, kept, positions))
+        below.setdefault("optimizers", {})[contents.name] = _with_slots(found, inventory)
+        dropped += lost
+    renamed = {name: new for name, new in kept.items() if new != name}
+    return ConversionState(state=state, renamed=renamed, dropped=tuple(dropped))
+
+
+def _names(inventory: CheckpointInventory, prefix: str) -> dict[str, str]:
+    """From each name in the model to the one to write: without what wrappers put into it."""
+    paths = inventory.entries
+    names = {str(path[2]): prefix + canonical(str(path[2])) for path in paths if path[:2] == MODEL and len(path) > 2}
+    first: dict[str, str] = {}
+    for name, new in names.items():
+        if first.setdefault(new, name) != name:
+            raise CheckpointError(f"{inventory.path}: {first[new]} and {name} would both become {new}")
+    return names
+
+
+def _check_patterns(inventory: CheckpointInventory, names: Mapping[str, str], include: Sequence[str] | None) -> None:
+    idle = [pattern for pattern in include or () if not any(fnmatchcase(name, pattern) for name in names.values())]
+    if idle:
+        raise CheckpointError(
+            f"{inventory.path}: no tensor of the model matches {', '.join(idle)}; its names are like "
+            f"{', '.join(list(names.values())[:5])}"
+        )
+    if include is not None and not include:
+        raise CheckpointError("include is an empty list; leave it out to keep everything")
+
+
+def _by_key(inventory: CheckpointInventory, prefix: EntryPath) -> dict[str | int, dict[EntryPath, Any]]:
+    """The entries below a path, by the key that comes next."""
+    length = len(prefix)
+    found: dict[str | int, dict[EntryPath, Any]] = {}
+    for path, record in inventory.entries.items():
+        if path[:length] == prefix and len(path) > length:
+            found.setdefault(path[length], {})[path[length + 1 :]] = record
+    return found
+
+
+def _with_slots(
+    value: Any,
+    inventory: CheckpointInventory,
+    *,
+    dtype: torch.dtype | None = None,
+    shared: dict[Any, list[Slot]] | None = None,
+) -> Any:
+    """Slots in place of ``TensorRecord``s; with ``shared``, one for those that are the same bytes (tied weights)."""
+
+    def leaf(part: Any, path: EntryPath) -> Any:
+        if not isinstance(part, TensorRecord):
+            if contains_built(part):
+                raise CheckpointError(
+                    f"{inventory.path}: holds {part}, which is not plain data, so it cannot be written"
+                )
+            return part
+        written = dtype if dtype is not None and part.dtype.is_floating_point else part.dtype
+        slot = Slot(part.shape, written, part)
+        if shared is None:
+            return slot
+        alike = shared.setdefault((part.shape, part.dtype), [])
+        one = next((other for other in alike if are_one_storage(part, other.source)), None)
+        if one is None:
+            alike.append(slot)
+        return one or slot
+
+    return mapped(value, leaf)
+
+
+_Rename = Callable[[str | int], str | int | None]
+
+
+def _renaming(names: Mapping[str, str], kept: Mapping[str, str], positions: Mapping[int, str]) -> _Rename:
+    """From a parameter's name or position in an optimizer to the one to write; to None where it is left out."""
+
+    def rename(key: str | int) -> str | int | None:
+        name = positions.get(key, key) if isinstance(key, int) else key
+        if isinstance(name, int):
+            return name
+        return kept.get(name) if name in names else canonical(name)
+
+    return rename
+
+
+def _optimizer(
+    inventory: CheckpointInventory, path: EntryPath, rename: _Rename
+) -> tuple[dict[str | int, Any], list[str]]:
+    """The state and hyperparameters of one optimizer, and the keys of what is left out."""
+    of_parameters = _by_key(inventory, (*path, "state"))
+    names = {key: rename(key) for key in of_parameters}
+    state = {name: tree_of(of_parameters[key]) for key, name in names.items() if name is not None}
+    others = {key: tree_of(below) for key, below in _by_key(inventory, path).items() if key != "state"}
+    if isinstance(groups := others.get("param_groups"), list):
+        others["param_groups"] = [_group(group, rename) for group in groups]
+    dropped = [dotted((*path, "state", key)) for key, name in names.items() if name is None]
+    return {"state": state, **others}, dropped
+
+
+def _group(group: Any, rename: _Rename) -> Any:
+    if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+        return group
+    return {**group, "params": [name for key in group["params"] if (name := rename(key)) is not None]}

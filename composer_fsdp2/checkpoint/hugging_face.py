@@ -1,0 +1,189 @@
+"""What a Composer checkpoint says of its Hugging Face model: config and tokenizer, and which weights are tied.
+
+``HuggingFaceModel`` keeps both as plain data in ``state.integrations.huggingface`` (Composer's
+``HuggingFaceModel.get_metadata``), and the model itself as its attribute ``model``.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_fsdp2.checkpoint.archive.inside import is_plain
+from composer_fsdp2.checkpoint.archive.writer import Slot
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
+from composer_fsdp2.checkpoint.same_bytes import are_one_storage, have_same_bytes
+from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.sharding.dtypes import dtype_name
+
+PREFIX = "model."  # the attribute of Composer's wrapper
+_BESIDE = (".json", ".txt", ".model", ".jinja")  # of config and tokenizer
+
+# Where models put the matrix that is tied to the embedding; from_pretrained ties it again.
+_OUTPUT_EMBEDDINGS = ("lm_head.weight", "lm_head.decoder.weight", "embed_out.weight", "predictions.decoder.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceForm:
+    """A model that ``from_pretrained`` loads.
+
+    Args:
+        beside: Files beside the weights: config.json and the tokenizer's.
+        left_out: Files that were not written, with the reason.
+    """
+
+    config: dict[str, Any]
+    beside: dict[str, bytes]
+    left_out: tuple[str, ...]
+
+
+def folder_of(inventory: CheckpointInventory) -> Path | None:
+    """The folder of a Hugging Face model, with its configuration; None for other checkpoints."""
+    folder = inventory.path if inventory.path.is_dir() else inventory.path.parent
+    return folder if inventory.weights_alone and (folder / "config.json").is_file() else None
+
+
+def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None) -> HuggingFaceForm | None:
+    """From ``state.integrations.huggingface``; None where the checkpoint's model is another.
+
+    Args:
+        dtype: What the weights are cast to, for the config; None leaves what it says.
+    """
+    integration = inventory.tree(("state", "integrations", "huggingface"))
+    if integration is None:
+        integrations = inventory.tree(("state", "integrations"))
+        integration = integrations.get("huggingface") if isinstance(integrations, Mapping) else None
+    if not isinstance(integration, Mapping):
+        return None
+    model = integration.get("model")
+    entry = model.get("config") if isinstance(model, Mapping) else None
+    config = entry.get("content") if isinstance(entry, Mapping) else None
+    if not isinstance(entry, Mapping) or not isinstance(config, Mapping):
+        return None
+    config = dict(config)
+    if not config.get("architectures") and (name := _architecture(entry.get("class"))) is not None:
+        config["architectures"] = [name]
+    beside = {"config.json": _as_json(config, dtype)}
+    left_out = []
+    tokenizer = integration.get("tokenizer")
+    for name, file in (tokenizer if isinstance(tokenizer, Mapping) else {}).items():
+        content = _content(name, file)
+        if isinstance(content, str):
+            left_out.append(f"tokenizer file {name!r}: {content}")
+        else:
+            beside[_file_name(name, file)] = content
+    return HuggingFaceForm(config=config, beside=beside, left_out=tuple(left_out))
+
+
+def _architecture(full_name: Any) -> str | None:
+    """The class of a model, by the name that Composer noted. Of a sharded one that is the name of what sharded it:
+    ``FSDP`` and the model's own for ``fully_shard``, FSDP1's wrapper for FSDP1.
+    """
+    module, _, name = full_name.rpartition(".") if isinstance(full_name, str) else ("", "", "")
+    if not module.startswith("torch.distributed."):
+        return name or None
+    return name.removeprefix("FSDP") if name.startswith("FSDP") else None
+
+
+def _as_json(config: Mapping[str, Any], dtype: torch.dtype | None) -> bytes:
+    if dtype is not None:
+        key = "dtype" if "dtype" in config else "torch_dtype"  # transformers changed its name in 4.56
+        config = {**config, key: dtype_name(dtype)}
+    return json.dumps(config, indent=2, sort_keys=True).encode()
+
+
+def form_of_folder(folder: Path, dtype: torch.dtype | None) -> HuggingFaceForm | None:
+    """From a folder that has its config.json; the files beside the weights are taken as they are.
+
+    Args:
+        dtype: As in ``hugging_face_form``.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    names = [path for path in sorted(folder.iterdir()) if path.suffix in _BESIDE and path.is_file()]
+    beside = {path.name: path.read_bytes() for path in names if not path.name.endswith(".safetensors.index.json")}
+    try:
+        config = json.loads(beside["config.json"])
+    except ValueError as error:
+        raise CheckpointError(f"{file}: damaged ({error})") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: holds no configuration")
+    if dtype is not None:
+        beside["config.json"] = _as_json(config, dtype)
+    return HuggingFaceForm(config=config, beside=beside, left_out=())
+
+
+def _file_name(name: str, file: Mapping[str, Any]) -> str:
+    extension = str(file.get("file_extension", ""))
+    return name if name.endswith(extension) else name + extension
+
+
+def _content(name: Any, file: Any) -> bytes | str:
+    """A tokenizer file's bytes, as Composer writes them back; or why not."""
+    if not isinstance(name, str) or not isinstance(file, Mapping) or "content" not in file:
+        return "damaged"
+    file_name = _file_name(name, file)
+    if not is_plain(file_name) or "/" in file_name or file_name.startswith("."):
+        return "its name leads out of the folder"
+    if file_name == "config.json" or file_name.endswith((".safetensors", ".safetensors.index.json")):
+        return "it has the name of the model's configuration, of its weights or of their index"
+    content, extension = file["content"], file.get("file_extension")
+    match extension:
+        case ".json":
+            return _encoded(json.dumps(content, ensure_ascii=False))
+        case ".txt" if isinstance(content, list):
+            return _encoded("\n".join(map(str, content)))
+        case ".jinja" if isinstance(content, str):
+            return _encoded(content)
+        case ".model" if isinstance(content, bytes):
+            return content
+        case ".py":
+            return "code from a checkpoint is not written"
+    return f"a {extension} file of {type(content).__name__}"
+
+
+def _encoded(text: str) -> bytes | str:
+    """In UTF-8, or why not."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        return f"it is not text ({error.reason})"
+
+
+def without_ties(weights: Mapping[str, Slot], config: Mapping[str, Any] | None) -> tuple[dict[str, Slot], list[str]]:
+    """The weights with tied ones once, and the names that were left out, as ``a (tied to b)``.
+
+    Tied are names for one storage. Sharded checkpoints and FSDP's full ones hold a copy for each name; there an output
+    embedding that equals an earlier matrix bit for bit is tied, unless the config says no. Others stay: matrices of
+    zeros or ones are equal as well.
+    """
+    may_tie = config is not None and config.get("tie_word_embeddings", True)
+    kept: dict[str, Slot] = {}
+    left_out: list[str] = []
+    # Output embeddings last: what a model is tied to comes under its own name.
+    for name in sorted(weights, key=_is_output):
+        slot = weights[name]
+        twin = next(
+            (other for other, known in kept.items() if _are_tied(known, slot, may_tie and _is_output(name))), None
+        )
+        if twin is None:
+            kept[name] = slot
+        else:
+            left_out.append(f"{name} (tied to {twin})")
+    return {name: slot for name, slot in weights.items() if name in kept}, left_out
+
+
+def _is_output(name: str) -> bool:
+    return f".{name}".endswith(tuple(f".{end}" for end in _OUTPUT_EMBEDDINGS))
+
+
+def _are_tied(a: Slot, b: Slot, copies_count: bool) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    one, other = a.source, b.source
+    assert isinstance(one, TensorRecord) and isinstance(other, TensorRecord)
+    return are_one_storage(one, other) or (copies_count and len(a.shape) == 2 and have_same_bytes(one, other))

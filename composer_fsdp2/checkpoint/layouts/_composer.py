@@ -1,0 +1,165 @@
+"""What all of Composer's layouts share: the state dict's shape, and what its ``metadata`` says."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive
+from composer_fsdp2.checkpoint.inventory import (
+    CheckpointInventory,
+    ObjectRecord,
+    TensorRecord,
+    Writer,
+    of_stored_tensor,
+    walk_tensors,
+)
+from composer_fsdp2.checkpoint.pickles.stand_ins import Built, StoredTensor, contains_built
+from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
+from composer_fsdp2.errors import CheckpointError
+
+# What a whole Composer checkpoint has; without these a run cannot go on where it was.
+_PARTS = {
+    ("state", "optimizers"): "no optimizer state",
+    ("state", "schedulers"): "no schedulers",
+    ("state", "timestamp"): "no timestamp: a run would start at batch 0",
+    ("rng",): "no random states",
+}
+
+
+def file_sizes(*paths: Path) -> tuple[tuple[Path, int], ...]:
+    return tuple((path, path.stat().st_size) for path in paths)
+
+
+def with_records(value: Any, archive: Archive, path: EntryPath = ()) -> Any:
+    """A value as it was pickled, with a ``TensorRecord`` for each tensor; containers are new."""
+
+    def record(part: Any, where: EntryPath) -> Any:
+        return of_stored_tensor(part, archive, dotted(where)) if isinstance(part, StoredTensor) else part
+
+    return mapped(value, record, path)
+
+
+def split_state(root: Any, where: str) -> tuple[dict[EntryPath, TensorRecord], dict[EntryPath, ObjectRecord]]:
+    """The tensors and the other entries of ``{'state': {...}, 'rng': [...]}``, read from one pickle."""
+    tensors: dict[EntryPath, TensorRecord] = {}
+    objects: dict[EntryPath, ObjectRecord] = {}
+
+    def add(path: EntryPath, value: Any) -> None:
+        if isinstance(value, TensorRecord):
+            tensors[path] = value
+        else:
+            objects[path] = ObjectRecord(dotted(path), lambda: value)
+
+    def mapping(value: Any, path: EntryPath) -> Mapping[Any, Any]:
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{where}: {dotted(path)} is a {type(value).__name__}, expected a dict")
+        return value
+
+    for attribute, value in mapping(root["state"], ("state",)).items():
+        path = ("state", attribute)
+        if attribute == "model":
+            for name, entry in mapping(value, path).items():
+                add((*path, name), entry)
+        elif attribute == "optimizers":
+            for name, optimizer in mapping(value, path).items():
+                _split_optimizer(mapping(optimizer, (*path, name)), (*path, name), add, mapping)
+        else:
+            add(path, value)
+    for key in root:
+        if key != "state":
+            add((key,), root[key])
+    return tensors, objects
+
+
+def _split_optimizer(optimizer: Mapping[Any, Any], path: EntryPath, add: Any, mapping: Any) -> None:
+    for part, value in optimizer.items():
+        if part != "state":
+            add((*path, part), value)
+            continue
+        for parameter, entries in mapping(value, (*path, part)).items():
+            for key, entry in mapping(entries, (*path, part, parameter)).items():
+                add((*path, part, parameter, key), entry)
+
+
+def missing_parts(
+    tensors: Mapping[EntryPath, TensorRecord], objects: Mapping[EntryPath, ObjectRecord]
+) -> tuple[str, ...]:
+    """What a run would miss, in words."""
+    there = {path[:2] for path in (*tensors, *objects)} | {path[:1] for path in (*tensors, *objects)}
+    return tuple(text for part, text in _PARTS.items() if part not in there)
+
+
+def writer_of(metadata: Any, sharding: str | None, *, torch_version: str | None = None) -> Writer:
+    """From ``state.metadata``, which Composer writes since 0.16."""
+    entries = metadata if isinstance(metadata, Mapping) else {}
+    environment = entries.get("composer_env_info")
+    composer = environment.get("composer_version") if isinstance(environment, Mapping) else None
+    world_size = entries.get("world_size")
+    return Writer(
+        composer_version=str(composer) if composer else None,
+        torch_version=str(entries["torch_version"]) if entries.get("torch_version") else torch_version,
+        world_size=world_size if isinstance(world_size, int) else None,
+        sharding=sharding,
+    )
+
+
+def nested_tensors(objects: Mapping[EntryPath, ObjectRecord]) -> list[tuple[EntryPath, TensorRecord]]:
+    """Tensors inside of entries that were read already (random states, callbacks, metrics)."""
+    return [(path + below, record) for path, entry in objects.items() for below, record in walk_tensors(entry.value())]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One pickle with everything
+
+
+def inventory_of(root: Any, path: Path, layout: str) -> CheckpointInventory:
+    """The inventory of an unpickled monolithic checkpoint."""
+    remarks: tuple[str, ...] = ()
+    if not isinstance(root, Mapping):
+        raise CheckpointError(
+            f"{path}: holds a {type(root).__name__}, expected Composer's {{'state': ..., 'rng': ...}}"
+        )
+    if not isinstance(root.get("state"), Mapping) or set(root) == {"state", "param_groups"}:
+        root, remarks = _bare(root, path)
+    if contains_built(root):
+        raise CheckpointError(f"{path}: holds objects that are not plain data")
+    tensors, objects = split_state(root, str(path))
+    inventory = CheckpointInventory(
+        path=path,
+        layout=layout,
+        tensors=tensors,
+        objects=objects,
+        files=file_sizes(path),
+        remarks=(*remarks, *missing_parts(tensors, objects)),
+    )
+    return inventory.replaced(writer=_writer(inventory), nested=dict(nested_tensors(objects)))
+
+
+def _writer(inventory: CheckpointInventory) -> Writer:
+    """Whether it was sharded shows in the optimizer: by position only without FSDP; by name (since 0.19) with both."""
+    writer = writer_of(inventory.tree(("state", "metadata")), None)
+    keyed_by = {optimizer.keyed_by for optimizer in inventory.optimizers if optimizer.state}
+    if "id" in keyed_by or (keyed_by and writer.world_size == 1):
+        return dataclasses.replace(writer, sharding="not sharded")
+    return dataclasses.replace(writer, sharding="FSDP (gathered) or DDP" if keyed_by else None)
+
+
+def _bare(root: Mapping[Any, Any], path: Path) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
+    """A state dict that was saved alone: of a model (names and tensors), or of an optimizer."""
+    if root and all(isinstance(key, str) and isinstance(value, TensorRecord | Built) for key, value in root.items()):
+        return {"state": {"model": root}}, ("a bare model state dict, not Composer's",)
+    if set(root) == {"state", "param_groups"}:
+        return {"state": {"optimizers": {"": root}}}, ("a bare optimizer state dict, not Composer's",)
+    keys = ", ".join(map(str, list(root)[:8]))
+    raise CheckpointError(
+        f"{path}: a torch.save file, but no checkpoint of Composer's and no state dict; its top-level keys are {keys}"
+    )
+
+
+def refuse_rank_file(archive: Archive, path: Path) -> None:
+    """Of what is packed in ``path``: ``sharded`` of Composer 0.13 to 0.15, for which other ranks' files are needed."""
+    if b"torch.distributed._shard.sharded_tensor" in archive.read("data.pkl"):
+        raise CheckpointError(
+            f"{path}: one rank's part of a checkpoint, packed; unpack the files of all ranks into one folder first"
+        )

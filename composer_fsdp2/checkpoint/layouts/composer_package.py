@@ -1,0 +1,184 @@
+"""The folder of Composer's newer ``composer.checkpoint`` package (0.23.5 on): each part of the state apart.
+
+``model/`` and ``optim/`` hold one ``.pt`` or a DCP directory, ``resumption.pkl`` the small rest, and
+``composer_metadata.json`` says who wrote it. Its state dicts are not nested under ``state``; here they are, as in a
+monolithic file. The optimizer's class is not stored: it is called ''.
+"""
+
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from composer_fsdp2.checkpoint.archive.disk import parsed_json, read_at, read_text
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
+from composer_fsdp2.checkpoint.inventory import (
+    MODEL,
+    OPTIMIZERS,
+    CheckpointInventory,
+    ObjectRecord,
+    Strided,
+    TensorRecord,
+)
+from composer_fsdp2.checkpoint.layouts import Layout, dcp
+from composer_fsdp2.checkpoint.layouts._composer import (
+    missing_parts,
+    nested_tensors,
+    split_state,
+    with_records,
+    writer_of,
+)
+from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor, contains_built
+from composer_fsdp2.checkpoint.pickles.trust import read_pickle
+from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
+from composer_fsdp2.errors import CheckpointError
+
+_NAME = "composer.checkpoint folder"
+_RESUMPTION = "resumption.pkl"
+_WRITTEN_LAST = "composer_metadata.json"
+
+# Folder and file of each part, and where it belongs.
+_PARTS: dict[tuple[str, str], EntryPath] = {
+    ("model", "model.pt"): MODEL,
+    ("optim", "optim.pt"): (*OPTIMIZERS, ""),
+}
+# With the tokenizer of a Hugging Face model, tens of MB; Python takes twenty times as much to read some JSON.
+_MAX_JSON_BYTES = 24 << 20
+
+
+def _recognize(path: Path) -> bool:
+    parts = [path / folder / file for folder, file in _PARTS if (path / folder / file).is_file()]
+    named = [file for file in (path / _RESUMPTION, path / _WRITTEN_LAST) if file.is_file()]
+    return path.is_dir() and bool(parts or named or any(dcp.is_directory(path / folder) for folder, _ in _PARTS))
+
+
+def _has_names(names: Collection[str]) -> bool:
+    return _WRITTEN_LAST in names
+
+
+def _incomplete(path: Path) -> str | None:
+    return None if (path / _WRITTEN_LAST).is_file() else f"no {_WRITTEN_LAST}, which is written last"
+
+
+def _read(path: Path, trust: bool) -> CheckpointInventory:
+    tensors: dict[EntryPath, TensorRecord] = {}
+    objects: dict[EntryPath, ObjectRecord] = {}
+    writers = []
+    for (folder, name), prefix in _PARTS.items():
+        part = _read_part(path / folder, name, prefix, trust=trust)
+        if part is not None:
+            tensors |= part.tensors
+            objects |= part.objects
+            writers.append(part.writer)
+    metadata = _metadata(path / _WRITTEN_LAST)
+    objects |= _resumption(path / _RESUMPTION, trust=trust)
+    if metadata:
+        objects["state", "metadata"] = ObjectRecord("state.metadata", lambda: metadata)
+    remarks = [*missing_parts(tensors, objects)]
+    if not any(entry[:2] == MODEL for entry in tensors):
+        remarks.append("no model")
+    if not metadata:
+        remarks.append(f"no {_WRITTEN_LAST}, which is written last: the save may have been cut short")
+    sharding = next((writer.sharding for writer in writers if writer.sharding), None)
+    return CheckpointInventory(
+        path=path,
+        layout=_NAME,
+        tensors=tensors,
+        objects=objects,
+        nested=dict(nested_tensors({key: entry for key, entry in objects.items() if not entry.num_bytes})),
+        files=tuple((file, file.stat().st_size) for file in sorted(path.rglob("*")) if file.is_file()),
+        writer=writer_of(metadata, sharding or "not sharded"),
+        remarks=tuple(remarks),
+    )
+
+
+def _read_part(folder: Path, name: str, prefix: EntryPath, *, trust: bool) -> CheckpointInventory | None:
+    """The model or the optimizer; None where it was not saved."""
+    if not (folder / name).is_file():
+        return dcp.read(folder, trust, prefix=prefix) if folder.is_dir() else None
+    archive = Archive.open(folder / name)
+    value = with_records(archive.unpickle(trust=trust), archive, prefix)
+    if contains_built(value) or not isinstance(value, dict):
+        raise CheckpointError(f"{folder / name}: holds no state dict of plain data")
+    root = {"model": value} if prefix == MODEL else {"optimizers": {"": value}}
+    tensors, objects = split_state({"state": root}, str(folder / name))
+    return CheckpointInventory(path=folder / name, layout=_NAME, tensors=tensors, objects=objects, files=())
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """``composer_metadata.json``, in the form of ``state.metadata``."""
+    if not path.is_file():
+        return {}
+    try:
+        entries = parsed_json(read_text(path, max_bytes=_MAX_JSON_BYTES), path)
+        return {**entries, "composer_env_info": dict(entries), "world_size": entries.get("num_gpus")}
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged ({error!r})") from error
+
+
+def _resumption(path: Path, *, trust: bool) -> dict[EntryPath, ObjectRecord]:
+    """``resumption.pkl``: a plain pickle, with the random states' tensors in it."""
+    if not path.is_file():
+        return {}
+    data = read_at(path, 0, path.stat().st_size)
+    value = read_pickle(data, where=str(path), trust=trust)
+    if contains_built(value) or not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds no dict of plain data")
+    search = _Search(data, path)
+    value = mapped(value, lambda part, entry: _tensor_in(search, part, dotted(entry)))
+    if "timestamp" in value:
+        value["timestamp"] = {"Timestamp": value["timestamp"]}
+    objects: dict[EntryPath, ObjectRecord] = {}
+    for key, part in value.items():
+        entry = (key,) if key == "rng" else ("state", key)
+        objects[entry] = ObjectRecord(dotted(entry), partial(_identity, part))
+    return objects
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+class _Search:
+    """Where in a pickle's file the bytes of its tensors lie, one after the other: each search begins where the last
+    one ended, and is as long as the way to there."""
+
+    def __init__(self, data: bytes, path: Path) -> None:
+        self.path = path
+        self._data = data
+        self._at = 0
+        self._left = 16 * len(data) + (1 << 30)
+
+    def offset_of(self, wanted: bytes) -> int:
+        at = self._data.find(wanted, self._at)
+        self._left -= (at if at >= 0 else len(self._data)) - self._at
+        if at < 0:
+            at = self._data.index(wanted)
+            self._left -= at
+        if self._left < 0:
+            raise CheckpointError(f"{self.path}: holds its tensors in no order")
+        self._at = at
+        return at
+
+
+def _tensor_in(search: _Search, value: Any, name: str) -> Any:
+    """A tensor whose bytes the pickle holds, as a range of the pickle's file."""
+    if not isinstance(value, StoredTensor):
+        return value
+    assert value.storage.data is not None  # a plain pickle can hold no others
+    blob = Blob(search.path, search.offset_of(value.storage.data), value.storage.num_bytes)
+    return TensorRecord.stored_whole(
+        name, value.shape, value.dtype, Strided(blob, value.dtype, value.offset, value.stride)
+    )
+
+
+LAYOUT = Layout(
+    name=_NAME,
+    order=15,  # after DCP directories, which its parts may be
+    recognize=_recognize,
+    incomplete=_incomplete,
+    read=_read,
+    has_names=_has_names,
+)

@@ -1,0 +1,68 @@
+"""A monolithic checkpoint that is compressed, in a tar file or not: ``.pt.gz``, ``.tar.zst`` and the like."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from composer_fsdp2.checkpoint.archive.packed import compression_of, unpacked
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Packed, TensorRecord
+from composer_fsdp2.checkpoint.layouts import Layout
+from composer_fsdp2.checkpoint.layouts._composer import (
+    inventory_of,
+    refuse_rank_file,
+    with_records,
+)
+from composer_fsdp2.checkpoint.records import damage_of
+from composer_fsdp2.checkpoint.trees import mapped
+from composer_fsdp2.errors import CheckpointError
+
+
+def _recognize(path: Path) -> bool:
+    return compression_of(path) is not None
+
+
+def _read(path: Path, trust: bool) -> CheckpointInventory:
+    """What lies in it: unpacked for that, checked, and removed again."""
+    with tempfile.TemporaryDirectory(prefix="composer-fsdp2-") as folder:
+        file = unpacked(path, Path(folder))
+        with _as_errors_of(path, file):
+            archive = Archive.open(file)
+            refuse_rank_file(archive, path)
+            root = mapped(with_records(archive.unpickle(trust=trust), archive), lambda part, _: _packed(part, path))
+            _check(archive)
+    return inventory_of(root, path, f"monolithic, compressed ({compression_of(path)})")
+
+
+@contextlib.contextmanager
+def _as_errors_of(path: Path, unpacked_file: Path) -> Iterator[None]:
+    """Errors that name the file which the user knows, and not the one that is gone."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.args = (str(error).replace(str(unpacked_file), str(path)),)
+        raise
+
+
+def _check(archive: Archive) -> None:
+    """Each record against its CRC32: what is damaged is not to be found out after a second unpacking."""
+    for name, blob in archive.blobs.items():
+        if blob.crc32 is not None and (damage := damage_of(blob, ())) is not None:
+            raise CheckpointError(f"{archive.where}: record {name} is damaged ({damage})")
+
+
+def _packed(value: object, path: Path) -> object:
+    if not isinstance(value, TensorRecord):
+        return value
+    return TensorRecord.stored_whole(value.name, value.shape, value.dtype, Packed(path))
+
+
+LAYOUT = Layout(
+    name="monolithic, compressed",
+    order=60,
+    recognize=_recognize,
+    read=_read,
+    unpack=unpacked,
+    reads_in_place=False,
+)

@@ -1,0 +1,517 @@
+"""A folder that torch.distributed.checkpoint wrote: ``.metadata`` and ``__{rank}_{n}.distcp`` files.
+
+Composer's ``state_dict_type: sharded`` since 0.16 on torch 2, and ``local`` from 0.16 to 0.18. ShardedTensor, DTensor
+and FSDP2 leave the same files: boxes of plain tensors. What differs is how far the state dict was flattened, which
+``planner_data`` says for every key: torch <= 2.2 had ``optimizers`` at the root; until 2.3 ``param_groups`` and the
+like were one entry each; from 2.4 on every leaf of every dict is an entry.
+"""
+
+import functools
+import itertools
+import math
+import pickle
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_fsdp2 import _torch
+from composer_fsdp2.checkpoint.archive.disk import read_at
+from composer_fsdp2.checkpoint.archive.inside import inside
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive
+from composer_fsdp2.checkpoint.archive.writer import Slot, plan_archive
+from composer_fsdp2.checkpoint.boxes import Box
+from composer_fsdp2.checkpoint.inventory import (
+    MODEL,
+    OPTIMIZERS,
+    CheckpointInventory,
+    Chunk,
+    NestedArchive,
+    ObjectRecord,
+    TensorRecord,
+)
+from composer_fsdp2.checkpoint.layouts import Layout, Written
+from composer_fsdp2.checkpoint.layouts._composer import missing_parts, with_records, writer_of
+from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite, WriteRequest, num_files_for
+from composer_fsdp2.checkpoint.pickles.stand_ins import Built
+from composer_fsdp2.checkpoint.pickles.trust import read_pickle
+from composer_fsdp2.checkpoint.trees import EntryPath, dotted
+from composer_fsdp2.config.text import lines_and_more
+from composer_fsdp2.errors import CheckpointError
+
+_NAME = "DCP directory"
+_METADATA = ".metadata"
+# Our own entry: the paths of empty dicts, which torch's flattening forgets.
+_EMPTY_DICTS: EntryPath = ("composer_fsdp2", "empty_dicts")
+
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+_NEW = "torch.distributed.checkpoint.metadata"
+_METADATA_NAMES = frozenset(
+    {
+        "torch.serialization._get_layout",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        f"{_OLD}.TensorProperties",
+        f"{_OLD}.MEM_FORMAT_ENCODING",
+        *(
+            f"{_NEW}.{name}"
+            for name in (
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        "pathlib.PosixPath",
+        "pathlib.PurePosixPath",
+        "pathlib.WindowsPath",
+        "pathlib._local.PosixPath",
+    }
+)
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a folder is one of DCP's."""
+    return path.is_dir() and ((path / _METADATA).is_file() or any(path.glob("*.distcp")))
+
+
+def _incomplete(path: Path) -> str | None:
+    metadata = path / _METADATA
+    return None if metadata.is_file() and metadata.stat().st_size else f"no {_METADATA}, which is written last"
+
+
+def read(path: Path, trust: bool, *, prefix: EntryPath = (), partial: bool = False) -> CheckpointInventory:
+    """A folder with Composer's full state dict; with a prefix, one with the part that belongs there.
+
+    Args:
+        partial: Files beside ``.metadata`` may not be there yet (a remote checkpoint); those that are get checked.
+    """
+    if not (path / _METADATA).is_file():
+        raise CheckpointError(
+            f"{path}: has .distcp files and no {_METADATA}, which is written last: the save was cut short, or the "
+            "file was not copied"
+        )
+    metadata = read_pickle(
+        read_at(path / _METADATA, 0, (path / _METADATA).stat().st_size),
+        where=str(path / _METADATA),
+        trust=False,  # nothing but torch's own classes has any business there
+        inert=_METADATA_NAMES,
+    )
+    try:
+        return _Directory(path, metadata, trust, prefix, partial).inventory()
+    except CheckpointError:
+        raise
+    except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
+        raise CheckpointError(
+            f"{path / _METADATA}: not what torch.distributed.checkpoint writes ({error!r})"
+        ) from error
+
+
+class _Directory:
+    """One ``.metadata``, read into an inventory."""
+
+    def __init__(self, path: Path, metadata: Any, trust: bool, prefix: EntryPath, partial: bool) -> None:
+        if not isinstance(metadata, Built) or metadata.kind.name != "Metadata":
+            raise CheckpointError(f"{path / _METADATA}: holds no torch.distributed.checkpoint Metadata")
+        self.path, self.trust, self.prefix, self.partial = path, trust, prefix, partial
+        self.declared: Mapping[str, Built] = metadata.field("state_dict_metadata")
+        self.paths: Mapping[str, EntryPath] = metadata.field("planner_data") or {}
+        self.storage_meta = metadata.field("storage_meta")
+        self.problems: list[str] = []
+        self.file_sizes: dict[str, int | None] = {}  # by the path in the metadata; None for one that cannot be used
+        self.entries: dict[str, dict[tuple[int, ...] | None, NestedArchive]] = {}
+        for index, info in metadata.field("storage_data").items():
+            if info.field("transform_descriptors"):
+                raise CheckpointError(f"{path}: {index.field('fqn')} is compressed by a DCP extension; not supported")
+            name, offset = index.field("fqn"), index.field("offset")
+            entry = self.entry(name, info.field("relative_path"), info.field("offset"), info.field("length"))
+            if entry is None:
+                continue
+            box = None if offset is None else tuple(offset)
+            if box in self.entries.setdefault(name, {}):
+                self.problems.append(f"{path / _METADATA}: says two places for {name} at {box}")
+            self.entries[name][box] = entry
+        self.check_overlaps()
+
+    def entry(self, name: str, relative_path: Any, offset: Any, num_bytes: Any) -> NestedArchive | None:
+        """Where an entry lies; None (and a problem) where that cannot be."""
+        if relative_path not in self.file_sizes:
+            self.file_sizes[relative_path] = self.file_size(relative_path)
+        size = self.file_sizes[relative_path]
+        if size is None:
+            return None
+        file = self.path / relative_path
+        if not all(isinstance(n, int) and n >= 0 for n in (offset, num_bytes)) or offset + num_bytes > size:
+            self.problems.append(
+                f"{file}: {name} should lie in {num_bytes} bytes at byte {offset}; the file has {size} bytes "
+                "(truncated, or another run's)"
+            )
+            return None
+        return NestedArchive(file, offset, num_bytes, self.partial)
+
+    def file_size(self, relative_path: Any) -> int | None:
+        """The size of a file that the metadata names; it must lie in the folder."""
+        try:
+            file = inside(self.path, relative_path, named_by=self.path / _METADATA)
+        except CheckpointError as error:
+            self.problems.append(str(error))
+            return None
+        if file.is_file():
+            return file.stat().st_size
+        if self.partial:
+            return sys.maxsize
+        self.problems.append(f"{file}: missing; {_METADATA} names it")
+        return None
+
+    def check_overlaps(self) -> None:
+        """No two entries share a byte: one of them would be read as the other."""
+        placed = sorted(
+            (str(entry.path), entry.offset, entry.num_bytes, name)
+            for name, boxes in self.entries.items()
+            for entry in boxes.values()
+        )
+        for (path, offset, num_bytes, name), (other_path, other_offset, _, other) in itertools.pairwise(placed):
+            if path == other_path and offset + num_bytes > other_offset:
+                self.problems.append(f"{path}: {_METADATA} says overlapping bytes for {name} and {other}")
+
+    def inventory(self) -> CheckpointInventory:
+        tensors, objects = self.records()
+        for name in self.entries.keys() - self.declared.keys():
+            self.problems.append(f"{self.path / _METADATA}: says where {name} lies, and not what it is")
+        if self.problems:
+            raise CheckpointError(lines_and_more(self.problems, 50))
+        self.name_empty_dicts(objects)
+        roots = self.roots()
+        if "state" not in roots and not self.prefix:
+            raise CheckpointError(
+                f"{self.path}: written by torch.distributed.checkpoint, but not by Composer, whose entries lie under "
+                f"'state'; its top-level keys are {', '.join(sorted(map(str, roots))[:8])}"
+            )
+        files = self.files()
+        inventory = CheckpointInventory(
+            path=self.path,
+            layout=_NAME,
+            tensors=tensors,
+            objects=objects,
+            files=files,
+            remarks=(*missing_parts(tensors, objects), *self.unnamed(files)),
+            optimizer_at_root="optimizers" in roots,
+        )
+        metadata = None if self.partial else inventory.tree(("state", "metadata"))
+        writer = writer_of(metadata, self.sharding(inventory), torch_version=self.torch_version())
+        return inventory.replaced(writer=writer)
+
+    def records(self) -> tuple[dict[EntryPath, TensorRecord], dict[EntryPath, ObjectRecord]]:
+        """Everything that the metadata declares; what has no place is a problem."""
+        tensors: dict[EntryPath, TensorRecord] = {}
+        objects: dict[EntryPath, ObjectRecord] = {}
+        for name, declared in self.declared.items():
+            path = self.composers_path(name)
+            if declared.kind.name == "TensorStorageMetadata":
+                if (record := self.tensor(name, declared)) is not None:
+                    tensors[path] = record
+            elif (entry := self.entries.get(name, {}).get(None)) is not None:
+                objects[path] = self.object(name, entry)
+            else:
+                self.problems.append(f"{self.path / _METADATA}: says no usable place for {name}")
+        return tensors, objects
+
+    def roots(self) -> set[str | int]:
+        """The state dict's top-level keys."""
+        named = {path[0] for path in self.paths.values() if path}
+        return named or {name.split(".")[0] for name in self.declared}
+
+    def files(self) -> tuple[tuple[Path, int], ...]:
+        # What has come already of a remote checkpoint differs between machines, and their ranks compare inventories.
+        present = [self.path / _METADATA] if self.partial else sorted(self.path.iterdir())
+        return tuple((file, file.stat().st_size) for file in present if file.is_file())
+
+    def unnamed(self, files: Sequence[tuple[Path, int]]) -> list[str]:
+        """A remark on files of entries that the metadata does not name."""
+        names = [file.name for file, _ in files if file.suffix == ".distcp" and file.name not in self.file_sizes]
+        return [f"{_METADATA} does not name {', '.join(names)} (another save's?)"] if names else []
+
+    def composers_path(self, name: str) -> EntryPath:
+        """The entry's path in Composer's state dict, with the optimizers where they are since torch 2.3."""
+        # A name says not which of its parts are numbers, so it is not a path where the others have one.
+        path: EntryPath = tuple(self.paths.get(name, ()) if self.paths else name.split("."))
+        if not _is_path(path) or dotted(path) != name:
+            raise CheckpointError(f"{self.path / _METADATA}: the path of {name} is another's, or none")
+        if self.prefix:
+            return (*self.prefix, *path)
+        return ("state", *path) if path[0] == "optimizers" else path
+
+    def tensor(self, name: str, declared: Built) -> TensorRecord | None:
+        """What the metadata says of a tensor; None (and a problem) where that cannot be."""
+        dtype = _dtype(declared.field("properties"))
+        shape = _sizes(declared.field("size"))
+        entries = self.entries.get(name, {})
+        chunks, missing = [], []
+        for box in declared.field("chunks"):
+            offsets, sizes = _sizes(box.field("offsets")), _sizes(box.field("sizes"))
+            entry = entries.get(offsets) or (entries.get(None) if not any(offsets) else None)
+            if 0 in sizes and (entry is None or shape != sizes):
+                continue  # DTensor notes the empty part of a rank beyond the last row
+            if entry is None:
+                missing.append(offsets)
+                continue
+            chunk = Chunk(offsets, sizes, entry)
+            if chunk.numel * dtype.itemsize > entry.num_bytes:
+                self.problems.append(
+                    f"{entry.path}: {name} at {offsets} needs {chunk.numel * dtype.itemsize} bytes ({dtype} of shape "
+                    f"{sizes}), {_METADATA} gives it {entry.num_bytes}"
+                )
+            chunks.append(chunk)
+        if missing:
+            self.problems.append(
+                f"{self.path / _METADATA}: says no usable place for {name} at {', '.join(map(str, missing[:8]))}"
+            )
+            return None
+        ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offsets))
+        record = TensorRecord(name=name, shape=shape, dtype=dtype, chunks=ordered)
+        if (why := record.untiled()) is not None:
+            self.problems.append(f"{self.path / _METADATA}: {name} of shape {shape} is not complete: {why}")
+        return record
+
+    def object(self, name: str, entry: NestedArchive) -> ObjectRecord:
+        def load() -> Any:
+            archive = Archive.open(entry.path, entry.offset, entry.num_bytes)
+            return with_records(archive.unpickle(trust=self.trust), archive)
+
+        return ObjectRecord(name, load, entry.num_bytes, entry)
+
+    def name_empty_dicts(self, objects: dict[EntryPath, ObjectRecord]) -> None:
+        """The empty dicts that our own entry lists, in its place."""
+        listed = objects.get(_EMPTY_DICTS)
+        if listed is None or listed.source is None or not listed.source.path.is_file():
+            return
+        paths = listed.value()
+        if not isinstance(paths, list) or not all(isinstance(path, tuple) and _is_path(path) for path in paths):
+            raise CheckpointError(f"{self.path}: {dotted(_EMPTY_DICTS)} should be a list of paths")
+        del objects[_EMPTY_DICTS]
+        # All lie where the list lies, so that whoever accounts for the file's bytes finds an owner for these.
+        objects |= {path: ObjectRecord(dotted(path), dict, source=listed.source) for path in paths}
+
+    def torch_version(self) -> str | None:
+        """From the classes in the metadata, where ``state.metadata`` does not say."""
+        properties = next(
+            (d.field("properties") for d in self.declared.values() if d.kind.name == "TensorStorageMetadata"), None
+        )
+        if properties is not None and properties.kind.module == _OLD:
+            return "2.0 to 2.2"
+        if self.storage_meta is not None or any(path[-2:-1] == ("param_groups",) for path in self.paths.values()):
+            return "2.4 or later"
+        return "2.3 or later"
+
+    def sharding(self, inventory: CheckpointInventory) -> str:
+        if inventory.flat:
+            return "FSDP1, flat parameters"
+        widest = max((len(record.chunks) for record in inventory.tensors.values()), default=1)
+        # ShardedTensor leaves no trace of empty parts; a DTensor does, but only a small tensor has any.
+        declared = (d for d in self.declared.values() if d.kind.name == "TensorStorageMetadata")
+        has_empty = any(
+            0 in box.field("sizes") for d in declared if 0 not in d.field("size") for box in d.field("chunks")
+        )
+        kind = "DTensor" if has_empty else "ShardedTensor or DTensor"
+        return f"{kind}, split into {widest}"
+
+
+def _is_path(path: EntryPath) -> bool:
+    """Whether it can be an entry's; what reads a tree recurses."""
+    return 0 < len(path) <= 100 and all(isinstance(part, str | int) for part in path)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """A shape or an offset."""
+    sizes = tuple(value)
+    if len(sizes) > 64 or not all(isinstance(size, int) and 0 <= size < 1 << 63 for size in sizes):
+        raise ValueError("sizes or offsets that no tensor has")
+    return sizes
+
+
+def _dtype(properties: Built) -> torch.dtype:
+    """TensorProperties are pickled as (dtype, layout, requires_grad, memory format, pin_memory)."""
+    state = properties.state
+    dtype = state[0] if isinstance(state, tuple) else properties.field("dtype")
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a tensor of dtype {type(dtype).__name__}")
+    return dtype
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One archive in a file: an object, or a box of a tensor (``offsets`` says which)."""
+
+    key: str
+    value: Any
+    num_bytes: int
+    at: int
+    offsets: tuple[int, ...] | None = None
+
+
+def _lay_out(request: WriteRequest) -> Output:
+    """The folder that ranks, as many as files, would write.
+
+    Every leaf of every dict is an entry, and each entry a ``torch.save`` archive of its own, as Composer writes them on
+    torch 2.4 and later. Tensors of the model and of optimizer states are split by rows over the files, as
+    ``torch.chunk`` splits them over ranks; all else is in the first.
+
+    Raises:
+        CheckpointError: two entries would get the same key.
+    """
+    entries = flattened(request.state)
+    num_files = request.num_files
+    tensors = {key: leaf for key, (_, leaf) in entries.items() if isinstance(leaf, Slot)}
+    objects = {key: leaf for key, (_, leaf) in entries.items() if key not in tensors}
+    if num_files is None:
+        num_files = num_files_for(sum(slot.num_bytes for slot in tensors.values()))
+    files: list[list[_Item]] = [[] for _ in range(num_files)]
+
+    def add(number: int, key: str, value: Any, offsets: tuple[int, ...] | None = None) -> None:
+        at = files[number][-1].at + files[number][-1].num_bytes if files[number] else 0
+        files[number].append(_Item(key, value, plan_archive(value).num_bytes, at, offsets))
+
+    for key, value in objects.items():  # first, as in torch
+        add(0, key, value)
+    for key, slot in tensors.items():
+        is_split = entries[key][0][:2] == MODEL or entries[key][0][:2] == OPTIMIZERS
+        for number, box in enumerate(_split(slot.shape, num_files if is_split else 1)):
+            add(number, key, Slot(box.sizes, slot.dtype, slot), box.offsets)
+    paths = {key: path for key, (path, _) in entries.items()}
+    output = [_output(_file_name(number), items) for number, items in enumerate(files) if items]
+    metadata = OutputFile.of_bytes(_METADATA, _pickled_metadata(tensors, objects, files, paths))
+    return Output(files=(*output, metadata), renamed=request.renamed)
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, tuple[EntryPath, Any]]:
+    """Leaves by key, with their paths: what torch's ``flatten_state_dict`` makes of a state dict since 2.4.
+
+    It forgets empty dicts; one further entry lists them, under a key that no state dict has: under their own, torch
+    would take the folder for one of 2.3 (``DefaultLoadPlanner.create_local_plan``).
+    """
+    entries: dict[str, tuple[EntryPath, Any]] = {}
+    empty: list[EntryPath] = []
+
+    def visit(path: EntryPath, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, part in value.items():
+                visit((*path, str(key)), part)
+            if not value:
+                empty.append(path)
+        elif isinstance(value, list) and _is_nested(value):
+            for number, part in enumerate(value):
+                visit((*path, number), part)
+        else:
+            key = dotted(path)
+            if key in entries:
+                raise CheckpointError(f"the entries at {entries[key][0]} and {path} would both be {key} in a folder")
+            entries[key] = (path, value)
+
+    visit((), state)
+    if empty:
+        entries[dotted(_EMPTY_DICTS)] = (_EMPTY_DICTS, empty)
+    return entries
+
+
+def _is_nested(values: list[Any]) -> bool:
+    """Whether torch would look into a list: some part of it is a tensor or a dict."""
+    return any(isinstance(part, Slot | Mapping) or (isinstance(part, list) and _is_nested(part)) for part in values)
+
+
+def _split(shape: tuple[int, ...], num_files: int) -> Iterator[Box]:
+    """By rows; fewer boxes than files where rows run out."""
+    whole = Box.whole(shape)
+    if not shape or num_files == 1 or not whole.numel:
+        yield whole
+        return
+    rows = -(-shape[0] // num_files)
+    yield from whole.pieces(rows * math.prod(shape[1:]))
+
+
+def _file_name(number: int) -> str:
+    return f"__{number}_0.distcp"
+
+
+def _output(name: str, items: Sequence[_Item]) -> OutputFile:
+    writes: list[TensorWrite] = []
+    for item in items:
+        archive = plan_archive(item.value)
+        for part in archive.slots:
+            at = item.at + archive.offset_of(part)
+            whole = part.source
+            if isinstance(whole, Slot):  # a box of it
+                assert item.offsets is not None
+                writes.append(TensorWrite(whole, Box(item.offsets, part.shape), at))
+            else:
+                writes.append(TensorWrite.whole(part, at))
+
+    def rest(crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        left = iter(crcs)
+        for item in items:
+            # Planned again: thousands of plans would fill the memory.
+            archive = plan_archive(item.value)
+            for offset, data in archive.frame({part: next(left) for part in archive.slots}):
+                yield item.at + offset, data
+
+    return OutputFile(name, items[-1].at + items[-1].num_bytes, tuple(writes), rest)
+
+
+def _pickled_metadata(
+    tensors: Mapping[str, Slot],
+    objects: Mapping[str, Any],
+    files: Sequence[Sequence[_Item]],
+    paths: Mapping[str, EntryPath],
+) -> bytes:
+    """The pickled ``.metadata``."""
+    # Here, not above: who reads needs none of torch.distributed.
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in tensors}
+    storage: dict[MetadataIndex, Any] = {}
+    for number, items in enumerate(files):
+        for item in items:
+            index = MetadataIndex(item.key)
+            if item.offsets is not None:
+                index = MetadataIndex(item.key, torch.Size(item.offsets), len(chunks[item.key]))
+                chunks[item.key].append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.value.shape)))
+            storage[index] = _torch.storage_info(_file_name(number), item.at, item.num_bytes)
+    declared: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        key: BytesStorageMetadata() for key in objects
+    } | {
+        key: TensorStorageMetadata(TensorProperties(dtype=slot.dtype), torch.Size(slot.shape), chunks[key])
+        for key, slot in tensors.items()
+    }
+    metadata = Metadata(
+        state_dict_metadata=declared, planner_data=dict(paths), storage_data=storage, storage_meta=StorageMeta()
+    )
+    return pickle.dumps(metadata)
+
+
+LAYOUT = Layout(
+    name=_NAME,
+    order=10,
+    recognize=is_directory,
+    incomplete=_incomplete,
+    read=read,
+    metadata=_METADATA,
+    read_metadata=functools.partial(read, partial=True),
+    written=Written(word="dcp", lay_out=_lay_out, by_name=True),
+)

@@ -1,0 +1,374 @@
+"""One ``.pt`` for each rank, of pickled ShardedTensors: ``sharded`` and ``local`` of Composer 0.13 to 0.15.
+
+And until 0.18 on torch 1.13. torch itself opens such a file only in a process group of the same size. Here all files
+are read in one process: each names its shards and where they belong. What is not a ShardedTensor (step counts, buffers)
+is on every rank, and the first rank's is taken, as FSDP1's gathered files do.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive
+from composer_fsdp2.checkpoint.inventory import (
+    MODEL,
+    OPTIMIZERS,
+    CheckpointInventory,
+    Chunk,
+    ObjectRecord,
+    Strided,
+    TensorRecord,
+    of_stored_tensor,
+)
+from composer_fsdp2.checkpoint.layouts import Layout
+from composer_fsdp2.checkpoint.layouts._composer import (
+    file_sizes,
+    missing_parts,
+    nested_tensors,
+    split_state,
+    writer_of,
+)
+from composer_fsdp2.checkpoint.pickles.stand_ins import Built, StoredTensor, contains_built
+from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.errors import CheckpointError
+
+_NAME = "one file per rank"
+
+_SHARD = "torch.distributed._shard"
+_SHARDED_TENSOR = f"{_SHARD}.sharded_tensor.api.ShardedTensor"
+_NAMES = frozenset(
+    {
+        _SHARDED_TENSOR,
+        f"{_SHARDED_TENSOR}.ProcessGroupState",
+        f"{_SHARD}.sharded_tensor.metadata.ShardedTensorMetadata",
+        f"{_SHARD}.sharded_tensor.metadata.TensorProperties",
+        f"{_SHARD}.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        f"{_SHARD}.sharded_tensor.shard.Shard",
+        f"{_SHARD}.metadata.ShardMetadata",
+        f"{_SHARD}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+        f"{_SHARD}.sharding_spec.api.EnumerableShardingSpec",
+        "torch.distributed.remote_device._remote_device",
+        "torch.serialization._get_layout",
+    }
+)
+_RANK = re.compile(r"(.*rank)(\d+)(.*)", re.DOTALL)  # the last one in a name
+_MAX_RANKS = 1 << 16  # a file could say any number, and each is a file's name here
+_FLAT = "_flat_param"  # flat_param in torch 1.13
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """One rank's part of a ShardedTensor; no chunks where the tensor has fewer rows than there were ranks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _RankFile:
+    """One rank's file: what was pickled, and every ShardedTensor in it by its path."""
+
+    path: Path
+    root: Mapping[Any, Any]
+    shards: dict[EntryPath, _Shards]
+
+
+def _recognize(path: Path) -> bool:
+    """A torch archive whose pickle names ShardedTensor."""
+    try:
+        return path.is_file() and f"{_SHARD}.sharded_tensor.api".encode() in Archive.open(path).read("data.pkl")
+    except CheckpointError:
+        return False
+
+
+def _files_beside(path: Path) -> list[Path]:
+    """The files of all ranks, there or not, from one that is there."""
+    return _all_files(_read_file(path, trust=False))
+
+
+def _incomplete(path: Path) -> str | None:
+    try:
+        missing = [file.name for file in _files_beside(path) if not file.is_file()]
+    except CheckpointError as error:
+        return str(error)
+    return f"files of {len(missing)} ranks are missing, {missing[0]} among them" if missing else None
+
+
+def _read(path: Path, trust: bool) -> CheckpointInventory:
+    """Any rank's file leads to all of them."""
+    paths = _all_files(_read_file(path, trust=trust))
+    if missing := [file.name for file in paths if not file.is_file()]:
+        raise CheckpointError(
+            f"{path}: written by {len(paths)} ranks, one file each; missing beside it: {and_more(missing, 8)}"
+        )
+    files = [_read_file(file, trust=trust) for file in paths]
+    _check_same_save(files)
+    full = {entry: _merged(entry, files) for entry in files[0].shards}
+    root = mapped(files[0].root, lambda value, entry: full.get(entry, value))
+    tensors, objects = split_state(root, str(files[0].path))
+    if stray := [dotted(entry) for entry in full if entry not in tensors]:
+        raise CheckpointError(f"{files[0].path}: {stray[0]} is a ShardedTensor, where Composer keeps none")
+    is_flat = any(map(_is_flat, full))
+    if is_flat:
+        _refuse_original_parameters(files)
+        tensors, objects = _flat_named(tensors, files), _flat_named(objects, files)
+        _join_optimizer_state(tensors, files)
+    _join_random_states(objects, files)
+    inventory = CheckpointInventory(
+        path=paths[0],
+        layout=_NAME,
+        tensors=tensors,
+        objects=objects,
+        files=file_sizes(*paths),
+        nested=dict(nested_tensors(objects)),
+        remarks=missing_parts(tensors, objects),
+    )
+    sharding = f"FSDP1, {'flat parameters' if is_flat else 'ShardedTensor'}, split into {len(files)}"
+    writer = writer_of(inventory.tree(("state", "metadata")), sharding)
+    return inventory.replaced(writer=dataclasses.replace(writer, world_size=len(files)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One file
+
+
+def _read_file(path: Path, *, trust: bool) -> _RankFile:
+    archive = Archive.open(path)
+    shards: dict[EntryPath, _Shards] = {}
+
+    def leaf(value: Any, entry: EntryPath) -> Any:
+        if isinstance(value, StoredTensor):
+            return of_stored_tensor(value, archive, dotted(entry))
+        if isinstance(value, Built) and str(value.kind) == _SHARDED_TENSOR:
+            try:
+                shards[entry] = _shards(value, archive, dotted(entry))
+            except CheckpointError:
+                raise
+            except (AttributeError, TypeError, ValueError, IndexError) as error:
+                raise CheckpointError(
+                    f"{path}: {dotted(entry)} is not a ShardedTensor as torch pickles it ({error!r})"
+                ) from error
+            return shards[entry]
+        return value
+
+    root = mapped(archive.unpickle(trust=trust, inert=_NAMES), leaf)
+    if not isinstance(root, Mapping) or not isinstance(root.get("state"), Mapping):
+        raise CheckpointError(f"{path}: holds ShardedTensors, but not Composer's {{'state': ..., 'rng': ...}}")
+    if not shards or contains_built(root):
+        raise CheckpointError(f"{path}: holds objects that are not plain data")
+    return _RankFile(path, root, shards)
+
+
+def _shards(value: Built, archive: Archive, name: str) -> _Shards:
+    """A ShardedTensor, from its state: (local shards, metadata, process group, sharding spec, remote references)."""
+    local, metadata, group, *_ = value.state
+    shape = tuple(metadata.field("size"))
+    dtype = metadata.field("tensor_properties").state[0]
+    chunks = []
+    for shard in local:
+        stored, box = shard.field("tensor"), shard.field("metadata")
+        offsets, sizes = tuple(box.field("shard_offsets")), tuple(box.field("shard_sizes"))
+        if not isinstance(stored, StoredTensor) or stored.shape != sizes or stored.dtype != dtype:
+            raise ValueError(f"a shard at {offsets} of shape {sizes}, {dtype} holds {stored}")
+        (chunk,) = of_stored_tensor(stored, archive, name).chunks
+        chunks.append(dataclasses.replace(chunk, offsets=offsets))
+    rank, world_size = group.field("global_rank"), group.field("global_world_size")
+    numbers = (*shape, *(n for chunk in chunks for n in chunk.offsets), rank, world_size)
+    are_counts = all(isinstance(n, int) and n >= 0 for n in numbers)
+    if not are_counts or not rank < world_size <= _MAX_RANKS or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"shape {shape}, {dtype}, rank {rank} of {world_size}")
+    return _Shards(shape, dtype, tuple(chunks), rank, world_size)
+
+
+def _all_files(one: _RankFile) -> list[Path]:
+    """The files of all ranks, from one of them."""
+    found = _RANK.fullmatch(one.path.name)
+    if found is None:
+        raise CheckpointError(
+            f"{one.path}: holds one rank's part of a checkpoint; its name must say which rank, as in ep0-ba1-rank0.pt"
+        )
+    world_size = next(iter(one.shards.values())).world_size
+    return [one.path.with_name(f"{found[1]}{rank}{found[3]}") for rank in range(world_size)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All files together
+
+
+def _check_same_save(files: list[_RankFile]) -> None:
+    """Each file is its own rank's, of the same run and step."""
+    expected = files[0]
+    for rank, file in enumerate(files):
+        for entry, part in file.shards.items():
+            if (part.rank, part.world_size) != (rank, len(files)):
+                raise CheckpointError(
+                    f"{file.path}: {dotted(entry)} is of rank {part.rank} of {part.world_size}, where the name and "
+                    f"the other files say rank {rank} of {len(files)} (files of several saves mixed?)"
+                )
+        if file.shards.keys() != expected.shards.keys():
+            differing = sorted(map(dotted, file.shards.keys() ^ expected.shards.keys()))
+            raise CheckpointError(f"{file.path} and {expected.path} differ in {', '.join(differing[:8])}")
+        if _step(file) != _step(expected):
+            raise CheckpointError(
+                f"{file.path}: saved at {_step(file)}, {expected.path.name} at {_step(expected)} (another save's?)"
+            )
+
+
+def _step(file: _RankFile) -> dict[str, Any]:
+    timestamp = file.root["state"].get("timestamp")
+    timestamp = timestamp.get("Timestamp", timestamp) if isinstance(timestamp, Mapping) else {}
+    return {unit: timestamp[unit] for unit in ("epoch", "batch", "sample") if unit in timestamp}
+
+
+def _merged(entry: EntryPath, files: list[_RankFile]) -> TensorRecord:
+    """The full tensor; replicas (HSDP) hold the same shards, of which the first is taken."""
+    parts = [file.shards[entry] for file in files]
+    for file, part in zip(files, parts, strict=True):
+        if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
+            raise CheckpointError(
+                f"{file.path}: {dotted(entry)} is {part.dtype} of shape {part.shape}, in {files[0].path.name} "
+                f"{parts[0].dtype} of shape {parts[0].shape}"
+            )
+    boxes: dict[Any, Chunk] = {}
+    for chunk in (chunk for part in parts for chunk in part.chunks if chunk.numel):
+        boxes.setdefault((chunk.offsets, chunk.sizes), chunk)
+    record = TensorRecord(
+        name=dotted(entry),
+        shape=parts[0].shape,
+        dtype=parts[0].dtype,
+        chunks=tuple(boxes[box] for box in sorted(boxes)),
+    )
+    if (problem := record.untiled()) is not None:
+        raise CheckpointError(f"{files[0].path} and the other ranks' files: {record.name}: {problem}")
+    return record
+
+
+def _join_random_states(objects: dict[EntryPath, ObjectRecord], files: list[_RankFile]) -> None:
+    """Composer gathers all ranks' into each file; where it did not, each file's own make the list."""
+    each = [file.root.get("rng") for file in files]
+    if len(files) > 1 and all(isinstance(states, list) and len(states) == 1 for states in each):
+        joined = [states[0] for states in each if states]
+        objects["rng",] = ObjectRecord("rng", lambda: joined)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flat parameters
+
+
+def _is_flat(entry: EntryPath) -> bool:
+    return entry[:2] == MODEL and str(entry[-1]).split(".")[-1] in ("flat_param", _FLAT)
+
+
+def _torch2_name(entry: EntryPath) -> str:
+    name = str(entry[-1])
+    return name if name.endswith(_FLAT) else name.removesuffix("flat_param") + _FLAT
+
+
+def _blob(chunk: Chunk) -> Any:
+    assert isinstance(chunk.source, Strided)  # made by of_stored_tensor
+    return chunk.source.blob
+
+
+def _refuse_original_parameters(files: list[_RankFile]) -> None:
+    """With ``use_orig_params=True`` a local file names pieces of parameters, and not where in them they lie."""
+    for file in files:
+        flat = {_blob(chunk) for entry in filter(_is_flat, file.shards) for chunk in file.shards[entry].chunks}
+        for name, value in file.root["state"]["model"].items():
+            if isinstance(value, TensorRecord) and value.numel and _blob(value.chunks[0]) in flat:
+                raise CheckpointError(
+                    f"{file.path}: state_dict_type local with use_orig_params=True: {name} is a piece of a flat "
+                    "parameter, with padding that the file does not describe; Composer refused to load such files "
+                    "too. Save again with state_dict_type sharded or full"
+                )
+
+
+def _positions(optimizer: str, files: list[_RankFile]) -> dict[int, EntryPath]:
+    """Whose state is at which position: flat parameters are in the model's order, which is that of parameters()."""
+    state = files[0].root["state"]["optimizers"][optimizer].get("state", {})
+    positions = sorted(key for key in state if isinstance(key, int))
+    flats = [entry for entry in files[0].shards if _is_flat(entry)]
+    if positions and len(flats) != len(positions):
+        raise CheckpointError(
+            f"{files[0].path}: {optimizer} has state for {len(positions)} parameters by position, the model has "
+            f"{len(flats)} flat parameters: which is whose cannot be told; load the weights alone"
+        )
+    return dict(zip(positions, flats, strict=False))
+
+
+def _flat_named(records: dict[EntryPath, Any], files: list[_RankFile]) -> dict[EntryPath, Any]:
+    """Flat parameters by torch 2's name, and their optimizer state by that name in place of the position."""
+    named = {}
+    positions = {name: _positions(name, files) for name in files[0].root["state"].get("optimizers") or {}}
+    for path, record in records.items():
+        names = {at: _torch2_name(flat) for at, flat in positions.get(path[2], {}).items()} if len(path) > 3 else {}
+        if _is_flat(path):
+            path = (*path[:-1], _torch2_name(path))
+        elif path[:2] == OPTIMIZERS and path[3:4] == ("state",) and path[4] in names:
+            path = (*path[:4], names[path[4]], *path[5:])
+        elif path[:2] == OPTIMIZERS and path[3:] == ("param_groups",) and names:
+            record = _named_groups(record, names)
+        named[path] = record
+    return named
+
+
+def _named_groups(record: ObjectRecord, names: dict[int, str]) -> ObjectRecord:
+    groups = record.value()
+    if not isinstance(groups, list):
+        return record
+    named = [{**group, "params": [names.get(at, at) for at in group["params"]]} for group in groups]
+    return ObjectRecord(record.name, lambda: named)
+
+
+def _join_optimizer_state(tensors: dict[EntryPath, TensorRecord], files: list[_RankFile]) -> None:
+    """Vectors by position (torch 1.13) are each rank's own: its piece and its padding."""
+    for optimizer in files[0].root["state"].get("optimizers") or {}:
+        for at, flat in _positions(optimizer, files).items():
+            entry = (*OPTIMIZERS, optimizer, "state", at)
+            for key, record in next(_at(files, entry)).items():
+                if isinstance(record, TensorRecord) and len(record.shape) == 1:
+                    tensors[*entry[:4], _torch2_name(flat), key] = _joined_pieces(files, flat, (*entry, key))
+
+
+def _joined_pieces(files: list[_RankFile], flat: EntryPath, entry: EntryPath) -> TensorRecord:
+    """Each rank's vector, without its padding, at the place of its piece of the flat parameter."""
+    boxes: dict[Any, Chunk] = {}
+    dtype = None
+    for file, piece in zip(files, _at(files, entry), strict=True):
+        for chunk in file.shards[flat].chunks:
+            if not isinstance(piece, TensorRecord) or len(piece.shape) != 1 or piece.numel < chunk.numel:
+                raise CheckpointError(
+                    f"{file.path}: {dotted(entry)} should be a vector of {chunk.numel} elements, as the piece of "
+                    f"{flat[-1]} in the same file"
+                )
+            dtype = dtype or piece.dtype
+            boxes.setdefault(chunk.offsets, dataclasses.replace(chunk, source=piece.chunks[0].source))
+    assert dtype is not None  # a flat parameter has an element
+    name, shape = dotted(entry), files[0].shards[flat].shape
+    return TensorRecord(name=name, shape=shape, dtype=dtype, chunks=tuple(boxes[box] for box in sorted(boxes)))
+
+
+def _at(files: list[_RankFile], entry: EntryPath) -> Iterator[Any]:
+    for file in files:
+        value: Any = file.root
+        for key in entry:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        yield value
+
+
+LAYOUT = Layout(
+    name=_NAME,
+    order=40,  # before the monolithic layout, whose files look alike
+    recognize=_recognize,
+    incomplete=_incomplete,
+    read=_read,
+    files_beside=_files_beside,
+)

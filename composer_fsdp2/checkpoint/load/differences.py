@@ -1,0 +1,53 @@
+"""What does not fit between a checkpoint and a model, or another checkpoint: data first, text second."""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from composer_fsdp2.config.text import lines_and_more
+
+
+class DifferenceKind(enum.Enum):
+    """What a difference is about; ``is_fatal`` ones are refused also where ``strict`` is false."""
+
+    MISSING = "missing"
+    SURPLUS = "surplus"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    TYPE = "type"
+    TIED = "tied"
+    GROUPS = "param_groups"
+    OPTIMIZER = "optimizer"
+
+    @property
+    def is_fatal(self) -> bool:
+        return self not in (DifferenceKind.MISSING, DifferenceKind.SURPLUS, DifferenceKind.DTYPE)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One entry that is not as it should be."""
+
+    kind: DifferenceKind
+    name: str
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}: {self.name}: found {self.found}, expected {self.expected}"
+
+
+def can_cast(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values keep their meaning: floats as floats, whole numbers as whole numbers."""
+
+    def kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+        return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
+
+    return kind(found) == kind(wanted)
+
+
+def listed(differences: Iterable[Difference], limit: int = 50) -> str:
+    """All of them, a line each; beyond ``limit`` their number."""
+    return lines_and_more([str(difference) for difference in differences], limit, "  ")

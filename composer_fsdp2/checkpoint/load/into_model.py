@@ -1,0 +1,257 @@
+"""A checkpoint of any layout into a model of any sharding: each rank reads what it keeps."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory
+from composer_fsdp2.checkpoint.load.content import check_content, check_own_content
+from composer_fsdp2.checkpoint.load.load_plan import LoadPlan, plan_load
+from composer_fsdp2.checkpoint.load.staging import Staging
+from composer_fsdp2.checkpoint.open import opened_checkpoint, together
+from composer_fsdp2.checkpoint.read import Reader, files_of, materialized
+from composer_fsdp2.checkpoint.trees import EntryPath
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.sharding.optimizer import Optimizers, check_optimizers, the_optimizer
+from composer_fsdp2.sharding.sharded import reshard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load did on this rank.
+
+    Args:
+        inventory: The checkpoint, as far as it was taken.
+        loaded: Names of the model's tensors that were filled.
+        optimizer_loaded: Names of parameters whose optimizer state was filled.
+        renamed: From the file's names to the model's.
+        left_out: What the file holds and nothing took.
+        kept: What the model or optimizer kept of its own, because the file does not have it.
+        cast: Tensors whose dtype differed (``strict=False``).
+        num_bytes: Tensor data that this rank read; what was read twice counts once.
+        unchecked_bytes: Read by any rank, without a CRC32 to check it against.
+    """
+
+    inventory: CheckpointInventory
+    loaded: tuple[str, ...]
+    optimizer_loaded: tuple[str, ...]
+    renamed: dict[str, str]
+    left_out: tuple[str, ...]
+    kept: tuple[str, ...]
+    cast: tuple[str, ...]
+    num_bytes: int
+    unchecked_bytes: int
+    seconds: float
+    _entries: dict[str, Any] | None = field(default=None, repr=False)
+
+    def other_entries(self) -> dict[str, Any]:
+        """Schedulers, timestamp, random states and so on, read now: ``{'state': {...}, 'rng': [...]}``."""
+        return other_entries(self.inventory) if self._entries is None else self._entries
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.inventory.path} ({self.inventory.layout}): {len(self.loaded)} tensors, optimizer state of "
+            f"{len(self.optimizer_loaded)} parameters, {self.num_bytes / 2**20:.1f} MiB read here in "
+            f"{self.seconds:.2f} s"
+        ]
+        renamed = tuple(f"{old} -> {new}" for old, new in self.renamed.items())
+        for title, names in (
+            ("renamed", renamed),
+            ("cast", self.cast),
+            ("left out", self.left_out),
+            ("not in the file", self.kept),
+        ):
+            if names:
+                lines.append(f"{title}: {and_more(names, 8)}")
+        if self.unchecked_bytes:
+            lines.append(f"{self.unchecked_bytes / 2**20:.1f} MiB have no CRC32 to be checked against")
+        return "\n".join(lines)
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizers: Optimizers = None,
+    *,
+    strict: bool = True,
+    weights_only: bool = False,
+    trust: bool = False,
+    one_reader_per_node: bool = False,
+) -> LoadReport:
+    """Load a checkpoint of any layout into ``model`` and its optimizer, whatever sharding wrote it.
+
+    Each rank reads the bytes of its own shards. They are staged and checked against the file's CRC32s, which the ranks
+    put together, before anything is changed; if it fails on one rank, all raise, and model and optimizer are as before.
+
+    State that several ranks of a node hold alike (``NO_SHARD``, a DDP model) is checked in the same way, but not staged
+    (the node would hold it several times in host memory): once all is checked, it is read a second time, in pieces
+    that go into place at once. A file that can no longer be read then, or has changed since, leaves model and optimizer
+    partly changed; all ranks raise, and say so.
+
+    Args:
+        path: A file or folder; see ``inspect_checkpoint``.
+        model: Sharded by ``prepare_fully_shard`` or ``apply_plan``, by any plan; a plain or DDP model works too.
+        optimizers: Over the model's parameters. None leaves the optimizer state out.
+        strict: Refuse what is missing, surplus or of another dtype, all of it together. Otherwise the rest is loaded,
+            floating dtypes are cast, and the report names what was not. Shapes must fit in either case.
+        weights_only: Leave the optimizer alone.
+        trust: Read entries that are more than plain data by running their pickle; each is named in a warning.
+        one_reader_per_node: The first rank of each node reads for the others and sends them their parts: for shared
+            storage that many readers slow down.
+    Returns:
+        What was done; ``other_entries()`` reads schedulers, timestamp and random states.
+    Raises:
+        CheckpointError: on all ranks; says what is damaged, missing or does not fit, and that nothing was changed; or
+            that a file was lost between its check and its second reading, and the model has to be loaded again.
+
+    Called on all ranks of the default process group, or in one process without a group. It compares plans, gathers
+    CRC32s and, where several ranks hold the same shard, sends each other what one of them read.
+    """
+    started = time.perf_counter()
+    optimizer = the_optimizer(optimizers)
+    with opened_checkpoint(path, trust=trust) as opened:
+        report = load_inventory(
+            opened.inventory,
+            model,
+            optimizer,
+            strict=strict,
+            weights_only=weights_only,
+            one_reader_per_node=one_reader_per_node,
+            started=started,
+        )
+        # What a temporary file holds has to be read now.
+        return replace(report, _entries=report.other_entries()) if opened.is_temporary else report
+
+
+def load_inventory(
+    inventory: CheckpointInventory,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    strict: bool = True,
+    weights_only: bool = False,
+    ignored: frozenset[EntryPath] = frozenset(),
+    one_reader_per_node: bool = False,
+    bring: Callable[[frozenset[Path]], None] = lambda _: None,
+    started: float | None = None,
+) -> LoadReport:
+    """``load_checkpoint`` of an inventory; the same on every rank.
+
+    Args:
+        ignored: Weights and parameters' optimizer states that the caller has taken out; they are not missed.
+        bring: Called on all ranks, each with the files that it will read, before it opens them.
+    """
+    started = time.perf_counter() if started is None else started
+    reshard(model)
+
+    def decide() -> LoadPlan:
+        check_optimizers(model, optimizer)
+        plan = plan_load(inventory, model, optimizer, weights_only=weights_only, ignored=ignored)
+        plan.refuse(strict=strict)
+        return plan
+
+    plan = together(decide, lambda made: made.fingerprint)
+    one_reader = one_reader_per_node and dist.is_initialized()
+    staging = Staging(plan, one_reader_per_node=one_reader)
+    bring(staging.files())
+    with Reader() as reader:
+        unchecked_bytes = _read_and_check(staging, reader, one_reader_per_node=one_reader)
+        num_bytes = reader.num_bytes
+        _run_users_code(staging)
+        together(lambda: staging.pass_on(reader))
+    together(staging.commit)
+    return _report(plan, num_bytes=num_bytes, unchecked_bytes=unchecked_bytes, seconds=time.perf_counter() - started)
+
+
+def _read_and_check(staging: Staging, reader: Reader, *, one_reader_per_node: bool) -> int:
+    """Read everything, and change nothing.
+
+    Returns:
+        Bytes that any rank read and no CRC32 was there for.
+    Raises:
+        CheckpointError: on all ranks; says what is damaged or cannot be read.
+    Called on all ranks.
+    """
+    together(lambda: staging.read_for_node(reader) if one_reader_per_node else staging.read(reader))
+    unchecked_bytes = check_content(reader.parts, staging.plan.inventory.path)
+    staging.share()
+    if staging.has_copies:
+        together(staging.check_copies)
+    return unchecked_bytes
+
+
+def _run_users_code(staging: Staging) -> None:
+    """On all ranks or on none. Called on all ranks."""
+    try:
+        together(staging.run_users_code)
+    except CheckpointError:
+        staging.undo_users_code()  # where it went well on this rank
+        raise
+
+
+def _report(plan: LoadPlan, *, num_bytes: int, unchecked_bytes: int, seconds: float) -> LoadReport:
+    return LoadReport(
+        inventory=plan.inventory,
+        loaded=tuple(name for planned in plan.tensors for name in planned.target.names),
+        optimizer_loaded=tuple(state.name for state in plan.optimizer.states) if plan.optimizer else (),
+        renamed=plan.renamed,
+        left_out=plan.left_out,
+        kept=plan.kept,
+        cast=tuple(p.target.name for p in plan.tensors if p.record.dtype != p.target.value.dtype),
+        num_bytes=num_bytes,
+        unchecked_bytes=unchecked_bytes,
+        seconds=seconds,
+    )
+
+
+def other_entries(
+    inventory: CheckpointInventory, *, wanted: Callable[[EntryPath], bool] = lambda _: True
+) -> dict[str, Any]:
+    """Everything but model and optimizers as plain values, in Composer's form.
+
+    Args:
+        wanted: Asked for each root (``('state', 'timestamp')``, ``('rng',)``); the others are not read.
+    Raises:
+        CheckpointError: an entry is damaged, or more than plain data.
+    Does not communicate; every rank reads all of it.
+    """
+    entries: dict[str, Any] = {"state": {}}
+    with Reader() as reader:
+        for root in _other_roots(inventory, wanted):
+            value = materialized(inventory.tree(root), reader)
+            if len(root) == 2:
+                entries["state"][root[1]] = value
+            else:
+                entries[str(root[0])] = value
+    check_own_content(reader.parts, inventory.path)
+    return entries
+
+
+def other_files(inventory: CheckpointInventory, *, wanted: Callable[[EntryPath], bool]) -> frozenset[Path]:
+    """The files that ``other_entries`` opens, and those that say what the optimizers' groups are."""
+    roots = _other_roots(inventory, wanted)
+    files: set[Path] = set()
+    for path, record in inventory.tensors.items():
+        if _root(path) in roots:
+            files.update(files_of(record, record.box))
+    for path, entry in inventory.objects.items():
+        if entry.source is not None and (_root(path) in roots or path[3:4] == ("param_groups",)):
+            files.add(entry.source.path)
+    return frozenset(files)
+
+
+def _other_roots(inventory: CheckpointInventory, wanted: Callable[[EntryPath], bool]) -> dict[EntryPath, None]:
+    """The paths of attributes of ``state`` and of entries beside it, in the file's order; no model, no optimizers."""
+    roots = dict.fromkeys(_root(path) for path in (*inventory.objects, *inventory.tensors))
+    return {root: None for root in roots if root not in (MODEL, OPTIMIZERS) and wanted(root)}
+
+
+def _root(path: EntryPath) -> EntryPath:
+    return path[:2] if path[0] == "state" else path[:1]

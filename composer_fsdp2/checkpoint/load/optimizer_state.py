@@ -1,0 +1,295 @@
+"""An optimizer's state from a checkpoint: matched by parameter, never by position in a list of groups alone."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ObjectRecord, OptimizerContents, TensorRecord
+from composer_fsdp2.checkpoint.load.differences import Difference, DifferenceKind, can_cast
+from composer_fsdp2.checkpoint.load.expected_state import Expected, Probes, expected_state
+from composer_fsdp2.checkpoint.same_bytes import same_content
+from composer_fsdp2.checkpoint.target import ModelTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterState:
+    """What one parameter's state will be: tensors to read, and values.
+
+    Args:
+        dtypes: Of the tensors when they are loaded: the optimizer's own, where that is known.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    entries: dict[str, TensorRecord | ObjectRecord]
+    dtypes: dict[str, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPlan:
+    """An optimizer's state and hyperparameters to be.
+
+    Args:
+        states: In the order of the optimizer's parameters; those without state in the file are left out.
+        groups: Hyperparameters for each of the optimizer's groups, without ``params``.
+        kept: Hyperparameters that the file does not have; the optimizer keeps its own.
+    """
+
+    optimizer: torch.optim.Optimizer
+    states: tuple[ParameterState, ...]
+    groups: tuple[dict[str, Any], ...]
+    kept: tuple[str, ...]
+
+
+def plan_optimizer(
+    inventory: CheckpointInventory,
+    contents: OptimizerContents,
+    optimizer: torch.optim.Optimizer,
+    target: ModelTarget,
+    rename: Callable[[str], str],
+    ignored: frozenset[str] = frozenset(),
+) -> tuple[OptimizerPlan, list[Difference]]:
+    """Match the file's state to ``optimizer``, and name everything that does not fit.
+
+    Args:
+        contents: One of ``inventory.optimizers``.
+        rename: From a name in the file to the model's.
+        ignored: The model's names of parameters whose state was taken out.
+    Raises:
+        CheckpointError: param_groups are damaged.
+    Does not communicate; every rank comes to the same result.
+    """
+    matching = _Matching(inventory, contents, optimizer, target, rename, ignored)
+    matching.match_states()
+    matching.match_groups()
+    plan = OptimizerPlan(
+        optimizer=optimizer,
+        states=tuple(matching.states),
+        groups=tuple(matching.groups),
+        kept=tuple(dict.fromkeys(matching.kept)),
+    )
+    return plan, matching.differences
+
+
+class _Matching:
+    """One optimizer against one in a file."""
+
+    def __init__(
+        self,
+        inventory: CheckpointInventory,
+        contents: OptimizerContents,
+        optimizer: torch.optim.Optimizer,
+        target: ModelTarget,
+        rename: Callable[[str], str],
+        ignored: frozenset[str],
+    ) -> None:
+        self.contents, self.optimizer, self.ignored = contents, optimizer, ignored
+        self.names: dict[nn.Parameter, tuple[str, ...]] = {}
+        for name, parameter in target.parameters.items():
+            self.names[parameter] = (*self.names.get(parameter, ()), name)
+        self.file_groups = inventory.groups(contents.name)
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.differences: list[Difference] = []
+        self.states: list[ParameterState] = []
+        self.groups: list[dict[str, Any]] = []
+        self.kept: list[str] = []
+        self.by_name = self.named(rename)  # the model's name of a parameter -> its key in the file
+
+    def differ(self, kind: DifferenceKind, name: str, found: Any, expected: Any) -> None:
+        self.differences.append(Difference(kind, f"optimizer {self.contents.name}: {name}", str(found), str(expected)))
+
+    def named(self, rename: Callable[[str], str]) -> dict[str, str | int]:
+        in_groups = [key for group in self.file_groups for key in group.get("params", ())]
+        keys: list[str | int] = list(dict.fromkeys([*in_groups, *self.contents.state]))
+        if not any(isinstance(key, int) for key in keys):
+            return {rename(str(key)): key for key in keys}
+        # torch.optim's own state dict numbers parameters through all groups, in the order of the groups.
+        sizes = [len(group.get("params", ())) for group in self.file_groups]
+        own_sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes != own_sizes:
+            self.differ(
+                DifferenceKind.GROUPS,
+                "keyed by position; the groups' sizes",
+                sizes,
+                f"{own_sizes} (build the groups as in the run that saved)",
+            )
+            return {}
+        return {self.names[parameter][0]: key for parameter, key in zip(self.parameters, in_groups, strict=True)}
+
+    def key_of(self, parameter: nn.Parameter) -> str | int | None:
+        """The parameter's key in the file, under any of its names; one that holds state is preferred."""
+        keys = [self.by_name[name] for name in self.names.get(parameter, ()) if name in self.by_name]
+        with_state = [key for key in keys if key in self.contents.state]
+        return next(iter([*with_state, *keys]), None)
+
+    # State
+
+    def match_states(self) -> None:
+        used: set[str | int] = set()
+        for group in self.optimizer.param_groups:
+            probes: Probes = {}
+            for parameter in group["params"]:
+                used.update(self.by_name[name] for name in self.names[parameter] if name in self.by_name)
+                self.match_state(parameter, expected_state(self.optimizer, group, parameter, probes))
+        for key in self.contents.state:
+            if key not in used:
+                self.differ(
+                    DifferenceKind.SURPLUS, f"the state of {key}", "state", "no such parameter in this optimizer"
+                )
+
+    def match_state(self, parameter: nn.Parameter, template: dict[str, Expected] | None) -> None:
+        key, name = self.key_of(parameter), self.names[parameter][0]
+        entries = self.contents.state.get(key, {}) if key is not None else {}
+        if not entries:
+            if self.ignored.intersection(self.names[parameter]):
+                self.kept.append(f"the state of {name} (ignored)")
+            elif parameter.requires_grad and template != {} and self.contents.state:
+                self.differ(
+                    DifferenceKind.MISSING, f"the state of {name}", "nothing", "state, as other parameters have"
+                )
+            return
+        self.check_aliases(parameter, name, entries)
+        self.check_entries(name, entries, template)
+        if template is not None:
+            if not template.keys() <= entries.keys():
+                return  # the optimizer could not go on from a part of it
+            entries = {key: entries[key] for key in template}
+        dtypes = {
+            key: (template[key].dtype if template else None) or record.dtype
+            for key, record in entries.items()
+            if isinstance(record, TensorRecord)
+        }
+        self.states.append(ParameterState(name=name, parameter=parameter, entries=entries, dtypes=dtypes))
+
+    def check_aliases(
+        self, parameter: nn.Parameter, name: str, entries: Mapping[str, TensorRecord | ObjectRecord]
+    ) -> None:
+        """The state of a shared parameter may be there under each of its names, if it is the same."""
+        for alias in self.names[parameter]:
+            others = self.contents.state.get(self.by_name.get(alias, ""), entries)
+            unlike = [
+                key
+                for key in {**entries, **others}
+                if key not in entries or key not in others or same_content(entries[key], others[key]) is False
+            ]
+            if unlike:
+                self.differ(
+                    DifferenceKind.TIED,
+                    f"{', '.join(unlike)} of {name} = {alias}",
+                    "different values",
+                    "the same, for one parameter",
+                )
+
+    def check_entries(
+        self, name: str, entries: Mapping[str, TensorRecord | ObjectRecord], template: dict[str, Expected] | None
+    ) -> None:
+        """Each entry is what the optimizer would make, where that is known."""
+        if template is None:
+            return
+        own = ", ".join(template) or "no state"
+        for key, record in entries.items():
+            wanted = template.get(key)
+            if wanted is None:
+                self.differ(DifferenceKind.SURPLUS, f"{key} of {name}", "a value", own)
+            elif isinstance(record, TensorRecord) and wanted.dtype is not None:
+                if wanted.shape not in (None, record.shape):
+                    self.differ(DifferenceKind.SHAPE, f"{key} of {name}", record.shape, wanted.shape)
+                if record.dtype != wanted.dtype:
+                    kind = DifferenceKind.DTYPE if can_cast(record.dtype, wanted.dtype) else DifferenceKind.TYPE
+                    self.differ(kind, f"{key} of {name}", record.dtype, wanted.dtype)
+            elif isinstance(record, TensorRecord) or wanted.dtype is not None:
+                found = "a tensor" if isinstance(record, TensorRecord) else "no tensor"
+                self.differ(DifferenceKind.TYPE, f"{key} of {name}", found, wanted.kind.__name__)
+        for key in template:
+            if key not in entries:
+                self.differ(DifferenceKind.MISSING, f"{key} of {name}", "nothing", f"one of {own}")
+
+    # Hyperparameters
+
+    def match_groups(self) -> None:
+        """Each group's hyperparameters from the file's groups of its parameters; they must agree."""
+        place = {key: number for number, group in enumerate(self.file_groups) for key in group.get("params", ())}
+        in_file = [_hyperparameters(group) for group in self.file_groups]
+        taken_by: dict[int, tuple[int, dict[str, Any]]] = {}  # by the file's group
+        for number, group in enumerate(self.optimizer.param_groups):
+            own = _hyperparameters(group)
+            keys = map(self.key_of, group["params"])
+            numbers = list(dict.fromkeys(place[key] for key in keys if key in place))
+            if not numbers:
+                if in_file and group["params"]:
+                    self.differ(
+                        DifferenceKind.GROUPS, f"group {number}", "none of its parameters", "hyperparameters for them"
+                    )
+                self.groups.append(own)
+                continue
+            first = numbers[0]
+            for other in numbers[1:]:
+                self.check_joined(number, (first, in_file[first]), (other, in_file[other]))
+            self.check_hyperparameters(number, own, in_file[first])
+            self.groups.append({**own, **in_file[first]})
+            for each in numbers:
+                self.check_split(taken_by.setdefault(each, (number, own)), (number, own), each)
+
+    def check_joined(
+        self, number: int, first: tuple[int, Mapping[str, Any]], second: tuple[int, Mapping[str, Any]]
+    ) -> None:
+        """Two of the file's groups that are one in the optimizer must have the same hyperparameters."""
+        one, two = first[1], second[1]
+        unlike = sorted(key for key in {*one, *two} if not _equal(one.get(key), two.get(key)))
+        if unlike:
+            self.differ(
+                DifferenceKind.GROUPS,
+                f"group {number} takes parameters from the file's groups {first[0]} and {second[0]}, which differ in "
+                f"{', '.join(unlike)}",
+                ", ".join(f"{key} {one.get(key)!r} and {two.get(key)!r}" for key in unlike),
+                "equal ones, or the same groups as in the run that saved",
+            )
+
+    def check_split(
+        self, first: tuple[int, Mapping[str, Any]], second: tuple[int, Mapping[str, Any]], place: int
+    ) -> None:
+        """Two groups that were one in the file get its hyperparameters, so they must not want to differ."""
+        unlike = [key for key, value in first[1].items() if not _equal(value, second[1].get(key))]
+        if unlike:
+            self.differ(
+                DifferenceKind.GROUPS,
+                f"groups {first[0]} and {second[0]} take parameters from the file's group {place}",
+                "one value for both",
+                ", ".join(f"{key} {first[1][key]!r} and {second[1].get(key)!r}" for key in unlike),
+            )
+
+    def check_hyperparameters(self, number: int, own: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        for key, value in own.items():
+            if key not in found:
+                self.kept.append(f"group {number}: {key}={value!r}")
+            elif not _alike(value, found[key]):
+                self.differ(
+                    DifferenceKind.TYPE, f"group {number}: {key}", repr(found[key]), f"something like {value!r}"
+                )
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Two hyperparameters; a tensor in the file was not read yet, so it equals itself only."""
+    if isinstance(a, Sequence) and isinstance(b, Sequence) and not isinstance(a, str):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b)
+
+
+def _alike(own: Any, found: Any) -> bool:
+    """Whether a value from the file may stand for one of the optimizer's: both numbers, both flags, both sequences."""
+    if own is None or found is None:
+        return True
+    if isinstance(own, bool) or isinstance(found, bool):
+        return isinstance(own, bool) and isinstance(found, bool)
+    for kind in ((Number, torch.Tensor, TensorRecord), (str,), (list, tuple), (dict,)):
+        if isinstance(own, kind):
+            return isinstance(found, kind)
+    return True

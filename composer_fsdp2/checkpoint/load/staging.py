@@ -1,0 +1,446 @@
+"""What a load has read and not yet put into place."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from composer_fsdp2._torch import loads_by_users_code, own_part
+from composer_fsdp2.checkpoint.boxes import Box
+from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord, walk_tensors
+from composer_fsdp2.checkpoint.load.exchange import (
+    broadcast_replicas,
+    owners,
+    ranks_of,
+    replica_of,
+    send_or_receive,
+)
+from composer_fsdp2.checkpoint.load.load_plan import LoadPlan
+from composer_fsdp2.checkpoint.load.optimizer_state import ParameterState
+from composer_fsdp2.checkpoint.load.replicated import ReplicatedState
+from composer_fsdp2.checkpoint.read import Reader, bytes_of, files_of, materialized
+from composer_fsdp2.checkpoint.target import LocalBox, TensorTarget
+from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.hosts import first_ranks_of_hosts
+
+
+@dataclass(slots=True)
+class _StatePlace:
+    """Where a tensor of an optimizer's state will stay, which tells how it is sharded.
+
+    Args:
+        box: In the layout of the optimizer's own tensor or of the parameter.
+        value: The tensor: the optimizer's own, if what is read fits into it; else it is made when it is filled.
+    """
+
+    box: LocalBox
+    dtype: torch.dtype
+    value: torch.Tensor | None = None
+
+    def local(self) -> torch.Tensor:
+        """This rank's memory of it."""
+        if self.value is None:  # where its like is: with CPU offload, parts of a tensor on a GPU mesh lie on the host
+            self.value = torch.empty_like(self.box.like, dtype=self.dtype, memory_format=torch.contiguous_format)
+        return own_part(self.value)
+
+
+@dataclass(slots=True)
+class _Staged:
+    """This rank's part of one tensor, in host memory once it is read.
+
+    Args:
+        place: Where it will stay, for optimizer state; the model's own tensors are copied into at the end.
+        owner: The number of the replica that reads it; None where each reads for itself.
+        is_shared: Several ranks of this node hold it: it is never in host memory, but passed on from the file.
+    """
+
+    record: TensorRecord
+    box: LocalBox
+    place: _StatePlace | None = None
+    owner: int | None = None
+    is_shared: bool = False
+    data: torch.Tensor | None = None
+
+    @property
+    def reads_here(self) -> bool:
+        """Whether this rank reads it, rather than another one that holds the same part."""
+        return self.owner is None or self.owner == replica_of(self.box)
+
+    def allocate(self) -> torch.Tensor:
+        """Memory to read it to: its final place, if that is host memory that nothing uses yet."""
+        is_new = self.place is not None and self.place.value is None
+        if is_new and self.place is not None and own_part(self.box.like).device.type == "cpu":
+            self.data = self.place.local()
+        else:
+            self.data = torch.empty(self.box.sizes, dtype=self.record.dtype)
+        return self.data
+
+
+class Staging:
+    """What a plan reads: ``read``, ``share``, ``check_copies``, ``run_users_code``, ``pass_on``, ``commit``, in order.
+
+    Model and optimizer are not touched before ``run_users_code``, which can be undone. ``commit`` communicates nothing
+    and has no reason left to fail. What several ranks of a node hold alike (``NO_SHARD``, DDP) is not staged, because
+    the node would hold it several times: ``read`` checks it, and ``pass_on`` reads it again, which can fail.
+
+    [Note: the user's code] A module's ``set_extra_state``, and an optimizer's ``load_state_dict`` where somebody has
+    overridden it or hooked into it, may raise, on one rank alone. So they run before anything else is changed, and what
+    they changed is put back if they raise anywhere. Such an optimizer's state is read to memory of its own, also where
+    several ranks of a node hold it alike; any other's is filled where it is.
+
+    Args:
+        one_reader_per_node: Whether ``read_for_node`` will be called instead of ``read``.
+    Made on all ranks; gathers their hosts' names.
+    """
+
+    def __init__(self, plan: LoadPlan, *, one_reader_per_node: bool = False) -> None:
+        self.plan = plan
+        self.tensors = [_Staged(planned.record, LocalBox.of(planned.target.value)) for planned in plan.tensors]
+        self._copies = [
+            [_Staged(copy, staged.box) for copy in planned.copies]
+            for planned, staged in zip(plan.tensors, self.tensors, strict=True)
+        ]
+        self.extra: dict[str, Any] = {}
+        self._extra_before: list[tuple[nn.Module, Any]] = []
+        self.states: list[dict[str, Any]] = []  # tensors as _Staged
+        optimizer = plan.optimizer.optimizer if plan.optimizer else None
+        self._loads_early: bool = any(gather(optimizer is not None and loads_by_users_code(optimizer)))
+        self._optimizer_before: _OptimizerBefore | None = None
+        used = {_address(planned.target.local) for planned in plan.tensors}
+        for state in plan.optimizer.states if plan.optimizer else ():
+            own = plan.optimizer.optimizer.state.get(state.parameter, {}) if plan.optimizer else {}
+            self.states.append(
+                {
+                    key: _stage(record, state, own.get(key), used, in_place=not self._loads_early)
+                    for key, record in state.entries.items()
+                }
+            )
+        self.groups: list[dict[str, Any]] = list(plan.optimizer.groups) if plan.optimizer else []
+        self._nodes = first_ranks_of_hosts()
+        self._choose_owners(one_reader_per_node)
+        self.replicated = self._replicated()
+
+    def _choose_owners(self, one_reader_per_node: bool) -> None:
+        def may_read(rank: int) -> bool:
+            return not one_reader_per_node or self._nodes[rank] == rank
+
+        tensors = [*self.tensors, *self._states()]
+        boxes = [(staged.box, staged.record.dtype.itemsize) for staged in tensors]
+        for staged, owner in zip(tensors, owners(boxes, may_read=may_read), strict=True):
+            if owner is not None:
+                ranks = ranks_of(staged.box)
+                nodes = {self._nodes[rank] for rank in ranks}
+                # Where one rank reads for its node, the node's ranks must agree: all of them hold it, or it is staged.
+                fills_nodes = len(ranks) == sum(node in nodes for node in self._nodes)
+                staged.owner = owner
+                staged.is_shared = len(nodes) < len(ranks) and (fills_nodes or not one_reader_per_node)
+                if staged.place is not None and self._loads_early:
+                    staged.is_shared = False
+        for staged, copies in zip(self.tensors, self._copies, strict=True):
+            for copy_of in copies:  # read by the same rank, which compares them
+                copy_of.owner, copy_of.is_shared = staged.owner, staged.is_shared
+
+    def _replicated(self) -> ReplicatedState:
+        replicated = ReplicatedState(self.plan.inventory.path)
+        for staged in self._states():
+            if staged.is_shared:
+                assert staged.place is not None and staged.owner is not None
+                replicated.add(staged.record, staged.box, staged.place.local, staged.owner)
+        for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
+            if staged.is_shared:
+                assert staged.owner is not None
+                replicated.add(
+                    staged.record, staged.box, partial(_memory_of, planned.target), staged.owner, planned.copies
+                )
+        return replicated
+
+    def _states(self) -> list[_Staged]:
+        return [value for state in self.states for value in state.values() if isinstance(value, _Staged)]
+
+    def _all(self) -> list[_Staged]:
+        """Copies too."""
+        return [*self.tensors, *chain.from_iterable(self._copies), *self._states()]
+
+    def _kept(self) -> list[_Staged]:
+        """What lies in host memory from ``read`` to ``commit``."""
+        return [staged for staged in self._all() if not staged.is_shared]
+
+    def files(self) -> frozenset[Path]:
+        """The files that ``read`` opens on this rank."""
+        files: set[Path] = set()
+        for staged in self._all():
+            if staged.reads_here:
+                files.update(files_of(staged.record, staged.box))
+        others = [record for _, record in self.plan.extra.values()]
+        others += [record for _, record in walk_tensors(self.groups)]
+        others += [value for state in self.states for value in state.values()]
+        for record in others:
+            if isinstance(record, TensorRecord):
+                files.update(files_of(record, record.box))
+            elif isinstance(record, ObjectRecord) and record.source is not None:
+                files.add(record.source.path)
+        return frozenset(files)
+
+    def read(self, reader: Reader) -> None:
+        """Read what is this rank's to read; communicates nothing."""
+        for staged in self._kept():
+            data = staged.allocate()
+            if staged.reads_here:
+                reader.read(staged.record, staged.box, data)
+        self.replicated.check(reader)
+        self._read_values(reader)
+
+    def read_for_node(self, reader: Reader) -> None:
+        """The same, by the first rank of each node for all of them, which are sent their parts.
+
+        Called on all ranks. An error of the reading rank is raised after everything was sent, so nobody waits.
+        """
+        me = dist.get_rank()
+        ranks = [rank for rank, first in enumerate(self._nodes) if first == self._nodes[me]]
+        everything = self._kept()
+        wanted = gather([Box(s.box.offsets, s.box.sizes) if s.reads_here else None for s in everything])
+        error: Exception | None = None
+        for number, staged in enumerate(everything):
+            own = staged.allocate()
+            for rank in ranks:
+                box = wanted[rank][number]
+                if box is None or me not in (rank, ranks[0]):
+                    continue
+                data = own if rank == me else torch.empty(box.sizes, dtype=staged.record.dtype)
+                if me == ranks[0] and error is None:
+                    try:
+                        reader.read(staged.record, box, data)
+                    except Exception as caught:
+                        error = caught
+                if rank != ranks[0]:
+                    send_or_receive(data, ranks[0], rank)
+        if error is not None:
+            raise error
+        self.replicated.check(reader)
+        self._read_values(reader)
+
+    def _read_values(self, reader: Reader) -> None:
+        """What is not part of a large tensor; each rank for itself."""
+        self.extra = {
+            name: materialized(record if isinstance(record, TensorRecord) else record.value(), reader)
+            for name, (_, record) in self.plan.extra.items()
+        }
+        self.groups = [materialized(group, reader) for group in self.groups]
+        for state in self.states:
+            for key, value in state.items():
+                if not isinstance(value, _Staged):
+                    state[key] = materialized(value.value(), reader)
+
+    def share(self) -> None:
+        """Give the other replicas what this one read, and take theirs. Called on all ranks; broadcasts shards."""
+        for staged in self._kept():
+            if staged.owner is not None:
+                assert staged.data is not None
+                broadcast_replicas(staged.data, staged.box, staged.owner)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the file holds something under several names; the same on all ranks."""
+        return any(self._copies)
+
+    def check_copies(self) -> None:
+        """Compare what the file holds for one shared parameter under several names; communicates nothing.
+
+        Raises:
+            CheckpointError: they are not equal; names them.
+        """
+        unlike = [
+            f"{staged.record.name} = {copy_of.record.name}"
+            for staged, copies in zip(self.tensors, self._copies, strict=True)
+            for copy_of in copies
+            if staged.data is not None and copy_of.data is not None and bytes_of(staged.data) != bytes_of(copy_of.data)
+        ]
+        unlike += self.replicated.unlike
+        self._copies = [[] for _ in self.tensors]
+        if unlike:
+            raise CheckpointError(
+                f"{self.plan.inventory.path}: the model shares one parameter under several names, for which the file "
+                f"holds different values; nothing was changed: {', '.join(unlike)}"
+            )
+
+    @torch.no_grad()
+    def run_users_code(self) -> None:
+        """Give modules their extra state, and the optimizer its state, by code that may refuse it.
+
+        Communicates nothing. See [Note: the user's code].
+
+        Raises:
+            CheckpointError: a module or the optimizer refused; names it.
+        """
+        self._set_extra_state()
+        if self.plan.optimizer is None or not self._loads_early:
+            return
+        optimizer = self.plan.optimizer.optimizer
+        self._optimizer_before = _OptimizerBefore.of(optimizer)
+        try:
+            self._load_optimizer(optimizer, self.plan.optimizer.states)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.plan.inventory.path}: load_state_dict of {type(optimizer).__name__}, or a hook of it, raised "
+                f"{type(error).__name__}: {error}; nothing was changed"
+            ) from error
+
+    def undo_users_code(self) -> None:
+        """Put back what ``run_users_code`` changed, wherever it got to."""
+        if self._optimizer_before is not None:
+            self._optimizer_before.put_back()
+        for module, before in reversed(self._extra_before):
+            module.set_extra_state(before)
+
+    def _set_extra_state(self) -> None:
+        for name, (module, _) in self.plan.extra.items():
+            try:
+                self._extra_before.append((module, copy.deepcopy(module.get_extra_state())))
+                module.set_extra_state(self.extra[name])
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self.plan.inventory.path}: {name}: {type(module).__name__} refused its extra state "
+                    f"({type(error).__name__}: {error}); nothing was changed"
+                ) from error
+
+    def pass_on(self, reader: Reader) -> None:
+        """Put into place what several ranks of a node hold, from the file; see ``ReplicatedState.pass_on``.
+
+        Raises:
+            CheckpointError: it cannot be read again; the model and the optimizer are partly changed.
+        Called on all ranks; broadcasts.
+        """
+        self.replicated.pass_on(reader)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Put everything else into its place."""
+        if self.plan.optimizer is not None and not self._loads_early:
+            self._load_optimizer(self.plan.optimizer.optimizer, self.plan.optimizer.states)
+        for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
+            if not staged.is_shared:
+                assert staged.data is not None
+                planned.target.local.copy_(staged.data)
+                staged.data = None
+
+    def _load_optimizer(self, optimizer: torch.optim.Optimizer, states: Sequence[ParameterState]) -> None:
+        number_of = {
+            parameter: number
+            for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        }
+        # What the file does not have stays.
+        state = {parameter: dict(own) for parameter, own in optimizer.state.items() if parameter in number_of}
+        dtypes = {parameter: _dtypes(own) for parameter, own in state.items()}
+        for planned, entries in zip(states, self.states, strict=True):
+            state[planned.parameter] = {key: _result(value) for key, value in entries.items()}
+            dtypes[planned.parameter] = planned.dtypes
+        groups, first = [], 0
+        for new, group in zip(self.groups, optimizer.param_groups, strict=True):
+            numbers = list(range(first, first + len(group["params"])))
+            groups.append({**new, "params": numbers})
+            first += len(numbers)
+        self.states.clear()
+        # The optimizer's own, which its subclasses and hooks extend; tensors of the right dtype and device are kept.
+        by_number = {number_of[parameter]: dict(entries) for parameter, entries in state.items()}
+        optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+        # Except that torch casts a parameter's state to the parameter's dtype, and breaks text.
+        for parameter, entries in state.items():
+            loaded = optimizer.state[parameter]
+            for key, dtype in dtypes[parameter].items():
+                if isinstance(loaded.get(key), torch.Tensor) and loaded[key].dtype != dtype:
+                    loaded[key] = entries[key].to(device=loaded[key].device, dtype=dtype)
+            loaded.update({key: value for key, value in entries.items() if isinstance(value, str)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OptimizerBefore:
+    """An optimizer's attributes, and what its state and groups held; the tensors are the same ones."""
+
+    optimizer: torch.optim.Optimizer
+    attributes: dict[str, Any]
+    state: dict[Any, Any]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "_OptimizerBefore":
+        return cls(
+            optimizer=optimizer,
+            attributes=dict(vars(optimizer)),
+            state={parameter: copy.copy(entries) for parameter, entries in optimizer.state.items()},
+            groups=[dict(group) for group in optimizer.param_groups],
+        )
+
+    def put_back(self) -> None:
+        own = vars(self.optimizer)
+        own.clear()
+        own.update(self.attributes)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self.state)
+        for group, before in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.clear()
+            group.update(before)
+
+
+def _stage(record: Any, state: ParameterState, own: Any, used: set[int], *, in_place: bool) -> Any:
+    """A value of a parameter's state, and where it will stay.
+
+    Args:
+        own: What the optimizer has there already.
+        used: Where the memory lies that takes something else; own tensors that are filled are added.
+        in_place: Whether ``own`` may be filled.
+    """
+    if not isinstance(record, TensorRecord):
+        return record
+    like = _layout_of(record, state.parameter, own)
+    place = _StatePlace(LocalBox.of(like), record.dtype)
+    is_own = in_place and like is own and type(own) in (torch.Tensor, DTensor) and own.dtype == record.dtype
+    if is_own and own_part(own).is_contiguous() and _address(own_part(own)) not in used:
+        used.add(_address(own_part(own)))
+        place.value = own
+    return _Staged(record, place.box, place)
+
+
+def _layout_of(record: TensorRecord, parameter: nn.Parameter, own: Any) -> torch.Tensor:
+    if record.shape and isinstance(own, torch.Tensor) and record.shape == tuple(own.shape):
+        return own
+    if record.shape and record.shape == tuple(parameter.shape):
+        return parameter.detach()
+    if record.shape and isinstance(parameter, DTensor):  # a statistic, as Adafactor's of rows
+        full = torch.empty(record.shape, dtype=record.dtype, device=parameter.to_local().device)
+        replicated = [Replicate()] * parameter.device_mesh.ndim
+        return DTensor.from_local(full, parameter.device_mesh, replicated, run_check=False)
+    return torch.empty(record.shape, dtype=record.dtype)  # a step count
+
+
+def _dtypes(state: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    return {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _result(value: Any) -> Any:
+    if not isinstance(value, _Staged):
+        return value
+    assert value.place is not None
+    if not value.is_shared:
+        assert value.data is not None
+        local = value.place.local()
+        if local.data_ptr() != value.data.data_ptr() or local.device != value.data.device:
+            local.copy_(value.data)
+        value.data = None
+    return value.place.value
+
+
+def _memory_of(target: TensorTarget) -> torch.Tensor:
+    return target.local
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

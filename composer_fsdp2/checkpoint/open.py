@@ -1,0 +1,110 @@
+"""A checkpoint: found and recognized once, unpacked where it must be, read into an inventory, on all ranks alike."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory
+from composer_fsdp2.checkpoint.locate import Located, find
+from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.sharding.agree import agree, gather
+from composer_fsdp2.sharding.hosts import ranks_of_host
+
+T = TypeVar("T")
+
+
+def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventory:
+    """What lies in a checkpoint, without reading tensor data or running a pickle; does not communicate.
+
+    Raises:
+        CheckpointError: damaged, incomplete, or with more than plain data and not trusted.
+    """
+    try:
+        inventory = located.layout.read(located.path, trust)
+    except CheckpointError:
+        raise
+    except (AttributeError, TypeError, KeyError, IndexError, ValueError, RecursionError) as error:
+        # A pickle may hold anything anywhere: a list where Composer has a dict, or itself.
+        raise CheckpointError(
+            f"{located.path}: {located.layout.name}, but not as Composer writes it ({error!r})"
+        ) from error
+    _refuse_repeats(inventory)
+    return inventory.replaced(remarks=(*located.remarks, *inventory.remarks))
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An inventory, and whether its file is gone after the with block."""
+
+    inventory: CheckpointInventory
+    is_temporary: bool
+
+
+@contextlib.contextmanager
+def opened_checkpoint(path: str | Path, *, trust: bool = False) -> Iterator[Opened]:
+    """A checkpoint whose tensors can be read; a compressed one is unpacked, once on each host, for the with block.
+
+    Raises:
+        CheckpointError: on all ranks; see ``inventory_of``.
+    Called on all ranks, or in one process without a group; gathers a word from each.
+    """
+    located = together(lambda: find(path))
+    if all(gather(located.layout.reads_in_place)):
+        yield Opened(_together_read(located, trust), is_temporary=False)
+        return
+    first = ranks_of_host()[0]
+    is_first = first == (dist.get_rank() if dist.is_initialized() else 0)
+    folder = Path(tempfile.mkdtemp(prefix="composer_fsdp2-")) if is_first else None
+    try:
+        unpacked = together(lambda: _unpacked(located, folder) if folder else None)
+        file = gather(unpacked)[first]
+        yield Opened(_together_read(together(lambda: find(file)), trust), is_temporary=True)
+        gather(None)  # until every rank has read
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unpacked(located: Located, folder: Path) -> Path:
+    unpack = located.layout.unpack
+    return located.path if unpack is None else unpack(located.path, folder)
+
+
+def _together_read(located: Located, trust: bool) -> CheckpointInventory:
+    return together(lambda: inventory_of(located, trust=trust), lambda found: found.layout)
+
+
+def together(decide: Callable[[], T], fingerprint: Callable[[T], str] = lambda _: "") -> T:
+    """``decide`` on all ranks; if it raises on one, all raise CheckpointError. See ``agree``."""
+
+    def attempt() -> T:
+        try:
+            return decide()
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or 'reading'}: {error.strerror or error}") from error
+
+    return agree(attempt, fingerprint, CheckpointError)
+
+
+# A tensor may be a view that repeats what it is a view of (as the limit for one in ``pickles`` says), and several may
+# be views of the same; but the whole of a checkpoint is hardly more than its files.
+_MAX_REPEATED_BYTES, _MAX_REPEATS = 256 << 20, 8
+
+
+def _refuse_repeats(inventory: CheckpointInventory) -> None:
+    """Raise where tensors would take far more memory than the files have bytes."""
+    num_bytes = sum(record.num_bytes for record in (*inventory.tensors.values(), *inventory.nested.values()))
+    most = _MAX_REPEATED_BYTES + _MAX_REPEATS * inventory.num_bytes
+    if num_bytes > most:
+        raise CheckpointError(
+            f"{inventory.path}: its tensors, views of the same few bytes, would be {num_bytes} bytes, the files have "
+            f"{inventory.num_bytes}"
+        )

@@ -1,0 +1,166 @@
+"""What a pickle's names become: inert values, which hold what the pickle says and do nothing."""
+
+import collections
+import contextlib
+import contextvars
+import math
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+
+class UnsupportedError(pickle.UnpicklingError):
+    """A pickle holds something harmless that this package does not handle."""
+
+
+class FixedClass(type):
+    """A class that no pickle changes: where one names a class, BUILD sets attributes of the class itself."""
+
+    def __setattr__(cls, name: str, value: Any) -> NoReturn:
+        raise pickle.UnpicklingError(f"sets {name} of a class")
+
+    def __delattr__(cls, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"deletes {name} of a class")
+
+
+# What the functions of the pickle that is being read may still do, in parts of what they are given.
+_work_left: contextvars.ContextVar[int] = contextvars.ContextVar("_work_left")
+_CALL = 32  # what a call costs beside its arguments
+
+
+@contextlib.contextmanager
+def limited_work(amount: int) -> Iterator[None]:
+    """Within the block ``spend`` may be called for so much."""
+    token = _work_left.set(amount)
+    try:
+        yield
+    finally:
+        _work_left.reset(token)
+
+
+def spend(args: Iterable[Any]) -> None:
+    """Note a call with these arguments, which copies them, as a short pickle may have it do again and again.
+
+    Raises:
+        UnpicklingError: the limit is reached.
+    """
+    left = _work_left.get() - _CALL - sum(len(arg) for arg in args if isinstance(arg, _SIZED))
+    _work_left.set(left)
+    if left < 0:
+        raise pickle.UnpicklingError("calls without end")
+
+
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, collections.deque)
+
+
+def no_state(self: Any, state: Any) -> NoReturn:
+    raise pickle.UnpicklingError(f"a {type(self).__name__} with a state")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A class or function that a pickle names, and that stays a name."""
+
+    module: str
+    name: str
+    __setstate__ = no_state
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Built(metaclass=FixedClass):
+    """What a pickle would have built by calling ``kind``: the call, and the state it would have set, as data."""
+
+    kind: Named
+    state: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Built":
+        built = super().__new__(cls)
+        built._args = []  # NEWOBJ does not initialise
+        return built
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._args: list[Any] = list(args if not kwargs else (*args, kwargs))
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """What it was called with, and what was put into it since."""
+        return tuple(self._args)
+
+    @args.setter
+    def args(self, args: Iterable[Any]) -> None:
+        self._args = list(args)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """An attribute that the object would have, whether its class kept a ``__dict__`` or ``__slots__``."""
+        state = self.state
+        if isinstance(state, tuple) and len(state) == 2:  # (__dict__ or None, slots)
+            state = {**(state[0] or {}), **(state[1] or {})}
+        return state.get(name, default) if isinstance(state, dict) else default
+
+    # A pickled list, dict or set subclass fills itself through these.
+    def append(self, value: Any) -> None:
+        self._args.append(value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        self._args.extend(values)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._args.append((key, value))
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The bytes behind one or more tensors, by their key in the file that the pickle came from."""
+
+    key: str
+    dtype: torch.dtype
+    numel: int
+    device: str = "cpu"
+    data: bytes | None = field(default=None, repr=False)  # where the pickle itself held them, outside of an archive
+    __setstate__ = no_state
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a pickle describes it: a strided view of a storage (offset and strides in elements)."""
+
+    storage: Storage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool = False
+    __setstate__ = no_state
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def contains_built(value: Any) -> bool:
+    """Whether some part of a value stands for an object that was not built."""
+    if isinstance(value, dict):
+        return any(map(contains_built, value)) or any(map(contains_built, value.values()))
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
+        return any(map(contains_built, value))
+    return isinstance(value, Built)
+
+
+def short(value: Any) -> str:
+    """For a message: not of a container, whose text may be endless."""
+    return repr(value)[:100] if isinstance(value, str | int | bytes | Named) else f"a {type(value).__name__}"

@@ -1,0 +1,230 @@
+"""Any box of any tensor in a checkpoint, read as the bytes that hold it and no others."""
+
+import ctypes
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_fsdp2.checkpoint.archive.disk import opened
+from composer_fsdp2.checkpoint.archive.torch_archive import Blob
+from composer_fsdp2.checkpoint.boxes import Box, row_major
+from composer_fsdp2.checkpoint.inventory import Chunk, FlatRange, InMemory, Strided, TensorRecord
+from composer_fsdp2.checkpoint.records import ReadRange
+from composer_fsdp2.checkpoint.trees import mapped
+from composer_fsdp2.errors import CheckpointError
+
+# One read: large enough for the disk, small enough that its CRC is computed while it lies in the cache.
+SLICE_BYTES = 4 << 20
+# A strided tensor is read with its gaps, if that is less than this; else run by run.
+_GAP_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads boxes of tensors and notes what it read, so that it can be checked. Use it in a with block.
+
+    Attributes:
+        num_bytes: Tensor data read so far.
+        parts: Every range read, with its CRC32.
+        is_in_order: False once a tensor was read that lies in its file in another order than row-major.
+    """
+
+    num_bytes: int = 0
+    parts: list[ReadRange] = field(default_factory=list)
+    is_in_order: bool = True
+    _files: dict[Path, Any] = field(default_factory=dict, repr=False)
+    _stack: ExitStack = field(default_factory=ExitStack, repr=False)
+    _located: dict[Any, Strided] = field(default_factory=dict, repr=False)
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def read(self, record: TensorRecord, box: Box, out: torch.Tensor) -> None:
+        """Fill ``out`` with a box of the tensor.
+
+        Args:
+            out: On the CPU, of the box's sizes and the record's dtype; contiguous, or a view of such a tensor.
+        Raises:
+            CheckpointError: a file ends too early, or an entry is not what its metadata says.
+        """
+        assert out.shape == box.sizes and out.dtype == record.dtype and out.device.type == "cpu", record.name
+        if not box.numel:
+            return
+        if record.flat is not None:
+            self._read_flat(record, record.flat, box, out)
+            return
+        for chunk in record.chunks:
+            if (common := box.overlap(chunk)) is None:
+                continue
+            view = out[common.slices(box.offsets)]
+            if isinstance(chunk.source, InMemory):
+                view.copy_(chunk.source.tensor[common.slices(chunk.offsets)])
+                continue
+            source = self._locate(chunk, record)
+            steps = zip(common.offsets, chunk.offsets, source.stride, strict=True)
+            first = source.offset + sum((a - b) * step for a, b, step in steps)
+            self._read_strided(source.blob, first, source.stride, view)
+
+    def _locate(self, chunk: Chunk, record: TensorRecord) -> Strided:
+        """Where a chunk's bytes lie; an archive is opened once, however many boxes are read from it."""
+        assert not isinstance(chunk.source, InMemory)
+        if isinstance(chunk.source, Strided):
+            return chunk.source
+        key = (chunk.source, chunk.sizes, record.dtype)
+        if key not in self._located:
+            if len(self._located) >= 4096:
+                self._located.clear()
+            try:
+                self._located[key] = chunk.source.locate(chunk, record.dtype)
+            except CheckpointError as error:
+                raise CheckpointError(f"{record.name}: {error}") from error
+        return self._located[key]
+
+    def is_row_major(self, record: TensorRecord, box: Box) -> bool:
+        """Whether what are neighbours in a row, and rows, of a box are so in the file; opens the files that say it."""
+        return record.flat is not None or all(
+            isinstance(chunk.source, InMemory) or _is_row_major(self._locate(chunk, record).stride, chunk.sizes)
+            for chunk in record.chunks
+            if box.overlap(chunk) is not None
+        )
+
+    def read_whole(self, record: TensorRecord) -> torch.Tensor:
+        """The tensor."""
+        out = torch.empty(record.shape, dtype=record.dtype)
+        self.read(record, record.box, out)
+        return out
+
+    def _read_flat(self, record: TensorRecord, flat: FlatRange, box: Box, out: torch.Tensor) -> None:
+        for start, view in _runs(record.shape, box, out):
+            run = view.reshape(-1)  # a view: runs of a contiguous tensor are contiguous
+            of_vector = Box((flat.start + start,), (run.numel(),))
+            if run.data_ptr() == view.data_ptr():
+                self.read(flat.flat, of_vector, run)
+            else:
+                copy = torch.empty(run.numel(), dtype=run.dtype)
+                self.read(flat.flat, of_vector, copy)
+                view.copy_(copy.view_as(view))
+
+    def _read_strided(self, blob: Blob, first: int, stride: tuple[int, ...], out: torch.Tensor) -> None:
+        """Elements of a blob, from ``first`` on with these strides, into ``out``."""
+        if out.numel() == 0:
+            return
+        out, steps = _in_order_of_file(out, stride)
+        if steps and steps[-1] == 0:  # an expanded view: each element is in the file once
+            self._read_strided(blob, first, steps[:-1], out[..., 0])
+            out[..., 1:] = out[..., :1]
+            return
+        itemsize = out.element_size()
+        span = 1 + sum((size - 1) * step for size, step in zip(out.shape, steps, strict=True))
+        if _is_row_major(steps, tuple(out.shape)) and out.is_contiguous():
+            self._read_bytes(blob, first * itemsize, bytes_of(out))
+        elif span * itemsize <= _GAP_BYTES or (span == out.numel() and out.dim() <= 1):
+            self._read_with_gaps(blob, first, span, steps, out)
+        elif out.dim() == 1:  # far apart, or many: piece by piece
+            size = max(1, _GAP_BYTES // itemsize // steps[0])
+            for at in range(0, out.shape[0], size):
+                self._read_strided(blob, first + at * steps[0], steps, out[at : at + size])
+        else:
+            for at in range(out.shape[0]):
+                self._read_strided(blob, first + at * steps[0], steps[1:], out[at])
+
+    def _read_with_gaps(self, blob: Blob, first: int, span: int, steps: tuple[int, ...], out: torch.Tensor) -> None:
+        """A small stretch of the file, with the elements between those that are asked for."""
+        self.is_in_order = False
+        itemsize = out.element_size()
+        # Ranks that hold columns read overlapping ranges, which add up to no CRC32: so all of a small record.
+        is_small = blob.num_bytes <= _GAP_BYTES and blob.num_bytes % itemsize == 0
+        start, numel = (0, blob.num_bytes // itemsize) if is_small else (first, span)
+        buffer = torch.empty(numel, dtype=out.dtype)
+        self._read_bytes(blob, start * itemsize, bytes_of(buffer))
+        if first + span > start + numel:
+            raise CheckpointError(f"{blob.path}: element {first + span} of a record of {numel} elements is needed")
+        out.copy_(buffer.as_strided(out.shape, steps, first - start))
+
+    def _read_bytes(self, blob: Blob, start: int, out: memoryview) -> None:
+        """``len(out)`` bytes of the blob from its byte ``start`` on."""
+        if start < 0 or start + len(out) > blob.num_bytes:
+            raise CheckpointError(
+                f"{blob.path}: bytes {start} to {start + len(out)} of a record of {blob.num_bytes} bytes are needed"
+            )
+        file = self._files.get(blob.path)
+        if file is None:
+            file = self._files[blob.path] = self._stack.enter_context(opened(blob.path))
+        crc, at = 0, 0
+        while at < len(out):
+            wanted = out[at : at + SLICE_BYTES]
+            num_read = os.preadv(file.fileno(), [wanted], blob.offset + start + at)
+            if num_read == 0:
+                raise CheckpointError(f"{blob.path}: ends at byte {blob.offset + start + at}, needs {blob.end}")
+            crc = zlib.crc32(wanted[:num_read], crc)
+            at += num_read
+        self.num_bytes += len(out)
+        self.parts.append(ReadRange(blob, start, start + len(out), crc))
+
+
+def files_of(record: TensorRecord, box: Box) -> Iterator[Path]:
+    """The files that ``Reader.read`` opens for a box of a tensor."""
+    if not box.numel:
+        return
+    if record.flat is not None:
+        strides = row_major(record.shape)
+        first = sum(offset * step for offset, step in zip(box.offsets, strides, strict=True))
+        numel = 1 + sum((size - 1) * step for size, step in zip(box.sizes, strides, strict=True))
+        yield from files_of(record.flat.flat, Box((record.flat.start + first,), (numel,)))
+    for chunk in record.chunks:
+        if box.overlap(chunk) is not None:
+            if isinstance(chunk.source, Strided):
+                yield chunk.source.blob.path
+            elif not isinstance(chunk.source, InMemory):
+                yield chunk.source.path
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; writing to it writes to the tensor, which must outlive it."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * num_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def materialized(value: Any, reader: Reader) -> Any:
+    """A nested value with tensors in place of its ``TensorRecord``s."""
+    return mapped(value, lambda part, _: reader.read_whole(part) if isinstance(part, TensorRecord) else part)
+
+
+def _is_row_major(stride: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    return all(size == 1 or a == b for size, a, b in zip(sizes, stride, row_major(sizes), strict=True))
+
+
+def _in_order_of_file(out: torch.Tensor, stride: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A view whose dimensions lie in the file from the widest steps to the smallest, and these steps.
+
+    Dimensions of one element say nothing about the order, and go.
+    """
+    order = sorted((dim for dim in range(out.dim()) if out.shape[dim] > 1), key=lambda dim: -stride[dim])
+    steps = tuple(stride[dim] for dim in order)
+    out = out.permute(order + [dim for dim in range(out.dim()) if dim not in order])
+    return (out.flatten(len(order))[..., 0] if out.dim() > len(order) else out), steps
+
+
+def _runs(shape: tuple[int, ...], box: Box, out: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """A box of a contiguous tensor as runs of neighbouring elements: (first element's number, its part of ``out``)."""
+    inner = math.prod(shape[1:])
+    if box.sizes[1:] == shape[1:]:
+        yield (box.offsets[0] * inner if shape else 0), out
+        return
+    for row in range(box.sizes[0]):
+        for start, view in _runs(shape[1:], Box(box.offsets[1:], box.sizes[1:]), out[row]):
+            yield (box.offsets[0] + row) * inner + start, view

@@ -1,0 +1,316 @@
+"""A sharded state as one file: all ranks send slices of their shards to rank 0, in rounds, and rank 0 writes them.
+
+See [Note: rounds] in rounds.py. In each round a rank that waits for rank 0 waits for one write, whatever the size of
+the file, so that no watchdog ends the job; and there is no message between two ranks alone, for which NCCL would keep a
+communicator for each of them.
+"""
+
+import functools
+import hashlib
+import itertools
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2._torch import all_gather_single, own_part
+from composer_fsdp2.checkpoint.archive.crc import shifted
+from composer_fsdp2.checkpoint.boxes import Box
+from composer_fsdp2.checkpoint.read import bytes_of
+from composer_fsdp2.checkpoint.save.rounds import Piece, Routes, Timetable, cut, numbered
+from composer_fsdp2.checkpoint.save.staged_file import FirstError, StagedFile, require_plain_bytes
+from composer_fsdp2.checkpoint.target import LocalBox
+from composer_fsdp2.checkpoint.trees import dotted, leaves
+from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.sharding.agree import device_of_group, gather, sends_from_host
+
+
+def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | None = None) -> None:
+    """Write ``state`` as ``torch.save`` would write it with every DTensor unsharded, replacing ``path`` at the end.
+
+    Rank 0 writes beside ``path`` and renames. Beyond what the state holds, rank 0 needs host memory for two rounds: of
+    16 MiB a rank, of 128 MiB from 8 ranks on; and for 64 MiB of its own shards, if they lie on a device. Every other
+    rank needs it for a slice, which is its share of a round, and where its shard is not contiguous for a copy of that.
+    Where the group cannot send from the host's memory (NCCL), all need device memory for one round.
+
+    Args:
+        state: Nested dicts, lists and tuples; the same DTensors in the same order on all ranks. All other values, plain
+            tensors too, are rank 0's.
+        path: On rank 0's file system.
+        group: Of all ranks; None is the default group. Its collectives must be free for the length of the call.
+    Raises:
+        CheckpointError: on all ranks: the file cannot be written, a rank cannot read what it has, or ranks hold
+            different tensors, or not all of one. Nothing is left of it then, and a file of that name is as it was.
+
+    Called on all ranks. Gathers what each holds of each tensor; then a gather (an all-gather, if the group cannot send
+    from the host's memory) for each round, and one of the CRC32s; and four times whether a rank could not go on.
+    """
+    named = _dtensors(state)
+    shards = [shard for _, shard in named]
+    routes = _routes(named, path, group)
+    errors = FirstError()
+    file = StagedFile(Path(path), state, shards, errors) if dist.get_rank(group) == 0 else None
+    try:
+        [plain_bytes, *_] = gather(file.plain_bytes if file is not None else None, group)
+        _require_none(errors, path, group)
+        timetable = Timetable(routes, plain_bytes)
+        source = _ShardReader(shards, file.plain if file is not None else [])
+        work = _Work(source, routes, timetable, errors, group)
+        rounds = errors.attempt(lambda: _Sender(work) if file is None else _Receiver(work, file))
+        _require_none(errors, path, group)
+        assert rounds is not None
+        rounds.run()
+        crcs = _all_crcs(source, len(shards), group)
+        _require_none(errors, path, group)
+        if file is not None:
+            file.publish(crcs)
+        _require_none(errors, path, group)
+    finally:
+        if file is not None:
+            file.leave_nothing()
+
+
+def _dtensors(state: Any) -> list[tuple[str, DTensor]]:
+    """Every DTensor in a nested value once, by the name of its first place."""
+    found: dict[int, tuple[str, DTensor]] = {}
+    for path, value in leaves(state):
+        if isinstance(value, DTensor):
+            found.setdefault(id(value), (dotted(path), value))
+    return list(found.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who holds what
+
+
+def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.ProcessGroup | None) -> Routes:
+    """Called on all ranks; gathers four bytes for each tensor, and each part that differs from others.
+
+    Raises:
+        CheckpointError: on all ranks, if they hold different tensors, or not all of one.
+    """
+    described = [f"{name} {tuple(shard.shape)} {shard.dtype}" for name, shard in named]
+    digest = hashlib.sha256(
+        "\n".join(described).encode(errors="backslashreplace")
+    ).digest()  # the names themselves are long
+    parts = _own_parts([shard for _, shard in named], 0 if group is None else dist.get_global_rank(group, 0))
+    gathered = gather((digest, numbered(parts)), group)
+    if any(of_rank != digest for of_rank, _ in gathered):
+        raise CheckpointError(f"{path}: not written: {_first_difference(gather(described, group))}")
+    routes = Routes([parts for _, parts in gathered], [shard.element_size() for _, shard in named])
+    if (number := routes.incomplete([shard.shape for _, shard in named])) is not None:
+        raise CheckpointError(
+            f"{path}: not written: of {described[number]} the ranks that save it together do not hold all; save in a "
+            "group of all ranks of its mesh, rank 0 of which is one of them"
+        )
+    return routes
+
+
+def _own_parts(shards: Sequence[DTensor], writer: int) -> list[Box | None]:
+    """This rank's part of each tensor; None where the tensor's mesh is without the rank that writes.
+
+    Groups of ranks that train apart hold values of their own; the file has those of that rank's group.
+    """
+    boxes = [LocalBox.of(shard) if bool((shard.device_mesh.mesh == writer).any()) else None for shard in shards]
+    return [None if box is None else Box(box.offsets, box.sizes) for box in boxes]
+
+
+def _first_difference(described: Sequence[Sequence[str]]) -> str:
+    """Where the first rank whose tensors are not rank 0's departs from them."""
+    rank, of_rank = next((rank, of_rank) for rank, of_rank in enumerate(described) if of_rank != described[0])
+    for ours, theirs in zip(described[0], of_rank, strict=False):
+        if ours != theirs:
+            return f"rank 0 has {ours} where rank {rank} has {theirs}; save the same state on every rank"
+    return f"rank 0 has {len(described[0])} sharded tensors, rank {rank} {len(of_rank)}; save the same on every rank"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rounds
+
+
+class _ShardReader:
+    """The bytes of this rank's shards, and of rank 0's plain tensors; and what they add to the tensors' CRC32s.
+
+    A CRC32 is taken where the bytes lie, so that it covers their way to the file, and no rank computes all of them.
+    """
+
+    def __init__(self, shards: Sequence[DTensor], plain: Sequence[torch.Tensor]) -> None:
+        self._tensors: list[torch.Tensor] = [*shards, *plain]
+        self._num_shards = len(shards)
+        self._bytes: tuple[int, torch.Tensor] | None = None  # of the tensor that is being read
+        self.crcs = [0] * len(self._tensors)
+
+    def require_bytes(self) -> None:
+        for tensor in self._tensors:
+            require_plain_bytes(tensor)
+
+    def plain_pieces(self) -> Iterator[Piece]:
+        for number, tensor in enumerate(self._tensors[self._num_shards :], self._num_shards):
+            whole = Box.whole(tuple(tensor.shape))
+            yield Piece(number, whole, 0, tensor.numel() * tensor.element_size())
+
+    def read(self, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
+        """Each piece in host memory, a uint8 tensor of one dimension. A piece is read once."""
+        for piece in pieces:
+            tensor = self._tensors[piece.number]
+            found = self._bytes_of(piece.number)[piece.start : piece.end].cpu()
+            data, num_bytes, at = bytes_of(found), tensor.numel() * tensor.element_size(), 0
+            for first, count in piece.runs(tensor.shape, tensor.element_size()):
+                self.crcs[piece.number] ^= shifted(zlib.crc32(data[at : at + count]), num_bytes - first - count)
+                at += count
+            yield found
+
+    def _bytes_of(self, number: int) -> torch.Tensor:
+        if self._bytes is None or self._bytes[0] != number:
+            self._bytes = None  # where it is a copy, it goes before the next one is made
+            local = own_part(self._tensors[number].detach()).resolve_conj().resolve_neg()
+            self._bytes = number, local.contiguous().view(-1).view(torch.uint8)
+        return self._bytes[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a rank has to do in the rounds, and with whom."""
+
+    source: _ShardReader
+    routes: Routes
+    timetable: Timetable
+    errors: FirstError
+    group: dist.ProcessGroup | None
+
+
+class _Sender:
+    """Sends all that this rank has to rank 0: on all ranks but that one. What it needs is taken when it is made."""
+
+    def __init__(self, work: _Work) -> None:
+        work.source.require_bytes()
+        self._work = work
+        self._rank = dist.get_rank(work.group)
+        self._memory = _host_memory(work.timetable.sizes(0)[self._rank], work.group)
+
+    def run(self) -> None:
+        work, memory = self._work, self._memory
+        mine = cut(work.routes.pieces(self._rank), work.timetable.slice_bytes)
+        for number in range(work.timetable.num_rounds):
+            sizes, pieces = work.timetable.sizes(number), next(mine, [])
+            work.errors.attempt(functools.partial(self._read, pieces))  # the others go on, and so does this rank
+            _exchange(memory[: sizes[self._rank]], sizes, work.group)
+
+    def _read(self, pieces: Sequence[Piece]) -> None:
+        at = 0
+        for data in self._work.source.read(pieces):
+            self._memory[at : at + len(data)] = data
+            at += len(data)
+
+
+class _Receiver:
+    """Writes all that the ranks have to the file: on rank 0. What it needs is taken when it is made."""
+
+    def __init__(self, work: _Work, file: StagedFile) -> None:
+        self._work, self._file = work, file
+        # While a round is written the next one is under way.
+        num_bytes = _memory_bytes(work.timetable.sizes(0), work.group)
+        self._memories = [_host_memory(num_bytes, work.group) for _ in range(2)]
+        self._writer = ThreadPoolExecutor(1, threading.current_thread().name)
+        self._writer.submit(int).result()  # its thread runs
+
+    def run(self) -> None:
+        work, file = self._work, self._file
+        own = cut(itertools.chain(work.routes.pieces(0), work.source.plain_pieces()), work.timetable.own_slice_bytes)
+        others = [cut(work.routes.pieces(rank), work.timetable.slice_bytes) for rank in range(1, work.routes.num_ranks)]
+        written: list[Future[None]] = []
+        with self._writer as writer:
+            for number in range(work.timetable.num_rounds):
+                if number >= 2:
+                    written[number - 2].result()
+                received = _exchange(self._memories[number % 2], work.timetable.sizes(number), work.group)
+                pieces = work.errors.attempt(functools.partial(self._read, next(own, []))) or []
+                for data, other in zip(received, others, strict=True):
+                    pieces += _apart(data, next(other, ()))
+                written.append(writer.submit(file.add, pieces))
+
+    def _read(self, pieces: Sequence[Piece]) -> list[tuple[Piece, torch.Tensor]]:
+        return list(zip(pieces, self._work.source.read(pieces), strict=True))
+
+
+def _apart(data: torch.Tensor, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """A slice as the pieces that it is made of."""
+    at = 0
+    for piece in pieces:
+        yield piece, data[at : at + piece.num_bytes]
+        at += piece.num_bytes
+
+
+def _exchange(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """One round. Called on all ranks.
+
+    Args:
+        memory: What this rank sends; on rank 0, ``_memory_bytes`` for what comes.
+        sizes: What each rank sends.
+    Returns:
+        On rank 0, what each other rank sent.
+    """
+    if len(sizes) == 1:
+        return []
+    return (_from_hosts if sends_from_host(group) else _from_devices)(memory, sizes, group)
+
+
+def _from_hosts(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Each rank sends to rank 0. gloo's gather would be the same, but for two copies of everything in its memory."""
+    if dist.get_rank(group) != 0:
+        dist.send(memory, group=group, group_dst=0)
+        return []
+    rows = list(memory[: sum(sizes)].split(sizes[1:]))
+    works = [dist.irecv(row, group=group, group_src=rank) for rank, row in enumerate(rows, 1)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return rows
+
+
+def _from_devices(memory: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """All ranks gather: the connections are those of training, not one from each rank to rank 0."""
+    is_writer, size = dist.get_rank(group) == 0, max(sizes)
+    own = torch.empty(size, dtype=torch.uint8, device=device_of_group(group))
+    gathered = own.new_empty(len(sizes) * size)
+    if not is_writer:
+        own[: len(memory)] = memory
+    all_gather_single(gathered, own, group)
+    if not is_writer:
+        gathered[:1].cpu()  # waits: the watchdog counts from when a collective is begun, and none is begun too early
+        return []
+    memory = memory[: len(gathered)].copy_(gathered)
+    return [row[:sent] for row, sent in zip(memory.split(size), sizes, strict=True)][1:]
+
+
+def _memory_bytes(sizes: Sequence[int], group: dist.ProcessGroup | None) -> int:
+    """What rank 0 needs for a round in which the ranks send so much."""
+    return sum(sizes) if sends_from_host(group) else len(sizes) * max(sizes)
+
+
+def _host_memory(num_bytes: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device_of_group(group).type != "cpu")
+
+
+def _all_crcs(source: _ShardReader, num_shards: int, group: dist.ProcessGroup | None) -> list[int]:
+    """The CRC32 of each of ``source``'s tensors, on rank 0. Called on all ranks; gathers 8 bytes for each and rank."""
+    own = torch.tensor(source.crcs[:num_shards], dtype=torch.int64, device=device_of_group(group))
+    of_ranks = own.new_empty(dist.get_world_size(group) * num_shards)
+    all_gather_single(of_ranks, own, group)
+    of_shards = functools.reduce(torch.bitwise_xor, of_ranks.cpu().split(num_shards)).tolist() if num_shards else []
+    return [*of_shards, *source.crcs[num_shards:]]
+
+
+def _require_none(errors: FirstError, path: str | Path, group: dist.ProcessGroup | None) -> None:
+    """Raise on all ranks what one could not do. Called on all ranks; gathers a few bytes from each."""
+    for rank, text in enumerate(gather(errors.text, group)):
+        if text is not None:
+            who = f"rank {rank}: " if rank else ""
+            raise CheckpointError(f"{path}: cannot be written: {who}{text}; a file of that name is as it was")

@@ -1,0 +1,41 @@
+"""What is wrong with a checkpoint, as data: where, of what, what should be there and what is."""
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class FaultKind(enum.Enum):
+    """Where a fault shows."""
+
+    STRUCTURE = "structure"  # files, offsets, headers and the metadata contradict each other
+    CONTENT = "content"  # bytes contradict their CRC32
+    DIFFERENCE = "difference"  # from another checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault.
+
+    Args:
+        name: The tensor, entry or record; '' where it is the file.
+    """
+
+    kind: FaultKind
+    file: Path
+    name: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}: {self.name}" if self.name else str(self.file)
+        return f"{where}: expected {self.expected}, found {self.found}"
+
+    def to_json(self) -> dict[str, str]:
+        return {
+            "kind": self.kind.value,
+            "file": str(self.file),
+            "name": self.name,
+            "expected": self.expected,
+            "found": self.found,
+        }

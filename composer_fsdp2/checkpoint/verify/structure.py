@@ -1,0 +1,258 @@
+"""Whether a checkpoint's files, offsets, headers and metadata agree with each other; no tensor data is read."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_fsdp2.checkpoint.archive.disk import read_at
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, NestedArchive, Strided
+from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor
+from composer_fsdp2.checkpoint.pickles.trust import read_pickle
+from composer_fsdp2.checkpoint.verify.faults import Fault, FaultKind
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.errors import CheckpointError
+
+_ZIP_MAGIC = b"PK\x03\x04"
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveRecord:
+    """A record of an archive, and whose it is."""
+
+    blob: Blob
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """An archive within a file, as ``.metadata`` names it; a chunk of a tensor, or an object."""
+
+    entry: NestedArchive
+    name: str
+    chunk: Chunk | None = None
+    dtype: torch.dtype | None = None
+
+
+class _Everything(frozenset[str]):
+    """All names: whatever a pickle names stays a name. Structure needs no values, so nothing needs trust."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+@dataclass(slots=True)
+class Structure:
+    """One pass over a checkpoint's structure.
+
+    Args:
+        faults: What contradicts something else.
+        unchecked: What could not be checked, in words.
+        records: Everything whose content can be checked.
+    """
+
+    faults: list[Fault] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    records: list[ArchiveRecord] = field(default_factory=list)
+    _owners: dict[tuple[Path, int], list[str]] = field(default_factory=dict)  # names of tensors, by their record
+    _without_crc: list[str] = field(default_factory=list)
+
+    def fault(self, file: Path, name: str, expected: str, found: str) -> None:
+        self.faults.append(Fault(kind=FaultKind.STRUCTURE, file=file, name=name, expected=expected, found=found))
+
+    def look_at(self, inventory: CheckpointInventory | None, located: Path) -> None:
+        """Look at every file, and note what can be read of it."""
+        if inventory is None:
+            files = [located] if located.is_file() else _files_in(located)
+            named: dict[Path, list[_Named]] = {}
+        else:
+            files = [file for file, _ in inventory.files]
+            named = _named_entries(inventory)
+            self._note_owners(inventory)
+        without_checksum = []
+        for file in files:
+            size = file.stat().st_size
+            if file in named:
+                self._entries(file, size, named[file])
+            elif file.suffix == ".distcp":
+                if inventory is not None:
+                    self.fault(file, "", "no such file (.metadata does not name it)", f"{size} bytes")
+                self._unnamed(file, 0, size, is_fault=False)
+            elif size >= len(_ZIP_MAGIC) and read_at(file, 0, len(_ZIP_MAGIC)) == _ZIP_MAGIC:
+                self._archive(_Named(NestedArchive(file, 0, size), ""))
+            else:
+                without_checksum.append(str(file.relative_to(located)) if located.is_dir() else file.name)
+        if without_checksum:
+            self.unchecked.append(f"content of files without a checksum: {and_more(without_checksum, 8)}")
+        if inventory is not None and inventory.path.is_dir():
+            others = sorted(f.name for f in set(_files_in(inventory.path)) - set(files))
+            if others:
+                self.unchecked.append(f"files that do not belong to it: {and_more(others, 8)}")
+        if self._without_crc:
+            self.unchecked.append(
+                "content of archives saved without CRC32s (torch.serialization.set_crc32_options(False)): "
+                f"{and_more(self._without_crc, 8)}"
+            )
+
+    def _note_owners(self, inventory: CheckpointInventory) -> None:
+        for record in (*inventory.tensors.values(), *inventory.nested.values()):
+            for chunk in record.chunks:
+                if isinstance(chunk.source, Strided):
+                    blob = chunk.source.blob
+                    self._owners.setdefault((blob.path, blob.offset), []).append(record.name)
+
+    def _entries(self, file: Path, size: int, named: list[_Named]) -> None:
+        """A file of a DCP directory: its entries, and what lies between them."""
+        at = 0
+        for one in sorted(named, key=lambda one: one.entry.offset):
+            if one.entry.offset > at:
+                self._unnamed(file, at, one.entry.offset, is_fault=True)
+            at = max(at, one.entry.offset + one.entry.num_bytes)
+            self._archive(one)
+        if at < size:
+            self._unnamed(file, at, size, is_fault=True)
+
+    def _unnamed(self, file: Path, start: int, end: int, *, is_fault: bool) -> None:
+        """Bytes that no metadata speaks of: perhaps archives, whose content can be checked all the same."""
+        archives, rest = _archives_between(file, start, end)
+        for entry in archives:
+            value = _skeleton(entry)
+            # A DTensor's empty part, of a rank beyond the last row, is written and has no chunk.
+            is_empty = isinstance(value, StoredTensor) and 0 in value.shape
+            if is_fault and not is_empty:
+                found = f"{entry.num_bytes} bytes, an archive of {_described(value)}"
+                self.fault(file, f"byte {entry.offset}", "the next entry that .metadata names", found)
+            self._archive(_Named(entry, f"the entry at byte {entry.offset}"), is_named=False)
+        if rest:
+            self.fault(file, f"byte {start}", "an entry", f"{rest} bytes that are no archive (truncated?)")
+
+    def _archive(self, one: _Named, *, is_named: bool = True) -> None:
+        """Note the records of an archive, and compare its pickle with its records and with the metadata."""
+        entry = one.entry
+        try:
+            archive = Archive.open(entry.path, entry.offset, entry.num_bytes)
+        except CheckpointError as error:
+            self.fault(entry.path, one.name, "an archive as torch.save writes it", str(error))
+            return
+        for name, blob in archive.blobs.items():
+            owners = self._owners.get((blob.path, blob.offset), [])
+            owner = one.name or and_more(owners, 3)
+            self.records.append(ArchiveRecord(blob, f"{owner} (record {name})" if owner else f"record {name}"))
+        if all(blob.crc32 is None for blob in archive.blobs.values()):
+            self._without_crc.append(one.name or entry.path.name)
+        skeleton = _skeleton_of(archive)
+        if skeleton is None:
+            return  # its content is damaged, which is reported as that
+        if isinstance(skeleton.value, CheckpointError):
+            if one.chunk is not None:
+                self.fault(entry.path, one.name, "a tensor", str(skeleton.value))
+            else:
+                self.unchecked.append(f"which records are used: {skeleton.value}")
+            return
+        for name in sorted(skeleton.unused):
+            surplus = f"{archive.blobs[name].num_bytes} bytes that its pickle does not use"
+            self.fault(entry.path, f"{one.name} record {name}".strip(), "no such record", surplus)
+        self._header(one, skeleton.value, is_named)
+
+    def _header(self, one: _Named, value: Any, is_named: bool) -> None:
+        if one.chunk is not None:
+            expected = f"{one.dtype} of shape {one.chunk.sizes}"
+            is_same = isinstance(value, StoredTensor) and (value.dtype, value.shape) == (one.dtype, one.chunk.sizes)
+            if not is_same:
+                self.fault(one.entry.path, one.name, expected, _described(value))
+        elif is_named and one.name and isinstance(value, StoredTensor):
+            self.fault(one.entry.path, one.name, "no tensor, as .metadata says", _described(value))
+
+
+def _named_entries(inventory: CheckpointInventory) -> dict[Path, list[_Named]]:
+    """The entries of a DCP directory, by file."""
+    named: dict[Path, list[_Named]] = {}
+    for record in inventory.tensors.values():
+        for chunk in record.chunks:
+            if isinstance(chunk.source, NestedArchive):
+                name = record.name if len(record.chunks) == 1 else f"{record.name} at {chunk.offsets}"
+                named.setdefault(chunk.source.path, []).append(_Named(chunk.source, name, chunk, record.dtype))
+    # Empty dicts share one entry, their list.
+    objects = {entry.source: entry.name for entry in reversed(inventory.objects.values()) if entry.source is not None}
+    for source, name in objects.items():
+        named.setdefault(source.path, []).append(_Named(source, name))
+    return named
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """All files below a folder, without links that lead out of it."""
+    root = folder.resolve()
+    return [f for f in sorted(folder.rglob("*")) if f.is_file() and f.resolve().is_relative_to(root)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Skeleton:
+    """A pickle with every class inert: its value (or why it cannot be read), and the records that it does not use."""
+
+    value: Any
+    unused: set[str]
+
+
+def _skeleton_of(archive: Archive) -> _Skeleton | None:
+    """None where the pickle's bytes are damaged."""
+    used = set()
+
+    def num_bytes(key: str) -> int:
+        used.add(f"data/{key}")
+        return archive.storage(key).num_bytes
+
+    try:
+        data = archive.read("data.pkl")
+    except CheckpointError as error:
+        return None if "data.pkl" in archive.blobs else _Skeleton(error, set())
+    try:
+        value = read_pickle(data, where=archive.where, inert=_Everything(), storages=num_bytes)
+    except CheckpointError as error:
+        return _Skeleton(error, set())
+    return _Skeleton(value, {name for name in archive.blobs if name.startswith("data/")} - used)
+
+
+def _skeleton(entry: NestedArchive) -> Any:
+    try:
+        skeleton = _skeleton_of(Archive.open(entry.path, entry.offset, entry.num_bytes))
+    except CheckpointError as error:
+        return error
+    return skeleton.value if skeleton is not None else None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, StoredTensor):
+        return f"{value.dtype} of shape {value.shape}"
+    return str(value) if isinstance(value, CheckpointError) else f"a {type(value).__name__}"
+
+
+def _archives_between(file: Path, start: int, end: int) -> tuple[list[NestedArchive], int]:
+    """Archives that lie end to end in a range of a file, found from its end; and how many bytes at its start are none.
+
+    A zip archive's last bytes say how long its directory is and where, from the archive's start, it begins.
+    """
+    found: list[NestedArchive] = []
+    while end > start:
+        begin = _archive_start(file, start, end)
+        if begin is None:
+            break
+        found.append(NestedArchive(file, begin, end - begin))
+        end = begin
+    return found[::-1], end - start
+
+
+def _archive_start(file: Path, start: int, end: int) -> int | None:
+    """Where the archive that ends at ``end`` begins (zip's end records, without a comment, of 22, 20 and 56 bytes)."""
+    tail = read_at(file, max(start, end - 98), end - max(start, end - 98))
+    last, locator, wide = tail[-22:], tail[-42:-22], tail[-98:-42]
+    if last[:4] != b"PK\x05\x06":
+        return None
+    if locator[:4] == b"PK\x06\x07" and wide[:4] == b"PK\x06\x06":
+        length, offset = int.from_bytes(wide[40:48], "little"), int.from_bytes(wide[48:56], "little")
+        begin = end - 98 - length - offset
+    else:
+        length, offset = int.from_bytes(last[12:16], "little"), int.from_bytes(last[16:20], "little")
+        begin = end - 22 - length - offset
+    return begin if start <= begin < end else None

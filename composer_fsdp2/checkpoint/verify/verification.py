@@ -1,0 +1,239 @@
+"""Whether a checkpoint is what was once written, and whether it equals another one.
+
+``torch.load`` and DCP check neither: a flipped bit, or two entries swapped in ``.metadata``, load as wrong values. Yet
+torch writes a CRC32 for every record of every archive, so that an old checkpoint can be checked without a manifest.
+"""
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory
+from composer_fsdp2.checkpoint.locate import Located, NotACheckpointError, find
+from composer_fsdp2.checkpoint.open import inventory_of
+from composer_fsdp2.checkpoint.pickles.trust import UntrustedError
+from composer_fsdp2.checkpoint.verify.checksums import checksums
+from composer_fsdp2.checkpoint.verify.comparing import compare
+from composer_fsdp2.checkpoint.verify.faults import Fault, FaultKind
+from composer_fsdp2.checkpoint.verify.structure import ArchiveRecord, Structure
+from composer_fsdp2.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What ``verify_checkpoint`` found.
+
+    Args:
+        layout: As ``inspect_checkpoint`` says it.
+        faults: Of the checkpoint itself: its structure and its content.
+        differences: From the other one.
+        unchecked: What could not be checked, in words; it does not count against ``ok``.
+        num_records: Records whose CRC32 was computed, and their bytes.
+    """
+
+    path: Path
+    against: Path | None
+    layout: str
+    faults: tuple[Fault, ...]
+    differences: tuple[Fault, ...]
+    unchecked: tuple[str, ...]
+    num_records: int
+    num_bytes: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults and not self.differences
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.path}: {self.layout}, {self.num_records} records, {self.num_bytes} bytes, {self.seconds:.1f} s"
+        ]
+        for fault in (*self.faults, *self.differences):
+            lines.append(f"{fault.kind.value}: {fault}")
+        lines += [f"not checked: {text}" for text in self.unchecked]
+        equal = f", equal to {self.against}" if self.against else ""
+        found = [f"{len(of)} {what}" for what, of in (("faults", self.faults), ("differences", self.differences)) if of]
+        return "\n".join([*lines, f"ok{equal}" if self.ok else ", ".join(found)])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "against": str(self.against) if self.against else None,
+            "ok": self.ok,
+            "layout": self.layout,
+            "faults": [fault.to_json() for fault in self.faults],
+            "differences": [fault.to_json() for fault in self.differences],
+            "unchecked": list(self.unchecked),
+            "num_records": self.num_records,
+            "num_bytes": self.num_bytes,
+            "seconds": self.seconds,
+        }
+
+
+def verify_checkpoint(
+    path: str | Path,
+    against: str | Path | None = None,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    trust: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
+    """Check a checkpoint of any layout: its structure, its content, and whether it equals another one.
+
+    Structure: every file is there, what the metadata says lies within it, chunks tile each tensor, each entry's own
+    header has the shape and dtype that ``.metadata`` says, nothing overlaps, and nothing is there that nobody names.
+    Content: the CRC32 of every record of every archive. All faults come together, as far as the damage leaves the rest
+    readable. Memory is a few MiB, whatever the size of the checkpoint; compressed files and tar files are unpacked
+    into the folder for temporary files (``TMPDIR``).
+
+    What nobody can find in a checkpoint alone, and ``against`` shows:
+
+    - Two entries of one shape and dtype, swapped in ``.metadata``, or a key renamed there: a DCP file does not say
+      whose bytes it holds, and ``.metadata`` has no checksum.
+    - Changed tensor bytes in safetensors files, which have no checksums, and in archives that were saved after
+      ``torch.serialization.set_crc32_options(False)``: there torch writes 0 for each CRC32. ``unchecked`` names them.
+    - A change made together with its CRC32: this finds accidents, not forgers.
+
+    Args:
+        against: A checkpoint of any layout. Tensors are matched by name, without FSDP1's and other wrappers' prefixes,
+            and compared as they are read, bit for bit or within the tolerance; so are optimizer state and all other
+            entries. Safetensors hold weights alone, so that only weights are compared with them. Only the structure of
+            the other checkpoint is checked.
+        rtol, atol: As in ``torch.isclose``. A difference in dtype is a difference under any tolerance.
+        trust: Unpickle what is not on the allow-list, where the layout or a comparison needs its value.
+        progress: Called now and then with the bytes done and the bytes to do.
+    Raises:
+        CheckpointError: nothing to verify: no checkpoint of a known layout, not trusted, or flat parameters to be
+            compared with named ones. Damage is not an error but a fault in the report.
+    Every process that calls it works alone; it does not communicate.
+    """
+    started = time.perf_counter()
+    found = find(path)
+    located = found.path
+    with ExitStack() as stack:
+        other = inventory_of(_open(find(against), stack), trust=trust) if against is not None else None
+        read = _read(found, trust, stack)
+        inventory = read.inventory
+        if inventory is not None and other is not None and inventory.flat != other.flat:
+            raise CheckpointError(
+                f"{inventory.path if inventory.flat else other.path}: holds flat parameters, which have no names to "
+                "compare by; convert it first (convert_checkpoint(..., model=...))"
+            )
+        structure = Structure()
+        structure.look_at(inventory, located)
+        unchecked = structure.unchecked
+        content_bytes = sum(record.blob.num_bytes for record in structure.records)
+        advance = _Advance(content_bytes + _compared_bytes(inventory, other), progress)
+        damaged = _content(structure.records, advance)
+        differences: tuple[Fault, ...] = ()
+        if inventory is not None and other is not None:
+            differences, notes = compare(inventory, other, rtol=rtol, atol=atol, advance=advance)
+            unchecked += notes
+        elif other is not None:
+            unchecked.append(f"not compared with {against}: {located} cannot be read")
+    return VerifyReport(
+        path=located,
+        against=Path(against) if against is not None else None,
+        layout=read.layout,
+        faults=tuple(read.in_users_names(located, fault) for fault in (*read.faults, *structure.faults, *damaged)),
+        differences=differences,
+        unchecked=tuple(unchecked),
+        num_records=len(structure.records),
+        num_bytes=content_bytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """What could be made of a checkpoint.
+
+    Args:
+        inventory: None (and faults) where it is damaged.
+        unpacked: Where the content of a compressed or tar file lies.
+    """
+
+    layout: str = "unreadable"
+    inventory: CheckpointInventory | None = None
+    unpacked: Path | None = None
+    faults: tuple[Fault, ...] = ()
+
+    def in_users_names(self, located: Path, fault: Fault) -> Fault:
+        """A fault of the unpacked copy as one of the file that the user named."""
+        if self.unpacked is None:
+            return fault
+        return replace(fault, file=located, found=fault.found.replace(str(self.unpacked), str(located)))
+
+
+def _read(located: Located, trust: bool, stack: ExitStack) -> _Read:
+    layout = "unreadable"
+    try:
+        inventory = inventory_of(located, trust=trust)
+        layout = inventory.layout
+        opened = _open(located, stack)
+        if opened is not located:
+            inventory = inventory_of(opened, trust=trust)
+    except (NotACheckpointError, UntrustedError):
+        raise
+    except CheckpointError as error:
+        faults = (
+            _fault(FaultKind.STRUCTURE, located.path, "", "a readable checkpoint", line)
+            for line in str(error).splitlines()
+        )
+        return _Read(layout=layout, faults=tuple(faults))
+    return _Read(layout=layout, inventory=inventory, unpacked=opened.path if opened is not located else None)
+
+
+def _fault(kind: FaultKind, file: Path, name: str, expected: str, found: str) -> Fault:
+    return Fault(kind=kind, file=file, name=name, expected=expected, found=found)
+
+
+def _content(records: list[ArchiveRecord], advance: Callable[[int], None]) -> list[Fault]:
+    """Every record whose bytes are not those of its CRC32."""
+    in_order = sorted(records, key=lambda record: (str(record.blob.path), record.blob.offset))
+    computed, errors = checksums([record.blob for record in in_order], advance)
+    faults = []
+    for record, crc32 in zip(in_order, computed, strict=True):
+        path, written = record.blob.path, record.blob.crc32
+        if written is not None and crc32 != written:
+            found = errors.get(path, f"CRC32 {crc32:08x}")
+            faults.append(_fault(FaultKind.CONTENT, path, record.name, f"CRC32 {written:08x}", found))
+    return faults
+
+
+def _open(located: Located, stack: ExitStack) -> Located:
+    """The same checkpoint, or an unpacked copy where it is compressed or in a tar file."""
+    if located.layout.unpack is None:
+        return located
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer-fsdp2-"))
+    return find(located.layout.unpack(located.path, Path(folder)))
+
+
+def _compared_bytes(inventory: CheckpointInventory | None, other: CheckpointInventory | None) -> int:
+    if inventory is None or other is None:
+        return 0
+    return sum(record.num_bytes for i in (inventory, other) for record in i.tensors.values())
+
+
+@dataclass(slots=True)
+class _Advance:
+    """Counts bytes for ``progress``; threads may call it, the first one reports."""
+
+    total: int
+    report: Callable[[int, int], None] | None
+    done: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: int = field(default_factory=threading.get_ident)
+
+    def __call__(self, num_bytes: int) -> None:
+        with self._lock:
+            self.done += num_bytes
+        if self.report is not None and threading.get_ident() == self._thread:
+            self.report(min(self.done, self.total), self.total)

@@ -1,0 +1,53 @@
+"""What a model's own hooks chose, module by module, in no system's words: which units there are, and their settings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.sharding import MixedPrecision, Prefetch
+from composer_fsdp2.config.value import Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitOverrides(Value):
+    """What one module's own settings change of the model's configuration for its unit; None changes nothing.
+
+    Args:
+        given: The settings' names, for messages.
+        notes: What the report says of them.
+    """
+
+    mesh: MeshSpec | None = None
+    reshard_after_forward: bool | int | None = None
+    mixed_precision: MixedPrecision | None = None
+    cpu_offload: bool | None = None
+    prefetch: Prefetch | None = None
+    given: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice(Value):
+    """A module that is to be a unit, who chose it, and its own settings."""
+
+    chosen_by: str
+    overrides: UnitOverrides = field(default_factory=UnitOverrides)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoices(Value):
+    """What is to become of a model's modules, by their paths.
+
+    Args:
+        roots: The direct children that are units with what lies below them.
+        excluded: The others, each with why it is not a unit.
+        searched: Those of the others below which chosen modules become roots.
+        units: The modules below direct children that are to be units of their own.
+        checkpointed: The modules whose activations are recomputed or offloaded, children before parents.
+    """
+
+    roots: tuple[str, ...]
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    searched: tuple[str, ...] = ()
+    units: Mapping[str, Choice] = field(default_factory=dict)
+    checkpointed: tuple[str, ...] = ()

@@ -1,0 +1,92 @@
+"""What became of one setting (``Finding``), and the table of them that a user reads."""
+
+import enum
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from composer_fsdp2.config.value import Value
+
+
+class Outcome(enum.Enum):
+    """How an FSDP1 setting lives on under FSDP2."""
+
+    EXACT = "exact"
+    APPROXIMATE = "approximate"
+    UNNEEDED = "unneeded"
+    UNSUPPORTED = "unsupported"
+    NEEDS_DECISION = "needs decision"
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a strict translation gives no configuration because of it."""
+        return self in (Outcome.UNSUPPORTED, Outcome.NEEDS_DECISION)
+
+
+class Origin(enum.Enum):
+    """Where a finding comes from: a key, how a file is written, what a system does by itself, what a target lacks."""
+
+    KEY = "key"
+    WRITING = "writing"
+    IMPLICIT = "implicit"
+    LACKING = "lacking in the target"
+
+
+def _plain_value(value: object) -> object:
+    return value if isinstance(value, bool | int | float | str | None) else repr(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding(Value):
+    """What became of one setting: its value, where it went, why, and what the user can do about it.
+
+    Args:
+        key: As the file has it; of an implicit setting or a capability its name.
+        asks: Whether the setting asks for something; one that is off, or at a value that changes nothing, does not.
+        known: Whether the system knows the key.
+        where: File and line.
+    """
+
+    key: str
+    value: object = field(metadata={"json": _plain_value})
+    outcome: Outcome
+    target: str = ""
+    reason: str
+    hint: str = ""
+    where: str = ""
+    origin: Origin = Origin.KEY
+    asks: bool = True
+    known: bool = True
+
+    @property
+    def name(self) -> str:
+        """The key; in parentheses what no key of the file is."""
+        if self.origin is Origin.KEY:
+            return self.key
+        return f"(implicit) {self.key}" if self.origin is Origin.IMPLICIT else f"({self.key})"
+
+    def __str__(self) -> str:
+        hint = f"; {self.hint}" if self.hint else ""
+        where = f"   ({self.where})" if self.where else ""
+        is_what = "needs a decision" if self.outcome is Outcome.NEEDS_DECISION else f"is {self.outcome.value}"
+        return f"{self.name}: {self.value!r} {is_what}: {self.reason}{hint}{where}"
+
+
+def format_findings(findings: Iterable[Finding], width: int = 110) -> str:
+    """The findings as text: one line each (key, value, outcome, target), and the reason below it."""
+    rows = [(f"{finding.name}: {_short(finding.value)}", finding) for finding in findings]
+    if not rows:
+        return "  (nothing was set: FSDP1's defaults hold)"
+    first = max(len(given) for given, _ in rows)
+    second = max(len(finding.outcome.value) for _, finding in rows)
+    lines = []
+    for given, finding in rows:
+        lines.append(f"  {given:<{first}}  {finding.outcome.value:<{second}}  {finding.target or '-'}")
+        note = finding.reason + (f" ({finding.hint})" if finding.hint else "")
+        lines.extend(textwrap.wrap(note, width, initial_indent="      ", subsequent_indent="      "))
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

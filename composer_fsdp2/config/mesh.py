@@ -1,0 +1,276 @@
+"""A device mesh as a value: its axes, each with a name, a role, and a size or groups of ranks."""
+
+import enum
+import math
+from dataclasses import dataclass, field, replace
+
+from composer_fsdp2.config.value import Value
+from composer_fsdp2.errors import ConfigError, GroupSizeError
+
+# The names that Composer gives to the axes of its mesh (composer/core/state.py, 0.32.1), kept so that code which
+# looks an axis up by name finds it. A degree's key is the axis's name and "_degree".
+REPLICATE_AXIS = "data_parallel_replicate"
+SHARD_AXIS = "data_parallel_shard"
+
+
+class AxisRole(enum.Enum):
+    """What ranks along an axis of a mesh have of a parameter, a batch or a layer."""
+
+    REPLICATE = "replicate"
+    SHARD = "shard"
+    TENSOR = "tensor"
+    CONTEXT = "context"
+    EXPERT = "expert"
+
+
+class GroupRule(enum.Enum):
+    """How the ranks are divided into groups; the values are Composer's words."""
+
+    CONSECUTIVE = "set"
+    STRIDED = "mod"
+    GIVEN = "given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups(Value):
+    """Along one axis of a mesh, which ranks belong together where not all do: FSDP1's ``process_group``.
+
+    ``number`` is Composer's K: ``setK`` are groups of K consecutive ranks, ``modK`` the K groups of every K-th rank.
+    Under ``GIVEN`` each rank knows its own group only, ``ranks``; those of the others are gathered when the mesh is
+    made, so JSON, which is alike on all ranks, has none.
+    """
+
+    rule: GroupRule
+    number: int = 0
+    ranks: tuple[int, ...] = field(default=(), metadata={"json": False})
+
+    def __post_init__(self) -> None:
+        if self.rule is GroupRule.GIVEN:
+            if not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
+                raise ConfigError(f"{list(self.ranks)}, which must be a list of different ranks, from 0 on")
+        elif self.number < 1:
+            raise ConfigError(f"{self}, which does not divide the ranks; give a positive number")
+
+    def check(self, world_size: int) -> None:
+        """Raise if a world of this size cannot be divided so.
+
+        Raises:
+            ConfigError: names the numbers that would do, or the rank that does not exist.
+        """
+        if self.rule is GroupRule.GIVEN:
+            if max(self.ranks) >= world_size:
+                raise ConfigError(f"process_group names rank {max(self.ranks)}, but the world size is {world_size}")
+        elif world_size % self.number:
+            raise GroupSizeError(
+                f"world size {world_size} is not a multiple of process_group {self}; use "
+                f"{divisors_text(world_size, self.rule.value)}"
+            )
+
+    def size(self, world_size: int) -> int:
+        """How many ranks one group has."""
+        return {
+            GroupRule.CONSECUTIVE: self.number,
+            GroupRule.STRIDED: world_size // max(self.number, 1),
+            GroupRule.GIVEN: len(self.ranks),
+        }[self.rule]
+
+    def members(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """The ranks of the group that ``rank`` belongs to, in ascending order."""
+        if self.rule is GroupRule.GIVEN:
+            return tuple(sorted(self.ranks))
+        if self.rule is GroupRule.CONSECUTIVE:
+            first = rank // self.number * self.number
+            return tuple(range(first, first + self.number))
+        return tuple(range(rank % self.number, world_size, self.number))
+
+    def __str__(self) -> str:
+        return "given by each rank" if self.rule is GroupRule.GIVEN else f"{self.rule.value}{self.number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshAxis(Value):
+    """One axis of a mesh.
+
+    Args:
+        size: How many ranks lie along it; -1: what the world size leaves. Of groups that each rank gives for itself
+            it stays -1, because ranks may have groups of different sizes.
+        groups: Which ranks belong together along it, where the mesh is not the one of all ranks in order.
+    """
+
+    name: str
+    role: AxisRole
+    size: int = -1
+    groups: RankGroups | None = None
+
+    def __post_init__(self) -> None:
+        if self.size != -1 and self.size < 1:
+            raise ConfigError(
+                f"{self.key} is {self.size}; give a positive number, or -1 for the rest of the world size"
+            )
+
+    @property
+    def key(self) -> str:
+        """The key that says its size."""
+        return f"{self.name}_degree"
+
+    @property
+    def is_given(self) -> bool:
+        """Whether each rank gives its own group."""
+        return self.groups is not None and self.groups.rule is GroupRule.GIVEN
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks lie along it, of this rank's group if each gives its own; -1 if that is open."""
+        return len(self.groups.ranks) if self.groups is not None and self.is_given else self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSpec(Value):
+    """Over which ranks parameters are sharded and replicated, and later split by layers: the axes, outermost first.
+
+    Without groups the mesh holds all ranks in order, and the size of one axis may be open. With groups every axis has
+    them, every rank has a mesh of its own group, and nothing passes between groups.
+    """
+
+    axes: tuple[MeshAxis, ...] = (MeshAxis(name=SHARD_AXIS, role=AxisRole.SHARD),)
+    device_type: str = "cpu"
+
+    def __post_init__(self) -> None:
+        keys = tuple(axis.key for axis in self.axes if axis.size == -1)
+        if len(keys) > 1 and not self.is_grouped:
+            raise ConfigError(f"{' and '.join(keys)} are both -1; only one can be left open", keys=keys)
+
+    @classmethod
+    def of_degrees(cls, shard: int = -1, replicate: int | None = None, *, device_type: str = "cpu") -> "MeshSpec":
+        """All ranks: ``replicate`` groups (None: no such axis) of ``shard`` ranks each."""
+        replicas = () if replicate is None else (_replicate(replicate),)
+        return cls(axes=(*replicas, _shard(shard)), device_type=device_type)
+
+    @classmethod
+    def of_groups(
+        cls, shard: RankGroups, replicate: RankGroups | None = None, *, device_type: str = "cpu"
+    ) -> "MeshSpec":
+        """One mesh for each group of ``shard``; a 2-D one, if ``replicate`` says which ranks hold the same shards."""
+        replicas = () if replicate is None else (_replicate(-1, replicate),)
+        return cls(axes=(*replicas, _shard(-1, shard)), device_type=device_type)
+
+    def axes_of(self, role: AxisRole) -> tuple[int, ...]:
+        """The numbers of the axes with this role."""
+        return tuple(number for number, axis in enumerate(self.axes) if axis.role is role)
+
+    def degree(self, role: AxisRole) -> int:
+        """Over how many ranks the axes of this role go together: 1 without any, -1 while one is open."""
+        sizes = [self.axes[number].num_ranks for number in self.axes_of(role)]
+        return -1 if -1 in sizes else math.prod(sizes)
+
+    @property
+    def shard_degree(self) -> int:
+        return self.degree(AxisRole.SHARD)
+
+    @property
+    def replicate_degree(self) -> int:
+        return self.degree(AxisRole.REPLICATE)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there is an axis of replicas, be it of one."""
+        return bool(self.axes_of(AxisRole.REPLICATE))
+
+    @property
+    def groups(self) -> tuple[RankGroups, ...]:
+        """The groups of each axis; empty for the mesh of all ranks."""
+        return tuple(axis.groups for axis in self.axes if axis.groups is not None)
+
+    @property
+    def is_grouped(self) -> bool:
+        return bool(self.groups)
+
+    @property
+    def is_resolved(self) -> bool:
+        return -1 not in self.shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(axis.num_ranks for axis in self.axes)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        """How many ranks the mesh has (negative while an axis is open)."""
+        return math.prod(self.shape)
+
+    def without_shards(self) -> "MeshSpec":
+        """The same ranks, each with full parameters: FSDP1's NO_SHARD.
+
+        Raises:
+            ConfigError: two axes of groups, which have no common group to average in.
+        """
+        if not self.is_grouped:
+            whole = MeshSpec.of_degrees(1, self.size if self.is_resolved else -1)
+            return replace(whole, device_type=self.device_type)
+        if len(self.axes) > 1:
+            raise ConfigError("sharding_strategy NO_SHARD takes one process_group, not a pair of them")
+        (axis,) = self.axes
+        alone = RankGroups(rule=GroupRule.CONSECUTIVE, number=1)
+        return replace(self, axes=(_replicate(axis.size, axis.groups), _shard(1, alone)))
+
+    def resolve(self, world_size: int) -> "MeshSpec":
+        """The mesh with -1 filled in.
+
+        Raises:
+            ConfigError: the degrees or groups do not fit ``world_size``; names those that would.
+        """
+        return self._resolve_groups(world_size) if self.is_grouped else self._resolve_degrees(world_size)
+
+    def _resolve_groups(self, world_size: int) -> "MeshSpec":
+        for groups in self.groups:
+            groups.check(world_size)
+        axes = tuple(
+            axis if axis.is_given or axis.groups is None else replace(axis, size=axis.groups.size(world_size))
+            for axis in self.axes
+        )
+        resolved = replace(self, axes=axes)
+        if max(resolved.shape) == world_size and not any(axis.is_given for axis in axes):  # one group, of all ranks
+            return replace(self, axes=tuple(replace(axis, groups=None) for axis in axes))
+        return resolved
+
+    def _resolve_degrees(self, world_size: int) -> "MeshSpec":
+        given = math.prod(size for size in self.shape if size != -1)
+        text = " x ".join(f"{axis.key} {axis.size}" for axis in self.axes if axis.size != -1)
+        if self.is_resolved and given != world_size:
+            raise ConfigError(
+                f"{text} makes {given} ranks, but the world size is {world_size}; leave one degree at -1, or use "
+                f"{divisors_text(world_size)}"
+            )
+        if world_size % given:
+            raise ConfigError(f"world size {world_size} is not a multiple of {text}; use {divisors_text(world_size)}")
+        rest = world_size // given
+        return replace(self, axes=tuple(replace(axis, size=rest) if axis.size == -1 else axis for axis in self.axes))
+
+    def __str__(self) -> str:
+        return f"{self.device_type} mesh, {self.text}"
+
+    @property
+    def text(self) -> str:
+        """The axes and groups, without the type of device."""
+        groups = f" (ranks: {', '.join(map(str, self.groups))})" if self.is_grouped else ""
+        return " x ".join(f"{name} {size}" for name, size in zip(self.axis_names, self.shape, strict=True)) + groups
+
+
+def _replicate(size: int, groups: RankGroups | None = None) -> MeshAxis:
+    return MeshAxis(name=REPLICATE_AXIS, role=AxisRole.REPLICATE, size=size, groups=groups)
+
+
+def _shard(size: int, groups: RankGroups | None = None) -> MeshAxis:
+    return MeshAxis(name=SHARD_AXIS, role=AxisRole.SHARD, size=size, groups=groups)
+
+
+def divisors_text(number: int, prefix: str = "") -> str:
+    """The divisors of a number as alternatives: ``1, 2 or 4``."""
+    if number > 2**16:  # no cluster that exists; a list would take for ever
+        return f"{prefix} with a divisor of {number}".strip()
+    *others, last = (f"{prefix}{divisor}" for divisor in range(1, number + 1) if number % divisor == 0)
+    return f"{', '.join(others)} or {last}" if others else last

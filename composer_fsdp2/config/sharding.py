@@ -1,0 +1,143 @@
+"""The FSDP2 target in plain, frozen values: what ``fully_shard`` is to be given, one field per decision."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from composer_fsdp2.config.mesh import MeshSpec, divisors_text
+from composer_fsdp2.config.value import Value
+from composer_fsdp2.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class GradientDtype(enum.Enum):
+    """In which dtype an optimizer finds sharded gradients."""
+
+    OF_PARAMETER = "the parameter's own"
+    AS_REDUCED = "the dtype they are reduced in, or an error"
+    AS_REDUCED_IF_POSSIBLE = "the dtype they are reduced in, where that is the parameter's own"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision(Value):
+    """In which dtypes a unit computes and communicates; names of torch's dtypes ("bfloat16"), None to leave them.
+
+    Args:
+        param_dtype: Parameters are all-gathered and computed with in it.
+        reduce_dtype: Gradients are reduced in it; None: in ``param_dtype``.
+        output_dtype: What the unit's forward returns is cast to it.
+        buffer_dtype: What floating point buffers are cast to.
+        cast_forward_inputs: The inputs of every unit are cast to ``param_dtype``.
+        cast_root_inputs: Those of roots are (FSDP1's way).
+        gradients: What is asked of the dtype that gradients have in the end.
+    """
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    buffer_dtype: str | None = None
+    cast_forward_inputs: bool = False
+    cast_root_inputs: bool = True
+    gradients: GradientDtype = GradientDtype.OF_PARAMETER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationCheckpointing(Value):
+    """What is done with the activations of the modules that the model's hooks choose.
+
+    ``transformer_engine``: recompute with Transformer Engine's checkpoint, which keeps fp8 state and, beginning with
+    ``transformer_engine_seed``, its own random numbers; never reentrant.
+    """
+
+    checkpoint: bool = False
+    cpu_offload: bool = False
+    reentrant: bool = True
+    transformer_engine: bool = False
+    transformer_engine_seed: int = 1234
+
+    @property
+    def enabled(self) -> bool:
+        return self.checkpoint or self.cpu_offload
+
+
+class GradientSync(enum.Enum):
+    """In which of a batch's backwards gradients are communicated; the values are what a configuration says."""
+
+    EVERY = "every"
+    LAST = "last"
+    DEFER_REPLICA = "defer_replica"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation(Value):
+    """What is put off until the last microbatch of a batch; by default nothing, as under FSDP1 in Composer.
+
+    ``gradient_sync``: ``LAST`` keeps unsharded gradients on every rank until then and communicates none,
+    ``DEFER_REPLICA`` reduces them over the shards of a replica each time, and over the replicas in the last one only.
+    ``reshard_after_backward`` False keeps unsharded parameters until then.
+    """
+
+    gradient_sync: GradientSync = GradientSync.EVERY
+    reshard_after_backward: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch(Value):
+    """How many units are prefetched (all-gathered early) on request; None leaves it to FSDP2, which prefetches one in
+    backward, in the order that forward ran in."""
+
+    forward: int | None = None
+    backward: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingConfig(Value):
+    """Everything that FSDP2 needs to know, translated from FSDP1's words.
+
+    ``sync_module_states`` None: rank 0's values go out only where some ranks have none.
+    ``collective_guard``: for how many seconds ranks wait for each other before a collective; None: they do not compare.
+    ``ignored_modules``: modules of the model; a plan has their paths.
+    ``shard_below_unwrapped``: what is chosen below a direct child with ``_fsdp_wrap = False`` is sharded, as under
+    Composer's FSDP2; else such a child is left out with all below it, as under FSDP1.
+    """
+
+    mesh: MeshSpec = field(default_factory=MeshSpec)
+    reshard_after_forward: bool | int = True
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    cpu_offload: bool = False
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    collective_guard: float | None = None
+    sync_module_states: bool | None = False
+    ignored_modules: tuple[nn.Module | str, ...] = ()
+    shard_below_unwrapped: bool = False
+
+    def __post_init__(self) -> None:
+        check_reshard_degree(self.reshard_after_forward, self.mesh)
+
+
+def check_reshard_degree(reshard_after_forward: bool | int, mesh: MeshSpec, where: str = "") -> None:
+    """Refuse an integer that does not divide the shard degree (when that is known).
+
+    Raises:
+        ConfigError: names the number and those that would do.
+    """
+    if isinstance(reshard_after_forward, bool):
+        return
+    place = f"{where}: " if where else ""
+    if reshard_after_forward < 1:
+        raise ConfigError(
+            f"{place}reshard_after_forward is {reshard_after_forward}; give true, false or a group size",
+            keys=("reshard_after_forward",),
+        )
+    if mesh.shard_degree != -1 and mesh.shard_degree % reshard_after_forward:
+        raise ConfigError(
+            f"{place}reshard_after_forward {reshard_after_forward} does not divide the {mesh.shard_degree} ranks that "
+            f"a parameter is sharded over; use {divisors_text(mesh.shard_degree)}",
+            keys=("reshard_after_forward",),
+        )

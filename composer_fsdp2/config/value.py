@@ -1,0 +1,51 @@
+"""What all values have in common: one way to JSON."""
+
+import enum
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+
+class Value:
+    """A frozen dataclass that is written as JSON field by field, each under its own name.
+
+    A field with ``metadata={"json": False}`` is left out; with a function there, what that makes of it is written.
+    """
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        values: dict[str, Any] = plain(self)
+        return values
+
+
+def plain(value: object) -> Any:
+    """What JSON is made of; anything else as its text."""
+    return json.loads(json_text(value))
+
+
+def json_text(value: object) -> str:
+    """The same as one line of JSON."""
+    return json.dumps(value, default=_simpler)
+
+
+def _simpler(value: object) -> object:
+    """One level of what JSON has no word for."""
+    if isinstance(value, Value):
+        forms = _forms(type(value))  # type: ignore[arg-type]
+        return {name: form(getattr(value, name)) if form else getattr(value, name) for name, form in forms}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): each for key, each in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(plain, value))
+    return list(value) if isinstance(value, Iterable) else str(value)
+
+
+@cache
+def _forms(cls: type) -> list[tuple[str, Callable[[Any], object] | None]]:
+    found = [(field.name, field.metadata.get("json")) for field in fields(cls)]
+    return [(name, form) for name, form in found if form is not False]

@@ -1,0 +1,108 @@
+"""What a script gives as torch's own objects: meshes, groups, policies, dtypes, modules. Imported where torch is only.
+
+Each function returns None for what is not such an object.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
+
+from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
+from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision
+from composer_fsdp2.errors import ConfigError
+
+
+def default_device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_mesh(mesh: object, device_type: str) -> MeshSpec | None:
+    """The axes of a mesh; of one that does not hold all ranks in order, with this rank's groups.
+
+    Raises:
+        ConfigError: it cannot shard this rank's model; the message begins with the mesh.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        return None
+    if mesh.ndim > 2:
+        raise ConfigError(f"{mesh} with {mesh.ndim} axes; sharding takes one, or two (replicate, shard)")
+    if mesh.device_type != device_type:
+        raise ConfigError(f"{mesh} on {mesh.device_type}, but the model's device is {device_type}")
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"{mesh}, which does not hold this rank, {dist.get_rank()}")
+    *replicas, shard = range(mesh.ndim)
+    if mesh.mesh.flatten().tolist() == list(range(dist.get_world_size())):
+        degree = mesh.size(replicas[0]) if replicas else None
+        return MeshSpec.of_degrees(mesh.size(shard), degree, device_type=device_type)
+    groups = [_given(mesh.get_group(axis)) for axis in (shard, *replicas)]
+    return MeshSpec.of_groups(*groups, device_type=device_type)
+
+
+def process_group(group: object) -> RankGroups | None:
+    return _given(group) if isinstance(group, dist.ProcessGroup) else None
+
+
+def _given(group: dist.ProcessGroup) -> RankGroups:
+    return RankGroups(rule=GroupRule.GIVEN, ranks=tuple(dist.get_process_group_ranks(group)))
+
+
+def dtype(value: object) -> str | None:
+    """The name of a dtype that can be trained in.
+
+    Raises:
+        ConfigError: it cannot; the message begins with the dtype.
+    """
+    if not isinstance(value, torch.dtype):
+        return None
+    if not value.is_floating_point:
+        raise ConfigError(f"{value}, in which nothing can be trained; give a floating point dtype")
+    return str(value).removeprefix("torch.")
+
+
+def mixed_precision(value: object) -> MixedPrecision | None:
+    """FSDP1's or FSDP2's policy."""
+    if not isinstance(value, FSDP1MixedPrecision | MixedPrecisionPolicy):
+        return None
+    names = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
+    found = MixedPrecision(**{name: _dtype_of(value, name) for name in names})  # type: ignore[arg-type]
+    if isinstance(value, MixedPrecisionPolicy):
+        casts = value.cast_forward_inputs
+        return replace(found, cast_forward_inputs=casts, cast_root_inputs=casts)
+    keeps = value.keep_low_precision_grads
+    return replace(
+        found,
+        cast_forward_inputs=value.cast_forward_inputs,
+        cast_root_inputs=value.cast_root_forward_inputs,
+        gradients=GradientDtype.AS_REDUCED if keeps else GradientDtype.OF_PARAMETER,
+    )
+
+
+def mp_policy(value: object) -> MixedPrecision | None:
+    """FSDP2's policy alone."""
+    return mixed_precision(value) if isinstance(value, MixedPrecisionPolicy) else None
+
+
+def _dtype_of(policy: Any, name: str) -> str | None:
+    try:
+        return dtype(getattr(policy, name, None))
+    except ConfigError as error:
+        raise ConfigError(f"{policy!r}; its {name} is {error}") from error
+
+
+def offloads(value: object) -> bool | None:
+    """Whether a policy of FSDP1's or FSDP2's offloads."""
+    if isinstance(value, CPUOffload):
+        return value.offload_params
+    return isinstance(value, CPUOffloadPolicy) if isinstance(value, OffloadPolicy) else None
+
+
+def modules(value: object) -> tuple[nn.Module, ...] | None:
+    """The modules of a list of them."""
+    found = tuple(value) if isinstance(value, list | tuple | set | frozenset | nn.ModuleList) else None
+    return found if found is not None and all(isinstance(module, nn.Module) for module in found) else None

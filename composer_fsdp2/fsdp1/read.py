@@ -1,0 +1,97 @@
+"""What a user gave: a configuration in any of its forms, read once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# What Composer's FSDP2 did without being told (composer/distributed, 0.32.1): it sent rank 0's values where some ranks
+# had none, and its checkpointing was not reentrant.
+FSDP2_DEFAULTS: dict[str, Any] = {"sync_module_states": None, "activation_checkpointing_reentrant": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenConfig:
+    """A mapping, or a configuration object read by its attributes.
+
+    ``given`` holds only what was set; a default of the object's class was not, and lies in ``defaults`` where it
+    differs from FSDP1's. ``is_fsdp2``: it is Composer's FSDP2Config, or an object like it.
+    """
+
+    given: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    mesh: DeviceMesh | None = None
+    is_fsdp2: bool = False
+
+    @classmethod
+    def read(cls, source: object) -> GivenConfig:
+        """Read a mapping (OmegaConf's too) or any object with FSDPConfig's or FSDP2Config's attributes.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if isinstance(source, GivenConfig):
+            return source
+        if isinstance(source, DictConfig):
+            try:
+                source = OmegaConf.to_container(source, resolve=True)
+            except OmegaConfBaseException as error:
+                raise ConfigError(f"fsdp_config cannot be resolved: {error}") from error
+        if isinstance(source, Mapping):
+            given = {str(key): value for key, value in source.items()}
+            return cls(given=given, defaults={}, mesh=given.get("device_mesh"))
+        if not hasattr(source, "__dict__") or isinstance(source, str | type) or callable(source):
+            raise ConfigError(
+                f"fsdp_config is a {type(source).__name__}; give a mapping, a composer FSDPConfig or an FSDP2Config"
+            )
+        return cls._read_object(source)
+
+    @classmethod
+    def _read_object(cls, source: object) -> GivenConfig:
+        # Composer's State puts the mesh that it built from the degrees into device_mesh; it restates them.
+        set_here = {key: value for key, value in vars(source).items() if key[0] != "_" and key != "device_mesh"}
+        given = set_here
+        fields = dataclasses.fields(source) if dataclasses.is_dataclass(source) else ()
+        if fields and all(field.name in vars(source) for field in fields if field.init):
+            # A generated __init__ sets every field; what equals the class's default was not given.
+            given = {
+                key: value for key, value in set_here.items() if not _same(value, getattr(type(source), key, _ABSENT))
+            }
+        defaults = {
+            key.name: getattr(source, key.name)
+            for key in KEYS
+            if key.name not in given and hasattr(source, key.name) and key.name != "device_mesh"
+        }
+        lacks_fsdp1 = not hasattr(source, "sharding_strategy")
+        if lacks_fsdp1:
+            defaults |= {name: defaults.get(name) or default for name, default in FSDP2_DEFAULTS.items()}
+        # By name, because the engine imports no Composer; what the shim makes of an FSDP2Config knows FSDP1's keys too.
+        is_fsdp2 = lacks_fsdp1 or any(each.__name__ == "FSDP2Config" for each in type(source).__mro__)
+        return cls(given=given, defaults=defaults, mesh=getattr(source, "device_mesh", None), is_fsdp2=is_fsdp2)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.given:
+            return self.given[name]
+        return self.defaults.get(name, KEYS_BY_NAME[name].default)
+
+
+class _Absent:
+    """Equal to nothing that a user can give."""
+
+
+_ABSENT = _Absent()
+
+
+def _same(value: object, default: object) -> bool:
+    return type(value) is type(default) and bool(value == default)

@@ -1,0 +1,128 @@
+"""What a run may ask of a system, as one table of questions; each dialect says what of it its target lacks.
+
+A question answers with the value that is asked for, or None where the run does not ask. A new question is a line here,
+and a ``Lack`` in each dialect whose target has no word for it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.sharding import GradientDtype, GradientSync
+from composer_fsdp2.migration.run import RunConfig, WrapKind
+
+
+def _if(value: Any, condition: object) -> Any:
+    return value if condition else None
+
+
+def _units(run: RunConfig) -> str:
+    wrap = run.wrap
+    if wrap.kind is WrapKind.CLASSES:
+        return ", ".join(wrap.classes) or "as the model says"
+    words = {WrapKind.HOOKS: "the model's own hooks", WrapKind.ROOT: "one unit"}
+    return words.get(wrap.kind, f"modules of {wrap.min_num_params} parameters or more")
+
+
+_SYNC = {True: "always", False: "never", None: "where ranks lack values"}
+
+CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
+    "units": _units,
+    "further units": lambda run: ", ".join(run.wrap.others) or None,
+    "reshard_after_forward": lambda run: _if(
+        run.config.reshard_after_forward, not isinstance(run.config.reshard_after_forward, bool)
+    ),
+    "param_dtype": lambda run: run.config.mixed_precision.param_dtype or "as created",
+    "reduce_dtype": lambda run: run.config.mixed_precision.reduce_dtype or "as computed",
+    "dtype of outputs": lambda run: run.config.mixed_precision.output_dtype,
+    "buffer_dtype": lambda run: run.config.mixed_precision.buffer_dtype,
+    "autocast": lambda run: run.precision,
+    "casting of inputs": lambda run: "at every unit" if run.config.mixed_precision.cast_forward_inputs else "at roots",
+    "casting of the root's inputs": lambda run: "done" if run.config.mixed_precision.cast_root_inputs else "not done",
+    "keep_low_precision_grads": lambda run: _if(
+        True, run.config.mixed_precision.gradients is not GradientDtype.OF_PARAMETER
+    ),
+    "activation_checkpointing": lambda run: run.config.activation_checkpointing.checkpoint,
+    "reentrant checkpointing": lambda run: _if(
+        "reentrant", run.config.activation_checkpointing.checkpoint and run.config.activation_checkpointing.reentrant
+    ),
+    "unused implementation": lambda run: _if(
+        "not reentrant",
+        not run.config.activation_checkpointing.checkpoint and not run.config.activation_checkpointing.reentrant,
+    ),
+    "selective checkpointing": lambda run: run.selective_checkpointing,
+    "activation offloading": lambda run: _if(True, run.config.activation_checkpointing.cpu_offload),
+    "Transformer Engine": lambda run: _if(True, run.config.activation_checkpointing.transformer_engine),
+    "prefetch in forward": lambda run: run.config.prefetch.forward,
+    "prefetch in backward": lambda run: run.config.prefetch.backward,
+    "gradient_sync": lambda run: _if(
+        run.config.accumulation.gradient_sync.value,
+        run.config.accumulation.gradient_sync is not GradientSync.EVERY,
+    ),
+    "reshard_after_backward": lambda run: _if("no", not run.config.accumulation.reshard_after_backward),
+    "collective_guard": lambda run: run.config.collective_guard,
+    "sync_module_states": lambda run: _SYNC[run.config.sync_module_states],
+    "ignored_modules": lambda run: _if(run.config.ignored_modules, run.config.ignored_modules),
+    "state_dict_type": lambda run: run.state_dict_type,
+    "async_save": lambda run: _if(True, run.async_save),
+    "model only": lambda run: _if(True, run.save_only_model),
+    "gradient clipping": lambda run: "off" if run.max_grad_norm is None else run.max_grad_norm,
+    "frozen parameters": lambda run: _if(run.frozen, run.frozen),
+    "tensor parallelism": lambda run: _if(run.tensor_parallel, run.tensor_parallel != 1),
+    "context parallelism": lambda run: _if(run.context_parallel, run.context_parallel != 1),
+    "pipeline parallelism": lambda run: _if(run.pipeline_parallel, run.pipeline_parallel != 1),
+    "expert parallelism": lambda run: _if(run.expert_parallel, run.expert_parallel != 1),
+    "expert patch": lambda run: _if(True, run.expert_patch),
+    "tiled MLP": lambda run: run.tiled_mlp,
+    "compile": lambda run: _if(True, run.compile),
+    "number of ranks": lambda run: _if("not known", run.num_ranks is None),
+    "verbose": lambda run: _if(True, run.verbose),
+    "strict": lambda run: _if(False, not run.strict),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lack:
+    """An answer that a target cannot say, or carries out in its own way.
+
+    Args:
+        asked: The question, by its name.
+        outcome: What becomes of it.
+        reason: With ``{value}`` for the answer, as ``target`` and ``hint``.
+        only: The answers that it is about; empty for all but ``held``.
+        held: The answers that the target has by itself.
+        unless: Of the run; where it is true the target has no such lack.
+    """
+
+    asked: str
+    outcome: Outcome
+    reason: str
+    target: str = ""
+    hint: str = ""
+    only: tuple[Any, ...] = ()
+    held: tuple[Any, ...] = ()
+    unless: Callable[[RunConfig], bool] | None = None
+
+    def finding(self, run: RunConfig) -> Finding | None:
+        """None if the run does not ask for it."""
+        value = CAPABILITIES[self.asked](run)
+        if value is None or value in self.held or (self.only and value not in self.only):
+            return None
+        if self.unless is not None and self.unless(run):
+            return None
+        target, reason, hint = (text.replace("{value}", str(value)) for text in (self.target, self.reason, self.hint))
+        return Finding(
+            key=self.asked,
+            value=value,
+            outcome=self.outcome,
+            target=target,
+            reason=reason,
+            hint=hint,
+            origin=Origin.LACKING,
+        )
+
+
+def lacking(table: Iterable[Lack], run: RunConfig) -> Iterator[Finding]:
+    """What a target lacks of what the run asks for."""
+    yield from (finding for lack in table if (finding := lack.finding(run)) is not None)

@@ -1,0 +1,239 @@
+"""What is to be changed in a file for one of its sections: edits of its text, or a text of its own, and findings."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.rows import Aspect
+from composer_fsdp2.migration.dialect import (
+    Dialect,
+    Expression,
+    Frame,
+    MappingEdit,
+    Path,
+    Reading,
+    Section,
+    Setting,
+    Settings,
+    splice,
+    value_at,
+)
+from composer_fsdp2.migration.documents import Document, Edit
+from composer_fsdp2.migration.documents.yaml import flow_text
+from composer_fsdp2.migration.interpolation import has_interpolation
+from composer_fsdp2.migration.targets import file_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What one section needs.
+
+    Args:
+        text: A whole file, where the target cannot stand in the source's.
+        gone: Paths that are no longer there.
+        come: Paths that were not there, or hold something else.
+    """
+
+    findings: tuple[Finding, ...]
+    edits: tuple[Edit, ...] = ()
+    text: str | None = None
+    gone: tuple[Path, ...] = ()
+    come: tuple[Path, ...] = ()
+
+
+def change_section(document: Document, of: Dialect, section: Section, target: Dialect) -> Change:
+    """The section of a dialect in the target's words."""
+    reading = of.read(section)
+    if reading.run is None or any(has_interpolation(finding.value) for finding in reading.findings):
+        told = target.own_findings(reading) if of is target else reading.findings
+        return Change(findings=tuple(_unresolved(each) if has_interpolation(each.value) else each for each in told))
+    if of is target:
+        return _rewritten(document, section, reading, target)
+    return _translated(document, of.frame(section), section, reading, target)
+
+
+def _unresolved(finding: Finding) -> Finding:
+    return replace(
+        finding,
+        outcome=Outcome.NEEDS_DECISION,
+        target="",
+        reason="what it stands for is not in this file, nor in an environment variable that is set here",
+        hint="set the variable, or write the value",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the same system's words
+
+
+def _rewritten(document: Document, section: Section, reading: Reading, target: Dialect) -> Change:
+    edits = target.rewrite(section, reading)
+    became = {
+        ".".join(map(str, (*each.path[len(section.path) :], key))): new
+        for each in edits
+        for key, new in each.replacements.items()
+    }
+    unchanged = {key: [(str(key), value)] for key, value in section.given.items() if key not in became}
+    return Change(
+        findings=tuple(_with_words(finding, became | unchanged, target) for finding in target.own_findings(reading)),
+        edits=tuple(
+            edit
+            for each in edits
+            for edit in document.edit_mapping(
+                each.path, each.replacements, each.additions, given=_mapping_at(section, each.path)
+            )
+        ),
+        gone=tuple(_gone(edits)),
+        come=tuple(each.path for each in edits),
+    )
+
+
+def _mapping_at(section: Section, path: Path) -> Mapping[str, Any] | None:
+    """None where the file has none, which an edit adds."""
+    try:
+        values = value_at(section.around, path)
+    except KeyError:
+        return None
+    return values if isinstance(values, Mapping) else None
+
+
+def _gone(edits: Iterable[MappingEdit]) -> Iterable[Path]:
+    for each in edits:
+        for key, new in each.replacements.items():
+            if key not in dict(new):
+                yield (*each.path, key)
+
+
+def _with_words(finding: Finding, became: Mapping[str, Settings], target: Dialect) -> Finding:
+    """With the words that stand in the file now, and what their system makes of them without composer_fsdp2."""
+    new = became.get(finding.key) if finding.origin is Origin.KEY else None
+    if finding.outcome.blocks or new is None:
+        return finding
+    words = ", ".join(
+        key if isinstance(value, Mapping) and len(value) > 3 else f"{key}: {flow_text(value)}" for key, value in new
+    )
+    notes = [target.elsewhere(key) for key, _ in new] if finding.asks else []
+    hints = [hint for hint in (finding.hint, *dict.fromkeys(notes)) if hint]
+    return replace(finding, target=words or "removed", hint="; ".join(hints))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In another system's words
+
+
+def _translated(document: Document, frame: Frame, section: Section, reading: Reading, target: Dialect) -> Change:
+    assert reading.run is not None
+    expression = target.express(reading.run)
+    by_aspect: dict[Aspect, list[Setting]] = {}
+    for setting in (*expression.beside, *expression.settings):
+        by_aspect.setdefault(setting.aspect, []).append(setting)
+    became = {
+        key: [(setting.key, setting.value) for setting in by_aspect[aspect]]
+        for aspect, key in _deciding(reading).items()
+        if aspect in by_aspect
+    }
+    # composer_fsdp2 keeps what is implicit; of what another target does, its own findings tell.
+    keeps_implicit = target.target == "composer"
+    told = [each for each in reading.findings if keeps_implicit or not _is_kept(each)]
+    findings = (*(_with_words(finding, became, target) for finding in told), *expression.findings)
+    if not target.heads or not document.takes_entries:
+        source = document.name.replace("\\", "/").rpartition("/")[2]
+        return Change(findings=findings, text=file_text(target, expression, source))
+    edits, beside = _framed(document, frame, section, reading, target, expression)
+    parent = frame.entry[:-1]
+    return Change(
+        findings=findings,
+        edits=tuple(edits),
+        gone=(frame.entry, *((*parent, key) for key in beside)),
+        come=tuple((*parent, key) for key in (target.heads[0][0], *(each.key for each in expression.beside))),
+    )
+
+
+def _deciding(reading: Reading) -> dict[Aspect, str]:
+    """By aspect of the run the key that decided it: the most important that asks for something."""
+    asking = {finding.key for finding in reading.findings if finding.target and not finding.outcome.blocks}
+    first: dict[Aspect, str] = {}
+    for key, aspect in reading.aspects.items():
+        if key in asking and aspect is not Aspect.OTHER:
+            first.setdefault(aspect, key)
+    return first
+
+
+def _is_kept(finding: Finding) -> bool:
+    """Whether composer_fsdp2 keeps it without being told."""
+    return finding.origin is Origin.IMPLICIT and finding.outcome is Outcome.EXACT
+
+
+def _framed(
+    document: Document, frame: Frame, section: Section, reading: Reading, target: Dialect, expression: Expression
+) -> tuple[list[Edit], list[str]]:
+    """Edits that put the target's words into the frame, and the keys beside it that go."""
+    *above, main = frame.entry
+    told = {finding.key.split(".")[0] for finding in reading.findings}
+    beside = [key for key in frame.beside if key in told and key != main]
+    around, added = splice(expression.beside, beside, reading.aspects)
+    keys = list(_mapping_at(section, frame.inner) or ()) if frame.inner is not None else []
+    replacements, additions = splice(expression.settings, keys, reading.aspects, frame.prefix)
+    edits = document.replace_entry(
+        frame.entry,
+        target.heads,
+        added,
+        inner=frame.inner,
+        replacements=replacements,
+        additions=additions,
+        around=around,
+        given=_mapping_at(section, tuple(above)),
+    )
+    return edits, beside
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What else in a file depends on the text of a section: aliases of its anchor, interpolations that refer to it
+
+
+def with_shared(document: Document, path: Path, sections: Sequence[Path], change: Change) -> Change:
+    """A section's change, if the section may be written somewhere else: another section's change does for it, or it is
+    written out in its place, with a finding.
+    """
+    written_as = document.written_as(path) if change.edits else ""
+    if not written_as:
+        return change
+    if document.stands_for(path, sections) is not None:
+        return replace(change, edits=(), gone=(), come=())
+    finding = Finding(
+        key="alias",
+        value="",
+        outcome=Outcome.UNNEEDED,
+        target="the section itself",
+        reason=f"the section was {written_as}, and is written out here; what it stood for stays as it was",
+        hint="remove that, if nothing else uses it",
+        origin=Origin.WRITING,
+    )
+    return replace(change, findings=(*change.findings, finding))
+
+
+def shared_findings(
+    document: Document, after: str, sections: Sequence[Path], changes: Sequence[Change]
+) -> Iterator[Finding]:
+    """Findings for what stands outside of the sections and would mean something else with the new text."""
+    gone = {path for change in changes for path in change.gone}
+    usual = Finding(key="", value="", outcome=Outcome.NEEDS_DECISION, reason="", origin=Origin.WRITING)
+    for path, line in document.references():
+        lost = next((each for each in gone if path[: len(each)] == each), None)
+        if lost is not None and not document.holds_line(lost, line):
+            yield replace(
+                usual,
+                key="interpolation",
+                value="${" + ".".join(map(str, path)) + "}",
+                reason=f"line {line} refers to a key that is not there any more",
+                hint="write the value there",
+            )
+    own = [*sections, *gone, *(path for change in changes for path in change.come)]
+    if document.changes_elsewhere(after, own):
+        yield replace(
+            usual,
+            key="anchor",
+            reason="another part of the file is an alias of something in this section, and would change with it",
+            hint="write out what the alias stands for",
+        )

@@ -1,0 +1,315 @@
+"""What all dialects have in common: a section of a file, the run that it asks for, and how a target says it.
+
+A dialect *reads* a section into a ``RunConfig``, with a finding for every key: with what its system does with the key,
+which may be nothing. A target *expresses* a run: settings, each for one aspect of the run, and findings for what it has
+no word for. ``splice`` puts each setting where the old key stood that had decided the same aspect.
+
+Imported by the dialects and ``migrate``; nothing here communicates.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.rows import Aspect, Row
+from composer_fsdp2.migration.capabilities import Lack, lacking
+from composer_fsdp2.migration.run import RunConfig
+
+Path = tuple[str | int, ...]
+Settings = Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """The part of a file that configures sharding.
+
+    Args:
+        path: Of its mapping, from the top of the file.
+        given: Its entries with interpolations resolved.
+        around: The whole file's values, for what is given elsewhere (precision, model, number of processes).
+    """
+
+    path: Path
+    given: Mapping[str, Any]
+    around: Mapping[str, Any]
+
+    @classmethod
+    def at(cls, path: Path, values: Mapping[str, Any]) -> "Section":
+        """Raises KeyError, IndexError or TypeError: there is nothing at ``path``."""
+        return cls(path=path, given=value_at(values, path), around=values)
+
+    @property
+    def place(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a section asks for: a run, unless something stands in the way, and a finding for each key.
+
+    Args:
+        aspects: Which keys of the section decided which aspect, the most important first; none that asks for nothing.
+        details: What the dialect's own other methods need to know of the section.
+    """
+
+    run: RunConfig | None
+    findings: tuple[Finding, ...]
+    aspects: Mapping[str, Aspect] = field(default_factory=dict)
+    details: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A key of a target, with its value, for one aspect of the run."""
+
+    aspect: Aspect
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expression:
+    """A run in a target's words, and findings for what the target cannot say or does otherwise.
+
+    Args:
+        beside: What stands beside the section, not in it.
+    """
+
+    settings: tuple[Setting, ...]
+    findings: tuple[Finding, ...] = ()
+    beside: tuple[Setting, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappingEdit:
+    """For a document's ``edit_mapping``: by old key what comes in its place, and what is new at the end."""
+
+    path: Path
+    replacements: Mapping[str, Settings]
+    additions: Settings = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """What another system's section comes in the place of.
+
+    Args:
+        entry: The path of the key that goes with all that it holds.
+        inner: The mapping in it that has the section's keys; None if there is none.
+        prefix: What a finding's key has before the name in ``inner``.
+        beside: Keys in the mapping around ``entry`` that belong to the section, too.
+    """
+
+    entry: Path
+    inner: Path | None
+    prefix: str = ""
+    beside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The smallest file that has one key, and as which key the report names it.
+
+    Args:
+        reader: Who would read such a file; "" if there is one only.
+    """
+
+    section: Section
+    key: str
+    reader: str = ""
+
+
+class Dialect:
+    """One system's words.
+
+    Attributes:
+        name: That users choose it by.
+        title: Of its table in the documents.
+        rows: Its keys.
+        lacks: What its FSDP2 has no word for.
+        target: That ``--to`` chooses its FSDP2 by.
+        suffix: Of its files.
+        heads: The keys that a section of its own stands under, outermost first, each with what comes before in its
+            mapping. Empty, if a section is a file of its own.
+        elsewhere: What the system makes of a key without composer_fsdp2; "" if it is told nowhere.
+        readers: Who may read a file, where there are several.
+        silent: Files that turn sharding on, and leave the rest to what is implicit.
+    """
+
+    name: str
+    title: str
+    rows: Sequence[Row]
+    lacks: Sequence[Lack] = ()
+    target: str
+    suffix: str = ".yaml"
+    heads: tuple[tuple[str, Settings], ...] = ()
+    elsewhere: Callable[[str], str] = staticmethod(lambda key: "")
+    readers: Sequence[str] = ()
+    silent: Sequence[Section] = ()
+
+    def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
+        """The path of the section, if the mapping ``values`` at ``path`` is one, or holds one."""
+        raise NotImplementedError
+
+    def read(self, section: Section) -> Reading:
+        """What a section asks for; every key of ``section.given`` has a finding."""
+        raise NotImplementedError
+
+    def settings(self, run: RunConfig) -> Iterator[Setting]:
+        """A run in this dialect's FSDP2 words."""
+        raise NotImplementedError
+
+    def frame(self, section: Section) -> Frame:
+        """What goes where another system's section comes."""
+        return Frame(entry=section.path, inner=section.path)
+
+    def sections(self, values: Mapping[str, Any]) -> list[Path]:
+        """Where sections of this dialect lie in a file with these values."""
+        return list(walk(values, self.find))
+
+    def express(self, run: RunConfig) -> Expression:
+        """A run in this dialect's FSDP2 words, and what they lack."""
+        return Expression(settings=tuple(self.settings(run)), findings=tuple(self.differences(run)))
+
+    def differences(self, run: RunConfig) -> Iterator[Finding]:
+        """What this dialect's FSDP2 cannot say, or does otherwise."""
+        yield from lacking(self.lacks, run)
+
+    def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
+        """A section of this very dialect in its FSDP2 words, with as few changes as possible; nothing by default, for
+        systems that train with FSDP2 already."""
+        return []
+
+    def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
+        """What became of each key where a section stays in this dialect: by default all words hold as before."""
+        return tuple(self._as_before(finding) for finding in reading.findings if finding.origin is Origin.KEY)
+
+    def _as_before(self, finding: Finding) -> Finding:
+        if finding.outcome not in (Outcome.APPROXIMATE, Outcome.UNSUPPORTED) or not finding.known:
+            return finding
+        reason = f"{self.title.split()[0]}'s FSDP2 reads it, as before"
+        return replace(finding, outcome=Outcome.EXACT, target="as it is", reason=reason, hint="")
+
+    # What ``explain`` and the documents ask
+
+    def places(self, row: Row) -> tuple[str, ...]:
+        """Where a file has a key, with dots; the usual place first, names of earlier releases last."""
+        return (row.name, *row.aliases)
+
+    def values(self, row: Row) -> tuple[Any, ...]:
+        """The values of a key whose outcomes are worth telling."""
+        default = () if row.default is None else (row.default,)
+        # By their looks, since 1 equals True and a list has no hash.
+        return tuple({repr(value): value for value in (*row.takes.choices, *row.neutral, *default)}.values())
+
+    def defaults(self, row: Row) -> Mapping[str, Any]:
+        """What holds where a file says nothing, by who reads it; "" is everyone."""
+        return {str(reader): value for reader, value in row.defaults.items()} or {"": row.default}
+
+    def aliases(self, row: Row) -> tuple[str, ...]:
+        """Other names of a key, such as those of earlier releases."""
+        return row.aliases
+
+    def read_by(self, row: Row) -> tuple[str, ...]:
+        """Who reads it; empty if there is one reader only."""
+        return tuple(map(str, row.read_by))
+
+    def instead(self, row: Row) -> Mapping[str, str]:
+        """By a reader that passes over it, what does the same there."""
+        return {str(reader): way for reader, way in row.instead.items()}
+
+    def questions(self, row: Row, value: Any) -> Iterator[Question]:
+        """The smallest files with this value of a key."""
+        raise NotImplementedError
+
+    def switched_on(self, row: Row) -> dict[str, Any]:
+        """The key without which ``row`` is not read, with a value that asks for something."""
+        if not row.only_with:
+            return {}
+        name, _, value = row.only_with.partition(" = ")
+        switch = next(each for each in self.rows if each.name == name)
+        is_on = (each for each in (True, 2) if switch.takes.fits(each) and not switch.is_neutral(each))
+        return {name: value or next(is_on)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values of a file
+
+
+def walk(values: Any, find: Callable[..., Path | None], path: Path = (), parent: Any = None) -> Iterator[Path]:
+    """Every path that ``find`` gives for a mapping of a file, outermost first; not what lies in such a mapping."""
+    if isinstance(values, list):
+        for number, each in enumerate(values):
+            yield from walk(each, find, (*path, number), {})
+    elif isinstance(values, Mapping):
+        found = find(path, values, parent or {})
+        if found is not None:
+            yield found
+            return
+        for key, value in values.items():
+            yield from walk(value, find, (*path, key), values)
+
+
+def value_at(values: Any, path: Iterable[str | int]) -> Any:
+    """Raises KeyError, IndexError or TypeError: there is nothing."""
+    for key in path:
+        values = values[key]
+    return values
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    """``a.b`` and 1 give ``{"a": {"b": 1}}``."""
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, mappings in them merged; the second takes precedence."""
+    both = {
+        key: merged(first[key], value) if isinstance(first.get(key), Mapping) and isinstance(value, Mapping) else value
+        for key, value in second.items()
+    }
+    return {**first, **both}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Findings, and where settings go
+
+
+def implicit(name: str, outcome: Outcome, reason: str, hint: str = "", *, value: Any = "", target: str = "") -> Finding:
+    """What a system does that no key of the file asks for."""
+    return Finding(
+        key=name, value=value, outcome=outcome, target=target, reason=reason, hint=hint, origin=Origin.IMPLICIT
+    )
+
+
+def deciding(aspects: Mapping[str, Aspect], findings: Iterable[Finding]) -> dict[str, Aspect]:
+    """Of keys with their aspects those for which a target's words can stand: not what asks for nothing."""
+    unneeded = {finding.key for finding in findings if finding.outcome is Outcome.UNNEEDED}
+    return {key: aspect for key, aspect in aspects.items() if aspect is not Aspect.OTHER and key not in unneeded}
+
+
+def splice(
+    settings: Iterable[Setting], keys: Iterable[str], aspects: Mapping[str, Aspect], prefix: str = ""
+) -> tuple[dict[str, list[tuple[str, Any]]], list[tuple[str, Any]]]:
+    """Each setting in the place of the first old key of its aspect, the others at the end; all old keys go.
+
+    Args:
+        keys: The old ones, of one mapping.
+        aspects: A reading's.
+        prefix: What a key has in ``aspects`` before its name in ``keys``.
+    """
+    replacements: dict[str, list[tuple[str, Any]]] = {key: [] for key in keys}
+    places: dict[Aspect, str] = {}
+    for key, aspect in aspects.items():
+        name = key.removeprefix(prefix).split(".")[0]
+        # Others have nothing to do with each other.
+        if key.startswith(prefix) and name in replacements and aspect is not Aspect.OTHER:
+            places.setdefault(aspect, name)
+    additions: list[tuple[str, Any]] = []
+    for setting in settings:
+        place = places.get(setting.aspect)
+        (additions if place is None else replacements[place]).append((setting.key, setting.value))
+    return replacements, additions

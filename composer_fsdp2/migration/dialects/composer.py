@@ -1,0 +1,529 @@
+"""Composer and LLM Foundry: ``fsdp_config``, ``parallelism_config.fsdp``; FSDP1's keys in, FSDP2's out.
+
+The keys of a section are in ``fsdp1/keys.py``. Here is what stands elsewhere in a file and changed the section, what
+FSDP1 did without being told, and what no ``fsdp_config`` can say. Composer 0.32.1, LLM Foundry 0.22.0.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.rows import Aspect, Row, idle, unknown_key
+from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.keys import IGNORED_BY_COMPOSER, KEYS, KEYS_BY_NAME
+from composer_fsdp2.fsdp1.parsing import PRECISIONS, BackwardPrefetch, GivenPrecision, mixed_precision_of
+from composer_fsdp2.fsdp1.read import FSDP2_DEFAULTS
+from composer_fsdp2.fsdp1.translate import translate
+from composer_fsdp2.migration.capabilities import Lack
+from composer_fsdp2.migration.dialect import (
+    Dialect,
+    Expression,
+    Frame,
+    MappingEdit,
+    Path,
+    Question,
+    Reading,
+    Section,
+    Setting,
+    implicit,
+    value_at,
+)
+from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+
+# Composer's default for a GPU, on which nearly all of these files were trained.
+_DEFAULT_PRECISION = "amp_bf16"
+# What Composer called them until 0.12 (composer/trainer/trainer.py, 0.13.5).
+_OLD_PRECISIONS = {"fp16": "amp_fp16", "amp": "amp_fp16", "bf16": "amp_bf16"}
+Given = Mapping[str, Any]
+
+
+def _around(section: Section) -> Given:
+    """The mapping that the section lies in, with what it inherits from those around it; a Trainer's other arguments."""
+    values: Any = section.around
+    found = dict(values)
+    for key in section.path[:-1]:
+        values = values[key]
+        if isinstance(values, Mapping):
+            found |= values
+    return found
+
+
+def _precision(around: Given) -> tuple[str, Finding | None]:
+    """Given beside the section or above it; a finding if that is not a precision."""
+    given = around.get("precision", _DEFAULT_PRECISION)
+    given = given.lower() if isinstance(given, str) else given
+    if isinstance(given, str) and given in PRECISIONS:
+        return given, None
+    is_old = isinstance(given, str) and given in _OLD_PRECISIONS
+    finding = Finding(
+        key="precision",
+        value=given,
+        outcome=Outcome.NEEDS_DECISION,
+        reason="mixed_precision depends on it, and Composer has no such precision",
+        hint=f"say {_OLD_PRECISIONS[given]}" if is_old else f"say one of {', '.join(PRECISIONS)}",
+    )
+    return _DEFAULT_PRECISION, finding
+
+
+def _clipping(around: Given) -> Given:
+    """The arguments of Composer's gradient clipping, as LLM Foundry takes them; empty if there is none."""
+    algorithms = around.get("algorithms")
+    clipping = algorithms.get("gradient_clipping") if isinstance(algorithms, Mapping) else None
+    return clipping if isinstance(clipping, Mapping) else {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LLM Foundry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FoundryRule:
+    """A key that LLM Foundry sets whatever the section says, if ``applies`` to the model's section and this one.
+
+    Source: ``process_init_device`` in llmfoundry/utils/config_utils.py, ``validate_config`` in
+    llmfoundry/command_utils/train.py.
+    """
+
+    key: str
+    applies: Callable[[Given, Given], bool]
+    value: Callable[[Given], Any]
+    reason: str
+
+
+_SMALL = ("bf16", "fp16", "float16", "bfloat16", "amp_fp16", "amp_bf16")
+_REENTRANT = "activation_checkpointing_reentrant"
+
+
+def _lacks_sync(model: Given, given: Given) -> bool:
+    return model.get("init_device") == "mixed" and not given.get("sync_module_states")
+
+
+def _lacks_monolith(model: Given, given: Given) -> bool:
+    return model.get("init_device") == "mixed" and "load_monolith_rank0_only" not in given
+
+
+def _uses_te(model: Given, given: Given) -> bool:
+    feed_forward = model.get("ffn_config")
+    kind = feed_forward.get("ffn_type", "") if isinstance(feed_forward, Mapping) else ""
+    is_te = model.get("fc_type", "torch") == "te" or "te" in str(kind)
+    return is_te and given.get("activation_checkpointing") is True and given.get(_REENTRANT) is True
+
+
+def _has_small_weights(model: Given, given: Given) -> bool:
+    return bool(given) and model.get("master_weights_dtype") in _SMALL
+
+
+def _master_weights(given: Given) -> dict[str, Any]:
+    asked = given.get("mixed_precision")
+    dtypes = asked if isinstance(asked, Mapping) else {}
+    return {"param_dtype": None} | {name: dtypes.get(name) for name in ("reduce_dtype", "buffer_dtype")}
+
+
+_MIXED_INIT = "LLM Foundry sets it to true, since the model is created on rank 0 only (init_device: mixed)"
+# fmt: off
+_FOUNDRY: tuple[_FoundryRule, ...] = (
+    _FoundryRule(key="sync_module_states", applies=_lacks_sync, value=lambda given: True, reason=_MIXED_INIT),
+    _FoundryRule(key="load_monolith_rank0_only", applies=_lacks_monolith, value=lambda given: True, reason=_MIXED_INIT),
+    _FoundryRule(key=_REENTRANT, applies=_uses_te, value=lambda given: False,
+        reason="LLM Foundry sets it to false for Transformer Engine's layers"),
+    _FoundryRule(key="mixed_precision", applies=_has_small_weights, value=_master_weights,
+        reason="LLM Foundry takes the dtypes of master_weights_dtype, and of this key at most reduce_dtype and "
+        "buffer_dtype"),
+)
+# fmt: on
+
+
+def _foundrys(around: Given) -> Given | None:
+    """The model's section of a file of LLM Foundry's; None in other files."""
+    model = around.get("model")
+    return model if isinstance(model, Mapping) and "name" in model else None
+
+
+def _set_by_foundry(section: Section) -> dict[str, tuple[Any, str]]:
+    """What LLM Foundry sets, by key, each with why; nothing in a file that is none of its."""
+    model, given = _foundrys(_around(section)), section.given
+    rules = [] if model is None else [rule for rule in _FOUNDRY if rule.applies(model, given)]
+    return {rule.key: (rule.value(given), rule.reason) for rule in rules}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Keys beside the section: which releases took them was read in the Trainer's signature of mosaicml 0.11 to 0.32.1
+
+_BESIDE = "beside fsdp_config"
+# fmt: off
+_BESIDE_ROWS: tuple[Row, ...] = (
+    Row(name="tp_config", group=_BESIDE, aliases=("parallelism_config.tp",), outcome=Outcome.UNSUPPORTED,
+        reason="composer_fsdp2 has no tensor parallelism",
+        hint="without it the run needs more memory a rank; Composer 0.32.1's FSDP2 fails with it if there is an "
+        "optimizer"),
+    Row(name="deepspeed_config", group=_BESIDE, outcome=Outcome.UNSUPPORTED,
+        reason="DeepSpeed instead of FSDP; Composer's Trainer has had no such argument since 0.28",
+        hint="remove it; its ZeRO stage 3 is sharding_strategy FULL_SHARD, stage 2 SHARD_GRAD_OP"),
+    Row(name="fsdp_auto_wrap", group=_BESIDE, outcome=Outcome.NEEDS_DECISION, neutral=(True,),
+        reason="the script wrapped the model itself (Composer's Trainer took it from 0.14 to 0.25)",
+        hint="remove it, and the Trainer shards the model; or let the script call prepare_fully_shard before"),
+    Row(name="grad_accum", group=_BESIDE, outcome=Outcome.NEEDS_DECISION,
+        reason="Composer's Trainer has had no such argument since 0.14",
+        hint="device_train_microbatch_size: the batch of one rank divided by it"),
+)
+# fmt: on
+
+
+def _findings_beside(section: Section, around: Given) -> Iterator[Finding]:
+    """For what stands beside the section and decides about parallelism, too."""
+    is_alone = section.path[-2:-1] == ("parallelism_config",)
+    for row in _BESIDE_ROWS:
+        short_names = [alias.rpartition(".")[2] for alias in row.aliases] if is_alone else []
+        for key in (row.name, *short_names):
+            value = around.get(key)
+            if value is None or value == {}:
+                continue
+            finding = row.usual(key, dict(value) if isinstance(value, Mapping) else value)
+            yield idle(finding) if row.is_neutral(value) else finding
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What no key says
+
+
+def _implicit(section: Section, around: Given, set_by_foundry: Mapping[str, tuple[Any, str]]) -> Iterator[Finding]:
+    """What FSDP1 did without being told, and FSDP2 does otherwise by itself, with what keeps it or compensates."""
+    given = section.given
+    if section.path[-1:] == ("fsdp_config",) and _foundrys(around) is None:
+        yield implicit(
+            "parallelism_config",
+            Outcome.UNNEEDED,
+            "Composer's Trainer has taken no argument fsdp_config since 0.26; a script hands the section over in "
+            "parallelism_config, LLM Foundry does so by itself",
+            value="fsdp_config",
+            target="parallelism_config={'fsdp': ...}",
+        )
+    for name, (value, reason) in set_by_foundry.items():
+        if name not in given:
+            yield implicit(name, Outcome.EXACT, reason, value=value, target=f"{name}: {str(value).lower()}")
+    if "backward_prefetch" not in given and "reshard_after_forward" not in given:
+        yield implicit(
+            "backward_prefetch",
+            Outcome.APPROXIMATE,
+            "FSDP2 gathers the next unit before a unit's gradients, FSDP1 by default after: the same numbers, one more "
+            "unit in memory at the peak",
+            "backward_prefetch: NONE spares it, at the price of speed",
+            value="BACKWARD_POST",
+            target="FSDP2's own prefetch",
+        )
+    if given.get("mixed_precision", "DEFAULT") != "FULL":
+        yield implicit(
+            "casting of inputs and buffers",
+            Outcome.EXACT,
+            "as FSDP1 did; FSDP2 by itself casts each unit's inputs, and no buffer, which plain Composer leaves so",
+            target="inputs cast at roots only, buffers cast",
+        )
+    if "state_dict_type" not in given:
+        yield implicit(
+            "state_dict_type",
+            Outcome.EXACT,
+            "checkpoints are full ones, as FSDP1's were by default; plain Composer's FSDP2 saves sharded ones",
+            "say state_dict_type: full to have it there, too",
+            value="full",
+            target="state_dict_type: full",
+        )
+    yield implicit(
+        "wrapping",
+        Outcome.EXACT,
+        "the same modules become units, each around its own checkpointing as under FSDP1; plain Composer puts the "
+        "checkpointing outside",
+        target="the model's fsdp_wrap_fn, _fsdp_wrap and activation_checkpointing_fn",
+    )
+    if _clipping(around).get("clipping_type") == "value":
+        yield implicit(
+            "clipping by value",
+            Outcome.EXACT,
+            "as under FSDP1; plain Composer's FSDP2 clips each element instead",
+            "clipping_type: norm is the same everywhere",
+            value="clipping_type: value",
+            target="scaled by the largest absolute value",
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sections that contradict themselves
+
+
+def _contradictions(known: Given, precision: str, error: ConfigError) -> list[Finding]:
+    """A finding for each key: its own where it can be read alone, else what is wrong with it, or with all together."""
+    findings: list[Finding] = []
+    is_told = False
+    for name, value in known.items():
+        try:
+            findings += translate({name: value, "strict": False}, precision=precision, device="cpu").findings[:1]
+        except ConfigError as own:
+            is_told = True
+            findings.append(_wrong(name, value, str(own)))
+    if not is_told:  # each key is right, and they contradict each other
+        told = next((each.key for each in findings if each.key in error.keys), findings[0].key)
+        findings = [_wrong(told, each.value, str(error)) if each.key == told else each for each in findings]
+    return findings
+
+
+def _wrong(name: str, value: Any, reason: str) -> Finding:
+    return Finding(key=name, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run in the words of an ``fsdp_config`` under composer_fsdp2
+
+
+def _mesh(mesh: MeshSpec) -> Iterator[tuple[str, Any]]:
+    if mesh.is_grouped:
+        shard, *replicas = (list(groups.ranks) or str(groups) for groups in reversed(mesh.groups))
+        yield "process_group", [shard, *replicas] if replicas else shard
+        return
+    for axis in reversed(mesh.axes):
+        if axis.size != -1 or (mesh.has_replicas and axis is mesh.axes[0]):
+            yield axis.key, axis.size
+
+
+def _mixed_precision(run: RunConfig) -> str | dict[str, str]:
+    """Composer's word where there is one, else the dtypes."""
+    asked = run.config.mixed_precision
+    dtypes = {name: getattr(asked, name) for name in ("param_dtype", "reduce_dtype", "buffer_dtype")}
+    for word in ("FULL", "DEFAULT", "PURE"):
+        if mixed_precision_of(GivenPrecision(word), run.precision) == MixedPrecision(**dtypes):
+            return word
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+
+# Keys that go where the one stands whose details they are; alone they decide no aspect.
+_DETAILS = {
+    _REENTRANT: Aspect.CHECKPOINTING,
+    "activation_cpu_offload": Aspect.CHECKPOINTING,
+    "te_checkpoint_wrapper": Aspect.CHECKPOINTING,
+    "backward_prefetch_limit": Aspect.BACKWARD_PREFETCH,
+    "forward_prefetch_limit": Aspect.FORWARD_PREFETCH,
+    "keep_low_precision_grads": Aspect.PRECISION,
+}
+_WRAP_REASON = "Composer asks the model which modules become units; no configuration can say it"
+_WRAP_FN = "fsdp_wrap_fn of the model"
+_UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION = Outcome.UNSUPPORTED, Outcome.APPROXIMATE, Outcome.NEEDS_DECISION
+# fmt: off
+_LACKS: tuple[Lack, ...] = (
+    Lack(asked="units", unless=lambda run: not run.wrap.classes, outcome=_NEEDS_DECISION, target=_WRAP_FN,
+        reason=_WRAP_REASON,
+        hint="give the model `def fsdp_wrap_fn(self, module): return type(module).__name__ in '{value}'.split(', ')`, "
+        "or leave it to LLM Foundry, whose models choose their own blocks"),
+    Lack(asked="units", only=("as the model says",), outcome=_NEEDS_DECISION, target=_WRAP_FN, reason=_WRAP_REASON,
+        hint="LLM Foundry's hf_causal_lm chooses the same classes by itself (_no_split_modules); else give the model "
+        "an fsdp_wrap_fn"),
+    Lack(asked="units", unless=lambda run: run.wrap.kind is not WrapKind.SIZE, outcome=_NEEDS_DECISION, target=_WRAP_FN,
+        reason=_WRAP_REASON,
+        hint="let the model's fsdp_wrap_fn choose {value}, those in units below them not counted"),
+    Lack(asked="units", only=("one unit",), outcome=_APPROXIMATE, target=_WRAP_FN,
+        reason="under Composer a model without hooks is one unit; one with an fsdp_wrap_fn has several: the same "
+        "numbers, less memory"),
+    Lack(asked="further units", outcome=_APPROXIMATE, target=_WRAP_FN,
+        reason="{value} were units of their own; the numbers do not depend on it",
+        hint="let the model's fsdp_wrap_fn choose them as well"),
+    Lack(asked="activation_checkpointing", only=(True,), unless=lambda run: run.wrap.kind is WrapKind.HOOKS,
+        outcome=_NEEDS_DECISION, target="activation_checkpointing_fn of the model",
+        reason="Composer asks the model which modules are recomputed, too, and without an activation_checkpointing_fn "
+        "or modules with _activation_checkpointing none is: the same numbers, but all activations are kept",
+        hint="LLM Foundry's models choose their own blocks; else give the model an activation_checkpointing_fn, and a "
+        "transformers model config.use_cache = False, since a block that runs again would add to its cache; or "
+        "call gradient_checkpointing_enable() on the model, which does both, and leave activation_checkpointing out"),
+    Lack(asked="casting of inputs", only=("at every unit",), outcome=_APPROXIMATE, target="at roots",
+        reason="as under FSDP1 inputs are cast at roots only; what a block gets in float32, rotary angles for one, it "
+        "keeps so", hint="in a script, mixed_precision can be torch's MixedPrecisionPolicy(cast_forward_inputs=True)"),
+    Lack(asked="casting of the root's inputs", only=("not done",),
+        unless=lambda run: run.config.mixed_precision.param_dtype is None, outcome=_APPROXIMATE, target="at roots",
+        reason="the root's floating point inputs are cast to param_dtype; token ids are not"),
+    Lack(asked="dtype of outputs", outcome=_APPROXIMATE,
+        reason="units give what they compute, as under FSDP1; {value} was asked for",
+        hint="in a script, mixed_precision can be torch's MixedPrecisionPolicy(output_dtype=...)"),
+    Lack(asked="sync_module_states", only=("where ranks lack values",), outcome=_APPROXIMATE,
+        target="sync_module_states", reason="without the key no values are sent; true sends rank 0's always",
+        hint="say true if the model is created on rank 0 only"),
+    Lack(asked="ignored_modules", outcome=_NEEDS_DECISION, target="ignored_modules",
+        reason="a file cannot name modules", hint="set fsdp_config['ignored_modules'] in the script"),
+    *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason="composer_fsdp2 shards data parallel runs; it has "
+        f"no {kind} parallelism") for kind in ("tensor", "pipeline", "context", "expert")),
+    Lack(asked="expert patch", outcome=_NEEDS_DECISION,
+        reason="nothing makes ranks agree on which experts run; where an expert is a unit of its own, they would hang",
+        hint="keep all experts of a layer in one unit, which this section does unless the model wraps experts"),
+    Lack(asked="tiled MLP", outcome=_NEEDS_DECISION,
+        reason="MLPs are computed in one piece: the same numbers, more memory in long sequences",
+        hint="recompute activations, or use shorter microbatches"),
+    Lack(asked="frozen parameters", outcome=_NEEDS_DECISION,
+        target="the model's code, or LLM Foundry's layer_freezing callback",
+        reason="what is frozen stands in no fsdp_config", hint="freeze {value}"),
+    Lack(asked="gradient clipping", held=("off",), outcome=_APPROXIMATE, target="algorithms.gradient_clipping",
+        reason="Composer clips by an algorithm, which stands outside of this section",
+        hint="algorithms: {gradient_clipping: {clipping_type: norm, clipping_threshold: {value}}}"),
+    Lack(asked="model only", outcome=_APPROXIMATE, target="save_weights_only",
+        reason="an argument of Composer's Trainer, outside of this section", hint="save_weights_only: true"),
+    Lack(asked="selective checkpointing", outcome=_APPROXIMATE, target="activation_checkpointing_fn of the model",
+        reason="entire blocks are recomputed: less memory, more computation, the same numbers",
+        hint="the model's activation_checkpointing_fn can choose fewer"),
+    Lack(asked="compile", outcome=_APPROXIMATE, target="compile_config",
+        reason="an argument of Composer's Trainer, outside of this section; it changes speed and rounding"),
+)
+# fmt: on
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The dialect
+
+_PLACES = ("fsdp_config", "parallelism_config.fsdp", "parallelism_config.fsdp2")
+_ELSEWHERE = {row.name: row.elsewhere for row in KEYS if row.elsewhere} | {
+    "precision": "plain Composer 0.32.1 reads it as well"  # the Trainer's own, beside the section
+}
+
+
+def _is_hugging_face(values: Given) -> bool:
+    """Whether a mapping with an ``fsdp_config`` is a Trainer's arguments, or accelerate's configuration."""
+    settings = values["fsdp_config"]
+    has_prefixes = isinstance(settings, Mapping) and any(str(key).startswith("fsdp_") for key in settings)
+    return "fsdp" in values or "distributed_type" in values or has_prefixes
+
+
+class ComposerDialect(Dialect):
+    """Sections for Composer and LLM Foundry, read by the table of ``fsdp1/keys.py``."""
+
+    name = target = "composer"
+    title = "Composer and LLM Foundry"
+    rows = (*KEYS, *_BESIDE_ROWS)
+    lacks = _LACKS
+    heads = (("fsdp_config", ()),)
+    elsewhere = staticmethod(lambda key: _ELSEWHERE.get(key, IGNORED_BY_COMPOSER))
+    silent = (
+        Section.at(
+            ("fsdp_config",), {"fsdp_config": {}, "algorithms": {"gradient_clipping": {"clipping_type": "value"}}}
+        ),
+    )
+
+    def find(self, path: Path, values: Given, parent: Given) -> Path | None:
+        is_section = path[-1:] == ("fsdp_config",) and not _is_hugging_face(parent)
+        is_section |= path[-2:-1] == ("parallelism_config",) and path[-1] in ("fsdp", "fsdp2")
+        return path if is_section else None
+
+    def read(self, section: Section) -> Reading:
+        known = {name: value for name, value in section.given.items() if name in KEYS_BY_NAME}
+        reason = "no version of Composer knew this key; FSDPConfig took it and did nothing with it"
+        unknown = [
+            unknown_key(str(name), value, KEYS_BY_NAME, reason, misspelt=Outcome.NEEDS_DECISION)
+            for name, value in section.given.items()
+            if name not in known
+        ]
+        around = _around(section)
+        precision, problem = _precision(around)
+        beside = [*([problem] if problem else []), *_findings_beside(section, around)]
+        by_foundry = _set_by_foundry(section)
+        in_effect = known | {name: value for name, (value, _) in by_foundry.items()}
+        try:
+            translation = translate(known, precision=precision, device="cpu")
+            effective = translate(in_effect, precision=precision, device="cpu")
+        except ConfigError as error:
+            return Reading(run=None, findings=(*_contradictions(known, precision, error), *unknown, *beside))
+        findings = (
+            *(_with_foundrys(finding, by_foundry) for finding in translation.findings),
+            *unknown,
+            *beside,
+            *_implicit(section, around, by_foundry),
+        )
+        if unknown or problem or effective.config is None:
+            return Reading(run=None, findings=findings)
+        clipping = _clipping(around)
+        run = RunConfig(
+            config=effective.config,
+            wrap=Wrap(kind=WrapKind.HOOKS),
+            precision=effective.precision,
+            state_dict_type=known.get("state_dict_type") or "full",
+            strict=effective.strict,
+            verbose=effective.verbose,
+            async_save=bool(known.get("async_save")),
+            max_grad_norm=clipping.get("clipping_threshold") if clipping.get("clipping_type") == "norm" else None,
+        )
+        aspects = {row.name: row.aspect for row in KEYS if row.aspect is not Aspect.OTHER}
+        return Reading(run=run, findings=findings, aspects=aspects)
+
+    def express(self, run: RunConfig) -> Expression:
+        """The keys of the section, and Composer's ``precision`` beside it. Classes to wrap lie in the model's code."""
+        precision = Setting(aspect=Aspect.PRECISION, key="precision", value=run.precision)
+        return replace(super().express(run), beside=(precision,))
+
+    def settings(self, run: RunConfig) -> Iterator[Setting]:
+        config, checkpointing, prefetch = run.config, run.config.activation_checkpointing, run.config.prefetch
+        enabled, reentrant = checkpointing.enabled, checkpointing.reentrant
+        keeps = config.mixed_precision.gradients is not GradientDtype.OF_PARAMETER
+        for key, value, is_needed in (
+            *((key, value, True) for key, value in _mesh(config.mesh)),
+            ("reshard_after_forward", config.reshard_after_forward, True),
+            ("mixed_precision", _mixed_precision(run), True),
+            ("state_dict_type", run.state_dict_type, True),
+            ("activation_checkpointing", checkpointing.checkpoint, enabled),
+            (_REENTRANT, reentrant, enabled and not reentrant),  # true is FSDP1's default
+            ("backward_prefetch", BackwardPrefetch.NONE.value, prefetch.backward == 0),
+            ("backward_prefetch_limit", prefetch.backward, prefetch.backward),
+            ("forward_prefetch", True, prefetch.forward is not None),
+            ("activation_cpu_offload", True, checkpointing.cpu_offload),
+            ("te_checkpoint_wrapper", True, checkpointing.transformer_engine),
+            ("forward_prefetch_limit", prefetch.forward, (prefetch.forward or 1) != 1),
+            ("cpu_offload", True, config.cpu_offload),
+            ("sync_module_states", True, config.sync_module_states),
+            ("keep_low_precision_grads", True, keeps),
+            ("gradient_sync", config.accumulation.gradient_sync.value, True),
+            ("reshard_after_backward", config.accumulation.reshard_after_backward, True),
+            ("collective_guard", config.collective_guard, config.collective_guard is not None),
+            ("async_save", True, run.async_save),
+            ("strict", False, not run.strict),
+            ("verbose", True, run.verbose),
+        ):
+            is_default = key in ("gradient_sync", "reshard_after_backward") and value == KEYS_BY_NAME[key].default
+            if is_needed and not is_default:
+                yield Setting(aspect=_DETAILS.get(key, KEYS_BY_NAME[key].aspect), key=key, value=value)
+
+    def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
+        """FSDP2's words for FSDP1's, in place; what only composer_fsdp2 has a form for keeps its name."""
+        replacements = {}
+        for name, value in section.given.items():
+            row = KEYS_BY_NAME[name]
+            new = [(name, value)] if row.rewrite is None else row.rewrite(row, value, section.given)
+            if new != [(name, value)]:
+                replacements[name] = new
+        return [MappingEdit(path=section.path, replacements=replacements)] if replacements else []
+
+    def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
+        """The reading's: it is about this very target."""
+        return reading.findings
+
+    def frame(self, section: Section) -> Frame:
+        """``parallelism_config`` goes as a whole, if sharding is all that it has."""
+        holder = value_at(section.around, section.path[:-1])
+        is_alone = section.path[-2:-1] == ("parallelism_config",) and len(holder) == 1
+        return Frame(entry=section.path[:-1] if is_alone else section.path, inner=section.path)
+
+    def places(self, row: Row) -> tuple[str, ...]:
+        if row.group == _BESIDE:
+            return (row.name, *row.aliases)
+        return tuple(f"{place}.{row.name}" for place in _PLACES)
+
+    def values(self, row: Row) -> tuple[Any, ...]:
+        return row.takes.choices
+
+    def defaults(self, row: Row) -> Given:
+        if row.name in FSDP2_DEFAULTS:
+            return {"FSDPConfig": row.default, "FSDP2Config": FSDP2_DEFAULTS[row.name]}
+        return {"": row.default}
+
+    def questions(self, row: Row, value: Any) -> Iterator[Question]:
+        given = {row.name: value}
+        values = {"fsdp_config": {}, **given} if row.group == _BESIDE else {"fsdp_config": given}
+        yield Question(section=Section.at(("fsdp_config",), values), key=row.name)
+
+
+def _with_foundrys(finding: Finding, by_foundry: Mapping[str, tuple[Any, str]]) -> Finding:
+    if finding.key not in by_foundry or finding.origin is not Origin.KEY:
+        return finding
+    value, reason = by_foundry[finding.key]
+    return replace(finding, target=f"{finding.key}: {str(value).lower()}", reason=reason)

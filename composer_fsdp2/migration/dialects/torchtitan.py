@@ -1,0 +1,652 @@
+"""TorchTitan up to v0.2.2: the tables of its TOML that shard, cast, recompute, save and compile.
+
+Later releases have no TOML but a registry in Python. Meanings and defaults: v0.2.2 (``job_config.py``, the models'
+``parallelize.py``); names of earlier releases are aliases. TorchTitan trains with FSDP2 already.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.rows import (
+    BOOL,
+    INT,
+    POSITIVE_INT,
+    Aspect,
+    Row,
+    finding_of,
+    idle,
+    one_of,
+    takes_if,
+    unknown_key,
+)
+from composer_fsdp2.config.sharding import ActivationCheckpointing, MixedPrecision, ShardingConfig
+from composer_fsdp2.migration.capabilities import Lack
+from composer_fsdp2.migration.dialect import (
+    Dialect,
+    MappingEdit,
+    Path,
+    Question,
+    Reading,
+    Section,
+    Setting,
+    deciding,
+    implicit,
+    merged,
+    nested,
+)
+from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+
+_TABLES = ("parallelism", "training", "activation_checkpoint", "checkpoint", "compile")
+_DTYPES = ("float32", "bfloat16")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where the value decides
+
+
+def _shard_degree(finding: Finding, file: File) -> Finding:
+    if finding.value != 1:
+        return finding
+    return replace(
+        finding,
+        outcome=Outcome.APPROXIMATE,
+        reason="without shards TorchTitan uses DDP, and torch.autocast for mixed precision; here FSDP2 replicates "
+        "full parameters and casts them",
+        hint="leave it: the numbers differ by what is cast",
+    )
+
+
+def _reshard(finding: Finding, file: File) -> Finding:
+    if finding.value == "default" and file.is_on("parallelism.pipeline_parallel_degree"):
+        return replace(finding, target="reshard_after_forward: false", reason="not freed, as there is a pipeline")
+    if finding.value == "always":
+        return replace(
+            finding,
+            outcome=Outcome.APPROXIMATE,
+            reason="all units but the last norm and the output, which stay in the root and gathered here",
+        )
+    return finding
+
+
+def _mode(finding: Finding, file: File) -> Finding:
+    if finding.value == "none":
+        return replace(finding, outcome=Outcome.UNNEEDED, target="", reason="activations are kept")
+    if finding.value == "memory_budget":
+        return replace(
+            finding,
+            outcome=Outcome.NEEDS_DECISION,
+            target="",
+            reason="the compiler chooses what is recomputed, which needs torch.compile",
+            hint="full recomputes more and needs less memory, none the other way round; the numbers stay the same",
+        )
+    if finding.value == "selective" and file["activation_checkpoint.selective_ac_option"] != "1":
+        return replace(
+            finding,
+            outcome=Outcome.APPROXIMATE,
+            reason="all blocks are recomputed instead of some: less memory, more computation, the same numbers",
+            hint="the model's activation_checkpointing_fn may choose every n-th block",
+        )
+    return finding
+
+
+def _option(finding: Finding, file: File) -> Finding:
+    return replace(finding, outcome=Outcome.EXACT, reason="all blocks") if finding.value == "1" else finding
+
+
+def _async_mode(finding: Finding, file: File) -> Finding:
+    if finding.value == "async_with_pinned_mem":
+        return replace(
+            finding, outcome=Outcome.APPROXIMATE, reason="written in the background, without a process of its own"
+        )
+    return finding
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+_NUMBER = takes_if("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
+_SHARD = takes_if("a whole number from 1 on, or -1 for the rest", lambda value: value == -1 or POSITIVE_INT.fits(value))
+_SELECTIVE = takes_if(
+    "'op', or a whole number from 1 on as a string",
+    lambda value: isinstance(value, str) and (value == "op" or (value.isdecimal() and int(value) > 0)),
+)
+_ONE_MESH = "composer_fsdp2 shards over the data-parallel ranks only"
+
+
+def _belonging(only_with: str, *names: str, reason: str) -> tuple[Row, ...]:
+    """Keys that say more about a feature, and nothing without it."""
+    return tuple(
+        Row(
+            name=name,
+            meaning=f"a detail of {only_with}",
+            outcome=Outcome.UNSUPPORTED,
+            reason=reason,
+            only_with=only_with,
+        )
+        for name in names
+    )
+
+
+# fmt: off
+_ROWS: tuple[Row, ...] = (
+    Row(name="parallelism.data_parallel_shard_degree", default=-1, outcome=Outcome.EXACT,
+        target="data_parallel_shard_degree", takes=_SHARD, aspect=Aspect.MESH,
+        aliases=("training.data_parallel_shard_degree", "training.data_parallel_degree"), decide=_shard_degree,
+        meaning="over how many ranks a parameter is sharded; -1: all that are left",
+        reason="the shard axis of the mesh"),
+    Row(name="parallelism.data_parallel_replicate_degree", default=1, outcome=Outcome.EXACT,
+        target="data_parallel_replicate_degree", takes=POSITIVE_INT, aspect=Aspect.MESH,
+        aliases=("training.data_parallel_replicate_degree",), meaning="how many replicas there are",
+        reason="the replica axis of the mesh; 1 is none"),
+    Row(name="parallelism.fsdp_reshard_after_forward", default="default", outcome=Outcome.EXACT,
+        target="reshard_after_forward", takes=one_of("default", "always", "never"), aspect=Aspect.RESHARD,
+        decide=_reshard,
+        meaning="whether parameters are freed between forward and backward; default: unless there is a pipeline",
+        reason="the same argument of fully_shard"),
+    Row(name="parallelism.tensor_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
+        neutral=(1,), aliases=("training.tensor_parallel_degree",), meaning="tensor parallelism",
+        reason=f"{_ONE_MESH}; parameters are sharded, layers are not",
+        hint="tensor_parallel_degree = 1 and a larger data_parallel_shard_degree, if a layer fits one rank"),
+    *_belonging("parallelism.tensor_parallel_degree", "parallelism.disable_loss_parallel",
+        "parallelism.enable_async_tensor_parallel", reason="belongs to tensor parallelism"),
+    Row(name="parallelism.pipeline_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
+        neutral=(1,), aliases=("experimental.pipeline_parallel_degree",), meaning="pipeline parallelism",
+        reason=f"{_ONE_MESH}; each rank runs the whole model",
+        hint="pipeline_parallel_degree = 1 and a larger data_parallel_shard_degree"),
+    *_belonging("parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_split_points",
+        "parallelism.module_fqns_per_model_part", "parallelism.pipeline_parallel_first_stage_less_layers",
+        "parallelism.pipeline_parallel_last_stage_less_layers", "parallelism.pipeline_parallel_layers_per_stage",
+        "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv",
+        "parallelism.pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_expert_parallel_overlap",
+        reason="belongs to pipeline parallelism"),
+    Row(name="parallelism.context_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
+        neutral=(1,), aliases=("experimental.context_parallel_degree",),
+        meaning="context parallelism, whose ranks shard parameters as well",
+        reason=f"{_ONE_MESH}; a whole sequence must fit one rank",
+        hint="context_parallel_degree = 1, with full activation checkpointing or a shorter seq_len"),
+    *_belonging("parallelism.context_parallel_degree", "parallelism.context_parallel_rotate_method",
+        "parallelism.context_parallel_load_balancer", reason="belongs to context parallelism"),
+    Row(name="parallelism.expert_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
+        neutral=(1,), meaning="expert parallelism; without experts in the model it does nothing",
+        reason=f"{_ONE_MESH}; experts are sharded like all other parameters",
+        hint="expert_parallel_degree = 1, which gathers all of a layer's experts"),
+    *_belonging("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree",
+        "parallelism.expert_parallel_comm_backend", reason="belongs to expert parallelism"),
+    Row(name="parallelism.enable_compiled_autograd", default=False, outcome=Outcome.UNSUPPORTED, takes=BOOL,
+        neutral=(False,), aliases=("experimental.enable_compiled_autograd",), meaning="compiling the backward",
+        reason="composer_fsdp2 does not compile the backward", hint="set it to false: it changes no numbers"),
+    Row(name="parallelism.enable_fsdp_symm_mem", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL,
+        neutral=(False,), meaning="symmetric memory for FSDP's collectives",
+        reason="torch has it later than 2.7 only, on the newest GPUs; without it collectives take longer"),
+    Row(name="training.enable_cpu_offload", default=False, outcome=Outcome.EXACT, target="CPUOffloadPolicy", takes=BOOL,
+        neutral=(False,), aspect=Aspect.OFFLOAD, aliases=("experimental.enable_cpu_offload",),
+        meaning="keeping parameters, gradients and optimizer state in CPU memory",
+        reason="the same policy of fully_shard"),
+    Row(name="training.mixed_precision_param", default="bfloat16", outcome=Outcome.EXACT,
+        target="MixedPrecisionPolicy(param_dtype)", takes=one_of(*_DTYPES), aspect=Aspect.PRECISION,
+        meaning="the dtype in which parameters are gathered and computed with",
+        reason="the same argument of fully_shard"),
+    Row(name="training.mixed_precision_reduce", default="float32", outcome=Outcome.EXACT,
+        target="MixedPrecisionPolicy(reduce_dtype)", takes=one_of("float32"), aspect=Aspect.PRECISION,
+        meaning="the dtype in which gradients are reduced", reason="the same argument of fully_shard"),
+    Row(name="training.dtype", default="float32", outcome=Outcome.APPROXIMATE,
+        target="the dtype that the model is created in", takes=one_of(*_DTYPES), neutral=("float32",),
+        meaning="the dtype of parameters, gradients and optimizer state",
+        reason="sharding keeps the dtype that parameters are created in", hint="create the model in bfloat16"),
+    Row(name="training.max_norm", default=1.0, outcome=Outcome.APPROXIMATE, target="algorithms.gradient_clipping",
+        takes=_NUMBER, meaning="clipping gradients by their norm",
+        reason="clipping stands outside of the sharding section",
+        hint="in Composer: algorithms.gradient_clipping: {clipping_type: norm, clipping_threshold: max_norm}"),
+    Row(name="activation_checkpoint.mode", default="selective", outcome=Outcome.EXACT,
+        target="activation_checkpointing", takes=one_of("none", "selective", "full", "memory_budget"),
+        aspect=Aspect.CHECKPOINTING, decide=_mode, meaning="which activations are recomputed",
+        reason="each block's activations are kept or recomputed, by torch's implementation without reentering"),
+    Row(name="activation_checkpoint.selective_ac_option", default="2", outcome=Outcome.APPROXIMATE,
+        target="activation_checkpointing", takes=_SELECTIVE, only_with="activation_checkpoint.mode = selective",
+        decide=_option, meaning="under selective: every n-th block, or by operator",
+        reason="which blocks are recomputed is the model's activation_checkpointing_fn's choice"),
+    Row(name="activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns", default=["moe.router.gate"],
+        outcome=Outcome.APPROXIMATE, only_with="activation_checkpoint.mode = selective",
+        meaning="which matrix products are recomputed by operator",
+        reason="whole blocks are recomputed, these products among them"),
+    Row(name="activation_checkpoint.memory_budget", default=0.5, outcome=Outcome.UNSUPPORTED, takes=_NUMBER,
+        only_with="activation_checkpoint.mode = memory_budget", meaning="how much the compiler keeps",
+        reason="belongs to activation_checkpoint.mode = memory_budget"),
+    Row(name="activation_checkpoint.visualize_memory_budget_pareto", default=False, outcome=Outcome.UNSUPPORTED,
+        takes=BOOL, only_with="activation_checkpoint.mode = memory_budget", meaning="a picture of memory budgets",
+        reason="belongs to activation_checkpoint.mode = memory_budget"),
+    Row(name="activation_checkpoint.preserve_rng_state", default=False, outcome=Outcome.EXACT, takes=BOOL,
+        only_with="activation_checkpoint.mode = full",
+        meaning="whether dropout is the same when activations are recomputed",
+        reason="it always is here, which costs little"),
+    Row(name="activation_checkpoint.early_stop", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL,
+        only_with="activation_checkpoint.mode = full",
+        meaning="ending recomputation with the last activation that is needed",
+        reason="torch's default, true, holds here: less computation, the same numbers"),
+    Row(name="activation_checkpoint.determinism_check", default="default", outcome=Outcome.APPROXIMATE,
+        only_with="activation_checkpoint.mode = full", neutral=("default",),
+        meaning="how recomputed activations are compared with the first ones",
+        reason="torch's default check holds here: it sees shapes, dtypes and devices"),
+    Row(name="activation_checkpoint.debug", default=False, outcome=Outcome.UNNEEDED, takes=BOOL,
+        meaning="recording what is recomputed", reason="an aid for debugging, no part of a run"),
+    Row(name="checkpoint.enable", default=False, outcome=Outcome.APPROXIMATE, target="save_folder of the Trainer",
+        takes=BOOL, neutral=(False,), aspect=Aspect.ASYNC_SAVE, aliases=("checkpoint.enable_checkpoint",),
+        meaning="saving checkpoints", reason="where and how often is saved stands outside of the sharding section",
+        hint="set save_folder and save_interval"),
+    Row(name="checkpoint.async_mode", default="disabled", outcome=Outcome.EXACT, target="async_save",
+        takes=one_of("disabled", "async", "async_with_pinned_mem"), neutral=("disabled",), aspect=Aspect.ASYNC_SAVE,
+        only_with="checkpoint.enable", decide=_async_mode, meaning="writing checkpoints in the background",
+        reason="the checkpoint is staged and written while training goes on"),
+    Row(name="checkpoint.keep_latest_k", default=10, outcome=Outcome.APPROXIMATE,
+        target="save_num_checkpoints_to_keep of the Trainer", takes=INT, only_with="checkpoint.enable",
+        meaning="how many checkpoints are kept; 0: all",
+        reason="the same number, outside of the sharding section; all is -1 there",
+        hint="set save_num_checkpoints_to_keep"),
+    Row(name="checkpoint.last_save_model_only", default=True, outcome=Outcome.APPROXIMATE, takes=BOOL, neutral=(False,),
+        only_with="checkpoint.enable", meaning="the last checkpoint without the optimizer",
+        reason="Composer's last checkpoint is like the others: the optimizer is in it",
+        hint="a model alone is taken from it with checkpoint convert"),
+    Row(name="checkpoint.last_save_in_hf", default=False, outcome=Outcome.APPROXIMATE, target="checkpoint convert",
+        takes=BOOL, neutral=(False,), only_with="checkpoint.enable",
+        meaning="the last checkpoint in Hugging Face's format", reason="an export after training",
+        hint="convert the last checkpoint, or use LLM Foundry's hf_checkpointer"),
+    Row(name="checkpoint.export_dtype", default="float32", outcome=Outcome.APPROXIMATE, target="checkpoint convert",
+        takes=one_of("float16", "bfloat16", "float32"), neutral=("float32",), only_with="checkpoint.enable",
+        meaning="the dtype of the last checkpoint, if it is of the model alone", reason="an export after training"),
+    Row(
+        name="compile.enable",
+        default=False,
+        meaning="compiling each block",
+        outcome=Outcome.NEEDS_DECISION,
+        target="compile_config of the Trainer",
+        reason="TorchTitan compiles block by block, inside of units; Composer's compile_config takes the whole model",
+        hint="compile the blocks where the model is made (block.compile()), or train without: the same up to rounding",
+        takes=BOOL,
+        neutral=(False,),
+        aliases=("training.compile",),
+    ),
+    *_belonging("compile.enable", "compile.components", "compile.backend", reason="belongs to compile.enable"),
+    Row(name="quantize.linear.float8.enable_fsdp_float8_all_gather", default=False, outcome=Outcome.UNSUPPORTED,
+        takes=BOOL, neutral=(False,),
+        aliases=("float8.enable_fsdp_float8_all_gather", "quantize.linear.fp8.enable_fsdp_float8_all_gather"),
+        meaning="gathering parameters in float8",
+        reason="composer_fsdp2 gathers parameters in the dtype of mixed_precision_param",
+        hint="set it to false: more communication, finer values"),
+    Row(name="fault_tolerance.enable", default=False, outcome=Outcome.UNSUPPORTED, takes=BOOL, neutral=(False,),
+        meaning="replicas that come and go while training goes on",
+        reason="composer_fsdp2's mesh is of one size for the whole run",
+        hint="data_parallel_replicate_degree gives a fixed number of replicas"),
+)
+# fmt: on
+_BY_NAME = {row.name: row for row in _ROWS}
+_NAMES = {name: row for row in _ROWS for name in (row.name, *row.aliases)}
+
+_UNKNOWN = "no release of TorchTitan up to v0.2.2 knows this key; it refuses such a file"
+# Keys whose default asks for something, so that a file without them asks for it all the same.
+_TELLING_DEFAULTS = (
+    "parallelism.data_parallel_shard_degree",
+    "parallelism.fsdp_reshard_after_forward",
+    "training.mixed_precision_param",
+    "training.mixed_precision_reduce",
+    "training.max_norm",
+    "activation_checkpoint.mode",
+    "activation_checkpoint.selective_ac_option",
+)
+# fmt: off
+_IMPLICIT = (
+    implicit("units", Outcome.APPROXIMATE,
+        "TorchTitan's units are the token embedding, each block, and the last norm with the output; here the model's "
+        "own hooks choose, and what they leave is the root's",
+        "let the model's fsdp_wrap_fn choose the blocks and the token embedding"),
+    implicit("autocast", Outcome.APPROXIMATE,
+        "TorchTitan's FSDP casts parameters and the inputs of units, and uses no torch.autocast",
+        "precision: fp32 in Composer leaves casting to FSDP2; amp_bf16 casts by operator as well"),
+    implicit("scale of the loss", Outcome.APPROXIMATE,
+        "TorchTitan sums the loss over tokens and divides by those of the whole batch, and FSDP2 divides no gradients; "
+        "in Composer they are averaged over ranks and microbatches",
+        "accumulate_train_batch_on_tokens weighs microbatches by their tokens"),
+    implicit("state dict", Outcome.APPROXIMATE,
+        "TorchTitan's checkpoints are sharded, in the format of torch.distributed.checkpoint",
+        "state_dict_type: sharded"),
+)
+# fmt: on
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a file says
+
+_OWN_WORDS = (
+    "model.flavor",
+    "training.mixed_precision_param",
+    "training.mixed_precision_reduce",
+    "training.local_batch_size",
+    "activation_checkpoint.mode",
+    *(name for name in _NAMES if name.startswith("parallelism.")),
+)
+# Keys of the five tables that have to do with neither sharding nor memory, in any release up to v0.2.2.
+_OTHERS = frozenset(
+    f"{table}.{name}"
+    for table, names in {
+        "training": "dataset dataset_path local_batch_size global_batch_size batch_size seq_len steps gc_freq gc_debug "
+        "seed deterministic debug_moe_force_load_balance dataloader warmup_steps",
+        "checkpoint": "folder interval interval_type initial_load_path initial_load_model_only initial_load_in_hf "
+        "initial_load_in_hf_quantized load_step exclude_from_loading enable_first_step_checkpoint load_only "
+        "create_seed_checkpoint enable_ft_dataloader_checkpoints model_weights_only",
+    }.items()
+    for name in names.split()
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """What a file says, by table and name.
+
+    Args:
+        own: The table that is the section; its keys are named without it in the report.
+    """
+
+    given: Mapping[str, Any]
+    own: str
+
+    @classmethod
+    def of(cls, section: Section) -> File:
+        own = ".".join(map(str, section.path))
+        given = {f"{own}.{key}": value for key, value in section.given.items()}
+        for name in _NAMES:
+            table, _, key = name.rpartition(".")
+            others = _at(section.around, table)
+            if table != own and isinstance(others, Mapping) and key in others:
+                given[name] = others[key]
+        for table in _TABLES:  # misspelt keys of the other tables; their other keys have nothing to do with sharding
+            others = section.around.get(table)
+            for key, value in others.items() if table != own and isinstance(others, Mapping) else ():
+                name = f"{table}.{key}"
+                if name not in given and name not in _OTHERS and _is_near(name):
+                    given[name] = value
+        return cls(given=given, own=own)
+
+    def __getitem__(self, name: str) -> Any:
+        row = _BY_NAME[name]
+        return next((self.given[each] for each in (name, *row.aliases) if each in self.given), row.default)
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        yield from ((key, _NAMES[key]) for key in self.given if key in _NAMES)
+
+    def is_on(self, condition: str) -> bool:
+        name, _, value = condition.partition(" = ")
+        return bool(self[name] == value) if value else not _BY_NAME[name].is_neutral(self[name])
+
+    def is_read(self, row: Row) -> bool:
+        return not row.only_with or self.is_on(row.only_with)
+
+    def short(self, name: str) -> str:
+        return name.removeprefix(f"{self.own}.")
+
+
+def _at(values: Any, name: str) -> Any:
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return values
+
+
+def _is_near(name: str) -> bool:
+    return bool(difflib.get_close_matches(name, list(_NAMES), n=1, cutoff=0.85))
+
+
+def _is_bad(file: File, row: Row) -> bool:
+    is_given = any(name in file.given for name in (row.name, *row.aliases))
+    return is_given and file.is_read(row) and not row.takes.fits(file[row.name])
+
+
+def _findings(file: File) -> Iterator[Finding]:
+    for key, value in file.given.items():
+        row = _NAMES.get(key)
+        if row is None:
+            yield _foreign(file, key, value)
+        elif key != row.name and row.name in file.given:
+            yield idle(row.usual(file.short(key), value), f"{row.name} says it, too, and takes precedence")
+        else:
+            yield _finding(file, row, file.short(key), value)
+    given = {row.name for _, row in file.rows()}
+    for name in _TELLING_DEFAULTS:
+        row = _BY_NAME[name]
+        if name not in given and file.is_read(row):
+            yield replace(_finding(file, row, name, row.default), origin=Origin.IMPLICIT)
+    yield from _IMPLICIT
+
+
+def _foreign(file: File, key: str, value: Any) -> Finding:
+    table, _, name = key.rpartition(".")
+    known = [each.rpartition(".")[2] for each in _BY_NAME if each.rpartition(".")[0] == table]
+    finding = replace(unknown_key(name, value, known, _UNKNOWN), key=file.short(key))
+    return idle(finding, "it has to do with neither sharding nor memory") if key in _OTHERS else finding
+
+
+def _finding(file: File, row: Row, key: str, value: Any) -> Finding:
+    is_read = file.is_read(row)
+    finding = finding_of(row, key, value, is_read=is_read)
+    decides = row.decide is not None and is_read and row.takes.fits(value)
+    return row.decide(finding, file) if decides else finding  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def _run(file: File) -> RunConfig:
+    reshard, mode = file["parallelism.fsdp_reshard_after_forward"], file["activation_checkpoint.mode"]
+    option = file["activation_checkpoint.selective_ac_option"]
+    has_pipeline = file.is_on("parallelism.pipeline_parallel_degree")
+    replicas, shards = (file[f"parallelism.data_parallel_{axis}_degree"] for axis in ("replicate", "shard"))
+    is_recomputed = mode in ("selective", "full")
+    return RunConfig(
+        config=ShardingConfig(
+            # DDP is what TorchTitan does with replicas of one rank each.
+            mesh=MeshSpec.of_degrees(shard=shards, replicate=replicas if replicas > 1 else None),
+            reshard_after_forward=reshard == "always" or (reshard == "default" and not has_pipeline),
+            mixed_precision=MixedPrecision(
+                param_dtype=file["training.mixed_precision_param"],
+                reduce_dtype=file["training.mixed_precision_reduce"],
+                cast_forward_inputs=True,
+            ),
+            cpu_offload=file["training.enable_cpu_offload"],
+            activation_checkpointing=ActivationCheckpointing(checkpoint=is_recomputed, reentrant=not is_recomputed),
+        ),
+        wrap=Wrap(kind=WrapKind.CLASSES, classes=_CLASSES, embeddings=True, output=True),
+        state_dict_type="sharded",
+        async_save=file.is_on("checkpoint.enable") and file.is_on("checkpoint.async_mode"),
+        max_grad_norm=file["training.max_norm"],
+        selective_checkpointing=option if mode == "selective" and option != "1" else None,
+        compile=file["compile.enable"],
+        **{kind: file[f"parallelism.{kind}_degree"] for kind in _PARALLELISMS},
+    )
+
+
+_CLASSES = ("TransformerBlock",)
+_PARALLELISMS = ("context_parallel", "expert_parallel", "tensor_parallel", "pipeline_parallel")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run in TorchTitan's words
+
+
+def _mesh_difference(mesh: MeshSpec) -> Finding | None:
+    hint, outcome = "", Outcome.APPROXIMATE
+    if mesh.is_grouped:
+        outcome, target = Outcome.UNSUPPORTED, ""
+        reason, hint = "TorchTitan has one mesh of all ranks, no groups that do not meet", "choose two degrees"
+    elif mesh.replicate_degree == -1:
+        outcome, target = Outcome.NEEDS_DECISION, "parallelism.data_parallel_replicate_degree"
+        reason, shards = "TorchTitan leaves the shards open, never the replicas", mesh.shard_degree
+        hint = f"set it to the number of ranks divided by {shards}, and data_parallel_shard_degree to {shards}"
+    elif mesh.shard_degree == 1:
+        target = "parallelism.data_parallel_shard_degree = 1"
+        reason = "without shards TorchTitan uses DDP, and torch.autocast for mixed precision"
+    else:
+        return None
+    return Finding(
+        key="mesh", value=mesh.text, outcome=outcome, target=target, reason=reason, hint=hint, origin=Origin.LACKING
+    )
+
+
+_UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION, _UNNEEDED = (
+    Outcome.UNSUPPORTED,
+    Outcome.APPROXIMATE,
+    Outcome.NEEDS_DECISION,
+    Outcome.UNNEEDED,
+)
+# fmt: off
+_LACKS: tuple[Lack, ...] = (
+    Lack(asked="units", held=_CLASSES, outcome=_APPROXIMATE, target="parallelize.py of the model",
+        reason="TorchTitan's models choose their units in code: the token embedding, each block, the last norm with "
+        "the output; the numbers do not depend on it"),
+    Lack(asked="reshard_after_forward", outcome=_UNSUPPORTED, target="parallelism.fsdp_reshard_after_forward",
+        reason="TorchTitan frees parameters everywhere or nowhere, and does not keep them in groups of {value} ranks",
+        hint="default needs less memory, never less communication"),
+    Lack(asked="param_dtype", held=_DTYPES, outcome=_NEEDS_DECISION, target="training.mixed_precision_param",
+        reason="TorchTitan computes in bfloat16 or float32",
+        hint="bfloat16 has a wider range than float16 and needs no scaling of gradients; float32 is exact"),
+    Lack(asked="reduce_dtype", held=("float32",), outcome=_APPROXIMATE, target="training.mixed_precision_reduce",
+        reason="TorchTitan reduces in float32 only: finer, and more communication"),
+    Lack(asked="dtype of outputs", outcome=_UNSUPPORTED, reason="TorchTitan has no key for the dtype of outputs"),
+    Lack(asked="autocast", held=("fp32",), outcome=_APPROXIMATE, target="training.mixed_precision_param",
+        reason="TorchTitan's FSDP casts parameters and inputs of units, and uses no torch.autocast"),
+    Lack(asked="casting of inputs", only=("at roots",), outcome=_APPROXIMATE,
+        reason="TorchTitan up to v0.2.2 casts the inputs of each unit"),
+    Lack(asked="casting of the root's inputs", only=("not done",),
+        unless=lambda run: run.config.mixed_precision.cast_forward_inputs, outcome=_APPROXIMATE,
+        reason="TorchTitan casts the root's inputs, too; token ids are not cast anyway"),
+    Lack(asked="buffer_dtype", outcome=_APPROXIMATE, reason="TorchTitan leaves buffers in the dtype that they have"),
+    Lack(asked="reentrant checkpointing", outcome=_APPROXIMATE, target="activation_checkpoint.mode",
+        reason="TorchTitan recomputes without reentering: the same numbers"),
+    Lack(asked="activation offloading", outcome=_UNSUPPORTED,
+        reason="TorchTitan does not keep activations in CPU memory"),
+    Lack(asked="Transformer Engine", outcome=_UNSUPPORTED,
+        reason="TorchTitan recomputes with torch's implementation only"),
+    *(Lack(asked=f"prefetch in {phase}", outcome=_APPROXIMATE, reason="TorchTitan leaves the order of gathers to "
+        "FSDP2; the numbers do not depend on it") for phase in ("forward", "backward")),
+    Lack(asked="gradient_sync", outcome=_APPROXIMATE,
+        reason="TorchTitan reduces gradients in every microbatch: less memory, more communication"),
+    Lack(asked="reshard_after_backward", outcome=_APPROXIMATE,
+        reason="TorchTitan frees parameters after each backward: less memory, more communication"),
+    Lack(asked="collective_guard", outcome=_APPROXIMATE, target="comm.train_timeout_seconds",
+        reason="TorchTitan does not compare where ranks stand, but ends a run that hangs, after a time",
+        hint="comm.train_timeout_seconds is 100 unless it is set"),
+    Lack(asked="sync_module_states", held=("never",), outcome=_APPROXIMATE,
+        reason="TorchTitan creates the model's values sharded, on each rank its part, and broadcasts none"),
+    Lack(asked="ignored_modules", outcome=_UNSUPPORTED, reason="TorchTitan shards all modules"),
+    Lack(asked="keep_low_precision_grads", outcome=_APPROXIMATE, target="training.dtype",
+        reason="TorchTitan keeps gradients in the dtype of the parameters",
+        hint="training.dtype = 'bfloat16' stores parameters and gradients in it"),
+    Lack(asked="state_dict_type", held=("sharded",), outcome=_APPROXIMATE, target="checkpoint",
+        reason="TorchTitan's checkpoints are sharded",
+        hint="last_save_in_hf = true writes the last one unsharded, for Hugging Face"),
+    Lack(asked="gradient clipping", only=("off",), outcome=_APPROXIMATE, target="training.max_norm",
+        reason="TorchTitan clips gradients to a norm of 1 unless told otherwise",
+        hint="set max_norm to the run's own, or to a large number for none"),
+    Lack(asked="frozen parameters", outcome=_UNSUPPORTED, reason="TorchTitan trains all parameters",
+        hint="freeze them in the model's code"),
+    Lack(asked="expert patch", outcome=_UNNEEDED,
+        reason="TorchTitan runs all experts of a layer in one grouped product, so that ranks do not diverge"),
+    Lack(asked="tiled MLP", outcome=_UNSUPPORTED, reason="TorchTitan computes MLPs in one piece"),
+    Lack(asked="model only", outcome=_APPROXIMATE, target="checkpoint.last_save_model_only",
+        reason="TorchTitan leaves the optimizer out of the last checkpoint only"),
+    Lack(asked="verbose", outcome=_UNNEEDED, reason="TorchTitan has its own words for its log"),
+    Lack(asked="strict", outcome=_UNNEEDED, reason="composer_fsdp2's own word"),
+)
+# fmt: on
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The dialect
+
+
+class TorchTitanDialect(Dialect):
+    """A TOML file; a setting's key is its table and its name."""
+
+    name = target = "torchtitan"
+    title = "TorchTitan up to v0.2.2"
+    rows = tuple(replace(row, group=row.name.rpartition(".")[0]) for row in _ROWS)
+    lacks = _LACKS
+    suffix = ".toml"
+    silent = (Section.at(("parallelism",), {"parallelism": {}}),)
+
+    def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
+        """One for the whole file: [parallelism], or else the first of the tables that there is."""
+        if path or all(_at(values, name) is None for name in _OWN_WORDS):
+            return None  # ``training`` and ``checkpoint`` alone are common names
+        return next(((name,) for name in _TABLES if isinstance(values.get(name), Mapping)), None)
+
+    def read(self, section: Section) -> Reading:
+        file = File.of(section)
+        findings = tuple(_findings(file))
+        return Reading(
+            run=None if any(_is_bad(file, row) for row in _ROWS) else _run(file),
+            findings=findings,
+            aspects=deciding({file.short(key): row.aspect for key, row in file.rows()}, findings),
+        )
+
+    def settings(self, run: RunConfig) -> Iterator[Setting]:
+        config, recomputes = run.config, run.config.activation_checkpointing.checkpoint
+        selective = run.selective_checkpointing if recomputes else None
+        mesh, parallel = config.mesh, {kind: getattr(run, kind) for kind in _PARALLELISMS}
+        has_degrees = not mesh.is_grouped and mesh.replicate_degree != -1
+        freed = "default" if run.pipeline_parallel == 1 else "always"
+        is_low = config.mixed_precision.param_dtype in ("bfloat16", "float16")
+        for key, value, is_needed in (
+            ("parallelism.data_parallel_replicate_degree", mesh.replicate_degree, has_degrees),
+            ("parallelism.data_parallel_shard_degree", mesh.shard_degree, has_degrees),
+            ("parallelism.fsdp_reshard_after_forward", freed if config.reshard_after_forward else "never", True),
+            *((f"parallelism.{kind}_degree", degree, degree != 1) for kind, degree in parallel.items()),
+            ("compile.enable", True, run.compile),
+            ("training.mixed_precision_param", "bfloat16" if is_low else "float32", True),
+            ("training.mixed_precision_reduce", "float32", True),
+            ("training.enable_cpu_offload", config.cpu_offload, True),
+            ("training.max_norm", run.max_grad_norm, run.max_grad_norm is not None),
+            ("activation_checkpoint.mode", "selective" if selective else "full" if recomputes else "none", True),
+            ("activation_checkpoint.selective_ac_option", str(selective), selective),
+            ("checkpoint.enable", True, run.async_save),
+            ("checkpoint.async_mode", "async", run.async_save),
+        ):
+            if is_needed:
+                yield Setting(aspect=_BY_NAME[key].aspect, key=key, value=value)
+
+    def differences(self, run: RunConfig) -> Iterator[Finding]:
+        of_mesh = _mesh_difference(run.config.mesh)
+        yield from (() if of_mesh is None else (of_mesh,))
+        yield from super().differences(run)
+
+    def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
+        """Names of earlier releases become those of v0.2.2; nothing else, for TorchTitan's words are FSDP2's."""
+        file = File.of(section)
+        gone: dict[str, dict[str, list[tuple[str, Any]]]] = {}
+        come: dict[str, list[tuple[str, Any]]] = {}
+        given = {key for key, _ in file.rows()}
+        for key, row in file.rows():
+            if key == row.name:
+                continue
+            old, _, old_name = key.rpartition(".")
+            new, _, new_name = row.name.rpartition(".")
+            is_first = row.name not in given
+            given.add(row.name)
+            gone.setdefault(old, {})[old_name] = [(new_name, file.given[key])] if is_first and old == new else []
+            if is_first and old != new:
+                come.setdefault(new, []).append((new_name, file.given[key]))
+        return [
+            MappingEdit(path=tuple(table.split(".")), replacements=gone.get(table, {}), additions=come.get(table, ()))
+            for table in dict.fromkeys((*gone, *come))
+        ]
+
+    def defaults(self, row: Row) -> Mapping[str, Any]:
+        """TOML has no null: a default of None decides nothing."""
+        return {} if row.default is None else {"": row.default}
+
+    def questions(self, row: Row, value: Any) -> Iterator[Question]:
+        values: dict[str, Any] = {"parallelism": {}}
+        for name, each in {**self.switched_on(row), row.name: value}.items():
+            values = merged(values, nested(name, each))
+        yield Question(section=Section.at(("parallelism",), values), key=row.name.removeprefix("parallelism."))

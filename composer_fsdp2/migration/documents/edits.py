@@ -1,0 +1,117 @@
+"""A text with its values and places, and edits by positions, which leave every other character as it is."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Path = tuple[str | int, ...]
+Settings = Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Edit:
+    """Put ``text`` in the place of the characters from ``start`` up to ``end``."""
+
+    start: int
+    end: int
+    text: str
+
+
+def apply_edits(text: str, edits: Iterable[Edit]) -> str:
+    """The text with all edits made.
+
+    Raises:
+        ValueError: two of them overlap.
+    """
+    pieces, position = [], 0
+    for edit in sorted(edits):
+        if edit.start < position:
+            raise ValueError(f"edits overlap at character {edit.start}")
+        pieces += [text[position : edit.start], edit.text]
+        position = edit.end
+    return "".join([*pieces, text[position:]])
+
+
+class Document(Protocol):
+    """A configuration file, whatever its format.
+
+    Attributes:
+        name: What messages call it.
+        original: The text as given.
+        values: What it holds.
+        takes_entries: Whether a section of one system can be replaced by another system's, within the text.
+    """
+
+    name: str
+    original: str
+    values: dict[str, Any]
+    takes_entries: bool
+
+    @property
+    def interpolates(self) -> bool:
+        """Whether a value may be a reference to another one (OmegaConf's ``${...}``)."""
+
+    def edited(self, edits: Iterable[Edit]) -> str:
+        """The original text with all edits made."""
+
+    def line_of(self, path: Path) -> int:
+        """The line of the key at ``path``, from 1. Raises KeyError: there is none."""
+
+    def duplicate(self, path: Path) -> str:
+        """Where a key stands twice in the mapping at ``path``, as a message; "" if none does."""
+
+    def edit_mapping(
+        self,
+        path: Path,
+        replacements: Mapping[str, Settings],
+        additions: Settings = (),
+        *,
+        given: Mapping[str, Any] | None = None,
+    ) -> list[Edit]:
+        """Edits that put other entries in the place of some of a mapping's; all others keep their bytes.
+
+        Args:
+            replacements: By key, the entries that come in its place; none remove it. A comment behind a removed entry
+                stays, on a line of its own.
+            additions: New entries at the end.
+            given: What the mapping holds, with interpolations resolved; None if that is what the text says.
+        Raises:
+            KeyError: there is no mapping at ``path``, or it lacks a key of ``replacements``.
+        """
+
+    def replace_entry(
+        self,
+        path: Path,
+        heads: Sequence[tuple[str, Settings]],
+        beside: Settings,
+        *,
+        inner: Path | None,
+        replacements: Mapping[str, Settings],
+        additions: Settings,
+        around: Mapping[str, Settings],
+        given: Mapping[str, Any] | None,
+    ) -> list[Edit]:
+        """Put another entry in the place of the one at ``path``; comments stay, in their order.
+
+        Args:
+            heads: The names of the new entry and of the mappings in it, outermost first, each with the entries that it
+                begins with. The innermost takes ``replacements`` and ``additions``.
+            beside: Further entries after it.
+            inner: The mapping within the old entry that ``replacements`` are about; None if there is none.
+            around: Replacements in the mapping that the entry lies in, whose values are ``given``.
+        """
+
+    def stands_for(self, path: Path, others: Sequence[Path]) -> Path | None:
+        """The other path that the value at ``path`` is only an alias of, or an interpolation; None if it is none."""
+
+    def written_as(self, path: Path) -> str:
+        """What stands at ``path`` in the place of a mapping: an alias, an interpolation; "" if the mapping does."""
+
+    def references(self) -> Iterator[tuple[Path, int]]:
+        """The paths that interpolations refer to, each with the line of the interpolation."""
+
+    def holds_line(self, path: Path, line: int) -> bool:
+        """Whether a line is part of what stands at ``path``."""
+
+    def changes_elsewhere(self, after: str, own: Sequence[Path]) -> bool:
+        """Whether the text ``after`` edits says something else outside of ``own``, as an anchor's aliases do."""

@@ -1,0 +1,466 @@
+"""Edits of a YAML text that leave every other byte as it is.
+
+A library's dump writes a new text: quotes, widths and blank lines change. Here the text is cut and spliced by the
+marks of its nodes. Called by ``migrate``; reads and writes no file.
+"""
+
+import bisect
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.documents.edits import Edit, Path, Settings
+from composer_fsdp2.migration.documents.yaml_text import YamlText, is_mapping
+
+# The text of an entry, by its key and its value's text: as the file has it, with its quotes and interpolations.
+_Same = Mapping[tuple[str, str], str]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Some entries of a mapping
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A key with its value in a mapping's text: from the key's first character to the value's last."""
+
+    key: str
+    start: int
+    end: int
+    comment: str  # behind it on its last line
+
+
+def _edit_mapping(
+    document: YamlText,
+    path: Path,
+    replacements: Mapping[str, Settings],
+    additions: Settings = (),
+    *,
+    given: Mapping[str, Any] | None = None,
+) -> list[Edit]:
+    """``Document.edit_mapping``.
+
+    What a merge (``<<``) brings is written out, if one of its entries is to be replaced; a mapping that stands
+    somewhere else (an alias, an interpolation) is written out here, and stays as it is there.
+    """
+    if not replacements and not additions:
+        return []
+    node = document.node(path)
+    values = _values_at(document, path) if given is None else given
+    if lacking := replacements.keys() - values.keys():
+        raise KeyError(f"{'.'.join(map(str, path))} has no {', '.join(sorted(lacking))}")
+    if not (is_mapping(node) and _stands_here(document, path)):
+        return _written_out(document, path, values, replacements, additions)
+    entries = {entry.key: entry for entry in _entries(document.text, node)}
+    if not entries:
+        start = document.text.index("{", node.start_mark.index)
+        return [Edit(start, node.end_mark.index, flow_text(dict(additions)))]
+    if replacements.keys() & document.merged(path).keys():  # also a key of its own: the merge would bring it back
+        replacements = _without_merge(entries, values, replacements)
+    kept = {key: document.text[entry.start : entry.end] for key, entry in entries.items()}
+    same = {(key, flow_text(values[key])): text for key, text in kept.items() if key in values}
+    if node.flow_style:
+        return list(_flow_edits(document, node, entries, replacements, additions, same))
+    return list(_block_edits(document, entries, replacements, additions, same))
+
+
+def _written_out(
+    document: YamlText, path: Path, values: Mapping[str, Any], replacements: Mapping[str, Settings], additions: Settings
+) -> list[Edit]:
+    """All entries, in the place of what stands for the mapping, or beside what is merged there."""
+    entries = {key: new for old in values.items() for key, new in replacements.get(old[0], [old])} | dict(additions)
+    here = (str(path[-1]), entries)
+    parent = document.node(path[:-1])
+    if is_mapping(parent) and any(entry.key == path[-1] for entry in _entries(document.text, parent)):
+        return _edit_mapping(document, path[:-1], {here[0]: [here]})
+    return _edit_mapping(document, path[:-1], {}, [here])
+
+
+def _without_merge(
+    entries: Mapping[str, _Written], values: Mapping[str, Any], replacements: Mapping[str, Settings]
+) -> dict[str, Settings]:
+    """The replacements, with one of the merge by all that it brings."""
+    inherited = [each for each in values.items() if str(each[0]) not in entries]
+    own = {key: new for key, new in replacements.items() if key in entries}
+    return {**own, "<<": [new for old in inherited for new in replacements.get(old[0], [old])]}
+
+
+def _stands_here(document: YamlText, path: Path) -> bool:
+    """Whether the value at ``path`` is written there: no alias, and brought by no merge."""
+    if not path:
+        return True
+    node, parent = document.node(path), document.node(path[:-1])
+    if not is_mapping(parent):  # an item of a list
+        return bool(node.start_mark.index >= parent.start_mark.index) and _stands_here(document, path[:-1])
+    entries = [entry for entry in _entries(document.text, parent) if entry.key == str(path[-1])]
+    is_inside = any(entry.start <= node.start_mark.index <= entry.end for entry in entries)
+    return is_inside and _stands_here(document, path[:-1])
+
+
+def _values_at(document: YamlText, path: Path) -> Any:
+    values: Any = document.values
+    for key in path:
+        values = values[key]
+    return values
+
+
+def _block_edits(
+    document: YamlText,
+    entries: Mapping[str, _Written],
+    replacements: Mapping[str, Settings],
+    additions: Settings,
+    same: _Same,
+) -> Iterator[Edit]:
+    text = document.text
+    column = _indent(text, next(iter(entries.values())).start)
+    lines = {key: _lines_in_place(document, entries[key], new, same) for key, new in replacements.items()}
+    added = list(_lines_of(additions, document))
+    *_, last = entries.values()
+    if last.key in lines:
+        lines[last.key] += added
+    elif added:
+        lines[last.key] = [text[last.start : last.end], *added]
+    if lines.keys() == entries.keys() and not any(lines.values()):
+        lines[last.key] = ["{}"]
+    for key, new in lines.items():
+        yield _block_edit(text, entries[key], f"\n{column}".join(new))
+
+
+def _lines_in_place(document: YamlText, entry: _Written, new: Settings, same: _Same) -> list[str]:
+    """Comments of a value over several lines, and what comes in its place; an entry that is still there as written."""
+    kept = [same.get((name, flow_text(value))) for name, value in new]
+    if document.text[entry.start : entry.end] in kept:
+        inner = []
+    else:
+        inner = [comment for _, comment in _comments(document, entry.start, entry.end)]
+    lines = ([text] if text is not None else _lines_of([each], document) for each, text in zip(new, kept, strict=True))
+    return [*inner, *(line for each in lines for line in each)]
+
+
+def _block_edit(text: str, entry: _Written, new: str) -> Edit:
+    line_start = text.rfind("\n", 0, entry.start) + 1
+    if new:
+        return Edit(entry.start, entry.end, new)
+    if text[line_start : entry.start].strip():  # behind the dash of a list's item: the line stays
+        return Edit(entry.start, entry.end, "")
+    if entry.comment:
+        return Edit(entry.start, _line_end(text, entry.end) - len(entry.comment), "")
+    return Edit(line_start, min(_line_end(text, entry.end) + 1, len(text)), "")
+
+
+def _flow_edits(
+    document: YamlText,
+    node: MappingNode,
+    entries: Mapping[str, _Written],
+    replacements: Mapping[str, Settings],
+    additions: Settings,
+    same: _Same,
+) -> Iterator[Edit]:
+    text = document.text
+    new = {
+        key: [same.get((name, flow_text(value)), f"{name}: {flow_text(value)}") for name, value in into]
+        for key, into in replacements.items()
+    }
+    added = [f"{name}: {flow_text(value)}" for name, value in additions]
+    start = text.index("{", node.start_mark.index)
+    whole = text[start : node.end_mark.index]
+    if "\n" not in whole:
+        parts = [part for key, entry in entries.items() for part in new.get(key, [text[entry.start : entry.end]])]
+        yield Edit(start, node.end_mark.index, "{" + ", ".join([*parts, *added]) + "}")
+        return
+    # Over several lines there may be comments, which only stay if what lies between the entries does.
+    *_, last = entries.values()
+    for key, entry in entries.items():
+        comma = re.compile(r"(?:\s|#[^\n]*)*,").match(text, entry.end)
+        here = new.get(key, [text[entry.start : entry.end]] if key == last.key and added else None)
+        if key == last.key and here is not None:
+            here = [*here, *added]
+        if here:
+            yield Edit(entry.start, entry.end, ", ".join(here))
+        elif here is not None:  # YAML takes a comma behind the last entry
+            yield Edit(entry.start, entry.end, "")
+            if comma:
+                yield Edit(comma.end() - 1, comma.end(), "")
+
+
+def _entries(text: str, node: MappingNode) -> Iterator[_Written]:
+    for key, value in node.value:
+        end = _end(text, key, value)
+        comment = re.match(r"[ \t]*(#[^\n]*)?", text[end:])
+        yield _Written(str(key.value), key.start_mark.index, end, (comment and comment.group(1)) or "")
+
+
+def _end(text: str, key: Node, value: Node) -> int:
+    """Behind the last character of a value."""
+    if value.start_mark.index < key.end_mark.index:  # an alias: the node is where its anchor is
+        alias = re.compile(r"\s*:\s*\*[^\s,\]}]+").match(text, key.end_mark.index)
+        if alias is not None:
+            return alias.end()
+    return _end_of(text, key.end_mark.index, value)
+
+
+def _end_of(text: str, start: int, value: Any) -> int:
+    if isinstance(value, ScalarNode):
+        if value.value == "" and value.style is None:
+            return _end_of_empty(text, start)
+        if value.style in ("|", ">"):
+            return value.start_mark.index + len(text[value.start_mark.index : value.end_mark.index].rstrip())
+        return int(value.end_mark.index)
+    if value.flow_style:
+        return int(value.end_mark.index)
+    # A block collection's own mark lies behind the comments that follow it.
+    if is_mapping(value):
+        last_key, last = value.value[-1]
+        return _end(text, last_key, last)
+    last = value.value[-1]
+    if last.start_mark.index < value.start_mark.index:  # an alias as the last item
+        aliases = list(re.compile(r"-[ \t]+\*[^\s,\]}]+").finditer(text, value.start_mark.index, value.end_mark.index))
+        return aliases[-1].end()
+    return _end_of(text, last.start_mark.index, last)
+
+
+def _end_of_empty(text: str, start: int) -> int:
+    """Behind the colon, or behind an anchor or tag that stands for nothing."""
+    colon = text.find(":", start)
+    decorated = re.compile(r"(?:[ \t]+[&!][^\s,\]}]*)*").match(text, colon + 1)
+    return colon + 1 if decorated is None else decorated.end()
+
+
+def _indent(text: str, position: int) -> str:
+    line_start = text.rfind("\n", 0, position) + 1
+    return text[line_start:position] if not text[line_start:position].strip() else " " * (position - line_start)
+
+
+def _line_end(text: str, position: int) -> int:
+    end = text.find("\n", position)
+    return len(text) if end < 0 else end
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A rebuilt entry
+
+
+def _rebuilt_entry(
+    document: YamlText,
+    path: Path,
+    heads: Sequence[tuple[str, Settings]],
+    beside: Settings,
+    *,
+    inner: Path | None,
+    replacements: Mapping[str, Settings],
+    additions: Settings,
+) -> Edit:
+    """``Document.replace_entry``, in a block mapping."""
+    text = document.text
+    parent = document.node(path[:-1])
+    assert is_mapping(parent)
+    entry = next(each for each in _entries(text, parent) if each.key == path[-1])
+    node = document.node(path)
+    pieces = list(_pieces(document, entry, None if inner is None else document.node(inner), replacements))
+    step, column = " " * document.indent, _indent(text, entry.start)
+    lines: list[str] = []
+    for depth, (name, first) in enumerate(heads):
+        anchor = _anchor(text, node) if depth == 0 else ""
+        lines.append(f"{step * depth}{name}:{anchor}")
+        lines += [f"{step * (depth + 1)}{line}" for line in _lines_of(first, document)]
+    body = [*pieces, *_lines_of(additions, document)]
+    lines += [f"{step * len(heads)}{line}" for line in body]
+    if not any(line and not line.startswith("#") for line in body) and not heads[-1][1]:
+        lines[-len(body) - 1] += " {}"
+    lines += _lines_of(beside, document)
+    end = text.index(entry.comment, entry.end) + len(entry.comment) if entry.comment else entry.end
+    return Edit(entry.start, end, f"\n{column}".join(lines))
+
+
+def _anchor(text: str, node: Any) -> str:
+    found = re.compile(r"&\S+").match(text, node.start_mark.index) if node.anchor else None
+    return f" {found.group()}" if found else ""
+
+
+def _pieces(
+    document: YamlText, entry: _Written, inner: Node | None, replacements: Mapping[str, Settings]
+) -> Iterator[str]:
+    """Comments of an entry, and what replaces the entries of a mapping in it, in the order of the text."""
+    text = document.text
+    found: list[tuple[int, list[str]]] = []
+    behind: dict[int, str] = {}  # comments behind an entry, by where it begins
+    placed: set[str] = set()
+    if is_mapping(inner) and entry.start <= inner.start_mark.index < entry.end:
+        for each in _entries(text, inner):
+            lines = list(_lines_of(replacements.get(each.key, ()), document))
+            placed.add(each.key)
+            if each.comment and len(lines) == 1:
+                behind[text.index(each.comment, each.end)] = each.comment
+                lines = [f"{lines[0]}  {each.comment}"]
+            found.append((each.start, lines))
+    for start, comment in _comments(document, entry.start, _line_end(text, entry.end)):
+        if start not in behind:
+            found.append((start, [comment]))
+    for _, lines in sorted(found):
+        yield from lines
+    for key, new in replacements.items():
+        if key not in placed:
+            yield from _lines_of(new, document)
+
+
+def _comments(document: YamlText, start: int, end: int) -> Iterator[tuple[int, str]]:
+    """Where comments begin between two places, each with its text."""
+    scalars = [first for first, _ in document.scalars]
+    for comment in re.compile(r"(?:(?<=\s)|^)#[^\n]*", re.MULTILINE).finditer(document.text, start, end):
+        before = bisect.bisect_right(scalars, comment.start()) - 1
+        if before < 0 or document.scalars[before][1] <= comment.start():
+            yield comment.start(), comment.group().rstrip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values as text
+
+
+def _lines_of(entries: Settings, document: YamlText) -> Iterator[str]:
+    yield from block_text(dict(entries), " " * document.indent)
+
+
+def block_text(values: Mapping[str, Any], step: str = "  ") -> Iterator[str]:
+    """The lines of a mapping, its own nested mappings indented; lists stay on one line."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield f"{_scalar_text(str(name))}:"
+            yield from (f"{step}{line}" for line in block_text(value, step))
+        else:
+            yield f"{_scalar_text(str(name))}: {flow_text(value)}"
+
+
+def flow_text(value: object) -> str:
+    """A value on one line, as YAML 1.1 and 1.2 read it alike."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{flow_text(key)}: {flow_text(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(flow_text, value)) + "]"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        number: str = yaml.safe_dump(value)  # 1e-06 would be read as a string
+        return number.partition("\n")[0]
+    return _scalar_text(str(value))
+
+
+_PLAIN = re.compile(r"[A-Za-z_./][\w./ -]*")
+_WORDS = re.compile(r"(?i)y|n|yes|no|on|off|true|false|null|~|\.nan|\.inf")
+
+
+def _scalar_text(text: str) -> str:
+    if _PLAIN.fullmatch(text) and not _WORDS.fullmatch(text) and text == text.strip():
+        return text
+    quoted: str = yaml.safe_dump(text, default_style='"', width=2**31, allow_unicode=True)
+    return quoted.removesuffix("\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The document
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+class YamlDocument(YamlText):
+    """A ``Document`` of YAML."""
+
+    takes_entries = True
+
+    @property
+    def interpolates(self) -> bool:
+        return "${" in self.text
+
+    def edit_mapping(
+        self,
+        path: Path,
+        replacements: Mapping[str, Settings],
+        additions: Settings = (),
+        *,
+        given: Mapping[str, Any] | None = None,
+    ) -> list[Edit]:
+        return _edit_mapping(self, path, replacements, additions, given=given)
+
+    def replace_entry(
+        self,
+        path: Path,
+        heads: Sequence[tuple[str, Settings]],
+        beside: Settings,
+        *,
+        inner: Path | None,
+        replacements: Mapping[str, Settings],
+        additions: Settings,
+        around: Mapping[str, Settings],
+        given: Mapping[str, Any] | None,
+    ) -> list[Edit]:
+        parent = self.node(path[:-1])
+        is_block = is_mapping(parent) and not parent.flow_style
+        if is_block and all(_stands_here(self, each) for each in (path, inner) if each is not None):
+            options = {"inner": inner, "replacements": replacements, "additions": additions}
+            return [_rebuilt_entry(self, path, heads, beside, **options), *self.edit_mapping(path[:-1], around)]  # type: ignore[arg-type]
+        entries: dict[str, Any] = dict((*(each for new in replacements.values() for each in new), *additions))
+        for name, first in reversed(heads):
+            entries = {name: {**dict(first), **entries}}
+        return self.edit_mapping(path[:-1], {str(path[-1]): [*entries.items(), *beside], **around}, given=given)
+
+    def stands_for(self, path: Path, others: Sequence[Path]) -> Path | None:
+        node = self.node(path)
+        if isinstance(node, ScalarNode):
+            return next((each for each, _ in _references(node.value) if each in others), None)
+        return next(
+            (each for each in others if each != path and _stands_here(self, each) and self.node(each) is node), None
+        )
+
+    def written_as(self, path: Path) -> str:
+        node = self.node(path)
+        if is_mapping(node) and _stands_here(self, path):
+            return ""
+        is_scalar = isinstance(node, ScalarNode)
+        return str(node.value) if is_scalar else f"an alias of what begins in line {node.start_mark.line + 1}"
+
+    def references(self) -> Iterator[tuple[Path, int]]:
+        return _references(self.text)
+
+    def holds_line(self, path: Path, line: int) -> bool:
+        try:
+            return bool(self.line_of(path) <= line <= self.node(path).end_mark.line + 1)
+        except KeyError:  # it was itself an interpolation's
+            return False
+
+    def changes_elsewhere(self, after: str, own: Sequence[Path]) -> bool:
+        if not self.has_aliases or after == self.original:
+            return False
+        try:
+            return _without(self.values, own) != _without(YamlText(after, self.name).values, own)
+        except ConfigError:
+            return True
+
+
+def _references(text: str) -> Iterator[tuple[Path, int]]:
+    for found in _REFERENCE.finditer(text):
+        path = tuple(int(part) if part.isdecimal() else part for part in found[1].split("."))
+        yield path, text.count("\n", 0, found.start()) + 1
+
+
+def _without(values: Any, paths: Sequence[Path]) -> Any:
+    rest = copy.deepcopy(values)
+    for path in paths:
+        at = rest
+        for key in path[:-1]:
+            at = at[key] if _has(at, key) else None
+        if path and _has(at, path[-1]) and isinstance(at, dict):
+            del at[path[-1]]
+    return rest
+
+
+def _has(values: Any, key: str | int) -> bool:
+    if isinstance(values, list):
+        return isinstance(key, int) and key < len(values)
+    return isinstance(values, dict) and key in values

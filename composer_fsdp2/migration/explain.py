@@ -1,0 +1,262 @@
+"""What a key did under FSDP1, and is under FSDP2, in every dialect that knows it: from the dialects' tables."""
+
+import difflib
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from composer_fsdp2.config.findings import Finding, Origin
+from composer_fsdp2.config.rows import Row
+from composer_fsdp2.config.value import plain
+from composer_fsdp2.migration.dialect import Dialect
+from composer_fsdp2.migration.dialects import DIALECTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What becomes of one value of a key.
+
+    Args:
+        readers: In whose files; empty if the dialect has one reader only.
+    """
+
+    value: Any
+    finding: Finding
+    readers: tuple[str, ...]
+
+    @property
+    def looks(self) -> tuple[object, ...]:
+        found = self.finding
+        return (found.outcome, found.target, found.reason, found.hint)
+
+    def to_json(self) -> dict[str, object]:
+        told = self.finding.to_json()
+        names = ("outcome", "target", "reason", "hint")
+        return {"value": plain(self.value), "readers": list(self.readers), **{name: told[name] for name in names}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A row of a dialect's table, and the fates of those values that decide one."""
+
+    dialect: Dialect
+    row: Row
+    fates: tuple[Fate, ...] = ()
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        return self.dialect.places(self.row)
+
+    @property
+    def read_by(self) -> tuple[str, ...]:
+        return self.dialect.read_by(self.row)
+
+    def default_text(self, quote: str = "") -> str:
+        """The default, or the defaults with their readers where these differ."""
+        readers: dict[str, list[str]] = {}
+        for reader, value in self.dialect.defaults(self.row).items():
+            readers.setdefault(f"{quote}{value_text(value)}{quote}", []).append(reader)
+        if len(readers) < 2:
+            return "".join(readers)
+        return ", ".join(f"{value} ({'; '.join(names)})" for value, names in readers.items())
+
+    def to_json(self) -> dict[str, object]:
+        dialect, row = self.dialect, self.row
+        return {
+            "dialect": dialect.name,
+            "key": row.name,
+            "places": list(self.places),
+            "aliases": list(dialect.aliases(row)),
+            "parts": list(row.nested),
+            "read_by": list(self.read_by),
+            "instead": dict(dialect.instead(row)),
+            "elsewhere": row.elsewhere,
+            "default": plain(dialect.defaults(row)),
+            "takes": row.takes.text,
+            "meaning": row.meaning,
+            "only_with": row.only_with,
+            "outcome": row.outcome.value,
+            "target": row.target,
+            "reason": row.reason,
+            "hint": row.hint,
+            "values": [fate.to_json() for fate in self.fates],
+        }
+
+    def __str__(self) -> str:
+        row, (first, *others) = self.row, self.places
+        fields = (
+            ("or", ", ".join(others)),
+            ("parts", ", ".join(row.nested)),
+            ("default", self.default_text()),
+            ("takes", row.takes.text),
+            ("read by", "; ".join(self.read_by)),
+            ("with", row.only_with),
+            ("meant", row.meaning),
+            ("FSDP2", f"{row.outcome.value}: {row.target}" if row.target else row.outcome.value),
+            ("", row.reason + (f" ({row.hint})" if row.hint else "")),
+            *(("instead", f"{way} ({reader})") for reader, way in self.dialect.instead(row).items()),
+            ("", row.elsewhere),
+            *(("value", self._fate_text(each)) for each in self.fates),
+        )
+        lines = [f"{self.dialect.name}: {first}"]
+        for name, text in fields:
+            lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=_INDENT)
+        return "\n".join(lines)
+
+    def _fate_text(self, fate: Fate) -> str:
+        found = fate.finding
+        under = "" if fate.readers == self.read_by else f" [{'; '.join(fate.readers)}]"
+        target = f"{found.outcome.value}, {found.target}" if found.target else found.outcome.value
+        hint = f" ({found.hint})" if found.hint else ""
+        return f"{value_text(fate.value)}{under}: {target}: {found.reason}{hint}"
+
+
+_WIDTH = 110
+_INDENT = " " * 11
+
+
+def value_text(value: Any) -> str:
+    """As YAML says it."""
+    value = plain(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return {"[]": "none", "": "''"}.get(str(value), str(value))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Asking
+
+
+def explain(key: str, *, dialect: str | None = None) -> list[Explanation]:
+    """What each dialect makes of a key, named as a user has it: with its path in the file, with a prefix, as an option.
+
+    Args:
+        key: ``KEY``, or ``KEY=VALUE`` for the fate of one value. Empty result: no dialect knows it (``nearest``).
+        dialect: Of this one only.
+    """
+    name, has_value, value = key.strip().partition("=")
+    parts = _parts(name)
+    rows = [(dialect_of, row, _depth(dialect_of, row, parts)) for dialect_of, row in _rows(dialect)]
+    # An entire path beats a last name that is the same elsewhere.
+    deepest_counts = any(depth > 1 for *_, depth in rows) and len(parts) > 1
+    found = [(of, row) for of, row, depth in rows if depth > (1 if deepest_counts else 0)]
+    if has_value:
+        return [
+            Explanation(dialect=of, row=row, fates=_fates(of, row, [_read(value, row, parts[-1])])) for of, row in found
+        ]
+    return [Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in found]
+
+
+def all_keys(dialect: str | None = None) -> list[Explanation]:
+    """Every row of every table, or of one dialect's."""
+    return [Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in _rows(dialect)]
+
+
+def nearest(key: str, *, dialect: str | None = None) -> dict[str, list[str]]:
+    """By dialect, the known keys that were likely meant."""
+    parts = _parts(key.partition("=")[0])
+    known: dict[str, dict[str, str]] = {}
+    for of, row in _rows(dialect):
+        for place in _named(of, row):
+            names = dict.fromkeys((place, place.rpartition(".")[2]), of.places(row)[0])
+            known.setdefault(of.name, {}).update(names)
+    near = {}
+    for name, places in known.items():
+        matches = [
+            *difflib.get_close_matches(".".join(parts), places, n=3, cutoff=0.6),
+            *difflib.get_close_matches(parts[-1] if parts else "", places, n=3, cutoff=0.6),
+        ]
+        if matches:
+            near[name] = list(dict.fromkeys(places[match] for match in matches))[:3]
+    return near
+
+
+def implicit_settings(dialect: str | None = None) -> dict[str, list[Finding]]:
+    """By dialect, what a run does that no key asks for; what a key's default asks for is told by its row."""
+    found = {}
+    for of in _dialects(dialect):
+        keys = {row.name for row in of.rows}
+        told = {
+            finding.key: finding
+            for section in of.silent
+            for finding in of.read(section).findings
+            if finding.origin is Origin.IMPLICIT and finding.key not in keys
+        }
+        if told:
+            found[of.name] = list(told.values())
+    return found
+
+
+def _read(text: str, row: Row, name: str) -> Any:
+    """As a file's value is read; a string, where it is not YAML."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    return {name: value} if name in row.nested else value
+
+
+def _dialects(name: str | None) -> Iterator[Dialect]:
+    yield from (dialect for dialect in DIALECTS.values() if name in (None, dialect.name))
+
+
+def _rows(dialect: str | None) -> Iterator[tuple[Dialect, Row]]:
+    yield from ((of, row) for of in _dialects(dialect) for row in of.rows)
+
+
+def _parts(name: str) -> list[str]:
+    """Options (``--fsdp-size``), keys with their colon and environment variables are keys as well."""
+    plain_name = name.strip().strip("\"'`:").lstrip("-").replace("-", "_").lower()
+    return [part for part in plain_name.removeprefix("$.").split(".") if part]
+
+
+def _named(dialect: Dialect, row: Row) -> Iterator[str]:
+    """Every path that leads to the row."""
+    for place in dialect.places(row):
+        yield place
+        yield from (f"{place}.{part}" for part in row.nested)
+
+
+def _depth(dialect: Dialect, row: Row, parts: list[str]) -> int:
+    """How many parts of the name and of a place of the row are the same, if one is the other's end; else 0."""
+    depths = [0]
+    for place in _named(dialect, row):
+        own = place.lower().split(".")
+        length = min(len(own), len(parts))
+        if length and own[-length:] == parts[-length:]:
+            depths.append(length)
+    return max(depths)
+
+
+def _telling(dialect: Dialect, row: Row) -> tuple[Fate, ...]:
+    """The fates of the row's values, if it is the value that decides; true and false only if the outcomes differ."""
+    fates = _fates(dialect, row, dialect.values(row))
+    if all(isinstance(fate.value, bool) for fate in fates):
+        return fates if {fate.finding.outcome for fate in fates} - {row.outcome} else ()
+    return fates if {fate.looks for fate in fates} - {(row.outcome, row.target, row.reason, row.hint)} else ()
+
+
+def _fates(dialect: Dialect, row: Row, values: Iterable[Any]) -> tuple[Fate, ...]:
+    """One for each value, or several where the readers of a dialect differ."""
+    fates: list[Fate] = []
+    for value in values:
+        alike: dict[tuple[object, ...], Fate] = {}
+        for fate in _asked(dialect, row, value):
+            same = alike.get(fate.looks)
+            alike[fate.looks] = fate if same is None else replace(same, readers=same.readers + fate.readers)
+        fates += alike.values()
+    return tuple(fates)
+
+
+def _asked(dialect: Dialect, row: Row, value: Any) -> Iterator[Fate]:
+    for question in dialect.questions(row, value):
+        # Composer's reader names the section where a value is wrong, others each key of a value that is a mapping.
+        keys = (question.key, *map(str, question.section.path[-1:]))
+        readers = (question.reader,) if question.reader else ()
+        for finding in dialect.read(question.section).findings:
+            is_own = finding.key in keys or finding.key.startswith(f"{question.key}.")
+            if is_own and finding.origin is Origin.KEY:
+                yield Fate(value=value, finding=finding, readers=readers)

@@ -1,0 +1,251 @@
+"""Files and folders of configurations: read, migrated on all cores, and written beside their target and renamed."""
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.dialect import Dialect
+from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, migrate_text
+from composer_fsdp2.migration.targets import TARGETS
+
+SUFFIXES = (".yaml", ".yml", ".toml")
+_PARALLEL_FROM = 20  # files; below it starting processes takes longer than it saves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """A file, and the folder that its place in an output folder is taken from.
+
+    Args:
+        is_named: Whether it was asked for, and not only found in a folder.
+    """
+
+    file: Path
+    base: Path
+    is_named: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destination:
+    """Where results go: nowhere, in place of the sources, or to a file or folder."""
+
+    in_place: bool = False
+    output: Path | None = None
+    force: bool = False
+
+    def check(self, sources: Sequence[SourceFile], target: Dialect) -> None:
+        """Refuse what may write two results to one file, before anything is written.
+
+        Raises:
+            ConfigError: names the file.
+        """
+        if self.output is None:
+            return
+        if not self.is_folder(sources):
+            if self.output.exists() and self.output.samefile(sources[0].file):
+                raise ConfigError(f"{self.output} is the file itself; --write changes it, and keeps a copy")
+            return
+        if self.output.is_file():
+            raise ConfigError(f"{self.output} is a file, and there are {len(sources)} results; give a folder")
+        places = Counter(_result_name(source, target) for source in sources)
+        own = [source.file for source in sources if _is_at(self.output / _result_name(source, target), source.file)]
+        if own:
+            raise ConfigError(f"{own[0]} would be written over; --write changes files in place, and keeps copies")
+        doubled = [str(place) for place, count in places.items() if count > 1]
+        if doubled:
+            raise ConfigError(f"{self.output} would get several files of one name: {', '.join(doubled)}")
+
+    def is_folder(self, sources: Sequence[SourceFile]) -> bool:
+        assert self.output is not None
+        is_one = len(sources) == 1 and sources[0].is_named
+        return not is_one or self.output.is_dir() or self.output.suffix not in SUFFIXES
+
+
+def _is_at(path: Path, file: Path) -> bool:
+    return path.exists() and path.samefile(file)
+
+
+def _result_name(source: SourceFile, target: Dialect) -> Path:
+    """A file's place in an output folder, as far as it is known before the file is read."""
+    place = source.file.relative_to(source.base)
+    keeps_format = bool(target.heads) and (place.suffix == ".toml") == (target.suffix == ".toml")
+    return place if keeps_format else place.with_suffix(target.suffix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileResult:
+    """What became of one file: its migration, or why there is none, and where the text went.
+
+    Args:
+        is_skipped: It has no section, and nobody asked for it by name.
+    """
+
+    path: str
+    migration: Migration | None = None
+    error: str = ""
+    done: str = "nothing was written"
+    is_skipped: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        if self.migration is None:
+            return 0 if self.is_skipped else 2
+        return self.migration.exit_code
+
+    def to_json(self) -> dict[str, Any]:
+        report = {"error": self.error} if self.migration is None else self.migration.to_json()
+        return {"file": self.path, "exit_code": self.exit_code, "done": self.done} | report
+
+    def markdown(self) -> str:
+        if self.migration is None:
+            return f"## {self.path}\n\n{self.error}"
+        lines = [f"## {self.path}", "", self.done]
+        for section in self.migration.sections:
+            lines += [
+                "",
+                f"### {section.place or 'the whole file'} ({section.dialect} to {section.to})",
+                "",
+                "| key | outcome | becomes | why | line |",
+                "|---|---|---|---|---|",
+            ]
+            lines += [
+                _row(
+                    f"`{finding.key}: {finding.value}`",
+                    finding.outcome.value,
+                    finding.target or "-",
+                    finding.reason + (f" ({finding.hint})" if finding.hint else ""),
+                    finding.where.rpartition(":")[2],
+                )
+                for finding in section.findings
+            ]
+        return "\n".join(lines)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def sources_of(paths: Sequence[Path]) -> list[SourceFile]:
+    """The files, and those in the folders, each once.
+
+    Raises:
+        ConfigError: there is no file at all.
+    """
+    found: dict[Path, SourceFile] = {}
+    for path in paths:
+        for file in _files(path):
+            source = SourceFile(file=file, base=path if path.is_dir() else path.parent, is_named=not path.is_dir())
+            found.setdefault(file.resolve(), source)
+    if not found:
+        raise ConfigError(f"{', '.join(map(str, paths))}: no file ends in {', '.join(SUFFIXES)}")
+    return list(found.values())
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return [file for file in sorted(path.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
+
+
+def migrate_files(
+    sources: Sequence[SourceFile],
+    destination: Destination,
+    *,
+    to: str = "composer",
+    dialect: str | None = None,
+    at: str | None = None,
+    jobs: int = 0,
+) -> Iterator[FileResult]:
+    """Each file's result, in order; a bad file does not end the others.
+
+    Args:
+        jobs: Processes for many files; 0 for one a core.
+    Raises:
+        ConfigError: two results would be written to one file.
+    """
+    destination.check(sources, TARGETS[to])
+    is_folder = destination.output is not None and destination.is_folder(sources)
+    work = partial(_migrate_file, destination=destination, is_folder=is_folder, to=to, dialect=dialect, at=at)
+    if len(sources) < _PARALLEL_FROM or jobs == 1:
+        yield from map(work, sources)
+        return
+    with ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
+        yield from pool.map(work, sources, chunksize=8)
+
+
+def _migrate_file(
+    source: SourceFile, *, destination: Destination, is_folder: bool, to: str, dialect: str | None, at: str | None
+) -> FileResult:
+    path = str(source.file)
+    try:
+        text = source.file.read_bytes().decode()  # not read_text, which changes line ends
+        migration = migrate_text(text, path, to=to, dialect=dialect, at=at)
+        done = _write(migration, source, destination, is_folder=is_folder)
+    except NothingToMigrateError as error:
+        return FileResult(path=path, error=str(error), is_skipped=not source.is_named)
+    except ConfigError as error:
+        return FileResult(path=path, error=str(error))
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        column = error.start - error.object.rfind(b"\n", 0, error.start)
+        return FileResult(path=path, error=f"{path}:{line}:{column}: no UTF-8: {error.reason}")
+    except OSError as error:
+        return FileResult(path=path, error=f"{path}: {error.strerror or error}")
+    return FileResult(path=path, migration=migration, done=done)
+
+
+def _write(migration: Migration, source: SourceFile, destination: Destination, *, is_folder: bool) -> str:
+    if not destination.in_place and destination.output is None:
+        return "nothing was written"
+    if destination.in_place and migration.is_new_file:
+        raise ConfigError(
+            f"{source.file}: the new configuration is a file of its own, which -o PATH writes; --write cannot"
+        )
+    if migration.exit_code and not destination.force:
+        return "nothing was written: something needs a decision (--force writes all the same)"
+    if destination.in_place:
+        if not migration.is_changed:
+            return "nothing to change"
+        file = source.file.resolve()  # a link stays one
+        backup = _free_name(file)
+        _replace(backup, migration.before, like=file)
+        _replace(file, migration.after, like=file)
+        return f"written; {backup.name} is what was there"
+    target = _target(migration, source, destination, is_folder=is_folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _replace(target, migration.after, like=source.file)
+    return f"written to {target}"
+
+
+def _free_name(file: Path) -> Path:
+    """FILE.bak, or the first of FILE.bak2 ... that is nobody's."""
+    names = itertools.chain([".bak"], (f".bak{number}" for number in itertools.count(2)))
+    return next(path for path in (Path(f"{file}{name}") for name in names) if not path.exists())
+
+
+def _target(migration: Migration, source: SourceFile, destination: Destination, *, is_folder: bool) -> Path:
+    output = destination.output
+    assert output is not None
+    if is_folder:
+        return (output / source.file.relative_to(source.base)).with_suffix(migration.suffix)
+    if (output.suffix == ".toml") != (migration.suffix == ".toml"):
+        raise ConfigError(f"{output}: the new text is {migration.suffix[1:].upper()}; let its name end so")
+    return output
+
+
+def _replace(path: Path, text: str, *, like: Path) -> None:
+    """Whole or not at all, with the permissions of another file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        beside.write_bytes(text.encode())
+        beside.chmod(like.stat().st_mode & 0o7777)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

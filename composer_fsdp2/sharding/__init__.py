@@ -1,0 +1,1 @@
+"""From a model and a configuration to a sharded model: decide, agree, apply."""

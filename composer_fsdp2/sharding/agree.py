@@ -1,0 +1,142 @@
+"""Ranks decide together: all go on, or all raise. The first collective after it finds every rank there."""
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from composer_fsdp2._torch import default_store
+from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError, PlanError
+
+T = TypeVar("T")
+
+
+def require_process_group(caller: str) -> None:
+    """Raise unless torch.distributed is initialised.
+
+    Raises:
+        ConfigError: says how to start one.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"{caller} needs a process group, also on one rank: start the script with `composer -n N` or torchrun and "
+            "call composer.utils.dist.initialize_dist or torch.distributed.init_process_group first (Composer's "
+            "Trainer does)"
+        )
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """One small picklable value from every rank, in rank order; called on all ranks (alone without a process group).
+
+    Args:
+        group: Whose ranks; None is the default group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+_TOLD = itertools.count()
+_ASK_EVERY_S = 0.5
+_RETURNED, _RAISED = "returned ", "raised"
+
+
+def told_by_rank_0(work: Callable[[], str]) -> str:
+    """What ``work`` returns on rank 0, on all ranks, however long it takes: nobody waits in a collective for it.
+
+    Raises:
+        RuntimeError: on the other ranks, if ``work`` raised (Ctrl-C, too).
+    Called on all ranks; the others ask the default store twice a second. Not a wait of the store's own, which keeps
+    other threads of the process from asking it anything.
+    """
+    store, key = default_store(), f"composer_fsdp2/told/{next(_TOLD)}"  # ranks ask in one order
+    if dist.get_rank() == 0:
+        told = _RAISED
+        try:
+            told = _RETURNED + work()
+        finally:
+            store.set(key, told)
+    while not store.check([key]):
+        time.sleep(_ASK_EVERY_S)
+    told = store.get(key).decode()
+    if told == _RAISED:
+        raise RuntimeError("rank 0 raised, or was interrupted, while the others waited for it")
+    return told.removeprefix(_RETURNED)
+
+
+def sends_from_host(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the group's backend takes CPU tensors (gloo does, NCCL does not)."""
+    return "cpu:" in str(dist.get_backend_config(group))
+
+
+def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors lie that the group sends."""
+    if sends_from_host(group):
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def agree(
+    decide: Callable[[], T], fingerprint: Callable[[T], str], error_type: type[ComposerFSDP2Error] = PlanError
+) -> T:
+    """Run ``decide`` on every rank; return its value if it succeeded everywhere and its fingerprint is the same.
+
+    Args:
+        decide: Reads only, and does not communicate.
+        fingerprint: Of its value; equal on all ranks if they decided the same.
+        error_type: What to raise for another rank's failure.
+    Raises:
+        Whatever ``decide`` raised here; ``error_type`` if it raised on another rank, or the fingerprints differ.
+
+    Called on all ranks; one all-reduce of 64 bytes, and texts of all ranks only where they differ.
+    """
+    value: T
+    error: Exception | None = None
+    try:
+        value = decide()
+        text = fingerprint(value)
+    except Exception as caught:
+        error, text = caught, f"error {type(caught).__name__}: {caught}"
+    digest = hashlib.sha256(text.encode(errors="surrogatepass"))  # paths may be no text
+    is_same = _is_same_everywhere(digest.digest())
+    if is_same and error is None:
+        return value
+    texts = [] if is_same else gather(text if error else digest.hexdigest())
+    if error is not None:
+        raise error
+    failed = [rank for rank, text in enumerate(texts) if text.startswith("error ")]
+    if failed:
+        raise error_type(f"rank {failed[0]} could not go on: {texts[failed[0]].removeprefix('error ')}")
+    other = next((rank for rank, digest in enumerate(texts) if digest != texts[0]), None)
+    if other is not None:
+        texts = gather(text)  # long, so only now
+        raise error_type(
+            f"ranks 0 and {other} decided differently; build the same model and pass the same configuration on every "
+            f"rank\n  rank 0: {_around(texts[0], texts[other])}\n  rank {other}: {_around(texts[other], texts[0])}"
+        )
+    return value
+
+
+def _is_same_everywhere(digest: bytes) -> bool:
+    """Whether all ranks have this digest, of 32 bytes: then the largest x of any rank is also the smallest."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return True
+    # Of each 8 bytes 63 bits: the negative of the smallest number would be no int64.
+    numbers = [int.from_bytes(digest[at : at + 8], "big", signed=True) >> 1 for at in range(0, 32, 8)]
+    own = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64)
+    largest = own.to(device_of_group(), copy=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return torch.equal(largest.cpu(), own)
+
+
+def _around(text: str, other: str, width: int = 120) -> str:
+    """The part of ``text`` where it first differs from ``other``."""
+    at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    start = max(0, at - width // 2)
+    return ("..." if start else "") + text[start : start + width]

@@ -1,0 +1,271 @@
+"""Carry a ``ShardingPlan`` out: the only caller of ``fully_shard``."""
+
+import contextlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2._torch import (
+    KNOWN_VERSIONS,
+    average_after_backward,
+    distinct_units,
+    keep_class_name,
+    keeps_what_copies_read,
+    own_buffers,
+    repair_cpu_collectives,
+    repair_unit_backward,
+    require_known_torch,
+)
+from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
+from composer_fsdp2.sharding.activations import wrap_activations
+from composer_fsdp2.sharding.agree import agree
+from composer_fsdp2.sharding.buffers import cast_buffers
+from composer_fsdp2.sharding.decide import refuse_sharded
+from composer_fsdp2.sharding.dtypes import dtype_name, mixed_precision_policy, torch_dtype
+from composer_fsdp2.sharding.materialize import (
+    Initializers,
+    Materializer,
+    breadth_first,
+    decide_initialisation,
+    rank_zero_rng,
+)
+from composer_fsdp2.sharding.meshes import device_meshes, device_of
+from composer_fsdp2.sharding.modules import at_path
+from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
+from composer_fsdp2.sharding.root_record import RootRecord, keep_record
+from composer_fsdp2.sharding.sharded import Unit, sharded_roots
+from composer_fsdp2.sharding.ties import parameter_uses
+
+# Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
+# encoder first, or the model inside an adapter. Its hooks must gather its parameters there, too.
+_ENTRY_POINTS = ("eval_forward", "generate")
+
+
+def apply_agreed_plan(
+    model: nn.Module, plan: ShardingPlan, initializers: Initializers, *, present: Sequence[DeviceMesh] = ()
+) -> None:
+    """Shard ``model`` in place as ``plan`` says: checkpointing wrappers, values, ``fully_shard`` bottom-up, checks.
+
+    Args:
+        plan: Made or checked for this very model, and compared across ranks.
+        initializers: How modules on the meta device get their values.
+        present: Meshes that are taken where they equal the plan's; see ``device_meshes``.
+
+    Called on all ranks. Makes the meshes' process groups, and broadcasts parameters and buffers if the plan says
+    ``sync_module_states``.
+    """
+    require_known_torch()
+    _refuse_offloaded_replicas(plan)
+    plan = plan.resolve(dist.get_world_size())
+    modules = dict(model.named_modules(remove_duplicate=False))
+    initialisation = decide_initialisation(modules.values(), plan.config.sync_module_states)
+    if plan.mesh.device_type == "cpu":
+        repair_cpu_collectives()
+    made = device_meshes([unit.mesh for unit in plan.units], present)
+    meshes = dict(zip((unit.name for unit in plan.units), made, strict=True))
+    unit_modules = _unit_modules(plan, modules)
+    replicated = _parameters_named(model, {spec.name for spec in plan.replicated})
+    left_alone = _parameters_named(model, plan.unsharded_names) - replicated
+    device = device_of(meshes[plan.units[0].name])
+    materializer = Materializer(modules, device, initialisation, initializers, left_out=left_alone, kept=replicated)
+    agree(
+        lambda: materializer.check({module for inside in unit_modules.values() for module in inside}),
+        lambda _: json.dumps(_describe_buffers(model, unit_modules) if initialisation.broadcast else []),
+    )
+
+    wrap_activations(model, list(plan.checkpointed), plan.config.activation_checkpointing)
+    sharded: dict[str, FSDPModule] = {}
+    with (
+        rank_zero_rng() if initialisation.draw else contextlib.nullcontext(),
+        _put_back(_outside(modules, unit_modules)),
+    ):
+        for unit in plan.units:
+            materializer.make_real(unit_modules[unit.name], meshes[unit.name])
+            sharded[unit.name] = _shard(model, unit, meshes[unit.name], left_alone)
+    buffer_dtypes = {unit.name: torch_dtype(unit.mixed_precision.buffer_dtype) for unit in plan.units}
+    cast_buffers({module: buffer_dtypes[name] for name, inside in unit_modules.items() for module in inside})
+    _set_prefetch(plan, sharded)
+    _keep_records(model, plan, sharded, meshes)
+    _open_entry_points(model)
+    _verify(modules, plan)
+
+
+def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
+    """Raise if the model is not the one that was planned, or the plan does not fit the world size.
+
+    Raises:
+        PlanError, ConfigError: as ``apply_plan``.
+    """
+    plan.resolve(dist.get_world_size())
+    refuse_sharded(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    present = {use.names: use.parameter for use in parameter_uses(model)}
+    problems = [f"no module {path!r}" for unit in plan.units for path in unit.modules if path not in modules]
+    for spec in (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated)):
+        parameter = present.get(spec.names)
+        if parameter is None:
+            problems.append(f"no parameter {' = '.join(spec.names)}")
+        elif (tuple(parameter.shape), dtype_name(parameter.dtype)) != (spec.shape, spec.dtype):
+            problems.append(
+                f"parameter {spec.name} is {tuple(parameter.shape)} {dtype_name(parameter.dtype)}, planned were "
+                f"{spec.shape} {spec.dtype}"
+            )
+    planned = {names for unit in plan.units for spec in unit.parameters for names in spec.names} | plan.unsharded_names
+    problems.extend(f"parameter {names[0]} is in no unit" for names in present if planned.isdisjoint(names))
+    if problems:
+        raise PlanError("the plan was made for another model: " + "; ".join(problems[:5]))
+
+
+def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
+    """Raise where gradients would be silently wrong: replicas with CPU offload, on GPUs, on a torch unknown to us.
+
+    Raises:
+        UnsupportedError: says what else to set.
+    """
+    is_raced = plan.mesh.device_type != "cpu" and not keeps_what_copies_read()
+    if is_raced and any(unit.cpu_offload and unit.mesh.has_replicas for unit in plan.units):
+        raise UnsupportedError(
+            "cpu_offload with replicas (HYBRID_SHARD, data_parallel_replicate_degree) would train on wrong gradients: "
+            f"torch {torch.__version__} lets go of them while they are copied to the CPU (pytorch#180665). Leave "
+            f"cpu_offload off, shard over all ranks, or install a torch from {KNOWN_VERSIONS}"
+        )
+
+
+def _describe_buffers(model: nn.Module, unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[str]:
+    """What ranks must have alike for a broadcast of buffers, which the plan does not list; else one would wait."""
+    inside = {module for modules in unit_modules.values() for module in modules}
+    return [
+        f"buffer {name} is {tuple(buffer.shape)} {buffer.dtype}"
+        for path, module in model.named_modules()
+        if module in inside
+        for name, buffer in module.named_buffers(prefix=path, recurse=False)
+    ]
+
+
+def _parameters_named(model: nn.Module, names: Collection[str]) -> set[nn.Parameter]:
+    return {parameter for name, parameter in model.named_parameters() if name in names} if names else set()
+
+
+def _outside(modules: Mapping[str, nn.Module], unit_modules: Mapping[str, Sequence[nn.Module]]) -> list[nn.Module]:
+    """The modules whose own tensors no unit manages: ignored, left out, or the model itself."""
+    inside = {module for of_unit in unit_modules.values() for module in of_unit}
+    return [module for module in modules.values() if module not in inside]
+
+
+@contextlib.contextmanager
+def _put_back(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Leave the buffers of ``modules`` where they were: ``fully_shard`` moves all below it to the mesh's device."""
+    buffers = {buffer: buffer.data for module in modules for _, buffer in own_buffers(module)}
+    yield
+    for buffer, data in buffers.items():
+        buffer.data = data
+
+
+def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
+    """For each unit, the modules whose tensors it holds: those under it that no other unit takes, and none left out."""
+    heads = {modules[path] for unit in plan.units for path in unit.modules}
+    children = {name.split(".")[0] for left in plan.left_out for name in left.names if "." in name}
+    units_at = {path.split(".")[0] for unit in plan.units for path in unit.modules}
+    ignored = map(str, plan.config.ignored_modules)
+    skipped = {modules[path] for path in (*(children - units_at), *ignored)}
+    return {unit.name: breadth_first([modules[path] for path in unit.modules], heads | skipped) for unit in plan.units}
+
+
+def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[nn.Parameter]) -> FSDPModule:
+    # Looked up again: a checkpointing wrapper may stand at the path by now, and FSDP(AC(block)) is FSDP1's nesting.
+    targets = [at_path(model, path) for path in unit.modules]
+    unsharded = left_alone.union(_parameter_at(model, spec.name) for spec in unit.replicated)
+    fully_shard(
+        targets if len(targets) > 1 else targets[0],
+        mesh=mesh,
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=mixed_precision_policy(unit.mixed_precision),
+        # For copies from and to a GPU; on a CPU's mesh there is nothing to pin for, also where the machine has GPUs.
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if unit.cpu_offload else OffloadPolicy(),
+        ignored_params=unsharded or None,
+    )
+    for target in targets:
+        keep_class_name(target)
+    head = targets[0]
+    assert isinstance(head, FSDPModule)
+    repair_unit_backward(head)
+    return head
+
+
+def _set_prefetch(plan: ShardingPlan, sharded: Mapping[str, FSDPModule]) -> None:
+    for unit in plan.units:
+        if unit.forward_prefetch:
+            sharded[unit.name].set_modules_to_forward_prefetch([sharded[name] for name in unit.forward_prefetch])
+        if unit.backward_prefetch is not None:
+            sharded[unit.name].set_modules_to_backward_prefetch([sharded[name] for name in unit.backward_prefetch])
+
+
+def _keep_records(
+    model: nn.Module, plan: ShardingPlan, sharded: Mapping[str, FSDPModule], meshes: Mapping[str, DeviceMesh]
+) -> None:
+    """One for each root; and the gradients of parameters that stay unsharded are averaged from here on."""
+    planned = {sharded[unit.name]: unit for unit in plan.units}
+    for _, root in sharded_roots(model):
+        replicated: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]] = WeakKeyDictionary()
+        by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
+        every = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        below = cast(list[Unit], distinct_units(every))
+        for unit in below:
+            parameters = tuple(_parameter_at(model, spec.name) for spec in planned[unit].replicated)
+            if parameters:
+                replicated[unit] = parameters
+                by_mesh.setdefault(meshes[planned[unit].name], []).extend(parameters)
+        if by_mesh:
+            average_after_backward(below, by_mesh)
+        own = planned[root]
+        keep_record(every, RootRecord(mesh=meshes[own.name], spec=own.mesh, replicated=replicated))
+
+
+def _open_entry_points(model: nn.Module) -> None:
+    for _, root in sharded_roots(model):
+        for name in _ENTRY_POINTS:
+            if callable(getattr(root, name, None)):
+                register_fsdp_forward_method(root, name)
+
+
+def _verify(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> None:
+    """Every tie that was planned still holds, and every planned parameter is sharded.
+
+    ``modules`` are those from before, by path: sharding and checkpointing leave them where parameters are registered.
+    """
+
+    def parameter_at(name: str) -> object:
+        path, _, attribute = name.rpartition(".")
+        return getattr(modules[path], attribute)
+
+    for names in plan.tie_groups:
+        tied = {id(parameter_at(name)) for name in names}
+        if len(tied) > 1:
+            raise ComposerFSDP2Error(
+                f"{' = '.join(names)} came apart while sharding; this is a bug of composer_fsdp2, please report it"
+            )
+    for unit in plan.units:
+        for spec in unit.parameters:
+            if not isinstance(parameter_at(spec.name), DTensor):
+                raise ComposerFSDP2Error(
+                    f"{spec.name} was not sharded with {unit.name}; this is a bug of composer_fsdp2, please report it"
+                )
+
+
+def _parameter_at(model: nn.Module, name: str) -> nn.Parameter:
+    path, _, attribute = name.rpartition(".")
+    return getattr(at_path(model, path), attribute)

@@ -1,0 +1,269 @@
+"""From a model, a configuration and its hooks' choices to a ``ShardingPlan``: all is decided before a change."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_fsdp2._torch import own_parameters
+from composer_fsdp2.config.choices import ModelChoices
+from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision, Prefetch, ShardingConfig
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.errors import PlanError, UnsupportedError
+from composer_fsdp2.sharding.dtypes import dtype_name
+from composer_fsdp2.sharding.modules import ancestors_or_self, ignored_modules
+from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit
+from composer_fsdp2.sharding.select import main_dtype, select_units
+from composer_fsdp2.sharding.ties import ParameterUse, join
+from composer_fsdp2.sharding.units import UnitDraft
+
+_LOW_PRECISION = {"float16", "bfloat16"}
+_SHARDED_BY: dict[type, str] = {
+    FullyShardedDataParallel: "FSDP1 (FullyShardedDataParallel)",
+    FSDPModule: "FSDP2 (fully_shard)",
+    DistributedDataParallel: "DistributedDataParallel",
+}
+
+
+def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoices) -> ShardingPlan:
+    """Choose the FSDP units of ``model`` without touching it.
+
+    Units are ordered bottom-up, the order in which ``fully_shard`` must run. Modules tied by a parameter share one
+    unit, because one group only can all-gather it ([Note: tied parameters] in ``units.py``).
+
+    Args:
+        model: Any module tree that is not sharded (``refuse_sharded``); parameters may be on the meta device.
+        config: The whole model's.
+        choices: What the model's hooks chose.
+    Raises:
+        PlanError: a parameter cannot be sharded, or there is nothing to shard.
+
+    Every rank must call this with the same model; it does not communicate and needs no process group.
+    """
+    ignored = ignored_modules(model, config)
+    precision = config.mixed_precision
+    low_precision = not _LOW_PRECISION.isdisjoint(
+        (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)
+    )
+    selection = select_units(model, choices, low_precision=low_precision, ignored_modules=ignored.values())
+    configs = _own_configs(selection.units, config)
+    units = tuple(
+        _unit(unit, [selection.uses[i] for i in members], own)
+        for unit, members, own in zip(selection.units, selection.members, configs, strict=True)
+    )
+    if not any(unit.parameters for unit in units):
+        raise PlanError(
+            f"nothing to shard: {type(model).__name__} has no direct child with parameters that may be wrapped; FSDP1 "
+            "wrapped the children of the model it was given, so pass the module that contains yours"
+        )
+    notes = (
+        *selection.notes,
+        *_notes_of_settings(selection.units),
+        *_check_parameters(units, selection.uses),
+        *_notes_of_groups(units),
+    )
+    if any(own.prefetch != Prefetch() for own in configs):
+        registration = {path: i for i, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
+        prefetch = {unit.name: own.prefetch for unit, own in zip(units, configs, strict=True)}
+        units = tuple(_with_prefetch(units, prefetch, registration))
+    return ShardingPlan(
+        config=replace(config, ignored_modules=tuple(ignored)),
+        units=units,
+        tie_groups=tuple(use.names for use in selection.uses if len(use.owners) > 1),
+        ignored=tuple(name for use in selection.ignored for name in use.names),
+        left_out=selection.left_out,
+        checkpointed=choices.checkpointed,
+        notes=notes,
+    )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise if some module is wrapped or sharded already.
+
+    Raises:
+        PlanError: names the module and how it was sharded.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, tuple(_SHARDED_BY)):
+            name = next(name for kind, name in _SHARDED_BY.items() if isinstance(module, kind))
+            where = f"module {path!r}" if path else "the model"
+            raise PlanError(f"{where} is sharded already, by {name}; pass the model as it was built")
+        for attribute, parameter in own_parameters(module):
+            if isinstance(parameter, DTensor):
+                raise PlanError(
+                    f"parameter {join(path, attribute)} is a DTensor already (tensor parallelism?), which is not "
+                    "supported yet; pass the model as it was built"
+                )
+
+
+def _own_configs(units: Sequence[UnitDraft], config: ShardingConfig) -> list[ShardingConfig]:
+    """For each unit the model's configuration as the unit's own settings change it."""
+    own = {unit: _overridden(config, unit) for unit in units}
+    at_path = {path: own[unit] for unit in units if not unit.full_precision for path in unit.paths}
+    for unit in units:
+        if unit.full_precision:
+            # FSDP1 ran batch norms in fp32, whatever was asked for them, and gave back what the modules around them
+            # work in (torch's MixedPrecision, _module_classes_to_ignore).
+            around = next((at_path[path] for path in ancestors_or_self(unit.paths[0]) if path in at_path), config)
+            full = MixedPrecision(
+                param_dtype="float32",
+                output_dtype=around.mixed_precision.param_dtype,
+                cast_forward_inputs=True,
+                cast_root_inputs=config.mixed_precision.cast_root_inputs,
+            )
+            own[unit] = replace(own[unit], mixed_precision=full)
+    return [own[unit] for unit in units]
+
+
+def _overridden(config: ShardingConfig, unit: UnitDraft) -> ShardingConfig:
+    overrides = unit.overrides
+    changes = {
+        name: value
+        for name in ("mesh", "reshard_after_forward", "mixed_precision", "cpu_offload", "prefetch")
+        if (value := getattr(overrides, name)) is not None
+    }
+    return replace(config, **changes) if changes else config
+
+
+def _unit(unit: UnitDraft, uses: list[ParameterUse], config: ShardingConfig) -> ShardUnit:
+    """``config`` is the unit's own."""
+    precision = config.mixed_precision
+    if unit.is_root:
+        precision = replace(precision, cast_forward_inputs=precision.cast_root_inputs)
+    elif unit.of_other_dtype:
+        # What comes in has the dtype of the modules around, which this one would not have been given to compute with.
+        precision = replace(precision, cast_forward_inputs=precision.param_dtype is not None)
+    dtype = main_dtype(uses)
+    # torch shards a parameter without elements, and fails on its gradient.
+    is_sharded = {use: use.parameter.dim() > 0 < use.parameter.numel() and use.parameter.dtype == dtype for use in uses}
+    return ShardUnit(
+        modules=unit.paths,
+        parameters=tuple(_spec(use) for use in uses if is_sharded[use]),
+        replicated=tuple(_spec(use) for use in uses if not is_sharded[use]),
+        mesh=config.mesh,
+        is_root=unit.is_root,
+        # A root's parameters are used again at once when backward begins: FSDP1 kept them, torch 2.7 does, and later
+        # versions do unless told otherwise.
+        reshard_after_forward=False if unit.is_root else config.reshard_after_forward,
+        mixed_precision=precision,
+        cpu_offload=config.cpu_offload,
+        reason=unit.reason,
+    )
+
+
+def _spec(use: ParameterUse) -> ParameterSpec:
+    return ParameterSpec(names=use.names, shape=tuple(use.parameter.shape), dtype=dtype_name(use.parameter.dtype))
+
+
+def _notes_of_settings(units: Sequence[UnitDraft]) -> Iterator[str]:
+    """Group identical notes and list their modules."""
+    modules: dict[str, list[str]] = {}
+    for unit in units:
+        for note in unit.overrides.notes:
+            modules.setdefault(note, []).append(unit.paths[0])
+    for note, paths in modules.items():
+        yield f"in the settings of {and_more(paths)}: {note}"
+
+
+def _notes_of_groups(units: Iterable[ShardUnit]) -> Iterator[str]:
+    modules: dict[str, list[str]] = {}
+    for unit in units:
+        if unit.mesh.is_grouped and (not unit.mesh.has_replicas or unit.mesh.shard_degree == 1):
+            modules.setdefault(" x ".join(map(str, unit.mesh.groups)), []).append(unit.name or "the model")
+    for groups, names in modules.items():
+        yield (
+            f"{and_more(names)} on groups of ranks ({groups}): gradients are averaged within a group only, so that "
+            "the parameters of different groups drift apart, as they did under FSDP1"
+        )
+
+
+def _check_parameters(units: Sequence[ShardUnit], uses: Sequence[ParameterUse]) -> Iterator[str]:
+    """Notes of what is done with unusual parameters.
+
+    Raises:
+        PlanError: parameters that their unit cannot hold.
+        UnsupportedError: gradients that cannot stay in the dtype they are reduced in, and must.
+    """
+    if problems := [problem for unit in units for problem in _cannot_replicate(unit)]:
+        raise PlanError("\n".join(problems))
+    parameters = {use.names: use.parameter for use in uses}
+    yield from _cast_gradients(units, parameters)
+    unsharded = [spec.name for unit in units for spec in unit.replicated if spec.shape and spec.numel]
+    if unsharded:
+        yield (
+            f"{and_more(unsharded)} of another dtype than the rest of the module that holds them: unsharded on every "
+            "rank"
+        )
+    copied = [spec.name for unit in units for spec in unit.parameters if not parameters[spec.names].is_contiguous()]
+    if copied:
+        yield f"{and_more(copied)} not contiguous: fully_shard takes no other layout, so contiguous copies are sharded"
+
+
+def _cast_gradients(units: Sequence[ShardUnit], parameters: Mapping[tuple[str, ...], nn.Parameter]) -> Iterator[str]:
+    """Gradients that were to keep the dtype they are reduced in, and get their parameter's."""
+    asked = [unit for unit in units if unit.mixed_precision.gradients is not GradientDtype.OF_PARAMETER]
+    cast = [text for unit in asked for text in _casts_of(unit, parameters)]
+    if not cast:
+        return
+    text = (
+        f"keep_low_precision_grads: {and_more(cast)}; fully_shard gives gradients the parameter's own dtype: cast "
+        "the model to the dtype that gradients are reduced in, or leave the key out"
+    )
+    if any(unit.mixed_precision.gradients is GradientDtype.AS_REDUCED for unit in asked):
+        raise UnsupportedError(f"{text}\n(strict: false in the same configuration turns this into a warning)")
+    yield text
+
+
+def _cannot_replicate(unit: ShardUnit) -> Iterator[str]:
+    """Parameters whose dtype the unit would have to change for computation, which only sharded ones can."""
+    dtype = unit.mixed_precision.param_dtype
+    for spec in unit.replicated:
+        if spec.shape and spec.numel and unit.parameters and dtype not in (None, spec.dtype):
+            yield (
+                f"parameter {spec.name} is {spec.dtype}, others of the module that holds it "
+                f"{unit.parameters[0].dtype}, and mixed_precision computes in {dtype}: give it a module of its own, or "
+                "the dtype of the others"
+            )
+
+
+def _casts_of(unit: ShardUnit, parameters: Mapping[tuple[str, ...], nn.Parameter]) -> Iterator[str]:
+    policy = unit.mixed_precision
+    for spec in unit.parameters:
+        reduced = policy.reduce_dtype or policy.param_dtype or spec.dtype
+        if parameters[spec.names].requires_grad and reduced != spec.dtype:
+            yield f"{spec.name} is {spec.dtype} and its gradient is reduced in {reduced}"
+
+
+def _with_prefetch(
+    units: tuple[ShardUnit, ...], prefetch: Mapping[str, Prefetch], registration: Mapping[str, int]
+) -> Iterator[ShardUnit]:
+    """Fill in the explicit prefetch lists: the next units of the same root, in the order of registration.
+
+    A unit is gathered where its forward begins, so forward takes the units in pre-order; its backward begins where its
+    forward ended, so backward takes them in reversed bottom-up order.
+    """
+    roots = {unit.name for unit in units if unit.is_root}
+    bottom_up: dict[str, list[str]] = {name: [] for name in roots}
+    for unit in units:
+        root = next(path for path in ancestors_or_self(unit.name) if path in roots)
+        bottom_up[root].append(unit.name)
+    forward: dict[str, tuple[str, ...]] = {}
+    backward: dict[str, tuple[str, ...]] = {}
+    for names in bottom_up.values():
+        in_forward = sorted(names, key=registration.__getitem__)
+        forward |= _following(in_forward, {name: prefetch[name].forward for name in names})
+        following = _following(names[::-1], {name: prefetch[name].backward for name in names})
+        # Naming itself replaces FSDP2's own choice by none: the unit is gathered by then.
+        backward |= {name: prefetched or (name,) for name, prefetched in following.items()}
+    for unit in units:
+        yield replace(unit, forward_prefetch=forward.get(unit.name, ()), backward_prefetch=backward.get(unit.name))
+
+
+def _following(names: list[str], counts: Mapping[str, int | None]) -> dict[str, tuple[str, ...]]:
+    """For each name with a count, so many of the names after it."""
+    return {
+        name: tuple(names[i + 1 : i + 1 + count]) for i, name in enumerate(names) if (count := counts[name]) is not None
+    }

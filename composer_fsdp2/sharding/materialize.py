@@ -1,0 +1,264 @@
+"""Give a unit's parameters and buffers their values on its device, just before it is sharded.
+
+[Note: initialisation] FSDP1 filled meta parameters unit by unit, bottom-up, on full tensors: the direct child's
+``param_init_fn(module)``, else the module's ``reset_parameters()``, for each module that directly owns something on the
+meta device (composer/distributed/dist_strategy.py, 0.32.1). So do we, on every rank from rank 0's random state, so that
+all ranks draw the same values. Where rank 0 has values already and another rank has not, nothing is drawn: rank 0's
+values are sent.
+"""
+
+import contextlib
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_fsdp2._torch import own_buffers, own_parameters
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.ties import join
+
+# From a module and its path to what gives its own tensors their first values; None where nothing does.
+Initializers: TypeAlias = Callable[[nn.Module, str], Callable[[], object] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Initialisation:
+    """What a run does about values: drawn here, sent to other ranks, both or neither.
+
+    ``from_rank_zero``: rank 0 alone has any, so all get its; else those of the first rank of a unit's mesh go out.
+    """
+
+    draw: bool
+    broadcast: bool
+    from_rank_zero: bool = False
+
+
+def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool | None) -> Initialisation:
+    """Look at which ranks have real tensors in their ``modules``; called on all ranks, gathers one flag from each.
+
+    Raises:
+        PlanError: some ranks have values and some have none, and nobody was told to send them (FSDP1's message), or
+            rank 0 is the one without.
+    """
+    on_meta: list[bool] = gather(any(map(_owns_meta, modules)))
+    if not any(on_meta):
+        return Initialisation(draw=False, broadcast=bool(sync_module_states))
+    if all(on_meta):
+        return Initialisation(draw=True, broadcast=bool(sync_module_states))
+    if sync_module_states is False:
+        raise PlanError(
+            "Detected mixed initialization where some ranks have model on cpu or gpu and some ranks are on meta "
+            f"(ranks {[rank for rank, is_meta in enumerate(on_meta) if is_meta]}). Set sync_module_states to true, or "
+            "initialise every rank the same way"
+        )
+    if on_meta[0]:
+        raise PlanError("rank 0's model is on meta while others have values; sync_module_states sends rank 0's")
+    return Initialisation(draw=False, broadcast=True, from_rank_zero=True)
+
+
+@contextlib.contextmanager
+def rank_zero_rng() -> Iterator[None]:
+    """Draw as rank 0 would; the random state of every rank is put back. Called on all ranks, broadcasts the states.
+
+    Of torch, of Python's random and, if anybody uses it, of NumPy's, since an initialisation may draw from any.
+    """
+    sources = _random_sources()
+    own = {name: read() for name, (read, _) in sources.items()}
+    sent = [own if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(sent)
+    assert sent[0] is not None
+    _set_random(sources, sent[0])
+    try:
+        yield
+    finally:
+        _set_random(sources, own)
+
+
+RandomSources: TypeAlias = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
+
+
+def _random_sources() -> RandomSources:
+    """How to read and set the state of each generator that is in use here."""
+    sources: RandomSources = {
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+        "random": (random.getstate, random.setstate),
+    }
+    if torch.cuda.is_available():
+        sources["cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        sources["numpy"] = (numpy.random.get_state, numpy.random.set_state)
+    return sources
+
+
+def _set_random(sources: RandomSources, states: Mapping[str, Any]) -> None:
+    for name, (_, write) in sources.items():
+        if name in states:  # one rank may have imported what another has not
+            write(states[name])
+
+
+class Materializer:
+    """Makes units real, one at a time, bottom-up.
+
+    Args:
+        modules: Those of the whole model, by every path; changed by ``make_real`` only.
+        device: Where values are to lie.
+        initialisation: Where they come from.
+        initializers: How they are drawn.
+        left_out: Parameters that stay as they are.
+        kept: Parameters that stay the same objects, but may move.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        device: torch.device,
+        initialisation: Initialisation,
+        initializers: Initializers,
+        left_out: Collection[nn.Parameter] = (),
+        kept: Collection[nn.Parameter] = (),
+    ) -> None:
+        self.device = device
+        self.initialisation = initialisation
+        self.initializers = initializers
+        self.left_out = left_out
+        self.kept = kept
+        self.path_of: dict[nn.Module, str] = {}
+        for path, module in modules.items():
+            self.path_of.setdefault(module, path)
+        self.places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in self.path_of:
+            for name, parameter in own_parameters(module):
+                self.places.setdefault(parameter, []).append((module, name))
+
+    def check(self, inside: Collection[nn.Module]) -> None:
+        """Raise if a meta tensor will never get a value; reads only.
+
+        Args:
+            inside: The modules whose tensors units hold.
+        Raises:
+            PlanError: names the module that has neither ``param_init_fn`` nor ``reset_parameters``, or the parameter
+                or buffer that no unit holds.
+        """
+        for module, path in self.path_of.items():
+            if not _owns_meta(module):
+                continue
+            outside = [
+                f"{kind} {join(path, name)}"
+                for kind, own in (("parameter", own_parameters(module)), ("buffer", own_buffers(module)))
+                for name, tensor in own
+                if tensor.is_meta and (module not in inside or tensor in self.left_out)
+            ]
+            if outside:
+                raise PlanError(
+                    f"{outside[0]} is on the meta device, and no unit holds it, so it would never get a value; build "
+                    "that part of the model on a real device"
+                )
+            if self.initialisation.draw and self._initializer(module) is None:
+                raise PlanError(
+                    f"module {path!r} ({type(module).__name__}) has parameters or buffers on the meta device, and "
+                    "neither it has reset_parameters() nor the direct child above it param_init_fn(module); add one "
+                    "of them, or build the model on the CPU"
+                )
+
+    def make_real(self, modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+        """Materialise, move and (if asked for) synchronise what the ``modules`` of one unit hold themselves.
+
+        Called on all ranks in the same order; broadcasts the unit's tensors over its ``mesh``, or from rank 0, if the
+        initialisation says so.
+        """
+        for module in modules:
+            if _owns_meta(module):
+                self._fill(module)
+        for tensor in _own_tensors(modules):
+            if tensor not in self.left_out:
+                self._move(tensor)
+        if self.initialisation.broadcast:
+            groups = [None] if self.initialisation.from_rank_zero else _groups_of(mesh)
+            for tensor in _own_tensors(modules):
+                if tensor not in self.left_out:
+                    _broadcast(tensor, groups)
+
+    def _move(self, tensor: torch.Tensor) -> None:
+        """To the device, and in the layout that ``fully_shard`` takes.
+
+        A parameter that is to be sharded becomes a new one: the optimizer and others hold the old one until all units
+        are sharded, and with it would hold what is moved here.
+        """
+        value = tensor.data.to(self.device).contiguous()
+        if value.data_ptr() == tensor.data_ptr() and value.device == tensor.device:
+            return
+        if isinstance(tensor, nn.Parameter) and tensor in self.places and tensor not in self.kept:
+            self._replace(tensor, value)
+        else:
+            tensor.data = value
+
+    def _replace(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """At every place, so that ties hold."""
+        real = nn.Parameter(value, parameter.requires_grad)
+        real.__dict__.update(parameter.__dict__)
+        for owner, attribute in self.places[parameter]:
+            setattr(owner, attribute, real)
+
+    def _fill(self, module: nn.Module) -> None:
+        for parameter in dict.fromkeys(parameter for _, parameter in own_parameters(module)):
+            if parameter.is_meta:
+                self._replace(parameter, torch.empty_like(parameter, device=self.device))
+        for name, buffer in own_buffers(module):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=self.device))
+        if self.initialisation.draw:
+            initialize = self._initializer(module)
+            assert initialize is not None, "check() ran before"
+            initialize()
+
+    def _initializer(self, module: nn.Module) -> Callable[[], object] | None:
+        return self.initializers(module, self.path_of[module])
+
+
+def _owns_meta(module: nn.Module) -> bool:
+    tensors = (*own_parameters(module), *own_buffers(module))
+    return any(tensor.is_meta for _, tensor in tensors) if tensors else False
+
+
+def breadth_first(roots: Sequence[nn.Module], nested: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules of one unit, without what lies in ``nested`` ones, in the order in which FSDP1 initialised them."""
+    waiting, seen = deque(roots), set(roots)
+    found = []
+    while waiting:
+        module = waiting.popleft()
+        found.append(module)
+        for child in module.children():
+            if child not in seen and child not in nested:
+                seen.add(child)
+                waiting.append(child)
+    return found
+
+
+def _own_tensors(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """Every parameter and buffer that the modules themselves register, once."""
+    found: dict[torch.Tensor, None] = {}
+    for module in modules:
+        found.update((tensor, None) for _, tensor in (*own_parameters(module), *own_buffers(module)))
+    return list(found)
+
+
+def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
+    """Over which groups to broadcast so that the whole mesh has its first rank's values; None is all ranks."""
+    if mesh.size() == dist.get_world_size():
+        return [None]
+    return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
+
+
+def _broadcast(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """From the first rank of each group, one group after the other; as bytes: gloo knows fewer dtypes than torch."""
+    if tensor.numel():
+        for group in groups:
+            dist.broadcast(tensor.data.view(-1).view(torch.uint8), group=group, group_src=0)

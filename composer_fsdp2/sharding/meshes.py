@@ -1,0 +1,167 @@
+"""From ``MeshSpec``s to torch's ``DeviceMesh``es."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.sharding.agree import gather
+
+Ranks: TypeAlias = tuple[int, ...]
+# For one mesh and each axis, the group of every rank.
+GroupTable: TypeAlias = tuple[tuple[Ranks, ...], ...]
+
+
+def device_mesh(spec: MeshSpec) -> DeviceMesh:
+    """The mesh of a resolved ``spec`` over the ranks 0, 1, ... in order, replicas outermost.
+
+    Called on all ranks; makes the axes' process groups (a 1-D mesh uses the default one). Two meshes of one spec are
+    equal to torch, so one from here and the one that Composer's State made are interchangeable.
+    """
+    assert spec.is_resolved and not spec.is_grouped, "resolve() the spec first; groups are for device_meshes()"
+    return init_device_mesh(spec.device_type, spec.shape, mesh_dim_names=spec.axis_names)
+
+
+def device_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ()) -> list[DeviceMesh]:
+    """The mesh of each resolved spec; where it divides the ranks into groups, the mesh of this rank's group.
+
+    Args:
+        present: Meshes that are there already. One that has a spec's ranks in the same places on the same type of
+            device is taken, under its own axis names, if every rank has such a one: another mesh would be other
+            process groups, whose communicators take device memory beside those of the first.
+    Raises:
+        ConfigError: the groups that the ranks named do not fit together; on every rank.
+
+    Called on all ranks with the specs in the same order. Gathers the groups that ranks know only for themselves, and
+    whether each rank has the meshes; makes the process groups that are missing, one for each set of ranks.
+    """
+    tables = iter(_group_tables([spec for spec in specs if spec.is_grouped]))
+    # What ranks give for themselves may be alike on some and not on others: their tables tell.
+    keys: list[MeshSpec | GroupTable] = [next(tables) if spec.is_grouped else spec for spec in specs]
+    wanted = dict(zip(keys, specs, strict=True))
+    made: dict[object, DeviceMesh] = {}
+    groups: dict[Ranks, dist.ProcessGroup] = {}
+    for (key, spec), mesh in zip(wanted.items(), _taken(wanted, present), strict=True):
+        if mesh is None:
+            mesh = device_mesh(spec) if isinstance(key, MeshSpec) else _mesh_of_table(spec, key, groups)
+        made[key] = mesh
+    return [made[key] for key in keys]
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device on the mesh."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _has(mesh: DeviceMesh, device_type: str, layout: list[Any]) -> bool:
+    """Whether it is this one; ``fully_shard`` wants two axes to have names."""
+    is_named = mesh.ndim == 1 or mesh.mesh_dim_names is not None
+    return is_named and mesh.device_type == device_type and mesh.mesh.tolist() == layout
+
+
+def _taken(wanted: Mapping[MeshSpec | GroupTable, MeshSpec], present: Sequence[DeviceMesh]) -> list[DeviceMesh | None]:
+    """For each mesh that is wanted, the one that is there; None on all ranks, where a rank has none."""
+    layouts = [_layout(spec, None if isinstance(key, MeshSpec) else key) for key, spec in wanted.items()]
+    own = [
+        next((mesh for mesh in present if _has(mesh, spec.device_type, layout)), None)
+        for spec, layout in zip(wanted.values(), layouts, strict=True)
+    ]
+    # Groups are made by all ranks together, so none may go its own way.
+    of_ranks = gather([mesh is not None for mesh in own])
+    return [mesh if all(has[number] for has in of_ranks) else None for number, mesh in enumerate(own)]
+
+
+def _layout(spec: MeshSpec, table: GroupTable | None) -> list[Any]:
+    """The ranks of this rank's mesh, nested as in ``DeviceMesh.mesh``."""
+    if table is None:
+        ranks: list[Any] = torch.arange(spec.size).view(spec.shape).tolist()
+        return ranks
+    rank, shards = dist.get_rank(), table[-1]
+    if len(table) == 1:
+        return list(shards[rank])
+    return [list(shards[member]) for member in table[0][rank]]
+
+
+def _group_tables(specs: Sequence[MeshSpec]) -> list[GroupTable]:
+    if not specs:
+        return []
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = [tuple(groups.members(rank, world_size) for groups in spec.groups) for spec in specs]
+    # Units by the dozen have the same groups: those are sent once, and looked at once.
+    distinct = {groups: number for number, groups in enumerate(dict.fromkeys(own))}
+    of_ranks: list[tuple[list[tuple[range | Ranks, ...]], list[int]]]
+    of_ranks = gather(([tuple(map(_packed, groups)) for groups in distinct], [distinct[groups] for groups in own]))
+    members = [[tuple(map(tuple, groups)) for groups in of_rank] for of_rank, _ in of_ranks]
+    tables: dict[Ranks, GroupTable] = {}
+    chosen = []
+    for number, spec in enumerate(specs):
+        key = tuple(of_unit[number] for _, of_unit in of_ranks)
+        if key not in tables:
+            of_unit = [members[rank][which] for rank, which in enumerate(key)]
+            tables[key] = tuple(tuple(groups[axis] for groups in of_unit) for axis in range(len(spec.groups)))
+        chosen.append(tables[key])
+    problems = dict.fromkeys(problem for table in tables.values() if (problem := _problem_of(table)))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return chosen
+
+
+def _packed(ranks: Ranks) -> range | Ranks:
+    """What is sent of a group: a thousand ranks in a row are three numbers."""
+    if len(ranks) > 2:
+        even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
+        if tuple(even) == ranks:
+            return even
+    return ranks
+
+
+def _problem_of(table: GroupTable) -> str:
+    """What is wrong with a table of groups, or ""."""
+    for of_ranks in table:
+        for rank, members in enumerate(of_ranks):
+            if rank not in members:
+                return f"process_group of rank {rank} is {list(members)}, without the rank itself"
+            other = next((member for member in members if of_ranks[member] != members), None)
+            if other is not None:
+                return (
+                    f"process_group of rank {rank} is {list(members)}, but rank {other} says "
+                    f"{list(of_ranks[other])}; all ranks of a group must name the same ranks"
+                )
+    if len(table) == 2:
+        replicas, shards = table
+        for rank, members in enumerate(replicas):
+            for member in members:
+                if len(shards[member]) != len(shards[rank]) or (
+                    shards[member].index(member) != shards[rank].index(rank)
+                ):
+                    return (
+                        f"ranks {rank} and {member} are replicas, but hold different shards: they are in the groups "
+                        f"{list(shards[rank])} and {list(shards[member])}"
+                    )
+    return ""
+
+
+def _mesh_of_table(spec: MeshSpec, table: GroupTable, groups: dict[Ranks, dist.ProcessGroup]) -> DeviceMesh:
+    """This rank's mesh; the process groups of all ranks' meshes are made on the way, in one order on all ranks."""
+    for of_ranks in table:
+        for members in sorted(set(of_ranks)):
+            if members not in groups:
+                groups[members] = _process_group(members)
+    rank = dist.get_rank()
+    own = [groups[of_ranks[rank]] for of_ranks in table]
+    if len(own) == 1:
+        return DeviceMesh.from_group(own[0], spec.device_type, mesh_dim_names=spec.axis_names)
+    layout = torch.tensor(_layout(spec, table), dtype=torch.int)
+    return DeviceMesh.from_group(own, spec.device_type, mesh=layout, mesh_dim_names=spec.axis_names)
+
+
+def _process_group(members: Ranks) -> dist.ProcessGroup:
+    if len(members) == dist.get_world_size():
+        return dist.group.WORLD  # type: ignore[return-value]
+    return dist.new_group(list(members))

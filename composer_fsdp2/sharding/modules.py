@@ -1,0 +1,65 @@
+"""Small questions about a tree of modules and its paths."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from composer_fsdp2._torch import is_compiled
+from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.errors import PlanError
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called: containers such as ModuleList have no forward, and so no hooks to gather in."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def outside_compilation(modules: Mapping[str, nn.Module], path: str) -> tuple[str, nn.Module]:
+    """The module at ``path``, or what ``torch.compile`` put around it: that calls the module itself, past whatever
+    would be put between the two."""
+    parent = path.rpartition(".")[0]
+    if path and is_compiled(modules[parent]):
+        return parent, modules[parent]
+    return path, modules[path]
+
+
+def at_path(model: nn.Module, path: str) -> nn.Module:
+    """The module registered at ``path``, seen through checkpointing wrappers (but not through the last one)."""
+    module = model
+    for name in path.split(".") if path else []:
+        module = getattr(module, name)  # wrappers hand on attributes that they have not
+    return module
+
+
+def is_at_or_under(path: str, ancestor: str) -> bool:
+    """Whether a module path lies at or below another; everything lies below the model's, ''."""
+    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
+
+
+def ancestors_or_self(path: str) -> list[str]:
+    """``a.b`` gives ``a.b``, ``a`` and the model's own, ''."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+
+
+def ignored_modules(model: nn.Module, config: ShardingConfig) -> dict[str, nn.Module]:
+    """The ignored modules by path, each given as itself or as its path.
+
+    Raises:
+        PlanError: one is not part of the model, or the model itself.
+    """
+    found = {}
+    modules = dict(model.named_modules()) if config.ignored_modules else {}
+    paths = {module: path for path, module in modules.items()}
+    for number, given in enumerate(config.ignored_modules):
+        path = given if isinstance(given, str) else paths.get(given)
+        if path is None or path not in modules:
+            shown = repr(given) if isinstance(given, str) else type(given).__name__
+            raise PlanError(
+                f"ignored_modules[{number}] ({shown}) is not part of the model; pass the modules of the model that is "
+                "sharded"
+            )
+        if not path:
+            raise PlanError("ignored_modules holds the model itself, so there is nothing to shard")
+        found[path] = modules[path]
+    return found

@@ -1,0 +1,107 @@
+"""An optimizer that was built before sharding follows the model's new parameters: same object, same groups."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from composer_fsdp2._torch import own_parameters
+from composer_fsdp2.errors import PlanError, UnsupportedError
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def the_optimizer(optimizers: Optimizers) -> torch.optim.Optimizer | None:
+    """The one optimizer, or None.
+
+    Raises:
+        UnsupportedError: there are several.
+    """
+    if optimizers is None or isinstance(optimizers, torch.optim.Optimizer):
+        return optimizers
+    found = list(optimizers)
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"Only one optimizer is supported; found {len(found)} optimizers. Put their parameters into groups of one "
+            "optimizer, or build them after sharding"
+        )
+    if found and not isinstance(found[0], torch.optim.Optimizer):
+        raise PlanError(f"optimizers holds a {type(found[0]).__name__}; pass a torch.optim.Optimizer or None")
+    return found[0] if found else None
+
+
+def check_optimizers(model: nn.Module, optimizers: Optimizers) -> None:
+    """Raise unless every parameter of the optimizer is one of the model's.
+
+    Raises:
+        PlanError: FSDP1's message, and how many parameters are foreign.
+        UnsupportedError: more than one optimizer.
+    """
+    optimizer = the_optimizer(optimizers)
+    if optimizer is None:
+        return
+    own = set(model.parameters())
+    foreign = [
+        (number, tuple(parameter.shape))
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter not in own
+    ]
+    if foreign:
+        number, shape = foreign[0]
+        raise PlanError(
+            "The same model must be passed to the optimizer and trainer: "
+            f"{len(foreign)} of the optimizer's parameters are not the model's (the first has shape {shape}, in group "
+            f"{number}). Build the optimizer from this model's parameters(), after any change to its modules"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rebinding:
+    """Where each parameter of an optimizer is registered, noted before sharding replaces it.
+
+    Group objects, their order and their options stay: schedulers hold them. State that the optimizer already has is
+    cut to this rank's shard (FSDP1 cleared it without a word).
+    """
+
+    optimizer: torch.optim.Optimizer
+    places: dict[nn.Parameter, tuple[nn.Module, str]]
+
+    @classmethod
+    def note(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> "Rebinding":
+        places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+        for module in model.modules():
+            for attribute, parameter in own_parameters(module):
+                places.setdefault(parameter, (module, attribute))
+        return cls(optimizer, places)
+
+    def follow(self) -> None:
+        """Put the model's present parameters where the old ones stood; called on all ranks, does not communicate."""
+        for group in self.optimizer.param_groups:
+            old_parameters: Iterable[nn.Parameter] = list(group["params"])
+            group["params"][:] = [self._new(old) for old in old_parameters]
+        state = cast(dict[nn.Parameter, dict[str, Any]], self.optimizer.state)
+        for old in [parameter for parameter in state if parameter in self.places]:
+            new = self._new(old)
+            if new is not old:
+                state[new] = {key: _shard_like(value, old, new) for key, value in state.pop(old).items()}
+
+    def _new(self, old: nn.Parameter) -> nn.Parameter:
+        module, attribute = self.places[old]
+        parameter: nn.Parameter = getattr(module, attribute)
+        return parameter
+
+
+def _shard_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
+    """A state tensor of the parameter's shape becomes a shard of it; counters and the like stay."""
+    if not (isinstance(value, torch.Tensor) and isinstance(new, DTensor) and value.shape == old.shape and value.dim()):
+        return value
+    mesh, local = new.device_mesh, new.to_local()
+    # Every rank holds the full state already, so each keeps its part and nothing is sent.
+    shard = distribute_tensor(value.to(mesh.device_type), mesh, new.placements, src_data_rank=None).to_local()
+    return DTensor.from_local(
+        shard.to(local.device), mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
+    )

@@ -1,0 +1,187 @@
+"""The sharding plan as a value: which units, with which parameters, and what is done with them."""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.sharding import Accumulation, MixedPrecision, ShardingConfig
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.config.value import Value, json_text
+from composer_fsdp2.sharding.dtypes import dtype_bytes
+from composer_fsdp2.sharding.select import LeftOut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec(Value):
+    """One parameter under all of its names (more than one if it is tied), with its full shape and its dtype's name."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardUnit(Value):
+    """The arguments of one ``fully_shard`` call, and the parameters that it will hold.
+
+    ``modules`` has one path, or several for a group. ``backward_prefetch`` None leaves the choice to FSDP2; a unit
+    that names itself prefetches nothing. ``replicated`` are the unit's parameters that cannot be sharded with the
+    others, because they are scalars, have no elements or another dtype: unsharded on every rank, with gradients
+    averaged over ``mesh``.
+    """
+
+    modules: tuple[str, ...]
+    parameters: tuple[ParameterSpec, ...]
+    replicated: tuple[ParameterSpec, ...] = ()
+    mesh: MeshSpec
+    is_root: bool
+    reshard_after_forward: bool | int
+    mixed_precision: MixedPrecision
+    cpu_offload: bool
+    forward_prefetch: tuple[str, ...] = ()
+    backward_prefetch: tuple[str, ...] | None = None
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return self.modules[0]
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """The size of its parameters on every rank while they are unsharded."""
+        dtype = self.mixed_precision.param_dtype
+        return sum(each.numel * dtype_bytes(dtype or each.dtype) for each in self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan(Value):
+    """What ``apply_plan`` will do: units bottom-up (the order of the calls), and everything that goes with them.
+
+    Args:
+        config: The model's, with the paths of ignored modules.
+        ignored: The names of their parameters.
+    """
+
+    config: ShardingConfig
+    units: tuple[ShardUnit, ...]
+    tie_groups: tuple[tuple[str, ...], ...]
+    ignored: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+    checkpointed: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def mesh(self) -> MeshSpec:
+        return self.config.mesh
+
+    @property
+    def roots(self) -> tuple[ShardUnit, ...]:
+        return tuple(unit for unit in self.units if unit.is_root)
+
+    @property
+    def replicated(self) -> tuple[ParameterSpec, ...]:
+        return tuple(spec for unit in self.units for spec in unit.replicated)
+
+    @property
+    def unsharded_names(self) -> set[str]:
+        """The names of all parameters that stay unsharded on every rank."""
+        names = {name for spec in self.replicated for name in spec.names} | set(self.ignored)
+        return names.union(*(left.names for left in self.left_out))
+
+    def resolve(self, world_size: int) -> "ShardingPlan":
+        """The plan with every mesh's open degrees filled in.
+
+        Raises:
+            ConfigError: a mesh does not fit ``world_size``.
+        """
+        meshes = {id(unit.mesh): unit.mesh for unit in self.units}  # few, of many units
+        resolved = {number: mesh.resolve(world_size) for number, mesh in meshes.items()}
+        units = tuple(replace(unit, mesh=resolved[id(unit.mesh)]) for unit in self.units)
+        return replace(self, config=replace(self.config, mesh=self.mesh.resolve(world_size)), units=units)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The whole plan as lines of JSON, alike on ranks that will do the same; they compare it before they begin."""
+        # Line by line: the objects of a large plan all at once would set off the garbage collector.
+        units = "\n".join(map(json_text, self.units))
+        return f"{units}\n{json_text(replace(self, units=()))}"
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the whole plan."""
+        return hashlib.sha256(self.fingerprint.encode()).hexdigest()
+
+    def explain(self) -> str:
+        """The plan as text: the mesh, one line a unit, ties, what is left out and why."""
+        return "\n".join(_explain(self))
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+_SYNC_WORDS = {
+    "every": "each",
+    "last": "the last of a batch",
+    "defer_replica": "each, over replicas in the last of a batch",
+}
+
+
+def _explain(plan: ShardingPlan) -> Iterator[str]:
+    total = sum(unit.numel for unit in plan.units)
+    yield f"{len(plan.units)} units, {total:,} parameters on {plan.mesh}"
+    yield from (_unit_line(unit, plan.mesh) for unit in plan.units)
+    yield from (f"  tied: {' = '.join(names)}" for names in plan.tie_groups)
+    for spec in plan.replicated:
+        why = f"{spec.dtype} beside another dtype" if spec.shape else "a scalar"
+        why = why if spec.numel else "no elements"
+        yield f"  replicated: {spec.name} [{why}]: unsharded on every rank, gradients averaged"
+    unsharded = "unsharded on every rank, gradients not averaged"
+    if ignored := tuple(map(str, plan.config.ignored_modules)):
+        yield f"  ignored: {and_more(ignored)} ({len(plan.ignored)} parameters): {unsharded}"
+    for left in plan.left_out:
+        yield f"  left out: {and_more(left.names)} [{left.reason}]: {unsharded}"
+    yield from _checkpointing_line(plan)
+    accumulation, guard = plan.config.accumulation, plan.config.collective_guard
+    if accumulation != Accumulation():
+        kept = "" if accumulation.reshard_after_backward else ", parameters kept unsharded between them"
+        sync = _SYNC_WORDS[accumulation.gradient_sync.value]
+        yield f"  microbatches: gradients communicated in {sync}{kept}"
+    if guard is not None:
+        yield f"  guard: ranks compare where they stand before each collective, and wait {guard:g} s"
+    yield from (f"  note: {note}" for note in plan.notes)
+
+
+def _unit_line(unit: ShardUnit, of_model: MeshSpec) -> str:
+    role = "root" if unit.is_root else f"reshard {unit.reshard_after_forward}"
+    offload = ", on the CPU" if unit.cpu_offload else ""
+    mesh = f", {unit.mesh}" if unit.mesh != of_model else ""
+    name = " + ".join(unit.modules) if unit.name else "(the model)"
+    return f"  {name}: {unit.numel:,} parameters, {role}{offload}{mesh} [{unit.reason}]"
+
+
+def _checkpointing_line(plan: ShardingPlan) -> Iterator[str]:
+    if not plan.checkpointed:
+        return
+    mode = plan.config.activation_checkpointing
+    words = (
+        ("recomputed" + (" (reentrant)" if mode.reentrant else ""), mode.checkpoint),
+        ("offloaded to the CPU", mode.cpu_offload),
+    )
+    kind = " and ".join(word for word, is_on in words if is_on)
+    kind += " by Transformer Engine" if mode.checkpoint and mode.transformer_engine else ""
+    yield f"  activations {kind}: {len(plan.checkpointed)} modules, first {plan.checkpointed[0]}"

@@ -1,0 +1,92 @@
+"""What is kept of a sharded model beside its parameters: one record for each root, for as long as the root lives."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_fsdp2.config.mesh import AxisRole, MeshSpec
+from composer_fsdp2.config.sharding import Accumulation
+from composer_fsdp2.errors import PlanError
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class RootRecord:
+    """Of one root and the units below it; of a root that ``fully_shard`` sharded without us, without its mesh.
+
+    Args:
+        mesh: The root's.
+        spec: What the mesh's axes are for.
+        replicated: By unit, the parameters that lie unsharded on every rank of its mesh, with averaged gradients.
+        accumulation: What is put off until the last microbatch.
+        guard: Meets the other ranks at a place, where ``collective_guard`` is on.
+        summoned: The sharded parameters that ``summon_full_params`` shows unsharded now, and with which options.
+        kept: What other rooms keep of this root, one value of a type.
+    """
+
+    mesh: DeviceMesh | None = None
+    spec: MeshSpec = field(default_factory=MeshSpec)
+    replicated: "WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]]" = field(default_factory=WeakKeyDictionary)
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    guard: Callable[[str], None] | None = None
+    summoned: dict[nn.Parameter, Any] = field(default_factory=dict)
+    kept: dict[type, Any] = field(default_factory=dict)
+
+    def axes_of(self, role: AxisRole) -> tuple[int, ...]:
+        """The axes of the mesh with this role and more than one rank."""
+        assert self.mesh is not None
+        return tuple(axis for axis in self.spec.axes_of(role) if self.mesh.size(axis) > 1)
+
+
+# By every unit of the root.
+_RECORDS: WeakKeyDictionary[nn.Module, RootRecord] = WeakKeyDictionary()
+
+
+def keep_record(units: Iterable[nn.Module], record: RootRecord) -> None:
+    """``units`` are the root and those below it."""
+    _RECORDS.update((unit, record) for unit in units)
+
+
+def record_of(unit: nn.Module) -> RootRecord:
+    """The record of the root that a unit belongs to."""
+    return _RECORDS.setdefault(unit, RootRecord())
+
+
+def find_record(model: nn.Module) -> RootRecord | None:
+    """The first record of a model, or of a part of one; None where there is none."""
+    if not _RECORDS:
+        return None
+    return next((_RECORDS[module] for module in model.modules() if module in _RECORDS), None)
+
+
+def keep(model: nn.Module, value: object) -> None:
+    """Keep a value for as long as the root of a sharded model lives, in place of an earlier one of its type."""
+    record = find_record(model)
+    (record_of(model) if record is None else record).kept[type(value)] = value
+
+
+def find_kept(model: nn.Module, kind: type[T]) -> T | None:
+    """The value of this type that was kept last."""
+    record = find_record(model)
+    value: T | None = None if record is None else record.kept.get(kind)
+    return value
+
+
+def mesh_of(root: nn.Module) -> DeviceMesh:
+    """The mesh of a root that ``apply_plan`` sharded.
+
+    Raises:
+        PlanError: ``fully_shard`` sharded it without us.
+    """
+    mesh = record_of(root).mesh
+    if mesh is None:
+        raise PlanError(
+            f"a {type(root).__name__} was sharded by fully_shard itself; shard the model with prepare_fully_shard or "
+            "apply_plan, or use torch's own functions for it"
+        )
+    return mesh

@@ -1,0 +1,268 @@
+"""Units in the making on a module tree: who contains whom, who holds which parameter, and how ties join them.
+
+[Note: tied parameters] ``fully_shard`` gathers a parameter for one unit. Two units that hold the same parameter would
+each shard a copy: torch 2.7 unties them in silence, later versions raise. So units that share a parameter become one:
+the outer one if one contains the other; else one group of both modules, if that gathers less than their lowest common
+ancestor would; else that ancestor.
+
+[Note: one root] torch makes the first unit that runs forward the root of all units below it, and a unit has one root.
+A module that is registered below two roots therefore makes the model itself the root of everything.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from composer_fsdp2.config.choices import UnitOverrides
+from composer_fsdp2.sharding.modules import ancestors_or_self, has_forward, is_at_or_under
+from composer_fsdp2.sharding.ties import ParameterUse
+
+
+@dataclass(slots=True, eq=False)
+class UnitDraft:
+    """One unit in the making: the modules that one ``fully_shard`` call takes, and why."""
+
+    paths: tuple[str, ...]
+    reason: str
+    is_root: bool = False
+    overrides: UnitOverrides = field(default_factory=UnitOverrides)
+    full_precision: bool = False
+    of_other_dtype: bool = False
+
+
+class UnitTree:
+    """The units of one model, by the modules that they take; it reads the model and changes nothing but itself.
+
+    Args:
+        model: Any module tree; a module may be registered in several places.
+        uses: Its parameters with their owners.
+        excluded: The direct children that stay outside, by name.
+    """
+
+    def __init__(self, model: nn.Module, uses: Iterable[ParameterUse], excluded: Iterable[str]) -> None:
+        self.model = model
+        self.uses = tuple(uses)
+        self.excluded = frozenset(excluded)
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.units: list[UnitDraft] = []
+        self.notes: list[str] = []
+        self._unit_of: dict[nn.Module, UnitDraft] = {}
+        self._position = {path: i for i, path in enumerate(_post_order(self.modules))}
+        self._paths_of: dict[nn.Module, list[str]] = {}
+        for path, module in self.modules.items():
+            self._paths_of.setdefault(module, []).append(path)
+
+    # Reading
+
+    def unit_at(self, module: nn.Module) -> UnitDraft | None:
+        """The unit that takes this very module."""
+        return self._unit_of.get(module)
+
+    def owners(self, use: ParameterUse) -> list[UnitDraft | None]:
+        """The innermost unit at each place that registers the parameter, without repetition; None is outside."""
+        if all(self._is_outside(path) for path, _ in use.owners):
+            return [None]
+        return list(dict.fromkeys(self._innermost(path) for path, _ in use.owners))
+
+    def is_direct_child(self, unit: UnitDraft) -> bool:
+        """Whether this is a direct child of the model."""
+        return any(child is self.modules[path] for path in unit.paths for child in self.model.children())
+
+    def has_inside(self, unit: UnitDraft) -> bool:
+        """Whether other units lie below this one."""
+        return any(unit in self._containers(other) for other in self.units)
+
+    def bottom_up(self) -> list[UnitDraft]:
+        """The units in an order in which each comes before those that contain it; post-order, where that is free."""
+        containers = {unit: set(self._containers(unit)) for unit in self.units}
+        num_inside = dict.fromkeys(self.units, 0)
+        for above in containers.values():
+            for unit in above:
+                num_inside[unit] += 1
+        rank = {unit: (self._last_position(unit), i) for i, unit in enumerate(self.units)}
+        ready = [(*rank[unit], unit) for unit in self.units if not num_inside[unit]]
+        heapq.heapify(ready)
+        ordered: list[UnitDraft] = []
+        while ready:
+            unit = heapq.heappop(ready)[-1]
+            ordered.append(unit)
+            for container in containers[unit]:
+                num_inside[container] -= 1
+                if not num_inside[container]:
+                    heapq.heappush(ready, (*rank[container], container))
+        assert len(ordered) == len(self.units), "no group is made that would lie inside itself"
+        return ordered
+
+    # Changing
+
+    def add(self, unit: UnitDraft) -> UnitDraft:
+        """Put a unit on its modules; below a model that is a unit itself it is not a root."""
+        if self.model in self._unit_of:
+            unit.is_root = False
+        self.units.append(unit)
+        for path in unit.paths:
+            self._unit_of[self.modules[path]] = unit
+        return unit
+
+    def need_model_unit(self, reason: str) -> UnitDraft:
+        """Make the model itself the unit that holds the rest, and the only root."""
+        unit = self._unit_of.get(self.model) or self.add(UnitDraft(("",), reason, is_root=True))
+        for other in self.units:
+            other.is_root = other is unit
+        return unit
+
+    def join(self) -> None:
+        """Until every parameter lies in one unit and every unit below one root.
+
+        Each step removes a unit, or adds the one that takes two over; so it ends.
+        """
+        tied = [use for use in self.uses if len(use.owners) > 1]
+        is_settled = False
+        while not is_settled:  # what joins one tie may put another apart
+            is_settled = True
+            for use in tied:
+                while len(owners := self.owners(use)) > 1:
+                    self._join(owners, use)
+                    is_settled = False
+        for unit in self.units:
+            roots = {above for above in (unit, *self._containers(unit)) if above.is_root}
+            if len(roots) > 1:
+                self.need_model_unit(f"{unit.paths[0]} is registered below more than one direct child")
+                return
+            places = [place for path in unit.paths for place in self._paths_of[self.modules[path]]]
+            lonely = next((place for place in places if not self._has_root_above(place)), None)
+            if lonely is not None:
+                self.need_model_unit(f"{unit.paths[0]} is registered outside of its root as well, as {lonely}")
+                return
+
+    def _join(self, owners: list[UnitDraft | None], use: ParameterUse) -> None:
+        first, second = owners[:2]
+        if first is None or second is None:
+            self.need_model_unit(f"{use.name} is shared with a part of the model that FSDP1 left out")
+        elif first in self._containers(second):
+            self._dissolve(second, first, use)
+        elif second in self._containers(first):
+            self._dissolve(first, second, use)
+        else:
+            self._join_disjoint(first, second, use)
+
+    def _join_disjoint(self, first: UnitDraft, second: UnitDraft, use: ParameterUse) -> None:
+        ancestor = _common_ancestor(first.paths + second.paths)
+        while ancestor and not has_forward(self.modules[ancestor]):
+            ancestor = ancestor.rpartition(".")[0]
+        if ancestor and self._can_group(first, second) and self._gathers_more(ancestor, first, second):
+            self._group(first, second, use)
+            return
+        if ancestor:
+            reason = f"lowest common ancestor of modules that share {use.name}"
+            target = self._unit_of.get(self.modules[ancestor]) or self.add(UnitDraft((ancestor,), reason))
+        else:
+            target = self.need_model_unit(f"{use.name} is shared across direct children of the model")
+        self._dissolve(first, target, use)
+        self._dissolve(second, target, use)
+
+    def _group(self, first: UnitDraft, second: UnitDraft, use: ParameterUse) -> None:
+        self._remove(first)
+        self._remove(second)
+        paths = tuple(sorted(first.paths + second.paths, key=self._position.__getitem__))
+        overrides = first.overrides if first.overrides == second.overrides else UnitOverrides()
+        if first.overrides != second.overrides:
+            self.notes.append(f"{', '.join(paths)} share {use.name}: their own settings differ, the model's hold")
+        reason = f"one group, because they share {use.name}"
+        is_other = first.of_other_dtype and second.of_other_dtype
+        self.add(UnitDraft(paths, reason, overrides=overrides, of_other_dtype=is_other))
+
+    def _dissolve(self, unit: UnitDraft, into: UnitDraft, use: ParameterUse) -> None:
+        self._remove(unit)
+        where = into.paths[0] or "the model itself"
+        given = unit.overrides.given
+        lost = f"; its own settings ({', '.join(given)}) have no effect" if given else ""
+        self.notes.append(
+            f"{', '.join(unit.paths)} is not a unit of its own: it shares {use.name}, so {where} gathers both{lost}"
+        )
+
+    def _remove(self, unit: UnitDraft) -> None:
+        self.units.remove(unit)
+        for path in unit.paths:
+            del self._unit_of[self.modules[path]]
+
+    def _can_group(self, first: UnitDraft, second: UnitDraft) -> bool:
+        """Not for roots, which torch wants to be one module, nor if some group would then lie inside itself."""
+        if first.is_root or second.is_root:
+            return False
+        above = {first, second}
+        waiting = [container for unit in (first, second) for container in self._containers(unit)]
+        while waiting:
+            unit = waiting.pop()
+            if unit in (first, second):
+                return False
+            if unit not in above:
+                above.add(unit)
+                waiting.extend(self._containers(unit))
+        return True
+
+    def _gathers_more(self, ancestor: str, first: UnitDraft, second: UnitDraft) -> bool:
+        """Whether the ancestor, as their unit, would hold parameters beside those of the two."""
+        for use in self.uses:
+            for path, _ in use.owners:
+                if is_at_or_under(path, ancestor):
+                    owner = self._innermost(path)
+                    is_nested = owner is not None and any(
+                        p != ancestor and is_at_or_under(p, ancestor) for p in owner.paths
+                    )
+                    if not is_nested:
+                        return True
+        return False
+
+    # Where things lie
+
+    def _is_outside(self, path: str) -> bool:
+        """The model's own parameters, and those of excluded children."""
+        return path == "" or path.split(".")[0] in self.excluded
+
+    def _innermost(self, path: str) -> UnitDraft | None:
+        for ancestor in ancestors_or_self(path):
+            unit = self._unit_of.get(self.modules[ancestor])
+            if unit is not None:
+                return unit
+        return None
+
+    def _has_root_above(self, path: str) -> bool:
+        units = (self._unit_of.get(self.modules[above]) for above in ancestors_or_self(path))
+        return any(unit is not None and unit.is_root for unit in units)
+
+    def _containers(self, unit: UnitDraft) -> Iterator[UnitDraft]:
+        """The units above ``unit``, nearest first, under any of its modules' paths."""
+        for module_path in unit.paths:
+            for path in self._paths_of[self.modules[module_path]]:
+                for ancestor in ancestors_or_self(path)[1:]:
+                    container = self._unit_of.get(self.modules[ancestor])
+                    if container is not None and container is not unit:
+                        yield container
+
+    def _last_position(self, unit: UnitDraft) -> int:
+        """Where the unit's last module comes in post-order (a module's first place counts, if it has several)."""
+        return max(min(self._position[p] for p in self._paths_of[self.modules[path]]) for path in unit.paths)
+
+
+def _post_order(pre_order: Iterable[str]) -> list[str]:
+    """The same paths with children before their parents."""
+    paths: list[str] = []
+    open_paths: list[str] = []
+    for path in pre_order:
+        while open_paths and not is_at_or_under(path, open_paths[-1]):
+            paths.append(open_paths.pop())
+        open_paths.append(path)
+    return [*paths, *reversed(open_paths)]
+
+
+def _common_ancestor(paths: tuple[str, ...]) -> str:
+    split = [path.split(".") for path in paths]
+    shared = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)

@@ -1,0 +1,348 @@
+"""Numbers that all ranks compare in the midst of a step, beside the model's own collectives.
+
+One control serves the votes of automatic microbatching, the collective guard, and the question whether an asynchronous
+save is written. It belongs to the thread that trains (and to autograd's, which runs while that one waits).
+
+[Note: two levels] gloo's all-reduce sends what it reduces around a ring of all ranks, 2(N - 1) messages one after the
+other, through threads of its own that compete with the training for the processor's cores; and each group of N ranks
+costs a rank N - 1 sockets. Here the ranks of a node tell the first one of them, through a local socket, and get its
+answer; only the first ranks of the nodes talk over gloo, ceil(log2 M) rounds for M nodes: in round k each hears from
+the one 2^k before it and tells the one 2^k after it, and the largest number of all has then reached every one of them.
+On one node there is no gloo.
+
+[Note: giving up] A rank that came too late for the others must not get their answer, and go on alone. So who gives up
+closes its links, for good: those that wait for it give up too, at once, and so does whoever comes later (the first
+rank of another node may see it when its own limit is over). Where each rank stood when it gave up is in the default
+store, from which every one's error lists all of them. What is left is the moment between the first rank's last look at
+the others and its answer.
+"""
+
+import contextlib
+import itertools
+import os
+import resource
+import time
+import traceback
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from composer_fsdp2._torch import default_store, new_gloo_group
+from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
+from composer_fsdp2.sharding.agree import device_of_group, gather, sends_from_host
+from composer_fsdp2.sharding.hosts import this_host
+from composer_fsdp2.training.node import Node
+
+# Where one rank cannot connect, the others wait so long for it.
+CONNECT_WITHIN = timedelta(minutes=2)
+# How long a rank waits for the others' numbers, unless it is told otherwise: as long as torch's own gloo groups.
+ANSWER_WITHIN = timedelta(minutes=30)
+# How long ranks that gave up wait for each other's reports.
+_REPORT_WITHIN_S = 2.0
+# All messages have room for so many numbers: gloo ends a process that gets a message of another size.
+MAX_NUMBERS = 4
+_LOWEST = torch.iinfo(torch.int64).min
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What numbers are compared for. Ranks that have diverged may ask different questions.
+
+    Args:
+        asker: Who asks, by the name that users know it by.
+        advice: What to do where ranks diverge over it.
+    """
+
+    asker: str
+    advice: str
+
+    @property
+    def number(self) -> int:
+        return zlib.crc32(self.asker.encode())
+
+
+_COUNT = itertools.count()
+
+
+class Control:
+    """How ranks compare numbers; ``control`` makes it.
+
+    Attributes:
+        world: The default process group whose ranks it connects.
+    """
+
+    def __init__(self, world: dist.ProcessGroup, links: "_Links") -> None:
+        self.world = world
+        self._links, self._is_open = links, True
+        self._name = f"composer_fsdp2/control/{next(_COUNT)}"  # ranks make their controls in one order
+        self._num_asked = 0
+        self._together: object = "the beginning"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank has not given up."""
+        return self._is_open
+
+    def largest(
+        self, question: Question, where: object, numbers: Sequence[int], timeout: timedelta = ANSWER_WITHIN
+    ) -> list[int]:
+        """The largest of all ranks' numbers, one by one.
+
+        Args:
+            where: Where this rank stands, for the error.
+            numbers: As many on all ranks, at most ``MAX_NUMBERS``; of 64 bits, signed.
+            timeout: How long this rank waits.
+        Raises:
+            RanksDivergedError: a rank has not come within ``timeout``, asks something else, or has ended; says where
+                each stands. Raised by all that come, and by this rank from then on.
+
+        Called on all ranks.
+        """
+        found = self._answer(question, where, numbers, timeout)
+        self._together = where
+        return found
+
+    def meet(self, question: Question, where: object, numbers: Sequence[int], timeout: timedelta) -> None:
+        """Go on where all ranks have the same numbers; two at most.
+
+        Raises:
+            RanksDivergedError: they have not, or as in ``largest``.
+
+        Called on all ranks.
+        """
+        own = [*numbers, *(-number for number in numbers)]
+        # Where the largest of all is also the smallest, all have it.
+        if self._answer(question, where, own, timeout) != own:
+            raise self._diverged(question, where, "stand before different collectives")
+        self._together = where
+
+    def close(self) -> None:
+        """Give up: this rank asks nothing any more, and the others that do are told."""
+        if self._is_open:
+            self._is_open = False
+            self._links.close()
+
+    def let_go(self) -> None:
+        """In a forked child: leave everything to the parent."""
+        self._links.let_go()
+
+    def _answer(self, question: Question, where: object, numbers: Sequence[int], timeout: timedelta) -> list[int]:
+        missed = f"did not meet within {timeout.total_seconds():g} s, or one has ended"
+        if not self._is_open:
+            raise self._diverged(question, where, missed)
+        self._num_asked += 1
+        asked = [question.number, -question.number, *numbers, *[_LOWEST] * (MAX_NUMBERS - len(numbers))]
+        try:
+            found = self._links.largest(asked, time.monotonic() + timeout.total_seconds())
+        except (OSError, RuntimeError) as error:
+            traceback.clear_frames(error.__traceback__)  # those of torch hold the group, which is to go
+            self.close()
+            raise self._diverged(question, where, missed) from error
+        except BaseException:  # Ctrl-C: the answer may still come, and would be taken for that of the next question
+            self.close()
+            raise
+        if found[:2] != asked[:2]:
+            raise self._diverged(question, f"{where} ({question.asker})", "stand before different things")
+        return found[2 : 2 + len(numbers)]
+
+    def _diverged(self, question: Question, where: object, what: str) -> RanksDivergedError:
+        try:
+            reports = self._reports(str(where))
+        except RuntimeError as error:
+            lines = [f"  where they stand is not known: the store cannot be reached ({str(error)[:200]})"]
+        else:
+            lines = [
+                f"  rank {rank} stands before {other}" if other else f"  rank {rank} has not come, or still waits"
+                for rank, other in enumerate(reports)
+            ]
+        first = f"{question.asker}: ranks {what}; all were together at {self._together}:"
+        return RanksDivergedError("\n".join([first, *lines, question.advice]))
+
+    def _reports(self, where: str) -> list[str | None]:
+        """Where each rank stands that came to this question; None for the others."""
+        store = default_store()
+        keys = [f"{self._name}/{self._num_asked}/{rank}" for rank in range(dist.get_world_size())]
+        store.set(keys[dist.get_rank()], where)
+        deadline = time.monotonic() + _REPORT_WITHIN_S
+        while time.monotonic() < deadline and not store.check(keys):
+            time.sleep(0.05)
+        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+
+
+_control: Control | None = None
+
+
+def control() -> Control:
+    """This world's control, replaced where a rank gave up the earlier one. Called on all ranks together.
+
+    Gathers a few bytes from each rank, and makes the connections where there are none.
+
+    Raises:
+        ControlGroupError: it cannot be made; on all ranks. Says what to set.
+    """
+    global _control
+    world = dist.group.WORLD
+    assert world is not None
+    known = _control if _control is not None and _control.world is world and _control.is_open else None
+    if not all(gather(known is not None)):
+        if _control is not None:
+            _control.close()
+        known = _control = connect(this_host())
+    assert known is not None
+    return known
+
+
+def connect(host: str) -> Control:
+    """A control of its own, beside the one that all share. Called on all ranks together.
+
+    Args:
+        host: The same on ranks of one host.
+    Raises:
+        ControlGroupError: as in ``control``.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    return Control(world, _links(host))
+
+
+def num_rounds(num_nodes: int) -> int:
+    """Messages that the first rank of each node waits for, one after the other."""
+    return (num_nodes - 1).bit_length()
+
+
+def _let_go() -> None:
+    if _control is not None:
+        _control.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By which ways the numbers go
+
+
+class _Links(Protocol):
+    def largest(self, numbers: Sequence[int], until: float) -> list[int]:
+        """Of all ranks' numbers, or an OSError or RuntimeError; until when, on ``time.monotonic``'s clock."""
+
+    def close(self) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
+def _links(host: str) -> _Links:
+    """Called on all ranks."""
+    try:
+        node = Node.of_this_rank(host, CONNECT_WITHIN)
+        return _OfNodes(node, _between(node.firsts))
+    except ControlGroupError:
+        if sends_from_host():
+            raise
+        return _ByDevice()
+
+
+def _between(firsts: Sequence[int]) -> dist.ProcessGroup | None:
+    """What the first ranks of the nodes talk over; None on the others, and where there is but one. Called on all."""
+    if len(firsts) == 1:
+        return None
+    error: RuntimeError | None = None
+    group: dist.ProcessGroup | None = None
+    try:
+        group = new_gloo_group(firsts, CONNECT_WITHIN)
+    except RuntimeError as raised:
+        error = raised
+    errors = [text for text in gather(error and str(error)[:500]) if text]
+    if not errors:
+        return group
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise ControlGroupError(
+        f"{len(errors)} of {len(firsts)} nodes could not be connected by gloo: {errors[0]}\nSet GLOO_SOCKET_IFNAME to "
+        "the network interface by which the nodes see each other (ip -br address lists them), where the hosts' names "
+        f"lead to 127.0.0.1; and raise ulimit -n: the first rank of a node opens a socket to that of every other, and "
+        f"may open {soft} files (at most {hard})"
+    ) from error
+
+
+class _OfNodes:
+    """See [Note: two levels]."""
+
+    def __init__(self, node: Node, group: dist.ProcessGroup | None) -> None:
+        self._node, self._group = node, group
+
+    def largest(self, numbers: Sequence[int], until: float) -> list[int]:
+        if not self._node.is_first:
+            self._node.tell(numbers)
+            [answer] = self._node.hear(until)
+            return answer
+        of_node = [max(each) for each in zip(numbers, *self._node.hear(until), strict=True)]
+        found = self._of_all_nodes(of_node, until)
+        self._node.tell(found)
+        return found
+
+    def close(self) -> None:
+        self._node.close()
+        group, self._group = self._group, None  # gloo closes its sockets with the last reference
+        if group is not None:
+            with contextlib.suppress(ValueError):  # it went with its world
+                dist.destroy_process_group(group)
+
+    def let_go(self) -> None:
+        self._node.let_go()
+
+    def _of_all_nodes(self, numbers: list[int], until: float) -> list[int]:
+        if self._group is None:
+            return numbers
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # no default device that may be out of memory
+        place, num_nodes = self._node.firsts.index(dist.get_rank()), len(self._node.firsts)
+        sending: list[dist.Work | None] = []
+        for number in range(num_rounds(num_nodes)):
+            heard = torch.empty_like(own)
+            receiving = dist.irecv(heard, self._node.firsts[(place - (1 << number)) % num_nodes], self._group)
+            sending.append(dist.isend(own, self._node.firsts[(place + (1 << number)) % num_nodes], self._group))
+            _wait(receiving, until)
+            own = torch.maximum(own, heard)
+        for work in sending:  # last: who gave up is noticed by those that receive from it
+            _wait(work, until)
+        return [int(number) for number in own]
+
+
+def _wait(work: dist.Work | None, until: float) -> None:
+    assert work is not None  # as only for ranks outside of the group
+    work.wait(timedelta(seconds=max(until - time.monotonic(), 1e-3)))
+
+
+class _ByDevice:
+    """By one all-reduce of the device's own backend, where gloo does not connect the nodes: it waits for the device.
+
+    The buffer is there from the beginning, so that a rank that is out of memory can still say so. Who comes when others
+    have given up is not told here.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group()
+        self._buffer = torch.zeros(2 + MAX_NUMBERS, dtype=torch.int64, device=device_of_group())
+        dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group)  # the backend's own buffers, too
+
+    def largest(self, numbers: Sequence[int], until: float) -> list[int]:
+        self._buffer.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+        work = dist.all_reduce(self._buffer, dist.ReduceOp.MAX, self._group, async_op=True)
+        assert work is not None
+        while not work.is_completed():  # NCCL's wait is the device's, and knows no limit
+            if time.monotonic() > until:
+                raise TimeoutError("not all ranks have come within the time-out")
+            time.sleep(1e-4)
+        work.wait()
+        found: list[int] = self._buffer.tolist()
+        return found
+
+    def close(self) -> None:
+        pass
+
+    def let_go(self) -> None:
+        pass

@@ -1,0 +1,348 @@
+"""``summon_full_params``: the full parameters of a sharded model for the length of a with block."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from composer_fsdp2._torch import (
+    UnitParameter,
+    distinct_units,
+    has_unreduced_gradients,
+    is_in_pass,
+    is_inside_unit,
+    local_box,
+    parameters_of_unit,
+    show_instead_of_shards,
+)
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
+from composer_fsdp2.sharding.placements import splitting_axes
+from composer_fsdp2.sharding.root_record import record_of
+from composer_fsdp2.sharding.sharded import Unit
+from composer_fsdp2.training.guard import check_guard
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Within the block, parameters of ``module`` are ordinary full tensors in full precision, under their own names.
+
+    The arguments are those of ``FullyShardedDataParallel.summon_full_params``. As there, what each rank writes into the
+    rows of its own shard persists, so ranks write alike; and on a mesh that shards nothing (``NO_SHARD``, one rank) the
+    full parameter is the model's own, and what is written into it stays, whatever ``writeback`` says. Afterwards, and
+    also if the block raises, the parameters are the very objects from before, which the optimizer holds.
+
+    Whether a parameter is trained (``requires_grad``) may be changed in the block, too. It is another object there than
+    the one that the optimizer holds (FSDP1's was that one), so look up ``optimizer.state`` outside of the block.
+
+    Beyond FSDP1: a forward inside the block (it runs on what was written so far, in the unit's own precision), a
+    parameter that is replaced or loaded, gradients that are replaced or set to None, ``with_grads`` together with
+    ``offload_to_cpu``, ``offload_to_cpu`` on a mesh that shards nothing, and a block inside the block with the same
+    options. Parameters that no unit shards, and buffers, are full anyhow and left as they are.
+
+    Args:
+        module: A sharded model, any part that was sharded as a unit, or something around such; else there is nothing to
+            do.
+        recurse: Also the units below ``module``; without, only what ``module`` itself shards, if it is a unit.
+        writeback: Keep what the block writes into parameters, and with ``with_grads`` into gradients.
+        rank0_only: Whole on the first rank of each group of shards only; the others keep their shards. Needs
+            ``writeback=False``.
+        offload_to_cpu: Whole parameters on the CPU; else on the device of the mesh.
+        with_grads: Their gradients are unsharded, too; else they have none in the block.
+    Raises:
+        UnsupportedError: ``rank0_only`` with ``writeback``, which FSDP1 refused as well.
+        ComposerFSDP2Error: during a forward or backward; for a part of a unit; for a block inside a block with other
+            options; with ``with_grads``, while gradients wait for the last microbatch (``gradient_sync``). Within the
+            block, for an optimizer's step, a forward with ``rank0_only``, a backward with ``with_grads``. After it, if
+            something that it wrote cannot be kept; names the parameters.
+
+    Called on all ranks with the same arguments: each parameter (and gradient) is an all-gather over its shards, and
+    ``with_grads`` adds an all-reduce for each unit. The end of the block does not communicate.
+    """
+    options = _Options(writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
+    units = _units_to_summon(module, recurse, options)
+    check_guard(module, "summon_full_params")
+    for unit in units:
+        unit.reshard()  # it may stand gathered after a forward without gradients, and in low precision
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    problems: list[str] = []
+    with contextlib.ExitStack() as stack:
+        summoned = [parameter for unit in units for parameter in parameters_of_unit(unit)]
+        stack.callback(register_optimizer_step_pre_hook(partial(_refuse_step, summoned)).remove)
+        for unit in units:
+            stack.enter_context(_unsharded(unit, options, names, problems))
+        yield
+    if problems:  # not if the block raised, whose error is the one to see
+        raise ComposerFSDP2Error(f"after summon_full_params: {and_more(problems, 5, '; ')}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    writeback: bool
+    rank0_only: bool
+    offload_to_cpu: bool
+    with_grads: bool
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+def _refuse_step(summoned: Sequence[UnitParameter], optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """It would update the shards, and the end of the block overwrite them with the full parameters from before."""
+    split = {id(each.sharded) for each in summoned if splitting_axes(each.sharded)}
+    if any(id(parameter) in split for group in optimizer.param_groups for parameter in group["params"]):
+        name = type(optimizer).__name__
+        raise ComposerFSDP2Error(f"{name}.step within summon_full_params of its parameters; leave the block")
+
+
+def _units_to_summon(module: nn.Module, recurse: bool, options: _Options) -> list[FSDPModule]:
+    """The units that are sharded now. Every refusal is here, before anything communicates."""
+    if options.rank0_only and options.writeback:
+        raise UnsupportedError(
+            "summon_full_params(writeback=True, rank0_only=True): one rank alone would hold what is written (FSDP1 "
+            "refused it too); pass writeback=False, or rank0_only=False and write on every rank alike"
+        )
+    if is_inside_unit(module) and not isinstance(module, FSDPModule):
+        _refuse_part_of_unit(module)
+    paths = {id(each): path for path, each in module.named_modules()}
+    units = []
+    for unit in distinct_units(module.modules() if recurse else [module]):
+        _refuse_now(unit, paths[id(unit)], options)
+        summoned: dict[nn.Parameter, _Options] = record_of(cast(Unit, unit)).summoned
+        outer = {summoned[each.sharded] for each in parameters_of_unit(unit) if each.sharded in summoned}
+        if not outer:
+            units.append(unit)
+        elif outer != {options}:
+            raise ComposerFSDP2Error(
+                f"summon_full_params({options}) within summon_full_params({outer.pop()}) of the same parameters; pass "
+                "the same options, or leave the outer block first"
+            )
+    if units and options.offload_to_cpu and not options.rank0_only:
+        _warn_of_copies()
+    return units
+
+
+def _refuse_now(unit: FSDPModule, path: str, options: _Options) -> None:
+    """Raise in the midst of a step."""
+    if is_in_pass(unit):
+        where = f" of {path!r}" if path else ""
+        raise ComposerFSDP2Error(
+            f"summon_full_params during a forward or backward{where}; call it between steps. After one that an "
+            "error ended, call composer_fsdp2.training.out_of_memory.reset(model) first"
+        )
+    if options.with_grads and has_unreduced_gradients(unit):
+        raise ComposerFSDP2Error(
+            "summon_full_params(with_grads=True) between microbatches whose gradients are not communicated yet "
+            "(gradient_sync); call it after the last one"
+        )
+
+
+def _refuse_part_of_unit(module: nn.Module) -> None:
+    below = {id(each.sharded) for unit in distinct_units(module.modules()) for each in parameters_of_unit(unit)}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and id(parameter) not in below:
+            raise ComposerFSDP2Error(
+                f"summon_full_params of a {type(module).__name__} whose {name} is sharded by a unit above it; summon "
+                "that unit (with recurse=False, if it alone is wanted) or the model"
+            )
+
+
+@functools.cache
+def _warn_of_copies() -> None:
+    log.warning(
+        "summon_full_params(offload_to_cpu=True, rank0_only=False) holds a full copy for each rank in the memory of "
+        "its machine; rank0_only=True (with writeback=False) holds one"
+    )
+
+
+@contextlib.contextmanager
+def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], problems: list[str]) -> Iterator[None]:
+    """One unit, unsharded. Called on all ranks of its mesh."""
+    parameters = parameters_of_unit(unit)
+    grads = _gradients(parameters) if options.with_grads else [None] * len(parameters)
+    full = [
+        _FullParameter(parameter, names.get(id(parameter.sharded), parameter.places[0][1]), grad, options)
+        for parameter, grad in zip(parameters, grads, strict=True)
+    ]
+
+    def before_gather(is_backward: bool) -> None:
+        if options.rank0_only:
+            raise ComposerFSDP2Error(
+                "a forward within summon_full_params(rank0_only=True): the other ranks lack what the first may have "
+                "written; leave the block first, or pass rank0_only=False"
+            )
+        if options.with_grads and is_backward:
+            raise ComposerFSDP2Error(
+                "a backward within summon_full_params(with_grads=True): its gradients and the block's would overwrite "
+                "each other; leave the block first"
+            )
+        for each in full:
+            each.lend()
+
+    def after_reshard() -> None:
+        for each in full:
+            each.show()
+
+    summoned = record_of(cast(Unit, unit)).summoned
+    summoned.update((each.sharded, options) for each in parameters)
+    end = show_instead_of_shards(unit, before_gather=before_gather, after_reshard=after_reshard)
+    try:
+        after_reshard()
+        yield
+    finally:
+        end()
+        try:
+            for each in full:
+                problems.extend(each.keep())
+        finally:
+            for each in full:
+                each.parameter.place(each.parameter.sharded)
+                del summoned[each.parameter.sharded]
+
+
+def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:
+    """The sharded gradients of a unit; zeros where only other ranks have one, since all of them gather it.
+
+    Called on all ranks of the unit's mesh.
+    """
+    if not parameters:
+        return []
+    grads = [cast(DTensor | None, each.sharded.grad) for each in parameters]
+    shard = cast(DTensor, parameters[0].sharded)
+    if axes := splitting_axes(shard):
+        mesh = shard.device_mesh
+        is_there = torch.tensor([grad is not None for grad in grads], dtype=torch.int32, device=mesh.device_type)
+        for axis in axes:
+            dist.all_reduce(is_there, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        for number, anywhere in enumerate(is_there.tolist()):
+            if anywhere and grads[number] is None:
+                grads[number] = cast(DTensor, torch.zeros_like(parameters[number].sharded))
+    return grads
+
+
+@torch.no_grad()
+def _gather(tensor: DTensor, options: _Options) -> torch.Tensor | None:
+    """The full tensor, or None on a rank that is not to have it. Called on all ranks of its mesh.
+
+    A tensor that is not a DTensor is not copied.
+    """
+    mesh, axes, local = tensor.device_mesh, splitting_axes(tensor), tensor.to_local().detach()
+    if not axes:
+        return local.to("cpu", copy=True) if options.offload_to_cpu else local.to(mesh.device_type)
+    if local.device.type != mesh.device_type:  # offloaded: the ranks exchange what lies on the mesh's device
+        tensor = _like(tensor, local.to(mesh.device_type))
+    full = tensor.full_tensor()
+    if options.rank0_only and any(mesh.get_local_rank(axis) for axis in axes):
+        return None
+    return full.cpu() if options.offload_to_cpu else full
+
+
+def _like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+class _FullParameter:
+    """One parameter that is unsharded, where the options say so, while its shard waits for the end of the block."""
+
+    @torch.no_grad()
+    def __init__(self, parameter: UnitParameter, name: str, grad: DTensor | None, options: _Options) -> None:
+        self.parameter, self.name, self.options = parameter, name, options
+        self.shard = cast(DTensor, parameter.sharded)
+        self.local = self.shard.to_local().detach()
+        self.before: torch.Tensor | None = None  # of the shard, once a forward needed what is not to be kept
+        self.full: nn.Parameter | None = None
+        full, full_grad = _gather(self.shard, options), None if grad is None else _gather(grad, options)
+        if full is not None:
+            self.full = nn.Parameter(full, requires_grad=self.shard.requires_grad)
+            vars(self.full).update(vars(self.shard))  # what a script or an optimizer noted on it
+            self.full.grad = full_grad
+
+    def show(self) -> None:
+        if self.full is not None:
+            self.parameter.place(self.full)
+
+    def lend(self) -> None:
+        """Write into the shard what the block wrote so far, for a forward to gather."""
+        if not self.options.writeback and self.before is None and not self._is_shard(self._standing()):
+            self.before = self.local.clone()
+        if problem := self._write():
+            raise ComposerFSDP2Error(f"a forward within summon_full_params: {problem}")
+        self.full = self._standing()  # what replaced it is shown again afterwards
+
+    def keep(self) -> list[str]:
+        """Leave in the shard what is to stay after the block; returns what was written and is lost."""
+        if self.full is not None and self._standing() is self.full:
+            self.parameter.sharded.requires_grad_(self.full.requires_grad)  # frozen in the block: with any options
+        if self.options.writeback:
+            problem = self._write() or self._write_grad()
+            return [problem] if problem else []
+        if self.before is not None:
+            self.local.copy_(self.before)
+        return []
+
+    @torch.no_grad()
+    def _write(self) -> str:
+        """Bring the shard up to date; returns what prevents it."""
+        written = self._standing()
+        if written is None:
+            return f"{self.name} was replaced by different parameters in the places that share it"
+        if written.shape != self.shard.shape:
+            return f"{self.name} was replaced by one of shape {tuple(written.shape)}; it has {tuple(self.shard.shape)}"
+        if self._is_shard(written):
+            return ""
+        self.local.copy_(self._part(written))
+        return ""
+
+    @torch.no_grad()
+    def _write_grad(self) -> str:
+        written = self._standing()
+        grad = None if written is None else written.grad
+        if not self.options.with_grads:
+            return f"{self.name} was given a gradient, which with_grads=True would keep" if grad is not None else ""
+        shard = self.parameter.sharded
+        if grad is None:
+            if written is self.full:  # a parameter that replaced it says nothing about its gradient
+                shard.grad = None
+        elif shard.grad is None:
+            shard.grad = _like(self.shard, self._part(grad).to(self.local.device, copy=True))
+        else:
+            cast(DTensor, shard.grad).to_local().copy_(self._part(grad))
+        return ""
+
+    def _standing(self) -> nn.Parameter | None:
+        """What the block left registered: the full parameter, or what replaced it; None if that is ambiguous."""
+        own = (id(self.full), id(self.parameter.sharded))
+        others = {id(each): each for each in self.parameter.standing() if id(each) not in own}
+        if len(others) > 1:
+            return None
+        return next(iter(others.values()), self.full)
+
+    def _part(self, full: torch.Tensor) -> torch.Tensor:
+        for dim, (size, offset) in enumerate(zip(*local_box(self.shard), strict=True)):
+            full = full.narrow(dim, offset, size)
+        return full
+
+    def _is_shard(self, full: torch.Tensor | None) -> bool:
+        """Whether it lies in the shard's own memory, as it does where nothing is split."""
+        return full is not None and full.untyped_storage().data_ptr() == self.local.untyped_storage().data_ptr()

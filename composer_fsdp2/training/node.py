@@ -1,0 +1,161 @@
+"""The ranks of one host: the first of them hears the others through local sockets, and answers them."""
+
+import contextlib
+import math
+import resource
+import select
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from composer_fsdp2.errors import ControlGroupError
+from composer_fsdp2.sharding.agree import agree, gather
+
+T = TypeVar("T")
+
+
+class Node:
+    """The ranks that reach each other through local sockets, as one of them sees them.
+
+    A rank that closes its node, or ends, is seen by those that it is linked to as soon as they hear or tell again.
+
+    Attributes:
+        firsts: Of all nodes, the rank that answers.
+        is_first: Whether that is this rank.
+    """
+
+    def __init__(self, firsts: Sequence[int], is_first: bool, links: Sequence[socket.socket]) -> None:
+        self.firsts, self.is_first = firsts, is_first
+        self._links = {link.fileno(): link for link in links}
+        self._poll = select.poll()
+        for descriptor in self._links:
+            self._poll.register(descriptor, select.POLLIN)
+
+    @classmethod
+    def of_this_rank(cls, host: str, within: timedelta) -> "Node":
+        """Connect the ranks of each host. Called on all ranks: three gathers of a few bytes, and as many agreements.
+
+        Raises:
+            ControlGroupError: on all ranks: one has no more files to open.
+        """
+        rank, hosts = dist.get_rank(), gather(host)
+        first = hosts.index(host)
+        with contextlib.ExitStack() as at_end, contextlib.ExitStack() as at_error:
+            listener = _agreed(lambda: _listener(hosts.count(host) - 1, within) if rank == first else None)
+            if listener is not None:
+                at_end.enter_context(listener)
+            address = gather(listener and listener.getsockname())[first]
+            to_first = _agreed(lambda: _connected(address) if rank != first else None)
+            if to_first is not None:
+                at_error.enter_context(to_first)
+            answering = gather(rank if to_first is None else first)
+            others = _agreed(lambda: _accepted(listener, answering.count(rank) - 1))
+            at_error.pop_all()
+        return cls(sorted(set(answering)), to_first is None, others if to_first is None else [to_first])
+
+    def hear(self, until: float) -> list[list[int]]:
+        """One message from each rank that this one is linked to: the first from all others, they from it alone.
+
+        Args:
+            until: When to give up, on ``time.monotonic``'s clock.
+        Raises:
+            OSError: one has ended or gave up, or has not come.
+        """
+        heard: dict[int, list[int]] = {}
+        while len(heard) < len(self._links):
+            left_ms = math.ceil((until - time.monotonic()) * 1000)
+            ready = self._poll.poll(min(max(0, left_ms), _LONGEST_POLL_MS))
+            if not ready and time.monotonic() >= until:
+                raise TimeoutError("a rank of this node has not come within the time-out")
+            for descriptor, _ in ready:
+                data = self._links[descriptor].recv(_MAX_BYTES)
+                if not data:
+                    raise ConnectionError(_IS_GONE)
+                heard[descriptor] = list(struct.unpack(f"{len(data) // 8}q", data))
+        return list(heard.values())
+
+    def tell(self, numbers: Sequence[int]) -> None:
+        """One message to each rank that this one is linked to.
+
+        Raises:
+            OSError: one has ended or gave up; none was told then, unless it did so right now.
+        """
+        if self._poll.poll(0):  # who waits says nothing
+            raise ConnectionError(_IS_GONE)
+        data = struct.pack(f"{len(numbers)}q", *numbers)
+        for link in self._links.values():
+            link.send(data)
+
+    def close(self) -> None:
+        """The others see it at once, also where a child of this process still has the sockets open."""
+        for link in self._links.values():
+            with contextlib.suppress(OSError):  # the other end was closed before
+                link.shutdown(socket.SHUT_RDWR)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close this process's sockets, and nobody else's: what a forked child does with those it inherited."""
+        for link in self._links.values():
+            link.close()
+
+
+_MAX_BYTES = 1024
+_LONGEST_POLL_MS = 2**31 - 1  # a C int: 24 days
+_IS_GONE = "a rank of this node has ended, or gave up"
+
+
+def _agreed(open_: Callable[[], T]) -> T:
+    """What it opens, if all ranks could open theirs. Called on all ranks."""
+
+    def decide() -> T:
+        try:
+            return open_()
+        except OSError as error:
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise ControlGroupError(
+                f"rank {dist.get_rank()} cannot open a socket to the ranks of its host: {error}. It may open {soft} "
+                f"files (at most {hard}): raise ulimit -n"
+            ) from error
+
+    return agree(decide, lambda _: "", ControlGroupError)
+
+
+def _listener(backlog: int, within: timedelta) -> socket.socket | None:
+    """Of no file: the name of an abstract address ends with its socket, and belongs to one network namespace."""
+    if not backlog or not hasattr(socket, "SOCK_SEQPACKET"):
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(b"\0composer_fsdp2 " + uuid.uuid4().hex.encode())
+        listener.listen(backlog)
+        listener.settimeout(within.total_seconds())
+    except OSError:  # an operating system without such addresses
+        listener.close()
+        return None
+    return listener
+
+
+def _connected(address: bytes | None) -> socket.socket | None:
+    """None where nobody listens, or in another container, say, on a host of the same name."""
+    if address is None:
+        return None
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        link.connect(address)
+    except OSError:
+        link.close()
+        return None
+    return link
+
+
+def _accepted(listener: socket.socket | None, number: int) -> list[socket.socket]:
+    with contextlib.ExitStack() as at_error:
+        links = [] if listener is None else [at_error.enter_context(listener.accept()[0]) for _ in range(number)]
+        at_error.pop_all()
+    return links

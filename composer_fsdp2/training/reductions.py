@@ -1,0 +1,114 @@
+"""Many small reductions in one: numbers that each rank has its part of, packed for each axis of each mesh."""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2._torch import pending_reduction
+
+K = TypeVar("K", bound=Hashable)
+
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LocalValues:
+    """This rank's part of some numbers.
+
+    Args:
+        values: A tensor of any shape (the same on all ranks of ``mesh``) and device.
+        mesh: Over whose ranks they are reduced.
+        axes: Along which axes of it, ascending.
+        op: ``sum``, ``avg``, ``max`` or ``min``.
+    """
+
+    values: torch.Tensor
+    mesh: DeviceMesh
+    axes: tuple[int, ...]
+    op: str = "sum"
+
+
+def reduce_parts(parts: Sequence[LocalValues]) -> list[torch.Tensor]:
+    """The reduced numbers, each as a float64 tensor on its mesh's device.
+
+    In float64, because these are mostly squares, whose sum over ranks may not fit into fp32 where its root does.
+
+    Called on all ranks, with parts of the same meshes, axes, reductions and shapes in the same order. One all-reduce
+    for each axis of each mesh and each kind of reduction (average is a sum); none along an axis of one rank.
+    """
+    # Values of parameters that are offloaded lie on the CPU while the group is NCCL's.
+    reduced = [part.values.detach().to(torch.device(part.mesh.device_type), torch.float64) for part in parts]
+    for axis in range(max((axis + 1 for part in parts for axis in part.axes), default=0)):
+        together: dict[tuple[DeviceMesh, dist.ReduceOp.RedOpType], list[int]] = {}
+        for index, part in enumerate(parts):
+            if axis in part.axes and part.mesh.size(axis) > 1:
+                together.setdefault((part.mesh, _OPS[part.op]), []).append(index)
+        for (mesh, op), indices in together.items():
+            buffer = torch.cat([reduced[index].flatten() for index in indices])
+            dist.all_reduce(buffer, op=op, group=mesh.get_group(axis))
+            pieces = buffer.split([reduced[index].numel() for index in indices])
+            for index, piece in zip(indices, pieces, strict=True):
+                num_ranks = mesh.size(axis) if parts[index].op == "avg" else 1
+                reduced[index] = piece.view_as(reduced[index]) / num_ranks
+    return reduced
+
+
+def settle(values: Mapping[K, torch.Tensor]) -> dict[K, float]:
+    """The numbers that one-element tensors stand for; those of DTensors are the full tensors', not this rank's part.
+
+    A norm or sum of a sharded tensor is a DTensor that holds each rank's part and knows how to put them together.
+    ``full_tensor()`` does that for one, with a collective; ``item()`` gives this rank's part, without a word.
+
+    Called on all ranks with the same DTensors in the same order, see ``reduce_parts``; plain tensors are each rank's
+    own. Waits once for the device.
+    """
+    parts: dict[K, LocalValues] = {}
+    powers: dict[K, float] = {}
+    settled: dict[K, torch.Tensor] = {}
+    for key, value in values.items():
+        part = _part_of(value) if isinstance(value, DTensor) else None
+        if part is not None:
+            parts[key], powers[key] = part
+        else:
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            settled[key] = full.detach()
+    settled |= {
+        key: reduced if powers[key] == 1.0 else reduced ** (1.0 / powers[key])
+        for key, reduced in zip(parts, reduce_parts(list(parts.values())), strict=True)
+    }
+    return dict(zip(values, _to_floats([settled[key] for key in values]), strict=True))
+
+
+def _part_of(value: DTensor) -> tuple[LocalValues, float] | None:
+    """The pending reduction of a DTensor, and the power in which it is a sum; None if torch must do it."""
+    pending = [pending_reduction(placement) for placement in value.placements]
+    kinds = {kind for kind in pending if kind is not None}
+    if len(kinds) > 1 or not all(placement.is_replicate() or placement.is_partial() for placement in value.placements):
+        return None
+    op, power = kinds.pop() if kinds else ("sum", 1.0)
+    if (op != "norm" and op not in _OPS) or power <= 0:
+        return None
+    local = value.to_local()
+    axes = tuple(axis for axis, kind in enumerate(pending) if kind is not None)
+    if op == "norm":
+        return LocalValues(values=local.detach().double() ** power, mesh=value.device_mesh, axes=axes), power
+    return LocalValues(values=local, mesh=value.device_mesh, axes=axes, op=op), 1.0
+
+
+def _to_floats(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """One transfer for each device that some of them lie on."""
+    numbers: list[float] = [math.nan] * len(tensors)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    for indices in by_device.values():
+        together = torch.stack([tensors[index].reshape(()).double() for index in indices])
+        for index, number in zip(indices, together.tolist(), strict=True):
+            numbers[index] = number
+    return numbers

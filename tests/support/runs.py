@@ -1,0 +1,25 @@
+"""Runs in no system's words: ``from support.runs import run_with``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from composer_fsdp2.config import MixedPrecision, ShardingConfig
+from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+
+OF_RUN, OF_CONFIG, OF_PRECISION = (
+    {field.name for field in dataclasses.fields(kind)} for kind in (RunConfig, ShardingConfig, MixedPrecision)
+)
+
+
+def run_with(wrap: Wrap | None = None, **fields: Any) -> RunConfig:
+    """A run with these fields, of whatever value they are: its own, its configuration's or its mixed precision's."""
+    assert fields.keys() <= OF_RUN | OF_CONFIG | OF_PRECISION, fields.keys() - OF_RUN - OF_CONFIG - OF_PRECISION
+    dtypes = {name: value for name, value in fields.items() if name in OF_PRECISION}
+    config = {name: value for name, value in fields.items() if name in OF_CONFIG}
+    return RunConfig(
+        config=ShardingConfig(mixed_precision=MixedPrecision(**dtypes), **config),
+        wrap=wrap or Wrap(kind=WrapKind.HOOKS),
+        **{name: value for name, value in fields.items() if name in OF_RUN},
+    )
