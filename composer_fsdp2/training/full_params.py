@@ -185,16 +185,7 @@ def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], pr
     ]
 
     def before_gather(is_backward: bool) -> None:
-        if options.rank0_only:
-            raise ComposerFSDP2Error(
-                "a forward within summon_full_params(rank0_only=True): the other ranks lack what the first may have "
-                "written; leave the block first, or pass rank0_only=False"
-            )
-        if options.with_grads and is_backward:
-            raise ComposerFSDP2Error(
-                "a backward within summon_full_params(with_grads=True): its gradients and the block's would overwrite "
-                "each other; leave the block first"
-            )
+        _check_pass(options, is_backward)
         for each in full:
             each.lend()
 
@@ -217,6 +208,20 @@ def _unsharded(unit: FSDPModule, options: _Options, names: Mapping[int, str], pr
             for each in full:
                 each.parameter.place(each.parameter.sharded)
                 del summoned[each.parameter.sharded]
+
+
+def _check_pass(options: _Options, is_backward: bool) -> None:
+    """Refuse a forward or backward within the block that its options do not allow."""
+    if options.rank0_only:
+        raise ComposerFSDP2Error(
+            "a forward within summon_full_params(rank0_only=True): the other ranks lack what the first may have "
+            "written; leave the block first, or pass rank0_only=False"
+        )
+    if options.with_grads and is_backward:
+        raise ComposerFSDP2Error(
+            "a backward within summon_full_params(with_grads=True): its gradients and the block's would overwrite "
+            "each other; leave the block first"
+        )
 
 
 def _gradients(parameters: list[UnitParameter]) -> list[DTensor | None]:

@@ -48,6 +48,7 @@ class Layout:
         incomplete: Of a recognized path: why its save was cut short, at a glance; None if it was not.
         unpack: Writes the checkpoint that is in a file into a folder, and gives its path; None where it lies open.
         reads_in_place: Tensors can be read without unpacking.
+        holds_entries: Whether a file of a folder holds archives, one after another, which the folder's metadata names.
         files_beside: Of a recognized file: the files that belong to the same checkpoint, there or not.
         has_names: Whether a folder with files of these names, relative to it, is a checkpoint of this layout.
         metadata: The file of a folder that tells what the others are, where it alone can be read first; or ''.
@@ -62,6 +63,7 @@ class Layout:
     incomplete: Callable[[Path], str | None] = lambda path: None
     unpack: Callable[[Path, Path], Path] | None = None
     reads_in_place: bool = True
+    holds_entries: Callable[[Path], bool] = lambda file: False
     files_beside: Callable[[Path], Sequence[Path]] = lambda path: ()
     has_names: Callable[[Collection[str]], bool] = lambda names: False
     metadata: str = ""

@@ -180,5 +180,6 @@ LAYOUT = Layout(
     recognize=_recognize,
     incomplete=_incomplete,
     read=_read,
+    holds_entries=dcp.holds_entries,
     has_names=_has_names,
 )

@@ -81,6 +81,11 @@ def is_directory(path: Path) -> bool:
     return path.is_dir() and ((path / _METADATA).is_file() or any(path.glob("*.distcp")))
 
 
+def holds_entries(file: Path) -> bool:
+    """Whether a file of such a folder holds entries, by its name."""
+    return file.suffix == ".distcp"
+
+
 def _incomplete(path: Path) -> str | None:
     metadata = path / _METADATA
     return None if metadata.is_file() and metadata.stat().st_size else f"no {_METADATA}, which is written last"
@@ -234,7 +239,7 @@ class _Directory:
 
     def unnamed(self, files: Sequence[tuple[Path, int]]) -> list[str]:
         """A remark on files of entries that the metadata does not name."""
-        names = [file.name for file, _ in files if file.suffix == ".distcp" and file.name not in self.file_sizes]
+        names = [file.name for file, _ in files if holds_entries(file) and file.name not in self.file_sizes]
         return [f"{_METADATA} does not name {', '.join(names)} (another save's?)"] if names else []
 
     def composers_path(self, name: str) -> EntryPath:
@@ -511,6 +516,7 @@ LAYOUT = Layout(
     recognize=is_directory,
     incomplete=_incomplete,
     read=read,
+    holds_entries=holds_entries,
     metadata=_METADATA,
     read_metadata=functools.partial(read, partial=True),
     written=Written(word="dcp", lay_out=_lay_out, by_name=True),

@@ -1,5 +1,6 @@
 """Whether a checkpoint's files, offsets, headers and metadata agree with each other; no tensor data is read."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from composer_fsdp2.checkpoint.archive.disk import read_at
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, NestedArchive, Strided
+from composer_fsdp2.checkpoint.layouts import Layout
 from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.verify.faults import Fault, FaultKind
@@ -48,11 +50,13 @@ class Structure:
     """One pass over a checkpoint's structure.
 
     Args:
+        layout: Of what is looked at.
         faults: What contradicts something else.
         unchecked: What could not be checked, in words.
         records: Everything whose content can be checked.
     """
 
+    layout: Layout
     faults: list[Fault] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     records: list[ArchiveRecord] = field(default_factory=list)
@@ -71,30 +75,36 @@ class Structure:
             files = [file for file, _ in inventory.files]
             named = _named_entries(inventory)
             self._note_owners(inventory)
-        without_checksum = []
-        for file in files:
-            size = file.stat().st_size
-            if file in named:
-                self._entries(file, size, named[file])
-            elif file.suffix == ".distcp":
-                if inventory is not None:
-                    self.fault(file, "", "no such file (.metadata does not name it)", f"{size} bytes")
-                self._unnamed(file, 0, size, is_fault=False)
-            elif size >= len(_ZIP_MAGIC) and read_at(file, 0, len(_ZIP_MAGIC)) == _ZIP_MAGIC:
-                self._archive(_Named(NestedArchive(file, 0, size), ""))
-            else:
-                without_checksum.append(str(file.relative_to(located)) if located.is_dir() else file.name)
-        if without_checksum:
-            self.unchecked.append(f"content of files without a checksum: {and_more(without_checksum, 8)}")
+        without_checksum = [file for file in files if not self._look_at_file(file, named, inventory)]
+        shown = [str(file.relative_to(located)) if located.is_dir() else file.name for file in without_checksum]
+        self._not_checked("content of files without a checksum", shown)
         if inventory is not None and inventory.path.is_dir():
-            others = sorted(f.name for f in set(_files_in(inventory.path)) - set(files))
-            if others:
-                self.unchecked.append(f"files that do not belong to it: {and_more(others, 8)}")
-        if self._without_crc:
-            self.unchecked.append(
-                "content of archives saved without CRC32s (torch.serialization.set_crc32_options(False)): "
-                f"{and_more(self._without_crc, 8)}"
-            )
+            others = set(_files_in(inventory.path)) - set(files)
+            self._not_checked("files that do not belong to it", sorted(file.name for file in others))
+        self._not_checked(
+            "content of archives saved without CRC32s (torch.serialization.set_crc32_options(False))", self._without_crc
+        )
+
+    def _look_at_file(
+        self, file: Path, named: Mapping[Path, list[_Named]], inventory: CheckpointInventory | None
+    ) -> bool:
+        """False where nothing in a file can be checked."""
+        size = file.stat().st_size
+        if file in named:
+            self._entries(file, size, named[file])
+        elif self.layout.holds_entries(file):
+            if inventory is not None:
+                self.fault(file, "", "no such file (.metadata does not name it)", f"{size} bytes")
+            self._unnamed(file, 0, size, is_fault=False)
+        elif size >= len(_ZIP_MAGIC) and read_at(file, 0, len(_ZIP_MAGIC)) == _ZIP_MAGIC:
+            self._archive(_Named(NestedArchive(file, 0, size), ""))
+        else:
+            return False
+        return True
+
+    def _not_checked(self, what: str, names: Sequence[str]) -> None:
+        if names:
+            self.unchecked.append(f"{what}: {and_more(names, 8)}")
 
     def _note_owners(self, inventory: CheckpointInventory) -> None:
         for record in (*inventory.tensors.values(), *inventory.nested.values()):

@@ -126,7 +126,7 @@ def verify_checkpoint(
                 f"{inventory.path if inventory.flat else other.path}: holds flat parameters, which have no names to "
                 "compare by; convert it first (convert_checkpoint(..., model=...))"
             )
-        structure = Structure()
+        structure = Structure(read.opened.layout)
         structure.look_at(inventory, located)
         unchecked = structure.unchecked
         content_bytes = sum(record.blob.num_bytes for record in structure.records)
@@ -156,20 +156,20 @@ class _Read:
     """What could be made of a checkpoint.
 
     Args:
+        opened: Where it lies open: the content of a compressed or tar file, as far as it could be unpacked.
         inventory: None (and faults) where it is damaged.
-        unpacked: Where the content of a compressed or tar file lies.
     """
 
+    opened: Located
     layout: str = "unreadable"
     inventory: CheckpointInventory | None = None
-    unpacked: Path | None = None
     faults: tuple[Fault, ...] = ()
 
     def in_users_names(self, located: Path, fault: Fault) -> Fault:
         """A fault of the unpacked copy as one of the file that the user named."""
-        if self.unpacked is None:
+        if self.opened.path == located:
             return fault
-        return replace(fault, file=located, found=fault.found.replace(str(self.unpacked), str(located)))
+        return replace(fault, file=located, found=fault.found.replace(str(self.opened.path), str(located)))
 
 
 def _read(located: Located, trust: bool, stack: ExitStack) -> _Read:
@@ -187,8 +187,8 @@ def _read(located: Located, trust: bool, stack: ExitStack) -> _Read:
             _fault(FaultKind.STRUCTURE, located.path, "", "a readable checkpoint", line)
             for line in str(error).splitlines()
         )
-        return _Read(layout=layout, faults=tuple(faults))
-    return _Read(layout=layout, inventory=inventory, unpacked=opened.path if opened is not located else None)
+        return _Read(opened=located, layout=layout, faults=tuple(faults))
+    return _Read(opened=opened, layout=layout, inventory=inventory)
 
 
 def _fault(kind: FaultKind, file: Path, name: str, expected: str, found: str) -> Fault:

@@ -1143,49 +1143,34 @@ def _is_in_effect(row: Row, value: Any, held: Held) -> bool:
     return is_plain and value.reshards_after_forward == settings["reshard_after_forward"]
 
 
+# What FSDP1 did without being told, and FSDP2 does otherwise by itself; how the model was wrapped lies between the two.
+# fmt: off
+_IMPLICIT: tuple[tuple[Callable[[Held], bool], Finding], ...] = (
+    (lambda held: held.settings["mixed_precision"] != "no", implicit("casting of inputs and buffers", Outcome.EXACT,
+        "FSDP1 cast the root's inputs only, and buffers; FSDP2 by itself casts each unit's inputs, and no buffer",
+        "cast_forward_inputs: false and buffer_dtype keep it so", target="cast_root_inputs, buffer_dtype")),
+    (lambda held: held.key_of("backward_prefetch") is None, implicit("backward_prefetch", Outcome.EXACT,
+        "Hugging Face prefetched no unit in backward; FSDP2 by itself prefetches one",
+        "leave the prefetch to FSDP2 for speed, at the price of one more unit in memory",
+        target="prefetch in backward: none")),
+    (lambda held: held.key_of("state_dict_type") is None, implicit("state_dict_type", Outcome.EXACT,
+        "checkpoints were full ones; accelerate's FSDP2 saves sharded ones by default",
+        target="state_dict_type: full")),
+    (lambda held: held.key_of("sync_module_states") is None and held.settings["sync_module_states"],
+        implicit("sync_module_states", Outcome.EXACT, "rank 0 sent its values to all others",
+        target="sync_module_states: true")),
+)
+_IMPLICIT_SYNC = implicit("gradient_sync", Outcome.EXACT,
+    "of several microbatches a Trainer reduces gradients in the last one only, and holds unsharded ones until then",
+    "gradient_sync: every spares that memory, and communicates more", target="gradient_sync: last")
+# fmt: on
+
+
 def _implicit_findings(held: Held) -> Iterator[Finding]:
-    """What FSDP1 did without being told, and FSDP2 does otherwise by itself."""
-    settings = held.settings
-    if settings["mixed_precision"] != "no":
-        yield implicit(
-            "casting of inputs and buffers",
-            Outcome.EXACT,
-            "FSDP1 cast the root's inputs only, and buffers; FSDP2 by itself casts each unit's inputs, and no buffer",
-            "cast_forward_inputs: false and buffer_dtype keep it so",
-            target="cast_root_inputs, buffer_dtype",
-        )
-    if held.key_of("backward_prefetch") is None:
-        yield implicit(
-            "backward_prefetch",
-            Outcome.EXACT,
-            "Hugging Face prefetched no unit in backward; FSDP2 by itself prefetches one",
-            "leave the prefetch to FSDP2 for speed, at the price of one more unit in memory",
-            target="prefetch in backward: none",
-        )
-    if held.key_of("state_dict_type") is None:
-        yield implicit(
-            "state_dict_type",
-            Outcome.EXACT,
-            "checkpoints were full ones; accelerate's FSDP2 saves sharded ones by default",
-            target="state_dict_type: full",
-        )
-    if held.key_of("sync_module_states") is None and settings["sync_module_states"]:
-        yield implicit(
-            "sync_module_states",
-            Outcome.EXACT,
-            "rank 0 sent its values to all others",
-            target="sync_module_states: true",
-        )
+    yield from (finding for applies, finding in _IMPLICIT if applies(held))
     yield from _implicit_wrapping(held)
     if _accumulates(held):
-        yield implicit(
-            "gradient_sync",
-            Outcome.EXACT,
-            "of several microbatches a Trainer reduces gradients in the last one only, and holds unsharded ones until "
-            "then",
-            "gradient_sync: every spares that memory, and communicates more",
-            target="gradient_sync: last",
-        )
+        yield _IMPLICIT_SYNC
 
 
 def _implicit_wrapping(held: Held) -> Iterator[Finding]:
