@@ -90,6 +90,8 @@ assert "what the model is called" in cli("explain", "fsdp_config.label")
 with open("run.yaml", "w") as file:
     file.write("fsdp_config:\\n  label: mine\\n  limit_all_gathers: true\\n")
 assert "so that logs can say it" in cli("migrate", "run.yaml", "--json")
+told = cli("migrate", "run.yaml", "--to", "torchtitan", "--output", "run.toml")
+assert "label: mine" in told and "composer_fsdp2's own, and TorchTitan" in told
 """
 
 
@@ -129,7 +131,7 @@ class MadeUpDialect(Dialect):
         Row(name="bits", takes=one_of(16, 32), default=32, aspect=Aspect.PRECISION, outcome=Outcome.EXACT,
             meaning="how wide", target="param_dtype", reason="it computes"),
     )
-    lacks = (Lack(asked="sync_module_states", held=("never",), outcome=Outcome.UNSUPPORTED, reason="made up"),)
+    lacks = (Lack(asked="async_save", outcome=Outcome.UNSUPPORTED, reason="made up"),)
     heads = (("made_up", ()),)
 
     def find(self, path, values, parent):

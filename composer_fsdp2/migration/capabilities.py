@@ -1,7 +1,7 @@
 """What a run may ask of a system, as one table of questions; each dialect says what of it its target lacks.
 
-A question answers with the value that is asked for, or None where the run does not ask. A new question is a line here,
-and a ``Lack`` in each dialect whose target has no word for it.
+A question answers with what the report shows as asked for, or None where the run does not ask; nothing is decided by
+the answer's words. A new question is a line here, and a ``Lack`` in each dialect whose target has no word for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +28,7 @@ def _units(run: RunConfig) -> str:
 _SYNC = {True: "always", False: "never", None: "where ranks lack values"}
 
 CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
+    "mesh": lambda run: run.config.mesh.text,
     "units": _units,
     "further units": lambda run: ", ".join(run.wrap.others) or None,
     "reshard_after_forward": lambda run: _if(
@@ -89,10 +90,9 @@ class Lack:
     Args:
         asked: The question, by its name.
         outcome: What becomes of it.
-        reason: With ``{value}`` for the answer, as ``target`` and ``hint``.
-        only: The answers that it is about; empty for all but ``held``.
-        held: The answers that the target has by itself.
-        unless: Of the run; where it is true the target has no such lack.
+        reason: With ``{value}`` for the answer, and ``{shard_degree}``, ``{replicate_degree}`` and ``{size}`` for the
+            mesh's; as ``target`` and ``hint``.
+        when: Of which runs that ask it is true.
     """
 
     asked: str
@@ -100,27 +100,30 @@ class Lack:
     reason: str
     target: str = ""
     hint: str = ""
-    only: tuple[Any, ...] = ()
-    held: tuple[Any, ...] = ()
-    unless: Callable[[RunConfig], bool] | None = None
+    when: Callable[[RunConfig], bool] = lambda run: True
 
     def finding(self, run: RunConfig) -> Finding | None:
         """None if the run does not ask for it."""
         value = CAPABILITIES[self.asked](run)
-        if value is None or value in self.held or (self.only and value not in self.only):
+        if value is None or not self.when(run):
             return None
-        if self.unless is not None and self.unless(run):
-            return None
-        target, reason, hint = (text.replace("{value}", str(value)) for text in (self.target, self.reason, self.hint))
         return Finding(
             key=self.asked,
             value=value,
             outcome=self.outcome,
-            target=target,
-            reason=reason,
-            hint=hint,
+            target=_filled(self.target, run, value),
+            reason=_filled(self.reason, run, value),
+            hint=_filled(self.hint, run, value),
             origin=Origin.LACKING,
         )
+
+
+def _filled(text: str, run: RunConfig, value: object) -> str:
+    mesh = run.config.mesh
+    for name in ("shard_degree", "replicate_degree", "size"):
+        if f"{{{name}}}" in text:  # groups of ranks have no degrees
+            text = text.replace(f"{{{name}}}", str(getattr(mesh, name)))
+    return text.replace("{value}", str(value))
 
 
 def lacking(table: Iterable[Lack], run: RunConfig) -> Iterator[Finding]:

@@ -50,7 +50,7 @@ def change_section(document: Document, of: Dialect, section: Section, target: Di
         return Change(findings=tuple(_unresolved(each) if has_interpolation(each.value) else each for each in told))
     if of is target:
         return _rewritten(document, section, reading, target)
-    return _translated(document, of.frame(section), section, reading, target)
+    return _translated(document, of, section, reading, target)
 
 
 def _unresolved(finding: Finding) -> Finding:
@@ -122,7 +122,7 @@ def _with_words(finding: Finding, became: Mapping[str, Settings], target: Dialec
 # In another system's words
 
 
-def _translated(document: Document, frame: Frame, section: Section, reading: Reading, target: Dialect) -> Change:
+def _translated(document: Document, of: Dialect, section: Section, reading: Reading, target: Dialect) -> Change:
     assert reading.run is not None
     expression = target.express(reading.run)
     by_aspect: dict[Aspect, list[Setting]] = {}
@@ -133,13 +133,20 @@ def _translated(document: Document, frame: Frame, section: Section, reading: Rea
         for aspect, key in _deciding(reading).items()
         if aspect in by_aspect
     }
-    # composer_fsdp2 keeps what is implicit; of what another target does, its own findings tell.
-    keeps_implicit = target.target == "composer"
-    told = [each for each in reading.findings if keeps_implicit or not _is_kept(each)]
-    findings = (*(_with_words(finding, became, target) for finding in told), *expression.findings)
+    # Of what a target does by itself, its own findings tell, unless it keeps to what FSDP1 did.
+    told = [each for each in reading.findings if target.keeps_implicit or not _is_kept(each)]
+    kept = {*became, *(finding.key for finding in expression.findings)}
+    findings = (
+        *(
+            _dropped(each, target) if of.is_own(each) and each.key not in kept else _with_words(each, became, target)
+            for each in told
+        ),
+        *expression.findings,
+    )
     if not target.heads or not document.takes_entries:
         source = document.name.replace("\\", "/").rpartition("/")[2]
         return Change(findings=findings, text=file_text(target, expression, source))
+    frame = of.frame(section)
     edits, beside = _framed(document, frame, section, reading, target, expression)
     parent = frame.entry[:-1]
     return Change(
@@ -152,12 +159,18 @@ def _translated(document: Document, frame: Frame, section: Section, reading: Rea
 
 def _deciding(reading: Reading) -> dict[Aspect, str]:
     """By aspect of the run the key that decided it: the most important that asks for something."""
-    asking = {finding.key for finding in reading.findings if finding.target and not finding.outcome.blocks}
+    asking = {finding.key for finding in reading.findings if finding.asks and not finding.outcome.blocks}
     first: dict[Aspect, str] = {}
     for key, aspect in reading.aspects.items():
         if key in asking and aspect is not Aspect.OTHER:
             first.setdefault(aspect, key)
     return first
+
+
+def _dropped(finding: Finding, target: Dialect) -> Finding:
+    """A key that only its own system has; the run trains without what it asks for."""
+    reason = f"a key of composer_fsdp2's own, and {target.title.split(':')[0]} has none like it"
+    return replace(finding, outcome=Outcome.APPROXIMATE, target="", reason=reason, hint="")
 
 
 def _is_kept(finding: Finding) -> bool:

@@ -134,6 +134,7 @@ class Dialect:
             mapping. Empty, if a section is a file of its own.
         elsewhere: What the system makes of a key without composer_fsdp2; "" if it is told nowhere.
         readers: Who may read a file, where there are several.
+        keeps_implicit: Whether its FSDP2 does what FSDP1 did without being told, so that the report tells of that, too.
         silent: Files that turn sharding on, and leave the rest to what is implicit.
     """
 
@@ -146,6 +147,7 @@ class Dialect:
     heads: tuple[tuple[str, Settings], ...] = ()
     elsewhere: Callable[[str], str] = staticmethod(lambda key: "")
     readers: Sequence[str] = ()
+    keeps_implicit: bool = False
     silent: Sequence[Section] = ()
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
@@ -159,6 +161,10 @@ class Dialect:
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         """A run in this dialect's FSDP2 words."""
         raise NotImplementedError
+
+    def is_own(self, finding: Finding) -> bool:
+        """Whether a key has no counterpart in other systems, unless a target's ``lacks`` or settings tell of it."""
+        return False
 
     def frame(self, section: Section) -> Frame:
         """What goes where another system's section comes."""

@@ -1,10 +1,11 @@
-"""Prose steers nothing: with every reason and hint of every table in other words, the same happens."""
+"""Prose steers nothing: with every text of every table in other words, the same happens."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.config.findings import Finding, Origin
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.translate import translate
+from composer_fsdp2.migration.capabilities import CAPABILITIES
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.targets import TARGETS
@@ -23,28 +26,46 @@ from tests.dialects.documents import EVERY
 
 YAMLS = Path(__file__).resolve().parents[2] / "yamls"
 FILES = sorted(path for path in YAMLS.rglob("*.*ml"))
-TEXTS = ("reason", "hint")
+# What a row, a lack or a finding tells, and nothing may ask.
+TEXTS = ("reason", "hint", "target", "meaning", "elsewhere")
+
+
+def told_at_import() -> Iterator[Finding]:
+    """The findings in tables of the dialects."""
+    for module in [each for name, each in sys.modules.items() if name.startswith("composer_fsdp2.")]:
+        tables = [value for value in vars(module).values() if isinstance(value, Finding | tuple)]
+        for value in tables:
+            rows = value if isinstance(value, tuple) else (value,)
+            cells = [cell for row in rows for cell in (row if isinstance(row, tuple) else (row,))]
+            yield from (cell for cell in cells if isinstance(cell, Finding))
 
 
 @contextlib.contextmanager
 def reworded(seed: int) -> Iterator[None]:
-    """The tables' rows in other words, and every finding as soon as it is made."""
+    """The tables' rows, what a run may ask for, and every finding as soon as it is made, in other words."""
     rng = random.Random(seed)
 
-    def other_words(text: str) -> str:
-        return text and " ".join(rng.choices(("(no", "unsaid", "remove", "it's", "null)"), k=rng.randint(1, 5)))
+    def other_words(text: Any) -> Any:
+        if not isinstance(text, str) or not text:
+            return text
+        return " ".join(rng.choices(("(no", "unsaid", "remove", "it's", "null)"), k=rng.randint(1, 5)))
+
+    def other_answer(ask: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda run: other_words(ask(run))
 
     usual = Finding.__init__
 
     def init(self: Finding, **fields: Any) -> None:
         usual(self, **{name: other_words(value) if name in TEXTS else value for name, value in fields.items()})
 
-    tables = [table for dialect in DIALECTS.values() for table in (*dialect.rows, *dialect.lacks)]
-    before = [(row, name, getattr(row, name)) for row in tables for name in TEXTS]
+    rows = [row for dialect in DIALECTS.values() for row in (*dialect.rows, *dialect.lacks)]
+    tables = (*rows, *told_at_import())
+    before = [(row, name, getattr(row, name)) for row in tables for name in TEXTS if hasattr(row, name)]
+    answers = {name: other_answer(ask) for name, ask in CAPABILITIES.items()}
     try:
         for row, name, text in before:
             object.__setattr__(row, name, other_words(text))
-        with mock.patch.object(Finding, "__init__", init):
+        with mock.patch.object(Finding, "__init__", init), mock.patch.dict(CAPABILITIES, answers):
             yield
     finally:
         for row, name, text in before:
@@ -56,9 +77,9 @@ def what_happens(text: str, name: str, to: str) -> object:
     try:
         migration = migrate_text(text, name, to=to)
     except ConfigError as error:  # two sections, where the target's files hold one
-        return str(error)
+        return type(error), error.keys
     findings = [
-        (each.name, str(each.value), each.outcome, each.target, each.where, each.asks, each.known)
+        (each.name, each.origin is Origin.LACKING or str(each.value), each.outcome, each.where, each.asks, each.known)
         for section in migration.sections
         for each in section.findings
     ]
@@ -92,3 +113,15 @@ def test_findings_are_reworded() -> None:
     with reworded(1):
         again = [section.findings for section in migrate_text("fsdp_config: {verbose: true, x: 1}").sections]
     assert {each.reason for each in message[0]}.isdisjoint(each.reason for each in again[0])
+
+
+def test_a_configuration_is_translated_alike() -> None:
+    """The same, where a script hands its configuration over instead of a file."""
+    given = {"sharding_strategy": "HYBRID_SHARD", "backward_prefetch": "NONE", "te_shard_fp8_weight": True}
+    expected = translate(given, device="cpu")
+    with reworded(1):
+        found = translate(given, device="cpu")
+    assert found.config == expected.config
+    assert [(each.key, each.outcome) for each in found.findings] == [
+        (each.key, each.outcome) for each in expected.findings
+    ]

@@ -144,7 +144,7 @@ def differences_of(run: RunConfig, *, has_degrees: bool = False) -> Iterator[Fin
     Args:
         has_degrees: Whether the file itself has the mesh's degrees, for releases that can read them.
     """
-    yield from lacking(_OF_BOTH, run)
+    yield from lacking(OF_FSDP1, run)
     of_mesh = _mesh_difference(run, has_degrees=has_degrees)
     yield from (() if of_mesh is None else (of_mesh,))
     yield from _precision_differences(run)
@@ -183,8 +183,15 @@ _UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION, _UNNEEDED = (
     Outcome.NEEDS_DECISION,
     Outcome.UNNEEDED,
 )
+
+
+def _recomputes(run: RunConfig) -> bool:
+    return run.config.activation_checkpointing.checkpoint
+
+
 # fmt: off
-_OF_BOTH: tuple[Lack, ...] = (
+# Of what its own FSDP1 could, or did otherwise.
+OF_FSDP1: tuple[Lack, ...] = (
     Lack(asked="prefetch in forward", outcome=_APPROXIMATE,
         reason="accelerate's FSDP2 prefetches no unit in forward: the same numbers, maybe slower",
         hint=f"set_modules_to_forward_prefetch {_SCRIPT}"),
@@ -208,7 +215,7 @@ _OF_BOTH: tuple[Lack, ...] = (
         reason="accelerate recomputes by torch's implementation only"),
     Lack(asked="ignored_modules", outcome=_UNSUPPORTED, reason="no configuration file can name modules",
         hint="FullyShardedDataParallelPlugin(ignored_modules=...)"),
-    Lack(asked="sync_module_states", only=("where ranks lack values",), outcome=_APPROXIMATE,
+    Lack(asked="sync_module_states", when=lambda run: run.config.sync_module_states is None, outcome=_APPROXIMATE,
         reason="cpu_ram_efficient_loading sends rank 0's values out always, not only where some ranks have none"),
     Lack(asked="collective_guard", outcome=_UNSUPPORTED,
         reason="accelerate's ranks do not compare what they are about to communicate"),
@@ -219,19 +226,19 @@ _OF_BOTH: tuple[Lack, ...] = (
         reason="the number of ranks is not known here, and accelerate does not count them"),
     Lack(asked="reshard_after_forward", outcome=_UNSUPPORTED,
         reason="accelerate takes true or false only, no group size"),
-    Lack(asked="units", unless=lambda run: run.wrap.kind is not WrapKind.SIZE, outcome=_UNSUPPORTED, reason=SIZE_REASON,
+    Lack(asked="units", when=lambda run: run.wrap.kind is WrapKind.SIZE, outcome=_UNSUPPORTED, reason=SIZE_REASON,
         hint=SIZE_HINT),
-    Lack(asked="units", only=("the model's own hooks",), outcome=_APPROXIMATE,
+    Lack(asked="units", when=lambda run: run.wrap.kind is WrapKind.HOOKS, outcome=_APPROXIMATE,
         reason="accelerate does not call the model's hooks; the classes of its _no_split_modules become units",
         hint="fsdp_transformer_layer_cls_to_wrap names others"),
     Lack(asked="further units", outcome=_APPROXIMATE,
         reason="accelerate has no word for {value}, which become parts of the root's unit",
         hint="add their classes to fsdp_transformer_layer_cls_to_wrap"),
-    Lack(asked="activation_checkpointing", only=(True,), unless=lambda run: run.wrap.kind is not WrapKind.ROOT,
+    Lack(asked="activation_checkpointing", when=lambda run: _recomputes(run) and run.wrap.kind is WrapKind.ROOT,
         outcome=_UNSUPPORTED,
         reason="accelerate recomputes the modules that its policy wraps, and breaks where there is no policy",
         hint="gradient_checkpointing_enable() on the model"),
-    Lack(asked="activation_checkpointing", only=(True,), unless=lambda run: run.wrap.kind is WrapKind.ROOT,
+    Lack(asked="activation_checkpointing", when=lambda run: _recomputes(run) and run.wrap.kind is not WrapKind.ROOT,
         outcome=_APPROXIMATE, target="fsdp_activation_checkpointing",
         reason="accelerate's FSDP2 recomputes each child of a unit by itself, always by the non-reentrant "
         "implementation, and without the random numbers of forward: dropout differs",
@@ -239,10 +246,11 @@ _OF_BOTH: tuple[Lack, ...] = (
 )
 # fmt: on
 
-# Beside those above, what only other systems' files ask for.
+# Of what only other systems' files ask for.
 # fmt: off
-LACKS: tuple[Lack, ...] = (
-    Lack(asked="gradient clipping", held=("off",), outcome=_APPROXIMATE, target="accelerator.clip_grad_norm_",
+OF_OTHERS: tuple[Lack, ...] = (
+    Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
+        outcome=_APPROXIMATE, target="accelerator.clip_grad_norm_",
         reason="no configuration file of accelerate's clips gradients",
         hint=f"accelerator.clip_grad_norm_(parameters, {{value}}) {_SCRIPT}, or a Trainer's max_grad_norm"),
     Lack(asked="async_save", outcome=_APPROXIMATE,

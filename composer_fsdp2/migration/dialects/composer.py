@@ -6,14 +6,16 @@ FSDP1 did without being told, and what no ``fsdp_config`` can say. Composer 0.32
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.rows import Aspect, Row, idle, unknown_key
-from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision
+from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision, ShardingConfig
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.keys import IGNORED_BY_COMPOSER, KEYS, KEYS_BY_NAME
+from composer_fsdp2.fsdp1.keys import IGNORED_BY_COMPOSER, KEYS, KEYS_BY_NAME, KeyGroup
 from composer_fsdp2.fsdp1.parsing import PRECISIONS, BackwardPrefetch, GivenPrecision, mixed_precision_of
 from composer_fsdp2.fsdp1.read import FSDP2_DEFAULTS
 from composer_fsdp2.fsdp1.translate import translate
@@ -313,41 +315,56 @@ _DETAILS = {
 _WRAP_REASON = "Composer asks the model which modules become units; no configuration can say it"
 _WRAP_FN = "fsdp_wrap_fn of the model"
 _UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION = Outcome.UNSUPPORTED, Outcome.APPROXIMATE, Outcome.NEEDS_DECISION
+
+
+def _wraps_what_the_model_names(run: RunConfig) -> bool:
+    return run.wrap.kind is WrapKind.CLASSES and not run.wrap.classes
+
+
+def _recomputes_without_hooks(run: RunConfig) -> bool:
+    return run.config.activation_checkpointing.checkpoint and run.wrap.kind is not WrapKind.HOOKS
+
+
+def _leaves_inputs_of_the_root(run: RunConfig) -> bool:
+    mixed_precision = run.config.mixed_precision
+    return mixed_precision.param_dtype is not None and not mixed_precision.cast_root_inputs
+
+
 # fmt: off
 _LACKS: tuple[Lack, ...] = (
-    Lack(asked="units", unless=lambda run: not run.wrap.classes, outcome=_NEEDS_DECISION, target=_WRAP_FN,
+    Lack(asked="units", when=lambda run: bool(run.wrap.classes), outcome=_NEEDS_DECISION, target=_WRAP_FN,
         reason=_WRAP_REASON,
         hint="give the model `def fsdp_wrap_fn(self, module): return type(module).__name__ in '{value}'.split(', ')`, "
         "or leave it to LLM Foundry, whose models choose their own blocks"),
-    Lack(asked="units", only=("as the model says",), outcome=_NEEDS_DECISION, target=_WRAP_FN, reason=_WRAP_REASON,
+    Lack(asked="units", when=_wraps_what_the_model_names, outcome=_NEEDS_DECISION, target=_WRAP_FN, reason=_WRAP_REASON,
         hint="LLM Foundry's hf_causal_lm chooses the same classes by itself (_no_split_modules); else give the model "
         "an fsdp_wrap_fn"),
-    Lack(asked="units", unless=lambda run: run.wrap.kind is not WrapKind.SIZE, outcome=_NEEDS_DECISION, target=_WRAP_FN,
+    Lack(asked="units", when=lambda run: run.wrap.kind is WrapKind.SIZE, outcome=_NEEDS_DECISION, target=_WRAP_FN,
         reason=_WRAP_REASON,
         hint="let the model's fsdp_wrap_fn choose {value}, those in units below them not counted"),
-    Lack(asked="units", only=("one unit",), outcome=_APPROXIMATE, target=_WRAP_FN,
+    Lack(asked="units", when=lambda run: run.wrap.kind is WrapKind.ROOT, outcome=_APPROXIMATE, target=_WRAP_FN,
         reason="under Composer a model without hooks is one unit; one with an fsdp_wrap_fn has several: the same "
         "numbers, less memory"),
     Lack(asked="further units", outcome=_APPROXIMATE, target=_WRAP_FN,
         reason="{value} were units of their own; the numbers do not depend on it",
         hint="let the model's fsdp_wrap_fn choose them as well"),
-    Lack(asked="activation_checkpointing", only=(True,), unless=lambda run: run.wrap.kind is WrapKind.HOOKS,
+    Lack(asked="activation_checkpointing", when=_recomputes_without_hooks,
         outcome=_NEEDS_DECISION, target="activation_checkpointing_fn of the model",
         reason="Composer asks the model which modules are recomputed, too, and without an activation_checkpointing_fn "
         "or modules with _activation_checkpointing none is: the same numbers, but all activations are kept",
         hint="LLM Foundry's models choose their own blocks; else give the model an activation_checkpointing_fn, and a "
         "transformers model config.use_cache = False, since a block that runs again would add to its cache; or "
         "call gradient_checkpointing_enable() on the model, which does both, and leave activation_checkpointing out"),
-    Lack(asked="casting of inputs", only=("at every unit",), outcome=_APPROXIMATE, target="at roots",
+    Lack(asked="casting of inputs", when=lambda run: run.config.mixed_precision.cast_forward_inputs,
+        outcome=_APPROXIMATE, target="at roots",
         reason="as under FSDP1 inputs are cast at roots only; what a block gets in float32, rotary angles for one, it "
         "keeps so", hint="in a script, mixed_precision can be torch's MixedPrecisionPolicy(cast_forward_inputs=True)"),
-    Lack(asked="casting of the root's inputs", only=("not done",),
-        unless=lambda run: run.config.mixed_precision.param_dtype is None, outcome=_APPROXIMATE, target="at roots",
+    Lack(asked="casting of the root's inputs", when=_leaves_inputs_of_the_root, outcome=_APPROXIMATE, target="at roots",
         reason="the root's floating point inputs are cast to param_dtype; token ids are not"),
     Lack(asked="dtype of outputs", outcome=_APPROXIMATE,
         reason="units give what they compute, as under FSDP1; {value} was asked for",
         hint="in a script, mixed_precision can be torch's MixedPrecisionPolicy(output_dtype=...)"),
-    Lack(asked="sync_module_states", only=("where ranks lack values",), outcome=_APPROXIMATE,
+    Lack(asked="sync_module_states", when=lambda run: run.config.sync_module_states is None, outcome=_APPROXIMATE,
         target="sync_module_states", reason="without the key no values are sent; true sends rank 0's always",
         hint="say true if the model is created on rank 0 only"),
     Lack(asked="ignored_modules", outcome=_NEEDS_DECISION, target="ignored_modules",
@@ -363,7 +380,8 @@ _LACKS: tuple[Lack, ...] = (
     Lack(asked="frozen parameters", outcome=_NEEDS_DECISION,
         target="the model's code, or LLM Foundry's layer_freezing callback",
         reason="what is frozen stands in no fsdp_config", hint="freeze {value}"),
-    Lack(asked="gradient clipping", held=("off",), outcome=_APPROXIMATE, target="algorithms.gradient_clipping",
+    Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
+        outcome=_APPROXIMATE, target="algorithms.gradient_clipping",
         reason="Composer clips by an algorithm, which stands outside of this section",
         hint="algorithms: {gradient_clipping: {clipping_type: norm, clipping_threshold: {value}}}"),
     Lack(asked="model only", outcome=_APPROXIMATE, target="save_weights_only",
@@ -399,6 +417,7 @@ class ComposerDialect(Dialect):
     title = "Composer and LLM Foundry"
     rows = (*KEYS, *_BESIDE_ROWS)
     lacks = _LACKS
+    keeps_implicit = True
     heads = (("fsdp_config", ()),)
     elsewhere = staticmethod(lambda key: _ELSEWHERE.get(key, IGNORED_BY_COMPOSER))
     silent = (
@@ -477,15 +496,12 @@ class ComposerDialect(Dialect):
             ("cpu_offload", True, config.cpu_offload),
             ("sync_module_states", True, config.sync_module_states),
             ("keep_low_precision_grads", True, keeps),
-            ("gradient_sync", config.accumulation.gradient_sync.value, True),
-            ("reshard_after_backward", config.accumulation.reshard_after_backward, True),
-            ("collective_guard", config.collective_guard, config.collective_guard is not None),
+            *_fields_of_our_own(config),
             ("async_save", True, run.async_save),
             ("strict", False, not run.strict),
             ("verbose", True, run.verbose),
         ):
-            is_default = key in ("gradient_sync", "reshard_after_backward") and value == KEYS_BY_NAME[key].default
-            if is_needed and not is_default:
+            if is_needed:
                 yield Setting(aspect=_DETAILS.get(key, KEYS_BY_NAME[key].aspect), key=key, value=value)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
@@ -501,6 +517,10 @@ class ComposerDialect(Dialect):
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """The reading's: it is about this very target."""
         return reading.findings
+
+    def is_own(self, finding: Finding) -> bool:
+        row = KEYS_BY_NAME.get(finding.key)
+        return row is not None and row.group == KeyGroup.OURS and finding.value != row.default
 
     def frame(self, section: Section) -> Frame:
         """``parallelism_config`` goes as a whole, if sharding is all that it has."""
@@ -525,6 +545,15 @@ class ComposerDialect(Dialect):
         given = {row.name: value}
         values = {"fsdp_config": {}, **given} if row.group == _BESIDE else {"fsdp_config": given}
         yield Question(section=Section.at(("fsdp_config",), values), key=row.name)
+
+
+def _fields_of_our_own(config: ShardingConfig) -> Iterator[tuple[str, Any, bool]]:
+    """The keys of composer_fsdp2 that set a field, its value, and whether a configuration without the key lacks it."""
+    for row in KEYS:
+        if row.group == KeyGroup.OURS and row.sets:
+            field = attrgetter(row.sets)(config)
+            value = field.value if isinstance(field, Enum) else field
+            yield row.name, value, value != row.default
 
 
 def _with_foundrys(finding: Finding, by_foundry: Mapping[str, tuple[Any, str]]) -> Finding:

@@ -30,6 +30,7 @@ from composer_fsdp2.config.sharding import (
 from composer_fsdp2.config.text import nearest
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
+from composer_fsdp2.migration.capabilities import lacking
 from composer_fsdp2.migration.dialect import (
     Dialect,
     Frame,
@@ -47,7 +48,8 @@ from composer_fsdp2.migration.dialect import (
 from composer_fsdp2.migration.dialects.accelerate import (
     DEGREES_PREFIX,
     DTYPES,
-    LACKS,
+    OF_FSDP1,
+    OF_OTHERS,
     PRECISIONS,
     SIZE_HINT,
     SIZE_REASON,
@@ -1333,7 +1335,7 @@ class HuggingFaceDialect(Dialect):
     name, target = "huggingface", "accelerate"
     title = "Hugging Face: Trainer and accelerate"
     rows = ROWS
-    lacks = LACKS
+    lacks = (*OF_FSDP1, *OF_OTHERS)
     readers = tuple(Reader)
     silent = tuple(
         Section.at((), merged(_FILES[reader], more))
@@ -1382,7 +1384,7 @@ class HuggingFaceDialect(Dialect):
 
     def differences(self, run: RunConfig) -> Iterator[Finding]:
         yield from differences_of(run)
-        yield from super().differences(run)
+        yield from lacking(OF_OTHERS, run)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
         """FSDP2's words for FSDP1's, in place; nothing where FSDP2 has no form for the strategy."""

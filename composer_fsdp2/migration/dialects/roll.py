@@ -586,26 +586,16 @@ def _wrap_policy(wrap: Wrap) -> dict[str, Any]:
     return {key: value for key, value in policy.items() if value}
 
 
-def _mesh_difference(mesh: MeshSpec) -> Finding | None:
-    shard, is_open = mesh.shard_degree, mesh.shard_degree == -1 and not mesh.is_grouped
-    found = Finding(
-        key="mesh", value=mesh.text, outcome=Outcome.UNSUPPORTED, reason="", target="", origin=Origin.LACKING
-    )
-    if mesh.is_grouped:
-        reason, hint = "ROLL has one mesh of all ranks, no groups that do not meet", "choose fsdp_size"
-    elif shard == 1 and mesh.has_replicas:
-        reason = "fsdp_size 1 is all ranks to ROLL, so that it cannot keep full parameters on each rank"
-        hint = "fsdp_size 2 keeps half of them; or accept sharding over all ranks"
-    elif is_open and mesh.has_replicas:
-        reason = "ROLL is told the number of shards, which the number of replicas gives with that of ranks only"
-        hint = f"set fsdp_size to the number of ranks divided by {mesh.replicate_degree}"
-        return replace(found, outcome=Outcome.NEEDS_DECISION, target="fsdp_size", reason=reason, hint=hint)
-    elif mesh.is_resolved:
-        reason = f"the run is for {mesh.size} ranks, and ROLL makes as many replicas as there are ranks"
-        return replace(found, outcome=Outcome.EXACT, target="fsdp_size", reason=reason)
-    else:
-        return None
-    return replace(found, reason=reason, hint=hint)
+def _has_open_replicas(mesh: MeshSpec) -> bool:
+    return not mesh.is_grouped and mesh.has_replicas and mesh.shard_degree == -1
+
+
+def _keeps_full_parameters(mesh: MeshSpec) -> bool:
+    return not mesh.is_grouped and mesh.has_replicas and mesh.shard_degree == 1
+
+
+def _is_for_so_many_ranks(mesh: MeshSpec) -> bool:
+    return not mesh.is_grouped and mesh.is_resolved and not _keeps_full_parameters(mesh)
 
 
 _UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION, _UNNEEDED = (
@@ -617,29 +607,46 @@ _UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION, _UNNEEDED = (
 _CLASSES_KEY = "wrap_policy.transformer_layer_cls_to_wrap"
 # fmt: off
 _LACKS: tuple[Lack, ...] = (
-    Lack(asked="units", only=("the model's own hooks",), outcome=_NEEDS_DECISION, target=_CLASSES_KEY,
+    Lack(asked="mesh", when=lambda run: run.config.mesh.is_grouped, outcome=_UNSUPPORTED,
+        reason="ROLL has one mesh of all ranks, no groups that do not meet", hint="choose fsdp_size"),
+    Lack(asked="mesh", when=lambda run: _keeps_full_parameters(run.config.mesh), outcome=_UNSUPPORTED,
+        reason="fsdp_size 1 is all ranks to ROLL, so that it cannot keep full parameters on each rank",
+        hint="fsdp_size 2 keeps half of them; or accept sharding over all ranks"),
+    Lack(asked="mesh", when=lambda run: _has_open_replicas(run.config.mesh), outcome=_NEEDS_DECISION,
+        target="fsdp_size",
+        reason="ROLL is told the number of shards, which the number of replicas gives with that of ranks only",
+        hint="set fsdp_size to the number of ranks divided by {replicate_degree}"),
+    Lack(asked="mesh", when=lambda run: _is_for_so_many_ranks(run.config.mesh), outcome=Outcome.EXACT,
+        target="fsdp_size",
+        reason="the run is for {size} ranks, and ROLL makes as many replicas as there are ranks"),
+    Lack(asked="units", when=lambda run: run.wrap.kind is WrapKind.HOOKS, outcome=_NEEDS_DECISION, target=_CLASSES_KEY,
         reason="ROLL wraps by class, and which classes the model's hooks choose stands in its code",
         hint="name them in wrap_policy; a transformers model names its own if nothing is given"),
-    Lack(asked="units", unless=lambda run: run.wrap.kind is not WrapKind.SIZE, outcome=_NEEDS_DECISION,
+    Lack(asked="units", when=lambda run: run.wrap.kind is WrapKind.SIZE, outcome=_NEEDS_DECISION,
         target=_CLASSES_KEY, reason="ROLL wraps by class, not by size",
         hint="name the classes of these {value} in wrap_policy"),
-    Lack(asked="units", only=("one unit",), outcome=_APPROXIMATE,
+    Lack(asked="units", when=lambda run: run.wrap.kind is WrapKind.ROOT, outcome=_APPROXIMATE,
         reason="ROLL always makes layers units; the numbers do not depend on it, and less memory is needed"),
-    Lack(asked="param_dtype", only=("as created",), outcome=_APPROXIMATE, target="param_dtype: fp32",
+    Lack(asked="param_dtype", when=lambda run: run.config.mixed_precision.param_dtype is None,
+        outcome=_APPROXIMATE, target="param_dtype: fp32",
         reason="ROLL always casts, and takes null for bf16", hint="choose the dtype that the model is created in"),
-    Lack(asked="reduce_dtype", only=("as computed",), outcome=_APPROXIMATE, target="reduce_dtype",
+    Lack(asked="reduce_dtype", when=lambda run: run.config.mixed_precision.reduce_dtype is None,
+        outcome=_APPROXIMATE, target="reduce_dtype",
         reason="ROLL reduces in float32 unless told otherwise, so that param_dtype is written"),
     Lack(asked="dtype of outputs", outcome=_UNSUPPORTED, reason="ROLL has no key for the dtype of outputs"),
     Lack(asked="autocast",
-        unless=lambda run: run.precision == _PRECISIONS.get(run.config.mixed_precision.param_dtype or "", "fp32"),
+        when=lambda run: run.precision != _PRECISIONS.get(run.config.mixed_precision.param_dtype or "", "fp32"),
         outcome=_APPROXIMATE, target="param_dtype", reason="ROLL runs each step under torch.autocast in param_dtype"),
     Lack(asked="buffer_dtype", outcome=_APPROXIMATE, reason="ROLL leaves buffers in the dtype that they have",
         hint="cast them where the model is made"),
-    Lack(asked="casting of inputs", only=("at every unit",), outcome=_APPROXIMATE,
+    Lack(asked="casting of inputs", when=lambda run: run.config.mixed_precision.cast_forward_inputs,
+        outcome=_APPROXIMATE,
         reason="ROLL casts no inputs of units and leaves it to torch.autocast"),
-    Lack(asked="casting of the root's inputs", only=("done",), outcome=_APPROXIMATE,
+    Lack(asked="casting of the root's inputs", when=lambda run: run.config.mixed_precision.cast_root_inputs,
+        outcome=_APPROXIMATE,
         reason="ROLL casts no inputs and leaves it to torch.autocast; token ids are not cast anyway"),
-    Lack(asked="activation_checkpointing", only=(False,), outcome=_NEEDS_DECISION,
+    Lack(asked="activation_checkpointing", when=lambda run: not run.config.activation_checkpointing.checkpoint,
+        outcome=_NEEDS_DECISION,
         target="model_args.disable_gradient_checkpointing",
         reason="ROLL recomputes activations unless model_args, outside of this section, says otherwise",
         hint="set model_args.disable_gradient_checkpointing: true, or recompute: the numbers do not depend on it"),
@@ -653,7 +660,7 @@ _LACKS: tuple[Lack, ...] = (
         "FSDP2; the numbers do not depend on it") for phase in ("forward", "backward")),
     Lack(
         asked="gradient_sync",
-        only=("defer_replica",),
+        when=lambda run: run.config.accumulation.gradient_sync is GradientSync.DEFER_REPLICA,
         outcome=_APPROXIMATE,
         target="reduce_scatter_during_grad_accumulation: true",
         reason="ROLL reduces over shards and replicas together, in every microbatch or in the last: more communication",
@@ -662,12 +669,12 @@ _LACKS: tuple[Lack, ...] = (
         reason="ROLL frees parameters after each backward: less memory, more communication"),
     Lack(asked="collective_guard", outcome=_APPROXIMATE,
         reason="ROLL does not compare where ranks stand; a run whose ranks diverge hangs until NCCL's timeout"),
-    Lack(asked="sync_module_states", held=("always",), outcome=_APPROXIMATE,
+    Lack(asked="sync_module_states", when=lambda run: not run.config.sync_module_states, outcome=_APPROXIMATE,
         reason="ROLL always gives all ranks the values of rank 0"),
     Lack(asked="ignored_modules", outcome=_UNSUPPORTED, reason="ROLL shards all modules"),
     Lack(asked="keep_low_precision_grads", outcome=_APPROXIMATE, target="reduce_dtype",
         reason="ROLL keeps gradients in the dtype of the parameters, which is reduce_dtype in later versions"),
-    Lack(asked="state_dict_type", held=("sharded",), outcome=_APPROXIMATE,
+    Lack(asked="state_dict_type", when=lambda run: run.state_dict_type != "sharded", outcome=_APPROXIMATE,
         reason="ROLL writes shards, and beside them the full model for Hugging Face, without an optimizer"),
     Lack(asked="context parallelism", outcome=_NEEDS_DECISION, target="model_args.ulysses_size",
         reason="ROLL says it in model_args, outside of this section; fsdp_size must not be smaller",
@@ -675,7 +682,8 @@ _LACKS: tuple[Lack, ...] = (
     Lack(asked="frozen parameters", outcome=_NEEDS_DECISION, target="model_args.freeze_module_prefix",
         reason="ROLL says it in model_args, outside of this section",
         hint="set model_args.freeze_module_prefix: {value}"),
-    Lack(asked="gradient clipping", held=("off",), outcome=_APPROXIMATE, target="max_grad_norm",
+    Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
+        outcome=_APPROXIMATE, target="max_grad_norm",
         reason="ROLL says it at the top of the file, for all workers", hint="set max_grad_norm: {value} there"),
     *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason=f"ROLL's FSDP2 has no {kind} parallelism",
         hint="its megatron_train strategy has") for kind in ("tensor", "pipeline")),
@@ -747,11 +755,6 @@ class RollDialect(Dialect):
         ):
             if is_needed:
                 yield Setting(aspect=aspect, key=key, value=value)
-
-    def differences(self, run: RunConfig) -> Iterator[Finding]:
-        of_mesh = _mesh_difference(run.config.mesh)
-        yield from (() if of_mesh is None else (of_mesh,))
-        yield from super().differences(run)
 
     def frame(self, section: Section) -> Frame:
         """The worker's ``strategy_args`` goes as a whole."""

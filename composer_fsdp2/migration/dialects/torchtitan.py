@@ -475,51 +475,58 @@ _PARALLELISMS = ("context_parallel", "expert_parallel", "tensor_parallel", "pipe
 # A run in TorchTitan's words
 
 
-def _mesh_difference(mesh: MeshSpec) -> Finding | None:
-    hint, outcome = "", Outcome.APPROXIMATE
-    if mesh.is_grouped:
-        outcome, target = Outcome.UNSUPPORTED, ""
-        reason, hint = "TorchTitan has one mesh of all ranks, no groups that do not meet", "choose two degrees"
-    elif mesh.replicate_degree == -1:
-        outcome, target = Outcome.NEEDS_DECISION, "parallelism.data_parallel_replicate_degree"
-        reason, shards = "TorchTitan leaves the shards open, never the replicas", mesh.shard_degree
-        hint = f"set it to the number of ranks divided by {shards}, and data_parallel_shard_degree to {shards}"
-    elif mesh.shard_degree == 1:
-        target = "parallelism.data_parallel_shard_degree = 1"
-        reason = "without shards TorchTitan uses DDP, and torch.autocast for mixed precision"
-    else:
-        return None
-    return Finding(
-        key="mesh", value=mesh.text, outcome=outcome, target=target, reason=reason, hint=hint, origin=Origin.LACKING
-    )
-
-
 _UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION, _UNNEEDED = (
     Outcome.UNSUPPORTED,
     Outcome.APPROXIMATE,
     Outcome.NEEDS_DECISION,
     Outcome.UNNEEDED,
 )
+
+
+def _is_without_shards(run: RunConfig) -> bool:
+    mesh = run.config.mesh
+    return not mesh.is_grouped and mesh.replicate_degree != -1 and mesh.shard_degree == 1
+
+
+def _casts_no_inputs(run: RunConfig) -> bool:
+    mixed_precision = run.config.mixed_precision
+    return not mixed_precision.cast_root_inputs and not mixed_precision.cast_forward_inputs
+
+
 # fmt: off
 _LACKS: tuple[Lack, ...] = (
-    Lack(asked="units", held=_CLASSES, outcome=_APPROXIMATE, target="parallelize.py of the model",
+    Lack(asked="mesh", when=lambda run: run.config.mesh.is_grouped, outcome=_UNSUPPORTED,
+        reason="TorchTitan has one mesh of all ranks, no groups that do not meet", hint="choose two degrees"),
+    Lack(asked="mesh", when=lambda run: not run.config.mesh.is_grouped and run.config.mesh.replicate_degree == -1,
+        outcome=_NEEDS_DECISION, target="parallelism.data_parallel_replicate_degree",
+        reason="TorchTitan leaves the shards open, never the replicas",
+        hint="set it to the number of ranks divided by {shard_degree}, and data_parallel_shard_degree to "
+        "{shard_degree}"),
+    Lack(asked="mesh", when=_is_without_shards, outcome=_APPROXIMATE,
+        target="parallelism.data_parallel_shard_degree = 1",
+        reason="without shards TorchTitan uses DDP, and torch.autocast for mixed precision"),
+    Lack(asked="units", when=lambda run: run.wrap.classes != _CLASSES,
+        outcome=_APPROXIMATE, target="parallelize.py of the model",
         reason="TorchTitan's models choose their units in code: the token embedding, each block, the last norm with "
         "the output; the numbers do not depend on it"),
     Lack(asked="reshard_after_forward", outcome=_UNSUPPORTED, target="parallelism.fsdp_reshard_after_forward",
         reason="TorchTitan frees parameters everywhere or nowhere, and does not keep them in groups of {value} ranks",
         hint="default needs less memory, never less communication"),
-    Lack(asked="param_dtype", held=_DTYPES, outcome=_NEEDS_DECISION, target="training.mixed_precision_param",
+    Lack(asked="param_dtype", when=lambda run: run.config.mixed_precision.param_dtype not in _DTYPES,
+        outcome=_NEEDS_DECISION, target="training.mixed_precision_param",
         reason="TorchTitan computes in bfloat16 or float32",
         hint="bfloat16 has a wider range than float16 and needs no scaling of gradients; float32 is exact"),
-    Lack(asked="reduce_dtype", held=("float32",), outcome=_APPROXIMATE, target="training.mixed_precision_reduce",
+    Lack(asked="reduce_dtype", when=lambda run: run.config.mixed_precision.reduce_dtype != "float32",
+        outcome=_APPROXIMATE, target="training.mixed_precision_reduce",
         reason="TorchTitan reduces in float32 only: finer, and more communication"),
     Lack(asked="dtype of outputs", outcome=_UNSUPPORTED, reason="TorchTitan has no key for the dtype of outputs"),
-    Lack(asked="autocast", held=("fp32",), outcome=_APPROXIMATE, target="training.mixed_precision_param",
+    Lack(asked="autocast", when=lambda run: run.precision != "fp32",
+        outcome=_APPROXIMATE, target="training.mixed_precision_param",
         reason="TorchTitan's FSDP casts parameters and inputs of units, and uses no torch.autocast"),
-    Lack(asked="casting of inputs", only=("at roots",), outcome=_APPROXIMATE,
+    Lack(asked="casting of inputs", when=lambda run: not run.config.mixed_precision.cast_forward_inputs,
+        outcome=_APPROXIMATE,
         reason="TorchTitan up to v0.2.2 casts the inputs of each unit"),
-    Lack(asked="casting of the root's inputs", only=("not done",),
-        unless=lambda run: run.config.mixed_precision.cast_forward_inputs, outcome=_APPROXIMATE,
+    Lack(asked="casting of the root's inputs", when=_casts_no_inputs, outcome=_APPROXIMATE,
         reason="TorchTitan casts the root's inputs, too; token ids are not cast anyway"),
     Lack(asked="buffer_dtype", outcome=_APPROXIMATE, reason="TorchTitan leaves buffers in the dtype that they have"),
     Lack(asked="reentrant checkpointing", outcome=_APPROXIMATE, target="activation_checkpoint.mode",
@@ -537,16 +544,18 @@ _LACKS: tuple[Lack, ...] = (
     Lack(asked="collective_guard", outcome=_APPROXIMATE, target="comm.train_timeout_seconds",
         reason="TorchTitan does not compare where ranks stand, but ends a run that hangs, after a time",
         hint="comm.train_timeout_seconds is 100 unless it is set"),
-    Lack(asked="sync_module_states", held=("never",), outcome=_APPROXIMATE,
+    Lack(asked="sync_module_states", when=lambda run: run.config.sync_module_states is not False, outcome=_APPROXIMATE,
         reason="TorchTitan creates the model's values sharded, on each rank its part, and broadcasts none"),
     Lack(asked="ignored_modules", outcome=_UNSUPPORTED, reason="TorchTitan shards all modules"),
     Lack(asked="keep_low_precision_grads", outcome=_APPROXIMATE, target="training.dtype",
         reason="TorchTitan keeps gradients in the dtype of the parameters",
         hint="training.dtype = 'bfloat16' stores parameters and gradients in it"),
-    Lack(asked="state_dict_type", held=("sharded",), outcome=_APPROXIMATE, target="checkpoint",
+    Lack(asked="state_dict_type", when=lambda run: run.state_dict_type != "sharded",
+        outcome=_APPROXIMATE, target="checkpoint",
         reason="TorchTitan's checkpoints are sharded",
         hint="last_save_in_hf = true writes the last one unsharded, for Hugging Face"),
-    Lack(asked="gradient clipping", only=("off",), outcome=_APPROXIMATE, target="training.max_norm",
+    Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is None,
+        outcome=_APPROXIMATE, target="training.max_norm",
         reason="TorchTitan clips gradients to a norm of 1 unless told otherwise",
         hint="set max_norm to the run's own, or to a large number for none"),
     Lack(asked="frozen parameters", outcome=_UNSUPPORTED, reason="TorchTitan trains all parameters",
@@ -614,11 +623,6 @@ class TorchTitanDialect(Dialect):
         ):
             if is_needed:
                 yield Setting(aspect=_BY_NAME[key].aspect, key=key, value=value)
-
-    def differences(self, run: RunConfig) -> Iterator[Finding]:
-        of_mesh = _mesh_difference(run.config.mesh)
-        yield from (() if of_mesh is None else (of_mesh,))
-        yield from super().differences(run)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
         """Names of earlier releases become those of v0.2.2; nothing else, for TorchTitan's words are FSDP2's."""
