@@ -12,10 +12,10 @@ from typing import Any
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Dialect
+from composer_fsdp2.migration.documents import SUFFIXES, format_of
 from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, migrate_text
 from composer_fsdp2.migration.targets import TARGETS
 
-SUFFIXES = (".yaml", ".yml", ".toml")
 _PARALLEL_FROM = 20  # files; below it starting processes takes longer than it saves
 
 
@@ -75,7 +75,7 @@ def _is_at(path: Path, file: Path) -> bool:
 def _result_name(source: SourceFile, target: Dialect) -> Path:
     """A file's place in an output folder, as far as it is known before the file is read."""
     place = source.file.relative_to(source.base)
-    keeps_format = bool(target.heads) and (place.suffix == ".toml") == (target.suffix == ".toml")
+    keeps_format = bool(target.heads) and format_of(place.name) is format_of(target.suffix)
     return place if keeps_format else place.with_suffix(target.suffix)
 
 
@@ -235,7 +235,7 @@ def _target(migration: Migration, source: SourceFile, destination: Destination, 
     assert output is not None
     if is_folder:
         return (output / source.file.relative_to(source.base)).with_suffix(migration.suffix)
-    if (output.suffix == ".toml") != (migration.suffix == ".toml"):
+    if format_of(output.name) is not format_of(migration.suffix):
         raise ConfigError(f"{output}: the new text is {migration.suffix[1:].upper()}; let its name end so")
     return output
 

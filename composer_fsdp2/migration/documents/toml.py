@@ -318,6 +318,14 @@ def _key_text(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _string(key)
 
 
+def table_lines(values: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of tables with their entries, an empty one between two tables."""
+    for number, (table, entries) in enumerate(values.items()):
+        yield from ([""] if number else [])
+        yield f"[{table}]"
+        yield from (f"{name} = {toml_text(value)}" for name, value in entries.items())
+
+
 def toml_text(value: object) -> str:
     """A value on one line.
 

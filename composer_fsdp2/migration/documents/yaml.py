@@ -323,15 +323,15 @@ def _comments(document: YamlText, start: int, end: int) -> Iterator[tuple[int, s
 
 
 def _lines_of(entries: Settings, document: YamlText) -> Iterator[str]:
-    yield from block_text(dict(entries), " " * document.indent)
+    yield from block_lines(dict(entries), " " * document.indent)
 
 
-def block_text(values: Mapping[str, Any], step: str = "  ") -> Iterator[str]:
+def block_lines(values: Mapping[str, Any], step: str = "  ") -> Iterator[str]:
     """The lines of a mapping, its own nested mappings indented; lists stay on one line."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield f"{_scalar_text(str(name))}:"
-            yield from (f"{step}{line}" for line in block_text(value, step))
+            yield from (f"{step}{line}" for line in block_lines(value, step))
         else:
             yield f"{_scalar_text(str(name))}: {flow_text(value)}"
 
