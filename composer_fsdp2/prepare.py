@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.sharding import ActivationCheckpointing, ShardingConfig
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp1.attributes import open_fsdp1_attributes
 from composer_fsdp2.fsdp1.hooks import CheckFn, initializers, read_hooks, select_checkpointed
@@ -19,13 +20,15 @@ from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.sharding.activations import wrap_activations
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.apply import apply_agreed_plan, check_plan
-from composer_fsdp2.sharding.decide import decide_sharding, refuse_sharded
+from composer_fsdp2.sharding.decide import cast_gradients, decide_sharding, refuse_sharded
 from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, the_optimizer
 from composer_fsdp2.sharding.plan import ShardingPlan
 from composer_fsdp2.training.guard import start_guard
 from composer_fsdp2.training.microbatches import start_accumulation
 
 log = logging.getLogger(__name__)
+
+_OR_NOT_STRICT = "(strict: false in the same configuration turns this into a warning)"
 
 
 def prepare_fully_shard(
@@ -90,17 +93,28 @@ def plan_sharding(
         config: What ``translate`` gave.
         optimizers: Checked against the model, if given.
         precision: Composer's (``translate(...).precision``), for wrap functions whose settings say DEFAULT or PURE.
-        strict: Whether a wrap function's settings that cannot be carried out are an error.
+        strict: Whether gradients that cannot keep a low dtype, where a setting asks for it, are an error or a note.
     Raises:
         PlanError: the model is sharded already, a wrap function failed, the optimizer is another model's, a parameter
             cannot be sharded, or there is nothing to shard.
         ConfigError: a wrap function's dict has an unknown key or a wrong value.
+        UnsupportedError: gradients cannot keep a low dtype, and must.
 
     Every rank must call this with the same model; it does not communicate and needs no process group.
     """
     refuse_sharded(model)
     check_optimizers(model, optimizers)
-    return decide_sharding(model, config, read_hooks(model, config, precision=precision, strict=strict))
+    plan = decide_sharding(model, config, read_hooks(model, config, precision=precision))
+    key, cast = "keep_low_precision_grads", cast_gradients(model, plan)
+    if not cast:
+        return plan
+    text = (
+        f"{key}: {and_more(cast)}; fully_shard gives gradients the parameter's own dtype: cast the model to the dtype "
+        "that gradients are reduced in, or leave the key out"
+    )
+    if strict:
+        raise UnsupportedError(f"{text}\n{_OR_NOT_STRICT}", keys=(key,))
+    return replace(plan, notes=(*plan.notes, text))
 
 
 def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
@@ -187,7 +201,7 @@ def _decide(
         blocking = "\n".join(str(finding) for finding in translation.blocking)
         is_unsupported = any(finding.outcome is Outcome.UNSUPPORTED for finding in translation.blocking)
         raise (UnsupportedError if is_unsupported else ConfigError)(
-            f"{blocking}\n(strict: false in the same configuration turns this into a warning)"
+            f"{blocking}\n{_OR_NOT_STRICT}", keys=tuple(finding.key for finding in translation.blocking)
         )
     config = translation.config
     checkpointing = replace(config.activation_checkpointing, transformer_engine_seed=te_rng_seed)

@@ -189,7 +189,7 @@ import torch
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.boxes import row_major
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Strided, TensorRecord
-from composer_fsdp2.checkpoint.layouts import Layout, Written
+from composer_fsdp2.checkpoint.layouts import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite
 
 
@@ -199,7 +199,7 @@ def _read(path, trust):
         dtype = getattr(torch, dtype)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         source = Strided(Blob(path / "data.bin", at, num_bytes), dtype, 0, row_major(tuple(shape)))
-        tensors["state", "model", name] = TensorRecord.stored_whole(name, tuple(shape), dtype, source)
+        tensors["state", "model", name] = TensorRecord.in_one_chunk(name, tuple(shape), dtype, source)
         at += num_bytes
     files = tuple((file, file.stat().st_size) for file in (path / "tensors.json", path / "data.bin"))
     return CheckpointInventory(
@@ -210,7 +210,7 @@ def _read(path, trust):
 def _lay_out(request):
     writes, at, described = [], 0, []
     for name, slot in request.model.items():
-        writes.append(TensorWrite.whole(slot, at))
+        writes.append(TensorWrite.full(slot, at))
         described.append([name, list(slot.shape), str(slot.dtype).removeprefix("torch.")])
         at += slot.num_bytes
     data = OutputFile("data.bin", at, tuple(writes), lambda crcs: iter(()))
@@ -224,7 +224,7 @@ LAYOUT = Layout(
     order=5,
     recognize=lambda path: (path / "tensors.json").is_file(),
     read=_read,
-    written=Written(word="madeup", lay_out=_lay_out, weights_alone=True),
+    written=LayoutWriter(word="madeup", lay_out=_lay_out, weights_alone=True),
 )
 '''
 USE_LAYOUT = """

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch import local_box
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.names import canonical
+from composer_fsdp2.sharding.placements import replicating_axes
 from composer_fsdp2.sharding.ties import tie_groups
 
 _EXTRA_STATE = "_extra_state"
@@ -38,14 +39,7 @@ class LocalBox(Box):
     @property
     def axes(self) -> tuple[int, ...]:
         """The axes of the mesh along which ranks hold the same part."""
-        if not isinstance(self.like, DTensor):
-            return ()
-        mesh = self.like.device_mesh
-        return tuple(
-            axis
-            for axis, placement in enumerate(self.like.placements)
-            if isinstance(placement, Replicate) and mesh.size(axis) > 1
-        )
+        return replicating_axes(self.like)
 
     @property
     def num_replicas(self) -> int:

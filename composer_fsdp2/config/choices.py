@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.sharding import MixedPrecision, Prefetch
 from composer_fsdp2.config.value import Value
+from composer_fsdp2.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,7 @@ class UnitOverrides(Value):
     Args:
         given: The settings' names, for messages.
         notes: What the report says of them.
+        refused: What is wrong with them; to be raised where the module becomes a unit, and only there.
     """
 
     mesh: MeshSpec | None = None
@@ -24,6 +26,7 @@ class UnitOverrides(Value):
     prefetch: Prefetch | None = None
     given: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    refused: ConfigError | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

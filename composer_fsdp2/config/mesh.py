@@ -8,9 +8,10 @@ from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError, GroupSizeError
 
 # The names that Composer gives to the axes of its mesh (composer/core/state.py, 0.32.1), kept so that code which
-# looks an axis up by name finds it. A degree's key is the axis's name and "_degree".
+# looks an axis up by name finds it. A degree's key is the axis's name and "_degree"; the other key gives groups.
 REPLICATE_AXIS = "data_parallel_replicate"
 SHARD_AXIS = "data_parallel_shard"
+GROUPS_KEY = "process_group"
 
 
 class AxisRole(enum.Enum):
@@ -59,11 +60,13 @@ class RankGroups(Value):
         """
         if self.rule is GroupRule.GIVEN:
             if max(self.ranks) >= world_size:
-                raise ConfigError(f"process_group names rank {max(self.ranks)}, but the world size is {world_size}")
+                text = f"{GROUPS_KEY} names rank {max(self.ranks)}, but the world size is {world_size}"
+                raise ConfigError(text, keys=(GROUPS_KEY,))
         elif world_size % self.number:
             raise GroupSizeError(
-                f"world size {world_size} is not a multiple of process_group {self}; use "
-                f"{divisors_text(world_size, self.rule.value)}"
+                f"world size {world_size} is not a multiple of {GROUPS_KEY} {self}; use "
+                f"{divisors_text(world_size, self.rule.value)}",
+                keys=(GROUPS_KEY,),
             )
 
     def size(self, world_size: int) -> int:
@@ -105,7 +108,8 @@ class MeshAxis(Value):
     def __post_init__(self) -> None:
         if self.size != -1 and self.size < 1:
             raise ConfigError(
-                f"{self.key} is {self.size}; give a positive number, or -1 for the rest of the world size"
+                f"{self.key} is {self.size}; give a positive number, or -1 for the rest of the world size",
+                keys=(self.key,),
             )
 
     @property
@@ -203,19 +207,20 @@ class MeshSpec(Value):
         return math.prod(self.shape)
 
     def without_shards(self) -> "MeshSpec":
-        """The same ranks, each with full parameters: FSDP1's NO_SHARD.
+        """The same ranks, each with full parameters: axes that shard and replicate become one of replicas.
 
         Raises:
-            ConfigError: two axes of groups, which have no common group to average in.
+            ConfigError: two such axes of groups, which have no common group to average in.
         """
-        if not self.is_grouped:
-            whole = MeshSpec.of_degrees(1, self.size if self.is_resolved else -1)
-            return replace(whole, device_type=self.device_type)
-        if len(self.axes) > 1:
-            raise ConfigError("sharding_strategy NO_SHARD takes one process_group, not a pair of them")
-        (axis,) = self.axes
-        alone = RankGroups(rule=GroupRule.CONSECUTIVE, number=1)
-        return replace(self, axes=(_replicate(axis.size, axis.groups), _shard(1, alone)))
+        roles = (AxisRole.REPLICATE, AxisRole.SHARD)
+        first, *more = (axis for axis in self.axes if axis.role in roles)
+        if more and self.is_grouped:
+            raise ConfigError("a pair of groups has no common group to average gradients in; give one")
+        sizes = [axis.size for axis in (first, *more)]
+        replicas = _replicate(-1 if -1 in sizes else math.prod(sizes), first.groups)
+        alone = _shard(1, first.groups and RankGroups(rule=GroupRule.CONSECUTIVE, number=1))
+        place, others = self.axes.index(first), [axis for axis in self.axes if axis.role not in roles]
+        return replace(self, axes=(*others[:place], replicas, alone, *others[place:]))
 
     def resolve(self, world_size: int) -> "MeshSpec":
         """The mesh with -1 filled in.
@@ -239,14 +244,17 @@ class MeshSpec(Value):
 
     def _resolve_degrees(self, world_size: int) -> "MeshSpec":
         given = math.prod(size for size in self.shape if size != -1)
-        text = " x ".join(f"{axis.key} {axis.size}" for axis in self.axes if axis.size != -1)
+        closed = {axis.key: axis.size for axis in self.axes if axis.size != -1}
+        text, keys = " x ".join(f"{key} {size}" for key, size in closed.items()), tuple(closed)
         if self.is_resolved and given != world_size:
             raise ConfigError(
                 f"{text} makes {given} ranks, but the world size is {world_size}; leave one degree at -1, or use "
-                f"{divisors_text(world_size)}"
+                f"{divisors_text(world_size)}",
+                keys=keys,
             )
         if world_size % given:
-            raise ConfigError(f"world size {world_size} is not a multiple of {text}; use {divisors_text(world_size)}")
+            text = f"world size {world_size} is not a multiple of {text}; use {divisors_text(world_size)}"
+            raise ConfigError(text, keys=keys)
         rest = world_size // given
         return replace(self, axes=tuple(replace(axis, size=rest) if axis.size == -1 else axis for axis in self.axes))
 

@@ -98,9 +98,13 @@ class Row:
         decide: Where the value decides the outcome: from the usual finding, and what the system's reader knows of the
             whole section, to the finding that holds.
         aspect: What of a run the key decides.
+        detail_of: The aspect whose key it stands by, as a detail of it; alone it decides none.
+        tells_default: Whether a file without it asks for something all the same, by its default.
         only_with: The key without which the system does not read this one.
         aliases: Other names of the key, such as those of earlier releases.
         nested: Keys of its value, where that may be a mapping.
+        instead_of: Keys that say the same in other words; one only can be given.
+        of_modules: What becomes of the key in the settings of a single module; None where it is not known there.
         group: Which part of the system's table it belongs to.
         read_by: Who reads it, if not everyone; for all others it is a word without effect.
         checked_by: Who stops at a bad value, and does nothing with a good one.
@@ -123,9 +127,13 @@ class Row:
     neutral: tuple[Any, ...] = ()
     decide: Callable[[Finding, Any], Finding] | None = None
     aspect: Aspect = Aspect.OTHER
+    detail_of: Aspect = Aspect.OTHER
+    tells_default: bool = False
     only_with: str = ""
     aliases: tuple[str, ...] = ()
     nested: tuple[str, ...] = ()
+    instead_of: tuple[str, ...] = ()
+    of_modules: Outcome | None = None
     group: str = ""
     read_by: Collection[Any] = ()
     checked_by: Collection[Any] = ()

@@ -1,25 +1,22 @@
 """The FSDP2 target in plain, frozen values: what ``fully_shard`` is to be given, one field per decision."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from composer_fsdp2.config.mesh import MeshSpec, divisors_text
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
 
-if TYPE_CHECKING:
-    from torch import nn
+DTYPES_BY_SHORT_NAME = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+LOW_PRECISION = frozenset(("bfloat16", "float16"))
 
 
 class GradientDtype(enum.Enum):
     """In which dtype an optimizer finds sharded gradients."""
 
     OF_PARAMETER = "the parameter's own"
-    AS_REDUCED = "the dtype they are reduced in, or an error"
-    AS_REDUCED_IF_POSSIBLE = "the dtype they are reduced in, where that is the parameter's own"
+    AS_REDUCED = "the dtype they are reduced in"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +97,7 @@ class ShardingConfig(Value):
 
     ``sync_module_states`` None: rank 0's values go out only where some ranks have none.
     ``collective_guard``: for how many seconds ranks wait for each other before a collective; None: they do not compare.
-    ``ignored_modules``: modules of the model; a plan has their paths.
+    ``ignored_modules``: modules of the model, or their paths; a plan has the paths.
     ``shard_below_unwrapped``: what is chosen below a direct child with ``_fsdp_wrap = False`` is sharded, as under
     Composer's FSDP2; else such a child is left out with all below it, as under FSDP1.
     """
@@ -114,7 +111,7 @@ class ShardingConfig(Value):
     accumulation: Accumulation = field(default_factory=Accumulation)
     collective_guard: float | None = None
     sync_module_states: bool | None = False
-    ignored_modules: tuple[nn.Module | str, ...] = ()
+    ignored_modules: tuple[Any, ...] = ()
     shard_below_unwrapped: bool = False
 
     def __post_init__(self) -> None:

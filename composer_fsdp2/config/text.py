@@ -4,11 +4,19 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 
-def nearest(name: object, known: Iterable[str]) -> str | None:
-    """The known name that ``name`` most likely stands for, in any case, or None if none is near."""
+def nearest_names(name: object, known: Iterable[str], num_names: int, *, likeness: float = 0.6) -> list[str]:
+    """The known names that ``name`` may stand for, upper or lower case, the likeliest first.
+
+    Args:
+        likeness: From 0 to 1, as ``difflib`` measures it.
+    """
     lower = {each.lower(): each for each in known}
-    matches = difflib.get_close_matches(str(name).lower(), lower, n=1, cutoff=0.6)
-    return lower[matches[0]] if matches else None
+    return [lower[match] for match in difflib.get_close_matches(str(name).lower(), lower, num_names, likeness)]
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The likeliest of the known names, or None if none is near."""
+    return next(iter(nearest_names(name, known, 1)), None)
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str = "") -> str:

@@ -2,7 +2,7 @@
 
 import enum
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -42,7 +42,7 @@ def _simpler(value: object) -> object:
         return {str(key): each for key, each in value.items()}
     if isinstance(value, set | frozenset):
         return sorted(map(plain, value))
-    return list(value) if isinstance(value, Iterable) else str(value)
+    return str(value)  # also of what can be walked through, such as a module
 
 
 @cache

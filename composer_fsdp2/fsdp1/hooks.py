@@ -7,17 +7,18 @@ and [Note: one root] in ``sharding/units.py``).
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 from torch import nn
 
 from composer_fsdp2._torch import ActivationWrapper
 from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
+from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.sharding import (
-    GradientDtype,
     MixedPrecision,
     Prefetch,
     ShardingConfig,
@@ -25,7 +26,7 @@ from composer_fsdp2.config.sharding import (
 )
 from composer_fsdp2.config.text import did_you_mean
 from composer_fsdp2.errors import ConfigError, PlanError, UnknownKeyError, UnsupportedError
-from composer_fsdp2.fsdp1.keys import BACKWARD_POST_REASON, KEYS_BY_NAME, UNREAD_DTYPE_REASON
+from composer_fsdp2.fsdp1.keys import BACKWARD_POST_REASON, KEYS_OF_MODULES, UNREAD_DTYPE_REASON
 from composer_fsdp2.fsdp1.parsing import (
     UNREAD_DTYPE_KEY,
     BackwardPrefetch,
@@ -35,17 +36,16 @@ from composer_fsdp2.fsdp1.parsing import (
     mesh_of,
     mesh_of_groups,
     mixed_precision_of,
+    without_shards,
 )
 from composer_fsdp2.sharding.materialize import Initializers
-from composer_fsdp2.sharding.modules import ignored_modules, outside_compilation
+from composer_fsdp2.sharding.modules import has_forward, ignored_modules, outside_compilation
 from composer_fsdp2.sharding.ties import join
 
 CheckFn = Callable[[nn.Module], Any]
 
 
-def read_hooks(
-    model: nn.Module, config: ShardingConfig, *, precision: str | None = None, strict: bool = True
-) -> ModelChoices:
+def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | None = None) -> ModelChoices:
     """What ``model``'s hooks and attributes choose; reads them as Composer's FSDP1 did, and changes nothing.
 
     Args:
@@ -54,10 +54,8 @@ def read_hooks(
             precedence.
         config: The model's; what a module's own settings do not name stays.
         precision: Composer's, for settings that say DEFAULT or PURE.
-        strict: Whether gradients that cannot keep a low dtype, where a setting asks for it, are an error.
     Raises:
         PlanError: a hook raised, or returned something else than a bool or a dict; names the module.
-        ConfigError: a dict has an unknown key or a wrong value; names the module and the key.
 
     Does not communicate.
     """
@@ -70,13 +68,12 @@ def read_hooks(
     }
     searched = [name for name in excluded if config.shard_below_unwrapped and not _is_metric(children[name])]
     ignored = {below for module in ignored_modules(model, config).values() for below in module.modules()}
-    read = partial(read_overrides, config=config, precision=precision, strict=strict)
-    units = {
-        path: choice
-        for name in (*roots, *searched)
-        for path, module in children[name].named_modules(prefix=name)
-        if path != name and module not in ignored and (choice := _choice(path, module, children[name], read))
-    }
+    reader = _Reader(read=partial(read_overrides, config=config, precision=precision), ignored=frozenset(ignored))
+    for name, child in children.items():
+        if name in roots:
+            reader.read_below_root(name, child, child)
+        elif name in searched:
+            reader.read_below_unwrapped(name, child, child)
     checkpointed: list[str] = []
     if config.activation_checkpointing.enabled:
         checkpointed = select_checkpointed(model, below_unwrapped=config.shard_below_unwrapped)
@@ -84,7 +81,7 @@ def read_hooks(
         roots=tuple(roots),
         excluded=excluded,
         searched=tuple(searched),
-        units=units,
+        units=reader.choices,
         checkpointed=tuple(checkpointed),
     )
 
@@ -112,15 +109,71 @@ def _hook(owner: nn.Module, name: str) -> Callable[..., Any] | None:
     return hook if callable(hook) else None
 
 
-def _choice(
-    path: str, module: nn.Module, child: nn.Module, read: Callable[[Mapping[str, Any], str], UnitOverrides]
-) -> Choice | None:
-    """Whether ``module`` is to be a unit. The attribute takes precedence over the function."""
-    if hasattr(module, "_fsdp_wrap"):
-        return Choice(chosen_by="_fsdp_wrap") if module._fsdp_wrap else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """Asks the hooks of direct children about the modules that may become units, and about no others: a function may
+    fail for those.
+
+    Args:
+        read: From a module's own settings and its path to what they change.
+        ignored: Modules that are passed over.
+        units: Those that are units by now, roots among them; another child's function is not asked about them.
+        choices: By path.
+    """
+
+    read: Callable[[Mapping[str, Any], str], UnitOverrides]
+    ignored: frozenset[nn.Module]
+    units: set[nn.Module] = field(default_factory=set)
+    choices: dict[str, Choice] = field(default_factory=dict)
+
+    def read_below_root(self, path: str, root: nn.Module, child: nn.Module) -> None:
+        """Of a container the members are roots."""
+        if root in self.units or root in self.ignored:
+            return
+        if not has_forward(root):
+            for name, member in root.named_children():
+                self.read_below_root(join(path, name), member, child)
+            return
+        self.units.add(root)
+        for inner_path, inner in root.named_modules(prefix=path):
+            if inner in self.units or inner in self.ignored:
+                continue
+            if self._is_chosen(inner_path, inner, child) and has_forward(inner):
+                self.units.add(inner)
+
+    def read_below_unwrapped(self, path: str, module: nn.Module, child: nn.Module) -> None:
+        """The outermost chosen modules are roots."""
+        for name, inner in module.named_children():
+            inner_path = join(path, name)
+            if inner not in self.ignored and self._is_chosen(inner_path, inner, child):
+                self.read_below_root(inner_path, inner, child)
+            else:
+                self.read_below_unwrapped(inner_path, inner, child)
+
+    def _is_chosen(self, path: str, module: nn.Module, child: nn.Module) -> bool:
+        """Whether ``module`` is to be a unit. The attribute takes precedence over the function."""
+        if hasattr(module, "_fsdp_wrap"):
+            if module._fsdp_wrap:
+                self.choices[path] = Choice(chosen_by="_fsdp_wrap")
+            return bool(module._fsdp_wrap)
+        answer = _answer(path, module, child)
+        if answer:  # an empty dict was False to FSDP1
+            overrides = self._overrides(answer, path) if isinstance(answer, dict) else UnitOverrides()
+            self.choices[path] = Choice(chosen_by="fsdp_wrap_fn", overrides=overrides)
+        return bool(answer)
+
+    def _overrides(self, given: Mapping[str, Any], path: str) -> UnitOverrides:
+        try:
+            return self.read(given, path)
+        except ConfigError as error:
+            return UnitOverrides(given=tuple(map(str, given)), refused=error)
+
+
+def _answer(path: str, module: nn.Module, child: nn.Module) -> bool | dict[str, Any]:
+    """What the child's function says of a module."""
     wrap_fn = _hook(child, "fsdp_wrap_fn")
     if wrap_fn is None:
-        return None
+        return False
     try:
         answer = wrap_fn(module)
     except Exception as error:
@@ -132,44 +185,18 @@ def _choice(
             f"fsdp_wrap_fn returned {answer!r} ({type(answer).__name__}) for module {path!r}; "
             "it must return True, False or a dict of settings for that unit"
         )
-    if not answer:  # an empty dict was False to FSDP1
-        return None
-    overrides = read(answer, path) if isinstance(answer, dict) else UnitOverrides()
-    return Choice(chosen_by="fsdp_wrap_fn", overrides=overrides)
+    return answer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One module's settings
 
-# What a fsdp_wrap_fn dict may hold beside the keys of an fsdp_config that it shares.
-_NOT_NEEDED = ("limit_all_gathers", "use_orig_params")
-_NOT_SUPPORTED = ("sync_module_states", "param_init_fn", "device_id", "ignored_modules")
-UNIT_KEYS = (
-    "sharding_strategy",
-    "reshard_after_forward",
-    "mixed_precision",
-    "mp_policy",
-    "backward_prefetch",
-    "forward_prefetch",
-    "cpu_offload",
-    "offload_policy",
-    "process_group",
-    "device_mesh",
-    "mesh",
-    *_NOT_NEEDED,
-    *_NOT_SUPPORTED,
-)
-_SYNONYMS = (
-    ("mixed_precision", "mp_policy"),
-    ("cpu_offload", "offload_policy"),
-    ("device_mesh", "mesh"),
-    ("process_group", "mesh"),
-    ("process_group", "device_mesh"),
-)
+# Under Composer a process_group of the model took precedence over its mesh; of one module neither does.
+_MESH_KEYS = ("process_group", "device_mesh", "mesh")
 
 
 def read_overrides(
-    given: Mapping[str, Any], path: str, *, config: ShardingConfig, precision: str | None = None, strict: bool = True
+    given: Mapping[str, Any], path: str, *, config: ShardingConfig, precision: str | None = None
 ) -> UnitOverrides:
     """What one module's own settings, in FSDP1's or FSDP2's words, change of the model's configuration for its unit.
 
@@ -181,25 +208,24 @@ def read_overrides(
         UnsupportedError: a key that cannot differ between modules yet.
     """
     for key in given:
-        if key not in UNIT_KEYS:
-            way_out = did_you_mean(key, UNIT_KEYS, f"known: {', '.join(UNIT_KEYS)}")
+        if key not in KEYS_OF_MODULES:
+            way_out = did_you_mean(key, KEYS_OF_MODULES, f"known: {', '.join(KEYS_OF_MODULES)}")
             raise UnknownKeyError(f"unknown key {key!r} in the wrap settings of module {path!r}{way_out}", keys=(key,))
-        if key in _NOT_SUPPORTED:
+        if KEYS_OF_MODULES[key].of_modules is Outcome.UNSUPPORTED:
             raise UnsupportedError(
                 f"{key} for one module ({path!r}) is not supported yet; set it for the whole model, or leave it out",
                 keys=(key,),
             )
     try:
-        for first, second in _SYNONYMS:
-            if first in given and second in given:
-                raise ConfigError(f"{first} and {second} are both given; keep one", keys=(first, second))
-        values = {key: KEYS_BY_NAME[key].parse(value) for key, value in _spelled(given) if key in KEYS_BY_NAME}
+        for first, second in _synonyms(given):
+            raise ConfigError(f"{first} and {second} are both given; keep one", keys=(first, second))
+        values = {key: KEYS_OF_MODULES[key].parse(value) for key, value in _taken(given)}
         mesh, reshard = _unit_mesh(given, values, config.mesh), _unit_reshard(values)
         check_reshard_degree(config.reshard_after_forward if reshard is None else reshard, mesh or config.mesh)
         return UnitOverrides(
             mesh=mesh,
             reshard_after_forward=reshard,
-            mixed_precision=_unit_precision(values, config.mixed_precision, precision, strict=strict),
+            mixed_precision=_unit_precision(values, config.mixed_precision, precision),
             cpu_offload=values.get("cpu_offload", values.get("offload_policy")),
             prefetch=_unit_prefetch(values, config.prefetch),
             given=tuple(given),
@@ -209,10 +235,17 @@ def read_overrides(
         raise type(error)(f"wrap settings of module {path!r}: {error}", keys=error.keys) from error
 
 
-def _spelled(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """torch's FSDP1 took None for no prefetch."""
+def _synonyms(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Two keys that say one thing."""
+    yield from ((other, key) for key in given for other in KEYS_OF_MODULES[key].instead_of if other in given)
+    yield from combinations([key for key in _MESH_KEYS if key in given], 2)
+
+
+def _taken(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What has an effect; torch's FSDP1 took None for no prefetch."""
     for key, value in given.items():
-        yield key, BackwardPrefetch.NONE if key == "backward_prefetch" and value is None else value
+        if KEYS_OF_MODULES[key].of_modules is not Outcome.UNNEEDED:
+            yield key, BackwardPrefetch.NONE if key == "backward_prefetch" and value is None else value
 
 
 def _unit_mesh(given: Mapping[str, Any], values: Mapping[str, Any], of_model: MeshSpec) -> MeshSpec | None:
@@ -227,11 +260,12 @@ def _unit_mesh(given: Mapping[str, Any], values: Mapping[str, Any], of_model: Me
     if spec is not None and of_model.is_resolved and not of_model.is_grouped:
         spec = spec.resolve(of_model.size)
     if strategy is ShardingStrategy.NO_SHARD:
-        return (spec or of_model).without_shards()
+        return without_shards(spec or of_model)
     if strategy is not None and strategy.is_hybrid and not (spec or of_model).has_replicas:
         raise ConfigError(
             f"sharding_strategy {strategy.value} needs replicas, and the mesh has none: set "
-            "data_parallel_replicate_degree, or a pair of process groups for this module"
+            "data_parallel_replicate_degree, or a pair of process groups for this module",
+            keys=("sharding_strategy",),
         )
     return spec
 
@@ -247,7 +281,7 @@ def _unit_reshard(values: Mapping[str, Any]) -> bool | int | None:
 
 
 def _unit_precision(
-    values: Mapping[str, Any], of_model: MixedPrecision, precision: str | None, *, strict: bool
+    values: Mapping[str, Any], of_model: MixedPrecision, precision: str | None
 ) -> MixedPrecision | None:
     """How a root's inputs are cast stays the model's; what mp_policy does not know of, the model's, too."""
     casts = of_model.cast_root_inputs
@@ -257,11 +291,9 @@ def _unit_precision(
     if given is None:
         return None
     if precision is None and isinstance(given, GivenPrecision) and given.word != "FULL":
-        raise ConfigError(f"mixed_precision {given.word} stands for dtypes of the precision; say which: precision=...")
-    own = replace(mixed_precision_of(given, precision or "fp32"), cast_root_inputs=casts)
-    if own.gradients is GradientDtype.AS_REDUCED and not strict:
-        return replace(own, gradients=GradientDtype.AS_REDUCED_IF_POSSIBLE)
-    return own
+        text = f"mixed_precision {given.word} stands for dtypes of the precision; say which: precision=..."
+        raise ConfigError(text, keys=("mixed_precision",))
+    return replace(mixed_precision_of(given, precision or "fp32"), cast_root_inputs=casts)
 
 
 def _unit_prefetch(values: Mapping[str, Any], of_model: Prefetch) -> Prefetch | None:
@@ -277,7 +309,8 @@ def _unit_prefetch(values: Mapping[str, Any], of_model: Prefetch) -> Prefetch | 
 
 def _notes(given: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     """What a report must say of one module's settings: the keys that FSDP2 does not need, or follows nearly."""
-    yield from (f"{key} is not needed: {KEYS_BY_NAME[key].reason}" for key in given if key in _NOT_NEEDED)
+    rows = (KEYS_OF_MODULES[key] for key in given)
+    yield from (f"{row.name} is not needed: {row.reason}" for row in rows if row.of_modules is Outcome.UNNEEDED)
     if isinstance(given.get("mixed_precision"), Mapping) and UNREAD_DTYPE_KEY in given["mixed_precision"]:
         yield f"mixed_precision.{UNREAD_DTYPE_KEY} is not needed: {UNREAD_DTYPE_REASON}"
     if values.get("backward_prefetch") is BackwardPrefetch.BACKWARD_POST:

@@ -59,6 +59,11 @@ class Context:
     mixed_precision: MixedPrecision
 
 
+# Who reads ``Row.defaults``. Without being told Composer's FSDP2 sent rank 0's values where some ranks had none, and
+# its checkpointing was not reentrant (composer/distributed, 0.32.1).
+FSDP2_READER = "FSDP2Config"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Where the value decides
 
@@ -260,11 +265,13 @@ _ROWS: tuple[Row, ...] = (
         meaning="recompute the activations of the modules that the model's hooks choose",
         reason="the same wrapper inside the unit, as FSDP1 had it: FSDP(AC(block))",
         elsewhere=f"{_READ}, and wraps the other way round"),
-    Row(name="activation_checkpointing_reentrant", takes=BOOL, default=True, outcome=_EXACT,
+    Row(name="activation_checkpointing_reentrant", detail_of=Aspect.CHECKPOINTING, takes=BOOL, default=True,
+        outcome=_EXACT,
         target="CheckpointImpl.REENTRANT or NO_REENTRANT", sets="activation_checkpointing.reentrant",
         meaning="which of torch's two implementations recomputes",
-        reason="both implementations run inside a fully_shard unit", elsewhere=f"{_IGNORED}: it never reenters"),
-    Row(name="activation_cpu_offload", takes=BOOL, default=False, outcome=_EXACT,
+        reason="both implementations run inside a fully_shard unit", elsewhere=f"{_IGNORED}: it never reenters",
+        defaults={FSDP2_READER: False}),
+    Row(name="activation_cpu_offload", detail_of=Aspect.CHECKPOINTING, takes=BOOL, default=False, outcome=_EXACT,
         target="offload_wrapper, applied before fully_shard", sets="activation_checkpointing.cpu_offload",
         meaning="keep the chosen modules' saved activations in host memory",
         reason="the same wrapper, around the checkpointing one", elsewhere=_READ),
@@ -274,15 +281,16 @@ _ROWS: tuple[Row, ...] = (
     Row(name="backward_prefetch", default="BACKWARD_POST", outcome=_APPROXIMATE,
         target="set_modules_to_backward_prefetch; BACKWARD_POST as BACKWARD_PRE", takes=_BACKWARD_PREFETCH,
         aspect=Aspect.BACKWARD_PREFETCH, decide=_backward_prefetch, rewrite=_rewrite_backward_prefetch,
+        of_modules=_EXACT,
         meaning="when backward gathers the next unit: NONE, BACKWARD_PRE or BACKWARD_POST",
         reason="FSDP2 gathers before the gradient computation (PRE) by itself; NONE is an explicit empty choice; "
         "nothing gathers after it (POST): one more unit in memory at the peak"),
-    Row(name="backward_prefetch_limit", default=1, outcome=_APPROXIMATE,
+    Row(name="backward_prefetch_limit", detail_of=Aspect.BACKWARD_PREFETCH, default=1, outcome=_APPROXIMATE,
         target="set_modules_to_backward_prefetch, lists of that length", takes=POSITIVE_INT, neutral=(1,),
         rewrite=_unless_default, meaning="how many units backward prefetches",
         reason="the lists follow the order of registration; FSDP1 followed the order that it saw run"),
     Row(name="cpu_offload", default=False, outcome=_EXACT, target="CPUOffloadPolicy", takes=_OFFLOAD,
-        aspect=Aspect.OFFLOAD, rewrite=_unless_default,
+        aspect=Aspect.OFFLOAD, rewrite=_unless_default, of_modules=_EXACT,
         meaning="keep parameters, gradients and optimizer state in host memory",
         reason="works here; Composer refused it under FSDP1 and dropped it under its own FSDP2",
         elsewhere=f"{_IGNORED}: parameters stay on the GPU"),
@@ -296,24 +304,26 @@ _ROWS: tuple[Row, ...] = (
         elsewhere=f"{_IGNORED}: it shards over all ranks, without replicas"),
     Row(name="forward_prefetch", takes=BOOL, default=False, outcome=_APPROXIMATE,
         target="set_modules_to_forward_prefetch", aspect=Aspect.FORWARD_PREFETCH, neutral=(False,),
-        rewrite=_unless_default, meaning="gather the next unit explicitly during forward",
+        rewrite=_unless_default, of_modules=_EXACT, meaning="gather the next unit explicitly during forward",
         reason="the lists follow the order of registration; FSDP1 followed the order that it saw run"),
-    Row(name="forward_prefetch_limit", default=1, outcome=_APPROXIMATE,
+    Row(name="forward_prefetch_limit", detail_of=Aspect.FORWARD_PREFETCH, default=1, outcome=_APPROXIMATE,
         target="set_modules_to_forward_prefetch, lists of that length", takes=POSITIVE_INT, neutral=(1,),
         rewrite=_unless_default, meaning="how many units forward_prefetch prefetches",
         reason="the lists follow the order of registration; FSDP1 followed the order that it saw run"),
     Row(name="ignored_modules", default=None, outcome=_EXACT, target="ignored_params, for everything below them",
         takes=_MODULES, sets="ignored_modules", decide=_ignored_modules, rewrite=_unless_default,
+        of_modules=_UNSUPPORTED,
         meaning="modules whose parameters and buffers FSDP leaves alone",
         reason="unsharded and left alone on all ranks, gradients not averaged; clipping and loss scaling include them",
         elsewhere=f"{_IGNORED}: all modules are sharded"),
-    Row(name="keep_low_precision_grads", takes=BOOL, default=False, outcome=_EXACT,
+    Row(name="keep_low_precision_grads", detail_of=Aspect.PRECISION, takes=BOOL, default=False, outcome=_EXACT,
         target="parameters whose own dtype is reduce_dtype", decide=_low_precision_grads, rewrite=_unless_default,
         meaning="leave gradients in the dtype they were reduced in",
         reason="fully_shard casts gradients to the parameter's own dtype: where that is not the dtype they are reduced "
         "in, the plan raises and names the parameter",
         elsewhere=f"{_IGNORED}: gradients have their parameters' dtype"),
     Row(name="limit_all_gathers", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_removed,
+        of_modules=_UNNEEDED,
         meaning="wait on the CPU so that too many gathers do not pile up in GPU memory",
         reason="FSDP2's memory is freed without that wait"),
     Row(name="load_monolith_rank0_only", takes=BOOL, default=False, outcome=_EXACT,
@@ -325,12 +335,12 @@ _ROWS: tuple[Row, ...] = (
         reason=_KEPT),
     Row(name="mixed_precision", default="DEFAULT", outcome=_EXACT,
         target="MixedPrecisionPolicy, and casts of the buffers", takes=_MIXED_PRECISION,
-        nested=(*DTYPE_KEYS, UNREAD_DTYPE_KEY), aspect=Aspect.PRECISION,
+        nested=(*DTYPE_KEYS, UNREAD_DTYPE_KEY), aspect=Aspect.PRECISION, of_modules=_EXACT,
         meaning="DEFAULT, PURE, FULL, or a dict of param_dtype, reduce_dtype, buffer_dtype",
         reason="same dtypes; inputs are cast at roots only, batch norms stay in fp32, as FSDP1 did",
         elsewhere=f"{_READ}, without the buffers, and casts the inputs of all units"),
     Row(name="process_group", default=None, outcome=_EXACT, target="a device mesh over each group of ranks",
-        takes=_GROUPS, neutral=(None,), aspect=Aspect.MESH, rewrite=_unless_default,
+        takes=_GROUPS, neutral=(None,), aspect=Aspect.MESH, rewrite=_unless_default, of_modules=_EXACT,
         meaning="which ranks share a unit, instead of the mesh: self, node, local_rank_across_nodes, setK, modK, "
         "ranks, a ProcessGroup, or a pair of these",
         reason="gradients are averaged within a group only, as under FSDP1",
@@ -340,7 +350,7 @@ _ROWS: tuple[Row, ...] = (
     Row(name="sharded_ckpt_prefix_dir", takes=_OPTIONAL_TEXT, default="ep{epoch}-ba{batch}", outcome=_EXACT, target="",
         meaning="the folder of each sharded checkpoint", reason=_KEPT),
     Row(name="sharding_strategy", default="FULL_SHARD", outcome=_EXACT, target="the mesh and reshard_after_forward",
-        takes=_STRATEGY, aspect=Aspect.RESHARD, decide=_strategy, rewrite=_rewrite_strategy,
+        takes=_STRATEGY, aspect=Aspect.RESHARD, decide=_strategy, rewrite=_rewrite_strategy, of_modules=_EXACT,
         meaning="FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or _HYBRID_SHARD_ZERO2",
         reason="FULL_SHARD frees parameters after forward, SHARD_GRAD_OP keeps them, HYBRID is a 2-D mesh, NO_SHARD a "
         "2-D mesh with one rank on its shard axis", elsewhere=f"{_IGNORED}: it shards fully"),
@@ -349,31 +359,37 @@ _ROWS: tuple[Row, ...] = (
         reason=f"{_KEPT}; FSDP1's default, full, stays", elsewhere=f"{_READ}; its own default is sharded"),
     Row(name="sync_module_states", takes=BOOL, default=False, outcome=_EXACT,
         target="a broadcast per unit before it is sharded", aspect=Aspect.SYNC, rewrite=_rewrite_sync,
+        defaults={FSDP2_READER: None}, of_modules=_UNSUPPORTED,
         meaning="every rank begins with rank 0's parameters and buffers",
         reason="parameters and buffers, non-persistent ones included, go out from rank 0",
         elsewhere=f"{_IGNORED}: ranks that were initialized differently train different models"),
-    Row(name="te_checkpoint_wrapper", takes=BOOL, default=False, outcome=_UNNEEDED, target="", decide=_te_checkpoint,
+    Row(name="te_checkpoint_wrapper", detail_of=Aspect.CHECKPOINTING, takes=BOOL, default=False, outcome=_UNNEEDED,
+        target="", decide=_te_checkpoint,
         rewrite=_unless_default, meaning="Transformer Engine's checkpointing, under amp_fp8 only",
         reason="FSDP1 read it under precision amp_fp8 only; there it is the same wrapper, of Transformer Engine"),
     Row(name="te_shard_fp8_weight", takes=BOOL, default=False, outcome=_UNNEEDED, target="", decide=_te_weight,
         rewrite=_unless_default, meaning="shard Transformer Engine's fp8 weights, under amp_fp8 only",
         reason="FSDP1 read it under precision amp_fp8 only; there it is unsupported"),
     Row(name="use_orig_params", takes=BOOL, default=True, outcome=_UNNEEDED, target="", rewrite=_removed,
+        of_modules=_UNNEEDED,
         meaning="show the original parameters (true) or one flat parameter per unit (false)",
         reason="fully_shard always keeps the parameters apart; what false forbade (parameter groups, subsets) works"),
     Row(name="verbose", takes=BOOL, default=False, outcome=_EXACT, target="", meaning="log what was done",
         reason="logs the translation and the plan", elsewhere=_READ),
     # FSDP2's own words.
     Row(name="reshard_after_forward", takes=_RESHARD, default=True, group=KeyGroup.FSDP2, outcome=_EXACT,
-        target="reshard_after_forward", aspect=Aspect.RESHARD,
+        target="reshard_after_forward", aspect=Aspect.RESHARD, of_modules=_EXACT,
         meaning="free a unit's parameters after forward: true, false, or the size of the group to keep them in",
         reason="the same argument; a root keeps its parameters until backward, as under FSDP1", elsewhere=_READ),
-    Row(name="device_mesh", default=None, group=KeyGroup.FSDP2, outcome=_EXACT, target="the mesh",
+    Row(name="device_mesh", default=None, group=KeyGroup.FSDP2, outcome=_EXACT, target="the mesh", of_modules=_EXACT,
+        instead_of=("data_parallel_shard_degree", "data_parallel_replicate_degree"),
         meaning="a DeviceMesh, 1-D or 2-D", reason="the same ranks on the same axes"),
     Row(name="mp_policy", default=None, group=KeyGroup.FSDP2, outcome=_EXACT, target="mp_policy", takes=_MP_POLICY,
-        aspect=Aspect.PRECISION, meaning="a MixedPrecisionPolicy", reason="the same argument"),
+        aspect=Aspect.PRECISION, of_modules=_EXACT, instead_of=("mixed_precision",),
+        meaning="a MixedPrecisionPolicy", reason="the same argument"),
     Row(name="offload_policy", default=None, group=KeyGroup.FSDP2, outcome=_EXACT, target="offload_policy",
-        takes=_OFFLOAD, aspect=Aspect.OFFLOAD, meaning="an OffloadPolicy",
+        takes=_OFFLOAD, aspect=Aspect.OFFLOAD, of_modules=_EXACT, instead_of=("cpu_offload",),
+        meaning="an OffloadPolicy",
         reason="the same argument; memory is pinned only where there is an accelerator"),
     # What older Composer releases accepted.
     Row(name="min_params", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="", rewrite=_removed,
@@ -425,3 +441,13 @@ KEYS: tuple[Row, ...] = tuple(
     for row in (replace(row, group=row.group or KeyGroup.FSDP1) for row in _ROWS)
 )
 KEYS_BY_NAME: dict[str, Row] = {row.name: row for row in KEYS}
+# What a module's own settings may hold: FSDP1's and fully_shard's arguments, of which three are no keys of a model.
+KEYS_OF_MODULES: dict[str, Row] = {
+    row.name: row
+    for row in (
+        *(row for row in KEYS if row.of_modules is not None),
+        Row(name="mesh", outcome=_EXACT, of_modules=_EXACT),
+        Row(name="param_init_fn", outcome=_UNSUPPORTED, of_modules=_UNSUPPORTED),
+        Row(name="device_id", outcome=_UNSUPPORTED, of_modules=_UNSUPPORTED),
+    )
+}

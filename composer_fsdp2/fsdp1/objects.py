@@ -25,6 +25,8 @@ def default_device_type() -> str:
 def device_mesh(mesh: object, device_type: str) -> MeshSpec | None:
     """The axes of a mesh; of one that does not hold all ranks in order, with this rank's groups.
 
+    Read by position, as ``fully_shard`` reads it, whatever the names: the last axis shards, one before it replicates.
+
     Raises:
         ConfigError: it cannot shard this rank's model; the message begins with the mesh.
     """

@@ -70,7 +70,8 @@ _DEVICE_TYPES = {"gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
 
 def _torchs_own(reading: str, value: object, *args: Any) -> Any:
     """What ``objects.py`` reads in a value of torch's; None of any other."""
-    return getattr(_objects(), reading)(value, *args) if "torch" in sys.modules else None
+    # None: a test, or a user, keeps torch from being imported.
+    return None if sys.modules.get("torch") is None else getattr(_objects(), reading)(value, *args)
 
 
 def _objects() -> ModuleType:
@@ -194,6 +195,15 @@ def mesh_of_groups(groups: Groups, strategy: ShardingStrategy | None, device_typ
             keys=("sharding_strategy", "process_group"),
         )
     return MeshSpec.of_groups(*pair, device_type=device_type)
+
+
+def without_shards(mesh: MeshSpec) -> MeshSpec:
+    """The mesh under NO_SHARD."""
+    try:
+        return mesh.without_shards()
+    except ConfigError as error:
+        text = f"sharding_strategy NO_SHARD takes one process_group, not a pair of them: {error}"
+        raise ConfigError(text, keys=("sharding_strategy", "process_group")) from error
 
 
 def _rank_groups(value: object) -> RankGroups:

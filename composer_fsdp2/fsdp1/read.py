@@ -11,14 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME
+from composer_fsdp2.fsdp1.keys import FSDP2_READER, KEYS, KEYS_BY_NAME
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# What Composer's FSDP2 did without being told (composer/distributed, 0.32.1): it sent rank 0's values where some ranks
-# had none, and its checkpointing was not reentrant.
-FSDP2_DEFAULTS: dict[str, Any] = {"sync_module_states": None, "activation_checkpointing_reentrant": False}
+FSDP2_DEFAULTS: dict[str, Any] = {row.name: row.defaults[FSDP2_READER] for row in KEYS if FSDP2_READER in row.defaults}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

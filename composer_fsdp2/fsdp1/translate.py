@@ -30,6 +30,7 @@ from composer_fsdp2.fsdp1.parsing import (
     mixed_precision_of,
     parse_device_type,
     parse_precision,
+    without_shards,
 )
 from composer_fsdp2.fsdp1.read import GivenConfig
 
@@ -118,7 +119,7 @@ def translate(
     assert mesh is not None and reshard is not None and checkpointing is not None
 
     is_strict = given.given.get("strict", strict)
-    mixed_precision = _mixed_precision(values, name, strict=is_strict)
+    mixed_precision = _mixed_precision(values, name)
     context = Context(values=values, given=given.given, precision=name, mesh=mesh, mixed_precision=mixed_precision)
     findings = tuple(_findings(context))
     config = None
@@ -237,7 +238,7 @@ def _mesh(given: GivenConfig, values: Mapping[str, Any], device_type: str, world
             "of the two axes only, and the replicas drifted apart); leave the degrees out",
             keys=("sharding_strategy", "data_parallel_replicate_degree", "data_parallel_shard_degree"),
         )
-    return spec.without_shards()
+    return without_shards(spec)
 
 
 def _reshard_after_forward(given: GivenConfig, values: Mapping[str, Any]) -> bool | int:
@@ -252,11 +253,9 @@ def _reshard_after_forward(given: GivenConfig, values: Mapping[str, Any]) -> boo
     return value
 
 
-def _mixed_precision(values: Mapping[str, Any], precision: str, *, strict: bool) -> MixedPrecision:
+def _mixed_precision(values: Mapping[str, Any], precision: str) -> MixedPrecision:
     found = mixed_precision_of(values["mp_policy"] or values["mixed_precision"], precision)
-    if not values["keep_low_precision_grads"] and found.gradients is GradientDtype.OF_PARAMETER:
-        return found
-    return replace(found, gradients=GradientDtype.AS_REDUCED if strict else GradientDtype.AS_REDUCED_IF_POSSIBLE)
+    return replace(found, gradients=GradientDtype.AS_REDUCED) if values["keep_low_precision_grads"] else found
 
 
 def _prefetch(values: Mapping[str, Any]) -> Prefetch:
@@ -295,24 +294,17 @@ def _sync_module_states(given: GivenConfig, values: Mapping[str, Any]) -> bool |
     return value
 
 
-# Two words for one thing; given together they would have to agree, and only one can be meant.
-_SYNONYMS = (
-    ("mixed_precision", "mp_policy"),
-    ("cpu_offload", "offload_policy"),
-    ("data_parallel_shard_degree", "device_mesh"),
-    ("data_parallel_replicate_degree", "device_mesh"),
-)
-
-
 def _contradictions(given: GivenConfig, values: Mapping[str, Any]) -> None:
     problems = _Problems()
-    for pair in _SYNONYMS:
-        problems.catch(_synonyms, given, pair)
+    for row in KEYS:
+        for other in row.instead_of:
+            problems.catch(_synonyms, given, (other, row.name))
     problems.catch(_offloaded_activations, values)
     problems.raise_all()
 
 
 def _synonyms(given: GivenConfig, pair: tuple[str, str]) -> None:
+    """Given together they would have to agree, and only one can be meant."""
     if all(given.given.get(name) is not None for name in pair):
         first, second = pair
         raise ConfigError(

@@ -69,7 +69,7 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
     "async_save": lambda run: _if(True, run.async_save),
     "model only": lambda run: _if(True, run.save_only_model),
     "gradient clipping": lambda run: "off" if run.max_grad_norm is None else run.max_grad_norm,
-    "frozen parameters": lambda run: _if(run.frozen, run.frozen),
+    "frozen parameters": lambda run: ", ".join(run.frozen) or None,
     "tensor parallelism": lambda run: _if(run.tensor_parallel, run.tensor_parallel != 1),
     "context parallelism": lambda run: _if(run.context_parallel, run.context_parallel != 1),
     "pipeline parallelism": lambda run: _if(run.pipeline_parallel, run.pipeline_parallel != 1),

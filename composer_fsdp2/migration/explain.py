@@ -1,6 +1,5 @@
 """What a key did under FSDP1, and is under FSDP2, in every dialect that knows it: from the dialects' tables."""
 
-import difflib
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ import yaml
 
 from composer_fsdp2.config.findings import Finding, Origin
 from composer_fsdp2.config.rows import Row
+from composer_fsdp2.config.text import nearest_names
 from composer_fsdp2.config.value import plain
 from composer_fsdp2.migration.dialect import Dialect
 from composer_fsdp2.migration.dialects import DIALECTS
@@ -166,8 +166,8 @@ def nearest(key: str, *, dialect: str | None = None) -> dict[str, list[str]]:
     near = {}
     for name, places in known.items():
         matches = [
-            *difflib.get_close_matches(".".join(parts), places, n=3, cutoff=0.6),
-            *difflib.get_close_matches(parts[-1] if parts else "", places, n=3, cutoff=0.6),
+            *nearest_names(".".join(parts), places, 3),
+            *nearest_names(parts[-1] if parts else "", places, 3),
         ]
         if matches:
             near[name] = list(dict.fromkeys(places[match] for match in matches))[:3]

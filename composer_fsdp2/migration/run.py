@@ -81,6 +81,6 @@ class RunConfig(Value):
     expert_parallel: int = 1
     expert_patch: bool = False
     tiled_mlp: int | None = None
-    frozen: object = None
+    frozen: tuple[str, ...] = ()
     selective_checkpointing: str | None = None
     compile: bool = False

@@ -69,8 +69,8 @@ def apply_agreed_plan(
     ``sync_module_states``.
     """
     require_known_torch()
-    _refuse_offloaded_replicas(plan)
     plan = plan.resolve(dist.get_world_size())
+    _refuse_offloaded_replicas(plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     initialisation = decide_initialisation(modules.values(), plan.config.sync_module_states)
     if plan.mesh.device_type == "cpu":
@@ -136,12 +136,15 @@ def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
     Raises:
         UnsupportedError: says what else to set.
     """
-    is_raced = plan.mesh.device_type != "cpu" and not keeps_what_copies_read()
-    if is_raced and any(unit.cpu_offload and unit.mesh.has_replicas for unit in plan.units):
+    if plan.mesh.device_type == "cpu" or keeps_what_copies_read():
+        return
+    raced = next((unit for unit in plan.units if unit.cpu_offload and unit.mesh.has_replicas), None)
+    if raced is not None:
         raise UnsupportedError(
-            "cpu_offload with replicas (HYBRID_SHARD, data_parallel_replicate_degree) would train on wrong gradients: "
-            f"torch {torch.__version__} lets go of them while they are copied to the CPU (pytorch#180665). Leave "
-            f"cpu_offload off, shard over all ranks, or install a torch from {KNOWN_VERSIONS}"
+            f"cpu_offload with replicas ({raced.mesh.text}) would train on wrong gradients: torch {torch.__version__} "
+            "lets go of them while they are copied to the CPU (pytorch#180665). Leave cpu_offload off, shard over all "
+            f"ranks, or install a torch from {KNOWN_VERSIONS}",
+            keys=("cpu_offload",),
         )
 
 

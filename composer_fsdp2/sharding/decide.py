@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_fsdp2._torch import own_parameters
 from composer_fsdp2.config.choices import ModelChoices
-from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision, Prefetch, ShardingConfig
+from composer_fsdp2.config.sharding import LOW_PRECISION, GradientDtype, MixedPrecision, Prefetch, ShardingConfig
 from composer_fsdp2.config.text import and_more
-from composer_fsdp2.errors import PlanError, UnsupportedError
+from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.dtypes import dtype_name
 from composer_fsdp2.sharding.modules import ancestors_or_self, ignored_modules
 from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit
@@ -20,7 +20,6 @@ from composer_fsdp2.sharding.select import main_dtype, select_units
 from composer_fsdp2.sharding.ties import ParameterUse, join
 from composer_fsdp2.sharding.units import UnitDraft
 
-_LOW_PRECISION = {"float16", "bfloat16"}
 _SHARDED_BY: dict[type, str] = {
     FullyShardedDataParallel: "FSDP1 (FullyShardedDataParallel)",
     FSDPModule: "FSDP2 (fully_shard)",
@@ -40,12 +39,13 @@ def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoi
         choices: What the model's hooks chose.
     Raises:
         PlanError: a parameter cannot be sharded, or there is nothing to shard.
+        ConfigError: the settings of a module that becomes a unit cannot be carried out.
 
     Every rank must call this with the same model; it does not communicate and needs no process group.
     """
     ignored = ignored_modules(model, config)
     precision = config.mixed_precision
-    low_precision = not _LOW_PRECISION.isdisjoint(
+    low_precision = not LOW_PRECISION.isdisjoint(
         (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)
     )
     selection = select_units(model, choices, low_precision=low_precision, ignored_modules=ignored.values())
@@ -59,10 +59,12 @@ def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoi
             f"nothing to shard: {type(model).__name__} has no direct child with parameters that may be wrapped; FSDP1 "
             "wrapped the children of the model it was given, so pass the module that contains yours"
         )
+    if problems := [problem for unit in units for problem in _cannot_replicate(unit)]:
+        raise PlanError("\n".join(problems))
     notes = (
         *selection.notes,
         *_notes_of_settings(selection.units),
-        *_check_parameters(units, selection.uses),
+        *_notes_of_parameters(units, selection.uses),
         *_notes_of_groups(units),
     )
     if any(own.prefetch != Prefetch() for own in configs):
@@ -120,6 +122,8 @@ def _own_configs(units: Sequence[UnitDraft], config: ShardingConfig) -> list[Sha
 
 def _overridden(config: ShardingConfig, unit: UnitDraft) -> ShardingConfig:
     overrides = unit.overrides
+    if overrides.refused is not None:
+        raise overrides.refused
     changes = {
         name: value
         for name in ("mesh", "reshard_after_forward", "mixed_precision", "cpu_offload", "prefetch")
@@ -180,17 +184,9 @@ def _notes_of_groups(units: Iterable[ShardUnit]) -> Iterator[str]:
         )
 
 
-def _check_parameters(units: Sequence[ShardUnit], uses: Sequence[ParameterUse]) -> Iterator[str]:
-    """Notes of what is done with unusual parameters.
-
-    Raises:
-        PlanError: parameters that their unit cannot hold.
-        UnsupportedError: gradients that cannot stay in the dtype they are reduced in, and must.
-    """
-    if problems := [problem for unit in units for problem in _cannot_replicate(unit)]:
-        raise PlanError("\n".join(problems))
+def _notes_of_parameters(units: Sequence[ShardUnit], uses: Sequence[ParameterUse]) -> Iterator[str]:
+    """What is done with unusual parameters."""
     parameters = {use.names: use.parameter for use in uses}
-    yield from _cast_gradients(units, parameters)
     unsharded = [spec.name for unit in units for spec in unit.replicated if spec.shape and spec.numel]
     if unsharded:
         yield (
@@ -202,19 +198,11 @@ def _check_parameters(units: Sequence[ShardUnit], uses: Sequence[ParameterUse]) 
         yield f"{and_more(copied)} not contiguous: fully_shard takes no other layout, so contiguous copies are sharded"
 
 
-def _cast_gradients(units: Sequence[ShardUnit], parameters: Mapping[tuple[str, ...], nn.Parameter]) -> Iterator[str]:
-    """Gradients that were to keep the dtype they are reduced in, and get their parameter's."""
-    asked = [unit for unit in units if unit.mixed_precision.gradients is not GradientDtype.OF_PARAMETER]
-    cast = [text for unit in asked for text in _casts_of(unit, parameters)]
-    if not cast:
-        return
-    text = (
-        f"keep_low_precision_grads: {and_more(cast)}; fully_shard gives gradients the parameter's own dtype: cast "
-        "the model to the dtype that gradients are reduced in, or leave the key out"
-    )
-    if any(unit.mixed_precision.gradients is GradientDtype.AS_REDUCED for unit in asked):
-        raise UnsupportedError(f"{text}\n(strict: false in the same configuration turns this into a warning)")
-    yield text
+def cast_gradients(model: nn.Module, plan: ShardingPlan) -> list[str]:
+    """The gradients that were to keep the dtype they are reduced in, and get their parameter's, each as a sentence."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    asked = [unit for unit in plan.units if unit.mixed_precision.gradients is GradientDtype.AS_REDUCED]
+    return [text for unit in asked for text in _casts_of(unit, parameters)]
 
 
 def _cannot_replicate(unit: ShardUnit) -> Iterator[str]:
@@ -229,11 +217,11 @@ def _cannot_replicate(unit: ShardUnit) -> Iterator[str]:
             )
 
 
-def _casts_of(unit: ShardUnit, parameters: Mapping[tuple[str, ...], nn.Parameter]) -> Iterator[str]:
+def _casts_of(unit: ShardUnit, parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:
     policy = unit.mixed_precision
     for spec in unit.parameters:
         reduced = policy.reduce_dtype or policy.param_dtype or spec.dtype
-        if parameters[spec.names].requires_grad and reduced != spec.dtype:
+        if parameters[spec.name].requires_grad and reduced != spec.dtype:
             yield f"{spec.name} is {spec.dtype} and its gradient is reduced in {reduced}"
 
 

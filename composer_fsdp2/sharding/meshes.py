@@ -1,18 +1,19 @@
 """From ``MeshSpec``s to torch's ``DeviceMesh``es."""
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.mesh import GROUPS_KEY, MeshSpec
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.sharding.agree import gather
 
 Ranks: TypeAlias = tuple[int, ...]
-# For one mesh and each axis, the group of every rank.
+# For one mesh and each axis, outermost first, the group of every rank.
 GroupTable: TypeAlias = tuple[tuple[Ranks, ...], ...]
 
 
@@ -82,10 +83,12 @@ def _layout(spec: MeshSpec, table: GroupTable | None) -> list[Any]:
     if table is None:
         ranks: list[Any] = torch.arange(spec.size).view(spec.shape).tolist()
         return ranks
-    rank, shards = dist.get_rank(), table[-1]
-    if len(table) == 1:
-        return list(shards[rank])
-    return [list(shards[member]) for member in table[0][rank]]
+    return _nested(dist.get_rank(), table)
+
+
+def _nested(rank: int, table: GroupTable) -> list[Any]:
+    of_ranks, *inner = table
+    return [_nested(member, tuple(inner)) if inner else member for member in of_ranks[rank]]
 
 
 def _group_tables(specs: Sequence[MeshSpec]) -> list[GroupTable]:
@@ -108,7 +111,7 @@ def _group_tables(specs: Sequence[MeshSpec]) -> list[GroupTable]:
         chosen.append(tables[key])
     problems = dict.fromkeys(problem for table in tables.values() if (problem := _problem_of(table)))
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(problems), keys=(GROUPS_KEY,))
     return chosen
 
 
@@ -126,23 +129,21 @@ def _problem_of(table: GroupTable) -> str:
     for of_ranks in table:
         for rank, members in enumerate(of_ranks):
             if rank not in members:
-                return f"process_group of rank {rank} is {list(members)}, without the rank itself"
+                return f"{GROUPS_KEY} of rank {rank} is {list(members)}, without the rank itself"
             other = next((member for member in members if of_ranks[member] != members), None)
             if other is not None:
                 return (
-                    f"process_group of rank {rank} is {list(members)}, but rank {other} says "
+                    f"{GROUPS_KEY} of rank {rank} is {list(members)}, but rank {other} says "
                     f"{list(of_ranks[other])}; all ranks of a group must name the same ranks"
                 )
-    if len(table) == 2:
-        replicas, shards = table
-        for rank, members in enumerate(replicas):
+    # Who is in one group along an axis stands at the same place along those inside of it.
+    for outer, inner in combinations(table, 2):
+        for rank, members in enumerate(outer):
             for member in members:
-                if len(shards[member]) != len(shards[rank]) or (
-                    shards[member].index(member) != shards[rank].index(rank)
-                ):
+                if len(inner[member]) != len(inner[rank]) or inner[member].index(member) != inner[rank].index(rank):
                     return (
                         f"ranks {rank} and {member} are replicas, but hold different shards: they are in the groups "
-                        f"{list(shards[rank])} and {list(shards[member])}"
+                        f"{list(inner[rank])} and {list(inner[member])}"
                     )
     return ""
 

@@ -3,16 +3,26 @@
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 
 def splitting_axes(tensor: torch.Tensor) -> tuple[int, ...]:
     """The axes of its mesh along which ranks hold different parts of a tensor; one rank, or replicas, split nothing."""
+    return _axes_with(Shard, tensor)
+
+
+def replicating_axes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The axes of its mesh along which ranks hold the same part of a tensor."""
+    return _axes_with(Replicate, tensor)
+
+
+def _axes_with(kind: type[Placement], tensor: torch.Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     sizes = tensor.device_mesh.mesh.shape
     return tuple(
-        [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard) and sizes[axis] > 1]
+        [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, kind) and sizes[axis] > 1]
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.sharding import Accumulation, MixedPrecision, ShardingConfig
+from composer_fsdp2.config.sharding import Accumulation, GradientSync, MixedPrecision, ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.value import Value, json_text
 from composer_fsdp2.sharding.dtypes import dtype_bytes
@@ -135,9 +135,9 @@ class ShardingPlan(Value):
 
 
 _SYNC_WORDS = {
-    "every": "each",
-    "last": "the last of a batch",
-    "defer_replica": "each, over replicas in the last of a batch",
+    GradientSync.EVERY: "each",
+    GradientSync.LAST: "the last of a batch",
+    GradientSync.DEFER_REPLICA: "each, over replicas in the last of a batch",
 }
 
 
@@ -159,8 +159,7 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
     accumulation, guard = plan.config.accumulation, plan.config.collective_guard
     if accumulation != Accumulation():
         kept = "" if accumulation.reshard_after_backward else ", parameters kept unsharded between them"
-        sync = _SYNC_WORDS[accumulation.gradient_sync.value]
-        yield f"  microbatches: gradients communicated in {sync}{kept}"
+        yield f"  microbatches: gradients communicated in {_SYNC_WORDS[accumulation.gradient_sync]}{kept}"
     if guard is not None:
         yield f"  guard: ranks compare where they stand before each collective, and wait {guard:g} s"
     yield from (f"  note: {note}" for note in plan.notes)

@@ -10,6 +10,7 @@ cannot be voted on: there the process group's time-out ends all of them.
 
 import random
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,12 +51,17 @@ class OutOfMemoryVote:
     """
 
     def __init__(self, model: nn.Module, timeout: timedelta = ANSWER_WITHIN) -> None:
-        self._model = model
+        self._model = weakref.ref(model)  # votes are kept with the model, which would live for ever
         self._timeout = timeout
         self._control = control()
         _warm_up(model)
         self._stop: Callable[[], None] | None = None
         self._where: InFlight | str = "the first forward"
+
+    def _voting_model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None, "votes about a model that is gone"
+        return model
 
     @property
     def is_on(self) -> bool:
@@ -66,7 +72,7 @@ class OutOfMemoryVote:
         """From here on each collective of the model is voted on. Call it on all ranks; it communicates nothing."""
         if self._stop is None:
             # Ahead of a guard, at which a rank that is out of memory would be missed.
-            self._stop = watch_collectives(units(self._model), self.check, first=True)
+            self._stop = watch_collectives(units(self._voting_model()), self.check, first=True)
 
     def stop(self) -> None:
         """No more votes, and nothing left of them in a step."""
@@ -117,7 +123,7 @@ class OutOfMemoryVote:
             traceback.clear_frames(error.__traceback__)
         else:
             return True
-        reset(self._model)
+        reset(self._voting_model())
         return False
 
     def _cast(self, where: object, is_out: bool) -> bool:

@@ -7,9 +7,12 @@ real GPU run out of memory.
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -538,3 +541,25 @@ def test_a_gpu_runs_out_of_memory(ranks: Ranks, tmp_path: Path, precision: str, 
     # What MemoryMonitor logs for each batch is this process's.
     assert len(auto.last["reserved_gb"]) == 4
     assert all(0 < reserved <= gib * 2**30 / 1e9 * 1.01 for reserved in auto.last["reserved_gb"])
+
+
+# --- what lives on
+
+
+def check_freed() -> None:
+    from composer_fsdp2 import prepare_fully_shard
+    from composer_fsdp2.compat.auto_microbatch import _recovery_of
+
+    model = build_model()
+    prepare_fully_shard(model, None, {"collective_guard": 30.0}, device="cpu", precision="fp32")
+    recovery = _recovery_of(SimpleNamespace(model=model))  # of a State, all that is asked
+    assert recovery is _recovery_of(SimpleNamespace(model=model))
+    alive = weakref.ref(model)
+    del model, recovery
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_model_that_was_trained_is_freed():
+    """A sweep in one process would keep the model of every run, with its shards on the GPU."""
+    run_ranks(check_freed, 2, timeout_s=TIME_LIMIT_S)

@@ -293,7 +293,7 @@ CONFIGS = st.builds(
 
 def run_that_keeps(low_precision_grads: bool, config: ShardingConfig, **fields: Any) -> RunConfig:
     """Without ``strict`` gradients keep their dtype only where they can."""
-    kept = GradientDtype.AS_REDUCED if fields["strict"] else GradientDtype.AS_REDUCED_IF_POSSIBLE
+    kept = GradientDtype.AS_REDUCED if fields["strict"] else GradientDtype.AS_REDUCED
     precision = replace(config.mixed_precision, gradients=kept if low_precision_grads else GradientDtype.OF_PARAMETER)
     return RunConfig(config=replace(config, mixed_precision=precision), wrap=Wrap(kind=WrapKind.HOOKS), **fields)
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 
 from composer_fsdp2 import ComposerFSDP2Error, ShardingConfig, Translation, plan_sharding, translate
-from composer_fsdp2.fsdp1.hooks import UNIT_KEYS, read_overrides
-from composer_fsdp2.fsdp1.keys import KEYS
+from composer_fsdp2.fsdp1.hooks import read_overrides
+from composer_fsdp2.fsdp1.keys import KEYS, KEYS_OF_MODULES
 
 pytestmark = pytest.mark.any_torch
 
@@ -144,7 +144,7 @@ def test_of_the_model(key: str, strict: bool):
     check_all(check)
 
 
-@pytest.mark.parametrize("key", UNIT_KEYS)
+@pytest.mark.parametrize("key", KEYS_OF_MODULES)
 def test_of_one_module(key: str):
     """What a wrap function's dict says wrongly is named with its key and the module."""
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from composer_fsdp2 import ConfigError, MeshSpec, ShardingConfig
-from composer_fsdp2.config import GroupRule, RankGroups
+from composer_fsdp2.config import AxisRole, GroupRule, MeshAxis, RankGroups
 from composer_fsdp2.config.sharding import check_reshard_degree
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
 
@@ -151,12 +151,49 @@ def test_meshes_of_groups():
     assert MeshSpec.of_groups(rows, columns).resolve(6).shape == (3, 2)
     whole = MeshSpec.of_groups(columns).without_shards().resolve(6)
     assert (whole.shape, whole.axis_names) == ((3, 1), ("data_parallel_replicate", "data_parallel_shard"))
-    with pytest.raises(ConfigError, match="one process_group"):
+    with pytest.raises(ConfigError, match="no common group"):
         MeshSpec.of_groups(rows, columns).without_shards()
     assert MeshSpec.of_groups(rows).resolve(2) == MeshSpec.of_degrees(shard=2), "a node that is alone has all ranks"
     assert MeshSpec.of_groups(rows).without_shards().resolve(2) == MeshSpec.of_degrees(replicate=2, shard=1)
     assert MeshSpec.of_degrees(shard=4).without_shards() == MeshSpec.of_degrees(replicate=4, shard=1)
     assert MeshSpec().without_shards().resolve(4) == MeshSpec.of_degrees(replicate=4, shard=1)
+
+
+def test_full_parameters_leave_other_axes_alone():
+    """NO_SHARD beside tensor parallelism replicates what was sharded; layers stay split over the same ranks."""
+    replicas, shards, tensor = (
+        MeshAxis(name=role.value, role=role, size=2) for role in (AxisRole.REPLICATE, AxisRole.SHARD, AxisRole.TENSOR)
+    )
+    for axes, shape in (
+        ((shards, tensor), (2, 1, 2)),
+        ((replicas, shards, tensor), (4, 1, 2)),
+        ((tensor, replicas, shards), (2, 4, 1)),
+    ):
+        whole = MeshSpec(axes=axes).without_shards()
+        assert whole.shape == shape and tensor in whole.axes
+        assert whole.size == MeshSpec(axes=axes).size
+        assert whole.degree(AxisRole.SHARD) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "keys"),
+    [
+        (lambda: MeshSpec.of_degrees(shard=0), ("data_parallel_shard_degree",)),
+        (lambda: MeshSpec.of_degrees(shard=3).resolve(4), ("data_parallel_shard_degree",)),
+        (lambda: MeshSpec.of_degrees(shard=-1, replicate=3).resolve(4), ("data_parallel_replicate_degree",)),
+        (
+            lambda: MeshSpec.of_degrees(shard=2, replicate=3).resolve(4),
+            ("data_parallel_replicate_degree", "data_parallel_shard_degree"),
+        ),
+        (lambda: RankGroups(rule=GroupRule.CONSECUTIVE, number=4).check(6), ("process_group",)),
+        (lambda: RankGroups(rule=GroupRule.GIVEN, ranks=(0, 6)).check(6), ("process_group",)),
+    ],
+)
+def test_errors_of_meshes_have_their_keys(make: Callable[[], object], keys: tuple[str, ...]):
+    """A report points at the line of the file that has to change."""
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert caught.value.keys == keys
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,25 @@ def test_groups_that_are_alike_on_one_rank_alone():
         assert tables_as_rank(rank, given[rank], lambda value: of_ranks) == [(table,) for table in first]
 
 
+def table_of(layout: torch.Tensor) -> meshes.GroupTable:
+    """For each axis of a mesh the group of every rank."""
+    lines = [layout.movedim(axis, -1).reshape(-1, layout.shape[axis]).tolist() for axis in range(layout.ndim)]
+    of_rank = [{rank: tuple(line) for line in of_axis for rank in line} for of_axis in lines]
+    return tuple(tuple(groups[rank] for rank in range(layout.numel())) for groups in of_rank)
+
+
+def test_groups_along_any_number_of_axes():
+    """A mesh with an axis more, for tensor parallelism, is laid out as it was given, and checked along all axes."""
+    for shape in ((8,), (4, 2), (2, 2, 2)):
+        layout = torch.arange(8).view(shape)
+        table = table_of(layout)
+        assert meshes._nested(5, table) == layout.tolist()
+        assert meshes._problem_of(table) == ""
+    first, second, third = table_of(torch.arange(8).view(2, 2, 2))
+    crossed = (*third[:4], (5, 4), (5, 4), *third[6:])
+    assert "ranks 0 and 4" in meshes._problem_of((first, second, crossed))
+
+
 def check_unnamed() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))

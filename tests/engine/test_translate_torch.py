@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import types
 
 import pytest
 import torch
 from support.translations import config_of, finding_of, refused
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -86,6 +88,15 @@ def test_mixed_precision_policy_goes_through(key: str):
     assert mixed_precision_policy(config.mixed_precision) == policy
     assert config.mixed_precision.cast_root_inputs
     assert config.mixed_precision.buffer_dtype is None
+
+
+def test_a_report_has_modules_as_texts():
+    """A report in JSON shows an ignored ModuleList as print does, and is there for one that holds parameters."""
+    containers = [nn.Sequential(nn.Linear(2, 2)), nn.ParameterList([nn.Parameter(torch.tensor(1.0))])]
+    translation = translate({"ignored_modules": containers}, device="cpu")
+    told = json.loads(json.dumps(translation.to_json()))
+    assert told["findings"][0]["value"] == repr(containers)
+    assert told["config"]["ignored_modules"] == [repr(container) for container in containers]
 
 
 def test_cpu_offload_of_torch():

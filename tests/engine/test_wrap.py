@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 from support.models import Chain, FakeMetric, Model, layer, tie
 from torch import nn
 
-from composer_fsdp2 import PlanError, ShardingConfig
+from composer_fsdp2 import PlanError, ShardingConfig, plan_sharding
 from composer_fsdp2.config import UnitOverrides
+from composer_fsdp2.errors import UnknownKeyError
 from composer_fsdp2.fsdp1.hooks import read_hooks
 from composer_fsdp2.sharding.select import Selection
 from composer_fsdp2.sharding.select import select_units as select_chosen
@@ -233,6 +235,57 @@ def test_a_wrap_function_that_raises():
     ) as caught:
         select_units(Chain(child=Broken(inner=layer())))
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+class Asked(Chain):
+    """Notes which modules its function was asked about."""
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> Any:
+        self.__dict__.setdefault("asked", []).append(module)
+        return super().fsdp_wrap_fn(module)
+
+
+BAD = {"shard_strategy": "FULL_SHARD"}
+
+
+def test_settings_that_nothing_becomes_of_are_not_read():
+    """A model whose function gives a ModuleList settings trained; only a unit's own have to be right."""
+    model = Chain(child=Chain({"blocks": BAD, "act": BAD}, blocks=nn.ModuleList([layer()]), act=nn.Tanh()))
+    plan = plan_sharding(model, ShardingConfig())
+    assert [unit.name for unit in plan.units] == ["child"]
+    assert any("blocks (ModuleList) was chosen" in note and "(shard_strategy)" in note for note in plan.notes)
+    with pytest.raises(UnknownKeyError, match=r"'child\.inner'; did you mean sharding_strategy"):
+        plan_sharding(Chain(child=Chain({"inner": BAD}, inner=layer())), ShardingConfig())
+
+
+def test_settings_of_a_container_of_roots_are_its_members():
+    """Below a child that Composer's FSDP2 did not shard a chosen ModuleList hands its settings on, good or bad."""
+    for settings, is_bad in (({"reshard_after_forward": False}, False), (BAD, True)):
+        model = Chain(child=Chain({"blocks": settings}, blocks=nn.ModuleList([layer()])))
+        model.child._fsdp_wrap = False
+        with pytest.raises(UnknownKeyError) if is_bad else contextlib.nullcontext():
+            (unit,) = plan_sharding(model, ShardingConfig(shard_below_unwrapped=True)).units
+            assert unit.name == "child.blocks.0"
+
+
+def test_roots_are_not_asked_about():
+    """Members of a container take its place; a function that knows only what lies in them was never asked there."""
+    inner = layer()
+    towers = nn.ModuleList([Chain(inner=inner), layer()])
+    asked: list[nn.Module] = []
+    towers.fsdp_wrap_fn = lambda module: bool(asked.append(module))  # type: ignore[func-returns-value, assignment]
+    assert list(units_of(Chain(towers=towers))) == ["towers.0", "towers.1"]
+    assert asked == [inner]
+
+
+def test_a_unit_of_one_child_is_not_asked_about_by_the_next():
+    """An encoder's layer that the decoder calls, too, is the encoder's unit; the decoder's function may not know it."""
+    shared = layer()
+    first = Asked({"a": True}, a=shared, b=layer())
+    second = Asked({"again": "no answer"}, again=shared, own=layer())
+    units = units_of(Chain(first=first, second=second))
+    assert "first.a" in units
+    assert first.asked == [shared, first.b] and second.asked == [second.own]
 
 
 def test_what_cannot_be_called_is_no_wrap_function():

@@ -6,12 +6,13 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.rows import Aspect
+from composer_fsdp2.config.sharding import DTYPES_BY_SHORT_NAME
 from composer_fsdp2.migration.capabilities import Lack, lacking
 from composer_fsdp2.migration.dialect import Setting
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
 DEGREES_PREFIX = "parallelism_config_"
-DTYPES = {"no": None, "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
+DTYPES = {"no": None, **{name: DTYPES_BY_SHORT_NAME[name] for name in ("fp16", "bf16")}, "fp8": "bfloat16"}
 # Composer's precisions, by accelerate's word.
 PRECISIONS = {"no": "fp32", "fp16": "amp_fp16", "bf16": "amp_bf16", "fp8": "amp_fp8"}
 _WORDS = {precision: word for word, precision in PRECISIONS.items()}

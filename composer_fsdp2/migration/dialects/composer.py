@@ -11,13 +11,12 @@ from operator import attrgetter
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.mesh import AxisRole, MeshSpec
 from composer_fsdp2.config.rows import Aspect, Row, idle, unknown_key
 from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision, ShardingConfig
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.keys import IGNORED_BY_COMPOSER, KEYS, KEYS_BY_NAME, KeyGroup
 from composer_fsdp2.fsdp1.parsing import PRECISIONS, BackwardPrefetch, GivenPrecision, mixed_precision_of
-from composer_fsdp2.fsdp1.read import FSDP2_DEFAULTS
 from composer_fsdp2.fsdp1.translate import translate
 from composer_fsdp2.migration.capabilities import Lack
 from composer_fsdp2.migration.dialect import (
@@ -284,12 +283,13 @@ def _wrong(name: str, value: Any, reason: str) -> Finding:
 
 
 def _mesh(mesh: MeshSpec) -> Iterator[tuple[str, Any]]:
+    axes = [mesh.axes[number] for role in (AxisRole.SHARD, AxisRole.REPLICATE) for number in mesh.axes_of(role)]
     if mesh.is_grouped:
-        shard, *replicas = (list(groups.ranks) or str(groups) for groups in reversed(mesh.groups))
-        yield "process_group", [shard, *replicas] if replicas else shard
+        groups = [list(axis.groups.ranks) or str(axis.groups) for axis in axes if axis.groups is not None]
+        yield "process_group", groups if len(groups) > 1 else groups[0]
         return
-    for axis in reversed(mesh.axes):
-        if axis.size != -1 or (mesh.has_replicas and axis is mesh.axes[0]):
+    for axis in axes:
+        if axis.size != -1 or axis.role is AxisRole.REPLICATE:
             yield axis.key, axis.size
 
 
@@ -303,15 +303,6 @@ def _mixed_precision(run: RunConfig) -> str | dict[str, str]:
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
-# Keys that go where the one stands whose details they are; alone they decide no aspect.
-_DETAILS = {
-    _REENTRANT: Aspect.CHECKPOINTING,
-    "activation_cpu_offload": Aspect.CHECKPOINTING,
-    "te_checkpoint_wrapper": Aspect.CHECKPOINTING,
-    "backward_prefetch_limit": Aspect.BACKWARD_PREFETCH,
-    "forward_prefetch_limit": Aspect.FORWARD_PREFETCH,
-    "keep_low_precision_grads": Aspect.PRECISION,
-}
 _WRAP_REASON = "Composer asks the model which modules become units; no configuration can say it"
 _WRAP_FN = "fsdp_wrap_fn of the model"
 _UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION = Outcome.UNSUPPORTED, Outcome.APPROXIMATE, Outcome.NEEDS_DECISION
@@ -502,7 +493,9 @@ class ComposerDialect(Dialect):
             ("verbose", True, run.verbose),
         ):
             if is_needed:
-                yield Setting(aspect=_DETAILS.get(key, KEYS_BY_NAME[key].aspect), key=key, value=value)
+                row = KEYS_BY_NAME[key]
+                aspect = row.aspect if row.detail_of is Aspect.OTHER else row.detail_of
+                yield Setting(aspect=aspect, key=key, value=value)
 
     def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
         """FSDP2's words for FSDP1's, in place; what only composer_fsdp2 has a form for keeps its name."""
@@ -537,9 +530,7 @@ class ComposerDialect(Dialect):
         return row.takes.choices
 
     def defaults(self, row: Row) -> Given:
-        if row.name in FSDP2_DEFAULTS:
-            return {"FSDPConfig": row.default, "FSDP2Config": FSDP2_DEFAULTS[row.name]}
-        return {"": row.default}
+        return {"FSDPConfig": row.default, **row.defaults} if row.defaults else {"": row.default}
 
     def questions(self, row: Row, value: Any) -> Iterator[Question]:
         given = {row.name: value}

@@ -25,6 +25,7 @@ from composer_fsdp2.config.rows import (
     unknown_key,
 )
 from composer_fsdp2.config.sharding import (
+    DTYPES_BY_SHORT_NAME,
     Accumulation,
     ActivationCheckpointing,
     GradientSync,
@@ -50,10 +51,9 @@ from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
 _STRATEGIES = ("fsdp2_train", "fsdp2_infer")
 _DTYPES = {
-    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
-    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
-    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
-    **dict.fromkeys(("fp64", "float64"), "float64"),
+    **{name: dtype for short, dtype in DTYPES_BY_SHORT_NAME.items() for name in (short, dtype)},
+    "half": "float16",
+    "float": "float32",
 }
 _PRECISIONS = {"bfloat16": "amp_bf16", "float16": "amp_fp16"}
 
@@ -278,20 +278,24 @@ _ONE_MESH = "composer_fsdp2 shards over the data-parallel ranks only"
 _ROWS: tuple[Row, ...] = (
     Row(name="strategy_name", default="fsdp2_train", outcome=Outcome.EXACT, target="fully_shard",
         takes=one_of(*_STRATEGIES), meaning="training or inference with FSDP2", reason="both shard with fully_shard"),
-    Row(name="fsdp_size", default=1, outcome=Outcome.EXACT, target="mesh", takes=INT, aspect=Aspect.MESH,
+    Row(name="fsdp_size", tells_default=True, default=1, outcome=Outcome.EXACT, target="mesh", takes=INT,
+        aspect=Aspect.MESH,
         decide=_fsdp_size,
         meaning="over how many ranks a parameter is sharded; 1 or less, or all ranks and more: over all", reason=""),
-    Row(name="param_dtype", default="bf16", outcome=Outcome.EXACT, target="MixedPrecisionPolicy(param_dtype)",
+    Row(name="param_dtype", tells_default=True, default="bf16", outcome=Outcome.EXACT,
+        target="MixedPrecisionPolicy(param_dtype)",
         takes=_DTYPE, aspect=Aspect.PRECISION, meaning="the dtype in which parameters are gathered and computed with",
         reason="the same argument of fully_shard; null is the default"),
-    Row(name="reduce_dtype", default="float32", outcome=Outcome.EXACT, target="MixedPrecisionPolicy(reduce_dtype)",
+    Row(name="reduce_dtype", tells_default=True, default="float32", outcome=Outcome.EXACT,
+        target="MixedPrecisionPolicy(reduce_dtype)",
         takes=_DTYPE, aspect=Aspect.PRECISION, decide=_reduce_dtype, meaning="the dtype in which gradients are reduced",
         reason="the same argument of fully_shard; null is the default"),
     Row(name="enable_mix_precision", default=True, outcome=Outcome.EXACT, target="MixedPrecisionPolicy(reduce_dtype)",
         takes=BOOL, aspect=Aspect.PRECISION, decide=_mix,
         meaning="whether an implicit reduce_dtype is float32 (true) or bf16 (false)",
         reason="decides reduce_dtype where the file does not give it; later ROLL only"),
-    Row(name="reshard_after_forward", default=None, outcome=Outcome.EXACT, target="reshard_after_forward",
+    Row(name="reshard_after_forward", tells_default=True, default=None, outcome=Outcome.EXACT,
+        target="reshard_after_forward",
         takes=_RESHARD, aspect=Aspect.RESHARD, decide=_reshard,
         meaning="whether parameters are freed between forward and backward; null: in all units but the root",
         reason="the same argument of fully_shard; the root unit stays gathered"),
@@ -306,7 +310,8 @@ _ROWS: tuple[Row, ...] = (
         takes=_CLASSES, aspect=Aspect.WRAP,
         meaning="the classes of which each module becomes a unit; by default the model's _no_split_modules",
         reason="modules of these classes become units"),
-    Row(name="wrap_policy.wrap_embeddings", default=False, outcome=Outcome.EXACT, target="units", takes=BOOL,
+    Row(name="wrap_policy.wrap_embeddings", tells_default=True, default=False, outcome=Outcome.EXACT, target="units",
+        takes=BOOL,
         aspect=Aspect.WRAP, decide=_embeddings, meaning="whether the input embedding is a unit of its own",
         reason="the input embedding becomes a unit"),
     Row(name="wrap_policy.wrap_lm_output", default=False, outcome=Outcome.EXACT, target="units", takes=BOOL,
@@ -330,7 +335,8 @@ _ROWS: tuple[Row, ...] = (
         reason="belongs to apply_tiled_mlp"),
     Row(name="model_type", default=None, outcome=Outcome.UNSUPPORTED, only_with="apply_tiled_mlp",
         meaning="of which model the MLP class is replaced", reason="belongs to apply_tiled_mlp"),
-    Row(name="async_save_ckpt", default=True, outcome=Outcome.EXACT, target="async_save", takes=BOOL,
+    Row(name="async_save_ckpt", tells_default=True, default=True, outcome=Outcome.EXACT, target="async_save",
+        takes=BOOL,
         aspect=Aspect.ASYNC_SAVE, decide=_async_save,
         meaning="writing checkpoints in the background, the last one excepted",
         reason="the checkpoint is staged and written while training goes on"),
@@ -370,7 +376,7 @@ _ROWS: tuple[Row, ...] = (
     Row(name="model_args.lora_target", default=None, outcome=Outcome.APPROXIMATE, target="units", neutral=(None,),
         meaning="layers that get a LoRA adapter, each of which ROLL makes a unit",
         reason="adapters stay inside their layer's unit: the same numbers with fewer and larger gathers"),
-    Row(name="model_args.disable_gradient_checkpointing", default=False, outcome=Outcome.EXACT,
+    Row(name="model_args.disable_gradient_checkpointing", tells_default=True, default=False, outcome=Outcome.EXACT,
         target="activation_checkpointing", takes=BOOL, aspect=Aspect.CHECKPOINTING, decide=_checkpointing,
         meaning="whether activations are kept (true) or recomputed (false)",
         reason="each layer's activations are kept or recomputed"),
@@ -402,16 +408,6 @@ _FOR_GRADIENTS = {
     "model_args.gradient_checkpointing_use_reentrant",
     "model_args.freeze_module_prefix",
 }
-# Keys whose default asks for something, so that a file without them asks for it all the same.
-_TELLING_DEFAULTS = (
-    "fsdp_size",
-    "param_dtype",
-    "reduce_dtype",
-    "reshard_after_forward",
-    "async_save_ckpt",
-    "model_args.disable_gradient_checkpointing",
-    "wrap_policy.wrap_embeddings",
-)
 _IMPLICIT_TRAINING = (
     implicit(
         "casting of inputs",
@@ -460,9 +456,10 @@ def _findings(worker: Worker) -> Iterator[Finding]:
             yield replace(row.usual(key, value), outcome=Outcome.NEEDS_DECISION, target="", reason=problem, hint=hint)
         else:
             yield _finding(worker, row)
-    for name in _TELLING_DEFAULTS:
-        if name not in worker.given and (worker.is_training or name not in _FOR_GRADIENTS):
-            yield replace(_finding(worker, _BY_NAME[name]), origin=Origin.IMPLICIT)
+    for row in _ROWS:
+        is_for_it = worker.is_training or row.name not in _FOR_GRADIENTS
+        if row.tells_default and row.name not in worker.given and is_for_it:
+            yield replace(_finding(worker, row), origin=Origin.IMPLICIT)
     yield from (*(_IMPLICIT_TRAINING if worker.is_training else ()), *_IMPLICIT)
 
 
@@ -527,8 +524,13 @@ def _run(worker: Worker) -> RunConfig:
         expert_parallel=worker["ep_size"],
         expert_patch=worker["apply_expert_patch"],
         tiled_mlp=worker["tiled_num_shards"] if worker.is_on("apply_tiled_mlp") else None,
-        frozen=worker["model_args.freeze_module_prefix"] or None,
+        frozen=_prefixes(worker["model_args.freeze_module_prefix"]),
     )
+
+
+def _prefixes(given: object) -> tuple[str, ...]:
+    """One name, or a list of them."""
+    return tuple(map(str, given)) if isinstance(given, list) else (str(given),) if given else ()
 
 
 def _dtype(name: str | None, default: str) -> str:

@@ -6,7 +6,6 @@ Later releases have no TOML but a registry in Python. Meanings and defaults: v0.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,8 @@ from composer_fsdp2.config.rows import (
     takes_if,
     unknown_key,
 )
-from composer_fsdp2.config.sharding import ActivationCheckpointing, MixedPrecision, ShardingConfig
+from composer_fsdp2.config.sharding import LOW_PRECISION, ActivationCheckpointing, MixedPrecision, ShardingConfig
+from composer_fsdp2.config.text import nearest_names
 from composer_fsdp2.migration.capabilities import Lack
 from composer_fsdp2.migration.dialect import (
     Dialect,
@@ -135,7 +135,7 @@ def _belonging(only_with: str, *names: str, reason: str) -> tuple[Row, ...]:
 
 # fmt: off
 _ROWS: tuple[Row, ...] = (
-    Row(name="parallelism.data_parallel_shard_degree", default=-1, outcome=Outcome.EXACT,
+    Row(name="parallelism.data_parallel_shard_degree", tells_default=True, default=-1, outcome=Outcome.EXACT,
         target="data_parallel_shard_degree", takes=_SHARD, aspect=Aspect.MESH,
         aliases=("training.data_parallel_shard_degree", "training.data_parallel_degree"), decide=_shard_degree,
         meaning="over how many ranks a parameter is sharded; -1: all that are left",
@@ -144,7 +144,7 @@ _ROWS: tuple[Row, ...] = (
         target="data_parallel_replicate_degree", takes=POSITIVE_INT, aspect=Aspect.MESH,
         aliases=("training.data_parallel_replicate_degree",), meaning="how many replicas there are",
         reason="the replica axis of the mesh; 1 is none"),
-    Row(name="parallelism.fsdp_reshard_after_forward", default="default", outcome=Outcome.EXACT,
+    Row(name="parallelism.fsdp_reshard_after_forward", tells_default=True, default="default", outcome=Outcome.EXACT,
         target="reshard_after_forward", takes=one_of("default", "always", "never"), aspect=Aspect.RESHARD,
         decide=_reshard,
         meaning="whether parameters are freed between forward and backward; default: unless there is a pipeline",
@@ -188,26 +188,27 @@ _ROWS: tuple[Row, ...] = (
         neutral=(False,), aspect=Aspect.OFFLOAD, aliases=("experimental.enable_cpu_offload",),
         meaning="keeping parameters, gradients and optimizer state in CPU memory",
         reason="the same policy of fully_shard"),
-    Row(name="training.mixed_precision_param", default="bfloat16", outcome=Outcome.EXACT,
+    Row(name="training.mixed_precision_param", tells_default=True, default="bfloat16", outcome=Outcome.EXACT,
         target="MixedPrecisionPolicy(param_dtype)", takes=one_of(*_DTYPES), aspect=Aspect.PRECISION,
         meaning="the dtype in which parameters are gathered and computed with",
         reason="the same argument of fully_shard"),
-    Row(name="training.mixed_precision_reduce", default="float32", outcome=Outcome.EXACT,
+    Row(name="training.mixed_precision_reduce", tells_default=True, default="float32", outcome=Outcome.EXACT,
         target="MixedPrecisionPolicy(reduce_dtype)", takes=one_of("float32"), aspect=Aspect.PRECISION,
         meaning="the dtype in which gradients are reduced", reason="the same argument of fully_shard"),
     Row(name="training.dtype", default="float32", outcome=Outcome.APPROXIMATE,
         target="the dtype that the model is created in", takes=one_of(*_DTYPES), neutral=("float32",),
         meaning="the dtype of parameters, gradients and optimizer state",
         reason="sharding keeps the dtype that parameters are created in", hint="create the model in bfloat16"),
-    Row(name="training.max_norm", default=1.0, outcome=Outcome.APPROXIMATE, target="algorithms.gradient_clipping",
+    Row(name="training.max_norm", tells_default=True, default=1.0, outcome=Outcome.APPROXIMATE,
+        target="algorithms.gradient_clipping",
         takes=_NUMBER, meaning="clipping gradients by their norm",
         reason="clipping stands outside of the sharding section",
         hint="in Composer: algorithms.gradient_clipping: {clipping_type: norm, clipping_threshold: max_norm}"),
-    Row(name="activation_checkpoint.mode", default="selective", outcome=Outcome.EXACT,
+    Row(name="activation_checkpoint.mode", tells_default=True, default="selective", outcome=Outcome.EXACT,
         target="activation_checkpointing", takes=one_of("none", "selective", "full", "memory_budget"),
         aspect=Aspect.CHECKPOINTING, decide=_mode, meaning="which activations are recomputed",
         reason="each block's activations are kept or recomputed, by torch's implementation without reentering"),
-    Row(name="activation_checkpoint.selective_ac_option", default="2", outcome=Outcome.APPROXIMATE,
+    Row(name="activation_checkpoint.selective_ac_option", tells_default=True, default="2", outcome=Outcome.APPROXIMATE,
         target="activation_checkpointing", takes=_SELECTIVE, only_with="activation_checkpoint.mode = selective",
         decide=_option, meaning="under selective: every n-th block, or by operator",
         reason="which blocks are recomputed is the model's activation_checkpointing_fn's choice"),
@@ -288,16 +289,6 @@ _BY_NAME = {row.name: row for row in _ROWS}
 _NAMES = {name: row for row in _ROWS for name in (row.name, *row.aliases)}
 
 _UNKNOWN = "no release of TorchTitan up to v0.2.2 knows this key; it refuses such a file"
-# Keys whose default asks for something, so that a file without them asks for it all the same.
-_TELLING_DEFAULTS = (
-    "parallelism.data_parallel_shard_degree",
-    "parallelism.fsdp_reshard_after_forward",
-    "training.mixed_precision_param",
-    "training.mixed_precision_reduce",
-    "training.max_norm",
-    "activation_checkpoint.mode",
-    "activation_checkpoint.selective_ac_option",
-)
 # fmt: off
 _IMPLICIT = (
     implicit("units", Outcome.APPROXIMATE,
@@ -395,7 +386,7 @@ def _at(values: Any, name: str) -> Any:
 
 
 def _is_near(name: str) -> bool:
-    return bool(difflib.get_close_matches(name, list(_NAMES), n=1, cutoff=0.85))
+    return bool(nearest_names(name, _NAMES, 1, likeness=0.85))
 
 
 def _is_bad(file: File, row: Row) -> bool:
@@ -413,10 +404,9 @@ def _findings(file: File) -> Iterator[Finding]:
         else:
             yield _finding(file, row, file.short(key), value)
     given = {row.name for _, row in file.rows()}
-    for name in _TELLING_DEFAULTS:
-        row = _BY_NAME[name]
-        if name not in given and file.is_read(row):
-            yield replace(_finding(file, row, name, row.default), origin=Origin.IMPLICIT)
+    for row in _ROWS:
+        if row.tells_default and row.name not in given and file.is_read(row):
+            yield replace(_finding(file, row, row.name, row.default), origin=Origin.IMPLICIT)
     yield from _IMPLICIT
 
 
@@ -605,7 +595,7 @@ class TorchTitanDialect(Dialect):
         mesh, parallel = config.mesh, {kind: getattr(run, kind) for kind in _PARALLELISMS}
         has_degrees = not mesh.is_grouped and mesh.replicate_degree != -1
         freed = "default" if run.pipeline_parallel == 1 else "always"
-        is_low = config.mixed_precision.param_dtype in ("bfloat16", "float16")
+        is_low = config.mixed_precision.param_dtype in LOW_PRECISION
         for key, value, is_needed in (
             ("parallelism.data_parallel_replicate_degree", mesh.replicate_degree, has_degrees),
             ("parallelism.data_parallel_shard_degree", mesh.shard_degree, has_degrees),
