@@ -1,4 +1,4 @@
-"""Frozen values: what a run is to be, in no system's words. They import no torch."""
+"""Frozen values: what a run is to be, independent of any framework's key names. They import no torch."""
 
 from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
 from composer_fsdp2.config.findings import Finding, Origin, Outcome, format_findings

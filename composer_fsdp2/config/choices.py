@@ -1,4 +1,4 @@
-"""What a model's own hooks chose, module by module, in no system's words: which units there are, and their settings."""
+"""What a model's own hooks chose for each module, in no framework's words: the units, and their settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

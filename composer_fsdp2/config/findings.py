@@ -24,7 +24,7 @@ class Outcome(enum.Enum):
 
 
 class Origin(enum.Enum):
-    """Where a finding comes from: a key, how a file is written, what a system does by itself, what a target lacks."""
+    """The origin of a finding: a key, how a file is written, what a system does by itself, what a target lacks."""
 
     KEY = "key"
     WRITING = "writing"
@@ -76,7 +76,7 @@ def format_findings(findings: Iterable[Finding], width: int = 110) -> str:
     """The findings as text: one line each (key, value, outcome, target), and the reason below it."""
     rows = [(f"{finding.name}: {_short(finding.value)}", finding) for finding in findings]
     if not rows:
-        return "  (nothing was set: FSDP1's defaults hold)"
+        return "  (nothing was set: FSDP1's defaults apply)"
     first = max(len(given) for given, _ in rows)
     second = max(len(finding.outcome.value) for _, finding in rows)
     lines = []

@@ -61,8 +61,8 @@ def _is_int(value: Any) -> bool:
 
 ANY = takes_if("any value", lambda value: True)
 BOOL = takes_if("true or false", lambda value: isinstance(value, bool), choices=(True, False))
-INT = takes_if("a whole number", _is_int)
-POSITIVE_INT = takes_if("a whole number from 1 on", lambda value: _is_int(value) and value >= 1)
+INT = takes_if("an integer", _is_int)
+POSITIVE_INT = takes_if("an integer from 1 on", lambda value: _is_int(value) and value >= 1)
 TEXT = takes_if("a string", lambda value: isinstance(value, str))
 
 
@@ -178,11 +178,11 @@ def finding_of(row: Row, key: str, value: Any, *, is_read: bool = True) -> Findi
         reason = f"this key takes {row.takes.text}"
         return replace(usual, outcome=Outcome.NEEDS_DECISION, target="", reason=reason, hint=hint)
     if row.only_with and not is_read:
-        return idle(usual, f"it is read together with {row.only_with} only, which is off")
+        return idle(usual, f"it is read only together with {row.only_with}, which is off")
     return idle(usual) if row.is_neutral(value) else usual
 
 
-def idle(finding: Finding, reason: str = "this value asks for nothing") -> Finding:
+def idle(finding: Finding, reason: str = "this value has no effect") -> Finding:
     """The finding of a value that asks for nothing."""
     return replace(finding, outcome=Outcome.UNNEEDED, target="", reason=reason, hint="", asks=False)
 

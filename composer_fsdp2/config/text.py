@@ -1,4 +1,4 @@
-"""Small pieces of messages: names in a row, the likeliest spelling, values cut to length."""
+"""Pieces of messages: shortened lists, the nearest spelling, byte sizes."""
 
 import difflib
 from collections.abc import Iterable, Sequence

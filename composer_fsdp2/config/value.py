@@ -1,4 +1,4 @@
-"""What all values have in common: one way to JSON."""
+"""The base class of the frozen value types, and their conversion to JSON."""
 
 import enum
 import json
@@ -22,12 +22,12 @@ class Value:
 
 
 def plain(value: object) -> Any:
-    """What JSON is made of; anything else as its text."""
+    """The value as JSON types; anything else as its text."""
     return json.loads(json_text(value))
 
 
 def json_text(value: object) -> str:
-    """The same as one line of JSON."""
+    """The value as one line of JSON."""
     return json.dumps(value, default=_simpler)
 
 

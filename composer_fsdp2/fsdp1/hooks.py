@@ -127,7 +127,7 @@ class _Reader:
     choices: dict[str, Choice] = field(default_factory=dict)
 
     def read_below_root(self, path: str, root: nn.Module, child: nn.Module) -> None:
-        """Of a container the members are roots."""
+        """Whether it is a container, whose members are roots."""
         if root in self.units or root in self.ignored:
             return
         if not has_forward(root):

@@ -74,8 +74,8 @@ UNREAD_DTYPE_REASON = "Composer never read it inside this dict; beside mixed_pre
 
 
 def _neutral(finding: Finding) -> Finding:
-    """What is the same under every FSDP."""
-    return replace(idle(finding), outcome=Outcome.EXACT)
+    """A value that asks FSDP2 for what it does by itself."""
+    return replace(idle(finding, "FSDP2 does the same by itself"), outcome=Outcome.EXACT)
 
 
 def _strategy(finding: Finding, context: Context) -> Finding:
@@ -149,7 +149,7 @@ def _gradient_sync(finding: Finding, context: Context) -> Finding:
             outcome=Outcome.UNNEEDED,
             target="",
             reason="this mesh has no replicas, so there is nothing to defer",
-            hint="set data_parallel_replicate_degree, or say last",
+            hint="set data_parallel_replicate_degree, or gradient_sync: last",
         )
     return finding
 
@@ -232,9 +232,9 @@ def _rewrite_backward_prefetch(row: Row, value: Any, given: Mapping[str, Any]) -
 # ---------------------------------------------------------------------------------------------------------------------
 # The table
 
-_OPTIONAL_INT = takes_if("a whole number or null", lambda value: value is None or INT.fits(value))
+_OPTIONAL_INT = takes_if("an integer or null", lambda value: value is None or INT.fits(value))
 _OPTIONAL_TEXT = takes_if("a string or null", lambda value: isinstance(value, str | None))
-_RESHARD = takes_if("true, false or a whole number", lambda value: isinstance(value, int))
+_RESHARD = takes_if("true, false or an integer", lambda value: isinstance(value, int))
 _STRATEGY = Takes("a string", parse_strategy, tuple(each.value for each in ShardingStrategy))
 _BACKWARD_PREFETCH = Takes("a string", parse_backward_prefetch, tuple(each.value for each in BackwardPrefetch))
 _GRADIENT_SYNC = Takes("a string", parse_gradient_sync, tuple(each.value for each in GradientSync))
@@ -288,7 +288,7 @@ _ROWS: tuple[Row, ...] = (
     Row(name="backward_prefetch_limit", detail_of=Aspect.BACKWARD_PREFETCH, default=1, outcome=_APPROXIMATE,
         target="set_modules_to_backward_prefetch, lists of that length", takes=POSITIVE_INT, neutral=(1,),
         rewrite=_unless_default, meaning="how many units backward prefetches",
-        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run"),
+        reason="the lists follow the order of registration; FSDP1 followed the order of execution that it recorded"),
     Row(name="cpu_offload", default=False, outcome=_EXACT, target="CPUOffloadPolicy", takes=_OFFLOAD,
         aspect=Aspect.OFFLOAD, rewrite=_unless_default, of_modules=_EXACT,
         meaning="keep parameters, gradients and optimizer state in host memory",
@@ -305,11 +305,11 @@ _ROWS: tuple[Row, ...] = (
     Row(name="forward_prefetch", takes=BOOL, default=False, outcome=_APPROXIMATE,
         target="set_modules_to_forward_prefetch", aspect=Aspect.FORWARD_PREFETCH, neutral=(False,),
         rewrite=_unless_default, of_modules=_EXACT, meaning="gather the next unit explicitly during forward",
-        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run"),
+        reason="the lists follow the order of registration; FSDP1 followed the order of execution that it recorded"),
     Row(name="forward_prefetch_limit", detail_of=Aspect.FORWARD_PREFETCH, default=1, outcome=_APPROXIMATE,
         target="set_modules_to_forward_prefetch, lists of that length", takes=POSITIVE_INT, neutral=(1,),
         rewrite=_unless_default, meaning="how many units forward_prefetch prefetches",
-        reason="the lists follow the order of registration; FSDP1 followed the order that it saw run"),
+        reason="the lists follow the order of registration; FSDP1 followed the order of execution that it recorded"),
     Row(name="ignored_modules", default=None, outcome=_EXACT, target="ignored_params, for everything below them",
         takes=_MODULES, sets="ignored_modules", decide=_ignored_modules, rewrite=_unless_default,
         of_modules=_UNSUPPORTED,
@@ -399,7 +399,7 @@ _ROWS: tuple[Row, ...] = (
         reason="Composer has ignored it since; FSDP2 has no flat parameter"),
     Row(name="load_fsdp_monolith_rank0_only", default=None, group=KeyGroup.LEGACY, outcome=_UNNEEDED, target="",
         rewrite=_removed, meaning="the old name of load_monolith_rank0_only",
-        reason="Composer ignores it since 0.24; say load_monolith_rank0_only to have the effect"),
+        reason="Composer ignores it since 0.24; set load_monolith_rank0_only instead"),
     # Ours.
     Row(name="async_save", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
         target="a background thread with a gloo group of its own", aspect=Aspect.ASYNC_SAVE,

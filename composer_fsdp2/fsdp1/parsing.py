@@ -84,7 +84,7 @@ def _choice(value: object, choices: Mapping[str, Any]) -> Any:
     """Parse one of FSDP1's words, in any case; the error names the nearest."""
     text = value.upper() if isinstance(value, str) else ""
     if text not in choices:
-        raise ConfigError(f"{value!r}; it is one of {', '.join(choices)}{did_you_mean(text, choices)}")
+        raise ConfigError(f"{value!r}; expected one of {', '.join(choices)}{did_you_mean(text, choices)}")
     return choices[text]
 
 
@@ -102,7 +102,7 @@ def parse_backward_prefetch(value: object, reader: object = None) -> BackwardPre
 def parse_gradient_sync(value: object, reader: object = None) -> GradientSync:
     modes = [mode.value for mode in GradientSync]
     if not isinstance(value, str) or value not in modes:
-        raise ConfigError(f"{value!r}; it is one of {', '.join(modes)}")
+        raise ConfigError(f"{value!r}; expected one of {', '.join(modes)}")
     return GradientSync(value)
 
 
@@ -141,7 +141,7 @@ def parse_precision(precision: object, device: object) -> str:
     name = getattr(precision, "value", precision)
     if not isinstance(name, str) or name.lower() not in PRECISIONS:
         raise ConfigError(
-            f"precision is {name!r}; it is one of {', '.join(PRECISIONS)}{did_you_mean(name, PRECISIONS)}"
+            f"precision is {name!r}; expected one of {', '.join(PRECISIONS)}{did_you_mean(name, PRECISIONS)}"
         )
     return name.lower()
 
@@ -158,7 +158,7 @@ def mesh_of(mesh: object, device_type: str, key: str) -> MeshSpec:
         raise ConfigError(f"{key} is {error}", keys=(key,)) from error
     if spec is None:
         raise ConfigError(
-            f"{key} is {mesh!r}; give a DeviceMesh (Composer stopped taking lists in 0.24), or say "
+            f"{key} is {mesh!r}; give a DeviceMesh (Composer stopped taking lists in 0.24), or set "
             "data_parallel_shard_degree and data_parallel_replicate_degree for the whole model instead",
             keys=(key,),
         )
@@ -228,7 +228,7 @@ def _local_world_size(word: str) -> int:
     if not text.isdecimal():
         raise ConfigError(
             f"{word!r}, which needs to know how many ranks a node has: start the script with `composer` or torchrun, "
-            "which set LOCAL_WORLD_SIZE, or say setK or modK"
+            "which set LOCAL_WORLD_SIZE, or set setK or modK"
         )
     return int(text)
 

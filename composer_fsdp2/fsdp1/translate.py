@@ -268,7 +268,7 @@ def _prefetch(values: Mapping[str, Any]) -> Prefetch:
 
 
 def _activation_checkpointing(values: Mapping[str, Any], precision: str) -> ActivationCheckpointing:
-    """With Transformer Engine's implementation, where that is asked for; rows say the rest."""
+    """The checkpointing that the keys ask for, by Transformer Engine's implementation where they say so."""
     is_te = values["te_checkpoint_wrapper"] and precision == "amp_fp8"
     if is_te and (values["activation_checkpointing"] or values["activation_cpu_offload"]):
         if values["activation_checkpointing_reentrant"]:

@@ -58,7 +58,7 @@ def _unresolved(finding: Finding) -> Finding:
         finding,
         outcome=Outcome.NEEDS_DECISION,
         target="",
-        reason="what it stands for is not in this file, nor in an environment variable that is set here",
+        reason="it cannot be resolved: the value is neither in this file nor in an environment variable set here",
         hint="set the variable, or write the value",
     )
 
@@ -90,7 +90,7 @@ def _rewritten(document: Document, section: Section, reading: Reading, target: D
 
 
 def _mapping_at(section: Section, path: Path) -> Mapping[str, Any] | None:
-    """None where the file has none, which an edit adds."""
+    """The mapping there; None where the file has none, which an edit adds."""
     try:
         values = value_at(section.around, path)
     except KeyError:
@@ -106,7 +106,7 @@ def _gone(edits: Iterable[MappingEdit]) -> Iterable[Path]:
 
 
 def _with_words(finding: Finding, became: Mapping[str, Settings], target: Dialect) -> Finding:
-    """With the words that stand in the file now, and what their system makes of them without composer_fsdp2."""
+    """The finding with the words that the file has now, and what their system makes of them without composer_fsdp2."""
     new = became.get(finding.key) if finding.origin is Origin.KEY else None
     if finding.outcome.blocks or new is None:
         return finding
@@ -158,7 +158,7 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
 
 
 def _deciding(reading: Reading) -> dict[Aspect, str]:
-    """By aspect of the run the key that decided it: the most important that asks for something."""
+    """The key that decided each aspect of the run: the most important that asks for something."""
     asking = {finding.key for finding in reading.findings if finding.asks and not finding.outcome.blocks}
     first: dict[Aspect, str] = {}
     for key, aspect in reading.aspects.items():

@@ -171,7 +171,7 @@ class Dialect:
         return Frame(entry=section.path, inner=section.path)
 
     def sections(self, values: Mapping[str, Any]) -> list[Path]:
-        """Where sections of this dialect lie in a file with these values."""
+        """The paths of this dialect's sections in a file with these values."""
         return list(walk(values, self.find))
 
     def express(self, run: RunConfig) -> Expression:
@@ -200,7 +200,7 @@ class Dialect:
     # What ``explain`` and the documents ask
 
     def places(self, row: Row) -> tuple[str, ...]:
-        """Where a file has a key, with dots; the usual place first, names of earlier releases last."""
+        """The places of a key in a file, with dots; the usual one first, names of earlier releases last."""
         return (row.name, *row.aliases)
 
     def values(self, row: Row) -> tuple[Any, ...]:
@@ -222,7 +222,7 @@ class Dialect:
         return tuple(map(str, row.read_by))
 
     def instead(self, row: Row) -> Mapping[str, str]:
-        """By a reader that passes over it, what does the same there."""
+        """What does the same for each reader that passes over the key."""
         return {str(reader): way for reader, way in row.instead.items()}
 
     def questions(self, row: Row, value: Any) -> Iterator[Question]:
@@ -292,7 +292,7 @@ def implicit(name: str, outcome: Outcome, reason: str, hint: str = "", *, value:
 
 
 def deciding(aspects: Mapping[str, Aspect], findings: Iterable[Finding]) -> dict[str, Aspect]:
-    """Of keys with their aspects those for which a target's words can stand: not what asks for nothing."""
+    """The keys, with their aspects, that a target's words can replace: not those that ask for nothing."""
     unneeded = {finding.key for finding in findings if finding.outcome is Outcome.UNNEEDED}
     return {key: aspect for key, aspect in aspects.items() if aspect is not Aspect.OTHER and key not in unneeded}
 

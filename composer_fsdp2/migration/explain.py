@@ -156,7 +156,7 @@ def all_keys(dialect: str | None = None) -> list[Explanation]:
 
 
 def nearest(key: str, *, dialect: str | None = None) -> dict[str, list[str]]:
-    """By dialect, the known keys that were likely meant."""
+    """The known keys that were likely meant, by dialect."""
     parts = _parts(key.partition("=")[0])
     known: dict[str, dict[str, str]] = {}
     for of, row in _rows(dialect):
@@ -175,7 +175,7 @@ def nearest(key: str, *, dialect: str | None = None) -> dict[str, list[str]]:
 
 
 def implicit_settings(dialect: str | None = None) -> dict[str, list[Finding]]:
-    """By dialect, what a run does that no key asks for; what a key's default asks for is told by its row."""
+    """What a run does that no key asks for, by dialect; what a key's default asks for is told by its row."""
     found = {}
     for of in _dialects(dialect):
         keys = {row.name for row in of.rows}

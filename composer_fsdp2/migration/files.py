@@ -34,7 +34,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Where results go: nowhere, in place of the sources, or to a file or folder."""
+    """The place for the results: nowhere, in place of the sources, or to a file or folder."""
 
     in_place: bool = False
     output: Path | None = None
@@ -57,7 +57,7 @@ class Destination:
         places = Counter(_result_name(source, target) for source in sources)
         own = [source.file for source in sources if _is_at(self.output / _result_name(source, target), source.file)]
         if own:
-            raise ConfigError(f"{own[0]} would be written over; --write changes files in place, and keeps copies")
+            raise ConfigError(f"{own[0]} would be overwritten; --write changes files in place, and keeps copies")
         doubled = [str(place) for place, count in places.items() if count > 1]
         if doubled:
             raise ConfigError(f"{self.output} would get several files of one name: {', '.join(doubled)}")

@@ -100,7 +100,7 @@ class Migration:
 def migrate_text(
     text: str, name: str = "<text>", *, to: str = "composer", dialect: str | None = None, at: str | None = None
 ) -> Migration:
-    """The same run for FSDP2, and what became of each key.
+    """Migrate a text to FSDP2, and report what became of each key.
 
     Args:
         text: Of a YAML file; of a TOML file, if the name ends so.
@@ -206,7 +206,7 @@ def _check(document: Document, sections: list[tuple[Dialect, Section]], target: 
 
 
 def _placed(finding: Finding, document: Document, path: Path) -> Finding:
-    """With file and line; a key that stands beside the section is found there."""
+    """The finding with file and line; a key that stands beside the section is found there."""
     key = tuple(finding.key.split("."))
     line = document.line_of(path)
     for depth in range(len(path), -1, -1):

@@ -1,4 +1,4 @@
-"""A run in no system's words: what a configuration of any dialect asks for."""
+"""What a configuration of any dialect asks for, independent of any framework's key names."""
 
 import enum
 from dataclasses import dataclass

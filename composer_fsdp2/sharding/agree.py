@@ -76,7 +76,7 @@ def sends_from_host(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where tensors lie that the group sends."""
+    """The device of the tensors that the group sends."""
     if sends_from_host(group):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator() or torch.device("cpu")

@@ -142,7 +142,7 @@ def _refuse_offloaded_replicas(plan: ShardingPlan) -> None:
     if raced is not None:
         raise UnsupportedError(
             f"cpu_offload with replicas ({raced.mesh.text}) would train on wrong gradients: torch {torch.__version__} "
-            "lets go of them while they are copied to the CPU (pytorch#180665). Leave cpu_offload off, shard over all "
+            "frees them while they are copied to the CPU (pytorch#180665). Leave cpu_offload off, shard over all "
             f"ranks, or install a torch from {KNOWN_VERSIONS}",
             keys=("cpu_offload",),
         )

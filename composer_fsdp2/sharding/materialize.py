@@ -60,7 +60,10 @@ def decide_initialisation(modules: Iterable[nn.Module], sync_module_states: bool
             "initialise every rank the same way"
         )
     if on_meta[0]:
-        raise PlanError("rank 0's model is on meta while others have values; sync_module_states sends rank 0's")
+        raise PlanError(
+            "rank 0's model is on the meta device while other ranks have values, and sync_module_states sends rank "
+            "0's; build the model with values on rank 0, or on the meta device on every rank"
+        )
     return Initialisation(draw=False, broadcast=True, from_rank_zero=True)
 
 
@@ -163,8 +166,8 @@ class Materializer:
                 )
             if self.initialisation.draw and self._initializer(module) is None:
                 raise PlanError(
-                    f"module {path!r} ({type(module).__name__}) has parameters or buffers on the meta device, and "
-                    "neither it has reset_parameters() nor the direct child above it param_init_fn(module); add one "
+                    f"module {path!r} ({type(module).__name__}) has parameters or buffers on the meta device, but "
+                    "it has no reset_parameters(), and the direct child above it no param_init_fn(module); add one "
                     "of them, or build the model on the CPU"
                 )
 
@@ -187,7 +190,7 @@ class Materializer:
                     _broadcast(tensor, groups)
 
     def _move(self, tensor: torch.Tensor) -> None:
-        """To the device, and in the layout that ``fully_shard`` takes.
+        """The tensor on the device, in the layout that ``fully_shard`` takes.
 
         A parameter that is to be sharded becomes a new one: the optimizer and others hold the old one until all units
         are sharded, and with it would hold what is moved here.

@@ -61,7 +61,7 @@ def check_optimizers(model: nn.Module, optimizers: Optimizers) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rebinding:
-    """Where each parameter of an optimizer is registered, noted before sharding replaces it.
+    """The place at which each parameter of an optimizer is registered, noted before sharding replaces it.
 
     Group objects, their order and their options stay: schedulers hold them. State that the optimizer already has is
     cut to this rank's shard (FSDP1 cleared it without a word).

@@ -161,7 +161,7 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
         kept = "" if accumulation.reshard_after_backward else ", parameters kept unsharded between them"
         yield f"  microbatches: gradients communicated in {_SYNC_WORDS[accumulation.gradient_sync]}{kept}"
     if guard is not None:
-        yield f"  guard: ranks compare where they stand before each collective, and wait {guard:g} s"
+        yield f"  collective_guard: ranks compare their positions before each collective, waiting up to {guard:g} s"
     yield from (f"  note: {note}" for note in plan.notes)
 
 

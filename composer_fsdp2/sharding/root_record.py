@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class RootRecord:
-    """Of one root and the units below it; of a root that ``fully_shard`` sharded without us, without its mesh.
+    """What is kept of one root and the units below it; without the mesh, if ``fully_shard`` sharded it without us.
 
     Args:
         mesh: The root's.

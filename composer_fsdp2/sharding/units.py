@@ -243,12 +243,12 @@ class UnitTree:
                         yield container
 
     def _last_position(self, unit: UnitDraft) -> int:
-        """Where the unit's last module comes in post-order (a module's first place counts, if it has several)."""
+        """The place of the unit's last module in post-order (a module's first place counts, if it has several)."""
         return max(min(self._position[p] for p in self._paths_of[self.modules[path]]) for path in unit.paths)
 
 
 def _post_order(pre_order: Iterable[str]) -> list[str]:
-    """The same paths with children before their parents."""
+    """The paths sorted, children before their parents."""
     paths: list[str] = []
     open_paths: list[str] = []
     for path in pre_order:

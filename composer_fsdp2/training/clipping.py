@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from composer_fsdp2._torch import by_kind, multiply_each_, norm_of_each, own_part
+from composer_fsdp2._torch import by_kind, local_tensor, multiply_each_, norm_of_each
 from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.sharding.placements import splitting_axes, splitting_axes_of_all
 from composer_fsdp2.sharding.root_record import mesh_of, record_of
@@ -79,7 +79,7 @@ class _Grads:
             any_split |= bool(axes)
             any_unsharded |= not axes
             if (grad := parameter.grad) is not None:
-                (split if axes else unsharded).append(own_part(grad))
+                (split if axes else unsharded).append(local_tensor(grad))
         return cls(split=by_kind(split), unsharded=by_kind(unsharded), any_split=any_split, any_unsharded=any_unsharded)
 
 
@@ -110,12 +110,12 @@ def clip_grad_adaptive_(model: nn.Module, threshold: float) -> None:
         if axes:
             divided[parameter] = axes  # also without a gradient here: all ranks must communicate alike
         elif parameter.grad is not None:
-            weights, grad = own_part(parameter), own_part(parameter.grad)
+            weights, grad = local_tensor(parameter), local_tensor(parameter.grad)
             grad.mul_(_adaptive_scale(_unit_norms(weights), _unit_norms(grad), threshold))
     squares = reduce_parts([_squared_norms(parameter, axes) for parameter, axes in divided.items()])
     for parameter, (weights_squared, grad_squared) in zip(divided, squares, strict=True):
         if parameter.grad is not None:
-            grad = own_part(parameter.grad)
+            grad = local_tensor(parameter.grad)
             # In the gradient's own dtype from here on, as in the unsharded model.
             weights_norm, grad_norm = (
                 square.sqrt().to(grad.device, grad.dtype) for square in (weights_squared, grad_squared)
@@ -144,8 +144,12 @@ def _unit_norms(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 def _squared_norms(parameter: nn.Parameter, axes: tuple[int, ...]) -> LocalValues:
     """This rank's part of the squares of weights' and gradient's norms, stacked."""
     assert isinstance(parameter, DTensor)
-    weights = _unit_norms(own_part(parameter), torch.float64)
-    grad = torch.zeros_like(weights) if parameter.grad is None else _unit_norms(own_part(parameter.grad), torch.float64)
+    weights = _unit_norms(local_tensor(parameter), torch.float64)
+    grad = (
+        torch.zeros_like(weights)
+        if parameter.grad is None
+        else _unit_norms(local_tensor(parameter.grad), torch.float64)
+    )
     return LocalValues(
         values=torch.stack([weights, grad.to(weights.device)]) ** 2, mesh=parameter.device_mesh, axes=axes
     )

@@ -147,7 +147,7 @@ class Control:
             self.close()
             raise
         if found[:2] != asked[:2]:
-            raise self._diverged(question, f"{where} ({question.asker})", "stand before different things")
+            raise self._diverged(question, f"{where} ({question.asker})", "are at different operations")
         return found[2 : 2 + len(numbers)]
 
     def _diverged(self, question: Question, where: object, what: str) -> RanksDivergedError:
@@ -164,7 +164,7 @@ class Control:
         return RanksDivergedError("\n".join([first, *lines, question.advice]))
 
     def _reports(self, where: str) -> list[str | None]:
-        """Where each rank stands that came to this question; None for the others."""
+        """The place of each rank that came to this question; None for the others."""
         store = default_store()
         keys = [f"{self._name}/{self._num_asked}/{rank}" for rank in range(dist.get_world_size())]
         store.set(keys[dist.get_rank()], where)
@@ -229,7 +229,13 @@ os.register_at_fork(after_in_child=_let_go)
 
 class _Links(Protocol):
     def largest(self, numbers: Sequence[int], until: float) -> list[int]:
-        """Of all ranks' numbers, or an OSError or RuntimeError; until when, on ``time.monotonic``'s clock."""
+        """The largest of all ranks' numbers, place by place.
+
+        Args:
+            until: On ``time.monotonic``'s clock.
+        Raises:
+            OSError, RuntimeError: a rank did not come in time.
+        """
 
     def close(self) -> None: ...
 
@@ -318,7 +324,7 @@ def _wait(work: dist.Work | None, until: float) -> None:
 
 
 class _ByDevice:
-    """By one all-reduce of the device's own backend, where gloo does not connect the nodes: it waits for the device.
+    """One all-reduce of the device's own backend, where gloo does not connect the nodes: it waits for the device.
 
     The buffer is there from the beginning, so that a rank that is out of memory can still say so. Who comes when others
     have given up is not told here.

@@ -64,9 +64,9 @@ def summon_full_params(
             do.
         recurse: Also the units below ``module``; without, only what ``module`` itself shards, if it is a unit.
         writeback: Keep what the block writes into parameters, and with ``with_grads`` into gradients.
-        rank0_only: Whole on the first rank of each group of shards only; the others keep their shards. Needs
+        rank0_only: Full parameters on the first rank of each group of shards only; the others keep their shards. Needs
             ``writeback=False``.
-        offload_to_cpu: Whole parameters on the CPU; else on the device of the mesh.
+        offload_to_cpu: Full parameters on the CPU; else on the device of the mesh.
         with_grads: Their gradients are unsharded, too; else they have none in the block.
     Raises:
         UnsupportedError: ``rank0_only`` with ``writeback``, which FSDP1 refused as well.

@@ -127,7 +127,7 @@ def _agreed(open_: Callable[[], T]) -> T:
 
 
 def _listener(backlog: int, within: timedelta) -> socket.socket | None:
-    """Of no file: the name of an abstract address ends with its socket, and belongs to one network namespace."""
+    """A socket that listens at an abstract address, which ends with it and belongs to one network namespace."""
     if not backlog or not hasattr(socket, "SOCK_SEQPACKET"):
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -142,7 +142,7 @@ def _listener(backlog: int, within: timedelta) -> socket.socket | None:
 
 
 def _connected(address: bytes | None) -> socket.socket | None:
-    """None where nobody listens, or in another container, say, on a host of the same name."""
+    """A connection; None where nobody listens, or where the host of this name is another container."""
     if address is None:
         return None
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -255,7 +255,7 @@ def test_different_questions():
     numbers were not as many."""
     for message in run_ranks(check_all_different, 4, timeout_s=120):
         for name, (text, seconds) in message.items():
-            assert "stand before different things" in text, f"{name}: {text}"
+            assert "are at different operations" in text, f"{name}: {text}"
             assert "rank 0 stands before clipping (a guard)" in text, f"{name}: {text}"
             assert "rank 1 stands before an all-gather (a vote)" in text, f"{name}: {text}"
             assert seconds < 10

@@ -39,7 +39,7 @@ def test_the_table_has_every_finding_and_cuts_long_values():
 
 def test_an_empty_table_says_so():
     """An empty section is no blank report."""
-    assert "FSDP1's defaults hold" in format_findings([])
+    assert "FSDP1's defaults apply" in format_findings([])
 
 
 def test_findings_are_json_whatever_the_value():

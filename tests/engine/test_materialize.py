@@ -240,7 +240,7 @@ def test_rank_0_loads_and_the_others_wait_on_meta():
     [
         (mixed_1, {}, r"Detected mixed initialization.*ranks \[1\].*sync_module_states"),
         (mixed_0, {}, r"Detected mixed initialization.*ranks \[0\]"),
-        (mixed_0, {"sync_module_states": True}, "rank 0's model is on meta"),
+        (mixed_0, {"sync_module_states": True}, "rank 0's model is on the meta device"),
         (unlike_buffers, {"sync_module_states": True}, r"buffer 0.cache is \(1,\)[^\n]*\n.*buffer 0.cache is \(2,\)"),
     ],
 )

@@ -715,7 +715,7 @@ def test_unit_buffer_dtype():
         ({"shard_strategy": "X"}, ConfigError, ["'shard_strategy'", "did you mean sharding_strategy?"]),
         ({"sharding_strategy": "HYBRID_SHARD"}, ConfigError, ["HYBRID_SHARD", "data_parallel_replicate_degree"]),
         ({"reshard_after_forward": 3}, ConfigError, ["1, 2 or 4"]),
-        ({"reshard_after_forward": "no"}, ConfigError, ["true, false or a whole number"]),
+        ({"reshard_after_forward": "no"}, ConfigError, ["true, false or an integer"]),
         ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, ConfigError, ["keep one"]),
         ({"mixed_precision": "FULL", "mp_policy": MixedPrecisionPolicy()}, ConfigError, ["keep one"]),
         ({"cpu_offload": True, "offload_policy": CPUOffloadPolicy()}, ConfigError, ["offload_policy", "keep one"]),
@@ -764,10 +764,10 @@ SENSIBLE = {
 }
 BY_KIND = {
     "true or false": st.booleans(),
-    "a whole number": st.integers(-2, 5),
-    "a whole number from 1 on": st.integers(-2, 5),
-    "a whole number or null": st.none() | st.integers(-2, 5),
-    "true, false or a whole number": st.booleans() | st.sampled_from([1, 2, 4]),
+    "an integer": st.integers(-2, 5),
+    "an integer from 1 on": st.integers(-2, 5),
+    "an integer or null": st.none() | st.integers(-2, 5),
+    "true, false or an integer": st.booleans() | st.sampled_from([1, 2, 4]),
     "a string or null": st.none() | st.text(max_size=5),
     "a number of seconds, or null": st.none() | st.floats(0.1, 100) | st.integers(1, 100),
     "any value": st.none() | st.booleans(),

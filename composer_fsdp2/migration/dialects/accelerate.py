@@ -65,7 +65,7 @@ def _replicas(mesh: MeshSpec) -> int:
 
 
 def degrees_of(run: RunConfig) -> dict[str, int]:
-    """Of ``parallelism_config``; without it, accelerate shards over all ranks."""
+    """The sizes in ``parallelism_config``; without it, accelerate shards over all ranks."""
     mesh, ranks, others = run.config.mesh, run.num_ranks, _other_axes(run)
     replicate, shard = _replicas(mesh), mesh.shard_degree
     if ranks and (replicate == -1) != (shard == -1) and not mesh.is_grouped and mesh.has_replicas:

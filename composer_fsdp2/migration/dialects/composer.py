@@ -357,7 +357,7 @@ _LACKS: tuple[Lack, ...] = (
         hint="in a script, mixed_precision can be torch's MixedPrecisionPolicy(output_dtype=...)"),
     Lack(asked="sync_module_states", when=lambda run: run.config.sync_module_states is None, outcome=_APPROXIMATE,
         target="sync_module_states", reason="without the key no values are sent; true sends rank 0's always",
-        hint="say true if the model is created on rank 0 only"),
+        hint="set it to true if the model is created on rank 0 only"),
     Lack(asked="ignored_modules", outcome=_NEEDS_DECISION, target="ignored_modules",
         reason="a file cannot name modules", hint="set fsdp_config['ignored_modules'] in the script"),
     *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason="composer_fsdp2 shards data parallel runs; it has "

@@ -281,12 +281,12 @@ _BOOL_TEXT = "true or false"
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _POLICY_TEXT = "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"
 _CLASSES_TEXT = "names of classes"
-_COUNT_TEXT = "a whole number, written in full (1e8 is a string to YAML 1.1 and a float to others)"
+_COUNT_TEXT = "an integer, written in full (1e8 is a string to YAML 1.1 and a float to others)"
 _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _PREFETCH_TEXT = "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"
 _STATE_DICT_TEXT = "FULL_STATE_DICT or SHARDED_STATE_DICT"
 _PRECISION_TEXT = "'no', fp16, bf16 or fp8"
-_DEGREE_TEXT = "a whole number above 0"
+_DEGREE_TEXT = "an integer above 0"
 _VERSION_TEXT = "1 or 2"
 _SWITCH = (True, False)
 
@@ -296,7 +296,7 @@ _STRATEGY = Takes(_STRATEGY_TEXT, _parse_strategy, _STRATEGIES)
 _RESHARD = Takes("true or false (under FSDP1 a strategy)", _parse_reshard, _SWITCH)
 _BOOL = Takes(_BOOL_TEXT, _parse_bool, _SWITCH)
 _FLAG = Takes(_FLAG_TEXT, _parse_flag, _SWITCH)
-_TRUTH = Takes("true or false; a Trainer takes any text for true", _parse_truth, _SWITCH)
+_TRUTH = Takes("true or false; a Trainer treats any text as true", _parse_truth, _SWITCH)
 _SWITCHES = (_BOOL, _FLAG, _TRUTH)
 _POLICY = Takes(_POLICY_TEXT, _parse_policy, _POLICIES)
 _CLASSES = Takes(_CLASSES_TEXT, _parse_classes)
@@ -328,7 +328,7 @@ def _words_fate(finding: Finding, held: Held) -> Finding:
             finding,
             outcome=Outcome.APPROXIMATE,
             reason="without auto_wrap early releases of transformers 5 wrap nothing, later ones each layer",
-            hint="say auto_wrap_policy in fsdp_config",
+            hint="set auto_wrap_policy in fsdp_config",
         )
     return finding
 
@@ -388,7 +388,7 @@ def _wrap_fate(finding: Finding, held: Held) -> Finding:
     if policy == needed:
         return finding
     if is_size and finding.value == 0:
-        return idle(finding, "0 asks for nothing")
+        return idle(finding, "0 has no effect")
     if held.key_of("auto_wrap_policy") is not None:
         return idle(finding, f"not read under {policy}")
     way = "auto_wrap in fsdp" if held.reader.is_trainer else f"fsdp_auto_wrap_policy: {needed}"
@@ -436,7 +436,7 @@ def _text_fate(finding: Finding, held: Held) -> Finding:
         finding,
         outcome=Outcome.NEEDS_DECISION,
         target="",
-        reason="transformers takes any text for true, so that this was on",
+        reason="transformers treats any text as true, so that this was on",
         hint="as trained: true; as written: false, without quotes",
     )
 
@@ -493,7 +493,7 @@ def _loading_fate(finding: Finding, held: Held) -> Finding:
 
 
 def _degree_fate(finding: Finding, held: Held) -> Finding:
-    return idle(finding, "1 asks for nothing") if finding.value == 1 else finding
+    return idle(finding, "1 has no effect") if finding.value == 1 else finding
 
 
 def _off(finding: Finding) -> Finding:
@@ -738,7 +738,7 @@ def _nested_key(key: str, name: str, value: Any, group: str, reader: Reader) -> 
 
 
 def _last_of_each(given: list[GivenKey]) -> tuple[GivenKey, ...]:
-    """With and without its prefix a key is the same to most readers, and the last one holds."""
+    """Most readers take a key with and without its prefix as the same, and the last one holds."""
     last = {(each.row.name, each.key in _OLD_SIBLINGS): each.key for each in given if each.row and each.is_read}
     return tuple(
         each
@@ -920,7 +920,7 @@ def _contradictions(held: Held) -> None:
 def _refuses_to_load(held: Held) -> bool:
     """Whether the system stops at values that rank 0 alone loads and keeps.
 
-    A Trainer compares words. accelerate's launcher takes any text for true, and does so for FSDP2 as well, of which
+    A Trainer compares words. accelerate's launcher treats any text as true, and does so for FSDP2 as well, of which
     only one of the two is read there.
     """
     if held.reader is Reader.TRAINER_FSDP2:
@@ -935,7 +935,7 @@ def _refuses_to_load(held: Held) -> bool:
 
 
 def _sync_keys(held: Held) -> list[str]:
-    """Those that are looked at, read or not."""
+    """The keys that are looked at, read or not."""
     if held.reader is Reader.ACCELERATE_FSDP2:
         return [each.key for each in held.given if each.row is _SYNC_ROW]
     return held.keys_of("sync_module_states")
@@ -1397,7 +1397,7 @@ class HuggingFaceDialect(Dialect):
         return _rewrite_accelerate(section, held, reading.run)
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
-        """With what Hugging Face's FSDP2 has no word for, or does otherwise than its FSDP1."""
+        """The reading's, and what Hugging Face's FSDP2 has no word for or does otherwise than its FSDP1."""
         run, held = reading.run, reading.details
         is_later_trainers = held.reader is Reader.TRAINER_FSDP2
         if run is None or is_later_trainers:

@@ -183,7 +183,7 @@ def _offload(finding: Finding, worker: Worker) -> Finding:
             finding,
             outcome=Outcome.NEEDS_DECISION,
             target="",
-            reason="ROLL takes any text for true, so this run was offloaded",
+            reason="ROLL treats any text as true, so this run was offloaded",
             hint="as trained: true; as written: false",
         )
     if not value:
@@ -485,7 +485,7 @@ def _divisors(number: int) -> str:
 
 
 def _finding(worker: Worker, row: Row) -> Finding:
-    """Of a key with a value that it takes, given or not."""
+    """The finding of a key with a value that it takes, given or not."""
     value = worker[row.name]
     if not worker.is_training and row.name in _FOR_GRADIENTS:
         return idle(row.usual(row.name, value), _NO_GRADIENTS)

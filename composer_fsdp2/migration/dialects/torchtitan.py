@@ -111,9 +111,9 @@ def _async_mode(finding: Finding, file: File) -> Finding:
 # The table
 
 _NUMBER = takes_if("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
-_SHARD = takes_if("a whole number from 1 on, or -1 for the rest", lambda value: value == -1 or POSITIVE_INT.fits(value))
+_SHARD = takes_if("an integer from 1 on, or -1 for the rest", lambda value: value == -1 or POSITIVE_INT.fits(value))
 _SELECTIVE = takes_if(
-    "'op', or a whole number from 1 on as a string",
+    "'op', or an integer from 1 on as a string",
     lambda value: isinstance(value, str) and (value == "op" or (value.isdecimal() and int(value) > 0)),
 )
 _ONE_MESH = "composer_fsdp2 shards over the data-parallel ranks only"

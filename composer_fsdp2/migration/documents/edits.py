@@ -58,7 +58,7 @@ class Document(Protocol):
         """The line of the key at ``path``, from 1. Raises KeyError: there is none."""
 
     def duplicate(self, path: Path) -> str:
-        """Where a key stands twice in the mapping at ``path``, as a message; "" if none does."""
+        """A message about a key that stands twice in the mapping at ``path``; "" if none does."""
 
     def edit_mapping(
         self,

@@ -194,7 +194,7 @@ class _Scanner:
         return end
 
     def _value(self, start: int, path: Path) -> int:
-        """Behind a value's last character."""
+        """The position behind a value's last character."""
         opening = self.text[start]
         if opening in "[{":
             return self._collection(start, path)
@@ -284,7 +284,7 @@ def _replacement(text: str, entry: _Written, lines: Sequence[str], newline: str)
 
 
 def _insertion(document: "TomlDocument", path: Path, last: _Written | None, added: Sequence[str], newline: str) -> Edit:
-    """Behind the last entry, or the header, or at the file's beginning."""
+    """The position behind the last entry, or the header, or at the file's beginning."""
     text = document.text
     if last is not None:
         position, indent = _line_end(text, last.end), _indent(text, last.start)
@@ -304,7 +304,7 @@ def _new_table(document: "TomlDocument", path: Path, added: Sequence[str], newli
 
 
 def _line_end(text: str, position: int) -> int:
-    """Of the line at ``position``, before its end."""
+    """The end of the line at ``position``."""
     end = text.find("\n", position)
     end = len(text) if end < 0 else end
     return end - 1 if end > position and text[end - 1] == "\r" else end

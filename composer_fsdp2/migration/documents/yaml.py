@@ -197,7 +197,7 @@ def _entries(text: str, node: MappingNode) -> Iterator[_Written]:
 
 
 def _end(text: str, key: Node, value: Node) -> int:
-    """Behind the last character of a value."""
+    """The position behind the last character of a value."""
     if value.start_mark.index < key.end_mark.index:  # an alias: the node is where its anchor is
         alias = re.compile(r"\s*:\s*\*[^\s,\]}]+").match(text, key.end_mark.index)
         if alias is not None:
@@ -226,7 +226,7 @@ def _end_of(text: str, start: int, value: Any) -> int:
 
 
 def _end_of_empty(text: str, start: int) -> int:
-    """Behind the colon, or behind an anchor or tag that stands for nothing."""
+    """The position behind the colon, or behind an anchor or tag that stands for nothing."""
     colon = text.find(":", start)
     decorated = re.compile(r"(?:[ \t]+[&!][^\s,\]}]*)*").match(text, colon + 1)
     return colon + 1 if decorated is None else decorated.end()
@@ -310,7 +310,7 @@ def _pieces(
 
 
 def _comments(document: YamlText, start: int, end: int) -> Iterator[tuple[int, str]]:
-    """Where comments begin between two places, each with its text."""
+    """The positions at which comments begin between two places, each with its text."""
     scalars = [first for first, _ in document.scalars]
     for comment in re.compile(r"(?:(?<=\s)|^)#[^\n]*", re.MULTILINE).finditer(document.text, start, end):
         before = bisect.bisect_right(scalars, comment.start()) - 1

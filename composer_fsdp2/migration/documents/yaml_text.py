@@ -110,7 +110,7 @@ class YamlText:
         return int(node.start_mark.line) + 1
 
     def duplicate(self, path: Path) -> str:
-        """Where a key stands twice in the mapping at ``path``, as a message; "" if none does."""
+        """A message about a key that stands twice in the mapping at ``path``; "" if none does."""
         seen: dict[Any, int] = {}
         node = self.node(path)
         for name, _ in node.value if is_mapping(node) else ():
@@ -128,13 +128,13 @@ class YamlText:
 
     @functools.cached_property
     def scalars(self) -> list[tuple[int, int]]:
-        """Where scalars stand; a ``#`` in one begins no comment."""
+        """The spans of scalars; a ``#`` in one begins no comment."""
         nodes = {id(node): node for node in self._nodes(self.root) if isinstance(node, ScalarNode)}
         return sorted((node.start_mark.index, node.end_mark.index) for node in nodes.values())
 
     @functools.cached_property
     def indent(self) -> int:
-        """By how much this file indents a mapping in a mapping."""
+        """The number of spaces by which this file indents a mapping in a mapping."""
         for _, value in self.root.value:
             if is_mapping(value) and not value.flow_style and value.value:
                 return int(value.value[0][0].start_mark.column) or 2
