@@ -32,7 +32,7 @@ from torch import nn
 from variants import missing
 
 from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
-from composer_fsdp2._torch import own_part
+from composer_fsdp2._torch import local_tensor
 
 NUM_RANKS = 8
 LAYERS = (32, 80)
@@ -122,7 +122,7 @@ def _models(layers: int) -> tuple[nn.Module, nn.Module]:
     shape = Shape(width=16, layers=layers, heads=2, vocabulary=32, sequence=8, batch=1)
     sharded, plain = Model(shape), Model(shape)
     prepare_fully_shard(sharded, None, {}, "fp32", torch.device("cpu"))
-    parts = {name: own_part(parameter.detach()) for name, parameter in sharded.named_parameters()}
+    parts = {name: local_tensor(parameter.detach()) for name, parameter in sharded.named_parameters()}
     for name, part in parts.items():
         path, _, own = name.rpartition(".")
         setattr(plain.get_submodule(path), own, nn.Parameter(part.clone()))
@@ -131,7 +131,7 @@ def _models(layers: int) -> tuple[nn.Module, nn.Module]:
         parameter.grad = torch.empty_like(parameter)
     for parameter in (*sharded.parameters(), *plain.parameters()):
         assert parameter.grad is not None
-        own_part(parameter.grad).fill_(1e-3)
+        local_tensor(parameter.grad).fill_(1e-3)
     return sharded, plain
 
 
@@ -190,7 +190,7 @@ def _revision(folder: str) -> Revision:
             from composer_fsdp2.compat import monitors
             from composer_fsdp2.sharding import agree
         except ImportError:  # a commit before the seams became decorated functions
-            agree = importlib.import_module("composer_fsdp2.agree")
+            agree = importlib.import_module("composer_fsdp2.agreement")
             monitors = importlib.import_module("composer_fsdp2.compat.monitoring")
             batch_end = vars(monitors)["replacement_for_monitor_batch_end"](OptimizerMonitor.batch_end)
         else:

@@ -6,14 +6,18 @@ below it) raised in the same place; ``tests/composer/test_error_types.py`` compa
 
 
 class ComposerFSDP2Error(Exception):
-    """Every error that this package raises on purpose; raised on all ranks, before anything is changed."""
+    """Base class of all errors that this package raises.
+
+    Configuration, plan and load errors are raised on all ranks before anything is changed, unless the message says
+    otherwise.
+    """
 
 
 class ConfigError(ComposerFSDP2Error, ValueError):
     """A setting is unknown, of the wrong type, or contradicts another; FSDP1 raised ValueError here too.
 
     Args:
-        keys: Of the settings, where they are known.
+        keys: The keys of the settings, where they are known.
     """
 
     def __init__(self, message: str = "", *, keys: tuple[str, ...] = ()) -> None:
@@ -22,13 +26,13 @@ class ConfigError(ComposerFSDP2Error, ValueError):
 
 
 class UnknownKeyError(ConfigError, KeyError):
-    """A key that nobody knows, in the dict that a wrap function gave; Composer's FSDP2 raised KeyError."""
+    """An unknown key in the dict that a wrap function returned; Composer's FSDP2 raised KeyError."""
 
     __str__ = Exception.__str__  # KeyError's would put the message in quotes
 
 
 class GroupSizeError(ConfigError, RuntimeError):
-    """The world size is not a multiple of a process group's."""
+    """The world size is not a multiple of a process group's size."""
 
 
 class UnsupportedError(ConfigError, NotImplementedError):
@@ -48,7 +52,7 @@ class CheckpointError(ComposerFSDP2Error, ValueError, RuntimeError):
 
 
 class RanksDivergedError(ComposerFSDP2Error, RuntimeError):
-    """Ranks stand before different collectives, or one did not come; names where each of them stands.
+    """Ranks are at different collectives, or one did not arrive; names where each of them is.
 
     A RuntimeError, as what torch raises when a collective times out.
     """
@@ -59,4 +63,4 @@ class ControlGroupError(ComposerFSDP2Error, RuntimeError):
 
 
 class IncompatibleVersionError(ComposerFSDP2Error, ImportError):
-    """An installed package is of a version that this one was not written for."""
+    """An installed package has a version that is not supported."""

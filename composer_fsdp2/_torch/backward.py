@@ -1,4 +1,4 @@
-"""What ``fully_shard`` leaves undone where the backward of a unit, or the whole backward, ends."""
+"""What ``fully_shard`` leaves undone where the backward of a unit, or of the model, ends."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ def average_after_backward(
 
 
 class _FinishThenAverage:
-    """In place of the bound method, on one state."""
+    """Takes the place of the bound method on one state, and averages replicated gradients after it."""
 
     def __init__(self, state: Any, replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]]) -> None:
         self.state = state
@@ -55,7 +55,7 @@ def _reduces_gradients(states: Sequence[Any]) -> bool:
 
 
 def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
-    """In place, in one buffer. A gradient missing here counts as zero, and stays missing if no rank has it."""
+    """Average gradients in place, in one buffer. A missing one counts as zero, and stays missing if no rank has it."""
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters}, torch.float32)
     gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
     is_there = torch.ones(len(parameters), dtype=dtype, device=parameters[0].device)  # a list would be copied there
@@ -75,7 +75,7 @@ def _average_gradients(parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> 
 
 
 def repair_unit_backward(module: FSDPModule) -> None:
-    """What ``fully_shard`` leaves undone where the backward of one unit ends.
+    """Have ``module`` do, where its backward ends, what ``fully_shard`` leaves undone.
 
     Parameters that the backward did not reach get gradients of zero, once any of the unit has one, in this microbatch
     or, where their reduction over replicas was put off, in one before. FSDP1's flat parameter had one gradient for all.
@@ -84,9 +84,9 @@ def repair_unit_backward(module: FSDPModule) -> None:
     run would keep what was put off until then to itself. torch 2.13 has a switch for it, off by default, that fills
     units without any gradient as well, on which FSDP1 left the optimizer nothing to decay.
 
-    And the unit is no longer in its backward. Left so until the whole backward ends, a recomputation that runs the unit
-    once more (it lies inside a checkpointed module that runs twice) would neither gather (2.7 raises) nor reduce its
-    parameters (2.13 loses a gradient, without an error).
+    And the unit is no longer in its backward. Left so until the model's backward ends, a recomputation that runs the
+    unit once more (it lies inside a checkpointed module that runs twice) would neither gather (2.7 raises) nor reduce
+    its parameters (2.13 loses a gradient, without an error).
 
     On a GPU with gradients offloaded, torch 2.7 waits for the wrong copies, or for none: the gradients that the
     optimizer, or a hook, reads in the host's memory may be those of the batch before, without an error. With replicas
@@ -99,7 +99,7 @@ def repair_unit_backward(module: FSDPModule) -> None:
 
 
 class _EndUnitBackward:
-    """In place of the bound method, on one group; torch calls it wherever a unit's backward ends."""
+    """Takes the place of the bound method on one group, which torch calls wherever a unit's backward ends."""
 
     def __init__(self, group: Any, state: Any) -> None:
         self.group = group
@@ -117,7 +117,7 @@ class _EndUnitBackward:
             for parameter in missing:
                 unsharded = parameter._unsharded_param
                 unsharded.grad = torch.zeros_like(unsharded)
-        is_offloaded = bool(parameters) and parameters[0].offload_to_cpu  # a policy is the whole unit's
+        is_offloaded = bool(parameters) and parameters[0].offload_to_cpu  # a policy is all of the unit's
         with _copied_before_hooks(parameters) if is_offloaded else contextlib.nullcontext():
             type(self.group).post_backward(self.group, *unused)
         if is_offloaded:

@@ -78,18 +78,18 @@ def watch_collectives(
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Of our own within a unit's work, watched like the unit's."""
+    """All-reduce ``tensor``, announced to the watches like a unit's own collective."""
     _launching.dist.all_reduce(tensor, group=group)
 
 
 def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """``dist.all_gather_into_tensor``, by the name that torch 2.13 gives it; it deprecates this one."""
+    """``dist.all_gather_into_tensor``, which torch 2.13 renames to this, deprecating the old name."""
     launch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     launch(output, part, group)
 
 
 def reduce_scatter_single(part: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """``dist.reduce_scatter_tensor``, of sums, the same."""
+    """``dist.reduce_scatter_tensor`` with sums, which torch 2.13 renames to this."""
     launch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     launch(part, full, group=group)
 

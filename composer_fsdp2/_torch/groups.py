@@ -20,7 +20,7 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def process_groups_of(unit: FSDPModule) -> list[dist.ProcessGroup]:
-    """Those that a unit's gradients and parameters travel in, the one of its shards first."""
+    """The process groups of a unit's collectives, the shard group first."""
     names = ("shard_process_group", "replicate_process_group")
     infos = [group.mesh_info for group in groups_of(state_of(unit))]
     found = [getattr(info, name, None) for info in infos for name in names]
@@ -44,13 +44,13 @@ def new_gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGrou
 
 
 def has_gradient(parameter: Any) -> bool:
-    """Whether a gradient waits to be reduced; of microbatches that were not, torch < 2.15 keeps one apart."""
+    """Whether there is an unreduced gradient; that of earlier microbatches torch < 2.15 keeps in an own attribute."""
     accumulated = getattr(parameter, _ACCUMULATED, None)
     return accumulated is not None or parameter._unsharded_param.grad is not None
 
 
 def drop_gradient(parameter: Any) -> None:
-    """What waits to be reduced."""
+    """Discard the unreduced gradient."""
     if _ACCUMULATED in vars(parameter):  # from torch 2.15 on a property, of the gradient below
         setattr(parameter, _ACCUMULATED, None)
     if hasattr(parameter, "_unsharded_param"):

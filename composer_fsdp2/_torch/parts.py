@@ -10,21 +10,21 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which is not part of any graph; a plain tensor as it is."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, which is not part of any graph; a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def with_part(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor like ``tensor``, a DTensor or not, of which this rank has ``part``, on whatever device it lies.
+def with_local_tensor(tensor: Tensor, part: Tensor) -> Tensor:
+    """A tensor like ``tensor``, a DTensor or not, with the local tensor ``part``, on whatever device that lies.
 
     ``DTensor.from_local`` would bring it to the mesh's.
     """
     return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part
 
 
-def own_parts(first: Tensor, *others: Tensor) -> Sequence[Tensor] | None:
-    """This rank's parts of tensors that lie alike, so that what is elementwise can be done on them; else None.
+def local_tensors(first: Tensor, *others: Tensor) -> Sequence[Tensor] | None:
+    """The local tensors of tensors that lie alike, so that elementwise operations can run on them; else None.
 
     In a step this is called for each parameter, so it is short: DTensor's own methods are dispatched in Python.
     """
@@ -46,7 +46,7 @@ def _lie_alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
 
 
 def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """What one fused operation can take, by device and dtype, in the tensors' order."""
+    """The tensors by device and dtype, each list for one fused operation, in the tensors' order."""
     if not tensors:
         return {}
     lists: list[list[Tensor | None]] = [list(tensors)]
@@ -55,12 +55,12 @@ def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], lis
 
 
 def norm_of_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
-    """Scalars of ``dtype``, from a few kernels for all; the tensors have one device and dtype, and none is empty."""
+    """The norm of each tensor, as a scalar of ``dtype``; the tensors have one device and dtype, and none is empty."""
     return list(torch._foreach_norm(tensors, order, dtype))
 
 
 def multiply_each_(tensors: list[Tensor], factor: Tensor) -> None:
-    """In place; ``factor`` is a scalar of the tensors' device and dtype."""
+    """Multiply the tensors in place by ``factor``, a scalar of their device and dtype."""
     torch._foreach_mul_(tensors, factor)
 
 

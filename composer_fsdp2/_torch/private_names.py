@@ -49,8 +49,9 @@ def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which box of the full tensor this rank holds: (sizes, offsets), in elements."""
-    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    """Which box of the full tensor this rank holds: (offsets, sizes), in elements."""
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tuple(sizes)
 
 
 def pending_reduction(placement: Any) -> tuple[str, float] | None:
@@ -78,7 +79,7 @@ def storage_class(dtype: torch.dtype) -> tuple[type, bool]:
 
 
 def storage_info(file_name: str, offset: int, num_bytes: int) -> Any:
-    """Where an entry of a checkpoint folder lies, as its ``.metadata`` says it."""
+    """The location of an entry in a checkpoint folder, in the form of its ``.metadata``."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # slow to import, and only for writing
 
     return _StorageInfo(file_name, offset, num_bytes)
@@ -90,7 +91,7 @@ def default_store() -> Any:
     return c10d.PrefixStore("composer_fsdp2", c10d._get_default_store())
 
 
-def loads_by_users_code(optimizer: torch.optim.Optimizer) -> bool:
+def has_custom_load_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer.load_state_dict`` runs other code than torch's: overridden, or with hooks."""
     cls, base = type(optimizer), torch.optim.Optimizer
     is_overridden = "load_state_dict" in vars(optimizer) or cls.load_state_dict is not base.load_state_dict

@@ -10,10 +10,10 @@ from composer_fsdp2._torch.groups import drop_gradient, groups_of, state_of
 
 
 def reset_after_error(unit: FSDPModule) -> None:
-    """Put what a forward began with, and all units below it, into the state that they have between steps.
+    """Return the root of an interrupted forward or backward, and all units below it, to their state between steps.
 
     Drops unfinished gradients, and waits for the device and for collectives that are on their way. ``.grad`` of the
-    sharded parameters is the optimizer's to clear. Of a unit that no forward began with nothing is changed. torch 2.13
+    sharded parameters is the optimizer's to clear. A unit that is no root is left unchanged. torch 2.13
     has ``reset_iter_state`` for it (without the gradients of microbatches that were not communicated).
     """
     root, state = unit, state_of(unit)

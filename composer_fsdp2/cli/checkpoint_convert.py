@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import typer
 
-from composer_fsdp2.cli.checkpoint import checkpoint
+from composer_fsdp2.cli.checkpoint import TRUST_HELP, checkpoint
 from composer_fsdp2.cli.models import MODEL_HELP, model_from
 
+_FILES_HELP = "Number of files to split the tensors into; by default each stays below 5 GB."
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -25,22 +26,22 @@ def convert(
     to: str = typer.Option(..., "--to", metavar="LAYOUT", help="monolithic, dcp or safetensors."),
     optimizer: bool = typer.Option(True, "--optimizer/--no-optimizer", help="Keep the optimizer's state."),
     dtype: str = typer.Option(None, "--dtype", help="Cast the weights: bf16, fp16, fp32, or torch's name."),
-    files: int = typer.Option(None, "--files", min=1, help="Split over so many files; else each stays below 5 GB."),
+    files: int = typer.Option(None, "--files", min=1, help=_FILES_HELP),
     include: list[str] = typer.Option(None, "--include", metavar="PATTERN", help="Only weights like model.blocks.*"),
     model: str = typer.Option(
         None,
         "--model",
         metavar="FUNCTION",
-        help=f"For files without names. {MODEL_HELP}",
+        help=f"Needed for flat parameters, which have no names. {MODEL_HELP}",
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be written, and change nothing."),
-    trust: bool = typer.Option(False, "--trust", help="Let pickles run what they name. Only if you know who wrote it."),
+    trust: bool = typer.Option(False, "--trust", help=TRUST_HELP),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
 ) -> None:
     """Write a checkpoint in another layout: monolithic (one .pt), dcp (a sharded folder) or safetensors.
 
-    Needs memory for a few megabytes, whatever the size. Killed, it goes on when it is called again. With several
-    processes, on a shared file system: torchrun --nproc-per-node 8 -m composer_fsdp2 checkpoint convert ...
+    Needs a few megabytes of memory, whatever the size, and resumes if it was killed. With several processes, on a
+    shared file system: torchrun --nproc-per-node 8 -m composer_fsdp2 checkpoint convert ...
 
     Exit code: 1 if it could not be converted, 2 if there is no checkpoint or an option is wrong.
     """
@@ -94,7 +95,7 @@ def _dtype(name: str | None) -> Any:
 
 
 def _join_ranks() -> None:
-    """Under torchrun: a process group."""
+    """Make a process group, under torchrun."""
     import torch.distributed as dist
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

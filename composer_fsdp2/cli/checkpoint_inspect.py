@@ -7,7 +7,7 @@ from functools import partial
 
 import typer
 
-from composer_fsdp2.cli.checkpoint import checkpoint
+from composer_fsdp2.cli.checkpoint import TRUST_HELP, checkpoint
 from composer_fsdp2.cli.models import MODEL_HELP, model_from
 
 _SHOWN_TENSORS = 20
@@ -19,8 +19,10 @@ def inspect(
     path: str = typer.Argument(metavar="PATH", help="A file, a folder, a link to one, or a run folder (its newest)."),
     tensors: bool = typer.Option(False, "--tensors", help=f"List all tensors, not the first {_SHOWN_TENSORS}."),
     as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
-    model: str = typer.Option(None, "--model", metavar="FUNCTION", help=f"Say whether it loads there. {MODEL_HELP}"),
-    trust: bool = typer.Option(False, "--trust", help="Let pickles run what they name. Only if you know who wrote it."),
+    model: str = typer.Option(
+        None, "--model", metavar="FUNCTION", help=f"Report whether the weights load into this model. {MODEL_HELP}"
+    ),
+    trust: bool = typer.Option(False, "--trust", help=TRUST_HELP),
 ) -> None:
     """Tell what a checkpoint holds and who wrote it, without reading its tensors or running its pickles.
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import typer
 
-from composer_fsdp2.cli.checkpoint import checkpoint
+from composer_fsdp2.cli.checkpoint import TRUST_HELP, checkpoint
 
 
 @checkpoint.command()
@@ -22,7 +22,7 @@ def verify(
     rtol: float = typer.Option(0.0, "--rtol", min=0.0, help="Relative tolerance of --against."),
     atol: float = typer.Option(0.0, "--atol", min=0.0, help="Absolute tolerance of --against."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
-    trust: bool = typer.Option(False, "--trust", help="Let pickles run what they name. Only if you know who wrote it."),
+    trust: bool = typer.Option(False, "--trust", help=TRUST_HELP),
 ) -> None:
     """Check a checkpoint's structure, and its content by the CRC32s that torch wrote.
 

@@ -15,6 +15,8 @@ from composer_fsdp2.migration import explain as explaining
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.explain import Explanation
 
+_NAMES = " or ".join(", ".join(DIALECTS).rsplit(", ", 1))
+
 
 def explain(
     context: typer.Context,
@@ -22,7 +24,7 @@ def explain(
         None, metavar="KEY", help="As it stands in a file: KEY, PATH.KEY, or KEY=VALUE for what becomes of a value."
     ),
     everything: bool = typer.Option(False, "--all", help="Every key of every dialect."),
-    dialect: str = typer.Option(None, "--dialect", help="Of this one only: composer, huggingface, roll, torchtitan."),
+    dialect: str = typer.Option(None, "--dialect", help=f"Only this dialect: {_NAMES}."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Print what a key of a configuration did under FSDP1, and what it is under FSDP2.
@@ -30,7 +32,7 @@ def explain(
     Exit code: 0, or 2 if no dialect knows the key.
     """
     if (key is None) != everything:
-        raise typer.BadParameter("say a KEY, or --all")
+        raise typer.BadParameter("give a KEY, or --all")
     context.obj.append(partial(_explain, key, dialect, as_json=as_json))
 
 

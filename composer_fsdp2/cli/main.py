@@ -22,7 +22,8 @@ from composer_fsdp2.errors import IncompatibleVersionError
 
 app = typer.Typer(
     name="composer-fsdp2",
-    help="Run Composer and LLM Foundry training that was written for FSDP1 on FSDP2.",
+    help="Run training written for FSDP1 on FSDP2; migrate its configurations; inspect, convert and verify its "
+    "checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -34,7 +34,7 @@ class Show(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of one run of the verb."""
+    """The options of one run of the verb."""
 
     to: str
     dialect: str | None
@@ -50,10 +50,12 @@ class Options:
 def migrate(
     context: typer.Context,
     paths: list[Path] = typer.Argument(metavar="FILE|DIR ...", help="YAML files, or folders of them."),
-    to: To = typer.Option("composer", "--to", help="Whose words for FSDP2 to write."),
-    dialect: Dialect = typer.Option(None, "--dialect", help="Whose configuration it is; found out if not given."),
+    to: To = typer.Option("composer", "--to", help="The system whose FSDP2 configuration to write."),
+    dialect: Dialect = typer.Option(
+        None, "--dialect", help="The system that the configuration is for; detected if not given."
+    ),
     at: str = typer.Option(None, "--at", metavar="PATH", help="Where the section is, as in trainer.fsdp_config."),
-    write: bool = typer.Option(False, "--write", help="Change the files in place; FILE.bak is what was there."),
+    write: bool = typer.Option(False, "--write", help="Change the files in place; the original is kept as FILE.bak."),
     output: Path = typer.Option(None, "-o", "--output", metavar="PATH", help="Write to this file or folder."),
     diff: bool = typer.Option(False, "--diff", help="Print what would change."),
     check: bool = typer.Option(False, "--check", help="Print the report, and change nothing."),
@@ -77,7 +79,7 @@ def migrate(
         )
     show = Show.DIFF if diff else Show.JSON if as_json else Show.REPORT if check or write or output else Show.TEXT
     if show is Show.TEXT and (len(paths) > 1 or paths[0].is_dir()):
-        raise typer.BadParameter("several files: say --write, -o FOLDER, --diff, --check or --json")
+        raise typer.BadParameter("several files need --write, -o FOLDER, --diff, --check or --json")
     options = Options(
         to=to.value,
         dialect=dialect.value if dialect else None,
@@ -126,7 +128,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _show(result: FileResult, options: Options, *, is_one: bool) -> None:
-    """Of one file everything; of several what is left to decide, since --report and --json have the rest."""
+    """Print everything on one file; on several only what is left to decide, since --report and --json have the rest."""
     if result.migration is None:
         if not result.is_skipped:
             print(f"composer-fsdp2: {result.error}", file=sys.stderr)

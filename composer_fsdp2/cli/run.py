@@ -34,7 +34,7 @@ def run(
 
 
 def _run_file(script: str, arguments: list[str]) -> None:
-    """As ``python script arguments``: its own argv, folder on the path, and ``__main__``.
+    """Run a file as ``python script arguments`` does: with its own argv, folder on the path, and ``__main__``.
 
     ``runpy.run_path`` would give another ``__package__`` and ``__file__``, and take ``__main__`` away again before
     what runs at exit.
@@ -52,7 +52,7 @@ def _run_file(script: str, arguments: list[str]) -> None:
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
-    """As ``python -m name arguments``."""
+    """Run a module as ``python -m name arguments`` does."""
     _set_first_on_path(os.getcwd())
     sys.argv = [name, *arguments]
     with fsdp2():
@@ -60,6 +60,6 @@ def _run_module(name: str, arguments: list[str]) -> None:
 
 
 def _set_first_on_path(folder: str) -> None:
-    """In place of what Python put there for the command: the folder of the console script, or where it was called."""
+    """Replace what Python put first for the command: the folder of the console script, or where it was called."""
     if not sys.flags.safe_path:
         sys.path[0] = folder

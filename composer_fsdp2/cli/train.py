@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from composer_fsdp2.compat.llmfoundry import train_from_yaml
+from composer_fsdp2.compat.install import train_from_yaml
 
 
 def train(
