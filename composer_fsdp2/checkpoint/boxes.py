@@ -16,7 +16,7 @@ class Box:
     sizes: Shape
 
     @staticmethod
-    def whole(shape: Shape) -> "Box":
+    def full(shape: Shape) -> "Box":
         """All of a tensor."""
         return Box((0,) * len(shape), tuple(shape))
 
@@ -34,7 +34,7 @@ class Box:
         return Box(low, sizes) if all(size > 0 for size in sizes) else None
 
     def slices(self, origin: Shape) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that begins at ``origin``."""
+        """The slices that select this box in a tensor that begins at ``origin``."""
         return tuple(slice(a - o, a - o + size) for a, o, size in zip(self.offsets, origin, self.sizes, strict=True))
 
     def pieces(self, max_numel: int) -> Iterator["Box"]:

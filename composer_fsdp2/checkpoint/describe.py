@@ -3,7 +3,7 @@
 import datetime
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,21 +16,20 @@ from composer_fsdp2.sharding.dtypes import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class _Section:
     """Some lines of the report under a heading, or without one."""
 
     heading: str
     lines: tuple[str, ...]
 
 
-def as_text(inventory: CheckpointInventory, *, max_tensors: int | None = None, more: Iterable[Section] = ()) -> str:
-    """The report: what it is, its optimizers, what to know, and its tensors, aligned.
+def as_text(inventory: CheckpointInventory, *, max_tensors: int | None = None) -> str:
+    """The report: what it is, its optimizers, notes, and its tensors, aligned.
 
     Args:
         max_tensors: List no more than these; None for all.
-        more: Sections to put before the tensors.
     """
-    sections = [_summary(inventory), *_optimizer_sections(inventory), _remarks(inventory), _fit(inventory), *more]
+    sections = [_summary(inventory), *_optimizer_sections(inventory), _remarks(inventory), _fit(inventory)]
     sections.append(_tensor_section(inventory, max_tensors))
     blocks = ["\n".join([*([s.heading] if s.heading else []), *s.lines]) for s in sections if s.lines]
     return "\n\n".join("\n".join(map(_printable, block.split("\n"))) for block in blocks)
@@ -66,7 +65,7 @@ def as_data(inventory: CheckpointInventory) -> dict[str, Any]:
 # Sections
 
 
-def _summary(inventory: CheckpointInventory) -> Section:
+def _summary(inventory: CheckpointInventory) -> _Section:
     writer = inventory.writer
     model = [record for record in inventory.model.values() if isinstance(record, TensorRecord)]
     dtypes = Counter(dtype_name(record.dtype) for record in model)
@@ -87,7 +86,7 @@ def _summary(inventory: CheckpointInventory) -> Section:
     }
     width = max(map(len, fields)) + 2
     lines = tuple(f"{name + ':':<{width}}{value}" for name, value in fields.items())
-    return Section(str(inventory.path), lines)
+    return _Section(str(inventory.path), lines)
 
 
 def _step(inventory: CheckpointInventory) -> str:
@@ -108,7 +107,7 @@ def _other_parts(inventory: CheckpointInventory) -> list[str]:
     return [part for part in parts if part not in ("model", "optimizers", "timestamp", "metadata")]
 
 
-def _optimizer_sections(inventory: CheckpointInventory) -> list[Section]:
+def _optimizer_sections(inventory: CheckpointInventory) -> list[_Section]:
     sections = []
     for optimizer in inventory.optimizers:
         records = _tensors_of(optimizer)
@@ -123,31 +122,31 @@ def _optimizer_sections(inventory: CheckpointInventory) -> list[Section]:
         for number, group in enumerate(groups or []):
             values = ", ".join(f"{key} {_short(value)}" for key, value in group.items() if _is_set(key, value))
             lines.append(f"group {number}: {len(group.get('params', []))} parameters; {values}")
-        sections.append(Section(f"optimizer {optimizer.name or '(class not stored)'}", tuple(lines)))
+        sections.append(_Section(f"optimizer {optimizer.name or '(class not stored)'}", tuple(lines)))
     return sections
 
 
-def _fit(inventory: CheckpointInventory) -> Section:
+def _fit(inventory: CheckpointInventory) -> _Section:
     if inventory.fit is None:
-        return Section("", ())
-    return Section(
+        return _Section("", ())
+    return _Section(
         f"into the model: {'it fits' if inventory.fit.fits else 'it does not fit'}",
         tuple(inventory.fit.text.split("\n")),
     )
 
 
-def _remarks(inventory: CheckpointInventory) -> Section:
+def _remarks(inventory: CheckpointInventory) -> _Section:
     remarks = list(inventory.remarks)
     if inventory.optimizer_at_root:
         remarks.append("the optimizer lies beside 'state', as torch before 2.3 wrote it")
     if inventory.flat:
         remarks.append("flat parameters, without names and shapes: loading and converting need the model")
     if inventory.compressed:
-        remarks.append("compressed: tensors are not read in place, but unpacked first")
-    return Section("to know" if remarks else "", tuple(f"- {remark}" for remark in remarks))
+        remarks.append("compressed: tensors are not read in place; the file is decompressed first")
+    return _Section("notes" if remarks else "", tuple(f"- {remark}" for remark in remarks))
 
 
-def _tensor_section(inventory: CheckpointInventory, max_tensors: int | None) -> Section:
+def _tensor_section(inventory: CheckpointInventory, max_tensors: int | None) -> _Section:
     records = _all_tensors(inventory)
     shown = records if max_tensors is None else records[:max_tensors]
     rows = [
@@ -167,7 +166,7 @@ def _tensor_section(inventory: CheckpointInventory, max_tensors: int | None) -> 
     ]
     if len(records) > len(shown):
         lines.append(f"... and {len(records) - len(shown)} more (--tensors lists all)")
-    return Section(f"{len(records)} tensors, {human_bytes(sum(record.num_bytes for record in records))}", tuple(lines))
+    return _Section(f"{len(records)} tensors, {human_bytes(sum(record.num_bytes for record in records))}", tuple(lines))
 
 
 def _all_tensors(inventory: CheckpointInventory) -> list[TensorRecord]:
@@ -175,7 +174,7 @@ def _all_tensors(inventory: CheckpointInventory) -> list[TensorRecord]:
 
 
 def _split(record: TensorRecord) -> str:
-    """How it was split: along one dimension, or in boxes."""
+    """How a tensor is split: along one dimension, or in boxes."""
     if len(record.chunks) <= 1:
         return "unsharded"
     split = [dim for dim in range(len(record.shape)) if len({chunk.offsets[dim] for chunk in record.chunks}) > 1]

@@ -23,6 +23,7 @@ from composer_fsdp2.checkpoint.inventory import (
 )
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.checkpoint.trees import EntryPath
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.ties import parameter_uses
 
@@ -47,7 +48,7 @@ _Layout = dict[str, list[_Slice]]  # by the wrapped module's path
 
 
 def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointInventory:
-    """The same checkpoint with the parameters' own names and shapes.
+    """The checkpoint with the parameters' own names and shapes in place of flat parameters.
 
     Args:
         model: The model that was saved; sharded or not, on any device. Parameters are looked up, not read.
@@ -71,7 +72,7 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
             if record.numel != (total := sum(math.prod(part.shape) for part in parts)):
                 raise CheckpointError(_differs(inventory, flat_name, record.numel, total))
             own = [_cut(record, part) for part in parts]
-        else:  # a step count: one for the whole vector
+        else:  # a step count: one for all of the vector
             own = [record] * len(parts)
         for part, part_record in zip(parts, own, strict=True):
             if is_model:
@@ -135,8 +136,9 @@ def _layout(model: nn.Module, units: dict[str, str], inventory: CheckpointInvent
     unknown = [path for path in units if path not in modules]
     if unknown:
         raise CheckpointError(
-            f"{inventory.path}: was saved from flat parameters of {', '.join(map(repr, unknown[:8]))}, which this "
-            f"model has not; its modules are {', '.join(list(modules)[1:8])}, ... Build the model that was saved"
+            f"{inventory.path}: was saved from flat parameters of {and_more(list(map(repr, unknown)), 8)}, which this "
+            f"model does not have; its modules are {and_more(list(modules)[1:], 8) or 'none'}. Build the model that "
+            "was saved"
         )
     nested = {modules[path] for path in units}
     all_names = {use.parameter: tuple(map(canonical, use.names)) for use in parameter_uses(model)}

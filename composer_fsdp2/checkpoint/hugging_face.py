@@ -20,6 +20,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.dtypes import dtype_name
 
 PREFIX = "model."  # the attribute of Composer's wrapper
+_CONFIG = "config.json"
 _BESIDE = (".json", ".txt", ".model", ".jinja")  # of config and tokenizer
 
 # Where models put the matrix that is tied to the embedding; from_pretrained ties it again.
@@ -40,14 +41,13 @@ class HuggingFaceForm:
     left_out: tuple[str, ...]
 
 
-def folder_of(inventory: CheckpointInventory) -> Path | None:
-    """The folder of a Hugging Face model, with its configuration; None for other checkpoints."""
-    folder = inventory.path if inventory.path.is_dir() else inventory.path.parent
-    return folder if inventory.weights_alone and (folder / "config.json").is_file() else None
+def has_config(folder: Path) -> bool:
+    """Whether a folder is that of a Hugging Face model."""
+    return (folder / _CONFIG).is_file()
 
 
 def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None) -> HuggingFaceForm | None:
-    """From ``state.integrations.huggingface``; None where the checkpoint's model is another.
+    """The form that ``state.integrations.huggingface`` describes; None where the checkpoint has no such model.
 
     Args:
         dtype: What the weights are cast to, for the config; None leaves what it says.
@@ -66,7 +66,7 @@ def hugging_face_form(inventory: CheckpointInventory, dtype: torch.dtype | None)
     config = dict(config)
     if not config.get("architectures") and (name := _architecture(entry.get("class"))) is not None:
         config["architectures"] = [name]
-    beside = {"config.json": _as_json(config, dtype)}
+    beside = {_CONFIG: _as_json(config, dtype)}
     left_out = []
     tokenizer = integration.get("tokenizer")
     for name, file in (tokenizer if isinstance(tokenizer, Mapping) else {}).items():
@@ -95,25 +95,22 @@ def _as_json(config: Mapping[str, Any], dtype: torch.dtype | None) -> bytes:
     return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
-def form_of_folder(folder: Path, dtype: torch.dtype | None) -> HuggingFaceForm | None:
-    """From a folder that has its config.json; the files beside the weights are taken as they are.
+def form_of_folder(folder: Path, dtype: torch.dtype | None) -> HuggingFaceForm:
+    """The form of a folder that has its config.json; the files beside the weights are taken as they are.
 
     Args:
         dtype: As in ``hugging_face_form``.
     """
-    file = folder / "config.json"
-    if not file.is_file():
-        return None
     names = [path for path in sorted(folder.iterdir()) if path.suffix in _BESIDE and path.is_file()]
     beside = {path.name: path.read_bytes() for path in names if not path.name.endswith(".safetensors.index.json")}
     try:
-        config = json.loads(beside["config.json"])
+        config = json.loads(beside[_CONFIG])
     except ValueError as error:
-        raise CheckpointError(f"{file}: damaged ({error})") from error
+        raise CheckpointError(f"{folder / _CONFIG}: damaged ({error})") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: holds no configuration")
+        raise CheckpointError(f"{folder / _CONFIG}: holds no configuration")
     if dtype is not None:
-        beside["config.json"] = _as_json(config, dtype)
+        beside[_CONFIG] = _as_json(config, dtype)
     return HuggingFaceForm(config=config, beside=beside, left_out=())
 
 
@@ -129,7 +126,7 @@ def _content(name: Any, file: Any) -> bytes | str:
     file_name = _file_name(name, file)
     if not is_plain(file_name) or "/" in file_name or file_name.startswith("."):
         return "its name leads out of the folder"
-    if file_name == "config.json" or file_name.endswith((".safetensors", ".safetensors.index.json")):
+    if file_name == _CONFIG or file_name.endswith((".safetensors", ".safetensors.index.json")):
         return "it has the name of the model's configuration, of its weights or of their index"
     content, extension = file["content"], file.get("file_extension")
     match extension:

@@ -4,9 +4,12 @@ from pathlib import Path
 
 from torch import nn
 
-from composer_fsdp2.checkpoint.inventory import CheckpointInventory
+from composer_fsdp2.checkpoint.differences import DifferenceKind, names_by
+from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ModelFit
 from composer_fsdp2.checkpoint.locate import find
+from composer_fsdp2.checkpoint.matching import ModelMatching, explained
 from composer_fsdp2.checkpoint.open import inventory_of
+from composer_fsdp2.errors import CheckpointError
 
 
 def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trust: bool = False) -> CheckpointInventory:
@@ -24,8 +27,18 @@ def inspect_checkpoint(path: str | Path, *, model: nn.Module | None = None, trus
         CheckpointError: a checkpoint, but damaged, incomplete, or with more than plain data and not trusted.
     """
     inventory = inventory_of(find(path), trust=trust)
-    if model is None:
-        return inventory
-    from composer_fsdp2.checkpoint.load.load_plan import fit_of  # only who asks for it needs what loading needs
+    return inventory if model is None else inventory.replaced(fit=_fit(inventory, model))
 
-    return inventory.replaced(fit=fit_of(inventory, model))
+
+def _fit(inventory: CheckpointInventory, model: nn.Module) -> ModelFit:
+    try:
+        found = ModelMatching(inventory, model)
+        optimizers = [f"optimizer {each.name}" for each in found.inventory.optimizers]
+    except CheckpointError as error:
+        return ModelFit(fits=False, text=str(error))
+    left_out = [*names_by(DifferenceKind.SURPLUS, found.differences), *optimizers]
+    kept = [*names_by(DifferenceKind.MISSING, found.differences), *found.kept]
+    return ModelFit(
+        fits=not found.differences,
+        text=explained(found.tensors, found.renamed, left_out, kept, found.differences),
+    )

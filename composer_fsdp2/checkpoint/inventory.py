@@ -75,14 +75,14 @@ class NestedArchive:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Bytes in a compressed file: they lie nowhere until it is unpacked."""
+    """Bytes in a compressed file, which have no place until it is decompressed."""
 
     path: Path
 
     def locate(self, chunk: "Chunk", dtype: torch.dtype) -> NoReturn:
         raise CheckpointError(
-            f"{self.path}: compressed, so its tensors cannot be read in place; unpack it first "
-            "(composer_fsdp2.checkpoint.packed.unpacked)"
+            f"{self.path}: compressed, so its tensors cannot be read in place; decompress it, or use "
+            "load_checkpoint or composer-fsdp2 checkpoint convert, which do so"
         )
 
 
@@ -127,13 +127,13 @@ class TensorRecord:
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor, name: str) -> "TensorRecord":
         """A record that is read from memory."""
-        return cls.stored_whole(name, tuple(tensor.shape), tensor.dtype, InMemory(tensor.detach()))
+        return cls.in_one_chunk(name, tuple(tensor.shape), tensor.dtype, InMemory(tensor.detach()))
 
     @classmethod
-    def stored_whole(
+    def in_one_chunk(
         cls, name: str, shape: tuple[int, ...], dtype: torch.dtype, source: "Strided | Packed | InMemory"
     ) -> "TensorRecord":
-        """A tensor that lies in one place."""
+        """A tensor that is stored in one chunk, unsplit."""
         return cls(name=name, shape=shape, dtype=dtype, chunks=(Chunk((0,) * len(shape), shape, source),))
 
     @property
@@ -147,7 +147,7 @@ class TensorRecord:
     @property
     def box(self) -> Box:
         """All of it."""
-        return Box.whole(self.shape)
+        return Box.full(self.shape)
 
     def untiled(self) -> str | None:
         """How the chunks fail to tile the tensor exactly; None if they do."""
@@ -167,7 +167,7 @@ class TensorRecord:
 def of_stored_tensor(stored: StoredTensor, archive: Archive, name: str) -> TensorRecord:
     """A tensor that was saved unsharded."""
     source = Strided(archive.storage(stored.storage.key), stored.dtype, stored.offset, stored.stride)
-    return TensorRecord.stored_whole(name, stored.shape, stored.dtype, source)
+    return TensorRecord.in_one_chunk(name, stored.shape, stored.dtype, source)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,7 +244,10 @@ class CheckpointInventory:
         files: All files that belong to it, with their sizes in bytes.
         remarks: What is missing or odd; the user should know, and nothing fails.
         optimizer_at_root: torch < 2.3 wrote ``optimizers`` beside ``state``.
-        weights_alone: The layout has no place for anything else, so that nothing else is missed.
+        holds_only: Where all lies that the layout has a place for, tensors alone; None where it has one for everything.
+        name_prefix: What Composer's models put before the model's names; '' where these are Composer's.
+        hugging_face: The folder of a Hugging Face model, whose configuration lies beside these weights.
+        metadata_crc32: Of metadata that every save writes anew, where records' own CRC32s are not read with it.
     """
 
     path: Path
@@ -256,7 +259,10 @@ class CheckpointInventory:
     writer: Writer = Writer()
     remarks: tuple[str, ...] = ()
     optimizer_at_root: bool = False
-    weights_alone: bool = False
+    holds_only: EntryPath | None = None
+    name_prefix: str = ""
+    hugging_face: Path | None = None
+    metadata_crc32: int = 0
     fit: "ModelFit | None" = None
 
     @property
@@ -361,6 +367,6 @@ def _is_group(group: Any) -> bool:
     )
 
 
-def walk_tensors(value: Any, path: EntryPath = ()) -> Iterator[tuple[EntryPath, TensorRecord]]:
+def walk_tensors(value: Any) -> Iterator[tuple[EntryPath, TensorRecord]]:
     """Every ``TensorRecord`` in a nested value, with its path."""
-    return ((where, leaf) for where, leaf in leaves(value, path) if isinstance(leaf, TensorRecord))
+    return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, TensorRecord))

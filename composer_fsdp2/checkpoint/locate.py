@@ -1,4 +1,4 @@
-"""From what a user names to the checkpoint that is meant: links, pointer files, ``{rank}``, run folders."""
+"""Find the checkpoint that a user's path means: links, pointer files, ``{rank}``, run folders."""
 
 import os
 import re
@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from composer_fsdp2.checkpoint.layouts import Layout, recognized
 from composer_fsdp2.checkpoint.unrecognized import listing, looks_like
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -100,11 +101,11 @@ def expanded(path: str | Path) -> Path:
         os.fsencode(path)
         found = Path(path).expanduser()
     except UnicodeEncodeError as error:
-        raise NotACheckpointError(f"{str(path)!r}: no path ({error.reason})") from error
+        raise NotACheckpointError(f"{str(path)!r}: not a valid path ({error.reason})") from error
     except RuntimeError:
         found = Path(path)
     if "\0" in str(found):
-        raise NotACheckpointError(f"{str(path)!r}: no path, it holds a NUL")
+        raise NotACheckpointError(f"{str(path)!r}: not a valid path: it contains a NUL")
     return found
 
 
@@ -129,19 +130,19 @@ def _existing(path: Path) -> Path:
 
 
 def _follow(path: Path) -> Path:
-    """Behind links and pointer files, however many."""
+    """The path that links and pointer files lead to, however many there are."""
     seen = set()
     while True:
         try:
             found = path.resolve(strict=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, until Python 3.13
             leads_to = f" -> {os.readlink(path)}" if path.is_symlink() else ""
-            raise NoCheckpointError(f"{path}{leads_to}: a link to nothing, or in a circle ({error})") from error
+            raise NoCheckpointError(f"{path}{leads_to}: a broken or circular link ({error})") from error
         target = _pointed_to(found)
         if target is None:
             return path if not path.is_symlink() else found
         if found in seen:
-            raise NotACheckpointError(f"{path}: pointer files that lead in a circle")
+            raise NotACheckpointError(f"{path}: its pointer files form a cycle")
         seen.add(found)
         path = target
 
@@ -172,7 +173,7 @@ def _pointed_to(file: Path) -> Path | None:
 
 
 def _beside(file: Path, parts: tuple[str, ...]) -> Path | None:
-    """Where a relative path leads from its file's folder, or from a folder above whose name it begins with.
+    """The target of a relative path, from its file's folder or from a folder above whose name it begins with.
 
     Composer writes the object's name from the bucket's root: run/checkpoints/ep0-ba3, in run/checkpoints.
     """
@@ -197,7 +198,7 @@ def _newest(folder: Path) -> Located:
             return Located(path, layout, tuple(f"skipped a newer one: {text}" for text in skipped))
         skipped.append(f"{path.relative_to(folder)}: {reason}")
     if skipped:
-        raise NotACheckpointError(f"{folder}: no complete checkpoint in it; " + "; ".join(skipped[:8]))
+        raise NotACheckpointError(f"{folder}: no complete checkpoint in it; {and_more(skipped, 8, '; ')}")
     return _unnumbered(folder)
 
 

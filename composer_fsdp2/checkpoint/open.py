@@ -47,19 +47,18 @@ class Opened:
 
 
 @contextlib.contextmanager
-def opened_checkpoint(path: str | Path, *, trust: bool = False) -> Iterator[Opened]:
+def opened_checkpoint(path: str | Path | Located, *, trust: bool = False) -> Iterator[Opened]:
     """A checkpoint whose tensors can be read; a compressed one is unpacked, once on each host, for the with block.
 
     Raises:
         CheckpointError: on all ranks; see ``inventory_of``.
     Called on all ranks, or in one process without a group; gathers a word from each.
     """
-    located = together(lambda: find(path))
+    located = together(lambda: path if isinstance(path, Located) else find(path))
     if all(gather(located.layout.reads_in_place)):
         yield Opened(_together_read(located, trust), is_temporary=False)
         return
-    first = ranks_of_host()[0]
-    is_first = first == (dist.get_rank() if dist.is_initialized() else 0)
+    first, is_first = _first_of_host()
     folder = Path(tempfile.mkdtemp(prefix="composer_fsdp2-")) if is_first else None
     try:
         unpacked = together(lambda: _unpacked(located, folder) if folder else None)
@@ -69,6 +68,25 @@ def opened_checkpoint(path: str | Path, *, trust: bool = False) -> Iterator[Open
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_together(located: Located, *, trust: bool = False) -> CheckpointInventory:
+    """The inventory on all ranks; a compressed file is unpacked for that by one rank of each host.
+
+    Raises:
+        CheckpointError: on all ranks; see ``inventory_of``.
+    Called on all ranks, or in one process without a group; gathers the inventory of a compressed file.
+    """
+    if all(gather(located.layout.reads_in_place)):
+        return _together_read(located, trust)
+    first, is_first = _first_of_host()
+    return gather(together(lambda: inventory_of(located, trust=trust) if is_first else None))[first]
+
+
+def _first_of_host() -> tuple[int, bool]:
+    """The first rank of this host, and whether it is this one."""
+    first = ranks_of_host()[0]
+    return first, first == (dist.get_rank() if dist.is_initialized() else 0)
 
 
 def _unpacked(located: Located, folder: Path) -> Path:
@@ -95,16 +113,16 @@ def together(decide: Callable[[], T], fingerprint: Callable[[T], str] = lambda _
 
 
 # A tensor may be a view that repeats what it is a view of (as the limit for one in ``pickles`` says), and several may
-# be views of the same; but the whole of a checkpoint is hardly more than its files.
+# be views of the same; but all of a checkpoint is hardly more than its files.
 _MAX_REPEATED_BYTES, _MAX_REPEATS = 256 << 20, 8
 
 
 def _refuse_repeats(inventory: CheckpointInventory) -> None:
-    """Raise where tensors would take far more memory than the files have bytes."""
+    """Raise where tensors would take far more memory than the files have bytes; packed ones show once unpacked."""
     num_bytes = sum(record.num_bytes for record in (*inventory.tensors.values(), *inventory.nested.values()))
     most = _MAX_REPEATED_BYTES + _MAX_REPEATS * inventory.num_bytes
-    if num_bytes > most:
+    if num_bytes > most and not inventory.compressed:
         raise CheckpointError(
-            f"{inventory.path}: its tensors, views of the same few bytes, would be {num_bytes} bytes, the files have "
-            f"{inventory.num_bytes}"
+            f"{inventory.path}: its tensors are views of the same bytes and would take {num_bytes} bytes, but the "
+            f"files have {inventory.num_bytes}; refused"
         )

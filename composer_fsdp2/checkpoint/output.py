@@ -27,8 +27,8 @@ class TensorWrite:
     at: int
 
     @classmethod
-    def whole(cls, slot: Slot, at: int) -> "TensorWrite":
-        return cls(slot, Box.whole(slot.shape), at)
+    def full(cls, slot: Slot, at: int) -> "TensorWrite":
+        return cls(slot, Box.full(slot.shape), at)
 
     @property
     def record(self) -> TensorRecord:
@@ -105,5 +105,5 @@ class Output:
 
 
 def num_files_for(num_bytes: int) -> int:
-    """As many as keep each within Hugging Face's limit."""
+    """The number of files that keeps each within Hugging Face's limit."""
     return max(1, -(-num_bytes // _MAX_FILE_BYTES))

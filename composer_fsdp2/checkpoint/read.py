@@ -77,7 +77,7 @@ class Reader:
             self._read_strided(source.blob, first, source.stride, view)
 
     def _locate(self, chunk: Chunk, record: TensorRecord) -> Strided:
-        """Where a chunk's bytes lie; an archive is opened once, however many boxes are read from it."""
+        """The place of a chunk's bytes; an archive is opened once, however many boxes are read from it."""
         assert not isinstance(chunk.source, InMemory)
         if isinstance(chunk.source, Strided):
             return chunk.source
@@ -99,8 +99,8 @@ class Reader:
             if box.overlap(chunk) is not None
         )
 
-    def read_whole(self, record: TensorRecord) -> torch.Tensor:
-        """The tensor."""
+    def read_full(self, record: TensorRecord) -> torch.Tensor:
+        """All of a tensor, in memory."""
         out = torch.empty(record.shape, dtype=record.dtype)
         self.read(record, record.box, out)
         return out
@@ -201,7 +201,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def materialized(value: Any, reader: Reader) -> Any:
     """A nested value with tensors in place of its ``TensorRecord``s."""
-    return mapped(value, lambda part, _: reader.read_whole(part) if isinstance(part, TensorRecord) else part)
+    return mapped(value, lambda part, _: reader.read_full(part) if isinstance(part, TensorRecord) else part)
 
 
 def _is_row_major(stride: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

@@ -55,12 +55,12 @@ def damage_of(blob: Blob, ranges: Iterable[Range]) -> str | None:
         if any(after[0] < before[1] for before, after in itertools.pairwise(found)):
             crc32, unlike = _compared(blob, found)
             if unlike is not None:
-                return f"bytes {unlike[0]} to {unlike[1]} were read with another content than they have now"
+                return f"bytes {unlike[0]} to {unlike[1]} changed after they were read"
         else:
             crc32 = _joined(blob, found)
     except CheckpointError as error:
         return f"cannot be checked: {error}"
-    return None if crc32 == blob.crc32 else f"CRC32 {crc32:08x}, the file says {blob.crc32:08x}"
+    return blob.damage(crc32)
 
 
 def _joined(blob: Blob, ranges: Sequence[Range]) -> int:

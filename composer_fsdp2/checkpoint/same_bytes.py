@@ -36,7 +36,7 @@ def same_content(a: object, b: object) -> bool | None:
     if not _are_alike(a, b):
         return None
     pairs = [
-        (_whole_fingerprint(one, a.dtype), _whole_fingerprint(other, b.dtype))
+        (_record_fingerprint(one, a.dtype), _record_fingerprint(other, b.dtype))
         for one, other in zip(a.chunks, b.chunks, strict=True)
     ]
     known = [(one, other) for one, other in pairs if one is not None and other is not None and one[1:] == other[1:]]
@@ -45,25 +45,25 @@ def same_content(a: object, b: object) -> bool | None:
     return True if len(known) == len(pairs) else None
 
 
-def _whole_fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] | None:
-    """Of a chunk that is all of its record, whose CRC32 comes first; None where the file says none, or is not here."""
+def _record_fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] | None:
+    """What tells a chunk's content if it is all of its record, CRC32 first; None if no CRC32 is stored, or not here."""
     source = chunk.source
     assert isinstance(source, Strided | NestedArchive)
     if isinstance(source, NestedArchive) and source.is_remote:
         return None  # it may be here and not on another machine, whose ranks must come to the same result
-    is_whole = source.locate(chunk, dtype).blob.num_bytes == chunk.numel * dtype.itemsize
-    return _fingerprint(chunk, dtype) if is_whole else None
+    is_all_of_record = source.locate(chunk, dtype).blob.num_bytes == chunk.numel * dtype.itemsize
+    return _fingerprint(chunk, dtype) if is_all_of_record else None
 
 
 def _are_alike(a: TensorRecord, b: TensorRecord) -> bool:
-    """Of one shape and dtype, in the same boxes, in files."""
+    """Whether both have one shape and dtype, and lie in files, in the same boxes."""
     boxes = [[(chunk.offsets, chunk.sizes) for chunk in record.chunks] for record in (a, b)]
     are_in_files = all(isinstance(chunk.source, Strided | NestedArchive) for chunk in (*a.chunks, *b.chunks))
     return bool(a.chunks) and (a.shape, a.dtype) == (b.shape, b.dtype) and boxes[0] == boxes[1] and are_in_files
 
 
 def _fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] | None:
-    """Of the content; None where the file says no CRC32."""
+    """What tells a chunk's content; None where the file has no CRC32 for it."""
     assert isinstance(chunk.source, Strided | NestedArchive)
     source = chunk.source.locate(chunk, dtype)
     blob = source.blob

@@ -32,8 +32,7 @@ class LocalBox(Box):
     @staticmethod
     def of(tensor: torch.Tensor) -> "LocalBox":
         if isinstance(tensor, DTensor):
-            sizes, offsets = local_box(tensor)
-            return LocalBox(tuple(offsets), tuple(sizes), tensor)
+            return LocalBox(*local_box(tensor), tensor)
         return LocalBox((0,) * tensor.dim(), tuple(tensor.shape), tensor)
 
     @property

@@ -1,6 +1,7 @@
 """Nested values of dicts, lists and tuples: where their leaves are, and the same value with other leaves."""
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 EntryPath: TypeAlias = tuple[str | int, ...]
@@ -11,24 +12,48 @@ def dotted(path: EntryPath) -> str:
     return ".".join(map(str, path))
 
 
-def leaves(value: Any, path: EntryPath = ()) -> Iterator[tuple[EntryPath, Any]]:
-    """Everything in a nested value that is not a dict, list or tuple, in order, with its path."""
+# A container's parts with their keys or numbers; None for what is a leaf.
+Parts: TypeAlias = Iterable[tuple[str | int, Any]] | None
+
+
+def parts_of(value: Any) -> Parts:
+    """Those of a dict, list or tuple."""
     if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from leaves(part, (*path, key))
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value):
-            yield from leaves(part, (*path, number))
-    else:
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else None
+
+
+def leaves(
+    value: Any, path: EntryPath = (), parts: Callable[[Any], Parts] = parts_of
+) -> Iterator[tuple[EntryPath, Any]]:
+    """Everything in a nested value that has no parts, in order, with its path."""
+    inside = parts(value)
+    if inside is None:
         yield path, value
+        return
+    for key, part in inside:
+        yield from leaves(part, (*path, key), parts)
 
 
-def mapped(value: Any, leaf: Callable[[Any, EntryPath], Any], path: EntryPath = ()) -> Any:
-    """The same nested value with ``leaf(part, path)`` for each leaf; containers are new, named tuples are leaves."""
+def mapped(
+    value: Any, leaf: Callable[[Any, EntryPath], Any], path: EntryPath = (), *, keeps_class: bool = False
+) -> Any:
+    """A nested value with ``leaf(part, path)`` for each leaf; containers are new, named tuples are leaves.
+
+    Args:
+        keeps_class: Of an OrderedDict, and what else is a dict; without it, all become plain ones.
+    """
     if isinstance(value, dict):
-        return {key: mapped(part, leaf, (*path, key)) for key, part in value.items()}
+        parts = {key: mapped(part, leaf, (*path, key), keeps_class=keeps_class) for key, part in value.items()}
+        if not keeps_class or type(value) is dict:
+            return parts
+        same = copy.copy(value)
+        same.update(parts)
+        return same
     if type(value) in (list, tuple):
-        return type(value)(mapped(part, leaf, (*path, number)) for number, part in enumerate(value))
+        return type(value)(
+            mapped(part, leaf, (*path, number), keeps_class=keeps_class) for number, part in enumerate(value)
+        )
     return leaf(value, path)
 
 

@@ -41,7 +41,7 @@ def other_archive(path: Path) -> str | None:
     if "constants.pkl" in parts or any(part.startswith("code/") for part in parts):
         return "a TorchScript module; save its state_dict() with torch.save"
     if "data.pkl" not in parts:
-        return f"a zip file, not of torch.save; it holds {', '.join(names[:8]) or 'nothing'}"
+        return f"a zip file, not of torch.save; it holds {and_more(names, 8) or 'nothing'}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""CRC32s of parts become that of the whole, without the bytes: what each rank read checks a record together.
+"""CRC32s of parts give that of all bytes together, without these: what each rank read checks a record together.
 
 The CRC of A followed by B is ``shifted(crc(A), len(B)) ^ crc(B)``: appending B multiplies A's remainder by x^(8 len(B))
 modulo the CRC's polynomial (Mark Adler, zlib's ``crc32_combine``). So each part adds one number, whatever the order.
@@ -11,7 +11,7 @@ _ONE = 1 << 31
 
 
 def shifted(crc: int, num_bytes: int) -> int:
-    """What a part's CRC32 adds to the whole's, when ``num_bytes`` follow it."""
+    """What a part's CRC32 adds to that of all, when ``num_bytes`` follow it."""
     return _multiply(_power(num_bytes), crc) if num_bytes else crc
 
 

@@ -1,6 +1,5 @@
-"""Files of a checkpoint: missing and short ones are our errors, and new ones get their names when all is there."""
+"""Files of a checkpoint: missing and short ones are our errors, and what is written can be waited for."""
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -29,16 +28,16 @@ def read_text(path: Path, *, max_bytes: int) -> str:
     """A small text file.
 
     Raises:
-        CheckpointError: it is too large for what it should be, or no text in UTF-8.
+        CheckpointError: it is too large for what it should be, or not UTF-8 text.
     """
     with opened(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise CheckpointError(f"{path}: has more than {max_bytes} bytes, which no checkpoint's has")
+        raise CheckpointError(f"{path}: larger than {max_bytes} bytes, the limit for such a file")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: no text ({error})") from error
+        raise CheckpointError(f"{path}: not UTF-8 text ({error})") from error
 
 
 # A tenth of what 24 MiB of them would be; a model of 140,000 tensors in one file has 420,000.
@@ -46,7 +45,7 @@ _MAX_CONTAINERS = 1_000_000
 
 
 def parsed_json(text: str | bytes, where: object) -> Any:
-    """What a text of some MiB says.
+    """The value that a JSON text of some MiB stands for.
 
     Raises:
         CheckpointError: it has more lists and objects than fit in some hundred MiB.
@@ -54,7 +53,7 @@ def parsed_json(text: str | bytes, where: object) -> Any:
     """
     braces: tuple[Any, Any] = ("{", "[") if isinstance(text, str) else (b"{", b"[")
     if text.count(braces[0]) + text.count(braces[1]) > _MAX_CONTAINERS:
-        raise CheckpointError(f"{where}: has more than {_MAX_CONTAINERS} lists and objects, which no checkpoint's has")
+        raise CheckpointError(f"{where}: more than {_MAX_CONTAINERS} lists and objects, the limit for such a file")
     return json.loads(text)
 
 
@@ -67,19 +66,6 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     with file:
         yield file
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file beside ``path``, to be written in the block; then it takes that name. After an error nothing is left."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            yield file
-        os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def write_all(file: IO[bytes], data: bytes | memoryview, at: int) -> None:
@@ -96,7 +82,7 @@ def sync(file: IO[bytes]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """So that names in it survive a power cut."""
+    """Sync a folder, so that names in it survive a power cut."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from composer_fsdp2.checkpoint.archive.disk import opened, replacing
+from composer_fsdp2.atomic import replacing
+from composer_fsdp2.checkpoint.archive.disk import opened
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
 STATES = "composer_states.pt"  # Composer's name for the .pt in a tar file
@@ -46,7 +48,7 @@ _CODECS: dict[bytes, tuple[str, Callable[[IO[bytes]], Any] | str]] = {
 
 
 def is_tar(path: Path) -> bool:
-    """By its first bytes, as for all of these; the name does not matter."""
+    """Whether it is a tar file, by its first bytes, as for all of these; the name does not matter."""
     return path.is_file() and _is_tar(_head(path))
 
 
@@ -56,13 +58,8 @@ def compression_of(path: Path) -> str | None:
     return codec[0] if codec else None
 
 
-def is_packed(path: Path) -> bool:
-    """Whether it is a tar file or compressed."""
-    return is_tar(path) or compression_of(path) is not None
-
-
 def member_of_tar(path: Path) -> tuple[int, int]:
-    """Where in a plain tar file Composer's states lie: the first byte, and how many.
+    """The place of Composer's states in a plain tar file: the first byte, and how many.
 
     Raises:
         CheckpointError: damaged, or not Composer's; says what it is instead.
@@ -98,7 +95,7 @@ def unpacked(path: Path, folder: Path) -> Path:
         if num_bytes > free_bytes:
             raise CheckpointError(f"{path}: unpacks to at least {num_bytes} bytes, {folder} has {free_bytes} free")
         try:
-            with replacing(target) as out:
+            with replacing(target) as partial, open(partial, "wb") as out:
                 shutil.copyfileobj(source, out, _SLICE_BYTES)
                 for _ in states:  # to the end: what else is there?
                     raise CheckpointError(f"{path}: holds {STATES} twice")
@@ -168,7 +165,7 @@ def _states_in(tar: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarIn
             assert content is not None  # a regular file
             yield member, content
     if STATES not in names:
-        shown = ", ".join(names[:8]) or "nothing"
+        shown = and_more(names, 8) or "nothing"
         raise CheckpointError(f"{path}: a tar file without {STATES}, so not Composer's; it holds {shown}")
 
 

@@ -33,6 +33,11 @@ class Blob:
     def end(self) -> int:
         return self.offset + self.num_bytes
 
+    def damage(self, crc32: int) -> str | None:
+        """How bytes with this CRC32 are not what was written; None where they are, or where the file says none."""
+        is_damaged = self.crc32 is not None and crc32 != self.crc32
+        return f"CRC32 {crc32:08x}, the file says {self.crc32:08x}" if is_damaged else None
+
 
 @dataclass(frozen=True, slots=True)
 class Archive:
@@ -70,10 +75,8 @@ class Archive:
         if blob is None:
             raise CheckpointError(f"{self.where}: has no record {name}")
         data = read_at(blob.path, blob.offset, blob.num_bytes)
-        if blob.crc32 is not None and zlib.crc32(data) != blob.crc32:
-            raise CheckpointError(
-                f"{self.where}: record {name} is damaged (CRC32 {zlib.crc32(data):08x}, the file says {blob.crc32:08x})"
-            )
+        if (damage := blob.damage(zlib.crc32(data))) is not None:
+            raise CheckpointError(f"{self.where}: record {name} is damaged ({damage})")
         return data
 
     def unpickle(self, *, trust: bool, inert: frozenset[str] = frozenset()) -> Any:
@@ -129,9 +132,39 @@ class _Window:
 
 # 100,000 records and more; each takes ten times as much memory as its line in the directory.
 _MAX_DIRECTORY_BYTES = 16 << 20
-_DIRECTORY_END, _DIRECTORY_END_64 = b"PK\5\6", b"PK\6\6"
-_END_BYTES, _END_64_BYTES, _LOCATOR_BYTES = 22, 56, 20
+_END, _LOCATOR_64, _END_64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"
+_END_BYTES, _LOCATOR_BYTES, _END_64_BYTES = 22, 20, 56
+_ALL_ENDS_BYTES = _END_BYTES + _LOCATOR_BYTES + _END_64_BYTES
 _MAX_COMMENT_BYTES = 1 << 16
+
+
+def _directory_end(data: bytes, at: int) -> tuple[int, int, int] | None:
+    """Where a directory ends in ``data``, its length, and where it begins in its archive; None if there is none.
+
+    Args:
+        at: Where the record lies that says so, the archive's last one.
+    """
+    if at < 0 or not data.startswith(_END, at):
+        return None
+    at_locator, at_64 = at - _LOCATOR_BYTES, at - _LOCATOR_BYTES - _END_64_BYTES
+    if at_64 >= 0 and data.startswith(_LOCATOR_64, at_locator) and data.startswith(_END_64, at_64):
+        return at_64, *struct.unpack_from("<QQ", data, at_64 + 40)
+    return at, *struct.unpack_from("<II", data.ljust(at + _END_BYTES, b"\0"), at + 12)
+
+
+def archive_start(path: Path, start: int, end: int) -> int | None:
+    """Where the archive begins that ends at byte ``end`` of a file, without a comment; None if none does.
+
+    Args:
+        start: It does not begin before this byte.
+    """
+    first = max(start, end - _ALL_ENDS_BYTES)
+    data = read_at(path, first, end - first)
+    if (found := _directory_end(data, len(data) - _END_BYTES)) is None:
+        return None
+    at, num_bytes, offset = found
+    begin = first + at - num_bytes - offset
+    return begin if start <= begin < end else None
 
 
 def _refuse_large_directory(window: _Window, where: str) -> None:
@@ -142,19 +175,14 @@ def _refuse_large_directory(window: _Window, where: str) -> None:
     Raises:
         CheckpointError: more than any checkpoint has.
     """
-    tail = window.last(_END_BYTES + _LOCATOR_BYTES + _END_64_BYTES)
-    at = len(tail) - _END_BYTES
-    if at < 0 or not tail.startswith(_DIRECTORY_END, at) or not tail.endswith(b"\0\0"):
+    tail = window.last(_ALL_ENDS_BYTES)
+    end = _directory_end(tail, len(tail) - _END_BYTES) if tail.endswith(b"\0\0") else None
+    if end is None:
         tail = window.last(_MAX_COMMENT_BYTES + len(tail))
-        at = tail.rfind(_DIRECTORY_END)
-    if at < 0:
-        return  # zipfile will say so
-    num_bytes = int.from_bytes(tail[at + 12 : at + 16], "little")
-    at_64 = at - _LOCATOR_BYTES - _END_64_BYTES
-    if at_64 >= 0 and tail.startswith(_DIRECTORY_END_64, at_64):
-        num_bytes = int.from_bytes(tail[at_64 + 40 : at_64 + 48], "little")
-    if num_bytes > _MAX_DIRECTORY_BYTES:
-        raise CheckpointError(f"{where}: a directory of {num_bytes} bytes, which no checkpoint has")
+        end = _directory_end(tail, tail.rfind(_END))
+    # Where there is none, zipfile will say so.
+    if end is not None and end[1] > _MAX_DIRECTORY_BYTES:
+        raise CheckpointError(f"{where}: its directory has {end[1]} bytes; the limit is {_MAX_DIRECTORY_BYTES}")
 
 
 def zip_names(path: Path) -> list[str]:

@@ -116,11 +116,11 @@ class _Record:
 
 @dataclass(frozen=True)
 class ArchivePlan:
-    """Where everything in an archive goes; all offsets are from the start of the archive.
+    """The places of everything in an archive; all offsets are from the start of the archive.
 
     Attributes:
         slots: In the order in which they lie in the file.
-        num_bytes: Of the whole archive.
+        num_bytes: The size of the archive.
     """
 
     slots: tuple[Slot, ...]
@@ -130,7 +130,7 @@ class ArchivePlan:
     _directory_at: int
 
     def offset_of(self, slot: Slot) -> int:
-        """Where the slot's bytes go."""
+        """The first byte of the slot's data."""
         return self._offsets[slot]
 
     def finish(self, file: IO[bytes], crcs: Mapping[Slot, int], *, at: int = 0) -> None:
@@ -165,14 +165,11 @@ class ArchivePlan:
         yield run_at, bytes(run + directory + _ends(len(self._records), len(directory), self._directory_at))
 
 
-def plan_archive(
-    value: Any, *, folder: str = "archive", slot_for: Callable[[torch.Tensor], Slot] | None = None
-) -> ArchivePlan:
+def plan_archive(value: Any, *, slot_for: Callable[[torch.Tensor], Slot] | None = None) -> ArchivePlan:
     """Lay out the archive that ``torch.save`` would write for this value.
 
     Args:
         value: Anything that pickles, with ``Slot``s for tensors.
-        folder: All records lie under this name; torch takes the file's, or this one for a stream.
         slot_for: Gives the slot for each tensor in the value, however deep in an object it lies.
     Raises:
         TypeError: a tensor is in the value, and no ``slot_for`` is given; give a ``Slot``.
@@ -192,7 +189,8 @@ def plan_archive(
 
     def add(name: str, num_bytes: int, content: bytes | None) -> _Record:
         nonlocal at
-        records.append(_Record(f"{folder}/{name}".encode(errors="surrogateescape"), num_bytes, at, content))
+        # All lie in one folder; torch takes the file's name for it, or this one for a stream.
+        records.append(_Record(f"archive/{name}".encode(), num_bytes, at, content))
         at = records[-1].end
         return records[-1]
 
@@ -258,7 +256,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor, as torch counts it where a dimension is empty."""
+    """The strides of a contiguous tensor, as torch counts them where a dimension is empty."""
     stride = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)

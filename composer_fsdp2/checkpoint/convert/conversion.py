@@ -1,10 +1,11 @@
 """``convert_checkpoint``: a checkpoint of any layout as another, in memory for a chunk, restartable, on any ranks."""
 
+import functools
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,18 +20,18 @@ from composer_fsdp2.checkpoint.convert.conversion_plan import ConversionPlan, pl
 from composer_fsdp2.checkpoint.convert.copying import (
     Copied,
     Copier,
-    Unit,
+    CopyTask,
     check_sources,
     crcs_of_writes,
     is_written,
     share_of,
-    units_of,
+    tasks_of,
 )
 from composer_fsdp2.checkpoint.convert.meeting import Meeting
 from composer_fsdp2.checkpoint.convert.unfinished import Unfinished, writing
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.locate import expanded, find
-from composer_fsdp2.checkpoint.open import inventory_of, together
+from composer_fsdp2.checkpoint.locate import Located, expanded, find
+from composer_fsdp2.checkpoint.open import inventory_of, read_together, together
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 
@@ -68,7 +69,7 @@ class ConversionReport:
     remarks: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as JSON holds it."""
         return asdict(self)
 
 
@@ -104,7 +105,7 @@ def convert_checkpoint(
         include: Keep only tensors of the model that match one of these patterns (``model.blocks.*``), and their
             optimizer state.
         dry_run: Return the plan; print it to see what would be written. Changes nothing.
-        trust: Let pickles run what they name; only for files whose writer you know.
+        trust: Unpickle classes that are not plain data, which can run any code; only for files whose author you trust.
         progress: Called on each rank with the bytes done and the bytes to do of its own share.
     Raises:
         CheckpointError: on every rank. The source is damaged or of no known layout, the destination exists or cannot be
@@ -114,45 +115,57 @@ def convert_checkpoint(
     """
     start = time.monotonic()
     target = expanded(destination).absolute()
-
-    def plan_from(inventory: CheckpointInventory) -> ConversionPlan:
-        options = {"optimizer": optimizer, "dtype": dtype, "files": files, "include": include}
-        return plan_conversion(inventory, target, to=to, model=model, **options)  # type: ignore[arg-type]
-
-    def decide() -> tuple[CheckpointInventory, ConversionPlan]:
-        if os.path.lexists(target):
-            raise CheckpointError(f"{target}: exists; remove it, or give another destination")
-        inventory = inventory_of(located, trust=trust)
-        if inventory.path.is_dir() and target.resolve().is_relative_to(inventory.path.resolve()):
-            raise CheckpointError(f"{target}: lies inside of the source, {inventory.path}; give another destination")
-        return inventory, plan_from(inventory)
+    plan_from = functools.partial(
+        plan_conversion,
+        destination=target,
+        to=to,
+        model=model,
+        optimizer=optimizer,
+        dtype=dtype,
+        files=files,
+        include=include,
+    )
+    located = together(lambda: _find(source, target))
+    inventory = read_together(located, trust=trust)
+    plan = together(lambda: plan_from(inventory), lambda plan: plan.fingerprint)
+    if dry_run:
+        return plan
+    times = together(lambda: _times(inventory))
+    unpack = None if located.layout.reads_in_place else located.layout.unpack
 
     def check_source() -> None:
         """What was read must be what is there, also where no CRC32 says so; of a packed file a copy was read."""
-        is_same = _times(first) == times and (unpack is not None or decide()[1].fingerprint == planned.fingerprint)
+        is_same = _times(inventory) == times
+        if is_same and unpack is None:
+            is_same = plan_from(inventory_of(located, trust=trust)).fingerprint == plan.fingerprint
         if not is_same:
-            raise CheckpointError(f"{source}: was changed while it was converted; call again")
+            raise CheckpointError(f"{source}: changed during the conversion; run it again")
 
-    located = together(lambda: find(source))
-    unpack = None if located.layout.reads_in_place else located.layout.unpack
-    first, planned = together(decide, lambda decided: decided[1].fingerprint)
-    if dry_run:
-        return planned
-    inventory, times = first, together(lambda: _times(first))
-    staging, plan = Unfinished(target), planned
+    staging = Unfinished(target)
     with ExitStack() as stack:
         meeting = stack.enter_context(Meeting())
         meeting.on_first_rank(lambda: stack.enter_context(staging.locked()))
-        meeting.on_first_rank(lambda: _prepare(staging, planned))
-        if unpack is not None:
-            meeting.on_first_rank(lambda: _unpack(unpack, located.path, staging))
-            inventory = from_unpacked = together(lambda: inventory_of(find(staging.unpacked_file()), trust=trust))
-            plan = replace(together(lambda: plan_from(from_unpacked)), source=located.path)
-        return _Conversion(plan, inventory, staging, progress, meeting, check_source).run(start)
+        meeting.on_first_rank(lambda: _prepare(staging, plan))
+        if unpack is None:
+            return _Conversion(plan, inventory, staging, progress, meeting, check_source).run(start)
+        meeting.on_first_rank(lambda: _unpack(unpack, located.path, staging))
+        unpacked = together(lambda: inventory_of(find(staging.unpacked_file()), trust=trust))
+        from_unpacked = replace(together(lambda: plan_from(unpacked)), source=located.path)
+        return _Conversion(from_unpacked, unpacked, staging, progress, meeting, check_source).run(start)
+
+
+def _find(source: str | Path, target: Path) -> Located:
+    """The source; the destination is neither there nor in it."""
+    found = find(source)
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target}: exists; remove it, or give another destination")
+    if found.path.is_dir() and target.resolve().is_relative_to(found.path.resolve()):
+        raise CheckpointError(f"{target}: lies inside of the source, {found.path}; give another destination")
+    return found
 
 
 def _times(inventory: CheckpointInventory) -> list[tuple[int, int]]:
-    """Of each file, its size and when it was written."""
+    """The size of each file, and when it was written."""
     return [(path.stat().st_size, path.stat().st_mtime_ns) for path, _ in inventory.files]
 
 
@@ -204,14 +217,14 @@ class _Conversion:
         self.plan, self.staging, self.progress = plan, staging, progress
         self.meeting, self.check_source = meeting, check_source
         self.sources = [path for path, _ in inventory.files]
-        self.units = units_of(plan.files)
-        self.read_bytes = self.written_bytes = self.kept_bytes = 0
+        self.tasks = tasks_of(plan.files)
+        self.read_bytes = self.written_bytes = self.kept_bytes = self.share_bytes = 0
 
     def run(self, start: float) -> ConversionReport:
         """Called on all ranks."""
         earlier, number = gather(self.meeting.on_first_rank(self.earlier))[0]
         mine = self.meeting.together(lambda: self.copy_share(earlier, number + _rank()))
-        copied = {number: unit for of_rank in gather(mine) for number, unit in of_rank.items()}
+        copied = {number: task for of_rank in gather(mine) for number, task in of_rank.items()}
         unchecked = self.meeting.on_first_rank(lambda: self.finish(copied))
         counts = gather((self.read_bytes, self.written_bytes, self.kept_bytes, unchecked or 0))
         read, written, kept, unchecked = (sum(column) for column in zip(*counts, strict=True))
@@ -232,49 +245,57 @@ class _Conversion:
         )
 
     def copy_share(self, earlier: Mapping[int, Copied], journal_number: int) -> dict[int, Copied]:
-        """This rank's units: those that an earlier run left are checked and kept."""
-        share = share_of(self.units, _rank(), _world_size())
-        total, done = sum(unit.num_bytes for unit in share), 0
+        """This rank's tasks: those that an earlier run left are checked and kept."""
+        share = share_of(self.tasks, _rank(), _world_size())
+        self.share_bytes = sum(task.num_bytes for task in share)
+        with writing(self.plan.destination, self.staging.folder):
+            kept = self.keep(share, earlier)
+            return kept | self.copy([task for task in share if task.number not in kept], journal_number)
+
+    def keep(self, share: Iterable[CopyTask], earlier: Mapping[int, Copied]) -> dict[int, Copied]:
+        """What an earlier run left, as far as it is in its place."""
+        kept: dict[int, Copied] = {}
+        for task in share:
+            if task.number in earlier and is_written(task, earlier[task.number], self.path(task.file)):
+                kept[task.number] = earlier[task.number]
+                self.kept_bytes += task.num_bytes
+                self.tell_progress()
+        return kept
+
+    def copy(self, tasks: Iterable[CopyTask], journal_number: int) -> dict[int, Copied]:
+        """Copy, and note in a journal what is done."""
         places = {path: place for place, path in enumerate(self.sources)}
         copied: dict[int, Copied] = {}
         outputs: dict[int, IO[bytes]] = {}
+        with ExitStack() as stack:
 
-        def note_progress(unit: Unit) -> None:
-            nonlocal done
-            done += unit.num_bytes
-            if self.progress is not None:
-                self.progress(done, total)
+            def output(task: CopyTask) -> IO[bytes]:
+                if task.file not in outputs:
+                    outputs[task.file] = stack.enter_context(open(self.path(task.file), "r+b"))
+                return outputs[task.file]
 
-        with writing(self.plan.destination, self.staging.folder), ExitStack() as stack:
-
-            def output(unit: Unit) -> IO[bytes]:
-                if unit.file not in outputs:
-                    outputs[unit.file] = stack.enter_context(open(self.path(unit.file), "r+b"))
-                return outputs[unit.file]
-
-            for unit in share:
-                if unit.number in earlier and is_written(unit, earlier[unit.number], self.path(unit.file)):
-                    copied[unit.number] = earlier[unit.number]
-                    self.kept_bytes += unit.num_bytes
-                    note_progress(unit)
             journal = stack.enter_context(closing(self.staging.journal(journal_number)))
             copier = stack.enter_context(Copier(self.plan.files))
-            for unit, now in copier.copy((unit for unit in share if unit.number not in copied), output):
-                journal.note(unit, now, places)
-                copied[unit.number] = now
-                self.written_bytes += unit.num_bytes
+            for task, now in copier.copy(tasks, output):
+                journal.note(task, now, places)
+                copied[task.number] = now
+                self.written_bytes += task.num_bytes
                 self.read_bytes += sum(part.end - part.start for part in now.parts)
-                note_progress(unit)
+                self.tell_progress()
             for out in outputs.values():
                 sync(out)
         return copied
+
+    def tell_progress(self) -> None:
+        if self.progress is not None:
+            self.progress(self.kept_bytes + self.written_bytes, self.share_bytes)
 
     def path(self, file: int) -> Path:
         return self.staging.path(self.plan.files[file])
 
     def earlier(self) -> tuple[dict[int, Copied], int]:
         """What earlier runs finished, and the number of this run's first journal."""
-        return self.staging.done(self.units, self.sources), len(self.staging.journals())
+        return self.staging.done(self.tasks, self.sources), len(self.staging.journals())
 
     def finish(self, copied: Mapping[int, Copied]) -> int:
         """Check what was read, write what follows from it, and publish. On one rank only.
@@ -283,13 +304,13 @@ class _Conversion:
             Bytes that could not be checked.
         """
         try:
-            unchecked = check_sources((part for unit in copied.values() for part in unit.parts), self.plan.files)
+            unchecked = check_sources((part for task in copied.values() for part in task.parts), self.plan.files)
         except CheckpointError:
             self.staging.discard()  # it has the damage in it
             raise
         with writing(self.plan.destination, self.staging.folder):
             for number, file in enumerate(self.plan.files):
-                crcs = crcs_of_writes(number, self.plan.files, self.units, copied)
+                crcs = crcs_of_writes(number, self.plan.files, self.tasks, copied)
                 with open(self.path(number), "r+b") as out:
                     for at, data in file.rest(crcs):
                         write_all(out, data, at)

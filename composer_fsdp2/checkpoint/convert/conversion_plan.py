@@ -12,9 +12,8 @@ from torch import nn
 from composer_fsdp2.checkpoint.convert.copying import CHUNK_BYTES
 from composer_fsdp2.checkpoint.convert.state import ConversionState, state_to_write
 from composer_fsdp2.checkpoint.flat import unflattened
-from composer_fsdp2.checkpoint.hugging_face import PREFIX, folder_of
-from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.layouts import Written, written_layouts
+from composer_fsdp2.checkpoint.inventory import OPTIMIZERS, CheckpointInventory
+from composer_fsdp2.checkpoint.layouts import LayoutWriter, written_layouts
 from composer_fsdp2.checkpoint.output import OutputFile, WriteRequest
 from composer_fsdp2.config.text import human_bytes, lines_and_more
 from composer_fsdp2.errors import CheckpointError
@@ -54,11 +53,11 @@ class ConversionPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory for buffers, an estimate; never a whole tensor, if that is larger than a chunk."""
+        """Memory for buffers, an estimate; never all of a tensor that is larger than a chunk."""
         return 3 * CHUNK_BYTES
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as JSON holds it."""
         return {
             "source": str(self.source),
             "source_layout": self.source_layout,
@@ -114,10 +113,11 @@ def plan_conversion(
     """
     written = _asked_for(to, files, dtype)
     inventory = _with_names(inventory, model)
-    prefix = PREFIX if not written.weights_alone and folder_of(inventory) is not None else ""
+    # A folder without a configuration may hold any model's weights.
+    prefix = inventory.name_prefix if inventory.hugging_face is not None and not written.name_prefix else ""
     chosen = state_to_write(
         inventory,
-        optimizer=optimizer and not written.weights_alone,
+        optimizer=optimizer and written.holds_only in (None, OPTIMIZERS),
         dtype=dtype,
         include=include,
         named_optimizer=written.by_name,
@@ -143,7 +143,7 @@ def plan_conversion(
     )
 
 
-def _asked_for(to: str, files: int | None, dtype: torch.dtype | None) -> Written:
+def _asked_for(to: str, files: int | None, dtype: torch.dtype | None) -> LayoutWriter:
     """How the layout is written."""
     known = written_layouts()
     if to not in known:
@@ -189,5 +189,5 @@ def _fingerprint(inventory: CheckpointInventory, to: str, files: Sequence[Output
 
 
 def _encoded(text: str) -> bytes:
-    """Of names that may be no text, as those of files are in a terminal that knows ASCII alone."""
+    """The bytes of a name that may not be valid text, as files' names are in a terminal that knows ASCII alone."""
     return text.encode(errors="backslashreplace")

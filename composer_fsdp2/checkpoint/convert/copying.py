@@ -1,7 +1,7 @@
 """Tensor bytes from a checkpoint into the places that a plan gives them, a few MiB at a time.
 
-[Note: units of work] The plan is cut into units of about ``CHUNK_BYTES``, the same on every rank and in every run: a
-unit is read, cast and written by one rank, and noted in the journal once it is written. Memory is a unit's, whatever
+[Note: copy tasks] The plan is cut into tasks of about ``CHUNK_BYTES``, the same on every rank and in every run: a
+task is read, cast and written by one rank, and noted in the journal once it is written. Memory is a task's, whatever
 the size of a tensor. CRC32s of a tensor's parts become the tensor's (``crc.py``), so it may be copied by many ranks.
 """
 
@@ -25,10 +25,11 @@ from composer_fsdp2.checkpoint.inventory import NestedArchive, Strided, TensorRe
 from composer_fsdp2.checkpoint.output import OutputFile, TensorWrite
 from composer_fsdp2.checkpoint.read import Reader, bytes_of
 from composer_fsdp2.checkpoint.records import ReadRange, damage_of, ranges_by_record
+from composer_fsdp2.config.text import lines_and_more
 from composer_fsdp2.errors import CheckpointError
 
 CHUNK_BYTES = 4 << 20
-_AHEAD = 2  # one unit is written while the next is read
+_AHEAD = 2  # one task is written while the next is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class CopyTask:
     """Segments of one file that are copied together."""
 
     number: int
@@ -63,15 +64,15 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A finished unit: the CRC32 of each of its segments as written, and the source's parts that were read."""
+    """A finished task: the CRC32 of each of its segments as written, and the source's parts that were read."""
 
     crcs: tuple[int, ...]
     parts: tuple[ReadRange, ...]
 
 
-def units_of(files: Sequence[OutputFile]) -> list[Unit]:
+def tasks_of(files: Sequence[OutputFile]) -> list[CopyTask]:
     """All work of a plan, in the order of the files."""
-    units: list[Unit] = []
+    tasks: list[CopyTask] = []
     for number, file in enumerate(files):
         waiting: list[Segment] = []
         waiting_bytes = 0
@@ -79,13 +80,13 @@ def units_of(files: Sequence[OutputFile]) -> list[Unit]:
             for segment in _segments(place, write):
                 in_memory = segment.box.numel * _itemsize(write)
                 if waiting and waiting_bytes + in_memory > CHUNK_BYTES:
-                    units.append(Unit(len(units), number, tuple(waiting)))
+                    tasks.append(CopyTask(len(tasks), number, tuple(waiting)))
                     waiting, waiting_bytes = [], 0
                 waiting.append(segment)
                 waiting_bytes += in_memory
         if waiting:
-            units.append(Unit(len(units), number, tuple(waiting)))
-    return units
+            tasks.append(CopyTask(len(tasks), number, tuple(waiting)))
+    return tasks
 
 
 def _segments(place: int, write: TensorWrite) -> Iterator[Segment]:
@@ -98,24 +99,24 @@ def _segments(place: int, write: TensorWrite) -> Iterator[Segment]:
 
 
 def _itemsize(write: TensorWrite) -> int:
-    """Of an element in memory: before or after a cast."""
+    """The bytes of an element in memory: before or after a cast, whichever is more."""
     return max(write.slot.dtype.itemsize, write.record.dtype.itemsize)
 
 
-def share_of(units: Sequence[Unit], rank: int, world_size: int) -> list[Unit]:
-    """The units of one rank: a run of them, of about its part of the bytes."""
-    total = sum(unit.num_bytes for unit in units)
-    share: list[Unit] = []
+def share_of(tasks: Sequence[CopyTask], rank: int, world_size: int) -> list[CopyTask]:
+    """The tasks of one rank: a run of them, of about its part of the bytes."""
+    total = sum(task.num_bytes for task in tasks)
+    share: list[CopyTask] = []
     at = 0
-    for unit in units:
+    for task in tasks:
         if at * world_size // max(total, 1) == rank:
-            share.append(unit)
-        at += unit.num_bytes
+            share.append(task)
+        at += task.num_bytes
     return share
 
 
 class Copier:
-    """Copies units: one thread reads and checks, the caller's writes. Use it in a with block."""
+    """Copies tasks: one thread reads and checks, the caller's writes. Use it in a with block."""
 
     def __init__(self, files: Sequence[OutputFile]) -> None:
         self._files = files
@@ -130,36 +131,40 @@ class Copier:
         self._thread.shutdown(cancel_futures=True)
         self._reader.__exit__(*exception)
 
-    def copy(self, units: Iterable[Unit], outputs: Callable[[Unit], IO[bytes]]) -> Iterator[tuple[Unit, Copied]]:
-        """Read, cast and write; each unit is yielded when it is written.
+    def copy(
+        self, tasks: Iterable[CopyTask], outputs: Callable[[CopyTask], IO[bytes]]
+    ) -> Iterator[tuple[CopyTask, Copied]]:
+        """Read, cast and write; each task is yielded when it is written.
 
         Args:
-            outputs: The file that a unit goes to, open for writing.
+            outputs: The file that a task goes to, open for writing.
         Raises:
             CheckpointError: the source is damaged or too short.
             OSError: the destination cannot be written.
         """
-        started: deque[tuple[Unit, Future[_Read]]] = deque()
-        for unit in units:
-            started.append((unit, self._thread.submit(self._read, unit, next(self._buffers))))
+        started: deque[tuple[CopyTask, Future[_Read]]] = deque()
+        for task in tasks:
+            started.append((task, self._thread.submit(self._read, task, next(self._buffers))))
             if len(started) == _AHEAD:
                 yield self._write(*started.popleft(), outputs)
         while started:
             yield self._write(*started.popleft(), outputs)
 
-    def _write(self, unit: Unit, read: "Future[_Read]", outputs: Callable[[Unit], IO[bytes]]) -> tuple[Unit, Copied]:
+    def _write(
+        self, task: CopyTask, read: "Future[_Read]", outputs: Callable[[CopyTask], IO[bytes]]
+    ) -> tuple[CopyTask, Copied]:
         tensors, copied = read.result()
-        for segment, tensor in zip(unit.segments, tensors, strict=True):
-            write_all(outputs(unit), bytes_of(tensor), segment.at)
-        return unit, copied
+        for segment, tensor in zip(task.segments, tensors, strict=True):
+            write_all(outputs(task), bytes_of(tensor), segment.at)
+        return task, copied
 
-    def _read(self, unit: Unit, buffer: "_Buffer") -> "_Read":
+    def _read(self, task: CopyTask, buffer: "_Buffer") -> "_Read":
         buffer.clear()
         tensors: list[torch.Tensor] = []
         crcs: list[int] = []
         parts: list[ReadRange] = []
-        for segment in unit.segments:
-            write = self._files[unit.file].writes[segment.write]
+        for segment in task.segments:
+            write = self._files[task.file].writes[segment.write]
             tensor = buffer.tensor(segment.box.sizes, write.record.dtype)
             self._reader.is_in_order = True
             try:
@@ -188,7 +193,7 @@ _Read: TypeAlias = tuple[list[torch.Tensor], Copied]
 
 
 class _Buffer:
-    """Memory for one unit, used again and again: fresh pages cost more than the copy."""
+    """Memory for one task, used again and again: fresh pages cost more than the copy."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
@@ -205,22 +210,22 @@ class _Buffer:
         return self._bytes[start : self._used].view(dtype).view(shape)
 
 
-def is_written(unit: Unit, copied: Copied, path: Path) -> bool:
+def is_written(task: CopyTask, copied: Copied, path: Path) -> bool:
     """Whether a file has what an earlier run says that it wrote."""
-    if len(copied.crcs) != len(unit.segments):
+    if len(copied.crcs) != len(task.segments):
         return False
-    pairs = zip(unit.segments, copied.crcs, strict=True)
+    pairs = zip(task.segments, copied.crcs, strict=True)
     return all(zlib.crc32(read_at(path, segment.at, segment.num_bytes)) == crc for segment, crc in pairs)
 
 
 def crcs_of_writes(
-    file: int, files: Sequence[OutputFile], units: Sequence[Unit], copied: Mapping[int, Copied]
+    file: int, files: Sequence[OutputFile], tasks: Sequence[CopyTask], copied: Mapping[int, Copied]
 ) -> list[int]:
     """The CRC32 of each write of a file, from those of its segments."""
     crcs = [0] * len(files[file].writes)
-    for unit in units:
-        if unit.file == file:
-            for segment, crc in zip(unit.segments, copied[unit.number].crcs, strict=True):
+    for task in tasks:
+        if task.file == file:
+            for segment, crc in zip(task.segments, copied[task.number].crcs, strict=True):
                 crcs[segment.write] ^= shifted(crc, segment.following)
     return crcs
 
@@ -241,12 +246,12 @@ def check_sources(parts: Iterable[ReadRange], files: Sequence[OutputFile]) -> in
     if damaged := {blob: problem for blob, problem in problems.items() if problem is not None}:
         names = _names(damaged, files)
         lines = [
-            f"  {blob.path}: {', '.join(names[blob]) or f'the record at byte {blob.offset}'} ({problem})"
+            f"{blob.path}: {', '.join(names[blob]) or f'the record at byte {blob.offset}'} ({problem})"
             for blob, problem in damaged.items()
         ]
         raise CheckpointError(
             "the source is damaged, or was changed while it was read; nothing was converted. Take another checkpoint, "
-            "or copy this one again\n" + "\n".join(lines[:20])
+            f"or copy this one again\n{lines_and_more(lines, 20, '  ')}"
         )
     return unchecked
 

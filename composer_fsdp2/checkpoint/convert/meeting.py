@@ -75,11 +75,11 @@ class Meeting:
         return together(done, fingerprint)
 
     def on_first_rank(self, work: Callable[[], T]) -> T | None:
-        """The same for work of rank 0 alone; None on the others."""
+        """Do ``work`` on rank 0 alone, with its error on all ranks; gives None on the others."""
         return self.together(lambda: work() if self._is_alone or self._rank == 0 else None)
 
     def _wait_for_all(self) -> None:
-        """Until every rank is here.
+        """Wait until every rank is here.
 
         Raises:
             CheckpointError: one is gone; names it.
@@ -109,8 +109,8 @@ class Meeting:
                 seen[rank] = beat, now
             elif now - seen[rank][1] > _GONE_AFTER_S:
                 raise CheckpointError(
-                    f"rank {rank} is gone: it has sent nothing for {_GONE_AFTER_S:.0f} s; look at its output, and call "
-                    "again to go on with what is done"
+                    f"rank {rank} has stopped responding (no heartbeat for {_GONE_AFTER_S:.0f} s); check its log, and "
+                    "run the conversion again to resume"
                 )
 
     def _last_beat(self, rank: int) -> bytes:

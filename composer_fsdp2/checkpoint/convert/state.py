@@ -18,9 +18,10 @@ from composer_fsdp2.checkpoint.inventory import (
     tree_of,
 )
 from composer_fsdp2.checkpoint.names import canonical
-from composer_fsdp2.checkpoint.pickles.stand_ins import contains_built
+from composer_fsdp2.checkpoint.pickles.stand_ins import contains_inert
 from composer_fsdp2.checkpoint.same_bytes import are_one_storage
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
 
@@ -68,29 +69,22 @@ def state_to_write(
     rest = {path: record for path, record in inventory.entries.items() if path[:2] not in (MODEL, OPTIMIZERS)}
     state = _with_slots(tree_of(rest) or {}, inventory)
     below = state.setdefault("state", {})
-    shared: dict[Any, list[Slot]] = {}
-    below["model"] = {
-        kept[str(name)]: _with_slots(tree_of(entries), inventory, dtype=dtype, shared=shared)
-        for name, entries in _by_key(inventory, MODEL).items()
-        if str(name) in kept
-    }
+    below["model"] = _model(inventory, kept, dtype)
     for contents in inventory.optimizers:
-        path = (*OPTIMIZERS, contents.name)
         if not optimizer:
-            dropped.append(dotted(path))
+            dropped.append(dotted((*OPTIMIZERS, contents.name)))
             continue
-        positions: Mapping[int, str] = {}
-        if contents.keyed_by == "id" and (named_optimizer or include is not None):
-            positions = names_of_positions(inventory, contents, model)
-        found, lost = _optimizer(inventory, path, _renaming(names, kept, positions))
-        below.setdefault("optimizers", {})[contents.name] = _with_slots(found, inventory)
+        needs_names = contents.keyed_by == "id" and (named_optimizer or include is not None)
+        positions = names_of_positions(inventory, contents, model) if needs_names else {}
+        found, lost = _optimizer(inventory, contents.name, _renaming(names, kept, positions))
+        below.setdefault("optimizers", {})[contents.name] = found
         dropped += lost
     renamed = {name: new for name, new in kept.items() if new != name}
     return ConversionState(state=state, renamed=renamed, dropped=tuple(dropped))
 
 
 def _names(inventory: CheckpointInventory, prefix: str) -> dict[str, str]:
-    """From each name in the model to the one to write: without what wrappers put into it."""
+    """The name to write for each one in the model: without what wrappers put into it."""
     paths = inventory.entries
     names = {str(path[2]): prefix + canonical(str(path[2])) for path in paths if path[:2] == MODEL and len(path) > 2}
     first: dict[str, str] = {}
@@ -105,10 +99,20 @@ def _check_patterns(inventory: CheckpointInventory, names: Mapping[str, str], in
     if idle:
         raise CheckpointError(
             f"{inventory.path}: no tensor of the model matches {', '.join(idle)}; its names are like "
-            f"{', '.join(list(names.values())[:5])}"
+            f"{and_more(list(names.values()), 5)}"
         )
     if include is not None and not include:
         raise CheckpointError("include is an empty list; leave it out to keep everything")
+
+
+def _model(inventory: CheckpointInventory, kept: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, Any]:
+    """The model's entries that are kept, under the names to write."""
+    shared: dict[Any, list[Slot]] = {}
+    return {
+        kept[str(name)]: _with_slots(tree_of(entries), inventory, dtype=dtype, shared=shared)
+        for name, entries in _by_key(inventory, MODEL).items()
+        if str(name) in kept
+    }
 
 
 def _by_key(inventory: CheckpointInventory, prefix: EntryPath) -> dict[str | int, dict[EntryPath, Any]]:
@@ -132,7 +136,7 @@ def _with_slots(
 
     def leaf(part: Any, path: EntryPath) -> Any:
         if not isinstance(part, TensorRecord):
-            if contains_built(part):
+            if contains_inert(part):
                 raise CheckpointError(
                     f"{inventory.path}: holds {part}, which is not plain data, so it cannot be written"
                 )
@@ -154,7 +158,7 @@ _Rename = Callable[[str | int], str | int | None]
 
 
 def _renaming(names: Mapping[str, str], kept: Mapping[str, str], positions: Mapping[int, str]) -> _Rename:
-    """From a parameter's name or position in an optimizer to the one to write; to None where it is left out."""
+    """A function from a parameter's name or position in an optimizer to the one to write; None where it is left out."""
 
     def rename(key: str | int) -> str | int | None:
         name = positions.get(key, key) if isinstance(key, int) else key
@@ -165,18 +169,17 @@ def _renaming(names: Mapping[str, str], kept: Mapping[str, str], positions: Mapp
     return rename
 
 
-def _optimizer(
-    inventory: CheckpointInventory, path: EntryPath, rename: _Rename
-) -> tuple[dict[str | int, Any], list[str]]:
+def _optimizer(inventory: CheckpointInventory, name: str, rename: _Rename) -> tuple[Any, list[str]]:
     """The state and hyperparameters of one optimizer, and the keys of what is left out."""
+    path = (*OPTIMIZERS, name)
     of_parameters = _by_key(inventory, (*path, "state"))
     names = {key: rename(key) for key in of_parameters}
-    state = {name: tree_of(of_parameters[key]) for key, name in names.items() if name is not None}
+    state = {new: tree_of(of_parameters[key]) for key, new in names.items() if new is not None}
     others = {key: tree_of(below) for key, below in _by_key(inventory, path).items() if key != "state"}
     if isinstance(groups := others.get("param_groups"), list):
         others["param_groups"] = [_group(group, rename) for group in groups]
-    dropped = [dotted((*path, "state", key)) for key, name in names.items() if name is None]
-    return {"state": state, **others}, dropped
+    dropped = [dotted((*path, "state", key)) for key, new in names.items() if new is None]
+    return _with_slots({"state": state, **others}, inventory), dropped
 
 
 def _group(group: Any, rename: _Rename) -> Any:

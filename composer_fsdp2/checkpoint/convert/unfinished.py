@@ -1,7 +1,7 @@
 """A checkpoint on its way: a folder beside the destination, what is done in a journal, renamed at the end.
 
 ``.{name}.converting`` holds ``files/`` (the destination to be), ``plan`` (the plan's fingerprint) and journals: a line
-for each finished unit. A process that was killed leaves it; the next call with the same plan goes on from there. While
+for each finished task. A process that was killed leaves it; the next call with the same plan goes on from there. While
 it is worked on, ``.{name}.converting.lock`` beside it is locked, so that no two conversions write to one destination.
 """
 
@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from composer_fsdp2.checkpoint.archive.disk import sync_folder
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
-from composer_fsdp2.checkpoint.convert.copying import Copied, Unit
+from composer_fsdp2.checkpoint.convert.copying import Copied, CopyTask
 from composer_fsdp2.checkpoint.output import OutputFile
 from composer_fsdp2.checkpoint.records import ReadRange
 from composer_fsdp2.errors import CheckpointError
@@ -49,7 +49,7 @@ class Unfinished:
         self._owner = uuid.uuid4().hex
 
     def path(self, file: OutputFile) -> Path:
-        """Where a file of the destination is written."""
+        """The path under which a file of the destination is written."""
         return self.files / (file.name or self.destination.name)
 
     def needed_bytes(self, files: Sequence[OutputFile]) -> int:
@@ -111,7 +111,7 @@ class Unfinished:
     def journals(self) -> list[Path]:
         return sorted(self.folder.glob("journal-*"))
 
-    def done(self, units: Sequence[Unit], sources: Sequence[Path]) -> dict[int, Copied]:
+    def done(self, tasks: Sequence[CopyTask], sources: Sequence[Path]) -> dict[int, Copied]:
         """What earlier runs finished, as far as they noted; a last line may be cut short."""
         found: dict[int, Copied] = {}
         for journal in self.journals():
@@ -122,7 +122,7 @@ class Unfinished:
                         ReadRange(Blob(sources[file], offset, size, crc), start, end, part)
                         for file, offset, size, crc, start, end, part in parts
                     )
-                    found[units[number].number] = Copied(tuple(crcs), read)
+                    found[tasks[number].number] = Copied(tuple(crcs), read)
                 except (ValueError, TypeError, IndexError):
                     break
         return found
@@ -133,7 +133,9 @@ class Unfinished:
     def publish(self, files: Sequence[OutputFile]) -> None:
         """Give the destination its name. On one rank only, when all have written and synced."""
         if self.destination.exists():
-            raise CheckpointError(f"{self.destination}: was made meanwhile by someone else; it was not replaced")
+            raise CheckpointError(
+                f"{self.destination}: was created by another process in the meantime; it was not replaced"
+            )
         if (self.folder / _OWNER).read_text() != self._owner:  # on a file system without locks
             raise CheckpointError(f"{self.destination}: another process converts to it, too; it was not written")
         is_one_file = not files[0].name
@@ -192,12 +194,12 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._file = open(path, "w")  # noqa: SIM115 - closed by close()
 
-    def note(self, unit: Unit, copied: Copied, sources: Mapping[Path, int]) -> None:
+    def note(self, task: CopyTask, copied: Copied, sources: Mapping[Path, int]) -> None:
         parts: list[Any] = [
             (sources[p.blob.path], p.blob.offset, p.blob.num_bytes, p.blob.crc32, p.start, p.end, p.crc32)
             for p in copied.parts
         ]
-        self._file.write(json.dumps([unit.number, copied.crcs, parts]) + "\n")
+        self._file.write(json.dumps([task.number, copied.crcs, parts]) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -13,26 +13,28 @@ from typing import Any
 
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.output import Output, WriteRequest
+from composer_fsdp2.checkpoint.trees import EntryPath
 
-__all__ = ["Layout", "Written", "layouts", "recognized", "written_layouts"]
+__all__ = ["Layout", "LayoutWriter", "layouts", "recognized", "written_layouts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class LayoutWriter:
     """How ``convert_checkpoint`` writes a layout.
 
     Args:
         word: What its ``to`` says.
         lay_out: Every byte's place; reads no tensor, and writes nothing. Raises CheckpointError.
         max_files: More than so many ``files`` are refused; None where tensors are split over any number.
-        weights_alone: There is no place for optimizer state, or for anything else beside the model.
+        holds_only, name_prefix: As in the ``CheckpointInventory`` of what is written.
         by_name: Optimizer state is stored by parameters' names, never by position.
     """
 
     word: str
     lay_out: Callable[[WriteRequest], Output]
     max_files: int | None = None
-    weights_alone: bool = False
+    holds_only: EntryPath | None = None
+    name_prefix: str = ""
     by_name: bool = False
 
 
@@ -42,6 +44,7 @@ class Layout:
 
     Args:
         name: As ``inspect`` says it.
+        title: Of a recognized path: the name with what tells more; None for the name alone.
         order: Layouts with a lower one are asked earlier.
         recognize: By names and first bytes; never raises for other files.
         read: From a recognized path, and whether its pickles are trusted. Raises CheckpointError.
@@ -60,6 +63,7 @@ class Layout:
     order: int
     recognize: Callable[[Path], bool]
     read: Callable[[Path, bool], CheckpointInventory]
+    title: Callable[[Path], str] | None = None
     incomplete: Callable[[Path], str | None] = lambda path: None
     unpack: Callable[[Path, Path], Path] | None = None
     reads_in_place: bool = True
@@ -68,7 +72,10 @@ class Layout:
     has_names: Callable[[Collection[str]], bool] = lambda names: False
     metadata: str = ""
     read_metadata: Callable[[Path, bool], CheckpointInventory] | None = None
-    written: Written | None = None
+    written: LayoutWriter | None = None
+
+    def title_of(self, path: Path) -> str:
+        return self.name if self.title is None else self.title(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _of_name, (self.name,)  # every rank has the same ones
@@ -91,6 +98,6 @@ def recognized(path: Path) -> Layout | None:
     return next((layout for layout in layouts() if layout.recognize(path)), None)
 
 
-def written_layouts() -> dict[str, Written]:
-    """Those that ``convert_checkpoint`` writes, by their words."""
+def written_layouts() -> dict[str, LayoutWriter]:
+    """The layouts that ``convert_checkpoint`` writes, by their words."""
     return {layout.written.word: layout.written for layout in layouts() if layout.written is not None}

@@ -14,8 +14,9 @@ from composer_fsdp2.checkpoint.inventory import (
     of_stored_tensor,
     walk_tensors,
 )
-from composer_fsdp2.checkpoint.pickles.stand_ins import Built, StoredTensor, contains_built
+from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor, contains_inert
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
 # What a whole Composer checkpoint has; without these a run cannot go on where it was.
@@ -91,7 +92,7 @@ def missing_parts(
 
 
 def writer_of(metadata: Any, sharding: str | None, *, torch_version: str | None = None) -> Writer:
-    """From ``state.metadata``, which Composer writes since 0.16."""
+    """Who wrote the checkpoint, from ``state.metadata``, which Composer writes since 0.16."""
     entries = metadata if isinstance(metadata, Mapping) else {}
     environment = entries.get("composer_env_info")
     composer = environment.get("composer_version") if isinstance(environment, Mapping) else None
@@ -122,7 +123,7 @@ def inventory_of(root: Any, path: Path, layout: str) -> CheckpointInventory:
         )
     if not isinstance(root.get("state"), Mapping) or set(root) == {"state", "param_groups"}:
         root, remarks = _bare(root, path)
-    if contains_built(root):
+    if contains_inert(root):
         raise CheckpointError(f"{path}: holds objects that are not plain data")
     tensors, objects = split_state(root, str(path))
     inventory = CheckpointInventory(
@@ -147,18 +148,20 @@ def _writer(inventory: CheckpointInventory) -> Writer:
 
 def _bare(root: Mapping[Any, Any], path: Path) -> tuple[Mapping[Any, Any], tuple[str, ...]]:
     """A state dict that was saved alone: of a model (names and tensors), or of an optimizer."""
-    if root and all(isinstance(key, str) and isinstance(value, TensorRecord | Built) for key, value in root.items()):
+    if root and all(
+        isinstance(key, str) and isinstance(value, TensorRecord | InertObject) for key, value in root.items()
+    ):
         return {"state": {"model": root}}, ("a bare model state dict, not Composer's",)
     if set(root) == {"state", "param_groups"}:
         return {"state": {"optimizers": {"": root}}}, ("a bare optimizer state dict, not Composer's",)
-    keys = ", ".join(map(str, list(root)[:8]))
     raise CheckpointError(
-        f"{path}: a torch.save file, but no checkpoint of Composer's and no state dict; its top-level keys are {keys}"
+        f"{path}: a torch.save file, but no checkpoint of Composer's and no state dict; its top-level keys are "
+        f"{and_more(list(map(str, root)), 8)}"
     )
 
 
 def refuse_rank_file(archive: Archive, path: Path) -> None:
-    """Of what is packed in ``path``: ``sharded`` of Composer 0.13 to 0.15, for which other ranks' files are needed."""
+    """Raise if ``path`` holds one rank's file (``sharded`` of Composer 0.13 to 0.15), which needs the other ranks'."""
     if b"torch.distributed._shard.sharded_tensor" in archive.read("data.pkl"):
         raise CheckpointError(
             f"{path}: one rank's part of a checkpoint, packed; unpack the files of all ranks into one folder first"

@@ -5,6 +5,7 @@
 monolithic file. The optimizer's class is not stored: it is called ''.
 """
 
+import zlib
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from composer_fsdp2.checkpoint.layouts._composer import (
     with_records,
     writer_of,
 )
-from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor, contains_built
+from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor, contains_inert
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
 from composer_fsdp2.errors import CheckpointError
@@ -64,12 +65,14 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
     tensors: dict[EntryPath, TensorRecord] = {}
     objects: dict[EntryPath, ObjectRecord] = {}
     writers = []
+    crc32 = 0
     for (folder, name), prefix in _PARTS.items():
         part = _read_part(path / folder, name, prefix, trust=trust)
         if part is not None:
             tensors |= part.tensors
             objects |= part.objects
             writers.append(part.writer)
+            crc32 = zlib.crc32(part.metadata_crc32.to_bytes(4, "little"), crc32)
     metadata = _metadata(path / _WRITTEN_LAST)
     objects |= _resumption(path / _RESUMPTION, trust=trust)
     if metadata:
@@ -89,6 +92,7 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
         files=tuple((file, file.stat().st_size) for file in sorted(path.rglob("*")) if file.is_file()),
         writer=writer_of(metadata, sharding or "not sharded"),
         remarks=tuple(remarks),
+        metadata_crc32=crc32,
     )
 
 
@@ -98,7 +102,7 @@ def _read_part(folder: Path, name: str, prefix: EntryPath, *, trust: bool) -> Ch
         return dcp.read(folder, trust, prefix=prefix) if folder.is_dir() else None
     archive = Archive.open(folder / name)
     value = with_records(archive.unpickle(trust=trust), archive, prefix)
-    if contains_built(value) or not isinstance(value, dict):
+    if contains_inert(value) or not isinstance(value, dict):
         raise CheckpointError(f"{folder / name}: holds no state dict of plain data")
     root = {"model": value} if prefix == MODEL else {"optimizers": {"": value}}
     tensors, objects = split_state({"state": root}, str(folder / name))
@@ -124,7 +128,7 @@ def _resumption(path: Path, *, trust: bool) -> dict[EntryPath, ObjectRecord]:
         return {}
     data = read_at(path, 0, path.stat().st_size)
     value = read_pickle(data, where=str(path), trust=trust)
-    if contains_built(value) or not isinstance(value, dict):
+    if contains_inert(value) or not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds no dict of plain data")
     search = _Search(data, path)
     value = mapped(value, lambda part, entry: _tensor_in(search, part, dotted(entry)))
@@ -142,7 +146,7 @@ def _identity(value: Any) -> Any:
 
 
 class _Search:
-    """Where in a pickle's file the bytes of its tensors lie, one after the other: each search begins where the last
+    """Finds the bytes of a pickle's tensors in its file, one after the other: each search begins where the last
     one ended, and is as long as the way to there."""
 
     def __init__(self, data: bytes, path: Path) -> None:
@@ -158,7 +162,7 @@ class _Search:
             at = self._data.index(wanted)
             self._left -= at
         if self._left < 0:
-            raise CheckpointError(f"{self.path}: holds its tensors in no order")
+            raise CheckpointError(f"{self.path}: its tensors are not stored in the order of its pickle")
         self._at = at
         return at
 
@@ -169,7 +173,7 @@ def _tensor_in(search: _Search, value: Any, name: str) -> Any:
         return value
     assert value.storage.data is not None  # a plain pickle can hold no others
     blob = Blob(search.path, search.offset_of(value.storage.data), value.storage.num_bytes)
-    return TensorRecord.stored_whole(
+    return TensorRecord.in_one_chunk(
         name, value.shape, value.dtype, Strided(blob, value.dtype, value.offset, value.stride)
     )
 

@@ -32,7 +32,11 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
             refuse_rank_file(archive, path)
             root = mapped(with_records(archive.unpickle(trust=trust), archive), lambda part, _: _packed(part, path))
             _check(archive)
-    return inventory_of(root, path, f"monolithic, compressed ({compression_of(path)})")
+    return inventory_of(root, path, _title(path))
+
+
+def _title(path: Path) -> str:
+    return f"monolithic, compressed ({compression_of(path)})"
 
 
 @contextlib.contextmanager
@@ -55,12 +59,13 @@ def _check(archive: Archive) -> None:
 def _packed(value: object, path: Path) -> object:
     if not isinstance(value, TensorRecord):
         return value
-    return TensorRecord.stored_whole(value.name, value.shape, value.dtype, Packed(path))
+    return TensorRecord.in_one_chunk(value.name, value.shape, value.dtype, Packed(path))
 
 
 LAYOUT = Layout(
     name="monolithic, compressed",
     order=60,
+    title=_title,
     recognize=_recognize,
     read=_read,
     unpack=unpacked,

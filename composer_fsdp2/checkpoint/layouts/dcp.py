@@ -11,6 +11,7 @@ import itertools
 import math
 import pickle
 import sys
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +34,13 @@ from composer_fsdp2.checkpoint.inventory import (
     ObjectRecord,
     TensorRecord,
 )
-from composer_fsdp2.checkpoint.layouts import Layout, Written
+from composer_fsdp2.checkpoint.layouts import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.layouts._composer import missing_parts, with_records, writer_of
 from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite, WriteRequest, num_files_for
-from composer_fsdp2.checkpoint.pickles.stand_ins import Built
+from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
-from composer_fsdp2.checkpoint.trees import EntryPath, dotted
-from composer_fsdp2.config.text import lines_and_more
+from composer_fsdp2.checkpoint.trees import EntryPath, Parts, dotted, leaves
+from composer_fsdp2.config.text import and_more, lines_and_more
 from composer_fsdp2.errors import CheckpointError
 
 _NAME = "DCP directory"
@@ -102,14 +103,15 @@ def read(path: Path, trust: bool, *, prefix: EntryPath = (), partial: bool = Fal
             f"{path}: has .distcp files and no {_METADATA}, which is written last: the save was cut short, or the "
             "file was not copied"
         )
+    data = read_at(path / _METADATA, 0, (path / _METADATA).stat().st_size)
     metadata = read_pickle(
-        read_at(path / _METADATA, 0, (path / _METADATA).stat().st_size),
+        data,
         where=str(path / _METADATA),
         trust=False,  # nothing but torch's own classes has any business there
         inert=_METADATA_NAMES,
     )
     try:
-        return _Directory(path, metadata, trust, prefix, partial).inventory()
+        return _Directory(path, metadata, trust, prefix, partial).inventory().replaced(metadata_crc32=zlib.crc32(data))
     except CheckpointError:
         raise
     except (AttributeError, TypeError, KeyError, ValueError, IndexError) as error:
@@ -122,10 +124,10 @@ class _Directory:
     """One ``.metadata``, read into an inventory."""
 
     def __init__(self, path: Path, metadata: Any, trust: bool, prefix: EntryPath, partial: bool) -> None:
-        if not isinstance(metadata, Built) or metadata.kind.name != "Metadata":
+        if not isinstance(metadata, InertObject) or metadata.kind.name != "Metadata":
             raise CheckpointError(f"{path / _METADATA}: holds no torch.distributed.checkpoint Metadata")
         self.path, self.trust, self.prefix, self.partial = path, trust, prefix, partial
-        self.declared: Mapping[str, Built] = metadata.field("state_dict_metadata")
+        self.declared: Mapping[str, InertObject] = metadata.field("state_dict_metadata")
         self.paths: Mapping[str, EntryPath] = metadata.field("planner_data") or {}
         self.storage_meta = metadata.field("storage_meta")
         self.problems: list[str] = []
@@ -140,12 +142,12 @@ class _Directory:
                 continue
             box = None if offset is None else tuple(offset)
             if box in self.entries.setdefault(name, {}):
-                self.problems.append(f"{path / _METADATA}: says two places for {name} at {box}")
+                self.problems.append(f"{path / _METADATA}: lists two locations for {name} at {box}")
             self.entries[name][box] = entry
         self.check_overlaps()
 
     def entry(self, name: str, relative_path: Any, offset: Any, num_bytes: Any) -> NestedArchive | None:
-        """Where an entry lies; None (and a problem) where that cannot be."""
+        """The location of an entry; None (and a problem) where that cannot be."""
         if relative_path not in self.file_sizes:
             self.file_sizes[relative_path] = self.file_size(relative_path)
         size = self.file_sizes[relative_path]
@@ -183,12 +185,12 @@ class _Directory:
         )
         for (path, offset, num_bytes, name), (other_path, other_offset, _, other) in itertools.pairwise(placed):
             if path == other_path and offset + num_bytes > other_offset:
-                self.problems.append(f"{path}: {_METADATA} says overlapping bytes for {name} and {other}")
+                self.problems.append(f"{path}: {_METADATA} lists overlapping bytes for {name} and {other}")
 
     def inventory(self) -> CheckpointInventory:
         tensors, objects = self.records()
         for name in self.entries.keys() - self.declared.keys():
-            self.problems.append(f"{self.path / _METADATA}: says where {name} lies, and not what it is")
+            self.problems.append(f"{self.path / _METADATA}: gives a location for {name} but no description")
         if self.problems:
             raise CheckpointError(lines_and_more(self.problems, 50))
         self.name_empty_dicts(objects)
@@ -196,7 +198,7 @@ class _Directory:
         if "state" not in roots and not self.prefix:
             raise CheckpointError(
                 f"{self.path}: written by torch.distributed.checkpoint, but not by Composer, whose entries lie under "
-                f"'state'; its top-level keys are {', '.join(sorted(map(str, roots))[:8])}"
+                f"'state'; its top-level keys are {and_more(sorted(map(str, roots)), 8)}"
             )
         files = self.files()
         inventory = CheckpointInventory(
@@ -217,14 +219,14 @@ class _Directory:
         tensors: dict[EntryPath, TensorRecord] = {}
         objects: dict[EntryPath, ObjectRecord] = {}
         for name, declared in self.declared.items():
-            path = self.composers_path(name)
+            path = self.composer_path(name)
             if declared.kind.name == "TensorStorageMetadata":
                 if (record := self.tensor(name, declared)) is not None:
                     tensors[path] = record
             elif (entry := self.entries.get(name, {}).get(None)) is not None:
                 objects[path] = self.object(name, entry)
             else:
-                self.problems.append(f"{self.path / _METADATA}: says no usable place for {name}")
+                self.problems.append(f"{self.path / _METADATA}: gives no usable location for {name}")
         return tensors, objects
 
     def roots(self) -> set[str | int]:
@@ -242,17 +244,17 @@ class _Directory:
         names = [file.name for file, _ in files if holds_entries(file) and file.name not in self.file_sizes]
         return [f"{_METADATA} does not name {', '.join(names)} (another save's?)"] if names else []
 
-    def composers_path(self, name: str) -> EntryPath:
+    def composer_path(self, name: str) -> EntryPath:
         """The entry's path in Composer's state dict, with the optimizers where they are since torch 2.3."""
         # A name says not which of its parts are numbers, so it is not a path where the others have one.
         path: EntryPath = tuple(self.paths.get(name, ()) if self.paths else name.split("."))
         if not _is_path(path) or dotted(path) != name:
-            raise CheckpointError(f"{self.path / _METADATA}: the path of {name} is another's, or none")
+            raise CheckpointError(f"{self.path / _METADATA}: the path of {name} is that of another entry, or missing")
         if self.prefix:
             return (*self.prefix, *path)
         return ("state", *path) if path[0] == "optimizers" else path
 
-    def tensor(self, name: str, declared: Built) -> TensorRecord | None:
+    def tensor(self, name: str, declared: InertObject) -> TensorRecord | None:
         """What the metadata says of a tensor; None (and a problem) where that cannot be."""
         dtype = _dtype(declared.field("properties"))
         shape = _sizes(declared.field("size"))
@@ -264,7 +266,7 @@ class _Directory:
             if 0 in sizes and (entry is None or shape != sizes):
                 continue  # DTensor notes the empty part of a rank beyond the last row
             if entry is None:
-                missing.append(offsets)
+                missing.append(str(offsets))
                 continue
             chunk = Chunk(offsets, sizes, entry)
             if chunk.numel * dtype.itemsize > entry.num_bytes:
@@ -275,7 +277,7 @@ class _Directory:
             chunks.append(chunk)
         if missing:
             self.problems.append(
-                f"{self.path / _METADATA}: says no usable place for {name} at {', '.join(map(str, missing[:8]))}"
+                f"{self.path / _METADATA}: gives no usable location for {name} at {and_more(missing, 8)}"
             )
             return None
         ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offsets))
@@ -304,7 +306,7 @@ class _Directory:
         objects |= {path: ObjectRecord(dotted(path), dict, source=listed.source) for path in paths}
 
     def torch_version(self) -> str | None:
-        """From the classes in the metadata, where ``state.metadata`` does not say."""
+        """The writer's torch version as the metadata's classes show it, where ``state.metadata`` does not say."""
         properties = next(
             (d.field("properties") for d in self.declared.values() if d.kind.name == "TensorStorageMetadata"), None
         )
@@ -340,7 +342,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _dtype(properties: Built) -> torch.dtype:
+def _dtype(properties: InertObject) -> torch.dtype:
     """TensorProperties are pickled as (dtype, layout, requires_grad, memory format, pin_memory)."""
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) else properties.field("dtype")
@@ -406,26 +408,24 @@ def flattened(state: Mapping[str, Any]) -> dict[str, tuple[EntryPath, Any]]:
     """
     entries: dict[str, tuple[EntryPath, Any]] = {}
     empty: list[EntryPath] = []
-
-    def visit(path: EntryPath, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key, part in value.items():
-                visit((*path, str(key)), part)
-            if not value:
-                empty.append(path)
-        elif isinstance(value, list) and _is_nested(value):
-            for number, part in enumerate(value):
-                visit((*path, number), part)
+    for path, leaf in leaves(state, parts=_parts):
+        key = dotted(path)
+        if isinstance(leaf, Mapping):
+            empty.append(path)
+        elif key in entries:
+            raise CheckpointError(f"the entries at {entries[key][0]} and {path} would both be {key} in a folder")
         else:
-            key = dotted(path)
-            if key in entries:
-                raise CheckpointError(f"the entries at {entries[key][0]} and {path} would both be {key} in a folder")
-            entries[key] = (path, value)
-
-    visit((), state)
+            entries[key] = (path, leaf)
     if empty:
         entries[dotted(_EMPTY_DICTS)] = (_EMPTY_DICTS, empty)
     return entries
+
+
+def _parts(value: Any) -> Parts:
+    """Where torch would look into a value; an empty dict is a leaf here."""
+    if isinstance(value, Mapping) and value:
+        return ((str(key), part) for key, part in value.items())
+    return enumerate(value) if isinstance(value, list) and _is_nested(value) else None
 
 
 def _is_nested(values: list[Any]) -> bool:
@@ -434,13 +434,13 @@ def _is_nested(values: list[Any]) -> bool:
 
 
 def _split(shape: tuple[int, ...], num_files: int) -> Iterator[Box]:
-    """By rows; fewer boxes than files where rows run out."""
-    whole = Box.whole(shape)
-    if not shape or num_files == 1 or not whole.numel:
-        yield whole
+    """Split a shape by rows into at most ``num_files`` boxes."""
+    full = Box.full(shape)
+    if not shape or num_files == 1 or not full.numel:
+        yield full
         return
     rows = -(-shape[0] // num_files)
-    yield from whole.pieces(rows * math.prod(shape[1:]))
+    yield from full.pieces(rows * math.prod(shape[1:]))
 
 
 def _file_name(number: int) -> str:
@@ -453,12 +453,12 @@ def _output(name: str, items: Sequence[_Item]) -> OutputFile:
         archive = plan_archive(item.value)
         for part in archive.slots:
             at = item.at + archive.offset_of(part)
-            whole = part.source
-            if isinstance(whole, Slot):  # a box of it
+            full = part.source
+            if isinstance(full, Slot):  # a box of it
                 assert item.offsets is not None
-                writes.append(TensorWrite(whole, Box(item.offsets, part.shape), at))
+                writes.append(TensorWrite(full, Box(item.offsets, part.shape), at))
             else:
-                writes.append(TensorWrite.whole(part, at))
+                writes.append(TensorWrite.full(part, at))
 
     def rest(crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         left = iter(crcs)
@@ -519,5 +519,5 @@ LAYOUT = Layout(
     holds_entries=holds_entries,
     metadata=_METADATA,
     read_metadata=functools.partial(read, partial=True),
-    written=Written(word="dcp", lay_out=_lay_out, by_name=True),
+    written=LayoutWriter(word="dcp", lay_out=_lay_out, by_name=True),
 )

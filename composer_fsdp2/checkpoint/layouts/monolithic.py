@@ -6,7 +6,7 @@ from composer_fsdp2.checkpoint.archive.disk import opened
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive
 from composer_fsdp2.checkpoint.archive.writer import plan_archive
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.layouts import Layout, Written
+from composer_fsdp2.checkpoint.layouts import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.layouts._composer import inventory_of, with_records
 from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite, WriteRequest
 from composer_fsdp2.checkpoint.unrecognized import other_archive
@@ -43,7 +43,7 @@ def _lay_out(request: WriteRequest) -> Output:
     file = OutputFile(
         name="",
         num_bytes=archive.num_bytes,
-        writes=tuple(TensorWrite.whole(slot, archive.offset_of(slot)) for slot in archive.slots),
+        writes=tuple(TensorWrite.full(slot, archive.offset_of(slot)) for slot in archive.slots),
         rest=lambda crcs: archive.frame(dict(zip(archive.slots, crcs, strict=True))),
     )
     return Output(files=(file,), renamed=request.renamed)
@@ -55,5 +55,5 @@ LAYOUT = Layout(
     recognize=_recognize,
     incomplete=_incomplete,
     read=_read,
-    written=Written(word="monolithic", lay_out=_lay_out, max_files=1),
+    written=LayoutWriter(word="monolithic", lay_out=_lay_out, max_files=1),
 )

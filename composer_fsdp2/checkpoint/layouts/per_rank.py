@@ -33,7 +33,7 @@ from composer_fsdp2.checkpoint.layouts._composer import (
     split_state,
     writer_of,
 )
-from composer_fsdp2.checkpoint.pickles.stand_ins import Built, StoredTensor, contains_built
+from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor, contains_inert
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
@@ -148,7 +148,7 @@ def _read_file(path: Path, *, trust: bool) -> _RankFile:
     def leaf(value: Any, entry: EntryPath) -> Any:
         if isinstance(value, StoredTensor):
             return of_stored_tensor(value, archive, dotted(entry))
-        if isinstance(value, Built) and str(value.kind) == _SHARDED_TENSOR:
+        if isinstance(value, InertObject) and str(value.kind) == _SHARDED_TENSOR:
             try:
                 shards[entry] = _shards(value, archive, dotted(entry))
             except CheckpointError:
@@ -163,12 +163,12 @@ def _read_file(path: Path, *, trust: bool) -> _RankFile:
     root = mapped(archive.unpickle(trust=trust, inert=_NAMES), leaf)
     if not isinstance(root, Mapping) or not isinstance(root.get("state"), Mapping):
         raise CheckpointError(f"{path}: holds ShardedTensors, but not Composer's {{'state': ..., 'rng': ...}}")
-    if not shards or contains_built(root):
+    if not shards or contains_inert(root):
         raise CheckpointError(f"{path}: holds objects that are not plain data")
     return _RankFile(path, root, shards)
 
 
-def _shards(value: Built, archive: Archive, name: str) -> _Shards:
+def _shards(value: InertObject, archive: Archive, name: str) -> _Shards:
     """A ShardedTensor, from its state: (local shards, metadata, process group, sharding spec, remote references)."""
     local, metadata, group, *_ = value.state
     shape = tuple(metadata.field("size"))
@@ -216,7 +216,7 @@ def _check_same_save(files: list[_RankFile]) -> None:
                 )
         if file.shards.keys() != expected.shards.keys():
             differing = sorted(map(dotted, file.shards.keys() ^ expected.shards.keys()))
-            raise CheckpointError(f"{file.path} and {expected.path} differ in {', '.join(differing[:8])}")
+            raise CheckpointError(f"{file.path} and {expected.path} differ in {and_more(differing, 8)}")
         if _step(file) != _step(expected):
             raise CheckpointError(
                 f"{file.path}: saved at {_step(file)}, {expected.path.name} at {_step(expected)} (another save's?)"
@@ -279,7 +279,7 @@ def _blob(chunk: Chunk) -> Any:
 
 
 def _refuse_original_parameters(files: list[_RankFile]) -> None:
-    """With ``use_orig_params=True`` a local file names pieces of parameters, and not where in them they lie."""
+    """Raise for ``use_orig_params=True``: a local file then names pieces of parameters, without their places."""
     for file in files:
         flat = {_blob(chunk) for entry in filter(_is_flat, file.shards) for chunk in file.shards[entry].chunks}
         for name, value in file.root["state"]["model"].items():

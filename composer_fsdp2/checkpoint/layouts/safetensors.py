@@ -16,8 +16,8 @@ from composer_fsdp2.checkpoint.boxes import row_major
 from composer_fsdp2.checkpoint.hugging_face import (
     PREFIX,
     HuggingFaceForm,
-    folder_of,
     form_of_folder,
+    has_config,
     hugging_face_form,
     without_ties,
 )
@@ -29,10 +29,11 @@ from composer_fsdp2.checkpoint.inventory import (
     TensorRecord,
     Writer,
 )
-from composer_fsdp2.checkpoint.layouts import Layout, Written
+from composer_fsdp2.checkpoint.layouts import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.layouts._composer import file_sizes
 from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite, WriteRequest, num_files_for
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
 _NAME = "safetensors"
@@ -88,12 +89,13 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
             if ("state", "model", name) in tensors:
                 raise CheckpointError(f"{file}: {name} is in another file as well")
             tensors["state", "model", name] = record
+    folder = path if path.is_dir() else path.parent
     extra = [path / _INDEX] if path.is_dir() and (path / _INDEX).is_file() else []
     if extra:
         listed = _index(path)
         differing = sorted(set(listed) ^ {str(key[2]) for key in tensors})
         if differing:
-            raise CheckpointError(f"{path / _INDEX} and the files disagree about {', '.join(differing[:8])}")
+            raise CheckpointError(f"{path / _INDEX} and the files disagree about {and_more(differing, 8)}")
     return CheckpointInventory(
         path=path,
         layout=_NAME,
@@ -102,7 +104,9 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
         files=file_sizes(*files, *extra),
         writer=Writer(sharding="not sharded"),
         remarks=("weights alone: no optimizer state, schedulers, timestamp or random states",),
-        weights_alone=True,
+        holds_only=MODEL,
+        name_prefix=PREFIX,
+        hugging_face=folder if has_config(folder) else None,
     )
 
 
@@ -169,7 +173,7 @@ def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> TensorR
     if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in (*shape, begin, end)):
         raise ValueError(f"{name}: {entry}")
     blob = Blob(path, start + begin, end - begin)
-    record = TensorRecord.stored_whole(name, shape, dtype, Strided(blob, dtype, 0, row_major(shape)))
+    record = TensorRecord.in_one_chunk(name, shape, dtype, Strided(blob, dtype, 0, row_major(shape)))
     if record.num_bytes != blob.num_bytes:
         raise CheckpointError(f"{path}: {name} needs {record.num_bytes} bytes, its range has {blob.num_bytes}")
     return record
@@ -196,37 +200,46 @@ def _lay_out(request: WriteRequest) -> Output:
     inventory, model = request.inventory, request.model
     weights = {name: slot for name, slot in model.items() if isinstance(slot, Slot)}
     if not weights:
-        raise CheckpointError(f"{inventory.path}: holds no weights, and safetensors nothing else")
-    form, renamed, remarks = hugging_face_form(inventory, request.dtype), dict(request.renamed), list[str]()
-    if (folder := folder_of(inventory)) is not None:  # only split differently: names and files stay
-        form = form_of_folder(folder, request.dtype)
-    elif form is None:
-        remarks.append("the checkpoint says no Hugging Face model: names stay, and there is no config.json")
-    elif all(name.startswith(PREFIX) for name in weights):
-        remarks.append(f"{PREFIX!r} of Composer's HuggingFaceModel is taken off every name")
-        old_names = {new: old for old, new in renamed.items()}
-        weights = {name.removeprefix(PREFIX): slot for name, slot in weights.items()}
-        renamed = {old_names.get(PREFIX + name, PREFIX + name): name for name in weights}
+        raise CheckpointError(f"{inventory.path}: contains no weights, and safetensors can store nothing else")
+    form, weights, renamed, remarks = _with_hugging_face_names(request, weights)
     weights, ties = without_ties(weights, form.config if form else None)
     remarks.extend(f"leaves out {tie}, which is the same bytes" for tie in ties)
     remarks.extend(f"leaves out {what}" for what in (form.left_out if form else ()))
     return Output(
         files=(*_weight_files(weights, request.num_files), *_further_files(form)),
         renamed=renamed,
-        dropped=(
-            *(dotted((*MODEL, name)) for name, value in model.items() if not isinstance(value, Slot)),
-            *(
-                dotted(path[: 3 if path[:2] == OPTIMIZERS else 2 if path[0] == "state" else 1])
-                for path in _others(inventory)
-            ),
-        ),
+        dropped=_dropped(request),
         remarks=tuple(remarks),
     )
 
 
-def _others(inventory: CheckpointInventory) -> list[EntryPath]:
-    """Everything but the model."""
-    return [path for path in (*inventory.tensors, *inventory.objects) if path[:2] != MODEL]
+def _with_hugging_face_names(
+    request: WriteRequest, weights: dict[str, Slot]
+) -> tuple[HuggingFaceForm | None, dict[str, Slot], dict[str, str], list[str]]:
+    """The form of the checkpoint's model, the weights as it names them, what that renames, and remarks."""
+    renamed = dict(request.renamed)
+    if (folder := request.inventory.hugging_face) is not None:  # only split differently: names and files stay
+        return form_of_folder(folder, request.dtype), weights, renamed, []
+    form = hugging_face_form(request.inventory, request.dtype)
+    if form is None:
+        remark = "the checkpoint records no Hugging Face model: names are kept, and no config.json is written"
+        return None, weights, renamed, [remark]
+    if not all(name.startswith(PREFIX) for name in weights):
+        return form, weights, renamed, []
+    old_names = {new: old for old, new in renamed.items()}
+    weights = {name.removeprefix(PREFIX): slot for name, slot in weights.items()}
+    renamed = {old_names.get(PREFIX + name, PREFIX + name): name for name in weights}
+    return form, weights, renamed, [f"removes the prefix {PREFIX!r} of Composer's HuggingFaceModel from every name"]
+
+
+def _dropped(request: WriteRequest) -> tuple[str, ...]:
+    """The model's entries that are no tensors, and everything else by its topmost name of use."""
+    inventory = request.inventory
+    others = [path for path in (*inventory.tensors, *inventory.objects) if path[:2] != MODEL]
+    return (
+        *(dotted((*MODEL, name)) for name, value in request.model.items() if not isinstance(value, Slot)),
+        *(dotted(path[: 3 if path[:2] == OPTIMIZERS else 2 if path[0] == "state" else 1]) for path in others),
+    )
 
 
 def _further_files(form: HuggingFaceForm | None) -> list[OutputFile]:
@@ -234,10 +247,11 @@ def _further_files(form: HuggingFaceForm | None) -> list[OutputFile]:
 
 
 def _weight_files(weights: Mapping[str, Slot], num_files: int | None) -> list[OutputFile]:
-    unknown = {name: slot.dtype for name, slot in weights.items() if slot.dtype not in _DTYPE_NAMES}
+    unknown = [f"{name} ({slot.dtype})" for name, slot in weights.items() if slot.dtype not in _DTYPE_NAMES]
     if unknown:
-        found = ", ".join(f"{name} ({dtype})" for name, dtype in list(unknown.items())[:8])
-        raise CheckpointError(f"safetensors has no name for the dtype of {found}; give a dtype, or leave them out")
+        raise CheckpointError(
+            f"safetensors has no name for the dtype of {and_more(unknown, 8)}; give a dtype, or leave them out"
+        )
     total = sum(slot.num_bytes for slot in weights.values())
     shards = _shards(weights, total, num_files or num_files_for(total))
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -279,7 +293,7 @@ def _output(name: str, weights: Mapping[str, Slot]) -> OutputFile:
     def rest(crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         yield 0, struct.pack("<Q", len(text)) + text
 
-    writes = tuple(TensorWrite.whole(slot, start + places[tensor]) for tensor, slot in ordered)
+    writes = tuple(TensorWrite.full(slot, start + places[tensor]) for tensor, slot in ordered)
     return OutputFile(name, start + at, writes, rest)
 
 
@@ -289,5 +303,5 @@ LAYOUT = Layout(
     recognize=_recognize,  # transformers writes the index last, and without it a folder of shards is not recognized
     read=_read,
     has_names=_has_names,
-    written=Written(word="safetensors", lay_out=_lay_out, weights_alone=True),
+    written=LayoutWriter(word="safetensors", lay_out=_lay_out, holds_only=MODEL, name_prefix=PREFIX),
 )

@@ -111,7 +111,7 @@ def check_content(ranges: Iterable[ReadRange], checkpoint: Path) -> int:
 
 
 def check_own_content(ranges: Iterable[ReadRange], checkpoint: Path) -> int:
-    """The same for what this rank read alone; does not communicate."""
+    """Check the records that this rank read, by itself; does not communicate."""
     collected = _collected(ranges, checkpoint)
     problems = {own.key: damage_of(own.blob, own.ranges) for own in collected.records.values()}
     if damaged := {key: problem for key, problem in problems.items() if problem is not None}:
@@ -174,7 +174,7 @@ _NO_ROW = -1
 
 
 def _to_judge(rows: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-    """Those of a rank's records."""
+    """The rows of the records that ``rank`` judges."""
     return rows[rows[:, 0] % num_ranks == rank]
 
 
@@ -196,7 +196,7 @@ def _shares(rows: torch.Tensor) -> dict[int, _Shares]:
 
 
 def _number_of(key: _Key) -> int:
-    """The same on all ranks, and as good as a record's own."""
+    """A record's number: equal on all ranks, and that of no other record."""
     return _digest(f"{key[1]} {key[0]}")
 
 

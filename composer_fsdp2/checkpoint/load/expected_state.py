@@ -71,7 +71,7 @@ def _probe(
 
 
 def _bare_copy(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
-    """With one group and no state; without hooks, and without the methods that a scheduler put on it to count steps."""
+    """A copy with one group, without state, hooks, and the methods that a scheduler put on it to count steps."""
     methods = types.MethodType | types.FunctionType
     copy: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
@@ -85,7 +85,7 @@ def _bare_copy(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch
 
 
 def _expectation(value: Any, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Expected:
-    """Of a value that was made for a parameter of ``sizes``, for one of ``shape``."""
+    """What a parameter of ``shape`` would get, from the value that was made for one of ``sizes``."""
     if not isinstance(value, torch.Tensor):
         return Expected(None, None, type(value))
     if sizes == shape:

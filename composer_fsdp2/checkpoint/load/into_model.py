@@ -164,7 +164,7 @@ def load_inventory(
     with Reader() as reader:
         unchecked_bytes = _read_and_check(staging, reader, one_reader_per_node=one_reader)
         num_bytes = reader.num_bytes
-        _run_users_code(staging)
+        _run_custom_load(staging)
         together(lambda: staging.pass_on(reader))
     together(staging.commit)
     return _report(plan, num_bytes=num_bytes, unchecked_bytes=unchecked_bytes, seconds=time.perf_counter() - started)
@@ -187,12 +187,12 @@ def _read_and_check(staging: Staging, reader: Reader, *, one_reader_per_node: bo
     return unchecked_bytes
 
 
-def _run_users_code(staging: Staging) -> None:
-    """On all ranks or on none. Called on all ranks."""
+def _run_custom_load(staging: Staging) -> None:
+    """Run the optimizer's own loading code, on all ranks or on none. Called on all ranks."""
     try:
-        together(staging.run_users_code)
+        together(staging.run_custom_load)
     except CheckpointError:
-        staging.undo_users_code()  # where it went well on this rank
+        staging.undo_custom_load()  # where it went well on this rank
         raise
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from composer_fsdp2.checkpoint.differences import Difference, DifferenceKind, can_cast
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, ObjectRecord, OptimizerContents, TensorRecord
-from composer_fsdp2.checkpoint.load.differences import Difference, DifferenceKind, can_cast
 from composer_fsdp2.checkpoint.load.expected_state import Expected, Probes, expected_state
 from composer_fsdp2.checkpoint.same_bytes import same_content
 from composer_fsdp2.checkpoint.target import ModelTarget

@@ -25,7 +25,7 @@ _PIECE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Replicated:
-    """One tensor.
+    """A tensor that several ranks of a node hold.
 
     Args:
         place: Gives this rank's memory for it; called once all is checked.
@@ -68,7 +68,7 @@ class ReplicatedState:
         owner: int,
         copies: Sequence[TensorRecord] = (),
     ) -> None:
-        """One tensor more; called on all ranks that hold it, in the same order."""
+        """Note one more tensor; called on all ranks that hold it, in the same order."""
         self._tensors.append(_Replicated(record=record, box=box, place=place, owner=owner, copies=copies))
 
     def check(self, reader: Reader) -> None:
@@ -122,12 +122,12 @@ class ReplicatedState:
         again: list[tuple[int, ...]] = []
         for number, data in enumerate(_pieces(reader, tensor.record, tensor.box, again)):
             if again[number] != tensor.crc32s[number]:
-                raise CheckpointError(f"{tensor.record.name}: other bytes than before")
+                raise CheckpointError(f"{tensor.record.name}: its bytes differ from those of the first read")
             yield data
 
 
 def _largest_bytes(tensor: _Replicated) -> int:
-    """Of its pieces."""
+    """The size of the largest piece."""
     itemsize = tensor.record.dtype.itemsize
     return max(piece.numel for piece in _bounds(tensor.box, itemsize)) * itemsize
 

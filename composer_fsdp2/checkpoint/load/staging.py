@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer_fsdp2._torch import loads_by_users_code, own_part
+from composer_fsdp2._torch import has_custom_load_state_dict, local_tensor
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord, walk_tensors
 from composer_fsdp2.checkpoint.load.exchange import (
@@ -35,7 +35,7 @@ from composer_fsdp2.sharding.hosts import first_ranks_of_hosts
 
 @dataclass(slots=True)
 class _StatePlace:
-    """Where a tensor of an optimizer's state will stay, which tells how it is sharded.
+    """The place where a tensor of an optimizer's state will stay, which tells how it is sharded.
 
     Args:
         box: In the layout of the optimizer's own tensor or of the parameter.
@@ -50,7 +50,7 @@ class _StatePlace:
         """This rank's memory of it."""
         if self.value is None:  # where its like is: with CPU offload, parts of a tensor on a GPU mesh lie on the host
             self.value = torch.empty_like(self.box.like, dtype=self.dtype, memory_format=torch.contiguous_format)
-        return own_part(self.value)
+        return local_tensor(self.value)
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class _Staged:
     def allocate(self) -> torch.Tensor:
         """Memory to read it to: its final place, if that is host memory that nothing uses yet."""
         is_new = self.place is not None and self.place.value is None
-        if is_new and self.place is not None and own_part(self.box.like).device.type == "cpu":
+        if is_new and self.place is not None and local_tensor(self.box.like).device.type == "cpu":
             self.data = self.place.local()
         else:
             self.data = torch.empty(self.box.sizes, dtype=self.record.dtype)
@@ -86,9 +86,9 @@ class _Staged:
 
 
 class Staging:
-    """What a plan reads: ``read``, ``share``, ``check_copies``, ``run_users_code``, ``pass_on``, ``commit``, in order.
+    """What a plan reads: ``read``, ``share``, ``check_copies``, ``run_custom_load``, ``pass_on``, ``commit``, in order.
 
-    Model and optimizer are not touched before ``run_users_code``, which can be undone. ``commit`` communicates nothing
+    Model and optimizer are not touched before ``run_custom_load``, which can be undone. ``commit`` communicates nothing
     and has no reason left to fail. What several ranks of a node hold alike (``NO_SHARD``, DDP) is not staged, because
     the node would hold it several times: ``read`` checks it, and ``pass_on`` reads it again, which can fail.
 
@@ -113,7 +113,7 @@ class Staging:
         self._extra_before: list[tuple[nn.Module, Any]] = []
         self.states: list[dict[str, Any]] = []  # tensors as _Staged
         optimizer = plan.optimizer.optimizer if plan.optimizer else None
-        self._loads_early: bool = any(gather(optimizer is not None and loads_by_users_code(optimizer)))
+        self._loads_early: bool = any(gather(optimizer is not None and has_custom_load_state_dict(optimizer)))
         self._optimizer_before: _OptimizerBefore | None = None
         used = {_address(planned.target.local) for planned in plan.tensors}
         for state in plan.optimizer.states if plan.optimizer else ():
@@ -200,7 +200,7 @@ class Staging:
         self._read_values(reader)
 
     def read_for_node(self, reader: Reader) -> None:
-        """The same, by the first rank of each node for all of them, which are sent their parts.
+        """Read as ``read`` does, on the first rank of each node for all of its ranks, which are sent their parts.
 
         Called on all ranks. An error of the reading rank is raised after everything was sent, so nobody waits.
         """
@@ -273,7 +273,7 @@ class Staging:
             )
 
     @torch.no_grad()
-    def run_users_code(self) -> None:
+    def run_custom_load(self) -> None:
         """Give modules their extra state, and the optimizer its state, by code that may refuse it.
 
         Communicates nothing. See [Note: the user's code].
@@ -294,8 +294,8 @@ class Staging:
                 f"{type(error).__name__}: {error}; nothing was changed"
             ) from error
 
-    def undo_users_code(self) -> None:
-        """Put back what ``run_users_code`` changed, wherever it got to."""
+    def undo_custom_load(self) -> None:
+        """Put back what ``run_custom_load`` changed, wherever it got to."""
         if self._optimizer_before is not None:
             self._optimizer_before.put_back()
         for module, before in reversed(self._extra_before):
@@ -403,8 +403,8 @@ def _stage(record: Any, state: ParameterState, own: Any, used: set[int], *, in_p
     like = _layout_of(record, state.parameter, own)
     place = _StatePlace(LocalBox.of(like), record.dtype)
     is_own = in_place and like is own and type(own) in (torch.Tensor, DTensor) and own.dtype == record.dtype
-    if is_own and own_part(own).is_contiguous() and _address(own_part(own)) not in used:
-        used.add(_address(own_part(own)))
+    if is_own and local_tensor(own).is_contiguous() and _address(local_tensor(own)) not in used:
+        used.add(_address(local_tensor(own)))
         place.value = own
     return _Staged(record, place.box, place)
 

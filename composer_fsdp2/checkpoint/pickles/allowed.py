@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from composer_fsdp2.checkpoint.pickles.stand_ins import (
-    Built,
     FixedClass,
-    Named,
+    GlobalName,
+    InertObject,
     Storage,
     StoredTensor,
-    UnsupportedError,
+    UnsupportedPickleError,
     no_state,
     short,
     spend,
@@ -53,7 +53,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> S
         raise pickle.UnpicklingError("a tensor without a storage")
     if rest and isinstance(rest[-1], dict) and any(value is True for value in rest[-1].values()):
         # {'conj': True}: the storage holds other values than the tensor.
-        raise UnsupportedError("holds a tensor saved as a conjugated or negated view, which is not supported")
+        raise UnsupportedPickleError("holds a tensor saved as a conjugated or negated view, which is not supported")
     dtype = dtype or storage.dtype
     shape, stride = tuple(shape), tuple(stride)
     numbers = (offset, *shape, *stride)
@@ -84,15 +84,15 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     if function not in (_tensor, _parameter, _wrapper_subclass):
         raise pickle.UnpicklingError(f"a tensor rebuilt by {short(function)}")
     rebuilt = function(*args)
-    if isinstance(rebuilt, Built):
+    if isinstance(rebuilt, InertObject):
         rebuilt.state = state
     return rebuilt
 
 
 @Function
-def _wrapper_subclass(kind: Any, *args: Any) -> Built:
+def _wrapper_subclass(kind: Any, *args: Any) -> InertObject:
     """torch._utils._rebuild_wrapper_subclass: a ShardedTensor or DTensor, whose tensors are in its state."""
-    if not (isinstance(kind, type) and issubclass(kind, Built)):
+    if not (isinstance(kind, type) and issubclass(kind, InertObject)):
         raise pickle.UnpicklingError(f"a tensor of class {short(kind)}")
     return kind(*args)
 
@@ -123,7 +123,7 @@ def _bytearray(value: Any = b"", *rest: Any) -> bytearray:
 @Function
 def _array(kind: Any, shape: Any, typecode: Any) -> Any:
     """numpy.core.multiarray._reconstruct: an empty array, filled by __setstate__."""
-    if kind != Named("numpy", "ndarray") or tuple(shape) != (0,):
+    if kind != GlobalName("numpy", "ndarray") or tuple(shape) != (0,):
         raise pickle.UnpicklingError(f"an array of type {short(kind)}")
     return Array()
 
@@ -136,10 +136,10 @@ def _array_from_buffer(data: Any, dtype: Any, shape: Any, order: Any, *rest: Any
     return array
 
 
-class Array(Built):
+class Array(InertObject):
     """A NumPy array between its making and its __setstate__; becomes an array once the whole pickle is read."""
 
-    kind = Named("numpy", "ndarray")
+    kind = GlobalName("numpy", "ndarray")
 
     def value(self) -> Any:
         import numpy
@@ -161,10 +161,10 @@ def _scalar(dtype: Any, data: Any) -> Any:
     return numpy.frombuffer(data, dtype=dtype.value())[0]
 
 
-class Dtype(Built):
+class Dtype(InertObject):
     """numpy.dtype('f8', align, copy) and its __setstate__, which says the byte order."""
 
-    kind = Named("numpy", "dtype")
+    kind = GlobalName("numpy", "dtype")
     code: str | None = None
 
     def value(self) -> Any:

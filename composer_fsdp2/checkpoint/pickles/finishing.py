@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_fsdp2.checkpoint.pickles.allowed import Array, Dtype
-from composer_fsdp2.checkpoint.pickles.stand_ins import Built, StoredTensor
+from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor
 
 _MAX_DEPTH = 200  # what reads the value afterwards recurses
 _LEAVES = frozenset({str, int, float, bool, bytes, type(None), StoredTensor})  # most parts; seen without a call
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, Built)
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, InertObject)
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Finisher:
             outer = self._num_parts, self._height
             self._depth += 1
             self._check()
-            self._num_parts, self._height = (1 if isinstance(value, Built) else len(value)), 0
+            self._num_parts, self._height = (1 if isinstance(value, InertObject) else len(value)), 0
             new = self._finish_parts(value)
             self._depth -= 1
             self._done[id(value)] = value, new, self._num_parts, self._height + 1
@@ -53,7 +53,7 @@ class Finisher:
         if self._depth + self._height > _MAX_DEPTH:
             raise pickle.UnpicklingError(f"containers nested deeper than {_MAX_DEPTH}, or within themselves")
         if self._num_parts > self.max_parts:
-            raise pickle.UnpicklingError("containers that repeat each other without end")
+            raise pickle.UnpicklingError("containers that expand without bound")
 
     def _finish_parts(self, value: Any) -> Any:
         if isinstance(value, tuple):

@@ -3,7 +3,7 @@
 import pickle
 import re
 
-from composer_fsdp2.checkpoint.pickles.stand_ins import UnsupportedError
+from composer_fsdp2.checkpoint.pickles.stand_ins import UnsupportedPickleError
 
 # What reading a pickle may take beyond its own size: a byte of it may make a set of 216 bytes.
 _MAX_OBJECT_BYTES = 384 << 20
@@ -50,7 +50,7 @@ def scan(data: bytes, at: int) -> None:
             width = _LENGTH_BYTES[opcode]
             length = int.from_bytes(data[at : at + width], "little")
             if opcode == b"\x8b" and length > _MAX_NUMBER_BYTES:
-                raise UnsupportedError(f"holds a number of {length} bytes, which is not supported")
+                raise UnsupportedPickleError(f"holds a number of {length} bytes, which is not supported")
             at += width + length
         elif opcode in _LINES:
             for _ in range(_LINES[opcode]):
@@ -58,7 +58,7 @@ def scan(data: bytes, at: int) -> None:
             if opcode == b"p":
                 memo_number = int(data[start:at])
         elif opcode and at <= len(data):
-            raise pickle.UnpicklingError(f"an opcode {opcode!r}, which no checkpoint has")
+            raise pickle.UnpicklingError(f"an unsupported opcode {opcode!r}")
         if at >= len(data):
             raise pickle.UnpicklingError("truncated")
         if memo_number > len(data):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 
-class UnsupportedError(pickle.UnpicklingError):
+class UnsupportedPickleError(pickle.UnpicklingError):
     """A pickle holds something harmless that this package does not handle."""
 
 
@@ -33,7 +33,7 @@ _CALL = 32  # what a call costs beside its arguments
 
 @contextlib.contextmanager
 def limited_work(amount: int) -> Iterator[None]:
-    """Within the block ``spend`` may be called for so much."""
+    """Limit what ``spend`` may be called for within the block."""
     token = _work_left.set(amount)
     try:
         yield
@@ -50,7 +50,7 @@ def spend(args: Iterable[Any]) -> None:
     left = _work_left.get() - _CALL - sum(len(arg) for arg in args if isinstance(arg, _SIZED))
     _work_left.set(left)
     if left < 0:
-        raise pickle.UnpicklingError("calls without end")
+        raise pickle.UnpicklingError("too many calls")
 
 
 _SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, collections.deque)
@@ -61,7 +61,7 @@ def no_state(self: Any, state: Any) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class GlobalName:
     """A class or function that a pickle names, and that stays a name."""
 
     module: str
@@ -72,13 +72,13 @@ class Named:
         return f"{self.module}.{self.name}"
 
 
-class Built(metaclass=FixedClass):
+class InertObject(metaclass=FixedClass):
     """What a pickle would have built by calling ``kind``: the call, and the state it would have set, as data."""
 
-    kind: Named
+    kind: GlobalName
     state: Any = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Built":
+    def __new__(cls, *args: Any, **kwargs: Any) -> "InertObject":
         built = super().__new__(cls)
         built._args = []  # NEWOBJ does not initialise
         return built
@@ -152,15 +152,15 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def contains_built(value: Any) -> bool:
-    """Whether some part of a value stands for an object that was not built."""
+def contains_inert(value: Any) -> bool:
+    """Whether some part of a value is an ``InertObject``."""
     if isinstance(value, dict):
-        return any(map(contains_built, value)) or any(map(contains_built, value.values()))
+        return any(map(contains_inert, value)) or any(map(contains_inert, value.values()))
     if isinstance(value, list | tuple | set | frozenset | collections.deque):
-        return any(map(contains_built, value))
-    return isinstance(value, Built)
+        return any(map(contains_inert, value))
+    return isinstance(value, InertObject)
 
 
 def short(value: Any) -> str:
-    """For a message: not of a container, whose text may be endless."""
-    return repr(value)[:100] if isinstance(value, str | int | bytes | Named) else f"a {type(value).__name__}"
+    """A value's text for a message; a container's type only, because its text may be endless."""
+    return repr(value)[:100] if isinstance(value, str | int | bytes | GlobalName) else f"a {type(value).__name__}"

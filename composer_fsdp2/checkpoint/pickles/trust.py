@@ -2,9 +2,9 @@
 
 A pickle calls whatever it names. torch's own loader of sharded checkpoints unpickles ``.metadata`` and every byte entry
 without a limit (pytorch#189308), so a checkpoint could run anything. Here a name that is not in the tables of
-``allowed.py`` is refused, and most of those that are become inert values of our own: ``Named`` for a class or function,
-``Built`` for what it would have made. Only types of plain data (``OrderedDict``, ``timedelta``, NumPy arrays) are
-really built.
+``allowed.py`` is refused, and most of those that are become inert values of our own: ``GlobalName`` for a class or
+function, ``InertObject`` for what it would have made. Only types of plain data (``OrderedDict``, ``timedelta``, NumPy
+arrays) are really built.
 
 [Note: hostile pickles] A pickle can also set attributes of what it names (BUILD). So a name becomes nothing that could
 be changed for the rest of the process: an immutable type of C, a class of ours that is fixed (``FixedClass``), or a
@@ -35,7 +35,14 @@ from composer_fsdp2.checkpoint.pickles.allowed import (
 )
 from composer_fsdp2.checkpoint.pickles.finishing import Finisher
 from composer_fsdp2.checkpoint.pickles.opcodes import scan
-from composer_fsdp2.checkpoint.pickles.stand_ins import Built, Named, Storage, UnsupportedError, limited_work, short
+from composer_fsdp2.checkpoint.pickles.stand_ins import (
+    GlobalName,
+    InertObject,
+    Storage,
+    UnsupportedPickleError,
+    limited_work,
+    short,
+)
 from composer_fsdp2.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -77,15 +84,15 @@ class _Names:
         if full == "torch.storage._load_from_bytes":
             return Function(self._load_from_bytes)
         if full in INERT or (module == "torch" and name.removesuffix("Storage") in STORAGES):
-            return Named(module, name)
+            return GlobalName(module, name)
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
         if full in UNSUPPORTED:
-            raise UnsupportedError(f"holds {UNSUPPORTED[full]}, which is not supported")
+            raise UnsupportedPickleError(f"holds {UNSUPPORTED[full]}, which is not supported")
         if module == "numpy.dtypes" and name.endswith("DType"):
-            return type(name, (NumpyDtypeClass,), {"kind": Named(module, name), "code": _numpy_code(name)})
+            return type(name, (NumpyDtypeClass,), {"kind": GlobalName(module, name), "code": _numpy_code(name)})
         if full in self.inert:
-            return type(name, (Built,), {"kind": Named(module, name)})
+            return type(name, (InertObject,), {"kind": GlobalName(module, name)})
         if self.trust:
             log.warning("%s: trusted, so %s is imported and may run", self.where, full)
             return _imported(module, name)
@@ -94,11 +101,11 @@ class _Names:
 
     def _member(self, owner: Any, name: Any) -> Any:
         """builtins.getattr: how protocol 2 writes a member of an enum, a name, and a class within a class."""
-        if not (isinstance(owner, type) and issubclass(owner, Built)) or not isinstance(name, str):
+        if not (isinstance(owner, type) and issubclass(owner, InertObject)) or not isinstance(name, str):
             raise pickle.UnpicklingError(f"getattr(..., {short(name)})")
         if f"{owner.kind}.{name}" in self.inert:
             return self.find(owner.kind.module, f"{owner.kind.name}.{name}")
-        return Named(str(owner.kind), name)
+        return GlobalName(str(owner.kind), name)
 
     def _load_from_bytes(self, payload: Any) -> Storage:
         """torch.storage._load_from_bytes: a storage within a plain pickle, in the form that torch.save had until 1.6.
@@ -123,7 +130,7 @@ def _imported(module: str, name: str) -> Any:
     try:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        raise UnsupportedError(f"names {module}.{name}, which cannot be imported here ({error})") from error
+        raise UnsupportedPickleError(f"names {module}.{name}, which cannot be imported here ({error})") from error
 
 
 def _numpy_code(name: str) -> str:
@@ -147,7 +154,7 @@ class _Unpickler(pickle.Unpickler):
         if not (isinstance(saved_id, tuple) and len(saved_id) == 5 and saved_id[0] == "storage"):
             raise pickle.UnpicklingError(f"a persistent id that is not a storage: {short(saved_id)}")
         _, kind, key, location, numel = saved_id
-        name = kind.name.removesuffix("Storage") if isinstance(kind, Named) else ""
+        name = kind.name.removesuffix("Storage") if isinstance(kind, GlobalName) else ""
         dtype = STORAGES.get(name)
         if dtype is None or not all(isinstance(text, str) for text in (key, location)):
             raise pickle.UnpicklingError(f"a storage of kind {short(kind)}")
@@ -173,12 +180,12 @@ def read_pickle(
     inert: frozenset[str] = frozenset(),
     storages: Callable[[str], int] | None = None,
 ) -> Any:
-    """What a pickle describes: plain data, ``StoredTensor`` for tensors, ``Built`` for the classes in ``inert``.
+    """What a pickle describes: plain data, ``StoredTensor`` for tensors, ``InertObject`` for the classes in ``inert``.
 
     Args:
         where: The file (and the entry in it), for messages.
         trust: Import and call whatever else the pickle names, as ``pickle.load`` would; each is named in a warning.
-        inert: Full names of further classes that may occur; their objects come back as ``Built``.
+        inert: Full names of further classes that may occur; their objects come back as ``InertObject``.
         storages: The number of bytes that the file has for a storage key, to check against; raises KeyError.
     Raises:
         CheckpointError: the pickle names something else, or is damaged; nothing of it was run. Names what it named.
@@ -195,7 +202,7 @@ def read_pickle(
                 f"{where}: the pickle names {', '.join(dict.fromkeys(names.refused))}, which could run anything, and "
                 "was not read; if you know who wrote it, read it with trust=True (--trust)"
             ) from None
-        if isinstance(error, UnsupportedError):
+        if isinstance(error, UnsupportedPickleError):
             raise CheckpointError(f"{where}: {error}") from None
         text = str(error) or type(error).__name__
         raise CheckpointError(f"{where}: damaged pickle ({text})") from error

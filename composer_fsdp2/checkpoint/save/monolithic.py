@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import all_gather_single, own_part
+from composer_fsdp2._torch import all_gather_single, local_tensor
 from composer_fsdp2.checkpoint.archive.crc import shifted
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.read import bytes_of
@@ -47,7 +47,7 @@ def save_monolithic(state: Any, path: str | Path, *, group: dist.ProcessGroup | 
         group: Of all ranks; None is the default group. Its collectives must be free for the length of the call.
     Raises:
         CheckpointError: on all ranks: the file cannot be written, a rank cannot read what it has, or ranks hold
-            different tensors, or not all of one. Nothing is left of it then, and a file of that name is as it was.
+            different tensors, or not all of one. Nothing is left of it then, and an existing file is unchanged.
 
     Called on all ranks. Gathers what each holds of each tensor; then a gather (an all-gather, if the group cannot send
     from the host's memory) for each round, and one of the CRC32s; and four times whether a rank could not go on.
@@ -107,8 +107,8 @@ def _routes(named: Sequence[tuple[str, DTensor]], path: str | Path, group: dist.
     routes = Routes([parts for _, parts in gathered], [shard.element_size() for _, shard in named])
     if (number := routes.incomplete([shard.shape for _, shard in named])) is not None:
         raise CheckpointError(
-            f"{path}: not written: of {described[number]} the ranks that save it together do not hold all; save in a "
-            "group of all ranks of its mesh, rank 0 of which is one of them"
+            f"{path}: not written: the ranks of this group do not hold all of {described[number]}; save with a group "
+            "of all ranks of its mesh that includes rank 0"
         )
     return routes
 
@@ -123,7 +123,7 @@ def _own_parts(shards: Sequence[DTensor], writer: int) -> list[Box | None]:
 
 
 def _first_difference(described: Sequence[Sequence[str]]) -> str:
-    """Where the first rank whose tensors are not rank 0's departs from them."""
+    """The first difference between rank 0's tensors and another rank's, as text."""
     rank, of_rank = next((rank, of_rank) for rank, of_rank in enumerate(described) if of_rank != described[0])
     for ours, theirs in zip(described[0], of_rank, strict=False):
         if ours != theirs:
@@ -153,8 +153,8 @@ class _ShardReader:
 
     def plain_pieces(self) -> Iterator[Piece]:
         for number, tensor in enumerate(self._tensors[self._num_shards :], self._num_shards):
-            whole = Box.whole(tuple(tensor.shape))
-            yield Piece(number, whole, 0, tensor.numel() * tensor.element_size())
+            full = Box.full(tuple(tensor.shape))
+            yield Piece(number, full, 0, tensor.numel() * tensor.element_size())
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[torch.Tensor]:
         """Each piece in host memory, a uint8 tensor of one dimension. A piece is read once."""
@@ -170,7 +170,7 @@ class _ShardReader:
     def _bytes_of(self, number: int) -> torch.Tensor:
         if self._bytes is None or self._bytes[0] != number:
             self._bytes = None  # where it is a copy, it goes before the next one is made
-            local = own_part(self._tensors[number].detach()).resolve_conj().resolve_neg()
+            local = local_tensor(self._tensors[number].detach()).resolve_conj().resolve_neg()
             self._bytes = number, local.contiguous().view(-1).view(torch.uint8)
         return self._bytes[1]
 
@@ -313,4 +313,4 @@ def _require_none(errors: FirstError, path: str | Path, group: dist.ProcessGroup
     for rank, text in enumerate(gather(errors.text, group)):
         if text is not None:
             who = f"rank {rank}: " if rank else ""
-            raise CheckpointError(f"{path}: cannot be written: {who}{text}; a file of that name is as it was")
+            raise CheckpointError(f"{path}: cannot be written: {who}{text}; an existing file is unchanged")

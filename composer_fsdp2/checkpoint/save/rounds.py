@@ -39,7 +39,7 @@ class Piece:
         return self.end - self.start
 
     def runs(self, shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-        """Where these bytes lie in the full tensor of this shape: (first byte, number of bytes), in their order."""
+        """The runs of these bytes in the full tensor of this shape: (first byte, number of bytes), in their order."""
         # The last dimension counts bytes. Trailing ones that the part covers make one run with the one before them.
         full = (*shape[:-1], shape[-1] * itemsize) if shape else (itemsize,)
         sizes = (*self.box.sizes[:-1], self.box.sizes[-1] * itemsize) if shape else (itemsize,)
@@ -66,7 +66,7 @@ _Plain = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def numbered(parts: Sequence[Box | None]) -> tuple[list[_Plain | None], "array[int]"]:
-    """The same in few bytes, as most tensors are cut as others are: each part once, and which one each tensor has."""
+    """The parts in few bytes, as many tensors have the same one: each part once, and which one each tensor has."""
     known = {part: number for number, part in enumerate(dict.fromkeys(parts))}
     plain = [None if part is None else (part.offsets, part.sizes) for part in known]
     return plain, array("I", [known[part] for part in parts])
@@ -136,7 +136,7 @@ def _share(box: Box, place: int, num_places: int, itemsize: int) -> tuple[int, i
 
 
 def _senders(parts: Sequence[Box | None]) -> dict[int, tuple[Box, int, int]]:
-    """Of one tensor: who sends some of it; which part, and the place among so many ranks that share that out."""
+    """The ranks that send some of a tensor: which part each, and its place among how many that share this part."""
     holders: dict[Box, list[int]] = {}
     for rank, part in enumerate(parts):
         if part is not None and 0 not in part.sizes:
@@ -146,7 +146,7 @@ def _senders(parts: Sequence[Box | None]) -> dict[int, tuple[Box, int, int]]:
 
 
 def cut(pieces: Iterator[Piece], num_bytes: int) -> Iterator[list[Piece]]:
-    """The same bytes in groups of ``num_bytes``, one for each round; the last one may have fewer."""
+    """The pieces cut into groups of ``num_bytes``, one for each round; the last one may have fewer."""
     group: list[Piece] = []
     room = num_bytes
     for piece in pieces:

@@ -10,7 +10,7 @@ from typing import IO, Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import own_part
+from composer_fsdp2._torch import local_tensor
 from composer_fsdp2.checkpoint.archive.disk import sync, sync_folder, write_all
 from composer_fsdp2.checkpoint.archive.writer import ArchivePlan, Slot, plan_archive
 from composer_fsdp2.checkpoint.read import bytes_of
@@ -48,7 +48,7 @@ class FirstError:
 
 def require_plain_bytes(tensor: torch.Tensor) -> None:
     """Raise for a tensor whose values are not its elements' bytes in rows: sparse, quantized, nested, on ``meta``."""
-    local = own_part(tensor)
+    local = local_tensor(tensor)
     if local.layout is not torch.strided or local.is_quantized or local.is_nested or local.is_meta:
         what = "quantized" if local.is_quantized else "nested" if local.is_nested else str(local.layout)
         raise TypeError(f"a tensor ({'on meta' if local.is_meta else what}) whose bytes are not those of a plain one")
@@ -89,7 +89,7 @@ class StagedFile:
         self._errors.attempt(lambda: self._publish(crcs))
 
     def leave_nothing(self) -> None:
-        """Of a file that got no name."""
+        """Remove the file if it was never published."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # what was to be told is told
                 self._file.close()

@@ -13,9 +13,11 @@ import torch
 
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory, TensorRecord
 from composer_fsdp2.checkpoint.names import canonical
-from composer_fsdp2.checkpoint.pickles.stand_ins import Built
+from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject
 from composer_fsdp2.checkpoint.read import Reader
+from composer_fsdp2.checkpoint.trees import EntryPath, Parts, dotted, leaves, parts_of
 from composer_fsdp2.checkpoint.verify.faults import Fault, FaultKind
+from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import CheckpointError
 
 _BLOCK_BYTES = 8 << 20
@@ -55,20 +57,10 @@ class _Leaves:
         for path, record in self.inventory.tensors.items():
             self.add(_key(path), record)
         for path, entry in self.inventory.objects.items():
-            self.flatten(_key(path), entry.value())
-
-    def flatten(self, key: _Key, value: Any) -> None:
-        if isinstance(value, Built):
-            value = {"class": str(value.kind), "args": value.args, "state": value.state}
-        if isinstance(value, dict):
-            for name, part in value.items():
-                self.flatten((*key, str(name)), part)
-        elif isinstance(value, list | tuple):
-            for number, part in enumerate(value):
-                self.flatten((*key, str(number)), part)
-        else:
-            is_name = key[:2] == OPTIMIZERS and key[3:4] == ("param_groups",) and isinstance(value, str)
-            self.add(key, canonical(value) if is_name else value)
+            for below, value in leaves(entry.value(), parts=_parts):
+                key = (*_key(path), *map(str, below))
+                is_name = key[:2] == OPTIMIZERS and key[3:4] == ("param_groups",) and isinstance(value, str)
+                self.add(key, canonical(value) if is_name else value)
 
     def add(self, key: _Key, value: Any) -> None:
         if key in self.values:
@@ -76,11 +68,18 @@ class _Leaves:
         self.values[key] = value
 
     def sections(self) -> dict[_Key, dict[_Key, Any]]:
-        """By ``('state', 'model')``, ``('rng',)`` and so on."""
+        """The entries of each section: ``('state', 'model')``, ``('rng',)`` and so on."""
         sections: dict[_Key, dict[_Key, Any]] = {}
         for key, value in self.values.items():
             sections.setdefault(key[:2] if key[0] == "state" else key[:1], {})[key] = value
         return sections
+
+
+def _parts(value: Any) -> Parts:
+    """Also those of an object that a pickle would have built."""
+    if isinstance(value, InertObject):
+        return {"class": str(value.kind), "args": value.args, "state": value.state}.items()
+    return parts_of(value)
 
 
 def _key(path: Iterable[str | int]) -> _Key:
@@ -106,9 +105,9 @@ class _Comparison:
 
     def run(self) -> tuple[tuple[Fault, ...], list[str]]:
         ours, theirs = self._leaves()
-        for leaves in (ours, theirs):
-            for key in leaves.twice:
-                self.fault(key, "one entry", f"two in {leaves.inventory.path}, whose names differ by wrappers alone")
+        for side in (ours, theirs):
+            for key in side.twice:
+                self.fault(key, "one entry", f"two in {side.inventory.path}, whose names differ by wrappers alone")
         mine, other = ours.sections(), theirs.sections()
         for section in [*mine, *(name for name in other if name not in mine)]:
             self._section(section, mine.get(section, {}), other.get(section, {}))
@@ -122,15 +121,16 @@ class _Comparison:
 
     def _leaves(self) -> tuple[_Leaves, _Leaves]:
         pair = self.found, self.expected
-        if any(inventory.weights_alone for inventory in pair):
-            self.notes.append("everything but the weights: safetensors hold nothing else")
-            pair = tuple(_weights(inventory) for inventory in pair)  # type: ignore[assignment]
-            # Hugging Face's names are those within Composer's model, an attribute of which holds it.
-            names = [{str(path[2]) for path in inventory.tensors} for inventory in pair]
-            if not names[0] & names[1]:
-                pair = tuple(map(_without_prefix, pair))  # type: ignore[assignment]
-        else:
+        parts = {each.holds_only: each.layout for each in pair if each.holds_only is not None}
+        for part, layout in parts.items():
+            self.notes.append(f"everything but the tensors of {dotted(part)}: {layout} has no place for anything else")
+            pair = _tensors_below(part, pair[0]), _tensors_below(part, pair[1])
+        if not parts:
             pair = self._without_unmatchable(pair)
+        # A layout's own names may be those within Composer's model, an attribute of which holds it.
+        prefix = pair[0].name_prefix or pair[1].name_prefix
+        if prefix and not pair[0].model.keys() & pair[1].model.keys():
+            pair = _without_prefix(prefix, pair[0]), _without_prefix(prefix, pair[1])
         return _Leaves(pair[0]), _Leaves(pair[1])
 
     def _without_unmatchable(
@@ -188,7 +188,7 @@ class _Comparison:
             self.fault(key, "equal values", f"{total.num_different} of {mine.numel} elements differ{largest}")
 
     def _buffer(self, side: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-        """Of this shape, in memory that is used again and again."""
+        """A tensor of this shape, in memory that is used again and again."""
         numel = math.prod(sizes)
         buffer = self._buffers.get((side, dtype))
         if buffer is None or buffer.numel() < numel:
@@ -271,18 +271,19 @@ def _are_equal_arrays(mine: Any, other: Any, rtol: float, atol: float) -> bool:
 def _described(value: Any) -> str:
     if isinstance(value, TensorRecord):
         return f"{value.dtype} of shape {value.shape}"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    return short(value)
 
 
-def _weights(inventory: CheckpointInventory) -> CheckpointInventory:
-    tensors = {path: record for path, record in inventory.tensors.items() if path[:2] == MODEL}
+def _tensors_below(part: EntryPath, inventory: CheckpointInventory) -> CheckpointInventory:
+    tensors = {path: record for path, record in inventory.tensors.items() if path[: len(part)] == part}
     return inventory.replaced(tensors=tensors, objects={})
 
 
-def _without_prefix(inventory: CheckpointInventory) -> CheckpointInventory:
-    tensors = {(*MODEL, str(path[2]).removeprefix("model.")): record for path, record in inventory.tensors.items()}
-    return inventory.replaced(tensors=tensors)
+def _without_prefix(prefix: str, inventory: CheckpointInventory) -> CheckpointInventory:
+    def renamed(path: EntryPath) -> EntryPath:
+        return (*MODEL, str(path[2]).removeprefix(prefix), *path[3:]) if path[:2] == MODEL and len(path) > 2 else path
+
+    return inventory.replaced(tensors={renamed(path): record for path, record in inventory.tensors.items()})
 
 
 def _without(inventory: CheckpointInventory, prefix: tuple[str | int, ...]) -> CheckpointInventory:

@@ -4,9 +4,11 @@ import enum
 from dataclasses import dataclass
 from pathlib import Path
 
+from composer_fsdp2.config.value import Value
+
 
 class FaultKind(enum.Enum):
-    """Where a fault shows."""
+    """The part of a checkpoint in which a fault shows."""
 
     STRUCTURE = "structure"  # files, offsets, headers and the metadata contradict each other
     CONTENT = "content"  # bytes contradict their CRC32
@@ -14,7 +16,7 @@ class FaultKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class Fault(Value):
     """One fault.
 
     Args:
@@ -30,12 +32,3 @@ class Fault:
     def __str__(self) -> str:
         where = f"{self.file}: {self.name}" if self.name else str(self.file)
         return f"{where}: expected {self.expected}, found {self.found}"
-
-    def to_json(self) -> dict[str, str]:
-        return {
-            "kind": self.kind.value,
-            "file": str(self.file),
-            "name": self.name,
-            "expected": self.expected,
-            "found": self.found,
-        }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from composer_fsdp2.checkpoint.archive.disk import read_at
-from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob, archive_start
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, NestedArchive, Strided
 from composer_fsdp2.checkpoint.layouts import Layout
 from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor
@@ -206,7 +206,7 @@ class _Skeleton:
 
 
 def _skeleton_of(archive: Archive) -> _Skeleton | None:
-    """None where the pickle's bytes are damaged."""
+    """What an archive's pickle says of its records; None where the pickle's bytes are damaged."""
     used = set()
 
     def num_bytes(key: str) -> int:
@@ -245,24 +245,9 @@ def _archives_between(file: Path, start: int, end: int) -> tuple[list[NestedArch
     """
     found: list[NestedArchive] = []
     while end > start:
-        begin = _archive_start(file, start, end)
+        begin = archive_start(file, start, end)
         if begin is None:
             break
         found.append(NestedArchive(file, begin, end - begin))
         end = begin
     return found[::-1], end - start
-
-
-def _archive_start(file: Path, start: int, end: int) -> int | None:
-    """Where the archive that ends at ``end`` begins (zip's end records, without a comment, of 22, 20 and 56 bytes)."""
-    tail = read_at(file, max(start, end - 98), end - max(start, end - 98))
-    last, locator, wide = tail[-22:], tail[-42:-22], tail[-98:-42]
-    if last[:4] != b"PK\x05\x06":
-        return None
-    if locator[:4] == b"PK\x06\x07" and wide[:4] == b"PK\x06\x06":
-        length, offset = int.from_bytes(wide[40:48], "little"), int.from_bytes(wide[48:56], "little")
-        begin = end - 98 - length - offset
-    else:
-        length, offset = int.from_bytes(last[12:16], "little"), int.from_bytes(last[16:20], "little")
-        begin = end - 22 - length - offset
-    return begin if start <= begin < end else None

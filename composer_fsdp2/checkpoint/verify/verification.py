@@ -21,11 +21,12 @@ from composer_fsdp2.checkpoint.verify.checksums import checksums
 from composer_fsdp2.checkpoint.verify.comparing import compare
 from composer_fsdp2.checkpoint.verify.faults import Fault, FaultKind
 from composer_fsdp2.checkpoint.verify.structure import ArchiveRecord, Structure
+from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
+class VerifyReport(Value):
     """What ``verify_checkpoint`` found.
 
     Args:
@@ -58,22 +59,12 @@ class VerifyReport:
             lines.append(f"{fault.kind.value}: {fault}")
         lines += [f"not checked: {text}" for text in self.unchecked]
         equal = f", equal to {self.against}" if self.against else ""
-        found = [f"{len(of)} {what}" for what, of in (("faults", self.faults), ("differences", self.differences)) if of]
+        counts = {"fault": len(self.faults), "difference": len(self.differences)}
+        found = [f"{count} {noun}{'s' if count > 1 else ''}" for noun, count in counts.items() if count]
         return "\n".join([*lines, f"ok{equal}" if self.ok else ", ".join(found)])
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "path": str(self.path),
-            "against": str(self.against) if self.against else None,
-            "ok": self.ok,
-            "layout": self.layout,
-            "faults": [fault.to_json() for fault in self.faults],
-            "differences": [fault.to_json() for fault in self.differences],
-            "unchecked": list(self.unchecked),
-            "num_records": self.num_records,
-            "num_bytes": self.num_bytes,
-            "seconds": self.seconds,
-        }
+        return {**Value.to_json(self), "ok": self.ok}
 
 
 def verify_checkpoint(
@@ -142,7 +133,7 @@ def verify_checkpoint(
         path=located,
         against=Path(against) if against is not None else None,
         layout=read.layout,
-        faults=tuple(read.in_users_names(located, fault) for fault in (*read.faults, *structure.faults, *damaged)),
+        faults=tuple(read.with_user_path(located, fault) for fault in (*read.faults, *structure.faults, *damaged)),
         differences=differences,
         unchecked=tuple(unchecked),
         num_records=len(structure.records),
@@ -165,7 +156,7 @@ class _Read:
     inventory: CheckpointInventory | None = None
     faults: tuple[Fault, ...] = ()
 
-    def in_users_names(self, located: Path, fault: Fault) -> Fault:
+    def with_user_path(self, located: Path, fault: Fault) -> Fault:
         """A fault of the unpacked copy as one of the file that the user named."""
         if self.opened.path == located:
             return fault
@@ -173,13 +164,10 @@ class _Read:
 
 
 def _read(located: Located, trust: bool, stack: ExitStack) -> _Read:
-    layout = "unreadable"
+    opened = located
     try:
-        inventory = inventory_of(located, trust=trust)
-        layout = inventory.layout
         opened = _open(located, stack)
-        if opened is not located:
-            inventory = inventory_of(opened, trust=trust)
+        inventory = inventory_of(opened, trust=trust)
     except (NotACheckpointError, UntrustedError):
         raise
     except CheckpointError as error:
@@ -187,7 +175,8 @@ def _read(located: Located, trust: bool, stack: ExitStack) -> _Read:
             _fault(FaultKind.STRUCTURE, located.path, "", "a readable checkpoint", line)
             for line in str(error).splitlines()
         )
-        return _Read(opened=located, layout=layout, faults=tuple(faults))
+        return _Read(opened=opened, faults=tuple(faults))
+    layout = inventory.layout if opened is located else located.layout.title_of(located.path)
     return _Read(opened=opened, layout=layout, inventory=inventory)
 
 
@@ -201,15 +190,15 @@ def _content(records: list[ArchiveRecord], advance: Callable[[int], None]) -> li
     computed, errors = checksums([record.blob for record in in_order], advance)
     faults = []
     for record, crc32 in zip(in_order, computed, strict=True):
-        path, written = record.blob.path, record.blob.crc32
-        if written is not None and crc32 != written:
+        path = record.blob.path
+        if record.blob.damage(crc32) is not None:
             found = errors.get(path, f"CRC32 {crc32:08x}")
-            faults.append(_fault(FaultKind.CONTENT, path, record.name, f"CRC32 {written:08x}", found))
+            faults.append(_fault(FaultKind.CONTENT, path, record.name, f"CRC32 {record.blob.crc32:08x}", found))
     return faults
 
 
 def _open(located: Located, stack: ExitStack) -> Located:
-    """The same checkpoint, or an unpacked copy where it is compressed or in a tar file."""
+    """The checkpoint itself, or an unpacked copy where it is compressed or in a tar file."""
     if located.layout.unpack is None:
         return located
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer-fsdp2-"))

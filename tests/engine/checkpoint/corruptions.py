@@ -454,7 +454,7 @@ DCP = [
         "a key less, its place left",
         metadata(lambda value: _drop(value, everywhere=False)),
         FoundBy.INSPECT,
-        rf"says where {KEY} lies, and not what it is",
+        rf"gives a location for {KEY} but no description",
     ),
     (
         "a key less",
@@ -467,7 +467,7 @@ DCP = [
         "a key more, without a place",
         metadata(lambda value: _add(value, at=None)),
         FoundBy.INSPECT,
-        "says no usable place for state.model.model.new",
+        "gives no usable location for state.model.model.new",
     ),
     (
         "a key more, at another's place",

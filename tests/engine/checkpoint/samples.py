@@ -64,7 +64,7 @@ def leaves(value: Any, path: EntryPath = ()) -> Iterator[tuple[EntryPath, Any]]:
 def values_of(inventory: CheckpointInventory) -> dict[EntryPath, Any]:
     """All that an inventory leads to, read: tensors and everything else."""
     with Reader() as reader:
-        found = {path: reader.read_whole(record) for path, record in inventory.tensors.items()}
+        found = {path: reader.read_full(record) for path, record in inventory.tensors.items()}
         for path, entry in inventory.objects.items():
             found |= {path + below: value for below, value in leaves(materialized(entry.value(), reader))}
     return found

@@ -22,7 +22,9 @@ import torch
 from engine.checkpoint.samples import bytes_read, composer_state, leaves, values_of
 from support.comparing import assert_same
 
-from composer_fsdp2 import CheckpointError, inspect_checkpoint
+from composer_fsdp2 import CheckpointError, convert_checkpoint, inspect_checkpoint, verify_checkpoint
+from composer_fsdp2.atomic import replacing
+from composer_fsdp2.checkpoint import open as opening
 from composer_fsdp2.checkpoint.archive import packed
 from composer_fsdp2.checkpoint.archive.packed import unpacked
 from composer_fsdp2.checkpoint.inventory import TensorRecord
@@ -117,7 +119,7 @@ def test_uncompressed_tar_is_read_in_place(plain: Path, tmp_path: Path):
 def test_tensors_of_a_compressed_file_are_not_read_in_place(plain: Path):
     """Whoever asks for its bytes is told what to do, not given those of the compressed file."""
     inventory = inspect_checkpoint(compressed(plain, "gz"))
-    with pytest.raises(CheckpointError, match=r"compressed.*unpack"):
+    with pytest.raises(CheckpointError, match=r"compressed.*decompress"):
         values_of(inventory)
 
 
@@ -301,3 +303,40 @@ def test_malicious_pickle_does_not_run(tmp_path: Path, ending: str):
     assert not made.exists()
     inspect_checkpoint(path, trust=True)
     assert made.exists()
+
+
+@pytest.fixture
+def shrunk(tmp_path: Path) -> Path:
+    """Weights that are all zero, some hundred times as small once compressed."""
+    file = io.BytesIO()
+    torch.save({"state": {"model": {"weight": torch.zeros(4 << 20)}}}, file)
+    path = tmp_path / "zeros.pt.gz"
+    path.write_bytes(gzip.compress(file.getvalue(), compresslevel=1))
+    return path
+
+
+def test_a_file_that_shrank_well_is_no_bomb(shrunk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An untrained model's checkpoint, or an optimizer's first state, would be refused as views of the same bytes."""
+    monkeypatch.setattr(opening, "_MAX_REPEATED_BYTES", 0)  # else it would have to be larger than 256 MiB
+    assert inspect_checkpoint(shrunk).tensors["state", "model", "weight"].num_bytes == 16 << 20
+    assert verify_checkpoint(shrunk).ok
+    convert_checkpoint(shrunk, tmp_path / "converted.pt", to="monolithic")
+    assert torch.load(tmp_path / "converted.pt", weights_only=False)["state"]["model"]["weight"].count_nonzero() == 0
+
+
+def test_unpacked_no_oftener_than_needed(shrunk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each time costs a minute and the space of the checkpoint."""
+    targets: list[Path] = []
+
+    def counted(target: Path) -> Any:
+        targets.append(target)
+        return replacing(target)
+
+    monkeypatch.setattr(packed, "replacing", counted)
+    inspect_checkpoint(shrunk)
+    assert len(targets) == 1
+    verify_checkpoint(shrunk)
+    assert len(targets) == 2
+    # To plan with, and beside the destination, where a run that was killed finds it again.
+    convert_checkpoint(shrunk, tmp_path / "converted.pt", to="monolithic")
+    assert len(targets) == 4

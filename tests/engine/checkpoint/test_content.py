@@ -171,7 +171,7 @@ def check_changing(folder: str) -> str:
 def test_a_rank_that_read_something_else(tmp_path: Path):
     """A file that is replaced while ranks read it, or a bad cable: the file may be whole, but not what was loaded."""
     for found in run_ranks(check_changing, 2, str(tmp_path)):
-        assert f"bytes {HALF - 8} to {END} were read with another content than they have now" in found
+        assert f"bytes {HALF - 8} to {END} changed after they were read" in found
 
 
 def check_gone(folder: str) -> str:

@@ -596,7 +596,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path, source: Path, ch
         data[at] ^= 1
         file.write_bytes(data)
 
-    with pytest.raises(CheckpointError, match=r"was changed while it was converted|damaged|beside|disagree"):
+    with pytest.raises(CheckpointError, match=r"changed during the conversion|damaged|beside|disagree"):
         convert(folder, target, "dcp", progress=meanwhile)
     assert not target.exists()
 
@@ -609,7 +609,7 @@ def test_a_packed_source_that_changes(tmp_path: Path, source: Path):
     def meanwhile(*unused: int) -> None:
         os.utime(packed, (1, 1))
 
-    with pytest.raises(CheckpointError, match="was changed while it was converted"):
+    with pytest.raises(CheckpointError, match="changed during the conversion; run it again"):
         convert(packed, target, "dcp", progress=meanwhile)
     assert not target.exists()
 

@@ -120,7 +120,7 @@ def _safetensors() -> Any:
 def test_shares_are_all_units_once(sizes: list[int], world_size: int):
     """No rank leaves work to a rank that does not do it, and none has much more than its part."""
     units = [
-        copying.Unit(number, 0, (copying.Segment(0, Box((0,), (size,)), 0, size, 0),))
+        copying.CopyTask(number, 0, (copying.Segment(0, Box((0,), (size,)), 0, size, 0),))
         for number, size in enumerate(sizes)
     ]
     shares = [copying.share_of(units, rank, world_size) for rank in range(world_size)]

@@ -86,7 +86,7 @@ def test_damage_that_changes_nothing(corruption: Corruption, tmp_path: Path):
 def _values(path: Path) -> dict[object, torch.Tensor]:
     inventory = inspect_checkpoint(path)
     with Reader() as reader:
-        return {key: reader.read_whole(record) for key, record in inventory.tensors.items()}
+        return {key: reader.read_full(record) for key, record in inventory.tensors.items()}
 
 
 def test_all_problems_at_once(tmp_path: Path):

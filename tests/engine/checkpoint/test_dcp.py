@@ -120,7 +120,7 @@ def point_beyond_the_end(metadata: Any) -> None:
         (leave_the_folder, "outside of the folder"),
         (lose_a_chunk, "wte.weight.*holds? .* elements"),
         (point_beyond_the_end, "truncated"),
-        (lose_a_path, "the path of rng.0.* is another's, or none"),
+        (lose_a_path, "the path of rng.0.* is that of another entry"),
     ],
 )
 def test_metadata_that_lies_is_refused(tmp_path: Path, change: Callable[[Any], None], text: str):

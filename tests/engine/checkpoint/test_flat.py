@@ -160,7 +160,7 @@ def opened(written: Path, name: str) -> CheckpointInventory:
 def contents(inventory: CheckpointInventory, prefix: tuple[str, ...]) -> dict[str, torch.Tensor]:
     with Reader() as reader:
         return {
-            ".".join(map(str, path[len(prefix) :])): reader.read_whole(record)
+            ".".join(map(str, path[len(prefix) :])): reader.read_full(record)
             for path, record in inventory.tensors.items()
             if path[: len(prefix)] == prefix
         }
@@ -230,7 +230,7 @@ def root_grew() -> nn.Module:
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "other size": (other_size, r"b\.0.*_flat_param holds 16 elements, this model's parameters there 17"),
-    "without a unit": (without_a_unit, r"'b\.2', which this model has not"),
+    "without a unit": (without_a_unit, r"'b\.2', which this model does not have"),
     "root grew": (root_grew, r"_flat_param holds \d+ elements, this model's parameters there \d+"),
 }
 

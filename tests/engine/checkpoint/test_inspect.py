@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as torch_dcp
 from engine.checkpoint.samples import FIXTURES, LEGACY, bytes_read, composer_state, leaves
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint, verify_checkpoint
-from composer_fsdp2.checkpoint.describe import Section, as_data, as_text
+from composer_fsdp2.checkpoint.describe import as_data, as_text
 from composer_fsdp2.checkpoint.locate import NotACheckpointError, find
 from composer_fsdp2.checkpoint.open import inventory_of
 from composer_fsdp2.config.text import human_bytes
@@ -278,14 +278,6 @@ def test_report_says_how_tensors_were_split():
         {"offsets": [3, 0], "sizes": [2, 3]},
     ]
     assert "2 along dim 0" in as_text(inspect_checkpoint(LEGACY / "c220" / "sharded"))
-
-
-@pytest.mark.any_torch
-def test_report_takes_further_sections():
-    """Load and convert put what they would do into the same report."""
-    inventory = inspect_checkpoint(LEGACY / "c172" / "full")
-    text = as_text(inventory, max_tensors=0, more=[Section("loads into MyModel", ("2 tensors are missing",))])
-    assert "\n\nloads into MyModel\n2 tensors are missing\n\n65 tensors" in text
 
 
 def fit_of(path: Path, model: torch.nn.Module) -> tuple[bool, str]:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint import save as save_directory
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import CheckpointError, load_checkpoint
-from composer_fsdp2._torch import own_part
+from composer_fsdp2._torch import local_tensor
 from composer_fsdp2.checkpoint.load import replicated, staging
 from composer_fsdp2.checkpoint.read import Reader
 
@@ -68,9 +68,9 @@ def stepped(make: Callable[[], M], config: dict[str, Any] | None) -> tuple[M, to
 
 def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.UntypedStorage]:
     """This rank's memory, by what lies in it; step counts, of 4 bytes each, are left out."""
-    tensors = {name: own_part(parameter.detach()) for name, parameter in model.named_parameters()}
+    tensors = {name: local_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        tensors |= {f"{key} of {name}": own_part(v) for key, v in optimizer.state[parameter].items() if v.dim()}
+        tensors |= {f"{key} of {name}": local_tensor(v) for key, v in optimizer.state[parameter].items() if v.dim()}
     return {name: tensor.untyped_storage() for name, tensor in tensors.items()}
 
 
@@ -305,8 +305,8 @@ def check_second_pass(folder: str) -> None:
 
     # Each of two neighbouring tensors is another rank's to read.
     kinds: dict[str, Callable[[Path], None]] = {
-        "body.0.weight: other bytes": lambda path: flip(path, last_bytes_of(path, "body.0.weight")),
-        "body.1.weight: other bytes": lambda path: flip(path, last_bytes_of(path, "body.1.weight")),
+        "body.0.weight: its bytes differ": lambda path: flip(path, last_bytes_of(path, "body.0.weight")),
+        "body.1.weight: its bytes differ": lambda path: flip(path, last_bytes_of(path, "body.1.weight")),
         "ends at byte": lambda path: os.truncate(path, path.stat().st_size // 2),
     }
     cases = {f"{name}, {config}": (name, kinds[name], config) for name in kinds for config in (NO_SHARD, None)}

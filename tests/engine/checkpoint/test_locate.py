@@ -161,7 +161,7 @@ def test_folder_with_names_of_ones_own(tmp_path: Path):
         ("../secret.pt", "outside of its folder"),
         ("link-out", "outside of its folder"),
         ("gone.pt", "not beside it"),
-        ("b.symlink", "circle"),
+        ("b.symlink", "cycle"),
         ("s3://bucket/run/ep0-ba3", "not on this machine"),
         ("two\nlines", "no path"),
         ("", "no path"),
@@ -195,7 +195,7 @@ def test_dangling_and_circular_links_are_named(tmp_path: Path):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     for name in ("latest-rank0.pt", "a"):
-        with pytest.raises(NotACheckpointError, match=f"{name} -> .*link to nothing"):
+        with pytest.raises(NotACheckpointError, match=f"{name} -> .*a broken or circular link"):
             find(tmp_path / name)
 
 
@@ -227,11 +227,11 @@ def test_a_file_of_a_hugging_face_cache(tmp_path: Path):
 
 NO_PATHS = {
     "~nosuchuser/run.pt": "no such file",
-    "a\0b": "it holds a NUL",
-    "half \ud800": "no path",
+    "a\0b": "it contains a NUL",
+    "half \ud800": "not a valid path",
     "half a name \udcff": "no such file",
     "x" * 5000: "too long",
-    "file:///a%00b": "it holds a NUL",
+    "file:///a%00b": "it contains a NUL",
 }
 
 

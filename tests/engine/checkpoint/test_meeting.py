@@ -63,7 +63,7 @@ def check_gone() -> str:
 
 def test_a_rank_that_was_killed():
     """The others waited for seven days."""
-    assert "rank 1 is gone" in run_ranks(check_gone, 2)[0]
+    assert "rank 1 has stopped responding" in run_ranks(check_gone, 2)[0]
 
 
 def test_alone():

@@ -113,7 +113,7 @@ def test_box_of_a_strided_tensor(tensor: torch.Tensor, limit: tuple[int, int], d
         out = torch.empty(sizes, dtype=tensor.dtype)
         reader.read(record, Box(offsets, sizes), out)
         assert_same(out, sliced(tensor, offsets, sizes), in_bits=True)
-        assert_same(reader.read_whole(record), tensor, in_bits=True)
+        assert_same(reader.read_full(record), tensor, in_bits=True)
 
 
 @given(tensor=strided(), limit=limits, data=st.data())
@@ -284,7 +284,7 @@ def test_file_that_shrank(tmp_path: Path):
     with open(tmp_path / "file.pt", "r+b") as file:
         file.truncate(2000)
     with Reader() as reader, pytest.raises(CheckpointError, match=r"file\.pt: ends at byte 2000"):
-        reader.read_whole(record)
+        reader.read_full(record)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_entry_that_holds_something_else(held: object, text: str, tmp_path: Path
     entry = NestedArchive(path, 0, path.stat().st_size)
     record = TensorRecord(name="wte.weight", shape=(2,), dtype=torch.float32, chunks=(Chunk((0,), (2,), entry),))
     with Reader() as reader, pytest.raises(CheckpointError) as raised:
-        reader.read_whole(record)
+        reader.read_full(record)
     assert str(raised.value).startswith("wte.weight: ") and str(path) in str(raised.value)
     assert text in str(raised.value)
 
@@ -316,6 +316,6 @@ def test_views_that_overlap_themselves():
             continue
         tensor = numbered(span, torch.int16).as_strided((rows, columns), steps)
         with saved(tensor) as record, Reader() as reader:
-            assert_same(reader.read_whole(record), tensor.contiguous(), f"{(rows, columns)}, strides {steps}")
+            assert_same(reader.read_full(record), tensor.contiguous(), f"{(rows, columns)}, strides {steps}")
         found += 1
     assert found >= 3

@@ -26,7 +26,7 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from composer_fsdp2._torch import with_part
+from composer_fsdp2._torch import with_local_tensor
 from composer_fsdp2.checkpoint.save import monolithic, rounds, staged_file
 from composer_fsdp2.checkpoint.save.monolithic import save_monolithic
 from composer_fsdp2.errors import CheckpointError
@@ -377,7 +377,7 @@ def check_unusual_tensors(folder: str) -> None:
 
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
     sparse = torch.eye(2).to_sparse()
-    cut_sparse = with_part(sharded(torch.ones(4, 2), mesh, Shard(0)), sparse)
+    cut_sparse = with_local_tensor(sharded(torch.ones(4, 2), mesh, Shard(0)), sparse)
     cases = {
         "quantized": ({"q": quantized}, "quantized"),
         "sparse": ({"s": sparse}, "sparse"),

@@ -40,7 +40,7 @@ class Difference:
 
 
 def can_cast(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values keep their meaning: floats as floats, whole numbers as whole numbers."""
+    """Whether values keep their meaning: floats as floats, integers as integers."""
 
     def kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
         return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
@@ -48,6 +48,11 @@ def can_cast(found: torch.dtype, wanted: torch.dtype) -> bool:
     return kind(found) == kind(wanted)
 
 
-def listed(differences: Iterable[Difference], limit: int = 50) -> str:
-    """All of them, a line each; beyond ``limit`` their number."""
-    return lines_and_more([str(difference) for difference in differences], limit, "  ")
+def names_by(kind: DifferenceKind, differences: Iterable[Difference]) -> list[str]:
+    """What the differences of one kind are about."""
+    return [each.name for each in differences if each.kind is kind]
+
+
+def listed(differences: Iterable[Difference]) -> str:
+    """A line each, of many the first ones and how many more there are."""
+    return lines_and_more([str(difference) for difference in differences], 50, "  ")
