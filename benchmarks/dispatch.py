@@ -92,7 +92,9 @@ class Pair:
 
 def measure(layers: int, rounds: int, revision: "Revision | None" = None) -> list[Row]:
     """Every piece of work, for models of so many layers."""
-    pairs = _pairs(*_models(layers), revision)
+    pairs = _pairs(*_models(layers))
+    if revision:
+        pairs |= _pairs_of_revision(*_models(layers, revision.shard), revision)
     works = [(name, kind) for name in pairs for kind in ("sharded", "plain")]
     times: dict[tuple[str, str], list[float]] = {work: [] for work in works}
     for (name, kind), is_timed in turns(works, rounds, warmup=_START_ROUNDS):
@@ -117,11 +119,11 @@ def _ratio(sharded: float, plain: float) -> float:
     return sharded / plain
 
 
-def _models(layers: int) -> tuple[nn.Module, nn.Module]:
+def _models(layers: int, shard: Callable[..., object] = prepare_fully_shard) -> tuple[nn.Module, nn.Module]:
     """Sharded, and with plain parameters that are as large as this rank's parts; both with gradients."""
     shape = Shape(width=16, layers=layers, heads=2, vocabulary=32, sequence=8, batch=1)
     sharded, plain = Model(shape), Model(shape)
-    prepare_fully_shard(sharded, None, {}, "fp32", torch.device("cpu"))
+    shard(sharded, None, {}, "fp32", torch.device("cpu"))
     parts = {name: local_tensor(parameter.detach()) for name, parameter in sharded.named_parameters()}
     for name, part in parts.items():
         path, _, own = name.rpartition(".")
@@ -135,7 +137,7 @@ def _models(layers: int) -> tuple[nn.Module, nn.Module]:
     return sharded, plain
 
 
-def _pairs(sharded: nn.Module, plain: nn.Module, revision: "Revision | None") -> dict[str, Pair]:
+def _pairs(sharded: nn.Module, plain: nn.Module) -> dict[str, Pair]:
     from composer.callbacks import OptimizerMonitor
     from composer.optim import DecoupledAdamW
 
@@ -152,30 +154,26 @@ def _pairs(sharded: nn.Module, plain: nn.Module, revision: "Revision | None") ->
             on_plain = _monitor(plain, other, of_composer)
             ours = functools.partial(monitors.batch_end, of_composer)
             pairs["OptimizerMonitor"] = Pair(_monitor(sharded, own, ours), on_plain)
-            if revision:
-                before = _monitor(sharded, own, revision.monitor)
-                pairs["OptimizerMonitor of the revision"] = Pair(before, on_plain, has_bar=False)
     for is_fused in (False, True):
         pairs[f"torch.optim.AdamW, {'fused' if is_fused else 'foreach'}"] = Pair(
             torch.optim.AdamW(sharded.parameters(), foreach=not is_fused, fused=is_fused).step,
             torch.optim.AdamW(plain.parameters(), foreach=not is_fused, fused=is_fused).step,
             has_bar=False,
         )
-
-    def clip() -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, foreach=True)  # it looks for them, as ours does
-
-    pairs["clip_grad_norm_"] = Pair(functools.partial(clip_grad_norm_, sharded, MAX_NORM), clip)
-    if revision:
-        before = functools.partial(revision.clip, sharded, MAX_NORM)
-        pairs["clip_grad_norm_ of the revision"] = Pair(before, clip, has_bar=False)
+    pairs["clip_grad_norm_"] = Pair(functools.partial(clip_grad_norm_, sharded, MAX_NORM), _clip_of_torch(plain))
     return pairs
+
+
+def _clip_of_torch(plain: nn.Module) -> Work:
+    # It looks for the parameters each time, as ours does.
+    return lambda: nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM, foreach=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """What another commit had."""
+    """What another commit had; it knows the models alone that it sharded itself."""
 
+    shard: Callable[..., object]
     clip: Callable[..., Any]
     monitor: Callable[..., None]
 
@@ -184,20 +182,34 @@ def _revision(folder: str) -> Revision:
     from composer.callbacks import OptimizerMonitor
 
     with imported_from(folder):
-        from composer_fsdp2 import clip_grad_norm_
+        from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
 
         try:
             from composer_fsdp2.compat import monitors
-            from composer_fsdp2.sharding import agree
         except ImportError:  # a commit before the seams became decorated functions
-            agree = importlib.import_module("composer_fsdp2.agreement")
             monitors = importlib.import_module("composer_fsdp2.compat.monitoring")
             batch_end = vars(monitors)["replacement_for_monitor_batch_end"](OptimizerMonitor.batch_end)
         else:
             batch_end = functools.partial(monitors.batch_end, OptimizerMonitor.batch_end)
-        for module in (agree, monitors):  # its ranks gathered, of which there are none here
-            vars(module).update(gather=gather_own)
-        return Revision(clip_grad_norm_, batch_end)
+        for name, module in sys.modules.items():  # its ranks gathered, of which there are none here
+            if name.startswith("composer_fsdp2.") and "gather" in vars(module):
+                vars(module).update(gather=gather_own)
+        return Revision(prepare_fully_shard, clip_grad_norm_, batch_end)
+
+
+def _pairs_of_revision(sharded: nn.Module, plain: nn.Module, revision: Revision) -> dict[str, Pair]:
+    from composer.callbacks import OptimizerMonitor
+    from composer.optim import DecoupledAdamW
+
+    own, other = DecoupledAdamW(sharded.parameters()), DecoupledAdamW(plain.parameters())
+    own.step()  # makes the state, of which metrics are
+    other.step()
+    on_plain = _monitor(plain, other, OptimizerMonitor.batch_end)
+    clip = functools.partial(revision.clip, sharded, MAX_NORM)
+    return {
+        "OptimizerMonitor of the revision": Pair(_monitor(sharded, own, revision.monitor), on_plain, has_bar=False),
+        "clip_grad_norm_ of the revision": Pair(clip, _clip_of_torch(plain), has_bar=False),
+    }
 
 
 def _optimizers() -> list[Any]:

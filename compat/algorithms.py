@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.checkpoint.target import LocalBox
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.sharded import is_sharded, reshard
 
@@ -28,7 +29,7 @@ _DDP = "module."
     "EMAParameters.swap_params",
     "EMAParameters.transfer_ema_params",
     "EMAParameters.move_params_to_device",
-    why="the same; a resumed run ended with 'mixed torch.Tensor and DTensor'",
+    why="averages from a checkpoint are full: a resumed run ended with 'mixed torch.Tensor and DTensor'",
 )
 def with_averages_laid_out(
     original: Callable[..., Any], self: EMAParameters, model: nn.Module | None = None, **by_name: nn.Module
@@ -72,14 +73,15 @@ def _laid_out(averages: Mapping[str, torch.Tensor], live: Mapping[str, torch.Ten
 
 
 def _names(averages: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-    """From the names in a checkpoint to the model's: without wrappers of FSDP1, checkpointing or DDP, or with them."""
+    """The model's name for each one in a checkpoint, with or without wrappers of FSDP1, checkpointing or DDP."""
     own = {canonical(name): name for name in live}
     found = {name: own.get(canonical(name), own.get(canonical(name.removeprefix(_DDP)), "")) for name in averages}
     unknown = [name for name, of_model in found.items() if not of_model]
     if unknown:
         raise CheckpointError(
-            f"the checkpoint's EMA averages {', '.join(unknown[:5])}{' …' if unknown[5:] else ''}, which the model has "
-            "not; load the model that was saved, or begin new averages with load_ignore_keys: [state/algorithms]"
+            f"the checkpoint's EMA averages {and_more(unknown, 5)}, which this model "
+            "does not have; load the model that was saved, or begin new averages with "
+            "load_ignore_keys: [state/algorithms]"
         )
     return found
 
@@ -100,9 +102,9 @@ def _like(name: str, average: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
 @seam(
     "composer.algorithms.ema.ema",
     "get_model_context_manager",
-    why="it would gather the whole model for EMA, which averages shards here",
+    why="it would gather the full model for EMA, which averages shards here",
 )
 def get_model_context_manager(original: Callable[..., Any], model: nn.Module) -> AbstractContextManager[Any]:
-    """``get_model_context_manager`` of EMA, which averages shards here (``ema.py``)."""
+    """``get_model_context_manager`` of EMA, which averages shards here."""
     context: AbstractContextManager[Any] = contextlib.nullcontext() if is_sharded(model) else original(model)
     return context

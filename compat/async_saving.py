@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch import new_gloo_group
+from composer_fsdp2.checkpoint.trees import EntryPath, mapped
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.training.control import Control, Question, control
@@ -26,7 +27,7 @@ from .saving import HOLDERS, sharded_state_dict, shards_in, tensors_in, write_fu
 from .seams import seam
 
 
-class Written:
+class SavedState:
     """A State as it was when its checkpoint was taken, with the file that is there by now (None: another rank's)."""
 
     def __init__(self, state: State, path: str | None) -> None:
@@ -42,9 +43,9 @@ class Written:
     "save_checkpoint",
     why="a checkpoint that is written already is not written again, only linked, uploaded and counted",
 )
-def save_checkpoint(original: Callable[..., Any], state: State | Written, *args: Any, **kwargs: Any) -> str | None:
+def save_checkpoint(original: Callable[..., Any], state: State | SavedState, *args: Any, **kwargs: Any) -> str | None:
     """``composer.utils.checkpoint.save_checkpoint``: for what is written already, the file's name."""
-    if isinstance(state, Written):
+    if isinstance(state, SavedState):
         return state.path
     if _pending is not None:
         _pending.thread.join()  # a planner that the user gave may serve one save at a time
@@ -52,7 +53,7 @@ def save_checkpoint(original: Callable[..., Any], state: State | Written, *args:
     return path
 
 
-def start(saver: CheckpointSaver, state: State, filename: str, account_for: Callable[[Written], None]) -> None:
+def start(saver: CheckpointSaver, state: State, filename: str, account_for: Callable[[SavedState], None]) -> None:
     """Take a copy of the state and begin to write it. Called on all ranks."""
     global _pending
     connected = control()  # while all are here
@@ -63,7 +64,7 @@ def start(saver: CheckpointSaver, state: State, filename: str, account_for: Call
         state_dict["state"]["model"] = dict(weights)  # as Composer's own copy to the host would leave it
     state_dict = _copied(state, state_dict)
     path, write, publish = _writing(state, state_dict, filename, group)
-    _pending = _Pending(saver, connected, write, publish, functools.partial(account_for, Written(state, path)))
+    _pending = _Pending(saver, connected, write, publish, functools.partial(account_for, SavedState(state, path)))
     _pending.start()
 
 
@@ -132,7 +133,7 @@ def save_checkpoint_to_save_folder(original: Callable[..., Any], self: Any) -> N
 
 
 def _copied(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same values in host memory of their own, which training does not change; DTensors stay DTensors.
+    """A copy of the values in host memory, which training does not change; DTensors stay DTensors.
 
     What lies on a device is copied to pinned memory, which every save of this process uses again.
     """
@@ -141,22 +142,17 @@ def _copied(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
     for name in HOLDERS:
         live |= {_address(shard) for shard in shards_in(state_dict["state"].get(name))}
 
-    def copied(value: Any) -> Any:
+    def copied(value: Any, path: EntryPath) -> Any:
         if id(value) in pinned:
             return pinned[id(value)]
         if isinstance(value, DTensor) and _address(value) not in live and value.to_local().device.type == "cpu":
             return value  # Composer copied it from the device; a second copy would need the memory twice
         if isinstance(value, torch.Tensor):
             return value.detach().to("cpu", copy=True)
-        if isinstance(value, dict):
-            copied_dict = copy.copy(value)  # of the same class, in the same order
-            copied_dict.update((key, copied(part)) for key, part in value.items())
-            return copied_dict
-        if type(value) in (list, tuple):
-            return type(value)(copied(part) for part in value)
         return copy.deepcopy(value)
 
-    return {key: copied(value) for key, value in state_dict.items()}
+    everything: dict[str, Any] = mapped(state_dict, copied, keeps_class=True)
+    return everything
 
 
 def _trained(state: State) -> Iterator[torch.Tensor]:
@@ -182,7 +178,7 @@ _LONGEST_WRITE = timedelta(days=1)
 
 
 def _writing_group(state: State) -> dist.ProcessGroup | None:
-    """Of the ranks that write, so that what the background thread sends never meets what training sends.
+    """A group of the ranks that write, so that what the background thread sends never meets what training sends.
 
     Made once for each run; None on a rank that does not write. Called on all ranks.
     """

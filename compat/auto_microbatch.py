@@ -1,7 +1,7 @@
 """``device_train_microbatch_size: auto`` (and an evaluator's) for a model sharded by ``fully_shard``.
 
 Composer halves the microbatch and repeats the batch where a rank is out of memory; its hooks know FSDP1's modules only.
-Here ranks vote ([Note: votes] in ``out_of_memory.py``), and everything that the batch changed is as before it.
+Here ranks vote ([Note: votes] in ``training/out_of_memory.py``), and everything that the batch changed is as before it.
 
 A batch cannot be repeated any more once its gradients are clipped or stepped with (``_Recovery.is_committed``): a rank
 that is out of memory there raises at once, and the others end with it.
@@ -43,13 +43,12 @@ _CLEAN_BATCHES = 3
 
 
 class _Recovery:
-    """Of one run: its votes, and where in a batch it is."""
+    """What lets one run repeat a batch: its votes, and where in a batch it is."""
 
     def __init__(self, state: State, timeout: timedelta) -> None:
         self.votes = OutOfMemoryVote(state.model, timeout)
         self.is_training = False
         self.is_committed = False
-        self.evaluation: _Evaluation | None = None
         self._num_clean = 0
 
     def begin_batch(self) -> None:
@@ -123,7 +122,7 @@ def _will_be_sharded(config: Any) -> bool:
 
 
 def _refuse_as_composer(given: Mapping[str, Any]) -> None:
-    """Where 'auto' cannot be, as ``Trainer.__init__`` says it."""
+    """Raise what ``Trainer.__init__`` raises where 'auto' is not possible."""
     device = given["device"]
     composer_trainer._is_auto_microbatching("auto", device if isinstance(device, Device) else get_device(device))
     if given["profiler"] is not None:
@@ -185,7 +184,7 @@ def _train_until_it_fits(
 
     while True:
         recovery.begin_batch()
-        with _composers_off(state, recovery):
+        with _without_composer_retries(state, recovery):
             is_done = recovery.votes.succeeded(run)
         if is_done:
             break
@@ -207,7 +206,7 @@ _TOO_LATE = (
 
 
 @contextmanager
-def _composers_off(state: State, recovery: _Recovery) -> Iterator[None]:
+def _without_composer_retries(state: State, recovery: _Recovery) -> Iterator[None]:
     state.auto_microbatching, recovery.is_training = False, True
     try:
         with _voting_before_unscaling(state.scaler, recovery):
@@ -266,12 +265,13 @@ def after_event(state: State, event: Event) -> None:
     recovery = _known_recovery(state)
     if recovery is None:
         return
+    evaluation = _evaluation if _evaluation is not None and _evaluation.recovery is recovery else None
     if event is Event.BEFORE_TRAIN_BATCH and recovery.is_training and recovery.votes.is_on:
         recovery.votes.check("the first microbatch")  # the batch's size is summed up next
-    elif event is Event.EVAL_BATCH_START and recovery.evaluation is not None:
-        recovery.evaluation.begin_batch()
-    elif event is Event.EVAL_BATCH_END and recovery.evaluation is not None:
-        recovery.evaluation.end_batch()
+    elif event is Event.EVAL_BATCH_START and evaluation is not None:
+        evaluation.begin_batch()
+    elif event is Event.EVAL_BATCH_END and evaluation is not None:
+        evaluation.end_batch()
     elif event is Event.FIT_END:
         recovery.votes.stop()
 
@@ -326,7 +326,7 @@ class _Evaluation:
         found.fill_(int(self.is_known))
 
     def go_back(self) -> None:
-        """To before the batch."""
+        """Return to the state before the batch."""
         assert self.snapshot is not None
         assert self.values is not None
         reset(self.state.model)
@@ -363,13 +363,14 @@ def _values(metric: Metric) -> dict[str, Any]:
 _PLAIN = (int, float, str, list, dict, set, torch.Tensor)
 
 
-_evaluation: _Evaluation | None = None  # Composer's functions below are not told which
+# The one that this process is in. Not kept with its model: Composer's functions below are told of no model.
+_evaluation: _Evaluation | None = None
 
 
 @seam(
     "composer.trainer.trainer",
     "Trainer._eval_loop",
-    why="the same in an evaluation, whose metrics then counted a batch twice",
+    why="with 'auto', a rank out of memory in an evaluation left the others waiting; metrics counted a batch twice",
 )
 def _eval_loop(
     original: Callable[..., Any], self: Any, evaluator: Evaluator, metrics: dict[str, Any], *args: Any, **kwargs: Any
@@ -382,11 +383,11 @@ def _eval_loop(
     recovery.expect_more()
     if not evaluator.auto_microbatching:
         return original(self, evaluator, metrics, *args, **kwargs)
-    _evaluation = recovery.evaluation = _Evaluation(self.state, recovery, evaluator, metrics)
+    around, _evaluation = _evaluation, _Evaluation(self.state, recovery, evaluator, metrics)
     try:
         return original(self, evaluator, metrics, *args, **kwargs)
     finally:
-        _evaluation = recovery.evaluation = None
+        _evaluation = around
         recovery.votes.stop()
         recovery.expect_more()  # training comes next
 

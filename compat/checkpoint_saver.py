@@ -2,13 +2,14 @@
 
 [Note: a saver's work in two parts] Composer's ``CheckpointSaver._save_checkpoint`` writes, and then links, uploads and
 removes old checkpoints. The second part is still Composer's: it is called with a state whose checkpoint "is written
-already" (``Written``), right after the writing or, with ``async_save``, at the end of a later batch.
+already" (``SavedState``), right after the writing or, with ``async_save``, at the end of a later batch.
 """
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.utils import checkpoint
 
+from composer_fsdp2.atomic import replacing
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.sharding.sharded import is_sharded
 
-from .async_saving import Written, finish_pending, start
+from .async_saving import SavedState, finish_pending, start
 from .seams import seam
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ def _save_checkpoint(original: Callable[..., Any], self: CheckpointSaver, state:
         start(self, state, filename, functools.partial(_account_for, self, logger, original))
         return
     path = checkpoint.save_checkpoint(state, placeholders, weights_only=self.weights_only, ignore_keys=self.ignore_keys)
-    _account_for(self, logger, original, Written(state, path))
+    _account_for(self, logger, original, SavedState(state, path))
 
 
 def _is_async(saver: CheckpointSaver, state: State) -> bool:
@@ -70,33 +72,46 @@ def _say_not_async() -> None:
     )
 
 
-def _account_for(saver: CheckpointSaver, logger: Any, original: Callable[..., Any], written: Written) -> None:
+def _account_for(saver: CheckpointSaver, logger: Any, original: Callable[..., Any], written: SavedState) -> None:
     """Composer's second part: the link, uploads, the list of saved checkpoints, the removal of old ones."""
-    latest = saver.latest_filename
-    is_sharded_type = written.fsdp_sharded_state_dict_enabled
-    links = written.path is not None and (dist.get_rank() == 0 or not is_sharded_type)
-    if links and latest is not None and saver.num_checkpoints_to_keep != 0:
-        assert written.path is not None
-        _link(Path(latest.format(written)), os.path.dirname(written.path) if is_sharded_type else written.path)
-    # Composer removes the link before it makes a new one; a run that died in between began from nothing. And its rank 0
-    # removes a folder of shards that other ranks still upload, where none is kept.
-    keep, is_race = saver.num_checkpoints_to_keep, is_sharded_type and saver.num_checkpoints_to_keep == 0
-    saver.latest_filename = None
-    saver.num_checkpoints_to_keep = -1 if is_race else keep
-    try:
-        if is_race:  # all wait for the others' uploads, and hear of one that failed
-            agree(lambda: original(saver, written, logger), lambda _: "", CheckpointError)
-        else:
+    if saver.latest_filename is not None and saver.num_checkpoints_to_keep != 0:
+        _link(Path(saver.latest_filename.format(written)), written)
+    if not written.fsdp_sharded_state_dict_enabled or saver.num_checkpoints_to_keep != 0:
+        with _changed(saver, latest_filename=None):
             original(saver, written, logger)
-    finally:
-        saver.latest_filename, saver.num_checkpoints_to_keep = latest, keep
-    if is_race:
-        saver._rotate_checkpoints(sharding_enabled=True)
+        return
+    # Where none is kept, Composer's rank 0 removes a folder of shards that other ranks still upload. Here all wait for
+    # the others' uploads, and hear of one that failed.
+    with _changed(saver, latest_filename=None, num_checkpoints_to_keep=-1):
+        agree(lambda: original(saver, written, logger), lambda _: "", CheckpointError)
+    saver._rotate_checkpoints(sharding_enabled=True)
 
 
-def _link(link: Path, target: str) -> None:
+def _link(link: Path, written: SavedState) -> None:
+    """Have ``link`` lead to what this rank wrote for all, a file or a folder of shards.
+
+    Composer removes the link before it makes a new one; a run that died in between began from nothing.
+    """
+    is_folder = written.fsdp_sharded_state_dict_enabled
+    if written.path is None or (is_folder and dist.get_rank() > 0):
+        return
+    target = os.path.dirname(written.path) if is_folder else written.path
     link.parent.mkdir(parents=True, exist_ok=True)
-    new = link.with_name(f".{link.name}.new")
-    new.unlink(missing_ok=True)
-    os.symlink(os.path.relpath(target, link.parent), new)
-    os.replace(new, link)
+    with replacing(link) as new:
+        new.symlink_to(os.path.relpath(target, link.parent))
+
+
+@contextlib.contextmanager
+def _changed(saver: CheckpointSaver, **settings: Any) -> Iterator[None]:
+    """The saver with other settings, for Composer's second part."""
+    before = {name: getattr(saver, name) for name in settings}
+    _set(saver, settings)
+    try:
+        yield
+    finally:
+        _set(saver, before)
+
+
+def _set(saver: CheckpointSaver, settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(saver, name, value)

@@ -31,7 +31,7 @@ class EveryKeyFSDP2Config(FSDP2Config):
 
     @classmethod
     def of(cls, config: FSDP2Config) -> "EveryKeyFSDP2Config":
-        """From a plain FSDP2Config; its mesh becomes degrees, because Composer's State builds the mesh itself."""
+        """A copy of a plain FSDP2Config; its mesh becomes degrees, because Composer's State builds the mesh itself."""
         if isinstance(config, cls):
             return config
         given = {

@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.sharding.sharded import is_sharded, reshard
@@ -18,7 +18,7 @@ from .seams import seam
 @seam(
     "composer.core.state",
     "fsdp_state_dict_type_context",
-    why="LLM Foundry's MonolithicCheckpointSaver asks FSDP1 for full state: KeyError, AttributeError",
+    why="LLM Foundry's MonolithicCheckpointSaver asks FSDP1 for full state, which raised KeyError or AttributeError",
 )
 @contextlib.contextmanager
 def state_dict_type_context(
@@ -33,16 +33,17 @@ def state_dict_type_context(
     if state_dict_type != "full":
         yield
         return
-    hook = module.register_state_dict_post_hook(_made_whole)
+    hook = module.register_state_dict_post_hook(_gather_full_values)
+    token = _asks_for_full.set(True)
     try:
-        with _optimizer_state_made_whole():
-            yield
+        yield
     finally:
+        _asks_for_full.reset(token)
         hook.remove()
 
 
-def _made_whole(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Called on all ranks; gathers one tensor after the other."""
+def _gather_full_values(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """A hook on ``state_dict``: full values, on rank 0 alone. Called on all ranks; gathers one tensor at a time."""
     for name, value in list(state_dict.items()):
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if dist.get_rank() == 0:
@@ -51,16 +52,20 @@ def _made_whole(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str
             del state_dict[name]
 
 
-@contextlib.contextmanager
-def _optimizer_state_made_whole() -> Iterator[None]:
-    """In the block, ``FullyShardedDataParallel.optim_state_dict(model, optimizer)`` answers for ``fully_shard``."""
+# Whether a block asks for full state. Of this context, since FSDP1's function is told of none.
+_asks_for_full = ContextVar("asks_for_full", default=False)
 
-    def optim_state_dict(model: torch.nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-        return get_optimizer_state_dict(model, optim, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
-    before = vars(FullyShardedDataParallel)["optim_state_dict"]
-    FullyShardedDataParallel.optim_state_dict = staticmethod(optim_state_dict)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        FullyShardedDataParallel.optim_state_dict = before  # type: ignore[method-assign]
+@seam(
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "FullyShardedDataParallel.optim_state_dict",
+    why="LLM Foundry's MonolithicCheckpointSaver asks it for full optimizer state; it knows FSDP1's modules only",
+)
+def optim_state_dict(
+    original: Callable[..., Any], model: torch.nn.Module, optim: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """``FullyShardedDataParallel.optim_state_dict``; within ``fsdp_state_dict_type_context`` of a sharded model."""
+    if not (_asks_for_full.get() and is_sharded(model)):
+        found: dict[str, Any] = original(model, optim, *args, **kwargs)
+        return found
+    return get_optimizer_state_dict(model, optim, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

@@ -1,12 +1,15 @@
-"""Switch the drop-in on and off."""
+"""Switch the drop-in on and off; LLM Foundry's training with it on."""
 
 import contextlib
 import importlib.metadata
-from collections.abc import Iterator
+import pkgutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from composer_fsdp2.errors import IncompatibleVersionError
 
-from .seams import Replacement, all_seams, put_back, replace
+from .seams import Replacement, Seam, noted_seams, put_back, replace
 
 # The releases of Composer (the distribution mosaicml) whose seams were read and tested.
 COMPOSER_VERSIONS = ("0.32.0", "0.32.1")
@@ -15,7 +18,7 @@ _installed: list[Replacement] = []
 
 
 def install() -> None:
-    """From here on Composer shards with ``fully_shard`` where it would have used FSDP1 (or its own FSDP2).
+    """Have Composer shard with ``fully_shard`` from here on, where it would have used FSDP1 (or its own FSDP2).
 
     ``Trainer(parallelism_config={'fsdp': ...})``, FSDPConfig and FSDP2Config objects, ``prepare_fsdp_module`` under
     each of its import paths, ``FSDP_VERSION=2`` and LLM Foundry's ``train_from_yaml`` all come here. Calling it again
@@ -28,6 +31,14 @@ def install() -> None:
         return
     _check_version()
     _installed.extend(replace(all_seams()))
+
+
+def all_seams() -> tuple[Seam, ...]:
+    """Every seam of this package; imports its other files, and with them Composer."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if (name := f"{__package__}.{module.name}") != __name__:
+            importlib.import_module(name)
+    return noted_seams()
 
 
 def uninstall() -> None:
@@ -51,6 +62,27 @@ def fsdp2() -> Iterator[None]:
     finally:
         if outermost:
             uninstall()
+
+
+def train_from_yaml(yaml_path: str, overrides: Sequence[str] = ()) -> Any:
+    """LLM Foundry's ``train_from_yaml`` with ``install`` in force for its length; returns Composer's Trainer.
+
+    Args:
+        yaml_path: A training YAML of LLM Foundry.
+        overrides: ``key=value`` each, merged into the YAML.
+    Raises:
+        IncompatibleVersionError: LLM Foundry is missing, or Composer is of a version that was not tested.
+
+    Called on all ranks.
+    """
+    try:
+        from llmfoundry.command_utils import train_from_yaml as foundry_train_from_yaml
+    except ModuleNotFoundError as error:
+        if error.name != "llmfoundry":
+            raise
+        raise IncompatibleVersionError("LLM Foundry is not installed: pip install 'composer-fsdp2[foundry]'") from error
+    with fsdp2():
+        return foundry_train_from_yaml(yaml_path, list(overrides))
 
 
 def _check_version() -> None:

@@ -31,13 +31,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
-from composer_fsdp2._torch import ActivationWrapper, own_parameters, own_part, own_parts
+from composer_fsdp2._torch import ActivationWrapper, local_tensor, local_tensors, own_parameters
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
 from composer_fsdp2.fsdp1.hooks import wrapped_children
 from composer_fsdp2.sharding.agree import agree, gather
 from composer_fsdp2.sharding.placements import splitting_axes_of_all
 from composer_fsdp2.sharding.root_record import find_kept, keep, record_of
-from composer_fsdp2.sharding.sharded import is_sharded, reshard, units
+from composer_fsdp2.sharding.sharded import is_sharded, reshard, sharded_roots
 from composer_fsdp2.sharding.ties import join
 from composer_fsdp2.training.guard import check_guard
 from composer_fsdp2.training.reductions import LocalValues, reduce_parts, settle
@@ -184,7 +184,7 @@ class _Reporter:
             return False
         state = dict(self.optimizer.state.get(parameter, {}))
         keys = [key for key in state if key != "step"]
-        parts = own_parts(parameter, gradient, *[state[key] for key in keys])
+        parts = local_tensors(parameter, gradient, *[state[key] for key in keys])
         if parts is None or parts[0].dtype != parts[1].dtype:
             return False  # torch lets no tensor have a gradient of another dtype
         own = parts[0].detach()
@@ -250,22 +250,22 @@ def _report(names: Mapping[nn.Parameter, str], reporter: _Reporter | None, alone
 
 
 def _norms_of_own_part(parameter: DTensor, name: str, reporter: _Reporter | None) -> Metrics | None:
-    """By their keys in logs; None where they cannot be taken of this rank's part."""
+    """The norms of this rank's part by their keys in logs; None where they cannot be taken of a part."""
     metrics: Metrics = {}
     if reporter is not None and not reporter.report_own_part(parameter, name, metrics):
         return None
     if (key := f"l2_norm/grad/{name}") not in metrics:
         assert parameter.grad is not None
-        metrics[key] = torch.linalg.vector_norm(own_part(parameter.grad))
+        metrics[key] = torch.linalg.vector_norm(local_tensor(parameter.grad))
     return metrics
 
 
 def _of_each_rank(model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """Those that are trained unsharded on every rank, and whose gradients nobody averages: ignored, or in no unit."""
+    """The parameters that are unsharded on every rank, with gradients that nobody averages: ignored, or in no unit."""
     unsharded = {each for each in parameters if not isinstance(each, DTensor) and each.requires_grad}
     if unsharded:
-        for unit in units(model).values():
-            unsharded.difference_update(record_of(unit).replicated.get(unit, ()))
+        for _, root in sharded_roots(model):
+            unsharded.difference_update(*record_of(root).replicated.values())
     return unsharded
 
 
@@ -302,14 +302,14 @@ class _Layout:
         ]
 
     def zeros(self) -> list[LocalValues]:
-        """The same, of a rank that has no such metrics."""
+        """What a rank without such metrics adds: as many zeros as ``parts`` has values."""
         return [
             LocalValues(values=torch.zeros(len(keys), dtype=torch.float64, device=device), mesh=mesh, axes=axes)
             for (mesh, axes, device), keys in self.norms.items()
         ]
 
-    def whole_norms(self, squares: Sequence[torch.Tensor]) -> dict[str, float]:
-        """By their keys, from the parts of all ranks."""
+    def full_norms(self, squares: Sequence[torch.Tensor]) -> dict[str, float]:
+        """The norms of full parameters by their keys, from the sums of all ranks' squares."""
         return {
             key: norm
             for keys, of_keys in zip(self.norms.values(), squares, strict=True)
@@ -349,7 +349,7 @@ class _Agreement:
             is_new = own is None or _Layout.of(own) != last
             squares = _reduced_unless(is_new, last.parts(own.metrics) if own and not is_new else last.zeros(), mesh)
             if own is not None and squares is not None:
-                return own, last.whole_norms(squares)
+                return own, last.full_norms(squares)
 
         def decide() -> tuple[_Reported, _Layout]:
             if own is None:
@@ -359,7 +359,7 @@ class _Agreement:
 
         reported, layout = agree(decide, lambda decided: decided[1].fingerprint(), ComposerFSDP2Error)
         self._last, self._world = layout, dist.group.WORLD
-        return reported, layout.whole_norms(reduce_parts(layout.parts(reported.metrics)))
+        return reported, layout.full_norms(reduce_parts(layout.parts(reported.metrics)))
 
 
 def _attempted(report: Callable[[], _Reported]) -> tuple[_Reported | None, Exception | None]:
@@ -398,7 +398,7 @@ def _is_over_shards(optimizer: torch.optim.Optimizer) -> bool:
 @seam(
     "composer.optim.decoupled_weight_decay",
     "DecoupledAdamW.pre_reduce_metrics",
-    why="callbacks of one's own that report metrics: one collective for each",
+    why="callbacks that report an optimizer's metrics themselves ran one collective for each",
 )
 def pre_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, optimizer_metrics: Metrics) -> Metrics:
     """``DecoupledAdamW.pre_reduce_metrics``: there is nothing to prepare, see [Note: metrics of sharded parameters]."""
@@ -408,7 +408,7 @@ def pre_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, optim
 @seam(
     "composer.optim.decoupled_weight_decay",
     "DecoupledAdamW.dist_reduce_metrics",
-    why="the same, and it asks for a CUDA device",
+    why="one collective for each metric, and it asks for a CUDA device",
 )
 def dist_reduce_metrics(original: Callable[..., Any], self: DecoupledAdamW, optimizer_metrics: Metrics) -> Metrics:
     """``DecoupledAdamW.dist_reduce_metrics``: in one all-reduce for each mesh, and without a CUDA device."""
@@ -430,11 +430,16 @@ def _is_pending(tensor: DTensor) -> bool:
 def before_forward(original: Callable[..., Any], self: ActivationMonitor, state: State, logger: Logger) -> None:
     """``ActivationMonitor.before_forward``, which takes the modules' names from the model once."""
     if not self.module_names and is_sharded(state.model):
+        # Beside the callback's own names of modules: its hook below is told of the callback and a module, no model.
         self._composer_fsdp2_names = _logged_module_names(state.model, as_fsdp1=_as_fsdp1(state))
     original(self, state, logger)
 
 
-@seam("composer.callbacks.activation_monitor", "ActivationMonitor.forward_hook", why="the same")
+@seam(
+    "composer.callbacks.activation_monitor",
+    "ActivationMonitor.forward_hook",
+    why="names of activation checkpointing's wrappers were logged; fsdp1_metric_names",
+)
 def forward_hook(
     original: Callable[..., Any], self: ActivationMonitor, logger: Logger, step: int | None, module: nn.Module, *io: Any
 ) -> None:

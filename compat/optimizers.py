@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import lion_, own_part, own_parts
+from composer_fsdp2._torch import lion_, local_tensor, local_tensors
 
 _Update = Callable[..., None]
 
@@ -62,8 +62,8 @@ def _adamw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
     def adamw(parameters: list[Any], *lists: list[Any], **settings: Any) -> None:
         *tensors, steps = lists
         there = [each for each in tensors if each]  # without amsgrad there are no largest averages
-        if all(own_parts(*alike) is not None for alike in zip(parameters, *there, strict=True)):
-            parameters, *tensors = ([own_part(tensor) for tensor in each] for each in (parameters, *tensors))
+        if all(local_tensors(*alike) is not None for alike in zip(parameters, *there, strict=True)):
+            parameters, *tensors = ([local_tensor(tensor) for tensor in each] for each in (parameters, *tensors))
         update(parameters, *tensors, steps, **settings)
 
     return adamw
@@ -81,7 +81,7 @@ def _lionw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
 
     @functools.wraps(update)
     def lionw(parameter: Any, gradient: Any, average: Any, *settings: float) -> None:
-        own = own_parts(parameter, gradient, average)
+        own = local_tensors(parameter, gradient, average)
         if own is None:
             update(parameter, gradient, average, *settings)
         elif waiting is None:
@@ -161,7 +161,7 @@ def _is_lion(update: _Update) -> bool:
 
 
 def _bring_step_counts(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
-    """To the host, where torch's own AdamW keeps them: the update reads each, and on a GPU would wait for it."""
+    """Move step counts to the host, where torch's AdamW keeps them: the update reads each, and would wait for a GPU."""
     away: dict[torch.device, list[dict[str, Any]]] = {}
     for state in optimizer.state.values():
         step = state.get("step") if isinstance(state, dict) else None  # a subclass may keep numbers of its own there

@@ -1,4 +1,4 @@
-"""Where an asynchronous save keeps its copy of what lies on a GPU: in pinned host memory, the same for every save.
+"""Pinned host memory for an asynchronous save's copy of what lies on a GPU, the same memory for every save.
 
 Copies to pageable memory go at 2 to 4 GB/s, and training waits for them. torch pins a tensor's memory rounded up to a
 power of two (CachingHostAllocator, torch 2.7), which makes a state 1.1 to 1.7 times as large; so this is ordinary
@@ -17,7 +17,7 @@ import composer.core.state
 import torch
 from torch import nn
 
-from composer_fsdp2._torch import own_part, with_part
+from composer_fsdp2._torch import local_tensor, with_local_tensor
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +64,13 @@ class PinnedCopies:
         for the device once, and does not communicate. Accelerators that are not CUDA's copy to pageable memory.
         """
         by_id = {id(tensor): tensor for tensor in tensors}
-        parts = [own_part(tensor) for tensor in by_id.values()]
+        parts = [local_tensor(tensor) for tensor in by_id.values()]
         copies = self._rooms(parts)
         for copied, part in zip(copies, parts, strict=True):
             copied.copy_(part, non_blocking=_is_on_cuda(part))
         for device in {part.device for part in parts if _is_on_cuda(part)}:
             torch.cuda.current_stream(device).synchronize()
-        return {key: with_part(by_id[key], copied) for key, copied in zip(by_id, copies, strict=True)}
+        return {key: with_local_tensor(by_id[key], copied) for key, copied in zip(by_id, copies, strict=True)}
 
     def _rooms(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Room in the memory for a copy of each."""
@@ -91,9 +91,9 @@ def _is_on_cuda(part: torch.Tensor) -> bool:
 
 
 def _room(memory: "_HostMemory | None", start: int, part: torch.Tensor) -> torch.Tensor:
-    """With the strides that ``part.to("cpu")`` has: those of ``part``, where it is dense, so that its bytes are copied.
+    """An empty tensor with the strides of ``part.to("cpu")``: those of ``part`` where it is dense, to copy its bytes.
 
-    A storage of its own, because ``torch.save`` writes a tensor's whole storage.
+    It has a storage of its own, because ``torch.save`` writes all of a tensor's storage.
     """
     if not part.numel():
         return torch.empty_like(part, device="cpu")

@@ -23,7 +23,7 @@ from composer_fsdp2.checkpoint.archive.inside import inside
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import Layout, layouts, recognized
 from composer_fsdp2.checkpoint.load.into_model import other_files
-from composer_fsdp2.checkpoint.locate import NoCheckpointError
+from composer_fsdp2.checkpoint.locate import Located, NoCheckpointError
 from composer_fsdp2.checkpoint.open import opened_checkpoint, together
 from composer_fsdp2.checkpoint.trees import EntryPath
 from composer_fsdp2.config.text import and_more
@@ -65,7 +65,7 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
             yield _RemoteDirectory(remote, found.layout)
         else:
             remote.download(list(found.missing))
-            yield LocalCheckpoint(str(found.local))
+            yield LocalCheckpoint(found.located or str(found.local))
 
 
 def _as_local_rank_0_sees_it(path: str) -> str:
@@ -82,12 +82,12 @@ def _as_local_rank_0_sees_it(path: str) -> str:
 class LocalCheckpoint:
     """A checkpoint of which this machine's ranks have everything."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | Located) -> None:
         self._path = path
 
     @contextlib.contextmanager
     def opened(self, *, trust: bool, wanted: Callable[[EntryPath], bool]) -> Iterator[CheckpointInventory]:
-        """What is in it, for the length of a with block. Called on all ranks.
+        """The checkpoint's contents, for the length of a with block. Called on all ranks.
 
         Args:
             wanted: As for ``other_entries``, which can be read then.
@@ -96,7 +96,7 @@ class LocalCheckpoint:
             yield opened.inventory
 
     def bring(self, files: frozenset[Path]) -> None:
-        """See to it that these files, of which this rank will read something, are there. Called on all ranks."""
+        """Have the files there of which this rank will read something. Called on all ranks."""
 
 
 class _RemoteDirectory(LocalCheckpoint):
@@ -128,7 +128,7 @@ class _RemoteDirectory(LocalCheckpoint):
 
 
 class _Store:
-    """Where objects come from."""
+    """An object store or server that checkpoints are downloaded from."""
 
     def __init__(self, object_store: Any, progress_bar: bool) -> None:
         self._store, self._progress_bar = object_store, progress_bar
@@ -173,12 +173,14 @@ class _Found:
     Args:
         name: Of the object, or of the folder.
         local: The same on this machine.
+        located: Of an object that is a checkpoint.
         layout: Of a folder of which only the file with the metadata is there.
         missing: Other files on this machine that must be downloaded before it can be read.
     """
 
     name: str
     local: Path
+    located: Located | None = None
     layout: Layout | None = None
     missing: tuple[Path, ...] = ()
 
@@ -222,7 +224,7 @@ def _find(source: _Store, path: str, folder: Path) -> _Found:
         if target is None:
             raise NoCheckpointError(f"{source} has nothing at {path}; tried {', '.join(tried)}")
         name = target
-    raise CheckpointError(f"{path} in {source}: more than {_MAX_LINKS} links, one behind the other; the last is {name}")
+    raise CheckpointError(f"{path} in {source}: more than {_MAX_LINKS} links in a row; the last is {name}")
 
 
 def _link_target(source: _Store, name: str, folder: Path) -> str | None:
@@ -233,7 +235,7 @@ def _link_target(source: _Store, name: str, folder: Path) -> str | None:
     text = file.read_text().strip()
     target = (parse_uri(text)[2] if "://" in text else text).rstrip("/")
     if not target:
-        raise CheckpointError(f"{name} in {source}: a link that names nothing")
+        raise CheckpointError(f"{name} in {source}: an empty link")
     return target
 
 
@@ -245,9 +247,10 @@ def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str])
         tried.append(name)
         if not source.download(name, file):
             return None
-        layout = recognized(file)
-        others = set(layout.files_beside(file)) - {file} if layout is not None else ()
-        return _Found(name=name, local=file, missing=tuple(sorted(others)))
+        if (layout := recognized(file)) is None:
+            return _Found(name=name, local=file)
+        others = set(layout.files_beside(file)) - {file}
+        return _Found(name=name, local=file, located=Located(file, layout), missing=tuple(sorted(others)))
 
     def as_folder() -> _Found | None:
         for layout in layouts():
@@ -255,14 +258,14 @@ def _object_or_folder(source: _Store, name: str, folder: Path, tried: list[str])
                 tried.append(f"{name}/{layout.metadata}")
                 if source.download(tried[-1], local / layout.metadata):
                     return _Found(name=name, local=local, layout=layout)
-        return _whole_folder(source, name, local)
+        return _listed_folder(source, name, local)
 
     # A name with an ending is a file's most often, and each question to a store costs time.
     ways = (as_object, as_folder) if PurePosixPath(name).suffix else (as_folder, as_object)
     return ways[0]() or ways[1]()
 
 
-def _whole_folder(source: _Store, name: str, local: Path) -> _Found | None:
+def _listed_folder(source: _Store, name: str, local: Path) -> _Found | None:
     """Other layouts that are folders: safetensors, and Composer's checkpoint package."""
     # What ends with a slash is not a file: stores' own pages make such objects for folders.
     below = [below.removeprefix(f"{name}/") for below in source.names_below(name) if not below.endswith("/")]
@@ -271,7 +274,7 @@ def _whole_folder(source: _Store, name: str, local: Path) -> _Found | None:
     if not any(layout.has_names(below) for layout in layouts()):
         links_first = sorted(below, key=lambda file: not file.endswith(_LINK))
         raise CheckpointError(
-            f"{name} in {source}: a folder, and no checkpoint; name one in it: {and_more(links_first, 8)}"
+            f"{name} in {source}: a folder but not a checkpoint; name a checkpoint in it: {and_more(links_first, 8)}"
         )
     files = tuple(inside(local, file, named_by=f"the listing of {name} in {source}") for file in below)
     return _Found(name=name, local=local, missing=files)

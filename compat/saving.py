@@ -4,11 +4,11 @@ Sharded ones are written by Composer's own code, full ones without gathering the
 """
 
 import contextlib
-import copy
 import os
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_directory
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.atomic import replacing
 from composer_fsdp2.checkpoint.save.monolithic import save_monolithic
+from composer_fsdp2.checkpoint.trees import EntryPath, leaves, mapped
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import told_by_rank_0
 from composer_fsdp2.sharding.sharded import is_sharded
 
+from .loading import IgnoreKeys
 from .seams import seam
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The state
-
-
-IgnoreKeys = list[str] | Callable[[dict[str, Any]], None] | None
 
 
 def sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys) -> dict[str, Any]:
@@ -70,19 +70,18 @@ def _as_sharded(state: State) -> Iterator[None]:
         config.state_dict_type = before
 
 
-# Whether algorithms' shards go into a state dict as they are.
-_keeps_shards = False
+# Whether algorithms' shards go into a state dict as they are: an argument of ``State.state_dict``, which takes none.
+_keeps_shards = ContextVar("keeps_shards", default=False)
 
 
 @contextlib.contextmanager
 def _shards_kept(keeps: bool) -> Iterator[None]:
     """A full file is written shard by shard, algorithms' shards too; elsewhere they are pickled, and must be full."""
-    global _keeps_shards
-    before, _keeps_shards = _keeps_shards, keeps
+    token = _keeps_shards.set(keeps)
     try:
         yield
     finally:
-        _keeps_shards = before
+        _keeps_shards.reset(token)
 
 
 @seam(
@@ -96,35 +95,31 @@ def state_dict(original: Callable[..., Any], self: State) -> dict[str, Any]:
     As under FSDP1, where each rank had it in full; a file of either loads into the other.
     """
     saved: dict[str, Any] = original(self)
-    if is_sharded(self.model) and not _keeps_shards:
+    if is_sharded(self.model) and not _keeps_shards.get():
         # A planner that the user gave may have any rank write an object that all of them have.
         keeps = dist.get_rank() == 0 or getattr(self.fsdp_config, "save_planner", None) is not None
-        saved.update((name, _whole(saved[name], keeps)) for name in HOLDERS if name in saved)
+        saved.update((name, _unsharded(saved[name], keeps)) for name in HOLDERS if name in saved)
     return saved
 
 
 HOLDERS = ("algorithms", "callbacks")
 
 
-def _whole(value: Any, keeps: bool) -> Any:
-    """The same with full tensors for DTensors, or None in their place; the very same where there are none.
+def _unsharded(value: Any, keeps: bool) -> Any:
+    """The value with full tensors for DTensors, or None in their place; the value itself where there are none.
 
     Called on all ranks.
     """
-    if next(shards_in(value), None) is None:
-        return value
-    if isinstance(value, DTensor):
-        value = value.to(value.device_mesh.device_type)  # where its group communicates
-        assert isinstance(value, DTensor)
-        full = value.full_tensor()
+
+    def unsharded(part: Any, path: EntryPath) -> Any:
+        if not isinstance(part, DTensor):
+            return part
+        tensor = part.to(part.device_mesh.device_type)  # where its group communicates
+        assert isinstance(tensor, DTensor)
+        full = tensor.full_tensor()
         return full.cpu() if keeps else None
-    if isinstance(value, dict):
-        whole_dict = copy.copy(value)  # of the same class, in the same order
-        whole_dict.update((key, _whole(part, keeps)) for key, part in value.items())
-        return whole_dict
-    if type(value) in (list, tuple):
-        return type(value)(_whole(part, keeps) for part in value)
-    return value
+
+    return value if next(shards_in(value), None) is None else mapped(value, unsharded, keeps_class=True)
 
 
 def shards_in(value: Any) -> Iterator[DTensor]:
@@ -134,11 +129,7 @@ def shards_in(value: Any) -> Iterator[DTensor]:
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a nested value."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(part)
+    return (leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,21 +168,19 @@ def write_full(state_dict: dict[str, Any], filename: str, group: dist.ProcessGro
     save_monolithic(state_dict, unpacked, group=group)
     error = told_by_rank_0(lambda: _pack_beside(unpacked, path))
     if error:
-        raise CheckpointError(f"{filename}: cannot be packed: {error}; a file of that name is as it was")
+        raise CheckpointError(f"{filename}: cannot be packed: {error}; an existing file is unchanged")
 
 
 def _pack_beside(unpacked: Path, path: Path) -> str:
-    """What went wrong; empty if nothing did."""
-    packed = path.with_name(f".saving-{path.name}")  # keeps the suffix, which decides
+    """Pack ``unpacked`` as ``path``; gives what went wrong, "" if nothing did."""
     try:
-        _pack(unpacked, packed)
-        os.replace(packed, path)
+        with replacing(path, ending="".join((".partial", *path.suffixes[-2:]))) as packed:  # they say how
+            _pack(unpacked, packed)
     except Exception as error:  # a compressor that failed, a full disk
         return f"{type(error).__name__}: {error}"
     finally:
-        for left in (unpacked, packed):
-            with contextlib.suppress(OSError):
-                left.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unpacked.unlink(missing_ok=True)
     return ""
 
 

@@ -9,7 +9,6 @@ A seam is a decorated function in the file that tells its story::
 
 import functools
 import importlib
-import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seam:
-    """One place where we come in.
+    """One function or method of another package that is replaced.
 
     Args:
         module: Where the function or class is defined.
@@ -36,7 +35,7 @@ class Seam:
     why: str
 
     def around(self, original: Any) -> Any:
-        """What takes the original's place; of the raw descriptor of a class or static method another one."""
+        """What takes the original's place; for the raw descriptor of a class or static method, such a descriptor."""
         if isinstance(original, classmethod | staticmethod):
             return type(original)(self.around(original.__func__))
 
@@ -61,11 +60,8 @@ def seam(module: str, *names: str, why: str) -> Callable[[F], F]:
     return note
 
 
-def all_seams() -> tuple[Seam, ...]:
-    """Every seam of this package; imports its files, and with them Composer."""
-    package = importlib.import_module(__package__)
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{__package__}.{module.name}")
+def noted_seams() -> tuple[Seam, ...]:
+    """The seams of the files that were imported by now."""
     return tuple(_SEAMS)
 
 
@@ -105,7 +101,7 @@ def _attribute(seam: Seam) -> str:
 
 
 def _rebind(changes: Sequence[tuple[Seam, Any, Any]]) -> None:
-    """For each change: what the seam names, and every other binding of the old function, is the new one."""
+    """Set what each change's seam names, and every other binding of the old function, to the new one."""
     functions: dict[int, Any] = {}
     for seam_, old, new in changes:
         owner = _owner(seam_)

@@ -1,4 +1,4 @@
-"""Where a Trainer, or a script, shards a model, asks whether it is sharded, or wants its full parameters."""
+"""Have a Trainer or a script shard a model, ask whether it is sharded, and get its full parameters."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -113,7 +113,7 @@ def generate(original: Callable[..., Any], self: Any, input_ids: Any, **kwargs: 
     "FullyShardedDataParallel.summon_full_params",
     why="scripts and Hugging Face's trainers call it on any model; where FSDP1 wraps nothing, it does nothing",
 )
-def summon_fsdp1s_full_params(
+def summon_full_params_of_fsdp1(
     original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> AbstractContextManager[None]:
     """FSDP1's for a model that it wraps; else ours, which does nothing where nothing is sharded."""

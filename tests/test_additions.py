@@ -188,7 +188,7 @@ import torch
 
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.boxes import row_major
-from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Strided, TensorRecord
+from composer_fsdp2.checkpoint.inventory import MODEL, CheckpointInventory, Strided, TensorRecord
 from composer_fsdp2.checkpoint.layouts import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite
 
@@ -203,7 +203,7 @@ def _read(path, trust):
         at += num_bytes
     files = tuple((file, file.stat().st_size) for file in (path / "tensors.json", path / "data.bin"))
     return CheckpointInventory(
-        path=path, layout="made up", tensors=tensors, objects={}, files=files, weights_alone=True
+        path=path, layout="made up", tensors=tensors, objects={}, files=files, holds_only=MODEL
     )
 
 
@@ -224,7 +224,7 @@ LAYOUT = Layout(
     order=5,
     recognize=lambda path: (path / "tensors.json").is_file(),
     read=_read,
-    written=LayoutWriter(word="madeup", lay_out=_lay_out, weights_alone=True),
+    written=LayoutWriter(word="madeup", lay_out=_lay_out, holds_only=MODEL),
 )
 '''
 USE_LAYOUT = """

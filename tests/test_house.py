@@ -43,6 +43,9 @@ ROOMS = {
     "errors": room(
         "errors",
     ),
+    "atomic": room(
+        "atomic",
+    ),
     "config": room(
         "text value findings mesh rows sharding choices __init__",
         rooms="errors",
@@ -70,17 +73,17 @@ ROOMS = {
     ),
     "checkpoint": room(
         "__init__ pickles/__init__ archive/__init__ load/__init__ save/__init__ convert/__init__ "
-        "verify/__init__ verify/faults boxes names trees target pickles/stand_ins pickles/allowed "
+        "verify/__init__ verify/faults boxes names trees target differences pickles/stand_ins pickles/allowed "
         "pickles/opcodes pickles/finishing pickles/trust archive/crc archive/disk archive/inside "
         "archive/packed archive/writer archive/torch_archive inventory records unrecognized describe flat "
         "output layouts/__init__ layouts/_composer layouts/compressed layouts/dcp layouts/monolithic "
-        "layouts/per_rank layouts/tar layouts/composer_package read same_bytes hugging_face locate open "
-        "layouts/safetensors load/differences load/expected_state load/exchange load/content "
-        "load/optimizer_state load/replicated load/load_plan load/staging load/into_model inspect save/rounds "
+        "layouts/per_rank layouts/tar layouts/composer_package read same_bytes matching hugging_face locate open "
+        "inspect layouts/safetensors load/expected_state load/exchange load/content load/optimizer_state "
+        "load/replicated load/load_plan load/staging load/into_model save/rounds "
         "save/staged_file save/monolithic convert/copying convert/optimizer_order convert/state "
         "convert/unfinished convert/conversion_plan convert/meeting convert/conversion verify/checksums "
         "verify/structure verify/comparing verify/verification",
-        rooms="errors config _torch sharding",
+        rooms="errors atomic config _torch sharding",
         packages="numpy torch",
     ),
     "prepare": room(
@@ -96,14 +99,14 @@ ROOMS = {
         "__init__ run capabilities dialect documents/edits documents/toml documents/yaml_text documents/yaml "
         "documents/__init__ interpolation dialects/accelerate dialects/composer dialects/roll "
         "dialects/torchtitan dialects/huggingface dialects/__init__ explain targets changes migrate files",
-        rooms="errors config fsdp1",
+        rooms="errors atomic config fsdp1",
         packages="omegaconf ruamel yaml",
     ),
     "compat": room(
         "optimizers pinned_copies remote seams algorithms auto_microbatch checkpoint_package configuration "
-        "full_state install __init__ loading monitors preflight saving sharding async_saving llmfoundry "
-        "training checkpoint_saver",
-        rooms="errors config _torch sharding training fsdp1 checkpoint prepare",
+        "full_state loading monitors preflight saving sharding async_saving training checkpoint_saver "
+        "install __init__",
+        rooms="errors atomic config _torch sharding training fsdp1 checkpoint prepare",
         packages="composer llmfoundry torch torchmetrics",
     ),
     "cli": room(
@@ -257,11 +260,23 @@ def room_and_file(module: str) -> tuple[str, str]:
     return first, "/".join(others) or first
 
 
+def walked(module: str, file: Path) -> Iterator[tuple[int, str]]:
+    """The same of a file that goes through its own folder and imports what else it finds there.
+
+    Not of a folder's ``__init__``: the files that it gathers so are its own.
+    """
+    package, _, stem = module.rpartition(".")
+    for node in nodes(file):
+        if isinstance(node, ast.Attribute) and node.attr == "iter_modules" and stem != "__init__":
+            beside = (other.stem for other in file.parent.glob("*.py") if other.stem not in ("__init__", stem))
+            yield from ((node.lineno, f"{package}.{other}") for other in beside)
+
+
 def imported_rooms() -> Iterator[tuple[str, str, str]]:
     """What imports, and from which module to which, for every import of one file of ours from another."""
     known = modules()
     for module, file in known.items():
-        for line, dotted in imports(module, file):
+        for line, dotted in (*imports(module, file), *walked(module, file)):
             target = resolve(dotted, known) if dotted.split(".")[0] == "composer_fsdp2" else module
             if target != module:
                 yield f"{file.relative_to(ROOT)}:{line}", module, target
@@ -379,10 +394,10 @@ def is_prose(node: ast.AST) -> bool:
 
 
 def test_nothing_asks_for_a_layout_or_a_document_by_name():
-    """A layout is a file that nothing else knows, and YAML and TOML answer to one protocol."""
+    """A layout is a file that nothing else knows, nor its files; and YAML and TOML answer to one protocol."""
     from composer_fsdp2.checkpoint.layouts import layouts
 
-    names, wrong = {layout.name for layout in layouts()}, []
+    names, wrong = {layout.name for layout in layouts()} | files_of_layouts(), []
     for module, file in modules().items():
         if module.startswith("composer_fsdp2.checkpoint.layouts"):
             continue
@@ -390,7 +405,7 @@ def test_nothing_asks_for_a_layout_or_a_document_by_name():
             if dotted.startswith("composer_fsdp2.checkpoint.layouts.") and dotted.split(".")[3] in LAYOUT_FILES:
                 wrong.append(f"{file.relative_to(ROOT)}:{line} imports {dotted}")
         for node in nodes(file):
-            if isinstance(node, ast.Compare) and names & {getattr(part, "value", None) for part in node.comparators}:
+            if isinstance(node, ast.Compare) and names & {part for side in sides(node) for part in texts_in(side)}:
                 wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} asks for a layout")
             if (
                 isinstance(node, ast.Call)
@@ -399,6 +414,30 @@ def test_nothing_asks_for_a_layout_or_a_document_by_name():
             ):
                 wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} asks for a document's format")
     assert not wrong, "\n".join(wrong)
+
+
+def sides(node: ast.Compare) -> list[ast.expr]:
+    return [node.left, *node.comparators]
+
+
+def texts_in(node: ast.expr) -> Iterator[str]:
+    """A text, or those in a tuple, list or set of them."""
+    for part in getattr(node, "elts", [node]):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+
+
+def files_of_layouts() -> set[str]:
+    """The names that layouts give to their files, which the constants at the top of a layout's file are."""
+    assigned = [
+        node.value
+        for name in LAYOUT_FILES
+        for node in ast.parse((ROOT / f"composer_fsdp2/checkpoint/layouts/{name}.py").read_text()).body
+        if isinstance(node, ast.Assign)
+    ]
+    found = {text for value in assigned for text in texts_in(value) if re.fullmatch(r"[\w.]*\.[a-z]+", text)}
+    assert {".metadata", "model.safetensors", "resumption.pkl"} <= found
+    return found
 
 
 LAYOUT_FILES = {file.stem for file in (ROOT / "composer_fsdp2/checkpoint/layouts").glob("[!_]*.py")}

@@ -72,7 +72,7 @@ class Finding(Value):
         return f"{self.name}: {self.value!r} {is_what}: {self.reason}{hint}{where}"
 
 
-def format_findings(findings: Iterable[Finding], width: int = 110) -> str:
+def format_findings(findings: Iterable[Finding]) -> str:
     """The findings as text: one line each (key, value, outcome, target), and the reason below it."""
     rows = [(f"{finding.name}: {_short(finding.value)}", finding) for finding in findings]
     if not rows:
@@ -83,7 +83,7 @@ def format_findings(findings: Iterable[Finding], width: int = 110) -> str:
     for given, finding in rows:
         lines.append(f"  {given:<{first}}  {finding.outcome.value:<{second}}  {finding.target or '-'}")
         note = finding.reason + (f" ({finding.hint})" if finding.hint else "")
-        lines.extend(textwrap.wrap(note, width, initial_indent="      ", subsequent_indent="      "))
+        lines.extend(textwrap.wrap(note, 110, initial_indent="      ", subsequent_indent="      "))
     return "\n".join(lines)
 
 

@@ -47,7 +47,7 @@ def human_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def short(value: object, length: int = 80) -> str:
-    """``repr``, cut to so many characters."""
+def short(value: object) -> str:
+    """``repr``, cut to 80 characters."""
     text = repr(value)
-    return text if len(text) <= length else f"{text[: length - 3]}..."
+    return text if len(text) <= 80 else f"{text[:77]}..."

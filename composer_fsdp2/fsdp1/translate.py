@@ -104,6 +104,23 @@ def translate(
     given = GivenConfig.read(fsdp_config)
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise ConfigError(f"world_size is {short(world_size)}; give the number of ranks, or None")
+    context, reshard, checkpointing = _read(given, precision, device, world_size)
+    findings = tuple(_findings(context))
+    is_strict = given.given.get("strict", strict)
+    is_possible = not (is_strict and any(finding.outcome.blocks for finding in findings))
+    return Translation(
+        config=_config(given, context, reshard, checkpointing) if is_possible else None,
+        findings=findings,
+        precision=context.precision,
+        strict=is_strict,
+        verbose=context.values["verbose"],
+    )
+
+
+def _read(
+    given: GivenConfig, precision: object, device: object, world_size: int | None
+) -> tuple[Context, bool | int, ActivationCheckpointing]:
+    """What the keys mean, each and together; what is wrong with them is raised in one error."""
     problems = _Problems()
     values = _Values(given, problems)
     of_mesh = getattr(given.mesh, "device_type", None)
@@ -117,27 +134,26 @@ def translate(
         problems.catch(check_reshard_degree, reshard, mesh)
     problems.raise_all()
     assert mesh is not None and reshard is not None and checkpointing is not None
-
-    is_strict = given.given.get("strict", strict)
     mixed_precision = _mixed_precision(values, name)
     context = Context(values=values, given=given.given, precision=name, mesh=mesh, mixed_precision=mixed_precision)
-    findings = tuple(_findings(context))
-    config = None
-    if not (is_strict and any(finding.outcome.blocks for finding in findings)):
-        config = _with_fields(
-            ShardingConfig(
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                mixed_precision=mixed_precision,
-                cpu_offload=values["offload_policy" if given.given.get("offload_policy") else "cpu_offload"],
-                activation_checkpointing=checkpointing,
-                prefetch=_prefetch(values),
-                sync_module_states=_sync_module_states(given, values),
-                shard_below_unwrapped=given.is_fsdp2,
-            ),
-            values,
-        )
-    return Translation(config=config, findings=findings, precision=name, strict=is_strict, verbose=values["verbose"])
+    return context, reshard, checkpointing
+
+
+def _config(
+    given: GivenConfig, context: Context, reshard: bool | int, checkpointing: ActivationCheckpointing
+) -> ShardingConfig:
+    values = context.values
+    config = ShardingConfig(
+        mesh=context.mesh,
+        reshard_after_forward=reshard,
+        mixed_precision=context.mixed_precision,
+        cpu_offload=values["offload_policy" if given.given.get("offload_policy") else "cpu_offload"],
+        activation_checkpointing=checkpointing,
+        prefetch=_prefetch(values),
+        sync_module_states=_sync_module_states(given, values),
+        shard_below_unwrapped=given.is_fsdp2,
+    )
+    return _with_fields(config, values)
 
 
 class _Problems:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from composer_fsdp2.atomic import replacing
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Dialect
 from composer_fsdp2.migration.documents import SUFFIXES, format_of
@@ -242,10 +243,6 @@ def _target(migration: Migration, source: SourceFile, destination: Destination, 
 
 def _replace(path: Path, text: str, *, like: Path) -> None:
     """Whole or not at all, with the permissions of another file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    try:
+    with replacing(path, ending=f".{os.getpid()}.writing") as beside:
         beside.write_bytes(text.encode())
         beside.chmod(like.stat().st_mode & 0o7777)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

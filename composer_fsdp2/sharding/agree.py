@@ -135,8 +135,11 @@ def _is_same_everywhere(digest: bytes) -> bool:
     return torch.equal(largest.cpu(), own)
 
 
-def _around(text: str, other: str, width: int = 120) -> str:
+_WIDTH = 120
+
+
+def _around(text: str, other: str) -> str:
     """The part of ``text`` where it first differs from ``other``."""
     at = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-    start = max(0, at - width // 2)
-    return ("..." if start else "") + text[start : start + width]
+    start = max(0, at - _WIDTH // 2)
+    return ("..." if start else "") + text[start : start + _WIDTH]

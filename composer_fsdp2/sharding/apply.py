@@ -4,7 +4,6 @@ import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -223,17 +222,14 @@ def _keep_records(
     """One for each root; and the gradients of parameters that stay unsharded are averaged from here on."""
     planned = {sharded[unit.name]: unit for unit in plan.units}
     for _, root in sharded_roots(model):
-        replicated: WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]] = WeakKeyDictionary()
-        by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
+        replicated: dict[DeviceMesh, list[nn.Parameter]] = {}
         every = [module for module in root.modules() if isinstance(module, FSDPModule)]
         below = cast(list[Unit], distinct_units(every))
         for unit in below:
-            parameters = tuple(_parameter_at(model, spec.name) for spec in planned[unit].replicated)
-            if parameters:
-                replicated[unit] = parameters
-                by_mesh.setdefault(meshes[planned[unit].name], []).extend(parameters)
-        if by_mesh:
-            average_after_backward(below, by_mesh)
+            if parameters := [_parameter_at(model, spec.name) for spec in planned[unit].replicated]:
+                replicated.setdefault(meshes[planned[unit].name], []).extend(parameters)
+        if replicated:
+            average_after_backward(below, replicated)
         own = planned[root]
         keep_record(every, RootRecord(mesh=meshes[own.name], spec=own.mesh, replicated=replicated))
 

@@ -44,36 +44,23 @@ def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoi
     Every rank must call this with the same model; it does not communicate and needs no process group.
     """
     ignored = ignored_modules(model, config)
-    precision = config.mixed_precision
-    low_precision = not LOW_PRECISION.isdisjoint(
-        (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)
-    )
+    low_precision = _has_low_precision(config.mixed_precision)
     selection = select_units(model, choices, low_precision=low_precision, ignored_modules=ignored.values())
     configs = _own_configs(selection.units, config)
     units = tuple(
         _unit(unit, [selection.uses[i] for i in members], own)
         for unit, members, own in zip(selection.units, selection.members, configs, strict=True)
     )
-    if not any(unit.parameters for unit in units):
-        raise PlanError(
-            f"nothing to shard: {type(model).__name__} has no direct child with parameters that may be wrapped; FSDP1 "
-            "wrapped the children of the model it was given, so pass the module that contains yours"
-        )
-    if problems := [problem for unit in units for problem in _cannot_replicate(unit)]:
-        raise PlanError("\n".join(problems))
+    _refuse_parameters(model, units)
     notes = (
         *selection.notes,
         *_notes_of_settings(selection.units),
         *_notes_of_parameters(units, selection.uses),
         *_notes_of_groups(units),
     )
-    if any(own.prefetch != Prefetch() for own in configs):
-        registration = {path: i for i, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
-        prefetch = {unit.name: own.prefetch for unit, own in zip(units, configs, strict=True)}
-        units = tuple(_with_prefetch(units, prefetch, registration))
     return ShardingPlan(
         config=replace(config, ignored_modules=tuple(ignored)),
-        units=units,
+        units=_with_prefetch(model, units, [own.prefetch for own in configs]),
         tie_groups=tuple(use.names for use in selection.uses if len(use.owners) > 1),
         ignored=tuple(name for use in selection.ignored for name in use.names),
         left_out=selection.left_out,
@@ -99,6 +86,10 @@ def refuse_sharded(model: nn.Module) -> None:
                     f"parameter {join(path, attribute)} is a DTensor already (tensor parallelism?), which is not "
                     "supported yet; pass the model as it was built"
                 )
+
+
+def _has_low_precision(precision: MixedPrecision) -> bool:
+    return not LOW_PRECISION.isdisjoint((precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype))
 
 
 def _own_configs(units: Sequence[UnitDraft], config: ShardingConfig) -> list[ShardingConfig]:
@@ -205,6 +196,17 @@ def cast_gradients(model: nn.Module, plan: ShardingPlan) -> list[str]:
     return [text for unit in asked for text in _casts_of(unit, parameters)]
 
 
+def _refuse_parameters(model: nn.Module, units: Sequence[ShardUnit]) -> None:
+    """Raise for a model without any, and for those that cannot be sharded."""
+    if not any(unit.parameters for unit in units):
+        raise PlanError(
+            f"nothing to shard: {type(model).__name__} has no direct child with parameters that may be wrapped; FSDP1 "
+            "wrapped the children of the model it was given, so pass the module that contains yours"
+        )
+    if problems := [problem for unit in units for problem in _cannot_replicate(unit)]:
+        raise PlanError("\n".join(problems))
+
+
 def _cannot_replicate(unit: ShardUnit) -> Iterator[str]:
     """Parameters whose dtype the unit would have to change for computation, which only sharded ones can."""
     dtype = unit.mixed_precision.param_dtype
@@ -225,14 +227,16 @@ def _casts_of(unit: ShardUnit, parameters: Mapping[str, nn.Parameter]) -> Iterat
             yield f"{spec.name} is {spec.dtype} and its gradient is reduced in {reduced}"
 
 
-def _with_prefetch(
-    units: tuple[ShardUnit, ...], prefetch: Mapping[str, Prefetch], registration: Mapping[str, int]
-) -> Iterator[ShardUnit]:
-    """Fill in the explicit prefetch lists: the next units of the same root, in the order of registration.
+def _with_prefetch(model: nn.Module, units: tuple[ShardUnit, ...], asked: Sequence[Prefetch]) -> tuple[ShardUnit, ...]:
+    """The units with their explicit prefetch lists: the next of the same root, in the order of registration.
 
     A unit is gathered where its forward begins, so forward takes the units in pre-order; its backward begins where its
     forward ended, so backward takes them in reversed bottom-up order.
     """
+    if all(prefetch == Prefetch() for prefetch in asked):
+        return units
+    registration = {path: i for i, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    prefetch = dict(zip((unit.name for unit in units), asked, strict=True))
     roots = {unit.name for unit in units if unit.is_root}
     bottom_up: dict[str, list[str]] = {name: [] for name in roots}
     for unit in units:
@@ -246,8 +250,10 @@ def _with_prefetch(
         following = _following(names[::-1], {name: prefetch[name].backward for name in names})
         # Naming itself replaces FSDP2's own choice by none: the unit is gathered by then.
         backward |= {name: prefetched or (name,) for name, prefetched in following.items()}
-    for unit in units:
-        yield replace(unit, forward_prefetch=forward.get(unit.name, ()), backward_prefetch=backward.get(unit.name))
+    return tuple(
+        replace(unit, forward_prefetch=forward.get(unit.name, ()), backward_prefetch=backward.get(unit.name))
+        for unit in units
+    )
 
 
 def _following(names: list[str], counts: Mapping[str, int | None]) -> dict[str, tuple[str, ...]]:

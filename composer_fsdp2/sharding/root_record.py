@@ -1,12 +1,13 @@
 """What is kept of a sharded model beside its parameters: one record for each root, for as long as the root lives."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.mesh import AxisRole, MeshSpec
 from composer_fsdp2.config.sharding import Accumulation
@@ -22,7 +23,7 @@ class RootRecord:
     Args:
         mesh: The root's.
         spec: What the mesh's axes are for.
-        replicated: By unit, the parameters that lie unsharded on every rank of its mesh, with averaged gradients.
+        replicated: By mesh, the parameters that lie unsharded on every rank of it, with averaged gradients.
         accumulation: What is put off until the last microbatch.
         guard: Meets the other ranks at a place, where ``collective_guard`` is on.
         summoned: The sharded parameters that ``summon_full_params`` shows unsharded now, and with which options.
@@ -31,7 +32,7 @@ class RootRecord:
 
     mesh: DeviceMesh | None = None
     spec: MeshSpec = field(default_factory=MeshSpec)
-    replicated: "WeakKeyDictionary[nn.Module, tuple[nn.Parameter, ...]]" = field(default_factory=WeakKeyDictionary)
+    replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]] = field(default_factory=dict)
     accumulation: Accumulation = field(default_factory=Accumulation)
     guard: Callable[[str], None] | None = None
     summoned: dict[nn.Parameter, Any] = field(default_factory=dict)
@@ -53,8 +54,14 @@ def keep_record(units: Iterable[nn.Module], record: RootRecord) -> None:
 
 
 def record_of(unit: nn.Module) -> RootRecord:
-    """The record of the root that a unit belongs to."""
-    return _RECORDS.setdefault(unit, RootRecord())
+    """The record of the root that a unit belongs to; where ``fully_shard`` sharded without us, of the first asked for.
+
+    That is a root or a unit below it: torch makes roots where a forward begins.
+    """
+    if unit not in _RECORDS:
+        below = (module for module in unit.modules() if isinstance(module, FSDPModule) and module not in _RECORDS)
+        keep_record([unit, *below], RootRecord())
+    return _RECORDS[unit]
 
 
 def find_record(model: nn.Module) -> RootRecord | None:

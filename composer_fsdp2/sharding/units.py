@@ -152,7 +152,7 @@ class UnitTree:
         ancestor = _common_ancestor(first.paths + second.paths)
         while ancestor and not has_forward(self.modules[ancestor]):
             ancestor = ancestor.rpartition(".")[0]
-        if ancestor and self._can_group(first, second) and self._gathers_more(ancestor, first, second):
+        if ancestor and self._can_group(first, second) and self._gathers_more(ancestor):
             self._group(first, second, use)
             return
         if ancestor:
@@ -203,8 +203,8 @@ class UnitTree:
                 waiting.extend(self._containers(unit))
         return True
 
-    def _gathers_more(self, ancestor: str, first: UnitDraft, second: UnitDraft) -> bool:
-        """Whether the ancestor, as their unit, would hold parameters beside those of the two."""
+    def _gathers_more(self, ancestor: str) -> bool:
+        """Whether the ancestor, as a unit, would hold parameters beside those of the units below it."""
         for use in self.uses:
             for path, _ in use.owners:
                 if is_at_or_under(path, ancestor):

@@ -344,7 +344,7 @@ class _FullParameter:
         return next(iter(others.values()), self.full)
 
     def _part(self, full: torch.Tensor) -> torch.Tensor:
-        for dim, (size, offset) in enumerate(zip(*local_box(self.shard), strict=True)):
+        for dim, (offset, size) in enumerate(zip(*local_box(self.shard), strict=True)):
             full = full.narrow(dim, offset, size)
         return full
 

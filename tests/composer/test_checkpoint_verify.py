@@ -57,7 +57,7 @@ def test_what_is_said(ended: dict[str, Ended]):
     """The verdict goes to stdout with file, tensor, expected and found; an unusable path to stderr, as one line."""
     assert ended["whole"].out.splitlines()[-1] == "ok" and ended["whole"].err == ""
     assert ".distcp: state.model.model.wte.weight" in ended["damaged"].out
-    assert "expected CRC32" in ended["damaged"].out and ended["damaged"].out.splitlines()[-1] == "1 faults"
+    assert "expected CRC32" in ended["damaged"].out and ended["damaged"].out.splitlines()[-1] == "1 fault"
     assert ended["no checkpoint"].out == "" and ended["no checkpoint"].err.startswith("composer-fsdp2: ")
     assert "Traceback" not in ended["no checkpoint"].err and "notes.txt" in ended["no checkpoint"].err
     assert "the largest absolute difference is" in ended["near"].out

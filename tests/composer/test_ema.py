@@ -206,7 +206,7 @@ def test_checkpoints_of_every_layout_resume(tmp_path: Path):
 def check_evaluation_first(folder: str) -> str:
     from composer_fsdp2.compat import saving as saver
 
-    with mock.patch.object(saver, "_whole", side_effect=AssertionError("a full file was gathered on a rank")):
+    with mock.patch.object(saver, "_unsharded", side_effect=AssertionError("a full file was gathered on a rank")):
         theirs = averaged(FSDP2, {}, **saving(folder, "full"))
     with FSDP2():
         trainer, ema, evaluations = make({}, load_path=path_of(folder, "full"))

@@ -67,7 +67,7 @@ def import_composer() -> None:
     import composer.checkpoint.load
     import composer.functional  # noqa: F401
 
-    from composer_fsdp2.compat.seams import all_seams
+    from composer_fsdp2.compat.install import all_seams
 
     all_seams()
 
@@ -75,7 +75,7 @@ def import_composer() -> None:
 def check_uninstall() -> None:
     import_composer()
     from composer_fsdp2.compat import install, is_installed, uninstall
-    from composer_fsdp2.compat.seams import all_seams
+    from composer_fsdp2.compat.install import all_seams
 
     before = bindings()
     install()
@@ -213,6 +213,7 @@ def test_install_twice_and_nested_blocks():
 def check_rollback() -> None:
     import_composer()
     from composer_fsdp2.compat import install, is_installed, seams
+    from composer_fsdp2.compat.install import all_seams
     from composer_fsdp2.compat.seams import Seam
 
     before = bindings()
@@ -223,7 +224,7 @@ def check_rollback() -> None:
     }
 
     def check(what: str, seam: Seam) -> None:
-        with mock.patch.object(seams, "_SEAMS", [*seams.all_seams(), seam]):
+        with mock.patch.object(seams, "_SEAMS", [*all_seams(), seam]):
             try:
                 install()
             except Exception:

@@ -176,7 +176,7 @@ def check_other_folders(folder: str) -> None:
         assert_same(full_parameters(trainer.state.model), {k: weights[k] for k in dict(parameters(trainer))}, "hf")
         assert everything_downloaded(store) == sorted(f"hf/{name}" for name in files)
         error = checkpoint_error_of(lambda: load(trainer, "run", store))
-        assert "notes.txt" in error and "no checkpoint" in error, error
+        assert "notes.txt" in error and "not a checkpoint" in error, error
 
 
 def parameters(trainer: Any) -> Any:
@@ -304,7 +304,7 @@ def check_names(folder: str) -> None:
             "run/lost.pt": ("run/lost.pt", "run/lost.pt/.metadata", "run/lost.pt.symlink"),
             "run/nowhere": ("run/nowhere.symlink", "run/ep9-ba9.symlink"),
             "run/circle": ("links", "run/circle"),
-            "run/empty": ("run/empty.symlink", "names nothing"),
+            "run/empty": ("run/empty.symlink", "an empty link"),
         }
 
         def check_wrong(path: str, *message: str) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
-from composer_fsdp2._torch import own_part
+from composer_fsdp2._torch import local_tensor
 
 pytestmark = pytest.mark.composer
 
@@ -68,7 +68,7 @@ def samples() -> dict[str, torch.Tensor]:
 
 
 def bytes_of(tensors: Any) -> int:
-    return sum(own_part(tensor).nbytes for tensor in tensors)
+    return sum(local_tensor(tensor).nbytes for tensor in tensors)
 
 
 def assert_copies(copies: dict[int, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
@@ -120,13 +120,13 @@ def check_dtensors() -> None:
         "transposed": distribute_tensor(unsharded, flat, [Shard(0)]).t(),
         "parameter": nn.Parameter(distribute_tensor(unsharded.bfloat16(), flat, [Shard(0)])),
     }
-    parts = {name: own_part(tensor) for name, tensor in tensors.items()}
+    parts = {name: local_tensor(tensor) for name, tensor in tensors.items()}
     with as_if_on_cuda() as cuda:
         memory = pinned_copies()
         copies = memory.of(tensors.values())
         assert sum(cuda.pinned.values()) <= bytes_of(parts.values()) + 64 * len(parts)
         del memory
-    assert_copies({id(parts[name]): own_part(copies[id(tensor)]) for name, tensor in tensors.items()}, parts)
+    assert_copies({id(parts[name]): local_tensor(copies[id(tensor)]) for name, tensor in tensors.items()}, parts)
     for name, tensor in tensors.items():
         copied = copies[id(tensor)]
         assert isinstance(copied, DTensor) and not copied.requires_grad, name

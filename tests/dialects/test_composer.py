@@ -292,9 +292,8 @@ CONFIGS = st.builds(
 
 
 def run_that_keeps(low_precision_grads: bool, config: ShardingConfig, **fields: Any) -> RunConfig:
-    """Without ``strict`` gradients keep their dtype only where they can."""
-    kept = GradientDtype.AS_REDUCED if fields["strict"] else GradientDtype.AS_REDUCED
-    precision = replace(config.mixed_precision, gradients=kept if low_precision_grads else GradientDtype.OF_PARAMETER)
+    gradients = GradientDtype.AS_REDUCED if low_precision_grads else GradientDtype.OF_PARAMETER
+    precision = replace(config.mixed_precision, gradients=gradients)
     return RunConfig(config=replace(config, mixed_precision=precision), wrap=Wrap(kind=WrapKind.HOOKS), **fields)
 
 
@@ -344,7 +343,7 @@ BESIDE_SHARDING = {
     "expert_parallel": 2,
     "expert_patch": True,
     "tiled_mlp": 4,
-    "frozen": "model.embed",
+    "frozen": ("model.embed",),
     "max_grad_norm": 0.5,
     "save_only_model": True,
     "selective_checkpointing": "op",

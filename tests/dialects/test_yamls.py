@@ -103,7 +103,7 @@ FILES: dict[str, dict[str, Asked]] = {
         TRAIN: Asked(
             mesh=(-1, 4),
             recomputed=True,
-            others={"async_save": True, "context_parallel": 2, "frozen": "vision_model", "tiled_mlp": 4},
+            others={"async_save": True, "context_parallel": 2, "frozen": ("vision_model",), "tiled_mlp": 4},
             blocking=frozenset(
                 ["apply_tiled_mlp", "tiled_num_shards", "model_args.freeze_module_prefix", "model_args.ulysses_size"]
             ),

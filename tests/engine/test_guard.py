@@ -195,5 +195,5 @@ def test_it_is_in_the_plan():
     """What costs time is in the report."""
     config = translate({"collective_guard": 30}, world_size=2).config
     assert config is not None
-    assert "wait 30 s" in plan_sharding(Model(), config).explain()
+    assert "waiting up to 30 s" in plan_sharding(Model(), config).explain()
     assert "guard" not in plan_sharding(Model(), translate({}, world_size=2).config).explain()

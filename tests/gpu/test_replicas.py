@@ -15,7 +15,7 @@ from support.training import HSDP_2X2, adamw, train_alike
 from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2._torch import own_part
+from composer_fsdp2._torch import local_tensor
 
 OFFLOADED = HSDP_2X2 | {"cpu_offload": True}
 # On a GPU so large that a copy to the host is still under way when the backward returns: 8 MiB a matrix.
@@ -59,7 +59,7 @@ def gradients_of(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tenso
     """This rank's parts, on the CPU; each backward's own, because the last ones are let go first."""
     model.zero_grad()
     model(batch).float().square().mean().backward()
-    return {name: own_part(parameter.grad).cpu().clone() for name, parameter in model.named_parameters()}
+    return {name: local_tensor(parameter.grad).cpu().clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.timeout(3600)

@@ -21,7 +21,7 @@ from support.oracle import FSDP1_ON, FSDP2
 from support.saved import named, read
 from support.trainers import build_model, close, fit, largest_difference, make_trainer, on_gpu, optimizer_state
 
-from composer_fsdp2._torch import own_part
+from composer_fsdp2._torch import local_tensor
 
 pytestmark = pytest.mark.composer
 
@@ -123,7 +123,7 @@ def copies_are_pinned(device: str) -> Iterator[list[int]]:
     def watched(self: PinnedCopies, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
         num_pinned_by_torch = torch.cuda.host_memory_stats().get("num_host_alloc", 0)  # rounded up
         copies = of(self, tensors)
-        parts = [own_part(copied) for copied in copies.values()]
+        parts = [local_tensor(copied) for copied in copies.values()]
         saved_bytes.append(sum(part.nbytes for part in parts))
         if device == "cuda":
             assert torch.cuda.host_memory_stats().get("num_host_alloc", 0) == num_pinned_by_torch

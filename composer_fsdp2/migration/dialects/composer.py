@@ -17,7 +17,7 @@ from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision, Shardi
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.keys import IGNORED_BY_COMPOSER, KEYS, KEYS_BY_NAME, KeyGroup
 from composer_fsdp2.fsdp1.parsing import PRECISIONS, BackwardPrefetch, GivenPrecision, mixed_precision_of
-from composer_fsdp2.fsdp1.translate import translate
+from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.migration.capabilities import Lack
 from composer_fsdp2.migration.dialect import (
     Dialect,
@@ -424,43 +424,26 @@ class ComposerDialect(Dialect):
 
     def read(self, section: Section) -> Reading:
         known = {name: value for name, value in section.given.items() if name in KEYS_BY_NAME}
-        reason = "no version of Composer knew this key; FSDPConfig took it and did nothing with it"
-        unknown = [
-            unknown_key(str(name), value, KEYS_BY_NAME, reason, misspelt=Outcome.NEEDS_DECISION)
-            for name, value in section.given.items()
-            if name not in known
-        ]
+        unknown = _unknown_keys(section.given)
         around = _around(section)
         precision, problem = _precision(around)
-        beside = [*([problem] if problem else []), *_findings_beside(section, around)]
+        elsewhere = (*unknown, *([problem] if problem else []), *_findings_beside(section, around))
         by_foundry = _set_by_foundry(section)
         in_effect = known | {name: value for name, (value, _) in by_foundry.items()}
         try:
             translation = translate(known, precision=precision, device="cpu")
             effective = translate(in_effect, precision=precision, device="cpu")
         except ConfigError as error:
-            return Reading(run=None, findings=(*_contradictions(known, precision, error), *unknown, *beside))
+            return Reading(run=None, findings=(*_contradictions(known, precision, error), *elsewhere))
         findings = (
             *(_with_foundrys(finding, by_foundry) for finding in translation.findings),
-            *unknown,
-            *beside,
+            *elsewhere,
             *_implicit(section, around, by_foundry),
         )
         if unknown or problem or effective.config is None:
             return Reading(run=None, findings=findings)
-        clipping = _clipping(around)
-        run = RunConfig(
-            config=effective.config,
-            wrap=Wrap(kind=WrapKind.HOOKS),
-            precision=effective.precision,
-            state_dict_type=known.get("state_dict_type") or "full",
-            strict=effective.strict,
-            verbose=effective.verbose,
-            async_save=bool(known.get("async_save")),
-            max_grad_norm=clipping.get("clipping_threshold") if clipping.get("clipping_type") == "norm" else None,
-        )
         aspects = {row.name: row.aspect for row in KEYS if row.aspect is not Aspect.OTHER}
-        return Reading(run=run, findings=findings, aspects=aspects)
+        return Reading(run=_run(effective.config, effective, known, around), findings=findings, aspects=aspects)
 
     def express(self, run: RunConfig) -> Expression:
         """The keys of the section, and Composer's ``precision`` beside it. Classes to wrap lie in the model's code."""
@@ -536,6 +519,29 @@ class ComposerDialect(Dialect):
         given = {row.name: value}
         values = {"fsdp_config": {}, **given} if row.group == _BESIDE else {"fsdp_config": given}
         yield Question(section=Section.at(("fsdp_config",), values), key=row.name)
+
+
+def _unknown_keys(given: Given) -> list[Finding]:
+    reason = "no version of Composer knew this key; FSDPConfig took it and did nothing with it"
+    return [
+        unknown_key(str(name), value, KEYS_BY_NAME, reason, misspelt=Outcome.NEEDS_DECISION)
+        for name, value in given.items()
+        if name not in KEYS_BY_NAME
+    ]
+
+
+def _run(config: ShardingConfig, translation: Translation, known: Given, around: Given) -> RunConfig:
+    clipping = _clipping(around)
+    return RunConfig(
+        config=config,
+        wrap=Wrap(kind=WrapKind.HOOKS),
+        precision=translation.precision,
+        state_dict_type=known.get("state_dict_type") or "full",
+        strict=translation.strict,
+        verbose=translation.verbose,
+        async_save=bool(known.get("async_save")),
+        max_grad_norm=clipping.get("clipping_threshold") if clipping.get("clipping_type") == "norm" else None,
+    )
 
 
 def _fields_of_our_own(config: ShardingConfig) -> Iterator[tuple[str, Any, bool]]:
