@@ -15,8 +15,9 @@ PY_NEWEST := .venv-newest/bin/python
 ARGS ?=
 # Two lanes, see tests/support/lanes.py; ARGS="-n 0" is one process, for a debugger.
 PYTEST := -m pytest -n 2
-# What the newer torch is for: all of the engine but what says nothing of torch.
-ENGINE_TESTS := tests/engine tests/benchmarks tests/gpu
+# What the newer torch is for: the rooms that import no Composer, but what says nothing of torch there.
+ENGINE_TESTS := tests/_torch tests/config tests/sharding tests/training tests/fsdp1 tests/checkpoint tests/test_prepare.py \
+	tests/support tests/benchmarks tests/gpu
 
 # Several ranks share this machine; one thread each keeps them from fighting for its cores.
 export OMP_NUM_THREADS ?= 1
@@ -50,10 +51,10 @@ test-all-engine: venv-engine ## ... of the engine, on the newer torch
 	THOROUGH=1 $(PY_ENGINE) $(PYTEST) $(ENGINE_TESTS)
 
 test-all-official: venv ## ... of the rest, without the two below
-	THOROUGH=1 $(PY) $(PYTEST) --ignore=tests/parity --ignore=tests/composer/test_load_fsdp1.py $(ARGS)
+	THOROUGH=1 $(PY) $(PYTEST) --ignore=tests/parity --ignore=tests/compat/test_load_fsdp1.py $(ARGS)
 
 test-all-checkpoints: venv ## ... of FSDP1's checkpoints
-	THOROUGH=1 $(PY) $(PYTEST) tests/composer/test_load_fsdp1.py $(ARGS)
+	THOROUGH=1 $(PY) $(PYTEST) tests/compat/test_load_fsdp1.py $(ARGS)
 
 test-all-parity: venv ## ... of parity with FSDP1
 	THOROUGH=1 $(PY) $(PYTEST) tests/parity $(ARGS)

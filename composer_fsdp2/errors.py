@@ -1,7 +1,7 @@
 """What composer_fsdp2 raises: each error names the thing, the value, the place and the next step.
 
 A script that caught Composer's error goes on catching ours, which are also of the type that Composer 0.32.1 (or torch
-below it) raised in the same place; ``tests/composer/test_error_types.py`` compares the two.
+below it) raised in the same place; ``tests/compat/test_error_types.py`` compares the two.
 """
 
 

@@ -352,6 +352,13 @@ def test_looking_at_a_checkpoint_imports_no_loading():
     assert not {name for name in there if name.startswith("composer_fsdp2.checkpoint.load")}
 
 
+def test_tests_mirror_the_rooms():
+    """Who changes a file finds its tests in the folder of the same name."""
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}
+    assert folders <= {*ROOMS, "benchmarks", "foundry", "gpu", "parity", "support", "tools"}
+    assert {room for room, files in ROOMS.items() if (ROOT / "composer_fsdp2" / room).is_dir()} <= folders
+
+
 # Verbs and seams are called as what they lead to.
 EDGES = ("composer_fsdp2.cli.", "composer_fsdp2.compat.")
 

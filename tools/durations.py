@@ -20,7 +20,7 @@ from pathlib import Path
 class Test:
     """One test, as pytest's JUnit report has it."""
 
-    file: str  # tests/engine/test_plan.py
+    file: str  # tests/sharding/test_plan.py
     name: str
     seconds: float
 

@@ -37,7 +37,7 @@ lacking: Callable[[int], str] = importlib.import_module("support.gpus").lacking
 
 README = ROOT / "benchmarks" / "README.md"
 ALL_TESTS = ["tests"]
-ENGINE_TESTS = ["tests/engine", "tests/benchmarks", "tests/gpu"]
+ENGINE_TESTS = ["tests/sharding", "tests/training", "tests/checkpoint", "tests/benchmarks", "tests/gpu"]
 NO_GPU = 2
 PYTEST_ENDED = (0, 1, 5)  # all passed, some failed, there was none
 

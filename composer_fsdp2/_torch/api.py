@@ -1,6 +1,6 @@
 """The private names of torch that this folder uses, and one clear error where a torch does not have them.
 
-``tests/engine/test_torch_api.py`` reads the folder's code and fails for a name that is missing here. A name that some
+``tests/_torch/test_torch_api.py`` reads the folder's code and fails for a name that is missing here. A name that some
 versions lack, and that we probe for, is not a requirement.
 """
 

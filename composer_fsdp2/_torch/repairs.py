@@ -1,5 +1,5 @@
 """Defects of torch on the CPU that we work around. Each names the versions on which it was seen;
-``tests/engine/test_torch.py`` fails when a version that we support no longer needs one, or needs it again.
+``tests/_torch/test_torch.py`` fails when a version that we support no longer needs one, or needs it again.
 """
 
 from collections.abc import Callable

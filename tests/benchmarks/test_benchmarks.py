@@ -20,7 +20,7 @@ from composer_fsdp2.training.control import num_rounds
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"width": 16, "layers": 2, "heads": 2, "vocabulary": 32, "sequence": 8, "batch": 1, "steps": 2, "warmup": 1}
 SIZES = [word for name, size in TINY.items() for word in (f"--{name}", str(size))]
-# Not by import: tests/composer would be found.
+# Not by import: a folder of tests might be found.
 HAS_COMPOSER = any(metadata.distributions(name="mosaicml"))
 
 

@@ -2,7 +2,7 @@
 
 Pages of documentation run dozens of commands, and each would import torch for seconds. Here each is forked from a warm
 process (`support.warm`), and gets the caller's arguments, folder, variables and standard streams.
-tests/composer/test_checkpoint_convert.py runs the installed script itself.
+tests/cli/test_checkpoint_convert.py runs the installed script itself.
 """
 
 from __future__ import annotations

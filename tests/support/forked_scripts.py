@@ -2,7 +2,7 @@
 
 ``run_script(imports, path, *words)`` runs a script; ``add_launchers(bin_folder, imports)`` puts a quick ``composer``
 and a quick ``torchrun`` into a folder for PATH, whose ranks are forked as well. tests/benchmarks/test_benchmarks.py
-starts a script as a user does, and tests/composer/test_cli.py each launcher.
+starts a script as a user does, and tests/cli/test_run.py each launcher.
 """
 
 from __future__ import annotations

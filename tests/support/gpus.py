@@ -148,7 +148,7 @@ def _marks(reason: str) -> list[pytest.MarkDecorator]:
 
 
 def _absent(packages: tuple[str, ...]) -> list[str]:
-    """The distributions that are not installed; not by import, which takes seconds and would find tests/composer."""
+    """The distributions that are not installed; not by import, which takes seconds and might find a folder of tests."""
     return [name for name in packages if not any(metadata.distributions(name=name))]
 
 

@@ -1,0 +1,122 @@
+"""Files of torch.save: what torch's restricted reading opens gives the same here, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpoints.samples import DTYPES
+from support.comparing import assert_same
+from support.examples import examples
+
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive
+from composer_fsdp2.checkpoint.layouts._composer import with_records
+from composer_fsdp2.checkpoint.read import Reader, materialized
+from composer_fsdp2.errors import CheckpointError
+
+
+def unsupported() -> dict[str, Any]:
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8) if sys.platform == "linux" else None
+    return {
+        "sparse": torch.eye(2).to_sparse(),
+        "quantized": quantized,
+        "meta": torch.empty(2, device="meta"),
+        "conjugated": torch.ones(2, dtype=torch.complex64).conj(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of deprecated kinds of tensors
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "meta", "conjugated"])
+def test_tensors_of_another_kind(kind: str, tmp_path: Path):
+    """A sparse, quantized, meta or lazily conjugated tensor is named as what it is: no wrong values, no --trust."""
+    torch.save({"a": unsupported()[kind]}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=rf"holds a .*{kind}.*not supported"):
+        Archive.open(tmp_path / "file.pt").unpickle(trust=False)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> list[Any]:
+    """Tensors of one storage: views, strided, expanded, 0-d, empty, parameters, of every dtype."""
+    dtype = draw(st.sampled_from(DTYPES))
+    count = draw(st.integers(1, 24))
+    content = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
+    if dtype == torch.bool:
+        content = bytes(byte & 1 for byte in content)
+    base = torch.frombuffer(bytearray(content), dtype=torch.uint8).clone().view(dtype)
+    found: list[Any] = []
+    for _ in range(draw(st.integers(1, 3))):
+        shape, stride = [], []
+        left = draw(st.integers(0, count - 1))
+        offset = count - 1 - left
+        for _ in range(draw(st.integers(0, 3))):
+            step = draw(st.integers(0, 4))
+            size = draw(st.integers(0, min(4, left // step + 1) if step else 3))
+            left -= step * max(0, size - 1)
+            shape.append(size)
+            stride.append(step)
+        view = base.as_strided(shape, stride, offset)
+        if dtype.is_floating_point and draw(st.booleans()):
+            view = torch.nn.Parameter(view, requires_grad=draw(st.booleans()))
+        found.append(view)
+    return found
+
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.binary(min_size=1, max_size=8),  # torch.load refuses b"", as torch.save writes it
+    st.builds(complex, st.floats(), st.floats()),
+    st.builds(bytearray, st.binary(max_size=4)),
+    st.builds(torch.Size, st.lists(st.integers(0, 9), max_size=3)),
+    st.sampled_from(DTYPES),
+    st.sampled_from([torch.device("cpu"), torch.device("cuda", 1)]),
+)
+keys = st.one_of(st.text(max_size=8), st.integers(), st.tuples(st.integers(), st.text(max_size=3)))
+trees = st.recursive(
+    leaves | tensors(),
+    lambda below: st.one_of(
+        st.lists(below, max_size=3),
+        st.tuples(below, below),
+        st.dictionaries(keys, below, max_size=3),
+        st.dictionaries(keys, below, max_size=3).map(collections.OrderedDict),
+        st.sets(st.integers() | st.text(max_size=4), max_size=3),
+        st.dictionaries(st.text(max_size=3), st.integers(0, 5), max_size=3).map(collections.Counter),
+        below.map(lambda value: [value, value]),  # shared
+    ),
+    max_leaves=8,
+)
+
+
+@given(tree=trees)
+@examples(60)
+def test_reads_what_torch_load_reads(tree: Any):
+    """Everything that torch.load(weights_only=True) opens of plain data and tensors opens here, to the same bits."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file.pt"
+        torch.save(tree, path)
+        expected = torch.load(path, weights_only=True)
+        found = Archive.open(path)
+        with Reader() as reader:
+            value = materialized(with_records(found.unpickle(trust=False), found), reader)
+    assert_same(value, as_read(expected), in_bits=True, in_order=True)
+
+
+def as_read(value: Any) -> Any:
+    """What torch.load gives, in plain classes: a device is text, a Size a tuple, and every kind of dict a dict."""
+    if isinstance(value, dict):
+        return {key: as_read(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [as_read(part) for part in value]
+    if isinstance(value, tuple):
+        return tuple(as_read(part) for part in value)
+    return str(value) if isinstance(value, torch.device) else value

@@ -1,0 +1,342 @@
+"""Tar files and compressed checkpoints: described, unpacked on request, damage seen."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import shutil
+import struct
+import subprocess
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints.samples import bytes_read, composer_state, leaves, values_of
+from support.comparing import assert_same
+
+from composer_fsdp2 import CheckpointError, convert_checkpoint, inspect_checkpoint, verify_checkpoint
+from composer_fsdp2.atomic import replacing
+from composer_fsdp2.checkpoint import open as opening
+from composer_fsdp2.checkpoint.archive import packed
+from composer_fsdp2.checkpoint.archive.packed import unpacked
+from composer_fsdp2.checkpoint.inventory import TensorRecord
+
+pytestmark = pytest.mark.any_torch
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "lzma": lambda data: lzma.compress(data, format=lzma.FORMAT_ALONE),
+}
+TAR_MODES = {"tar": "w", "tar.gz": "w:gz", "tgz": "w:gz", "tar.bz2": "w:bz2", "tar.lzma": "w:xz"}
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    path = tmp_path / "plain.pt"
+    torch.save(composer_state(), path)
+    return path
+
+
+def in_tar(plain: Path, path: Path, mode: str, name: str = "composer_states.pt") -> Path:
+    """As Composer does it: a folder added under the name ''."""
+    folder = path.parent / "in tar"
+    (folder / name).parent.mkdir(parents=True)
+    shutil.copy(plain, folder / name)
+    with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
+        tar.add(folder, arcname="")
+    return path
+
+
+def compressed(plain: Path, ending: str) -> Path:
+    """A file of that ending, by Python or by the tool that Composer uses."""
+    path = plain.with_name(f"ep0-ba3-rank0.pt.{ending}")
+    if ending in COMPRESS:
+        path.write_bytes(COMPRESS[ending](plain.read_bytes()))
+        return path
+    tool = {"zst": "zstd", "lz4": "lz4", "lzo": "lzop"}[ending]
+    if shutil.which(tool) is None:
+        pytest.skip(f"{tool} is not installed")
+    path.write_bytes(subprocess.run([tool, "-c"], input=plain.read_bytes(), capture_output=True, check=True).stdout)
+    return path
+
+
+def assert_described(path: Path, plain: Path) -> None:
+    """The inventory of a compressed file says of everything what torch.load gives."""
+    inventory = inspect_checkpoint(path)
+    expected = dict(leaves(torch.load(plain, weights_only=False)))
+    described = dict(inventory.tensors)
+    others: dict[Any, Any] = {}
+    for entry, record in inventory.objects.items():
+        others |= {entry + below: value for below, value in leaves(record.value())}
+    described |= {entry: value for entry, value in others.items() if isinstance(value, TensorRecord)}
+    assert {e: (list(r.shape), r.dtype) for e, r in described.items()} == {
+        e: (list(v.shape), v.dtype) for e, v in expected.items() if isinstance(v, torch.Tensor)
+    }
+    assert {e: v for e, v in others.items() if not isinstance(v, TensorRecord)} == {
+        e: v for e, v in expected.items() if not isinstance(v, torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize("ending", [*COMPRESS, "zst", "lz4", "lzo"])
+def test_compressed_file_is_described_and_unpacked(plain: Path, tmp_path: Path, ending: str):
+    """save_filename with a .gz, .zst, ... ending: one sees what is in it, and gets the very file out."""
+    path = compressed(plain, ending)
+    assert inspect_checkpoint(path).compressed
+    assert_described(path, plain)
+    (tmp_path / "out").mkdir()
+    file = unpacked(path, tmp_path / "out")
+    assert file == tmp_path / "out" / "ep0-ba3-rank0.pt" and file.read_bytes() == plain.read_bytes()
+    assert list((tmp_path / "out").iterdir()) == [file]
+
+
+@pytest.mark.parametrize("ending", TAR_MODES)
+def test_tar_file_is_described_and_unpacked(plain: Path, tmp_path: Path, ending: str):
+    """save_filename with .tar and .tar.gz, the only compression that Composer had for years."""
+    path = in_tar(plain, tmp_path / f"ep0-ba3-rank0.{ending}", TAR_MODES[ending])
+    assert_described(path, plain)
+    (tmp_path / "out").mkdir()
+    file = unpacked(path, tmp_path / "out")
+    assert file.name == "ep0-ba3-rank0.pt" and file.read_bytes() == plain.read_bytes()
+
+
+def test_uncompressed_tar_is_read_in_place(plain: Path, tmp_path: Path):
+    """Nothing has to be unpacked to load from a .tar."""
+    inventory = inspect_checkpoint(in_tar(plain, tmp_path / "x.tar", "w"))
+    assert not inventory.compressed
+    assert_same(values_of(inventory), dict(leaves(torch.load(plain, weights_only=False))), in_bits=True)
+
+
+def test_tensors_of_a_compressed_file_are_not_read_in_place(plain: Path):
+    """Whoever asks for its bytes is told what to do, not given those of the compressed file."""
+    inventory = inspect_checkpoint(compressed(plain, "gz"))
+    with pytest.raises(CheckpointError, match=r"compressed.*decompress"):
+        values_of(inventory)
+
+
+def test_inspecting_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was unpacked to be looked at goes again; the checkpoint's own folder, perhaps read-only, stays."""
+    plain = tmp_path / "plain.pt"
+    torch.save({"state": {"model": {"w": torch.randn(1 << 20)}}}, plain)  # 4 MiB that do not compress
+    path = compressed(plain, "gz")
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    size, before, files = path.stat().st_size, bytes_read(), set(tmp_path.iterdir())
+    inspect_checkpoint(path)
+    assert set(tmp_path.iterdir()) == files and not any(scratch.iterdir())
+    assert size <= bytes_read() - before < 2.2 * size + 100_000, "once packed, and once to check the records"
+
+
+class Unseekable(io.RawIOBase):
+    """What zipfile writes as a stream, with a descriptor after each record as torch has it."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.data += data
+        return len(data)
+
+
+@pytest.mark.parametrize("is_zip64", [False, True])
+def test_records_end_where_zipfile_ends_them(plain: Path, is_zip64: bool):
+    """Beyond 4 GiB sizes take 8 bytes: written here by another program, for records of any size."""
+    out = Unseekable()
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(out, "w") as target:  # type: ignore[arg-type]
+        for name in source.namelist():
+            with target.open(zipfile.ZipInfo(name), "w", force_zip64=is_zip64) as record:
+                record.write(source.read(name))
+    path = plain.with_name("x.pt.gz")
+    path.write_bytes(gzip.compress(bytes(out.data)))
+    assert_described(path, plain)
+
+
+def test_data_that_looks_like_the_end_of_a_record_does_not_end_it(tmp_path: Path):
+    """Weights may hold any bytes, those of zip's marks among them."""
+    marks = torch.frombuffer(bytearray(b"PK\7\x08" * 7 + b"PK\3\4" + b"PK\1\2PK\5\6PK\7"), dtype=torch.uint8)
+    plain = tmp_path / "plain.pt"
+    torch.save({"state": {"model": {"marks": marks, "after": torch.ones(3)}}}, plain)
+    path = compressed(plain, "gz")
+    assert set(inspect_checkpoint(path).model) == {"marks", "after"}
+
+
+@pytest.mark.parametrize("slice_bytes", [32, 33, 37])
+def test_records_may_end_between_two_reads(plain: Path, monkeypatch: pytest.MonkeyPatch, slice_bytes: int):
+    """Where a read ends says nothing about the file; with small ones every mark is cut in two somewhere."""
+    path = compressed(plain, "gz")
+    monkeypatch.setattr(packed, "_SLICE_BYTES", slice_bytes)
+    assert_described(path, plain)
+
+
+# --- damage
+
+
+def test_every_truncation_and_flip_of_content_is_seen(plain: Path):
+    """Each record is checked against its CRC32: a damaged archive is named while it is looked at."""
+    content = plain.read_bytes()
+    path = plain.with_name("x.pt.bz2")
+    with zipfile.ZipFile(plain) as archive:
+        records = [info for info in archive.infolist() if info.file_size]
+    # The middle of each record, after a header of 30 bytes, a name and an alignment that have no CRC32.
+    starts = [
+        i.header_offset + 30 + sum(struct.unpack_from("<HH", content, i.header_offset + 26)) + i.file_size // 2
+        for i in records
+    ]
+    damaged = [content[:at] for at in (*range(5, len(content), len(content) // 12), -200, -10)]
+    damaged += [content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in starts]
+    assert len(damaged) >= 14
+    for data in damaged:
+        path.write_bytes(bz2.compress(data))
+        with pytest.raises(CheckpointError, match=r"x\.pt\.bz2"):
+            inspect_checkpoint(path)
+
+
+@pytest.mark.parametrize("ending", ["gz", "xz", "zst", "tar", "tar.gz"])
+def test_truncated_compressed_file_is_refused(plain: Path, tmp_path: Path, ending: str):
+    """Looked at or unpacked, a file that ends too early is named, and no half file is left."""
+    path = in_tar(plain, tmp_path / f"x.{ending}", TAR_MODES[ending]) if "tar" in ending else compressed(plain, ending)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (tmp_path / "out").mkdir()
+    for look in (inspect_checkpoint, lambda path: unpacked(path, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=path.name):
+            look(path)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_missing_tool_is_named(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without zstd one learns that it is zstd that lacks."""
+    path = compressed(plain, "zst")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CheckpointError, match="zstd"):
+        inspect_checkpoint(path)
+
+
+def test_unpacking_needs_space(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A disk that is too small is known before it is full."""
+    path = in_tar(plain, tmp_path / "x.tar.gz", "w:gz")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 0, 10))  # type: ignore[attr-defined]
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match=f"{plain.stat().st_size} bytes.*10 free"):
+        unpacked(path, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_unpacking_does_not_replace_what_it_unpacks(plain: Path, tmp_path: Path):
+    """A compressed file without an ending that says so stays."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(gzip.compress(plain.read_bytes()))
+    with pytest.raises(CheckpointError, match="another folder"):
+        unpacked(path, tmp_path)
+    assert gzip.decompress(path.read_bytes()) == plain.read_bytes()
+
+
+# --- something else inside
+
+
+def test_deepspeed_tar_is_named(plain: Path, tmp_path: Path):
+    """Composer before 0.28 wrote DeepSpeed's files into the same tar: their weights are not where others' are."""
+    folder = tmp_path / "t"
+    (folder / "deepspeed").mkdir(parents=True)
+    shutil.copy(plain, folder / "composer_states.pt")
+    shutil.copy(plain, folder / "deepspeed" / "mp_rank_00_model_states.pt")
+    for ending in ("tar", "tar.gz"):
+        path = tmp_path / f"x.{ending}"
+        with tarfile.open(path, TAR_MODES[ending]) as tar:  # type: ignore[call-overload]
+            tar.add(folder, arcname="")
+        (tmp_path / ending).mkdir()
+        for look in (inspect_checkpoint, lambda path: unpacked(path, path.parent / path.name.partition(".")[2])):
+            with pytest.raises(CheckpointError, match="DeepSpeed"):
+                look(path)
+        assert list((tmp_path / ending).iterdir()) == []
+
+
+def test_tar_of_other_things_is_refused_and_extracts_nothing(plain: Path, tmp_path: Path):
+    """A member named ../../evil stays in the tar; what there is instead of a checkpoint is said."""
+    path = tmp_path / "x.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(plain, arcname="../../evil.pt")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for look in (inspect_checkpoint, lambda path: unpacked(path, tmp_path / "a" / "b")):
+        with pytest.raises(CheckpointError, match=r"without composer_states\.pt.*evil"):
+            look(path)
+    assert not list(tmp_path.rglob("evil.pt")) and not list((tmp_path / "a" / "b").iterdir())
+
+
+def test_compressed_something_is_refused(tmp_path: Path):
+    """A compressed log is not a checkpoint."""
+    path = tmp_path / "x.gz"
+    path.write_bytes(gzip.compress(b"a log" * 100))
+    with pytest.raises(CheckpointError, match=r"x\.gz: not the zip archive that torch\.save writes"):
+        inspect_checkpoint(path)
+
+
+class Runs:
+    """Unpickled by pickle, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("ending", ["gz", "tar"])
+def test_malicious_pickle_does_not_run(tmp_path: Path, ending: str):
+    """Compression is no way around the list of names; with trust it is opened, and the name is told."""
+    plain, made = tmp_path / "plain.pt", tmp_path / "made"
+    torch.save({"state": {"model": {"w": torch.ones(2)}, "callbacks": Runs(made)}}, plain)
+    path = in_tar(plain, tmp_path / "x.tar", "w") if ending == "tar" else compressed(plain, ending)
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir.*trust"):
+        inspect_checkpoint(path)
+    assert not made.exists()
+    inspect_checkpoint(path, trust=True)
+    assert made.exists()
+
+
+@pytest.fixture
+def shrunk(tmp_path: Path) -> Path:
+    """Weights that are all zero, some hundred times as small once compressed."""
+    file = io.BytesIO()
+    torch.save({"state": {"model": {"weight": torch.zeros(4 << 20)}}}, file)
+    path = tmp_path / "zeros.pt.gz"
+    path.write_bytes(gzip.compress(file.getvalue(), compresslevel=1))
+    return path
+
+
+def test_a_file_that_shrank_well_is_no_bomb(shrunk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An untrained model's checkpoint, or an optimizer's first state, would be refused as views of the same bytes."""
+    monkeypatch.setattr(opening, "_MAX_REPEATED_BYTES", 0)  # else it would have to be larger than 256 MiB
+    assert inspect_checkpoint(shrunk).tensors["state", "model", "weight"].num_bytes == 16 << 20
+    assert verify_checkpoint(shrunk).ok
+    convert_checkpoint(shrunk, tmp_path / "converted.pt", to="monolithic")
+    assert torch.load(tmp_path / "converted.pt", weights_only=False)["state"]["model"]["weight"].count_nonzero() == 0
+
+
+def test_unpacked_no_oftener_than_needed(shrunk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each time costs a minute and the space of the checkpoint."""
+    targets: list[Path] = []
+
+    def counted(target: Path) -> Any:
+        targets.append(target)
+        return replacing(target)
+
+    monkeypatch.setattr(packed, "replacing", counted)
+    inspect_checkpoint(shrunk)
+    assert len(targets) == 1
+    verify_checkpoint(shrunk)
+    assert len(targets) == 2
+    # To plan with, and beside the destination, where a run that was killed finds it again.
+    convert_checkpoint(shrunk, tmp_path / "converted.pt", to="monolithic")
+    assert len(targets) == 4

@@ -1,0 +1,188 @@
+"""Conversions that are killed: nothing half-done has the destination's name, and the next call finishes the work."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.checkpoints.conversions import convert, loaded, staging_of
+from support.checkpoints.samples import bytes_of, composer_state
+from support.examples import IS_THOROUGH
+
+from composer_fsdp2.checkpoint.convert import copying, unfinished
+
+pytestmark = pytest.mark.any_torch
+
+NUM_POINTS = 50 if IS_THOROUGH else 15
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "CHUNK_BYTES", 256)
+
+
+def make_source(folder: Path) -> Path:
+    state = composer_state()
+    state["state"]["model"] |= {f"model.{n}": torch.randn(17, 9) for n in range(3)}
+    torch.save(state, folder / "source.pt")
+    return folder / "source.pt"
+
+
+PATCHED = [
+    (os, "pwrite", os.pwrite),
+    (os, "fsync", lambda file: None),  # a kill keeps what the kernel has
+    (os, "rename", os.rename),
+    (os, "mkdir", os.mkdir),
+    (os, "truncate", os.truncate),
+    (os, "unlink", os.unlink),
+    (os, "rmdir", os.rmdir),
+    (Path, "write_text", Path.write_text),
+    (unfinished.Journal, "note", unfinished.Journal.note),
+]
+
+
+@contextmanager
+def watched(at_each: Callable[..., Any]) -> Iterator[None]:
+    """Every call that changes the disk goes through ``at_each(number, call, *its arguments)``."""
+    numbers = itertools.count()
+
+    def through(call: Callable[..., Any]) -> Callable[..., Any]:
+        # A function and no partial: methods are among them.
+        return lambda *arguments, **options: at_each(next(numbers), call, *arguments, **options)
+
+    with ExitStack() as stack:
+        for owner, name, call in PATCHED:
+            stack.enter_context(mock.patch.object(owner, name, through(call)))
+        yield
+
+
+def count_of(source: Path, destination: Path, to: str, **options: Any) -> int:
+    """How many calls a conversion makes that is not killed."""
+    last = 0
+
+    def note(number: int, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        nonlocal last
+        last = number
+        return call(*arguments, **options)
+
+    with watched(note):
+        convert(source, destination, to, **options)
+    return last + 1
+
+
+def killed(point: int, source: Path, destination: Path, to: str, **options: Any) -> bool:
+    """Convert in a fork that kills itself at this call, having written the half of what it should.
+
+    Returns:
+        Whether it came so far.
+    """
+
+    def kill(number: int, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if number == point:
+            if call is os.pwrite:
+                file, data, at = arguments
+                call(file, bytes(data)[: len(data) // 2], at)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments, **options)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            with watched(kill):
+                convert(source, destination, to, **options)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def all_bytes(path: Path) -> dict[str, bytes]:
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    return {file.name if path.is_dir() else "": file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize(("to", "files"), [("monolithic", None), ("dcp", 2), ("safetensors", 2)])
+def test_killed_at_any_point_it_goes_on(tmp_path: Path, to: str, files: int | None):
+    """No power cut or preemption costs more than the work since the last chunk, or leaves a checkpoint that lies."""
+    source = make_source(tmp_path)
+    before = source.read_bytes()
+    count = count_of(source, tmp_path / "expected", to, files=files)
+    expected = all_bytes(tmp_path / "expected")
+    points = sorted(random.Random(to).sample(range(count), min(count, NUM_POINTS)))
+    num_resumed = 0
+    for point in points:
+        target = tmp_path / f"at-{point}"
+        assert killed(point, source, target, to, files=files), f"call {point} of {count}"
+        if target.exists():
+            assert all_bytes(target) == expected, f"call {point}: published, and not whole"
+            remove(target)  # by its user, while the clean-up never came to its end
+            convert(source, target, to, files=files)
+            assert all_bytes(target) == expected, f"call {point}: published, and removed"
+            continue
+        killed(point // 2, source, target, to, files=files)  # and again, on its way
+        if not target.exists():
+            num_resumed += convert(source, target, to, files=files).kept_bytes > 0
+            assert not staging_of(target).exists()
+        assert all_bytes(target) == expected, f"call {point} of {count}"
+    assert source.read_bytes() == before
+    assert num_resumed > len(points) // 4
+
+
+@pytest.mark.parametrize("to", ["monolithic", "dcp"])
+def test_killed_after_it_was_published(tmp_path: Path, to: str):
+    """The destination was there, its user removed it, and no conversion to that name worked any more."""
+    source, target = make_source(tmp_path), tmp_path / "new"
+    with mock.patch.object(unfinished.Unfinished, "discard"):  # the kill
+        convert(source, target, to)
+    expected = all_bytes(target)
+    assert staging_of(target).exists()
+    remove(target)
+    convert(source, target, to)
+    assert all_bytes(target) == expected and not staging_of(target).exists()
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def test_what_was_written_is_checked_before_it_is_kept(tmp_path: Path):
+    """A journal says more than the disk after a power cut; a chunk that is not as noted is converted again."""
+    source = make_source(tmp_path)
+    target = tmp_path / "new.pt"
+    count = count_of(source, tmp_path / "expected.pt", "monolithic")
+    assert killed(count - 15, source, target, "monolithic")
+    (journal,) = staging_of(target).glob("journal-*")
+    noted = len(journal.read_text().splitlines())
+    written = staging_of(target) / "files/new.pt"
+    data = bytearray(written.read_bytes())
+    place = data.index(bytes_of(loaded(source)["state"]["model"]["model.0"])[:64])
+    data[place] ^= 1
+    written.write_bytes(data)
+    report = convert(source, target, "monolithic")
+    assert target.read_bytes() == (tmp_path / "expected.pt").read_bytes()
+    assert noted > 5 and 0 < report.read_bytes < 612
+
+
+def test_a_source_that_changed_is_read_again(tmp_path: Path):
+    """After the checkpoint was replaced by another of the same size, no chunk of the old one is in the new."""
+    source = make_source(tmp_path)
+    target = tmp_path / "new.pt"
+    assert killed(40, source, target, "monolithic")
+    make_source(tmp_path)
+    report = convert(source, target, "monolithic")
+    count_of(source, tmp_path / "expected.pt", "monolithic")
+    assert report.kept_bytes == 0
+    assert target.read_bytes() == (tmp_path / "expected.pt").read_bytes()

@@ -1,0 +1,141 @@
+"""Conversion there and back is the identity, whatever the shapes, dtypes, views and number of files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpoints.conversions import convert, loaded, loaded_folder, without_empty_dicts
+from support.checkpoints.samples import DTYPES, random_tensor
+from support.comparing import assert_same
+from support.examples import examples
+
+from composer_fsdp2.checkpoint.archive.crc import shifted
+from composer_fsdp2.checkpoint.boxes import Box
+from composer_fsdp2.checkpoint.convert import copying
+from composer_fsdp2.checkpoint.layouts.safetensors import _DTYPES as SAFETENSORS_DTYPES
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+dtypes = st.sampled_from(DTYPES)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, of: st.SearchStrategy[torch.dtype] = dtypes) -> torch.Tensor:
+    """Whole, transposed, a part of a larger one, or with steps between its elements."""
+    shape, dtype = draw(shapes), draw(of)
+    kind = draw(st.sampled_from(["whole", "transposed", "part", "stepped"]))
+    if not shape or kind == "whole":
+        return random_tensor(shape, dtype)
+    if kind == "transposed":
+        return random_tensor(shape[::-1], dtype).permute(*range(len(shape))[::-1])
+    if kind == "part":
+        return random_tensor((shape[0] + 4, *shape[1:]), dtype)[2 : 2 + shape[0]]
+    return random_tensor((*shape[:-1], shape[-1] * 2), dtype)[..., ::2]
+
+
+states = st.fixed_dictionaries(
+    {
+        "state": st.fixed_dictionaries(
+            {
+                "model": st.dictionaries(st.sampled_from(["a", "b.c", "b.d.e", "f"]), tensors(), min_size=1),
+                "callbacks": st.dictionaries(
+                    st.sampled_from("xyz"), st.none() | st.integers() | st.text() | st.just({}) | tensors(), max_size=3
+                ),
+                "algorithms": st.lists(st.tuples(st.text(max_size=3), st.integers()), max_size=2),
+            }
+        ),
+        "rng": st.lists(st.fixed_dictionaries({"torch": tensors(st.just(torch.uint8))}), max_size=2),
+    }
+)
+
+
+@contextmanager
+def folder_and_chunks(chunk_bytes: int) -> Iterator[Path]:
+    # Without fsync, which takes most of the time, and which no reader in the same system can tell.
+    chunks, syncs = mock.patch.object(copying, "CHUNK_BYTES", chunk_bytes), mock.patch.object(os, "fsync")
+    with tempfile.TemporaryDirectory() as name, chunks, syncs:
+        yield Path(name)
+
+
+@examples(20)
+@given(state=states, files=st.integers(1, 5), chunk_bytes=st.integers(16, 200))
+def test_there_and_back(state: dict[str, Any], files: int, chunk_bytes: int):
+    """Nothing that torch.save writes is lost or changed by any split, however a tensor lies in its storage."""
+    with folder_and_chunks(chunk_bytes) as folder:
+        torch.save(state, folder / "source.pt")
+        convert(folder / "source.pt", folder / "sharded", "dcp", files=files)
+        assert_same(without_empty_dicts(loaded_folder(folder / "sharded")), without_empty_dicts(state), in_bits=True)
+        convert(folder / "sharded", folder / "resharded", "dcp", files=6 - files)
+        convert(folder / "resharded", folder / "back.pt", "monolithic")
+        assert_same(loaded(folder / "back.pt"), state, in_bits=True)
+
+
+@examples(20)
+@given(
+    model=st.dictionaries(
+        st.sampled_from(["a", "b.c", "b.d.e", "f"]),
+        tensors(st.sampled_from([dtype for dtype in DTYPES if dtype in SAFETENSORS_DTYPES.values()])),
+        min_size=1,
+    ),
+    files=st.integers(1, 5),
+    chunk_bytes=st.integers(16, 200),
+)
+def test_through_safetensors(model: dict[str, torch.Tensor], files: int, chunk_bytes: int):
+    """Weights survive Hugging Face's layout; where the library is there, it reads the same."""
+    with folder_and_chunks(chunk_bytes) as folder:
+        torch.save({"state": {"model": model}}, folder / "source.pt")
+        convert(folder / "source.pt", folder / "hf", "safetensors", files=files)
+        convert(folder / "hf", folder / "back.pt", "monolithic")
+        assert_same(loaded(folder / "back.pt"), {"state": {"model": model}}, in_bits=True)
+        if (library := _safetensors()) is not None:
+            found: dict[str, torch.Tensor] = {}
+            for file in (folder / "hf").glob("*.safetensors"):
+                found |= library(file)
+            assert_same(found, model, in_bits=True)
+
+
+def _safetensors() -> Any:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        return None
+    return load_file
+
+
+@pytest.mark.any_torch
+@examples(100)
+@given(sizes=st.lists(st.integers(1, 1000), max_size=40), world_size=st.integers(1, 9))
+def test_shares_are_all_units_once(sizes: list[int], world_size: int):
+    """No rank leaves work to a rank that does not do it, and none has much more than its part."""
+    units = [
+        copying.CopyTask(number, 0, (copying.Segment(0, Box((0,), (size,)), 0, size, 0),))
+        for number, size in enumerate(sizes)
+    ]
+    shares = [copying.share_of(units, rank, world_size) for rank in range(world_size)]
+    assert [unit for share in shares for unit in share] == units
+    for share in shares:
+        assert sum(unit.num_bytes for unit in share) <= sum(sizes) / world_size + max(sizes, default=0)
+
+
+@pytest.mark.any_torch
+@examples(100)
+@given(parts=st.lists(st.binary(max_size=30), max_size=6))
+def test_the_crc_of_a_whole_from_its_parts(parts: list[bytes]):
+    """A tensor that was copied in pieces gets the CRC32 that zlib gives the whole."""
+    whole, after, crc = b"".join(parts), sum(map(len, parts)), 0
+    for part in parts:
+        after -= len(part)
+        crc ^= shifted(zlib.crc32(part), after)
+    assert crc == zlib.crc32(whole)

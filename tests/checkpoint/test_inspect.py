@@ -1,0 +1,396 @@
+"""What inspect says of anything that one may point it at; and that it neither reads tensors nor runs pickles."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import sys
+import tarfile
+import time
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from support.checkpoints.samples import FIXTURES, LEGACY, bytes_read, composer_state, leaves
+
+from composer_fsdp2 import CheckpointError, inspect_checkpoint, verify_checkpoint
+from composer_fsdp2.checkpoint.describe import as_data, as_text
+from composer_fsdp2.checkpoint.locate import NotACheckpointError, find
+from composer_fsdp2.checkpoint.open import inventory_of
+from composer_fsdp2.config.text import human_bytes
+
+# --- only metadata
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("form", ["bare", "in a tar file"])
+def test_gigabytes_are_inspected_in_well_under_a_second(tmp_path: Path, form: str):
+    """A checkpoint of any size is described from its directory: this one has 6 GiB of holes for tensors."""
+    path = tmp_path / "big.pt"
+    with torch.serialization.skip_data():
+        torch.save({"state": {"model": {"w": torch.empty(3 << 29)}}}, path)
+    if form == "in a tar file":
+        path = in_sparse_tar(path, tmp_path / "big.tar")
+    started, before = time.process_time(), bytes_read()
+    inventory = inspect_checkpoint(path)
+    assert bytes_read() - before < 1_000_000 and time.process_time() - started < 1
+    assert {name: record.num_bytes for name, record in inventory.model.items()} == {"w": 6 << 30}
+    assert inventory.num_bytes > 6 << 30
+
+
+def in_sparse_tar(file: Path, path: Path) -> Path:
+    """A tar file of one member, whose holes stay holes."""
+    member = tarfile.TarInfo("composer_states.pt")
+    member.size = file.stat().st_size
+    with open(path, "wb") as tar, open(file, "rb") as content:
+        tar.write(member.tobuf())
+        start = tar.tell()
+        for edge, whence in ((0, os.SEEK_SET), (-(1 << 16), os.SEEK_END)):
+            at = content.seek(edge, whence)
+            tar.seek(start + at)
+            tar.write(content.read(1 << 16))
+        tar.truncate(start + -(-member.size // 512) * 512 + 1024)
+    file.unlink()
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+def test_tensors_of_a_directory_are_not_read(tmp_path: Path):
+    """Sharded checkpoints too are described from what their .metadata says."""
+    torch_dcp.save({"state": {"model": {"w": torch.randn(1 << 20)}}}, checkpoint_id=str(tmp_path))
+    before = bytes_read()
+    inspect_checkpoint(tmp_path)
+    assert bytes_read() - before < 100_000
+
+
+class Runs:
+    """Unpickled by pickle, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.any_torch
+def test_no_pickle_is_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A stranger's checkpoint can be looked at; trust opens it, and says what that runs."""
+    state = composer_state()
+    state["state"]["callbacks"] = [("Evil", Runs(tmp_path / "made"))]
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir.*trust=True \(--trust\)"):
+        inspect_checkpoint(tmp_path / "x.pt")
+    assert not (tmp_path / "made").exists()
+    inspect_checkpoint(tmp_path / "x.pt", trust=True)
+    assert (tmp_path / "made").exists() and "posix.mkdir" in caplog.text
+
+
+@pytest.mark.any_torch
+def test_structures_that_no_checkpoint_has_are_refused_as_such(tmp_path: Path):
+    """Whatever a pickle holds where Composer has a dict, or itself, is our error, with the file's name."""
+    cyclic: dict[str, Any] = {"model": {"w": torch.ones(2)}}
+    cyclic["callbacks"] = [cyclic]
+    odd: list[Any] = [
+        {"state": cyclic},
+        {"state": {"model": {"w": torch.ones(2)}, "optimizers": 3}},
+        {"state": {"model": {"w": torch.ones(2)}, "optimizers": {"A": {"state": [1]}}}},
+    ]
+    for value in odd:
+        torch.save(value, tmp_path / "x.pt")
+        with pytest.raises(CheckpointError, match=r"x\.pt"):
+            inspect_checkpoint(tmp_path / "x.pt")
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("error", [KeyError("params"), TypeError("no"), RecursionError("too deep")])
+def test_what_no_layout_foresaw_is_our_error_too(error: Exception):
+    """A bare KeyError would say neither which file nor what to do with it."""
+
+    def read(path: Path, trust: bool) -> Any:
+        raise error
+
+    found = find(LEGACY / "c172" / "full")
+    layout = dataclasses.replace(found.layout, read=read)
+    with pytest.raises(CheckpointError, match=r"ep0-ba3-rank0\.pt: monolithic, but not as Composer writes it"):
+        inventory_of(dataclasses.replace(found, layout=layout))
+
+
+@pytest.mark.any_torch
+def test_values_that_composer_never_wrote_do_not_hide_the_rest(tmp_path: Path):
+    """A timestamp or metadata of another shape is no reason to say nothing of the weights."""
+    state = {"metadata": {"composer_env_info": 3, "world_size": "x"}, "timestamp": [1], 7: 8}
+    torch.save({"state": {**state, "model": {None: torch.ones(1)}}, 5: 6}, tmp_path / "x.pt")
+    inventory = inspect_checkpoint(tmp_path / "x.pt")
+    assert "[1]" in as_text(inventory) and len(as_data(inventory)["tensors"]) == 1
+
+
+# --- anything else
+
+
+def write_bytes(content: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(content) and None
+
+
+def write_zip(*names: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in names:
+                archive.writestr(name, b"x")
+
+    return write
+
+
+def write_folder(*names: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.mkdir()
+        for name in names:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(b"x")
+
+    return write
+
+
+def write_script(path: Path) -> None:
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), str(path))
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "legacy.pt": (
+        lambda path: torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False),
+        r"torch\.save before 1\.6",
+    ),
+    "plain.pkl": (write_bytes(pickle.dumps({"a": 1})), "plain pickle"),
+    "old.pkl": (write_bytes(pickle.dumps({"a": 1}, protocol=2)), "plain pickle"),
+    "arrays.npz": (lambda path: numpy.savez(path, a=numpy.ones(2)), r"NumPy arrays \(\.npz\)"),
+    "array.npy": (lambda path: numpy.save(path, numpy.ones(2)), "NumPy array"),
+    "scripted.pt": (write_script, "TorchScript"),
+    "model.gguf": (write_bytes(b"GGUF\3\0\0\0"), "GGUF"),
+    "model.onnx": (write_bytes(b"\x08\x07\x12\x07pytorch\xff"), "ONNX"),
+    "model.h5": (write_bytes(b"\x89HDF\r\n\x1a\n"), "HDF5"),
+    "lfs.safetensors.pt": (write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"), "git lfs pull"),
+    "run.yaml": (write_bytes(b"model:\n  name: mpt\n"), "text file.*model:"),
+    "größe.txt": (write_bytes("ü".encode() * 3000), "text file"),
+    "page.zip": (write_zip("a/b.txt", "c"), r"not of torch\.save.*a/b\.txt"),
+    "empty.pt": (write_bytes(b""), "empty"),
+    "noise.pt": (write_bytes(bytes(range(128, 256))), "begins with the bytes 80 81 82"),
+    "model.safetensors.index.json": (write_bytes(b'{"weight_map": {}}'), "name the folder"),
+    "nameless": (
+        write_bytes((62).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}' + b" " * 12),
+        r"ends in \.safetensors",
+    ),
+    "nothing": (write_folder(), "empty folder"),
+    "source": (write_folder("a.py", "b.py"), r"holds a\.py, b\.py"),
+    "deepspeed": (write_folder("global_step3/mp_rank_00_model_states.pt"), "holds global_step3/"),
+    "global_step3": (
+        write_folder("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        "DeepSpeed",
+    ),
+    "hub": (write_folder("pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"), "save_pretrained"),
+    "adapter": (write_folder("adapter_config.json", "adapter_model.bin"), "PEFT adapter"),
+}
+
+
+@pytest.mark.any_torch
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_anything_else_is_called_what_it_looks_like(tmp_path: Path, name: str):
+    """Who points at the wrong thing learns what it is, and what to do where that is known."""
+    write, message = FOREIGN[name]
+    write(tmp_path / name)
+    with pytest.raises(NotACheckpointError, match=message) as caught:
+        inspect_checkpoint(tmp_path / name)
+    assert name in str(caught.value)
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("path", ["x\0y", "a" * 5000, "/dev/zero"])
+def test_paths_that_cannot_be_are_refused(path: str):
+    """Not with a traceback of Python's."""
+    with pytest.raises(NotACheckpointError):
+        inspect_checkpoint(path)
+
+
+# --- the report
+
+EVERY_LAYOUT = [
+    LEGACY / "c172" / "full",
+    LEGACY / "c172" / "local-flat",
+    LEGACY / "c220" / "sharded-mesh",
+    FIXTURES / "per-rank-checkpoints" / "sharded-rank0.pt",
+    FIXTURES / "per-rank-checkpoints" / "local-rank0.pt",
+]
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("path", EVERY_LAYOUT, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_report_names_every_tensor(path: Path):
+    """As text and as JSON: each tensor with its shape, dtype and bytes, and the bytes of all files."""
+    inventory = inspect_checkpoint(path)
+    text, data = as_text(inventory), json.loads(json.dumps(as_data(inventory), allow_nan=False))
+    assert data["num_bytes"] == sum(Path(file["path"]).stat().st_size for file in data["files"])
+    records = {tensor["name"]: tensor for tensor in data["tensors"]}
+    assert len(records) == len(data["tensors"]) >= len(inventory.tensors)
+    for record in inventory.tensors.values():
+        assert records[record.name]["shape"] == list(record.shape)
+        assert records[record.name]["num_bytes"] == record.numel * record.dtype.itemsize
+        (line,) = [line for line in text.splitlines() if line.startswith(record.name + " ")]
+        assert str(list(record.shape)) in line and str(record.dtype).removeprefix("torch.") in line
+
+
+@pytest.mark.any_torch
+def test_report_of_a_file_agrees_with_torch_load():
+    """Step, hyperparameters and random states are those that torch reads from the same file."""
+    path = LEGACY / "c172" / "full" / "ep0-ba3-rank0.pt"
+    state = torch.load(path, weights_only=False)
+    group = state["state"]["optimizers"]["DecoupledAdamW"]["param_groups"][0]
+    data = as_data(inspect_checkpoint(path))
+    timestamp = state["state"]["timestamp"]["Timestamp"]
+    assert data["timestamp"]["batch"] == timestamp["batch"]
+    assert data["timestamp"]["total_wct"] == timestamp["total_wct"].total_seconds()
+    assert data["optimizers"][0]["param_groups"][0]["lr"] == group["lr"]
+    assert data["optimizers"][0]["param_groups"][0]["params"] == group["params"]
+    names = {".".join(map(str, entry)) for entry, value in leaves(state) if isinstance(value, torch.Tensor)}
+    assert {tensor["name"] for tensor in data["tensors"]} == names
+    text = as_text(inspect_checkpoint(path), max_tensors=3)
+    assert f"lr {group['lr']}" in text and f"random states of {len(state['rng'])} ranks" in text
+    assert "Composer 0.17.2" in text and f"batch {timestamp['batch']}" in text
+    assert f"{len(names) - 3} more" in text
+
+
+@pytest.mark.any_torch
+def test_report_says_how_tensors_were_split():
+    """Rows over two ranks, and what was not split."""
+    data = as_data(inspect_checkpoint(FIXTURES / "per-rank-checkpoints" / "sharded-rank0.pt"))
+    chunks = {tensor["name"]: tensor["chunks"] for tensor in data["tensors"]}
+    assert chunks["state.model.model.weight"] == [
+        {"offsets": [0, 0], "sizes": [3, 3]},
+        {"offsets": [3, 0], "sizes": [2, 3]},
+    ]
+    assert "2 along dim 0" in as_text(inspect_checkpoint(LEGACY / "c220" / "sharded"))
+
+
+def fit_of(path: Path, model: torch.nn.Module) -> tuple[bool, str]:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fit = inspect_checkpoint(path, model=model).fit
+    assert fit is not None and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return fit.fits, fit.text
+
+
+@pytest.mark.any_torch
+def test_says_whether_and_how_it_loads_into_a_model(tmp_path: Path):
+    """Before ranks are started for it: under which names, and all that does not fit; the model stays as it is."""
+    linear = torch.nn.Linear(3, 2)
+    weights = {f"module.{name}": value.detach() for name, value in linear.state_dict().items()}
+    path = tmp_path / "ddp.pt"
+    torch.save({"state": {"model": weights}, "rng": []}, path)
+    assert inspect_checkpoint(path).fit is None
+    assert fit_of(path, torch.nn.Linear(3, 2)) == (True, "2 tensors of the model, 2 renamed")
+    fits, text = fit_of(path, torch.nn.Linear(4, 2, bias=False))
+    assert not fits
+    for message in ("weight", "(2, 3)", "(2, 4)", "bias"):
+        assert message in text, text
+    data = as_data(inspect_checkpoint(path, model=torch.nn.Linear(4, 2)))
+    assert data["fit"]["fits"] is False and "(2, 4)" in data["fit"]["text"]
+    assert "it fits" in as_text(inspect_checkpoint(path, model=torch.nn.Linear(3, 2)))
+
+
+@pytest.mark.any_torch
+def test_names_in_a_file_cannot_write_to_the_terminal(tmp_path: Path):
+    """An escape sequence in a parameter's name is shown, not carried out."""
+    torch.save({"a\x1b[2Jb\n": torch.ones(1)}, tmp_path / "x.pt")
+    text = as_text(inspect_checkpoint(tmp_path / "x.pt"))
+    assert "\x1b" not in text and r"a\x1b[2Jb" in text
+
+
+def test_entries_that_are_not_trusted_leave_the_rest_of_the_report(tmp_path: Path):
+    """One callback's object in a sharded checkpoint does not hide the weights."""
+    folder = tmp_path / "x"
+    state = composer_state()["state"]
+    state["timestamp"] = {"Timestamp": {"batch": Runs(tmp_path / "made")}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_dcp.save({"state": state}, checkpoint_id=str(folder))
+    inventory = inspect_checkpoint(folder)
+    assert "cannot be read" in as_text(inventory) and "state.model.model.weight" in as_text(inventory)
+    assert as_data(inventory)["timestamp"] == {} and not (tmp_path / "made").exists()
+
+
+@pytest.mark.any_torch
+def test_bytes_are_said_in_units_that_one_can_read():
+    """Sizes of files and tensors."""
+    assert [human_bytes(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3.0 TiB",
+    ]
+
+
+# --- what a terminal can show
+
+
+def printed_by(*arguments: str) -> tuple[int, str]:
+    """The exit code and the output of ``composer-fsdp2``, on a terminal that knows ASCII alone."""
+    from composer_fsdp2.cli import main as cli
+
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    with (
+        mock.patch.object(sys, "argv", ["composer-fsdp2", *arguments]),
+        mock.patch.object(sys, "stdout", terminal),
+        mock.patch.object(sys, "stderr", terminal),
+    ):
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        terminal.flush()
+    return code, terminal.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+
+
+@pytest.mark.any_torch
+def test_names_that_a_terminal_cannot_show(tmp_path: Path):
+    """In a container without a locale each command ended with a UnicodeEncodeError, on names, and on our own arrows."""
+    path = tmp_path / "gr\u00fcn.pt"
+    weights = {"w": torch.ones(3), "\u00e9.weight": torch.ones(2), "half \ud800": torch.ones(1)}
+    torch.save({"state": {"model": weights, "run_name": "\u00fc"}}, path)
+    for verb in (["inspect"], ["inspect", "--json"], ["verify"], ["verify", "--json"]):
+        code, text = printed_by("checkpoint", verb[0], str(path), *verb[1:])
+        assert code == 0 and (r"\xfc" in text or r"\u00fc" in text), text
+    for to in ("dcp", "monolithic", "safetensors"):
+        target = tmp_path / f"\u00fc-{to}"
+        for options in (["--dry-run"], ["--dry-run", "--json"], []):
+            code, text = printed_by("checkpoint", "convert", str(path), str(target), "--to", to, *options)
+            assert code == 0, text
+        assert verify_checkpoint(target).ok
+    code, text = printed_by("checkpoint", "inspect", str(tmp_path / "\u00fc.pt"))
+    assert code == 2 and r"\xfc.pt: no such file" in text
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("where", ["lr", "a key", "timestamp"])
+def test_a_number_that_python_does_not_write(where: str, tmp_path: Path):
+    """lr=10**5000: a number of more than 4,300 digits was a ValueError of whoever came to print it."""
+    value: Any = {
+        "lr": {"optimizers": {"SGD": {"state": {}, "param_groups": [{"lr": 10**5000, "params": ["w"]}]}}},
+        "a key": {"callbacks": {10**5000: 1}},
+        "timestamp": {"timestamp": {"Timestamp": {"batch": 10**5000}}},
+    }[where]
+    torch.save({"state": {"model": {"w": torch.ones(3)}, **value}}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="holds a number of 2077 bytes, which is not supported"):
+        inspect_checkpoint(tmp_path / "a.pt")
+    for verb in ("inspect", "verify"):
+        code, text = printed_by("checkpoint", verb, str(tmp_path / "a.pt"))
+        assert code == 1 and "a number of 2077 bytes" in text

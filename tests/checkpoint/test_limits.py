@@ -1,0 +1,96 @@
+"""A few bytes cost a few seconds and some memory, whatever they say that they unpack to.
+
+``python -m pytest tests/checkpoint/test_limits.py -s`` prints what each takes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import time
+import zipfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints.bombs import BOMBS, MIB
+
+from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
+from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
+from composer_fsdp2.errors import CheckpointError
+
+pytestmark = pytest.mark.any_torch
+
+MAX_MEMORY_BYTES = 500 * MIB
+TIME_LIMIT_S = 120  # a hang; what is expected is under 5 s
+
+
+def peak_bytes() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def inspected(path: Path) -> str:
+    """The error; nothing if all is well."""
+    try:
+        inspect_checkpoint(path)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def verified(path: Path) -> str:
+    try:
+        report = verify_checkpoint(path)
+    except CheckpointError as error:
+        return str(error)
+    return "" if report.ok else str(report)
+
+
+def measure(path: Path, answer: Connection) -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, text, seconds = peak_bytes(), [], []
+    for command in (inspected, verified):
+        started = time.monotonic()
+        text.append(command(path))
+        seconds.append(time.monotonic() - started)
+    answer.send((text, max(seconds), peak_bytes() - before))
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_a_hostile_file_may_cost(name: str, tmp_path: Path):
+    """Whoever is sent a checkpoint can look at it: it is refused before it fills the memory, or takes all day."""
+    path = BOMBS[name](tmp_path)
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+    process = fork.Process(target=measure, args=(path, send))
+    process.start()
+    send.close()
+    try:
+        assert receive.poll(TIME_LIMIT_S), f"{name}: not refused after {TIME_LIMIT_S} s"
+        text, seconds, num_bytes = receive.recv()
+    finally:
+        process.kill()
+        process.join()
+    size = sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]))
+    print(f"\n{name}: {size / MIB:.3f} MiB, {seconds:.1f} s, {num_bytes / MIB:.0f} MiB: {text[0][-110:]}")
+    assert all(text), f"{name} was not refused: {text}"
+    assert num_bytes < MAX_MEMORY_BYTES, f"{name}: {num_bytes / MIB:.0f} MiB"
+
+
+def test_data_that_looks_like_a_directorys_end(tmp_path: Path):
+    """One in 60,000 small archives has those four bytes in its tensors: it is as healthy as any other."""
+    looks = b"PK\6\6" + b"\xff" * 60 + b"PK\5\6" + b"\xff" * 60
+    for number in range(3):
+        path = tmp_path / f"{number}.pt"
+        torch.save(
+            {"state": {"model": {"w": torch.frombuffer(bytearray(looks * (number + 1)), dtype=torch.uint8)}}}, path
+        )
+        assert inspect_checkpoint(path).tensors and verify_checkpoint(path).ok
+    commented = tmp_path / "commented.pt"
+    commented.write_bytes(path.read_bytes())
+    with zipfile.ZipFile(commented, "a") as archive:
+        archive.comment = b"from here to there"
+    assert inspect_checkpoint(commented).tensors

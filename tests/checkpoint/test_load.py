@@ -1,0 +1,1229 @@
+"""Loading into sharded and whole models: what matches, what is refused, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.checkpoints.corruptions import CORRUPTIONS, FoundBy, flip, prepared
+from support.checkpoints.samples import bytes_of, write_safetensors
+from support.comparing import assert_same, full, own_name
+from support.examples import IS_THOROUGH
+from support.legacy import TiedLM
+from support.models import VOCABULARY, WIDTH, Chain, Model, tied_model, tokens
+from support.ranks import run_ranks
+from support.training import assert_close
+from torch import nn
+from torch.distributed.checkpoint import save as save_directory
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_fsdp2 import CheckpointError, PlanError, UnsupportedError, load_checkpoint, prepare_fully_shard
+
+Make = Callable[[], nn.Module]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One step with gradients that depend on the seed alone, whoever holds which part of them."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        if not parameter.requires_grad:
+            continue
+        if isinstance(parameter, DTensor):
+            gradient = distribute_tensor(
+                gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )  # every rank has the whole, so nothing is sent
+        parameter.grad = gradient
+    optimizer.step()
+
+
+def trained(make: Make = Model, make_optimizer: MakeOptimizer = adamw) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """What a run without sharding has after two steps; the same on every rank."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = make_optimizer(model)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    return model, optimizer
+
+
+def composer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, by_id: bool = False
+) -> dict[str, Any]:
+    """What Composer's file holds of a model that is not sharded: by name as FSDP saves, by position as others do."""
+    state: dict[str, Any] = {"model": dict(model.state_dict())}
+    if optimizer is not None:
+        saved = copy.deepcopy(optimizer.state_dict())
+        if not by_id:
+            names = {parameter: name for name, parameter in model.named_parameters()}
+            order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+            saved = {
+                "state": {order[number]: entries for number, entries in saved["state"].items()},
+                "param_groups": [
+                    {**group, "params": [order[number] for number in group["params"]]}
+                    for group in saved["param_groups"]
+                ],
+            }
+        state["optimizers"] = {type(optimizer).__qualname__: saved}
+    return {"state": state, "rng": []}
+
+
+def saved(root: Any, path: str | Path) -> Path:
+    """Rank 0 saves; a barrier follows. Called on all ranks (alone without a process group)."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(root, path)
+    if dist.is_initialized():
+        dist.barrier()
+    return Path(path)
+
+
+def untrained(
+    make: Make = Model, make_optimizer: MakeOptimizer = adamw, config: dict[str, Any] | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of other values and its optimizer, sharded if there is a configuration."""
+    torch.manual_seed(1)
+    model = make()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(7)
+    optimizer = make_optimizer(model)
+    if config is not None:
+        prepare_fully_shard(model, optimizer, dict(config), precision="fp32")
+    return model, optimizer
+
+
+@contextlib.contextmanager
+def machines(size: int) -> Iterator[None]:
+    """Machines of ``size`` ranks, by what the ranks say that their machine is called: all of these run on one."""
+    with mock.patch("socket.gethostname", return_value=f"machine {dist.get_rank() // size}"):
+        yield
+
+
+def canonical(name: str) -> str:
+    return own_name(name).removeprefix("module.")
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+    """Every tensor of a model and its optimizer, whole, and hyperparameters. Called on all ranks."""
+    state = model.state_dict()
+    found = {
+        f"model {canonical(name)}": full(value).clone()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    if optimizer is not None:
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                whole = full(value) if isinstance(value, torch.Tensor) else torch.tensor([*str(value).encode()])
+                found[f"{key} of {canonical(name)}"] = whole.clone()
+    return found
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def refused(
+    what: str,
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    says: Sequence[str],
+    **options: bool,
+) -> None:
+    """Every rank gets a CheckpointError that says all of this, and nothing has changed. Called on all ranks."""
+    before = contents(model, optimizer), hyperparameters(optimizer) if optimizer else []
+    with pytest.raises(CheckpointError) as raised:
+        load_checkpoint(path, model, optimizer, **options)
+    missing = [text for text in says if not re.search(text, str(raised.value))]
+    assert not missing, f"{what}: {raised.value}\ndoes not say {missing}"
+    assert_same(contents(model, optimizer), before[0], what, in_bits=True)
+    assert (hyperparameters(optimizer) if optimizer else []) == before[1], what
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers
+
+
+class Fp32Moments(torch.optim.Optimizer):
+    """Keeps its state in fp32 whatever the parameter is, and counts its steps in int64."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["count"] = torch.tensor(0)
+                    state["mean"] = torch.zeros_like(parameter, dtype=torch.float32)
+                    state["note"] = "from the first step"
+                state["count"] += 1
+                state["mean"].lerp_(parameter.grad.float(), 0.1)
+                parameter.sub_((group["lr"] * state["mean"]).to(parameter.dtype))
+
+
+def make_bf16() -> nn.Module:
+    return Model().to(torch.bfloat16)
+
+
+def of_class(cls: type[torch.optim.Optimizer], **options: Any) -> MakeOptimizer:
+    return lambda model: cls(model.parameters(), **options)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "SGD": of_class(torch.optim.SGD, lr=0.1),
+    "SGD with momentum": momentum,
+    "AdamW": adamw,
+    "AMSGrad": of_class(torch.optim.Adam, amsgrad=True),
+    "fused": of_class(torch.optim.Adam, fused=True),
+    "a tensor as lr": lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01)),
+    "Adagrad": of_class(torch.optim.Adagrad, lr=0.01),  # has state from the start
+    "ASGD": of_class(torch.optim.ASGD),
+    "NAdam": of_class(torch.optim.NAdam),
+    "RMSprop": of_class(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "moments in fp32": lambda model: Fp32Moments(model.parameters()),
+    "Adafactor": of_class(torch.optim.Adafactor, lr=0.01),  # (n, 1) and (1, m) for a matrix
+}
+# torch cannot step there with sharded parameters, on the CPU or at all in one of the versions.
+WITHOUT_STEP = ("Adafactor",)
+
+
+def check_optimizers(folder: str) -> None:
+    def check(name: str, by_id: bool, config: dict[str, Any] | None) -> None:
+        make, make_optimizer = make_bf16 if name == "moments in fp32" else Model, OPTIMIZERS[name]
+        model, optimizer = trained(make, make_optimizer)
+        path = saved(composer_state(model, optimizer, by_id=by_id), f"{folder}/{name}-{by_id}.pt")
+        ours, own = untrained(make, make_optimizer, config)
+        for group in own.param_groups:
+            group["lr"] = 123.0
+        report = load_checkpoint(path, ours, own)
+        assert (report.left_out, report.kept, report.cast) == ((), (), ()), str(report)
+        assert report.unchecked_bytes == 0, str(report)
+        assert_same(contents(ours, own), contents(model, optimizer), in_bits=True)
+        assert hyperparameters(own) == hyperparameters(optimizer)
+        if name not in WITHOUT_STEP or config is None:
+            step(model, optimizer, 2)
+            step(ours, own, 2)
+            expected = contents(model, optimizer)
+            for key, value in contents(ours, own).items():
+                assert_close(key, value, expected[key], rtol=1e-5, atol=1e-6)
+
+    # Whose entry is whose is told before what is in it, so one optimizer by position says it for all.
+    ways = {name: (False, True) if IS_THOROUGH or name == "AdamW" else (False,) for name in OPTIMIZERS}
+    cases = ((name, by_id, config) for name in OPTIMIZERS for by_id in ways[name] for config in ({}, None))
+    for_each(check, {f"{case}": case for case in cases})
+
+
+def test_every_optimizer_goes_on(tmp_path: Path):
+    """Whatever state an optimizer keeps, in whatever dtype and shape, the next step is the one that would have come."""
+    run_ranks(check_optimizers, 2, str(tmp_path))
+
+
+def check_shared_steps(folder: str) -> None:
+    model, optimizer = trained()
+    state = optimizer.state_dict()
+    shared = torch.tensor(2.0)
+    for entries in state["state"].values():
+        entries["step"] = shared  # as FSDP1's flat parameters leave it
+    root = composer_state(model)
+    root["state"]["optimizers"] = {"AdamW": state}
+    path = saved(root, f"{folder}/shared.pt")
+
+    def check(config: dict[str, Any] | None) -> None:
+        ours, own = untrained(config=config)
+        report = load_checkpoint(path, ours, own)
+        assert report.unchecked_bytes == 0, str(report)
+        step(ours, own, 2)
+        steps = [own.state[parameter]["step"].item() for parameter in ours.parameters()]
+        assert set(steps) == {3.0}, f"{config}: {steps}"
+
+    for_each(check, {"sharded": ({},), "whole": (None,)})
+
+
+def test_shared_step_counts_are_separated(tmp_path: Path):
+    """Files of FSDP1 share one step count in a unit; loaded so, one step counted for each of its parameters."""
+    run_ranks(check_shared_steps, 2, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# param_groups
+
+
+def grouped(*groups: tuple[str, dict[str, Any]], cls: Any = torch.optim.AdamW) -> MakeOptimizer:
+    """Groups by a regular expression that a name matches; the first that does takes it."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        left, made = dict(model.named_parameters()), []
+        for pattern, options in groups:
+            chosen = [name for name in left if re.search(pattern, name)]
+            made.append({"params": [left.pop(name) for name in chosen], **options})
+        return cls(made, lr=0.01)
+
+    return make
+
+
+MATRICES = r"(embed|head|fc_in|fc_out)\.weight"
+ONE = grouped(("", {}))
+TWO = grouped((MATRICES, {"weight_decay": 0.1}), ("", {"weight_decay": 0.0}))
+TWO_REVERSED = grouped((r"bias|norm", {"weight_decay": 0.0}), ("", {"weight_decay": 0.1}))
+TWO_EQUAL = grouped((MATRICES, {}), ("", {}))
+THREE = grouped((MATRICES, {"weight_decay": 0.1}), (r"bias", {"weight_decay": 0.0}), ("", {"weight_decay": 0.0}))
+ELSEWHERE = grouped((r"bias", {"weight_decay": 0.1}), ("", {"weight_decay": 0.0}))
+WITH_EMPTY = grouped((MATRICES, {"weight_decay": 0.1}), ("", {"weight_decay": 0.0}), ("no such name", {"lr": 5.0}))
+WITHOUT_HEAD = grouped((r"embed|fc_in|fc_out|norm", {}))
+
+# The file's groups, the optimizer's; what each of the optimizer's groups has for weight decay, or what is said.
+GROUPINGS: dict[str, tuple[MakeOptimizer, MakeOptimizer, list[float] | str]] = {
+    "the same": (TWO, TWO, [0.1, 0.0]),
+    "in another order": (TWO, TWO_REVERSED, [0.0, 0.1]),
+    "one became two that are equal": (ONE, TWO_EQUAL, [0.01, 0.01]),
+    "one became two that differ": (ONE, TWO, r"groups 0 and 1 take .* group 0: .* weight_decay 0\.1 and 0\.0"),
+    "two equal ones became one": (TWO_EQUAL, ONE, [0.01]),
+    "two that differ became one": (TWO, ONE, r"file's groups 0 and 1, which differ in weight_decay"),
+    "two became three": (TWO, THREE, [0.1, 0.0, 0.0]),
+    "three became two": (THREE, TWO, [0.1, 0.0]),
+    "parameters changed groups": (TWO, ELSEWHERE, r"which differ in weight_decay"),
+    "one more without parameters": (TWO, WITH_EMPTY, [0.1, 0.0, 0.01]),
+}
+
+
+def check_groups(folder: str) -> None:
+    def check(name: str, by_id: bool) -> None:
+        saving, loading, expected = GROUPINGS[name]
+        what = f"{name}, by {'id' if by_id else 'name'}"
+        model, optimizer = trained(make_optimizer=saving)
+        for group in optimizer.param_groups:
+            group["eps"] = 1e-4  # no default
+        path = saved(composer_state(model, optimizer, by_id=by_id), f"{folder}/{name}-{by_id}.pt")
+        ours, own = untrained(make_optimizer=loading, config={})
+        sizes = [[len(group["params"]) for group in each.param_groups] for each in (optimizer, own)]
+        if by_id and sizes[0] != sizes[1]:
+            refused(what, path, ours, own, [re.escape(f"sizes: found {sizes[0]}")])
+        elif by_id and saving is not loading:
+            return  # of equal sizes: whose position is whose nothing says, except shapes
+        elif isinstance(expected, str):
+            refused(what, path, ours, own, [expected])
+        else:
+            load_checkpoint(path, ours, own)
+            assert_same(contents(ours, own), contents(model, optimizer), what, in_bits=True)
+            assert [group["weight_decay"] for group in own.param_groups] == expected, f"{what}: {own}"
+            assert {g["eps"] for g in own.param_groups if g["params"]} == {1e-4}, f"{what}: {own}"
+
+    for_each(check, {f"{case}": case for case in itertools.product(GROUPINGS, (False, True))})
+
+
+def test_groups_are_matched_by_parameter(tmp_path: Path):
+    """torch took the last group's hyperparameters for whatever it found; here they follow the parameter, or nothing is
+    loaded."""
+    run_ranks(check_groups, 2, str(tmp_path))
+
+
+def check_part_of_the_parameters(folder: str) -> None:
+    model, optimizer = trained(make_optimizer=WITHOUT_HEAD)
+    path = saved(composer_state(model, optimizer), f"{folder}/part.pt")
+    ours, own = untrained(make_optimizer=WITHOUT_HEAD, config={})
+    load_checkpoint(path, ours, own)
+    assert_same(contents(ours, own), contents(model, optimizer), "part", in_bits=True)
+    # More parameters than in the file, and fewer.
+    ours, own = untrained(make_optimizer=ONE, config={})
+    refused("more", path, ours, own, [r"missing: .*the state of decoder\.head\.weight"])
+    whole = saved(composer_state(*trained(make_optimizer=ONE)), f"{folder}/whole.pt")
+    ours, own = untrained(make_optimizer=WITHOUT_HEAD, config={})
+    refused("fewer", whole, ours, own, [r"surplus: .*the state of decoder\.head\.weight"])
+    report = load_checkpoint(whole, ours, own, strict=False)
+    assert report.left_out == ("optimizer AdamW: the state of decoder.head.weight",), str(report)
+
+
+def test_optimizer_over_a_part_of_the_parameters(tmp_path: Path):
+    """Fine-tuning runs train some parameters; which ones have state is compared, not assumed."""
+    run_ranks(check_part_of_the_parameters, 2, str(tmp_path))
+
+
+def freeze_blocks() -> nn.Module:
+    model = Model()
+    model.decoder.blocks.requires_grad_(False)
+    return model
+
+
+def check_frozen(folder: str) -> None:
+    model, optimizer = trained(freeze_blocks)  # its optimizer has all parameters, and state for some
+    path = saved(composer_state(model, optimizer), f"{folder}/frozen.pt")
+    ours, own = untrained(freeze_blocks, config={})
+    report = load_checkpoint(path, ours, own)
+    assert (report.left_out, report.kept) == ((), ()), str(report)
+    assert_same(contents(ours, own), contents(model, optimizer), "frozen", in_bits=True)
+    # Thawed since: these have no state in the file.
+    ours, own = untrained(config={})
+    refused("thawed", path, ours, own, [r"the state of decoder\.blocks\.0\.fc_in\.weight"])
+    report = load_checkpoint(path, ours, own, strict=False)
+    assert sum("the state of decoder.blocks" in kept for kept in report.kept) == 8, str(report)
+    step(ours, own, 2)
+    counts = [own.state[parameter]["step"].item() for parameter in ours.decoder.blocks.parameters()]
+    assert set(counts) == {1.0} and own.state[ours.decoder.head.weight]["step"].item() == 3.0
+
+
+def test_frozen_parameters_need_no_state(tmp_path: Path):
+    """A frozen layer was never stepped; that is no damage, and one that was thawed since is named."""
+    run_ranks(check_frozen, 2, str(tmp_path))
+
+
+def check_foreign(folder: str) -> None:
+    path = saved(composer_state(*trained()), f"{folder}/a.pt")
+    ours, _ = untrained(config={})
+    stranger = adamw(Model())
+    with pytest.raises(PlanError, match="same model"):
+        load_checkpoint(path, ours, stranger)
+    with pytest.raises(UnsupportedError, match="one optimizer"):
+        load_checkpoint(path, ours, [adamw(ours), adamw(ours)])
+    own = momentum(ours)
+    refused("another class", path, ours, own, [r"optimizers: found AdamW, expected SGD"])
+
+
+def test_optimizer_of_another_model_or_class(tmp_path: Path):
+    """State of one optimizer means nothing to another; neither does one that was built before the model was changed."""
+    run_ranks(check_foreign, 2, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ties
+
+
+EMBED, HEAD = "decoder.embed.weight", "decoder.head.weight"
+
+
+def check_ties(folder: str) -> None:
+    model, optimizer = trained(tied_model)
+    whole = composer_state(model, optimizer)
+    expected = contents(model, optimizer)
+
+    def variant(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> dict[str, Any]:
+        root = copy.deepcopy(whole)
+        change(root["state"]["model"], root["state"]["optimizers"]["AdamW"]["state"])
+        return root
+
+    def untie(weights: dict[str, Any], state: dict[str, Any]) -> None:
+        weights[HEAD] = weights[EMBED].clone()
+
+    def part_of_a_storage(weights: dict[str, Any], state: dict[str, Any]) -> None:
+        weights[HEAD] = torch.cat([weights[EMBED], torch.zeros(1, WIDTH)])[:-1]  # its CRC32 is of more than it
+
+    def differ(weights: dict[str, Any], state: dict[str, Any]) -> None:
+        weights[HEAD] = weights[EMBED] + 1e-6
+
+    def differ_in_part_of_a_storage(weights: dict[str, Any], state: dict[str, Any]) -> None:
+        part_of_a_storage(weights, state)
+        weights[HEAD][-1, -1] += 1e-6  # on the last rank alone
+
+    def other_name(weights: dict[str, Any], state: dict[str, Any]) -> None:
+        state[HEAD] = state.pop(EMBED)
+
+    def both_names(weights: dict[str, Any], state: dict[str, Any]) -> None:
+        state[HEAD] = copy.deepcopy(state[EMBED])
+
+    def both_names_differ(weights: dict[str, Any], state: dict[str, Any]) -> None:
+        both_names(weights, state)
+        state[HEAD]["exp_avg"][0, 0] += 1
+
+    good = {
+        "as one storage": lambda *_: None,
+        "as two": untie,
+        "as a part of a storage": part_of_a_storage,
+        "under the first name": lambda weights, state: weights.pop(HEAD),
+        "under the second name": lambda weights, state: weights.pop(EMBED),
+        "state under the other name": other_name,
+        "state under both": both_names,
+    }
+
+    def check(name: str, config: dict[str, Any] | None) -> None:
+        path = saved(variant(good[name]), f"{folder}/{name}.pt")
+        ours, own = untrained(tied_model, config=config)
+        report = load_checkpoint(path, ours, own)
+        assert (report.left_out, report.kept) == ((), ()), str(report)
+        assert ours.decoder.embed.weight is ours.decoder.head.weight
+        assert_same(contents(ours, own), expected, in_bits=True)
+
+    configs: tuple[dict[str, Any] | None, ...] = ({}, {"sharding_strategy": "NO_SHARD"}, None)
+    for_each(check, {f"{case}": case for case in itertools.product(good, configs)})
+    bad = {
+        "weights differ": (differ, rf"{EMBED} = .*{HEAD}: found different values"),
+        "a part of a storage differs": (differ_in_part_of_a_storage, rf"{EMBED} = .*{HEAD}"),
+        "moments differ": (both_names_differ, rf"exp_avg of {EMBED} = {HEAD}"),
+    }
+
+    def check_bad(name: str, config: dict[str, Any] | None, strict: bool) -> None:
+        change, says = bad[name]
+        path = saved(variant(change), f"{folder}/{name}.pt")
+        refused(name, path, *untrained(tied_model, config=config), [says], strict=strict)
+
+    for_each(check_bad, {f"{case}": case for case in itertools.product(bad, configs, (True, False))})
+
+
+def test_tied_parameters_under_one_name_or_both(tmp_path: Path):
+    """Files name a tied weight once or twice. Equal copies are one; of two values, none is silently dropped."""
+    run_ranks(check_ties, 2, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def check_names(folder: str) -> None:
+    model, optimizer = trained()
+    whole = composer_state(model, optimizer)
+    expected = contents(model, optimizer)
+
+    def renamed(rename: Callable[[str], str]) -> dict[str, Any]:
+        saved_state = whole["state"]["optimizers"]["AdamW"]
+        groups = [{**g, "params": [rename(name) for name in g["params"]]} for g in saved_state["param_groups"]]
+        state = {rename(name): entries for name, entries in saved_state["state"].items()}
+        model_state = {rename(name): value for name, value in whole["state"]["model"].items()}
+        optimizers = {"AdamW": {"state": state, "param_groups": groups}}
+        return {"state": {"model": model_state, "optimizers": optimizers}, "rng": []}
+
+    ways: dict[str, tuple[Callable[[str], str], bool]] = {
+        "FSDP1's": (lambda name: name.replace("decoder.", "decoder._fsdp_wrapped_module."), False),
+        "of both wrappers": (
+            lambda name: re.sub(r"(blocks\.\d\.)", r"\1_fsdp_wrapped_module._checkpoint_wrapped_module.", name), False
+        ),
+        "torch.compile's": (lambda name: f"_orig_mod.{name}", False),
+        "DDP's": (lambda name: f"module.{name}", True),
+        "an attribute's": (lambda name: f"model.{name}", True),
+        "DDP's and an attribute's": (lambda name: f"module.model.{name}", True),
+        "DDP's around torch.compile's": (lambda name: f"module._orig_mod.{name}", True),
+    }  # fmt: skip
+
+    def check(name: str, config: dict[str, Any]) -> None:
+        rename, is_renamed = ways[name]
+        path = saved(renamed(rename), f"{folder}/{name}.pt")
+        ours, own = untrained(config=config)
+        report = load_checkpoint(path, ours, own)
+        assert (report.left_out, report.kept) == ((), ()), str(report)
+        assert bool(report.renamed) == is_renamed, report.renamed
+        assert_same(contents(ours, own), expected, in_bits=True)
+
+    for_each(check, {f"{case}": case for case in itertools.product(ways, ({}, {"activation_checkpointing": True}))})
+    # And where the file lacks a prefix that the model has.
+    path = saved({name.removeprefix("decoder."): v for name, v in whole["state"]["model"].items()}, f"{folder}/bare.pt")
+    ours = Chain(model=Model().decoder)
+    fully_shard(ours)
+    load_checkpoint(path, ours)
+    theirs = {name.replace("decoder.", "model."): value for name, value in contents(model).items()}
+    assert_same(contents(ours), theirs, "a prefix that the file lacks", in_bits=True)
+
+
+def test_names_with_prefixes(tmp_path: Path):
+    """Wrappers' names in a file are no reason to rename it by hand; weights and moments follow the same rule."""
+    run_ranks(check_names, 2, str(tmp_path))
+
+
+def check_safetensors(folder: str) -> None:
+    model, _ = trained(tied_model)
+    weights = {name.removeprefix("decoder."): value for name, value in model.state_dict().items()}
+
+    def check(name: str, change: dict[str, Any]) -> None:
+        path = Path(folder) / name
+        if dist.get_rank() == 0:
+            path.mkdir()
+            chosen = {key: value for key, value in weights.items() if change.get(key, value) is not None}
+            write_safetensors(path / "model.safetensors", chosen)
+        dist.barrier()
+        ours = Chain(model=tied_model().decoder)
+        fully_shard(ours)
+        report = load_checkpoint(path, ours)
+        assert report.left_out == () and len(report.renamed) == len(weights) - len(change), str(report)
+        assert report.unchecked_bytes > 0, str(report)
+        theirs = {key.replace("decoder.", "model."): value for key, value in contents(model).items()}
+        assert_same(contents(ours), theirs, name, in_bits=True)
+        optimizer = adamw(ours)
+        refused("no optimizer there", path, ours, optimizer, ["optimizers: found none"])
+        load_checkpoint(path, ours, optimizer, weights_only=True)
+
+    for_each(check, {"tied once": ("once", {"head.weight": None}), "tied twice": ("twice", {})})
+    path, ours = Path(folder) / "twice", Chain(model=tied_model().decoder)
+    fully_shard(ours)
+    weights["head.weight"] = weights["head.weight"] + 1
+    if dist.get_rank() == 0:
+        write_safetensors(path / "model.safetensors", weights)
+    dist.barrier()
+    refused("tied, and differ", path, ours, None, [r"embed\.weight = head\.weight"])
+
+
+def test_safetensors_folder(tmp_path: Path):
+    """Hugging Face's names lack the attribute that holds the model, and its files have no checksum to compare ties."""
+    run_ranks(check_safetensors, 2, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What does not fit
+
+
+def check_strict(folder: str) -> None:
+    model, optimizer = trained()
+    root = composer_state(model, optimizer)
+    weights, state = root["state"]["model"], root["state"]["optimizers"]["AdamW"]["state"]
+    del weights["decoder.norm.bias"]
+    weights["decoder.new"] = torch.zeros(3)
+    weights["decoder.head.weight"] = torch.zeros(VOCABULARY + 1, WIDTH)
+    weights["decoder.norm.weight"] = weights["decoder.norm.weight"].double()
+    weights["decoder.blocks.0.scale"] = "no tensor"
+    weights["decoder.blocks.1.scale"] = torch.ones(1, dtype=torch.int64)
+    state["decoder.new"] = state.pop("decoder.norm.bias")
+    state["decoder.head.weight"]["exp_avg"] = torch.zeros(3)
+    state["decoder.norm.weight"]["exp_avg_sq"] = state["decoder.norm.weight"]["exp_avg_sq"].bfloat16()
+    state["decoder.embed.weight"]["max_exp_avg_sq"] = torch.zeros(VOCABULARY, WIDTH)
+    del state["decoder.blocks.0.fc_in.weight"]["exp_avg"]
+    state["decoder.blocks.0.fc_in.bias"]["step"] = "two"
+    root["state"]["optimizers"]["AdamW"]["param_groups"][0]["lr"] = "fast"
+    path = saved(root, f"{folder}/wrong.pt")
+    says = [
+        r"missing: decoder\.norm\.bias: found nothing",
+        r"surplus: decoder\.new",
+        r"shape: decoder\.head\.weight: found \(12, 6\), expected \(11, 6\)",
+        r"dtype: decoder\.norm\.weight: found torch\.float64, expected torch\.float32",
+        r"type: decoder\.blocks\.0\.scale: found no tensor",
+        r"type: decoder\.blocks\.1\.scale: found torch\.int64, expected torch\.float32",
+        r"missing: optimizer AdamW: the state of decoder\.norm\.bias",
+        r"surplus: optimizer AdamW: the state of decoder\.new",
+        r"shape: optimizer AdamW: exp_avg of decoder\.head\.weight: found \(3,\), expected \(11, 6\)",
+        r"dtype: optimizer AdamW: exp_avg_sq of decoder\.norm\.weight: found torch\.bfloat16",
+        r"surplus: optimizer AdamW: max_exp_avg_sq of decoder\.embed\.weight",
+        r"missing: optimizer AdamW: exp_avg of decoder\.blocks\.0\.fc_in\.weight",
+        r"type: optimizer AdamW: step of decoder\.blocks\.0\.fc_in\.bias: found no tensor",
+        r"type: optimizer AdamW: group 0: lr: found 'fast'",
+    ]
+    fatal = [text for text in says if re.match("shape|type", text)]
+    for config in ({}, None):
+        for has_state in (False, True):
+            ours, own = untrained(config=config)
+            if has_state:  # which then says what is expected
+                step(ours, own, 0)
+            refused("strict", path, ours, own, ["nothing was changed", *says])
+            refused("not strict", path, ours, own, fatal, strict=False)
+
+
+def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path):
+    """Fourteen mistakes are one error, not fourteen starts of a job; torch takes half of them without a word."""
+    run_ranks(check_strict, 2, str(tmp_path))
+
+
+def check_not_strict(folder: str) -> None:
+    model, optimizer = trained()
+    root = composer_state(model, optimizer)
+    weights, saved_state = root["state"]["model"], root["state"]["optimizers"]["AdamW"]
+    del weights["decoder.norm.bias"]
+    weights["decoder.new"] = torch.zeros(3)
+    weights["decoder.norm.weight"] = weights["decoder.norm.weight"].bfloat16()
+    state = saved_state["state"]
+    state["decoder.new"] = state.pop("decoder.norm.bias")
+    state["decoder.norm.weight"]["exp_avg"] = state["decoder.norm.weight"]["exp_avg"].bfloat16()
+    state["decoder.embed.weight"]["max_exp_avg_sq"] = torch.zeros(VOCABULARY, WIDTH)
+    del state["decoder.head.weight"]["exp_avg"]
+    del saved_state["param_groups"][0]["amsgrad"]
+    saved_state["param_groups"][0]["initial_lr"] = 0.5
+    path = saved(root, f"{folder}/odd.pt")
+
+    def check(config: dict[str, Any] | None) -> None:
+        ours, own = untrained(config=config)
+        step(ours, own, 5)
+        before, expected = contents(ours, own), contents(model, optimizer)
+        report = load_checkpoint(path, ours, own, strict=False)
+        assert report.cast == ("decoder.norm.weight",), str(report)
+        assert set(report.left_out) == {
+            "decoder.new",
+            "optimizer AdamW: the state of decoder.new",
+            "optimizer AdamW: max_exp_avg_sq of decoder.embed.weight",
+        }, str(report)
+        assert set(report.kept) == {
+            "decoder.norm.bias",
+            "optimizer AdamW: the state of decoder.norm.bias",
+            "optimizer AdamW: exp_avg of decoder.head.weight",
+            "group 0: amsgrad=False",
+        }, str(report)
+        kept = [name for name in before if name.endswith(("decoder.norm.bias", "of decoder.head.weight"))]
+        expected |= {name: before[name] for name in kept}
+        for name in ("model decoder.norm.weight", "exp_avg of decoder.norm.weight"):
+            expected[name] = expected[name].bfloat16().float()
+        assert_same(contents(ours, own), expected, "not strict", in_bits=True)
+        assert own.param_groups[0]["initial_lr"] == 0.5 and own.param_groups[0]["amsgrad"] is False
+        step(ours, own, 2)
+
+    for_each(check, {"sharded": ({},), "whole": (None,)})
+
+
+def test_not_strict_loads_the_rest_and_says_what(tmp_path: Path):
+    """The report says what was left out, kept and cast. With half a parameter's state an optimizer could not step."""
+    run_ranks(check_not_strict, 2, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def test_without_a_process_group(tmp_path: Path):
+    """Evaluation on a laptop: the sharded run's file goes into the plain model, bit for bit."""
+    assert not dist.is_initialized()
+    model, optimizer = trained(tied_model)
+    path = saved(composer_state(model, optimizer), tmp_path / "a.pt")
+    ours, own = untrained(tied_model)
+    report = load_checkpoint(path, ours, own)
+    assert_same(contents(ours, own), contents(model, optimizer), "alone", in_bits=True)
+    assert report.unchecked_bytes == 0
+    bare = saved(model.state_dict(), tmp_path / "bare.pt")
+    ours, _ = untrained(tied_model)
+    load_checkpoint(bare, ours)
+    assert_same(contents(ours), contents(model), "bare", in_bits=True)
+    path = saved({"state": {"optimizers": {}}, "rng": []}, tmp_path / "none.pt")
+    refused("without weights", path, ours, None, ["no model weights"])
+    lone, own = saved(optimizer.state_dict(), tmp_path / "optimizer.pt"), adamw(ours)
+    refused("an optimizer alone", lone, ours, own, ["no model weights"])
+
+
+def check_ddp(folder: str) -> None:
+    model, optimizer = trained()
+    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    plain, _ = untrained()
+    ours = DistributedDataParallel(plain)
+    own = adamw(ours)
+    report = load_checkpoint(path, ours, own)
+    assert_same(contents(ours, own), contents(model, optimizer), "DDP", in_bits=True)
+    read = torch.tensor(report.num_bytes)
+    dist.all_reduce(read)
+    assert read.item() < 1.2 * path.stat().st_size, "each rank of a replicated model read the whole file"
+    # And what DDP saved, into shards.
+    path = saved(composer_state(ours, own, by_id=True), f"{folder}/ddp.pt")
+    sharded, its_own = untrained(config={})
+    load_checkpoint(path, sharded, its_own)
+    assert_same(contents(sharded, its_own), contents(model, optimizer), "from DDP", in_bits=True)
+
+
+def test_ddp(tmp_path: Path):
+    """Runs move between DDP and FSDP2 in both directions, optimizer state by position included."""
+    run_ranks(check_ddp, 2, str(tmp_path))
+
+
+class WithExtraState(nn.Module):
+    """Extra state in the root and in a child, and buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.child = Counting()
+        self.root = {"seen": torch.zeros(2), "name": "new"}
+        self.register_buffer("table", torch.arange(3))
+        self.register_buffer("cache", torch.full((2,), 5.0), persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return self.root
+
+    def set_extra_state(self, state: Any) -> None:
+        self.root = state
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.amax = torch.zeros(4)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.amax
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.amax = state
+
+
+def check_extra_state(folder: str) -> None:
+    model = WithExtraState()
+    model.root = {"seen": torch.tensor([1.0, 2.0]), "name": "old"}
+    model.child.amax = torch.arange(4.0)
+    model.table.add_(10)
+    model.cache.fill_(9.0)
+    monolithic = saved(composer_state(model), f"{folder}/a.pt")
+    directory = f"{folder}/directory"
+    save_directory(composer_state(model), checkpoint_id=directory)
+
+    def check(path: str, is_sharded: bool) -> None:
+        ours = WithExtraState()
+        if is_sharded:
+            fully_shard(ours)
+        report = load_checkpoint(path, ours)
+        what = f"{path}: {report}"
+        assert (report.left_out, report.kept) == ((), ()), what
+        assert ours.root["name"] == "old" and torch.equal(ours.root["seen"], model.root["seen"]), what
+        assert torch.equal(ours.child.amax, model.child.amax), what
+        assert ours.table.tolist() == [10, 11, 12], what
+        assert ours.cache.tolist() == [5.0, 5.0], f"{what}: a buffer that no state dict has"
+
+    for_each(check, {f"{case}": case for case in itertools.product((monolithic, directory), (True, False))})
+    root = composer_state(model)
+    del root["state"]["model"]["child._extra_state"]
+    path = saved(root, f"{folder}/less.pt")
+    ours = WithExtraState()
+    refused("less", path, ours, None, [r"missing: child\._extra_state"])
+    assert ours.root["name"] == "new"
+
+
+class Picky(WithExtraState):
+    """Refuses what its child has taken by then, on one rank."""
+
+    def set_extra_state(self, state: Any) -> None:
+        if state["name"] == "old" and dist.get_rank() == 1:
+            raise KeyError("recipe")
+        super().set_extra_state(state)
+
+
+def check_refusing_module(folder: str) -> None:
+    model = WithExtraState()
+    model.root = {"seen": torch.ones(2), "name": "old"}
+    model.child.amax = torch.arange(4.0)
+    path = saved(composer_state(model), f"{folder}/a.pt")
+
+    def check(is_sharded: bool) -> None:
+        ours = Picky()
+        if is_sharded:
+            fully_shard(ours)
+        refused(
+            "picky", path, ours, None, [r"_extra_state: .*Picky refused its extra state \(KeyError: 'recipe'\)|rank 1"]
+        )
+        assert ours.root["name"] == "new" and not ours.child.amax.any(), ours.root
+
+    for_each(check, {"sharded": (True,), "whole": (False,)})
+
+
+def test_a_module_that_refuses_its_extra_state(tmp_path: Path):
+    """The model's own code can fail; weights, and the extra state of other modules and ranks, are as before."""
+    run_ranks(check_refusing_module, 2, str(tmp_path))
+
+
+class Subclass(torch.optim.AdamW):
+    """Does something of its own after a load, and refuses on one rank once it has changed its state."""
+
+    refuses = False
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.param_groups[0]["lr"] = 5.0
+        if self.refuses and dist.get_rank() == 1:
+            raise RuntimeError("not this one")
+
+
+Subclass.__qualname__ = "AdamW"  # the file's
+
+
+def hooked(kind: str, seen: list[float]) -> MakeOptimizer:
+    """An optimizer with a hook before or after a load, which sees the file's state."""
+
+    def before(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        seen.append(float(full(state["state"][0]["exp_avg"]).abs().sum()))
+
+    def after(optimizer: torch.optim.Optimizer) -> None:
+        seen.append(sum(float(full(own["exp_avg"]).abs().sum()) for own in optimizer.state.values()))
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = (Subclass if kind == "subclass" else torch.optim.AdamW)(model.parameters(), lr=0.02)
+        if kind == "pre-hook":
+            optimizer.register_load_state_dict_pre_hook(before)
+        elif kind == "post-hook":
+            optimizer.register_load_state_dict_post_hook(after)
+        return optimizer
+
+    return make
+
+
+CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
+    "sharded": {},
+    "replicated": {"sharding_strategy": "NO_SHARD"},
+    "whole": None,
+}
+
+
+def check_hooks(folder: str) -> None:
+    path = saved(composer_state(*trained(make_optimizer=adamw)), f"{folder}/a.pt")
+
+    def check(kind: str, configuration: str) -> None:
+        seen: list[float] = []
+        model, optimizer = untrained(make_optimizer=hooked(kind, seen), config=CONFIGURATIONS[configuration])
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+        load_checkpoint(path, model, optimizer)
+        ours, other = untrained(config=CONFIGURATIONS[configuration])
+        load_checkpoint(path, ours, other)
+        assert_same(contents(model, optimizer), contents(ours, other), kind)
+        moments = [float(full(own["exp_avg"]).abs().sum()) for own in other.state.values()]
+        expected = {"pre-hook": [moments[0]], "post-hook": [sum(moments)], "subclass": []}[kind]
+        assert seen == pytest.approx(expected), f"{kind}: {seen}, the file has {expected}"
+        assert optimizer.param_groups[0]["lr"] == (5.0 if kind == "subclass" else 0.01)
+
+    def check_refusal(kind: str, configuration: str) -> None:
+        model, optimizer = untrained(make_optimizer=hooked(kind, []), config=CONFIGURATIONS[configuration])
+        step(model, optimizer, 5)
+        held = {id(value) for own in optimizer.state.values() for value in own.values()}
+
+        def fail(*unused: Any) -> None:
+            if dist.get_rank() == 1:
+                raise RuntimeError("not this one")
+
+        if kind == "pre-hook":
+            optimizer.register_load_state_dict_pre_hook(fail)
+        elif kind == "post-hook":
+            optimizer.register_load_state_dict_post_hook(fail)
+        else:
+            optimizer.refuses = True
+        refused(kind, path, model, optimizer, [r"or a hook of it, raised RuntimeError: not this one; nothing|rank 1"])
+        assert held == {id(value) for own in optimizer.state.values() for value in own.values()}
+        step(model, optimizer, 6)
+
+    kinds = ("pre-hook", "post-hook", "subclass")
+    with mock.patch("composer_fsdp2.checkpoint.load.exchange._SMALL_BYTES", 0):  # so that replicas share what they read
+        for action in (check, check_refusal):
+            for_each(action, {f"{action.__name__}: {case}": case for case in itertools.product(kinds, CONFIGURATIONS)})
+
+
+def test_an_optimizer_with_code_of_its_users(tmp_path: Path):
+    """A hook that raises on one rank left the others with half of a checkpoint; one that goes well sees the file's
+    state, and its result is the same as without it."""
+    run_ranks(check_hooks, 2, str(tmp_path))
+
+
+def test_extra_state_and_buffers(tmp_path: Path):
+    """Scales of fp8 recipes live in extra state; DCP takes such a dict apart, and the module gets it whole."""
+    run_ranks(check_extra_state, 2, str(tmp_path))
+
+
+DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
+
+
+class Typed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in DTYPES:
+            name = f"of_{dtype}".replace("torch.", "")
+            values = torch.linspace(-3, 3, 55).reshape(11, 5).to(dtype)
+            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+        for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+            self.register_buffer(f"of_{dtype}".replace("torch.", ""), (torch.arange(3000) % 2).to(dtype))
+
+
+def check_dtypes(folder: str) -> None:
+    model = Typed()
+    path = saved(composer_state(model), f"{folder}/a.pt")
+
+    def check(way: str) -> None:
+        ours = Typed()
+        for tensor in (*ours.parameters(), *ours.buffers()):
+            tensor.zero_()
+        if way == "sharded":
+            fully_shard(ours)
+        load_checkpoint(path, ours)
+        # gloo gathers no fp8: each rank compares its own rows.
+        for name, value in ours.state_dict().items():
+            expected, value = model.state_dict()[name], value.detach()
+            if isinstance(value, DTensor):
+                expected, value = expected.chunk(2)[dist.get_rank()], value.to_local()
+            assert_same({name: value}, {name: expected}, way, in_bits=True)
+
+    for_each(check, {way: (way,) for way in ("sharded", "whole")})
+
+
+def test_dtypes(tmp_path: Path):
+    """fp8 weights and boolean masks arrive as they were; gloo itself cannot send fp8."""
+    with torch.no_grad():
+        run_ranks(check_dtypes, 2, str(tmp_path))
+
+
+def check_shard_of_columns(folder: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), nn.Linear(4, 9, bias=False), nn.LayerNorm(9))
+
+    model, optimizer = trained(make)
+    monolithic = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    directory = f"{folder}/directory"
+    save_directory(composer_state(model, optimizer), checkpoint_id=directory)
+
+    def check(path: str) -> None:
+        ours, own = untrained(make)
+        fully_shard(ours, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None)
+        own = adamw(ours)
+        report = load_checkpoint(path, ours, own)
+        assert ours[0].weight.placements == (Shard(1),)
+        assert report.unchecked_bytes == 0, str(report)
+        assert_same(contents(ours, own), contents(model, optimizer), str(path), in_bits=True)
+        assert own.state[ours[0].weight]["exp_avg"].placements == (Shard(1),)
+
+    for_each(check, {path: (path,) for path in (monolithic, directory)})
+
+
+def test_parameters_sharded_by_columns(tmp_path: Path):
+    """``shard_placement_fn`` cuts another dimension; a rank's bytes are then many short runs, checked all the same."""
+    run_ranks(check_shard_of_columns, 2, str(tmp_path))
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "freed after forward to one rank": {"reshard_after_forward": 1},
+    "kept after forward": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "offloaded": {"cpu_offload": True},
+    "checkpointed": {"activation_checkpointing": True},
+    "in bf16 with buffers": {"mixed_precision": {"param_dtype": "bf16", "buffer_dtype": "bf16"}},
+}
+
+
+def check_plans(folder: str) -> None:
+    model, optimizer = trained(tied_model)
+    model.decoder.blocks[0].scale.fill_(0.75)
+    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    expected = contents(model, optimizer)
+
+    def check(name: str, one_reader: bool) -> None:
+        ours, own = untrained(tied_model, config=PLANS[name])
+        load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
+        assert_same(contents(ours, own), expected, name, in_bits=True)
+        assert ours.decoder.blocks[0].scale.item() == 0.75, f"{name}: what the state dict shows was a copy"
+        ours, own = untrained(tied_model, config=PLANS[name])
+        report = load_checkpoint(path, ours, own, weights_only=True, one_reader_per_node=one_reader)
+        assert report.left_out == ("optimizer AdamW",) and not own.state, f"{name}: {report}"
+        assert_same(contents(ours), contents(model), name, in_bits=True)
+        # After a forward without gradients, an evaluation's, parameters are gathered.
+        with torch.no_grad():
+            ours(tokens(0))
+        load_checkpoint(path, ours, own, one_reader_per_node=one_reader)
+        assert_same(contents(ours, own), expected, name, in_bits=True)
+
+    cases = itertools.product(PLANS, (False, True))
+    chosen = [case for case in cases if IS_THOROUGH or case[0] == "offloaded" or not case[1]]
+    for_each(check, {f"{case}": case for case in chosen})
+
+
+def test_any_plan(tmp_path: Path):
+    """However a model is sharded, cast or recomputed, also right after an evaluation."""
+    run_ranks(check_plans, 2, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes
+
+
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+
+
+def check_bytes(folder: str, config: dict[str, Any], num_shards: int) -> list[int]:
+    model, optimizer = trained(Large)
+    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    ours, own = untrained(Large, config=config)
+    report = load_checkpoint(path, ours, own)
+    assert_same(contents(ours, own), contents(model, optimizer), str(config), in_bits=True)
+    assert report.unchecked_bytes == 0
+    num_bytes = sum(value.numel() * value.element_size() for value in contents(model, optimizer).values())
+    shard = num_bytes / num_shards / (dist.get_world_size() / num_shards)
+    assert report.num_bytes <= 1.01 * shard, f"{config}: {report.num_bytes} of {num_bytes}"
+    return [report.num_bytes, num_bytes]
+
+
+CONFIGS: dict[int, list[tuple[dict[str, Any], int]]] = {
+    2: [({}, 2), ({"sharding_strategy": "NO_SHARD"}, 1)],
+    4: [({}, 4), ({"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}, 2)],
+}
+
+
+@pytest.mark.parametrize("world_size", CONFIGS)
+def test_each_byte_is_read_once(tmp_path: Path, world_size: int):
+    """A rank reads its shard; replicas share the reading. 100 ranks do not read a file 100 times."""
+    for config, num_shards in CONFIGS[world_size]:
+        of_ranks = run_ranks(check_bytes, world_size, str(tmp_path), config, num_shards)
+        read, num_bytes = sum(read for read, _ in of_ranks), of_ranks[0][1]
+        # Step counts and what is smaller than 1 KiB is read by each rank that needs it.
+        assert num_bytes <= read <= 1.02 * num_bytes, f"{config}: {read} of {num_bytes}"
+
+
+def check_one_reader(folder: str) -> int:
+    model, optimizer = trained(Large)
+    path = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    ours, own = untrained(Large, config={})
+    with machines(2):
+        report = load_checkpoint(path, ours, own, one_reader_per_node=True)
+    assert_same(contents(ours, own), contents(model, optimizer), "one reader", in_bits=True)
+    return report.num_bytes
+
+
+def test_one_reader_per_node(tmp_path: Path):
+    """A slow shared disk is asked by one rank of each machine, for what all of its ranks keep."""
+    read = run_ranks(check_one_reader, 4, str(tmp_path))
+    num_bytes = 3 * 4 * sum(parameter.numel() for parameter in Large().parameters())  # weights and two moments, fp32
+    for reader, other in (read[:2], read[2:]):
+        assert reader == pytest.approx(num_bytes / 2, rel=0.01)
+        assert other < 0.01 * reader, "step counts alone"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures
+
+
+class DecoupledAdamW(torch.optim.AdamW):
+    """Composer's keeps the same state."""
+
+
+class Tables(nn.Module):
+    """What the table's safetensors folder holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(11, 6)
+        self.b, self.c = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 3))
+
+    def forward(self) -> None: ...
+
+
+def for_corruption(layout: str) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    if layout == "safetensors":
+        model: nn.Module = Chain(model=Tables())
+        prepare_fully_shard(model, None, {}, precision="fp32")
+        return model, None
+    model = Chain(model=TiedLM(1 if layout == "monolithic" else 2))
+    optimizer = DecoupledAdamW(model.parameters())
+    prepare_fully_shard(model, optimizer, {}, precision="fp32")
+    return model, optimizer
+
+
+def check_corruptions(folder: str, layout: str) -> dict[str, str]:
+    """What became of each row: the error, or ''. ``folder/NUMBER`` has the row's checkpoints."""
+    rows = [row for row in CORRUPTIONS if row.layout == layout]
+    whole_model, whole_optimizer = for_corruption(layout)
+    found: dict[str, str] = {}
+    for number, row in enumerate(rows):
+        whole, damaged = (Path(text) for text in (Path(folder) / str(number) / "paths").read_text().splitlines())
+        if number == 0:
+            load_checkpoint(whole, whole_model, whole_optimizer)
+        model, optimizer = for_corruption(layout)
+        before = contents(model, optimizer)
+        found[row.name] = ""
+        try:
+            load_checkpoint(damaged, model, optimizer)
+        except CheckpointError as error:
+            found[row.name] = str(error)
+        if not found[row.name]:
+            expected = contents(whole_model, whole_optimizer) if row.found_by is not FoundBy.AGAINST else None
+        else:
+            expected = before
+            place = damaged.parent if layout == "monolithic" else damaged
+            assert str(place) in found[row.name], f"{row}: {found[row.name]}"
+        if expected is not None:
+            assert_same(contents(model, optimizer), expected, f"{row}: {found[row.name]}", in_bits=True)
+    return found
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("layout", ["monolithic", "dcp", "safetensors"])
+def test_damage_is_refused_on_every_rank(tmp_path: Path, layout: str):
+    """Damaged files give one error on all ranks, with model and optimizer as they were, or the values that were saved.
+
+    torch loads most of these as wrong values.
+    """
+    rows = [row for row in CORRUPTIONS if row.layout == layout]
+    for number, row in enumerate(rows):
+        (tmp_path / str(number)).mkdir()
+        paths = prepared(row, tmp_path / str(number))
+        (tmp_path / str(number) / "paths").write_text("\n".join(map(str, paths)))
+    [first, second] = run_ranks(check_corruptions, 2, str(tmp_path), layout)
+    assert {name for name, message in first.items() if message} == {name for name, message in second.items() if message}
+    unnoticed = {row.name for row in rows if row.found_by is FoundBy.INSPECT and not first[row.name]}
+    assert unnoticed == set()
+    content = [row.name for row in rows if row.found_by is FoundBy.CONTENT]
+    loaded = [name for name in content if not first[name]]
+    # Bits of what a load does not read (a random state, a callback) may be wrong.
+    assert len(loaded) <= len(content) // 2, loaded
+
+
+def check_one_ranks_bytes(folder: str) -> None:
+    model, optimizer = trained(Large)
+    monolithic = saved(composer_state(model, optimizer), f"{folder}/a.pt")
+    weight = bytes_of(model.body[3].weight)
+    for of_rank in (0, 1):
+        part = weight[: len(weight) // 2] if of_rank == 0 else weight[len(weight) // 2 :]
+        damaged = Path(f"{folder}/damaged-{of_rank}.pt")
+        if dist.get_rank() == 0:
+            shutil.copy(monolithic, damaged)
+            flip(damaged, damaged.read_bytes().index(part) + 100)
+        dist.barrier()
+        for config in ({}, {"sharding_strategy": "NO_SHARD"}, None):
+            ours, own = untrained(Large, config=config)
+            refused(f"{of_rank}, {config}", damaged, ours, own, [r"damaged-\d\.pt.*(.|\n)*CRC32"])
+            refused(f"{of_rank}, {config}", damaged, ours, own, ["CRC32"], one_reader_per_node=True)
+    copies = [Path(f"{folder}/{rank}/a.pt") for rank in range(2)]
+    if dist.get_rank() == 0:
+        for path in copies:
+            path.parent.mkdir()
+            shutil.copy(monolithic, path)
+    dist.barrier()
+    mine = copies[dist.get_rank()]
+    ours, own = untrained(Large, config={})
+    assert load_checkpoint(mine, ours, own).unchecked_bytes == 0  # each node has its own copy
+    assert_same(contents(ours, own), contents(model, optimizer), "own copies", in_bits=True)
+    for damage in ("bits", "length", "missing", "other"):
+        ours, own = untrained(Large, config={})
+        if dist.get_rank() == 1:
+            shutil.copy(monolithic, mine)
+            if damage == "bits":
+                flip(mine, mine.read_bytes().index(weight[len(weight) // 2 :]) + 100)
+            elif damage == "length":
+                mine.write_bytes(mine.read_bytes()[:-1000])
+            elif damage == "missing":
+                mine.unlink()
+            else:
+                other, other_optimizer = trained(Large)
+                step(other, other_optimizer, 9)
+                torch.save(composer_state(other, other_optimizer), mine)
+        dist.barrier()
+        refused(damage, mine, ours, own, [r"a\.pt|decided differently"])
+
+
+def test_damage_that_one_rank_reads(tmp_path: Path):
+    """The other rank read sound bytes, or a sound copy; neither goes on alone, and none waits for the other."""
+    run_ranks(check_one_ranks_bytes, 2, str(tmp_path), timeout_s=120)
+
+
+def check_other_directory(folder: str) -> None:
+    paths = [f"{folder}/{name}/ep0-ba3" for name in ("one", "two")]
+    for value, path in enumerate(paths):
+        model, _ = untrained(Large, config={})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        # Of shards, so that each rank will read files' records of its own, whole: no CRC32 tells.
+        save_directory({"state": {"model": model.state_dict()}}, checkpoint_id=path)
+    ours, _ = untrained(Large, config={})
+    load_checkpoint(paths[0], ours)
+    refused("another save's", paths[dist.get_rank()], ours, None, ["decided differently"])
+
+
+def test_ranks_given_different_directories(tmp_path: Path):
+    """Two nodes with checkpoints of two runs in the same place would train on half of each."""
+    run_ranks(check_other_directory, 2, str(tmp_path))

@@ -1,0 +1,272 @@
+"""Whatever the shapes, dtypes and splits: what one world saved, another loads, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import random
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpoints.samples import bytes_of
+from support.examples import examples
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from composer_fsdp2 import CheckpointError, load_checkpoint
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+OTHERS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128)
+BUFFERS = (*FLOATS, *OTHERS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parameter or a buffer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_buffer: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it was written, and who reads it.
+
+    Args:
+        seed: Of the values and of the splits.
+        columns: Whether matrices are sharded by columns, where these can be shared out evenly.
+        num_files: Of a DCP directory; 0 is one file of ``torch.save``.
+        strided: Whether tensors lie in other orders in memory, and several in one storage.
+    """
+
+    specs: tuple[Spec, ...]
+    seed: int
+    columns: bool
+    num_files: int
+    strided: bool
+
+
+shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
+parameters = st.builds(Spec, shapes, st.sampled_from((*FLOATS, *OTHERS)))
+buffers = st.builds(Spec, st.lists(st.integers(0, 5), max_size=3).map(tuple), st.sampled_from(BUFFERS), st.just(True))
+cases = st.builds(
+    Case,
+    specs=st.tuples(
+        st.lists(st.builds(Spec, shapes, st.just(torch.float32)), min_size=1, max_size=2),
+        st.lists(parameters, max_size=3),
+        st.lists(buffers, max_size=2),
+    ).map(lambda parts: tuple(itertools.chain(*parts))),
+    seed=st.integers(0, 1000),
+    columns=st.booleans(),
+    num_files=st.sampled_from([0, 0, 1, 2, 3, 5]),
+    strided=st.booleans(),
+)
+
+
+class Half(nn.Module):
+    def forward(self) -> None: ...
+
+
+class Whole(nn.Module):
+    """Two units and a root."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.first, self.second = Half(), Half()
+        for number, spec in enumerate(case.specs):
+            module = (self.first, self.second, self)[number % 3]
+            value = torch.zeros(spec.shape, dtype=spec.dtype)
+            if spec.is_buffer:
+                module.register_buffer(f"t{number}", value)
+            else:
+                module.register_parameter(f"t{number}", nn.Parameter(value, requires_grad=spec.dtype in FLOATS))
+
+    def forward(self) -> None: ...
+
+
+def make(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Whole(case)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def filled(case: Case, rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random bits, so NaNs of every kind too; maybe a part of a larger storage, in another order."""
+    order = rng.sample(range(len(shape)), len(shape)) if case.strided else list(range(len(shape)))
+    numel, before = math.prod(shape), rng.choice([0, 3]) if case.strided else 0
+    raw = bytes(rng.randrange(2 if dtype == torch.bool else 256) for _ in range((numel + before) * dtype.itemsize))
+    if not raw:
+        return torch.zeros(shape, dtype=dtype)
+    run = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype)[before:]
+    return run.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+
+
+def state_of(case: Case) -> dict[str, Any]:
+    """What the writing run held: Composer's state dict with random values."""
+    rng = random.Random(case.seed)
+    model, optimizer = make(case)
+    weights = {name: filled(case, rng, tuple(v.shape), v.dtype) for name, v in model.state_dict().items()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    state = {
+        name: {
+            "step": torch.tensor(float(rng.randrange(9))),
+            "exp_avg": filled(case, rng, tuple(parameter.shape), parameter.dtype),
+            "exp_avg_sq": filled(case, rng, tuple(parameter.shape), parameter.dtype),
+        }
+        for name, parameter in trained.items()
+    }
+    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    optimizers = {"AdamW": {"state": state, "param_groups": [{**group, "lr": 0.25, "params": list(trained)}]}}
+    return {"state": {"model": weights, "optimizers": optimizers}, "rng": []}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A directory as so many ranks would have written it, by torch's own classes
+
+
+def write_directory(case: Case, root: dict[str, Any], folder: Path) -> None:
+    rng = random.Random(case.seed)
+    files = [(folder / f"__{rank}_0.distcp").open("wb") for rank in range(case.num_files)]
+    declared: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    paths: dict[str, Any] = {}
+
+    def put(value: Any, name: str, offsets: tuple[int, ...] | None) -> None:
+        file = rng.choice(files)
+        start = file.tell()
+        torch.save(value, file)
+        index = dcp.MetadataIndex(name, None if offsets is None else torch.Size(offsets))
+        places[index] = _StorageInfo(Path(file.name).name, start, file.tell() - start)
+
+    for path, value in leaves(root):
+        name = ".".join(map(str, path))
+        paths[name] = path
+        if isinstance(value, torch.Tensor):
+            chunks = [] if value.dim() else [((), ())]
+            if value.dim():
+                ranges = [split(rng, size) if dim < 2 else [(0, size)] for dim, size in enumerate(value.shape)]
+                chunks = [
+                    (tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in itertools.product(*ranges)
+                ]
+            for offsets, sizes in chunks:
+                box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+                part = value[box]
+                put(part if case.strided else part.clone(), name, offsets)
+            declared[name] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=value.dtype),
+                value.shape,
+                [dcp.ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks],
+            )
+        else:
+            put(value, name, None)
+            declared[name] = dcp.BytesStorageMetadata()
+    for file in files:
+        file.close()
+    metadata = dcp.Metadata(declared, planner_data=paths, storage_data=places)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def split(rng: random.Random, size: int) -> list[tuple[int, int]]:
+    cuts = sorted({0, size, *(rng.randrange(size + 1) for _ in range(rng.randrange(3)))})
+    return [*itertools.pairwise(cuts)] or [(0, 0)]
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Any:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from leaves(part, (*path, key))
+    else:
+        yield path, value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_load(path: str, case: Case) -> None:
+    root = state_of(case)["state"]
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    model, optimizer = make(case)
+    if dist.is_initialized():
+
+        def placement(parameter: nn.Parameter) -> Shard | None:
+            is_even = parameter.dim() > 1 and parameter.shape[1] % world_size == 0
+            return Shard(1) if case.columns and is_even else None
+
+        for module in (model.first, model.second, model):
+            fully_shard(module, shard_placement_fn=placement)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    report = load_checkpoint(path, model, optimizer)
+    assert (report.left_out, report.kept, report.cast) == ((), (), ()), str(report)
+    assert report.unchecked_bytes == 0 or case.strided, str(report)  # of a larger storage nobody reads the rest
+    for name, value in model.state_dict().items():
+        assert_part(name, value, root["model"][name])
+    state = root["optimizers"]["AdamW"]["state"]
+    for name, parameter in model.named_parameters():
+        assert (name in state) == (parameter in optimizer.state), name
+        for key, value in state.get(name, {}).items():
+            assert_part(f"{key} of {name}", optimizer.state[parameter][key], value)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def try_load(path: str, case: Case) -> str:
+    """What went wrong, as a value: a check that raises costs new ranks, for each step in which hypothesis shrinks."""
+    try:
+        check_load(path, case)
+    except (AssertionError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def assert_part(name: str, ours: torch.Tensor, whole: torch.Tensor) -> None:
+    """This rank's part is that of the full tensor; gloo could not gather fp8."""
+    if isinstance(ours, DTensor):
+        [place] = ours.placements
+        parts = list(whole.chunk(dist.get_world_size(), place.dim))
+        rank, ours = dist.get_rank(), ours.to_local()
+        whole = parts[rank] if rank < len(parts) else whole.narrow(place.dim, 0, 0)
+    assert (ours.shape, ours.dtype) == (whole.shape, whole.dtype), f"{name}: {ours.shape} of {ours.dtype}"
+    assert bytes_of(ours) == bytes_of(whole), f"{name}: {ours}, not {whole}"
+
+
+@given(case=cases, world_size=st.sampled_from([1, 1, 2, 2, 3]))
+@examples(30)
+def test_what_one_world_saved_another_loads(case: Case, world_size: int):
+    """A split that one size of job makes and another misreads would put rows of a weight in another's place."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ("file.pt" if case.num_files == 0 else "directory")
+        if case.num_files == 0:
+            torch.save(state_of(case), path)
+        else:
+            path.mkdir()
+            write_directory(case, state_of(case), path)
+        if world_size == 1:
+            check_load(str(path), case)
+        else:
+            assert run_ranks(try_load, world_size, str(path), case) == [""] * world_size
+
+
+@given(case=cases.filter(lambda case: case.num_files > 0))
+@examples(15)
+def test_the_directories_above_are_torchs(case: Case):
+    """The oracle of the property: torch reads the same values from what was written here."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = state_of(case)
+        write_directory(case, root, Path(folder))
+        dcp_to_torch_save(folder, f"{folder}/whole.pt")
+        theirs = dict(leaves(torch.load(f"{folder}/whole.pt", weights_only=False)))
+    for path, value in leaves(root):
+        if isinstance(value, torch.Tensor):
+            assert bytes_of(theirs[path]) == bytes_of(value), path

@@ -1,0 +1,255 @@
+"""From what one has at hand to the checkpoint: links, pointers, patterns, run folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints.samples import LEGACY, composer_state, write_safetensors
+from torch import nn
+
+from composer_fsdp2 import (
+    CheckpointError,
+    convert_checkpoint,
+    inspect_checkpoint,
+    load_checkpoint,
+    verify_checkpoint,
+)
+from composer_fsdp2.checkpoint.locate import NotACheckpointError, find
+
+pytestmark = pytest.mark.any_torch
+
+DCP = LEGACY / "c220" / "sharded" / "ep0-ba3"
+
+
+def save(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(composer_state(), path)
+    return path
+
+
+def save_dcp(path: Path, *, complete: bool = True) -> Path:
+    shutil.copytree(DCP, path)
+    if not complete:
+        (path / ".metadata").unlink()
+    return path
+
+
+# --- one checkpoint
+
+
+@pytest.mark.parametrize("kind", ["c172/full", "c172/sharded", "c220/sharded-mesh"])
+def test_latest_of_an_old_run_is_found(kind: str):
+    """The files that Composer wrote, with links that became text on the way through git or an object store."""
+    expected = "ep0-ba3-rank0.pt" if "full" in kind else "ep0-ba3"
+    for named in ("latest-rank0.pt", "latest-rank{rank}.pt", "."):
+        assert find(LEGACY / kind / named).path.name == expected
+
+
+def test_links_lead_to_what_they_link(tmp_path: Path):
+    """Composer's own latest-rank0.pt, Foundry's latest-sharded-rank0, and links to links on another disk."""
+    folder = save_dcp(tmp_path / "disk" / "ep0-ba3")
+    file = save(tmp_path / "disk" / "ep0-ba3-rank0.pt")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "latest-sharded-rank0").symlink_to("../disk/ep0-ba3")
+    (run / "latest-rank0.pt").symlink_to("second")
+    (run / "second").symlink_to(file)
+    assert find(run / "latest-sharded-rank{rank}").path == folder
+    assert find(run / "latest-rank0.pt").path == file
+
+
+@pytest.mark.parametrize("content", ["ep0-ba3-rank0.pt", "run/checkpoints/ep0-ba3-rank0.pt\n"])
+def test_symlink_files_of_object_stores_are_followed(tmp_path: Path, content: str):
+    """A bucket that was copied to a disk: its .symlink files hold the object's name, from the bucket's root."""
+    file = save(tmp_path / "run" / "checkpoints" / "ep0-ba3-rank0.pt")
+    pointer = file.with_name("latest-rank0.pt.symlink")
+    pointer.write_text(content)
+    assert find(pointer).path == file
+    assert find(file.with_name("latest-rank0.pt")).path == file, "as named without the ending"
+    assert find(file.with_name("latest-rank{rank}.pt")).path == file
+
+
+def test_file_uri_and_home_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Paths as launchers and YAMLs write them; spaces and other letters in them too."""
+    file = save(tmp_path / "a run, größer" / "x.pt")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find(f"file://{tmp_path}/a%20run,%20größer/x.pt").path == file
+    assert find("~/a run, größer/x.pt").path == file
+    assert find(file).path == file
+
+
+# --- the newest of several
+
+
+def test_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path):
+    """A run that died while it wrote resumes from the checkpoint before; batches count as numbers."""
+    run = tmp_path / "run" / "checkpoints"
+    save_dcp(run / "ep0-ba3")
+    save_dcp(run / "ep1-ba9")
+    save_dcp(run / "ep1-ba12", complete=False)
+    (run / "latest-rank0.pt").symlink_to("ep0-ba3")  # stale: the run died before it moved
+    found = find(tmp_path)
+    assert found.path == run / "ep1-ba9"
+    assert len(found.remarks) == 1 and "ep1-ba12" in found.remarks[0] and ".metadata" in found.remarks[0]
+
+
+def test_files_and_folders_of_steps_are_compared(tmp_path: Path):
+    """Full and sharded checkpoints in one folder; other ranks' files and pointers are none of their own."""
+    save(tmp_path / "ep0-ba10-rank0.pt")
+    save_dcp(tmp_path / "ep0-ba9")
+    newest = save(tmp_path / "ep0-ba11-rank0.pt")
+    save(tmp_path / "ep0-ba99-rank1.pt")
+    (tmp_path / "ep0-ba99.symlink").write_text("nothing")
+    (tmp_path / "ep0-ba98.json").write_text("{}")
+    assert find(tmp_path).path == newest and find(tmp_path).remarks == ()
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-10]],
+    ids=["empty", "half", "end"],
+)
+def test_half_written_file_is_passed_over(tmp_path: Path, cut: Callable[[bytes], bytes]):
+    """A full disk leaves a file of the right name: the last whole one is taken, and it is said."""
+    whole = save(tmp_path / "ep0-ba1-rank0.pt")
+    half = save(tmp_path / "ep0-ba2-rank0.pt")
+    half.write_bytes(cut(half.read_bytes()))
+    found = find(tmp_path)
+    assert found.path == whole and "ep0-ba2-rank0.pt" in found.remarks[0]
+    whole.unlink()
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint.*ep0-ba2-rank0"):
+        find(tmp_path)
+
+
+def test_of_equal_steps_the_later_written_is_taken(tmp_path: Path):
+    """Two runs below one folder: the batch decides, then the epoch, then the time."""
+    older, newer = save(tmp_path / "b" / "ep0-ba3-rank0.pt"), save(tmp_path / "a" / "ep0-ba3-rank0.pt")
+    os.utime(older, (1000, 1000))
+    assert find(tmp_path).path == newer
+    os.utime(newer, (500, 500))
+    assert find(tmp_path).path == older
+    save(tmp_path / "a" / "ep1-ba3-rank0.pt")
+    os.utime(tmp_path / "a" / "ep1-ba3-rank0.pt", (1, 1))
+    assert find(tmp_path).path.name == "ep1-ba3-rank0.pt"
+    save(tmp_path / "b" / "ep0-ba4-rank0.pt")
+    assert find(tmp_path).path.name == "ep0-ba4-rank0.pt"
+
+
+def test_folder_with_names_of_ones_own(tmp_path: Path):
+    """save_filename may be anything: the latest pointer decides, or the only checkpoint there is."""
+    first = save(tmp_path / "batch3.pt")
+    (tmp_path / "run.log").write_text("a\nlog")
+    assert find(tmp_path).path == first
+    second = save(tmp_path / "batch6.pt")
+    with pytest.raises(CheckpointError, match=r"2 checkpoints.*batch3\.pt, batch6\.pt"):
+        find(tmp_path)
+    (tmp_path / "latest-rank0.pt").symlink_to(second.name)
+    assert find(tmp_path).path == second
+
+
+# --- what leads nowhere
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("../secret.pt", "outside of its folder"),
+        ("link-out", "outside of its folder"),
+        ("gone.pt", "not beside it"),
+        ("b.symlink", "cycle"),
+        ("s3://bucket/run/ep0-ba3", "not on this machine"),
+        ("two\nlines", "no path"),
+        ("", "no path"),
+    ],
+)
+def test_pointers_stay_in_their_folder(tmp_path: Path, content: str, text: str):
+    """A pointer file comes with the checkpoint, from whoever wrote it: it opens nothing else on the machine."""
+    save(tmp_path / "secret.pt")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "link-out").symlink_to("../secret.pt")
+    (run / "b.symlink").write_text("a.symlink")
+    (run / "a.symlink").write_text(content)
+    with pytest.raises(NotACheckpointError, match=text):
+        find(run / "a.symlink")
+
+
+def test_absolute_pointer_is_refused(tmp_path: Path):
+    """Also one that leads to a checkpoint: its owner may name that himself."""
+    file = save(tmp_path / "x.pt")
+    (tmp_path / "run").mkdir()
+    pointer = tmp_path / "run" / "latest-rank0.pt"
+    pointer.write_text(str(file))
+    with pytest.raises(NotACheckpointError, match="outside of its folder"):
+        find(pointer)
+
+
+def test_dangling_and_circular_links_are_named(tmp_path: Path):
+    """A link that survived what it linked to is told from a missing file."""
+    (tmp_path / "latest-rank0.pt").symlink_to("ep0-ba3")
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for name in ("latest-rank0.pt", "a"):
+        with pytest.raises(NotACheckpointError, match=f"{name} -> .*a broken or circular link"):
+            find(tmp_path / name)
+
+
+def test_missing_path_says_what_is_there(tmp_path: Path):
+    """A typing error is seen at a glance; a remote path is not looked up on this disk."""
+    save(tmp_path / "ep0-ba3-rank0.pt")
+    with pytest.raises(NotACheckpointError, match=r"ep0-ba3-rank0\.pt"):
+        find(tmp_path / "ep0-ba4-rank0.pt")
+    with pytest.raises(NotACheckpointError, match="name the folder"):
+        find(tmp_path / "ep{epoch}-ba{batch}-rank{rank}.pt")
+    for uri in ("s3://bucket/ep0-ba3", "hf://org/model", "file://other-machine/x"):
+        with pytest.raises(NotACheckpointError, match=r"not on this machine.*load_path"):
+            find(uri)
+
+
+def test_a_file_of_a_hugging_face_cache(tmp_path: Path):
+    """The link has the name that says what it is; the file that it leads to is called by its hash."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    write_safetensors(blobs / "0123", {"w": torch.ones(3)})
+    save(blobs / "4567")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+    (snapshot / "weights.pt").symlink_to("../../blobs/4567")
+    for path in (snapshot / "model.safetensors", snapshot):
+        assert [key[2] for key in inspect_checkpoint(path).tensors] == ["w"]
+    assert find(snapshot / "weights.pt").path == blobs / "4567"
+
+
+NO_PATHS = {
+    "~nosuchuser/run.pt": "no such file",
+    "a\0b": "it contains a NUL",
+    "half \ud800": "not a valid path",
+    "half a name \udcff": "no such file",
+    "x" * 5000: "too long",
+    "file:///a%00b": "it contains a NUL",
+}
+
+
+@pytest.mark.parametrize("path", NO_PATHS, ids=lambda path: ascii(path)[:20])
+def test_what_no_file_can_be_called(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A wrong path is an error of ours, whatever is wrong with it; scripts that catch CheckpointError catch it."""
+    monkeypatch.chdir(tmp_path)
+    source = save(tmp_path / "run.pt")
+    for action in (
+        lambda: inspect_checkpoint(path),
+        lambda: verify_checkpoint(path),
+        lambda: verify_checkpoint(source, path),
+        lambda: load_checkpoint(path, nn.Linear(1, 1)),
+        lambda: convert_checkpoint(path, tmp_path / "new", to="dcp"),
+    ):
+        with pytest.raises(CheckpointError, match=NO_PATHS[path]):
+            action()
+    if NO_PATHS[path] != "no such file":  # as a destination they are names as good as others
+        with pytest.raises(CheckpointError, match=NO_PATHS[path]):
+            convert_checkpoint(source, path.removeprefix("file://").replace("%00", "\0"), to="dcp")
+    assert list(tmp_path.iterdir()) == [source]

@@ -1,0 +1,223 @@
+"""How an optimizer's state is matched: by parameter, and by what the optimizer would make itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints.samples import bytes_of
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from composer_fsdp2 import CheckpointError, load_checkpoint
+from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
+from composer_fsdp2.checkpoint.load.load_plan import LoadPlan, plan_load
+
+
+def make_model() -> nn.Module:
+    """Parameters of no, one, two and four dimensions, equal sizes among them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(2, 3, 2), nn.LayerNorm(1))
+    model.register_parameter("gain", nn.Parameter(torch.tensor(2.0)))
+    return model
+
+
+def make_optimizer(model: nn.Module, cls: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
+    return cls(model.parameters(), **options)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Composer's form, by name."""
+    names = [name for name, _ in model.named_parameters()]
+    state = optimizer.state_dict()
+    by_name = {names[number]: dict(entries) for number, entries in state["state"].items()}
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    optimizers = {type(optimizer).__qualname__: {"state": by_name, "param_groups": groups}}
+    return {"state": {"model": model.state_dict(), "optimizers": optimizers}}
+
+
+def planned(root: dict[str, Any], folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadPlan:
+    torch.save(root, folder / "file.pt")
+    return plan_load(inspect_checkpoint(folder / "file.pt"), model, optimizer)
+
+
+CLASSES = {
+    "Adadelta": {}, "Adafactor": {}, "Adagrad": {}, "Adam": {"amsgrad": True}, "AdamW": {}, "Adamax": {}, "ASGD": {},
+    "NAdam": {}, "RAdam": {}, "RMSprop": {"momentum": 0.5}, "Rprop": {}, "SGD": {"momentum": 0.5, "lr": 0.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_expected_state_is_what_the_first_step_makes(name: str, tmp_path: Path):
+    """A state of the right form is not refused, and one entry less, more, or of another form is, before any step."""
+    cls = getattr(torch.optim, name)
+    model = make_model()
+    optimizer = make_optimizer(model, cls, **CLASSES[name])
+    stepped(model, optimizer)
+    root = state_of(model, optimizer)
+    own = make_optimizer(make_model(), cls, **CLASSES[name])
+    fresh = make_model()
+    own = make_optimizer(fresh, cls, **CLASSES[name])
+    assert planned(root, tmp_path, fresh, own).differences == ()
+
+    entries = root["state"]["optimizers"][name]["state"]
+    for parameter, key in [("0.weight", key) for key in entries["0.weight"]] + [
+        ("1.weight", [*entries["1.weight"]][-1])
+    ]:
+        whole = entries[parameter].pop(key)
+        for changed, kind in ((None, "missing"), (torch.zeros(3, 5, dtype=whole.dtype), "shape"), ("text", "type")):
+            entries[parameter].update({} if changed is None else {key: changed})
+            [difference] = planned(root, tmp_path, fresh, own).differences
+            what = key if entries[parameter] else "the state"
+            assert (difference.kind.value, difference.name) == (kind, f"optimizer {name}: {what} of {parameter}")
+        entries[parameter][key] = whole
+    entries["gain"]["invented"] = torch.zeros(())
+    [difference] = planned(root, tmp_path, fresh, own).differences
+    assert (difference.kind.value, difference.name) == ("surplus", f"optimizer {name}: invented of gain")
+
+
+def test_finding_out_leaves_no_trace(tmp_path: Path):
+    """The optimizer is asked on a copy: no state, no step counted by a scheduler, no user's hook called."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    stepped(model, optimizer)
+    root = state_of(model, optimizer)
+    fresh = make_model()
+    own = make_optimizer(fresh)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 1.0)
+    called: list[str] = []
+    own.register_step_pre_hook(lambda *_: called.append("own"))
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: called.append("before")),
+        register_optimizer_step_post_hook(lambda *_: called.append("after")),
+    ]
+    before = {name: bytes_of(value) for name, value in fresh.state_dict().items()}
+    count = scheduler.state_dict()["_step_count"]
+    try:
+        assert planned(root, tmp_path, fresh, own).differences == ()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert called == [] and not own.state
+    assert scheduler.state_dict()["_step_count"] == count
+    assert {name: bytes_of(value) for name, value in fresh.state_dict().items()} == before
+    assert all(parameter.grad is None for parameter in fresh.parameters())
+
+
+class NeedsClosure(torch.optim.SGD):
+    """Cannot step without one, so nothing is known of its state."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["rows"] = parameter.detach().sum(dim=-1)
+
+
+def test_optimizer_that_cannot_be_asked(tmp_path: Path):
+    """Its state is taken as it is: better than to refuse what somebody's optimizer saved."""
+    model = make_model()
+    optimizer = make_optimizer(model, NeedsClosure, lr=0.1)
+    optimizer.step(lambda: None)
+    torch.save(state_of(model, optimizer), tmp_path / "file.pt")
+    fresh = make_model()
+    own = make_optimizer(fresh, NeedsClosure, lr=0.1)
+    load_checkpoint(tmp_path / "file.pt", fresh, own)
+    for ours, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(own.state[ours]["rows"], optimizer.state[theirs]["rows"])
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_positions_count_through_all_groups(start: int, tmp_path: Path):
+    """Position 2 is the third parameter of the groups in their order, not of the model."""
+    model = make_model()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    rest = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": rest, "lr": 0.5}, {"params": matrices}])
+    for number, parameter in enumerate(names):
+        parameter.grad = torch.full_like(parameter, float(number))
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"] = {number + start: entries for number, entries in saved["state"].items()}
+    for group in saved["param_groups"]:
+        group["params"] = [number + start for number in group["params"]]
+    root = {"state": {"model": model.state_dict(), "optimizers": {"AdamW": saved}}}
+    torch.save(root, tmp_path / "file.pt")
+    fresh = make_model()
+    own = torch.optim.AdamW(
+        [
+            {"params": [p for p in fresh.parameters() if p.dim() <= 1]},
+            {"params": [p for p in fresh.parameters() if p.dim() > 1]},
+        ]
+    )
+    load_checkpoint(tmp_path / "file.pt", fresh, own)
+    for ours, theirs in zip(fresh.parameters(), names, strict=True):
+        assert torch.equal(own.state[ours]["exp_avg"], optimizer.state[theirs]["exp_avg"]), names[theirs]
+    assert [group["lr"] for group in own.param_groups] == [0.5, 1e-3]
+
+
+DAMAGED_GROUPS: dict[str, Any] = {
+    "a number": 3,
+    "a list of numbers": [1, 2],
+    "parameters that are a number": [{"lr": 0.1, "params": 5}],
+    "parameters that are lists": [{"lr": 0.1, "params": [[0], [1]]}],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_GROUPS)
+def test_groups_that_are_none(name: str, tmp_path: Path):
+    """A file that somebody edited is refused in words, not by a TypeError."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    root = state_of(model, optimizer)
+    root["state"]["optimizers"]["AdamW"]["param_groups"] = DAMAGED_GROUPS[name]
+    torch.save(root, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match="param_groups of AdamW"):
+        load_checkpoint(tmp_path / "file.pt", model, optimizer)
+
+
+def test_without_groups(tmp_path: Path):
+    """State by name needs no groups: hyperparameters stay, and the report says so. By position they are needed."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    stepped(model, optimizer)
+    root = state_of(model, optimizer)
+    del root["state"]["optimizers"]["AdamW"]["param_groups"]
+    torch.save(root, tmp_path / "file.pt")
+    fresh = make_model()
+    own = make_optimizer(fresh, lr=0.123)
+    load_checkpoint(tmp_path / "file.pt", fresh, own)
+    assert own.param_groups[0]["lr"] == 0.123
+    assert all(own.state[parameter]["step"].item() == 1 for parameter in fresh.parameters())
+    root["state"]["optimizers"]["AdamW"] = {"state": optimizer.state_dict()["state"]}
+    torch.save(root, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match="keyed by position"):
+        load_checkpoint(tmp_path / "file.pt", fresh, own)
+
+
+def test_hyperparameters_of_other_kinds(tmp_path: Path):
+    """A flag is not a number and a pair no number; a rate as a tensor is one."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    stepped(model, optimizer)
+    root = state_of(model, optimizer)
+    [group] = root["state"]["optimizers"]["AdamW"]["param_groups"]
+    changes: dict[str, Any] = {"lr": True, "betas": 0.9, "amsgrad": 1, "eps": "small"}
+    group |= changes
+    plan = planned(root, tmp_path, model, optimizer)
+    assert {d.name for d in plan.differences} == {f"optimizer AdamW: group 0: {key}" for key in changes}
+    assert all(d.kind.is_fatal for d in plan.differences)
+    group |= {"lr": torch.tensor(0.25), "betas": (0.5, 0.6), "amsgrad": False, "eps": 1e-3}
+    torch.save(root, tmp_path / "file.pt")
+    load_checkpoint(tmp_path / "file.pt", model, optimizer)
+    assert optimizer.param_groups[0]["lr"].item() == 0.25 and math.isclose(optimizer.param_groups[0]["eps"], 1e-3)

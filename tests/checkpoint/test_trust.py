@@ -1,0 +1,396 @@
+"""Reading pickles without running them: what is refused, and what opens."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copyreg
+import datetime
+import fractions
+import io
+import logging
+import pickle
+import pickletools
+import resource
+import struct
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpoints import malicious
+from support.checkpoints.malicious import CONTAINERS, archive, hostile, payloads, torch_records
+from support.comparing import assert_same
+from support.examples import examples
+
+from composer_fsdp2.checkpoint.archive.torch_archive import Archive
+from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
+from composer_fsdp2.checkpoint.layouts._composer import with_records
+from composer_fsdp2.checkpoint.pickles.trust import read_pickle
+from composer_fsdp2.checkpoint.read import Reader, materialized
+from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
+from composer_fsdp2.errors import CheckpointError
+
+pytestmark = pytest.mark.any_torch
+
+PAYLOADS = list(payloads(Path("marker")))
+HOSTILE = list(hostile())
+
+
+def read_all(path: Path, *, trust: bool = False) -> None:
+    """Everything that anybody reads of a checkpoint."""
+    inventory = inspect_checkpoint(path, trust=trust)
+    for entry in inventory.objects.values():
+        entry.value()
+
+
+# --- what would run something
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # what some payloads open
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_payload_is_refused_before_it_runs(name: str, tmp_path: Path):
+    """A file from a stranger cannot run code, however its pickle spells the call."""
+    marker = tmp_path / "marker"
+    data = payloads(marker)[name]
+    with contextlib.suppress(RuntimeError, pickle.UnpicklingError):  # raised after the payload ran
+        pickle.loads(data)
+    assert marker.exists(), "the payload runs nothing, so that this test shows nothing"
+    marker.rmdir() if marker.is_dir() else marker.unlink()
+    with pytest.raises(CheckpointError, match=r"file\.pt: the pickle names [a-zA-Z_.]+\w, .*--trust"):
+        read_pickle(data, where="file.pt")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_payload_is_refused_wherever_it_lies(container: str, tmp_path: Path):
+    """Neither .metadata, nor a byte entry, nor any other pickle of any layout runs code, in inspect or in verify."""
+    marker = tmp_path / "marker"
+    path = CONTAINERS[container](tmp_path, payloads(marker)["builtins.exec by reduce"])
+    with pytest.raises(CheckpointError, match=r"the pickle names .*builtins\.exec.*--trust"):
+        read_all(path)
+    assert not marker.exists()
+    with contextlib.suppress(CheckpointError):
+        verify_checkpoint(path)
+    assert not marker.exists()
+
+
+def test_metadata_is_never_trusted(tmp_path: Path):
+    """--trust opens what a user's callback saved; torch's own .metadata has no business to name anything else."""
+    marker = tmp_path / "marker"
+    path = CONTAINERS["dcp metadata"](tmp_path, payloads(marker)["builtins.exec by reduce"])
+    with pytest.raises(CheckpointError, match=r"builtins\.exec"):
+        read_all(path, trust=True)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("container", ["monolithic", "dcp byte entry", "resumption.pkl"])
+def test_trust_opens_the_rest_with_a_warning(container: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A checkpoint with a class of the user's own opens on request, and the user reads what it names."""
+    state = {"callbacks": [("Mine", {"share": fractions.Fraction(1, 3)})], "model": {}, "metadata": {}}
+    value = {"state": state, "rng": []} if container == "monolithic" else state
+    path = CONTAINERS[container](tmp_path, pickle.dumps(value, protocol=2))
+    with pytest.raises(CheckpointError, match=r"names fractions\.Fraction, .*--trust"):
+        read_all(path)
+    with caplog.at_level(logging.WARNING):
+        inventory = inspect_checkpoint(path, trust=True)
+        values = [entry.value() for entry in inventory.objects.values()]
+    assert str(fractions.Fraction(1, 3)) == "1/3" and repr(fractions.Fraction(1, 3)) in repr(values)
+    assert "trusted, so fractions.Fraction is imported and may run" in caplog.text
+
+
+def test_trust_says_what_is_not_installed(caplog: pytest.LogCaptureFixture):
+    """A trusted checkpoint of a callback that is gone names what to install, and is not called damaged."""
+    with pytest.raises(CheckpointError, match=r"file\.pt: names gone\.Callback, which cannot be imported here"):
+        read_pickle(malicious.reduce("gone", "Callback", b""), where="file.pt", trust=True)
+    nested = malicious.stack_global("collections", "OrderedDict.fromkeys", malicious.text("ab"))
+    assert read_pickle(nested, where="file.pt", trust=True) == {"a": None, "b": None}
+    assert "collections.OrderedDict.fromkeys is imported" in caplog.text
+
+
+def test_registered_extension_is_no_way_in():
+    """An extension code names by a number what find_class never sees, once it is in Python's cache."""
+    copyreg.add_extension("fractions", "Fraction", 0xF0)
+    try:
+        data = pickle.dumps(fractions.Fraction, protocol=2)
+        assert b"\x82\xf0" in data and pickle.loads(data) is fractions.Fraction
+        with pytest.raises(CheckpointError, match="opcode"):
+            read_pickle(data, where="file.pt")
+    finally:
+        copyreg.remove_extension("fractions", "Fraction", 0xF0)
+
+
+# --- what would hang, exhaust memory, read elsewhere, or change this process
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.timeout(20)
+def test_hostile_pickle_is_refused(name: str, tmp_path: Path):
+    """A few bytes can neither take gigabytes or minutes, nor read beside a tensor's storage, nor alter a class."""
+    before = dict(vars(collections.Counter)), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    path = archive(tmp_path / "file.pt", torch_records(hostile()[name], {"0": bytes(16)}))
+    with pytest.raises(CheckpointError, match=r"file\.pt"):
+        Archive.open(path).unpickle(trust=False)
+    assert dict(vars(collections.Counter)) == before[0] and collections.OrderedDict(a=1).items()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1] < 200 << 10  # KiB
+
+
+def test_depth_counts_through_shared_containers():
+    """A chain of lists that was walked once may end another chain, deeper than what reads it can go."""
+    inner: list[Any] = []
+    for _ in range(150):
+        inner = [inner]
+    outer: list[Any] = [inner]
+    for _ in range(100):
+        outer = [outer]
+    assert read_pickle(pickle.dumps([inner, inner]), where="file.pt") == [inner, inner]
+    with pytest.raises(CheckpointError, match="nested deeper"):
+        read_pickle(pickle.dumps([inner, outer]), where="file.pt")
+
+
+def test_plain_pickle_has_no_storages():
+    """A tensor in resumption.pkl that points to a record of an archive has none to point to."""
+    with pytest.raises(CheckpointError, match="storage 0"):
+        read_pickle(malicious.STORAGE + b".", where="resumption.pkl")
+
+
+@pytest.mark.parametrize("where", ["absolute", "above", "link", "link to a folder"])
+def test_metadata_cannot_lead_out_of_the_folder(where: str, tmp_path: Path):
+    """A checkpoint that names /etc/passwd or ../other as its data does not get it read."""
+    path = CONTAINERS["dcp byte entry"](tmp_path, b"N.")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (path / "__0_0.distcp").rename(outside / "__0_0.distcp")
+    named = {
+        "absolute": str(outside / "__0_0.distcp"),
+        "above": "../outside/__0_0.distcp",
+        "link": "__0_0.distcp",
+        "link to a folder": "inside/__0_0.distcp",
+    }[where]
+    (path / "__0_0.distcp").symlink_to(outside / "__0_0.distcp")
+    (path / "inside").symlink_to(outside)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = named
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=rf"names '{named}', which lies outside of the folder"):
+        inspect_checkpoint(path)
+
+
+# --- archives that lie
+
+
+def _central_directory(path: Path) -> int:
+    return path.read_bytes().index(b"PK\x01\x02")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("other", ["archive", "another"])
+def test_record_twice(other: str, tmp_path: Path):
+    """Two records of one name (torch's reader drops the folder): it and we could take different ones."""
+    path = tmp_path / "file.pt"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/data.pkl", b"N.")
+        file.writestr(f"{other}/data.pkl", b"K\x01.")
+    with pytest.raises(CheckpointError, match=rf"{other}/data\.pkl is there twice"):
+        Archive.open(path)
+
+
+@pytest.mark.parametrize("at", ["name", "offset", "size"])
+def test_directory_that_lies(at: str, tmp_path: Path):
+    """A directory entry that names other bytes than the record's own header is refused, not followed."""
+    path = archive(tmp_path / "file.pt", torch_records(b"N.", {"0": b"0123456789abcdef", "1": b"fedcba9876543210"}))
+    data = bytearray(path.read_bytes())
+    entry = data.index(b"archive/data/0", _central_directory(path)) - 46
+    other = data.index(b"archive/data/1", _central_directory(path)) - 46
+    if at == "name":
+        data[entry + 46 : entry + 60] = b"archive/data/7"
+    elif at == "offset":
+        data[entry + 42 : entry + 46] = data[other + 42 : other + 46]
+    else:  # over the next record's header
+        data[entry + 20 : entry + 28] = struct.pack("<II", 60, 60)
+    path.write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match=r"not there|overlaps"):
+        Archive.open(path)
+
+
+@given(data=st.data())
+@examples(60)
+def test_damaged_archive_is_ours_to_report(data: st.DataObject):
+    """Whatever bytes are changed, a user reads our error with the file's name, never one of zipfile's or struct's."""
+    whole = _example_archive()
+    changed = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(whole) - 1))
+        new = data.draw(st.binary(min_size=0, max_size=8))
+        changed[at : at + data.draw(st.integers(0, 8))] = new
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(CheckpointError):
+        path = Path(folder) / "file.pt"
+        path.write_bytes(bytes(changed))
+        found = Archive.open(path)
+        value = with_records(found.unpickle(trust=False), found)
+        with Reader() as reader:
+            materialized(value, reader)
+
+
+def _example_archive() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"a": torch.arange(6.0).view(2, 3).t(), "b": [torch.tensor(3), numpy.arange(2)]}, buffer)
+    return buffer.getvalue()
+
+
+# --- what opens
+
+
+def _numpy_values() -> dict[str, Any]:
+    return {
+        "float": numpy.arange(6.0).reshape(2, 3),
+        "columns": numpy.asfortranarray(numpy.arange(6, dtype=numpy.int16).reshape(2, 3)),
+        "big-endian": numpy.arange(3, dtype=">u4"),
+        "scalar": numpy.float32(1.5),
+        "0-d": numpy.array(7),
+        "empty": numpy.zeros((0, 3)),
+        "text": numpy.array(["ab", "c"]),
+        "complex": numpy.array([1 + 2j]),
+        "bool": numpy.array([True, False]),
+        "random state": numpy.random.RandomState(0).get_state(),
+    }
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("numpy_version", [1, 2])
+def test_numpy_names_of_both_versions(protocol: int, numpy_version: int):
+    """A random state saved under NumPy 1 opens under NumPy 2, which renamed the functions in its pickles."""
+    values = _numpy_values()
+    data = pickle.dumps(values, protocol=protocol)
+    old, new = b"numpy.core.", b"numpy._core."
+    if numpy_version == 1:  # a shorter name: lengths before it and frames change
+        data = _renamed(data, new.decode(), old.decode())
+    assert (new in data) == (numpy_version == 2) and (old in data) == (numpy_version == 1)
+    assert_same(read_pickle(data, where="file.pt"), values)
+
+
+def _renamed(data: bytes, old: str, new: str) -> bytes:
+    """A pickle with other module names, written anew opcode by opcode."""
+    out = bytearray()
+    opcodes = [*pickletools.genops(data)]
+    ends = [at for _, _, at in opcodes[1:]] + [len(data)]
+    for (opcode, argument, at), end in zip(opcodes, ends, strict=True):
+        if opcode.name == "FRAME":
+            continue
+        if isinstance(argument, str) and argument.startswith(old):
+            text = argument.replace(old, new).replace(" ", "\n")
+            if opcode.name == "GLOBAL":
+                out += f"c{text}\n".encode()
+            else:
+                assert opcode.name == "SHORT_BINUNICODE"
+                out += b"\x8c" + bytes([len(text)]) + text.encode()
+        else:
+            out += data[at:end]
+    return bytes(out)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        numpy.array([{"a": 1}], dtype=object),
+        numpy.zeros(2, dtype=[("x", "f4"), ("y", object)]),
+        numpy.array(["2024-01-01"], dtype="M8[D]"),
+    ],
+    ids=["objects", "fields", "times"],
+)
+def test_numpy_arrays_of_more_than_numbers(value: Any):
+    """An object array pickles what it holds, and would be a way around the list."""
+    with pytest.raises(CheckpointError, match=r"file\.pt"):
+        read_pickle(pickle.dumps(value, protocol=2), where="file.pt")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_composers_plain_data(protocol: int):
+    """Timestamps, versions, counters and the like come back as they were, from every protocol of pickle."""
+    value = {
+        "wct": datetime.timedelta(days=1, microseconds=7),
+        "at": datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
+        "torch_version": torch.__version__ if protocol >= 2 else "2.7.0",  # protocol 2 came with Python 2.3
+        "ordered": collections.OrderedDict(b=1, a=[2.5, None, (True,)]),
+        "counts": collections.Counter("aab"),
+        "queue": collections.deque([1, 2], maxlen=3),
+        "set": {1, "x"},
+        "frozen": frozenset({(1, 2)}),
+        "bytes": bytes(range(256)),
+        "array": bytearray(b"\0\xff"),
+        "number": 2**200,
+        "complex": 1 - 2j,
+        "slice": slice(1, None, 2),
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "text": "ü\n",
+    }
+    found = read_pickle(pickle.dumps(value, protocol=protocol), where="file.pt")
+    assert found == value and type(found["torch_version"]) is str
+
+
+# --- what stands for a pickled object
+
+
+def all_names() -> list[tuple[str, str]]:
+    """Every name that a checkpoint's pickle may hold, and the classes of DCP's metadata."""
+    from composer_fsdp2.checkpoint.layouts.dcp import _METADATA_NAMES
+    from composer_fsdp2.checkpoint.pickles import allowed
+
+    tables = [*allowed.TENSOR, *allowed.DATA, *allowed.INERT, *_METADATA_NAMES]
+    others = ["torch.float32", "torch.FloatStorage", "numpy.dtypes.UInt32DType", "builtins.getattr"]
+    return [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in (*tables, *others)]
+
+
+STATES = {
+    "attributes": b"}" + malicious.text("__new__") + b"K\x01s",
+    "slots": b"N}" + malicious.text("__new__") + b"K\x01s\x86",
+    "a slot that is there": b"N}" + malicious.text("kind") + b"K\x01s\x86",
+    "a method": b"N}" + malicious.text("append") + b"cbuiltins\nset\ns\x86",
+    "how it is built": b"N}" + malicious.text("__setstate__") + b"cbuiltins\nset\ns\x86",
+}
+
+
+def test_no_name_can_be_changed_for_everybody():
+    """A pickle set `__new__` of what stands for torch's version, and every later file of the process was "damaged"."""
+    from composer_fsdp2.checkpoint.layouts.dcp import _METADATA_NAMES
+
+    def read(data: bytes) -> Any:
+        return read_pickle(data, where="x", inert=_METADATA_NAMES)
+
+    plain = pickle.dumps(torch.torch_version.TorchVersion("2.7.0"))
+    fresh = {name: _content_of(read(b"c%b\n%b\n." % (name[0].encode(), name[1].encode()))) for name in all_names()}
+    for module, name in all_names():
+        named = b"c%b\n%b\n" % (module.encode(), name.encode())
+        for what, state in STATES.items():
+            with pytest.raises(CheckpointError):
+                read(named + state + b"b.")
+            assert _content_of(read(named + b".")) == fresh[module, name], f"{what} of {module}.{name}"
+    assert read(plain) == "2.7.0"
+
+
+def _content_of(value: Any) -> Any:
+    """What a value could have changed in it: its class's attributes, and its own."""
+    cls = value if isinstance(value, type) else type(value)
+    attributes = {name: id(part) for each in cls.__mro__[:-1] for name, part in vars(each).items()}
+    return {
+        name: number for name, number in attributes.items() if name not in ("kind", "code", "__doc__", "__module__")
+    }
+
+
+def test_attributes_of_an_ordered_dict_are_nobodys():
+    """One called `items` was walked through in place of what the dict holds, and passed every limit."""
+    hidden = b"ccollections\nOrderedDict\n)R" + malicious.text("deep") + b"(lp0\ng0\nas}" + malicious.text("items")
+    with pytest.raises(CheckpointError, match="nested deeper"):
+        read_pickle(hidden + b"cbuiltins\nbytes\nsb.", where="x")
+    honest = (
+        b"ccollections\nOrderedDict\n)R" + malicious.text("a") + b"K\x01s}" + malicious.text("_metadata") + b"K\x02sb."
+    )
+    value = read_pickle(honest, where="x")
+    assert type(value) is collections.OrderedDict and dict(value) == {"a": 1} and not vars(value)

@@ -1,0 +1,373 @@
+"""verify_checkpoint: every record of every archive, and equality with another checkpoint, bit by bit."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import math
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpoints.corruptions import flip, record_at
+from support.checkpoints.samples import LEGACY, composer_state, write_safetensors
+from support.examples import examples
+
+from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
+from composer_fsdp2.checkpoint.verify import checksums, comparing
+from composer_fsdp2.checkpoint.verify.faults import FaultKind
+from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
+from composer_fsdp2.errors import CheckpointError
+
+pytestmark = pytest.mark.any_torch
+
+FIXTURES = [
+    LEGACY / "c172" / "full" / "ep0-ba3-rank0.pt",
+    LEGACY / "c172" / "sharded" / "ep0-ba3",
+    LEGACY / "c172" / "local-flat" / "ep0-ba3",
+    LEGACY / "c220" / "full" / "ep0-ba3-rank0.pt",
+    LEGACY / "c220" / "sharded" / "ep0-ba3",
+    LEGACY / "c220" / "sharded-mesh" / "ep0-ba3",
+]
+
+
+def saved(path: Path, state: Any) -> Path:
+    torch.save(state, path)
+    return path
+
+
+# --- content
+
+
+@pytest.mark.parametrize("path", FIXTURES, ids=lambda path: "/".join(path.parts[-3:-1]))
+def test_old_checkpoints_are_whole(path: Path):
+    """A checkpoint of years ago is confirmed without a manifest: nothing of it is reported, nothing is left out."""
+    report = verify_checkpoint(path)
+    assert report.ok and not report.differences, str(report)
+    signature, files = b"PK\x01\x02", [path] if path.is_file() else [*path.glob("*.distcp")]
+    assert report.num_records == sum(file.read_bytes().count(signature) for file in files)
+    assert report.unchecked == (() if path.is_file() else ("content of files without a checksum: .metadata",))
+
+
+@pytest.mark.parametrize("path", FIXTURES[:2], ids=lambda path: "/".join(path.parts[-3:-1]))
+def test_converted_folders_are_whole(path: Path, tmp_path: Path):
+    """What `convert --to dcp` wrote is confirmed, every byte of it: Composer's state has empty dicts, listed apart."""
+    convert_checkpoint(path, tmp_path / "dcp", to="dcp")
+    report = verify_checkpoint(tmp_path / "dcp", path)
+    assert report.ok, str(report)
+    data = (tmp_path / "dcp" / "__0_0.distcp").read_bytes()
+    assert report.num_records == data.count(b"PK\x01\x02")
+
+
+def test_every_record_counts(tmp_path: Path):
+    """A flipped bit in any record is found: a tensor's, the pickle's, or one that no loader reads."""
+    whole = saved(tmp_path / "whole.pt", composer_state())
+    with zipfile.ZipFile(whole) as file:
+        names = [name.partition("/")[2] for name in file.namelist() if file.getinfo(name).file_size]
+    assert len(names) > 8 and "version" in names
+    for name in names:
+        damaged = tmp_path / "damaged.pt"
+        shutil.copy(whole, damaged)
+        flip(damaged, _content_of(damaged, name))
+        with zipfile.ZipFile(damaged) as file:
+            assert file.testzip() == f"whole/{name}"  # zipfile finds it, too
+        report = verify_checkpoint(damaged)
+        assert not report.ok and any(name in str(fault) for fault in report.faults), (name, str(report))
+
+
+def _content_of(path: Path, name: str) -> int:
+    with zipfile.ZipFile(path) as file:
+        info = next(info for info in file.infolist() if info.filename.partition("/")[2] == name)
+    header = path.read_bytes()[info.header_offset : info.header_offset + 30]
+    lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return info.header_offset + 30 + lengths
+
+
+@given(num_bytes=st.integers(0, 100), piece=st.integers(1, 40), chunk=st.integers(1, 40), threads=st.integers(1, 3))
+@examples(25)
+def test_pieces_and_threads(num_bytes: int, piece: int, chunk: int, threads: int):
+    """A record larger than one thread's piece is put together from the pieces of several."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.multiple(checksums, _PIECE_BYTES=piece, _SLICE_BYTES=chunk, _NUM_THREADS=threads),
+    ):
+        tensors = {"w": torch.arange(num_bytes, dtype=torch.uint8), "v": torch.ones(3)}
+        path = saved(Path(folder) / "file.pt", {"state": {"model": tensors}, "rng": []})
+        assert verify_checkpoint(path).ok
+        if num_bytes:
+            flip(path, _content_of(path, "data/0") + num_bytes - 1)
+            (fault,) = verify_checkpoint(path).faults
+            assert fault.kind is FaultKind.CONTENT and fault.name.startswith("state.model.w")
+
+
+def test_archive_without_crcs(tmp_path: Path):
+    """Where torch was told to compute no CRC32s, the report says that the content was not checked."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = saved(tmp_path / "file.pt", composer_state())
+    finally:
+        torch.serialization.set_crc32_options(True)
+    report = verify_checkpoint(path)
+    assert report.ok and "saved without CRC32s" in " ".join(report.unchecked) and "file.pt" in report.unchecked[0]
+
+
+def test_all_faults_of_one_pass(tmp_path: Path):
+    """Three damaged tensors in two files are three lines of one report."""
+    path = tmp_path / "ep0-ba3"
+    shutil.copytree(FIXTURES[4], path)
+    for file, number in (("__0_0.distcp", 0), ("__0_0.distcp", 3), ("__1_0.distcp", 2)):
+        data = (path / file).read_bytes()
+        ends = [0, *(at + 22 for at in range(len(data)) if data.startswith(b"PK\x05\x06", at))]
+        tensors = [pair for pair in itertools.pairwise(ends) if b"archive/data/0" in data[slice(*pair)]]
+        flip(path / file, record_at(path / file, "data/0", *tensors[number])[1])
+    report = verify_checkpoint(path)
+    assert len(report.faults) == 3 and {fault.kind for fault in report.faults} == {FaultKind.CONTENT}, str(report)
+    assert [fault.file.name for fault in report.faults] == ["__0_0.distcp", "__0_0.distcp", "__1_0.distcp"]
+
+
+def test_data_is_checked_where_metadata_is_lost(tmp_path: Path):
+    """Without .metadata, the archives are found from the files' ends: is there still something to rescue?"""
+    path = tmp_path / "ep0-ba3"
+    shutil.copytree(FIXTURES[4], path)
+    (path / ".metadata").unlink()
+    whole = verify_checkpoint(path)
+    assert [fault.kind for fault in whole.faults] == [FaultKind.STRUCTURE]
+    assert whole.num_records == verify_checkpoint(FIXTURES[4]).num_records
+    flip(path / "__0_0.distcp", record_at(path / "__0_0.distcp", "data/0")[1])
+    assert [fault.kind for fault in verify_checkpoint(path).faults] == [FaultKind.STRUCTURE, FaultKind.CONTENT]
+
+
+@pytest.mark.parametrize("container", ["tar", "gz"])
+def test_packed_files(container: str, tmp_path: Path):
+    """A compressed or tarred checkpoint is checked record by record as well, and named as the user named it."""
+    inner = saved(tmp_path / "composer_states.pt", composer_state())
+    path = _packed(inner, tmp_path / "good", container)
+    assert verify_checkpoint(path).ok
+    flip(inner, _content_of(inner, "data/0"))
+    path = _packed(inner, tmp_path / "bad", container)
+    report = verify_checkpoint(path)
+    assert not report.ok and all(fault.file == path for fault in report.faults)
+    assert "expected CRC32" in str(report) or "CRC32" in str(report.faults[0])
+
+
+def _packed(inner: Path, folder: Path, container: str) -> Path:
+    folder.mkdir()
+    if container == "gz":
+        (folder / "ep0.pt.gz").write_bytes(gzip.compress(inner.read_bytes(), 1))
+        return folder / "ep0.pt.gz"
+    with tarfile.open(folder / "ep0.tar", "w") as tar:
+        tar.add(inner, "composer_states.pt")
+    return folder / "ep0.tar"
+
+
+def test_progress_reaches_the_end(tmp_path: Path):
+    """The bar of a long check moves forward, and ends full."""
+    path, seen = saved(tmp_path / "file.pt", composer_state()), []
+    report = verify_checkpoint(path, path, progress=lambda done, total: seen.append((done, total)))
+    assert seen and sorted(seen) == seen and seen[-1][0] == seen[-1][1] >= report.num_bytes
+
+
+def test_report_as_text_and_data(tmp_path: Path):
+    """A script reads the same report as a person: faults with file, name, expected and found."""
+    path = saved(tmp_path / "file.pt", composer_state())
+    flip(path, _content_of(path, "data/0"))
+    report = verify_checkpoint(path)
+    (fault,) = json.loads(json.dumps(report.to_json()))["faults"]
+    assert fault["file"] == str(path) and fault["name"].startswith("state.model.model.weight")
+    assert fault["expected"].startswith("CRC32") and fault["found"].startswith("CRC32")
+    assert str(report).endswith("1 fault") and fault["expected"] in str(report)
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path):
+    """A checkpoint larger than memory can be checked and compared."""
+    path = saved(tmp_path / "file.pt", {"state": {"model": {"w": torch.ones(32 << 20)}}, "rng": []})  # 128 MiB
+    code = (
+        "import resource, sys; from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint as v\n"
+        f"v({str(FIXTURES[0])!r}, {str(FIXTURES[0])!r})\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        f"before = peak(); assert v({str(path)!r}, {str(path)!r}).ok; print(peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64 << 10  # KiB: buffers, and masks of a block
+
+
+# --- equality with another checkpoint
+
+
+def test_two_runs_differ_in_what_they_measured():
+    """The same training saved by two strategies differs in wall clock times alone: everything else was compared."""
+    report = verify_checkpoint(FIXTURES[1], FIXTURES[0])
+    assert {fault.name.rpartition(".")[2] for fault in report.differences} == {"total_wct", "epoch_wct", "batch_wct"}
+
+
+def state_with(**model: Any) -> dict[str, Any]:
+    state = composer_state()
+    state["state"]["model"] |= model
+    return state
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "says"),
+    [
+        (torch.ones(3), torch.ones(3) * 2, "3 of 3 elements differ; the largest absolute difference is 1"),
+        (torch.tensor(-0.0), torch.tensor(0.0), "1 of 1 elements differ; the largest absolute difference is 0"),
+        (torch.ones(3), torch.ones(3).double(), "expected torch.float64 of shape (3,), found torch.float32"),
+        (torch.ones(3), torch.ones(1, 3), "expected torch.float32 of shape (1, 3), found torch.float32 of shape (3,)"),
+        (torch.tensor([True, False]), torch.tensor([True, True]), "1 of 2 elements differ"),
+        (torch.tensor([1 + 1j]), torch.tensor([1 - 1j]), "the largest absolute difference is 2"),
+        (
+            torch.tensor([1 + 1j] * 2).to(torch.complex128),
+            torch.tensor([1 + 1j, 1 + 3j]).to(torch.complex128),
+            "1 of 2",
+        ),
+        (torch.tensor([torch.inf]), torch.tensor([1.0]), "the largest absolute difference is inf"),
+        (torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2).to(torch.float8_e4m3fn), None),
+        (torch.ones(2).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.float8_e4m3fn), "2 of 2 elements differ"),
+        (torch.empty(0), torch.empty(0), None),
+    ],
+)
+def test_each_difference_is_named(mine: torch.Tensor, other: torch.Tensor, says: str | None, tmp_path: Path):
+    """How many elements differ and by how much, or which shape and dtype: enough to judge it."""
+    torch.manual_seed(0)
+    a = saved(tmp_path / "a.pt", state_with(w=mine))
+    torch.manual_seed(0)
+    b = saved(tmp_path / "b.pt", state_with(w=other))
+    report = verify_checkpoint(a, b)
+    assert [fault.name for fault in report.differences] == ([] if says is None else ["state.model.w"])
+    assert says is None or says in str(report)
+
+
+def test_nan_is_compared_by_its_bits(tmp_path: Path):
+    """NaN equals itself and not another NaN: a copy is a copy, and a damaged NaN is none."""
+    one, other = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001))
+    files = [saved(tmp_path / f"{n}.pt", {"state": {"model": {"w": w}}}) for n, w in enumerate((one, one, other))]
+    assert verify_checkpoint(files[0], files[1]).ok
+    assert not verify_checkpoint(files[0], files[2]).ok
+    assert verify_checkpoint(files[0], files[2], atol=1e-9).ok  # within a tolerance, NaN is NaN
+
+
+values = st.sampled_from([0.0, -0.0, 1.0, 1.001, 1.1, -1.0, 1e-30, 1e30, math.inf, -math.inf, math.nan])
+
+
+@given(
+    pairs=st.lists(st.tuples(values, values), min_size=1, max_size=6),
+    rtol=st.sampled_from([0.0, 1e-2]),
+    atol=st.sampled_from([1e-6, 0.5]),
+    block=st.integers(1, 64),
+)
+@examples(40)
+def test_tolerance_is_torchs(pairs: list[tuple[float, float]], rtol: float, atol: float, block: int):
+    """Within a tolerance means what torch.isclose means, however the tensor is cut into blocks."""
+    mine, other = (torch.tensor(column) for column in zip(*pairs, strict=True))
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(comparing, "_BLOCK_BYTES", block):
+        files = [saved(Path(folder) / f"{n}.pt", {"state": {"model": {"w": w}}}) for n, w in enumerate((mine, other))]
+        report = verify_checkpoint(*files, rtol=rtol, atol=atol)
+    far = ~torch.isclose(mine.double(), other.double(), rtol=rtol, atol=atol, equal_nan=True)
+    assert report.ok == (not far.any())
+    if far.any():
+        assert f"{int(far.sum())} of {len(pairs)} elements differ" in str(report)
+        largest = (mine.double() - other.double()).abs()[far].nan_to_num(nan=math.inf, posinf=math.inf).max()
+        assert f"is {float(largest):.6g}" in str(report)
+
+
+def test_names_match_through_wrappers(tmp_path: Path):
+    """A file of an FSDP1 or compiled model equals the same weights under plain names."""
+    state = composer_state()
+    plain = saved(tmp_path / "plain.pt", state)
+    prefix = "_orig_mod.model._fsdp_wrapped_module."
+    renamed = {name: prefix + name.removeprefix("model.") for name in state["state"]["model"]}
+    state["state"]["model"] = {renamed[name]: value for name, value in state["state"]["model"].items()}
+    optimizer = state["state"]["optimizers"]["AdamW"]
+    optimizer["state"] = {renamed[name]: value for name, value in optimizer["state"].items()}
+    for group in optimizer["param_groups"]:
+        group["params"] = [renamed[name] for name in group["params"]]
+    report = verify_checkpoint(saved(tmp_path / "wrapped.pt", state), plain)
+    assert report.ok, str(report)
+
+
+def test_one_name_twice(tmp_path: Path):
+    """Two entries that become one name without wrappers are no match for one."""
+    tensor = torch.ones(2)
+    a = saved(tmp_path / "a.pt", {"state": {"model": {"m.w": tensor, "_orig_mod.m.w": tensor}}})
+    b = saved(tmp_path / "b.pt", {"state": {"model": {"m.w": tensor}}})
+    assert "names differ by wrappers alone" in str(verify_checkpoint(a, b))
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "says"),
+    [
+        (lambda s: s["optimizers"]["AdamW"]["param_groups"][0].update(lr=0.02), "param_groups.0.lr", "found 0.02"),
+        (
+            lambda s: s["timestamp"]["Timestamp"].update(batch=4),
+            "state.timestamp.Timestamp.batch",
+            "expected 3, found 4",
+        ),
+        (lambda s: s["optimizers"].clear(), "state.optimizers", "entries, found nothing"),
+        (lambda s: s["model"].pop("model.bias"), "state.model.model.bias", "found nothing"),
+        (lambda s: s.update(other=[1]), "state.other", "expected nothing, found 1 entries"),
+    ],
+)
+def test_every_part_is_compared(change: Any, name: str, says: str, tmp_path: Path):
+    """A hyperparameter, a step count or a part that is missing is a difference, named by its path."""
+    torch.manual_seed(0)
+    state = composer_state()
+    original = saved(tmp_path / "a.pt", state)
+    change(state["state"])
+    (fault,) = verify_checkpoint(saved(tmp_path / "b.pt", state), original).differences
+    assert name in fault.name and says in str(fault)
+
+
+def test_optimizer_by_position_needs_the_model(tmp_path: Path):
+    """DDP's optimizer state goes by position, FSDP's by name: nobody pretends to have compared them."""
+    torch.manual_seed(0)
+    by_name = saved(tmp_path / "a.pt", composer_state())
+    torch.manual_seed(0)
+    by_id = saved(tmp_path / "b.pt", composer_state(by_id=True))
+    (fault,) = verify_checkpoint(by_id, by_name).differences
+    assert fault.name == "state.optimizers.AdamW" and "without the model" in fault.found
+
+
+def test_flat_parameters_have_no_names():
+    """An FSDP1 `local` checkpoint against another layout: the error says what to do."""
+    with pytest.raises(CheckpointError, match=r"flat parameters.*convert"):
+        verify_checkpoint(FIXTURES[2], FIXTURES[1])
+    assert verify_checkpoint(FIXTURES[2], FIXTURES[2]).ok
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_safetensors_against_a_checkpoint(prefix: str, tmp_path: Path):
+    """Exported weights equal the checkpoint that they came from, whose names have the attribute of Composer's model."""
+    torch.manual_seed(0)
+    state = composer_state()
+    del state["state"]["model"]["model.seen"]  # float32 alone here
+    checkpoint = saved(tmp_path / "a.pt", state)
+    weights = {prefix + name.removeprefix("model."): value for name, value in state["state"]["model"].items()}
+    write_safetensors(tmp_path / "model.safetensors", weights)
+    report = verify_checkpoint(tmp_path / "model.safetensors", checkpoint)
+    assert report.ok and "everything but the tensors of state.model" in " ".join(report.unchecked)
+    assert "without a checksum: model.safetensors" in " ".join(report.unchecked)
+    flip(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 1)
+    assert verify_checkpoint(tmp_path / "model.safetensors").ok  # nothing could tell
+    assert not verify_checkpoint(tmp_path / "model.safetensors", checkpoint).ok
+    assert not verify_checkpoint(checkpoint, tmp_path / "model.safetensors").ok
+
+
+def test_nothing_to_verify(tmp_path: Path):
+    """What is not a checkpoint at all is an error, so that a script cannot take it for a verdict."""
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    for path, against in itertools.product((tmp_path / "notes.txt", tmp_path / "none"), (None, FIXTURES[0])):
+        with pytest.raises(CheckpointError):
+            verify_checkpoint(path, against)
+    with pytest.raises(CheckpointError):
+        verify_checkpoint(FIXTURES[0], tmp_path / "none")

@@ -1,0 +1,240 @@
+"""``composer-fsdp2 checkpoint inspect`` as a user types it, and files of the real Composer in every form it writes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints.samples import LEGACY, leaves, values_of
+from support.commands import Ended, run_forked
+from support.comparing import assert_same, full_parameters
+from support.oracle import FSDP1
+from support.ranks import run_ranks
+from support.trainers import make_trainer
+
+from composer_fsdp2 import inspect_checkpoint
+from composer_fsdp2.checkpoint.archive.packed import unpacked
+
+pytestmark = pytest.mark.composer
+
+INSPECT = ["checkpoint", "inspect"]
+
+
+# --- the command
+
+
+MODELS = """from torch import nn
+
+
+def linear():
+    return nn.Linear(3, 2)
+
+
+def wide():
+    return nn.Linear(4, 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    folder = tmp_path_factory.mktemp("inspect")
+    shutil.copytree(LEGACY / "c172" / "full", folder / "ein Läuf, [bold]" / "checkpoints")
+    shutil.copytree(LEGACY / "c220" / "sharded" / "ep0-ba3", folder / "damaged")
+    (folder / "damaged" / "__1_0.distcp").unlink()
+    (folder / "run.yaml").write_text("a: b\n")
+    torch.save({"state": {"model": {"w": torch.ones(2)}, "callbacks": Path("x")}}, folder / "objects.pt")
+    torch.save({"state": {"model": torch.nn.Linear(3, 2).state_dict()}}, folder / "weights.pt")
+    (folder / "models.py").write_text(MODELS)
+    commands = {
+        "run folder": [*INSPECT, "ein Läuf, [bold]"],
+        "all tensors": [*INSPECT, "--tensors", "ein Läuf, [bold]/checkpoints/latest-rank0.pt"],
+        "json": [*INSPECT, "--json", LEGACY / "c220" / "sharded-mesh"],
+        "damaged": [*INSPECT, "damaged"],
+        "no checkpoint": [*INSPECT, "run.yaml"],
+        "not trusted": [*INSPECT, "objects.pt"],
+        "trusted": [*INSPECT, "--trust", "objects.pt"],
+        "fits": [*INSPECT, "weights.pt", "--model", "models.py:linear"],
+        "does not fit": [*INSPECT, "weights.pt", "--model", "models:wide"],
+        "no such function": [*INSPECT, "weights.pt", "--model", "models.py:other"],
+        "no such module": [*INSPECT, "weights.pt", "--model", "nowhere:other"],
+        "no function": [*INSPECT, "weights.pt", "--model", "models.py"],
+    }
+    return run_forked(commands, folder)
+
+
+def test_report_says_what_a_run_folder_holds(ended: dict[str, Ended]):
+    """The first look at an old checkpoint: what, who, when, how much; names with brackets and umlauts as they are."""
+    report = ended["run folder"]
+    assert report.code == 0, report.err
+    for text in (
+        "ein Läuf, [bold]/checkpoints/ep0-ba3-rank0.pt",
+        "monolithic",
+        "Composer 0.17.2, torch 2.1.2",
+        "2 ranks",
+        "batch 3",
+        "optimizer DecoupledAdamW",
+        "lr 0.01",
+        "(--tensors lists all)",
+    ):
+        assert text in report.out, text
+    names = [
+        ".".join(map(str, entry))
+        for entry, value in leaves(torch.load(LEGACY / "c172" / "full" / "ep0-ba3-rank0.pt", weights_only=False))
+        if isinstance(value, torch.Tensor)
+    ]
+    listed = [line.split()[0] for line in ended["all tensors"].out.splitlines() if line]
+    assert set(names) <= set(listed) and not set(names) <= {line.split(" ")[0] for line in report.out.splitlines()}
+
+
+def test_json_is_for_programs(ended: dict[str, Ended]):
+    """Nothing but JSON on the standard output."""
+    data = json.loads(ended["json"].out)
+    assert (data["layout"], data["timestamp"]["batch"]) == ("DCP directory", 3)
+    assert data["optimizers"][0]["class"] == "DecoupledAdamW"
+
+
+def test_exit_code_says_whose_turn_it_is(ended: dict[str, Ended]):
+    """A script tells a damaged checkpoint (1) from a wrong path (2); each says in one line what is wrong."""
+    codes = {name: ended[name].code for name in ("damaged", "not trusted", "no checkpoint", "trusted")}
+    assert codes == {"damaged": 1, "not trusted": 1, "no checkpoint": 2, "trusted": 0}
+    for name, text in {
+        "damaged": "__1_0.distcp: missing",
+        "not trusted": "pathlib.PosixPath",
+        "no checkpoint": "text file",
+    }.items():
+        assert ended[name].err.startswith("composer-fsdp2: ") and text in ended[name].err
+        assert ended[name].out == "" and "Traceback" not in ended[name].err
+    for name in ("not trusted", "no checkpoint"):
+        assert ended[name].err.count("\n") == 1
+    assert "pathlib.PosixPath is imported" in ended["trusted"].err
+
+
+def test_model_says_whether_it_loads(ended: dict[str, Ended]):
+    """Before a queue of GPUs is waited for; and a mistake in the option is not taken for a fault of the file."""
+    assert (ended["fits"].code, ended["does not fit"].code) == (0, 1)
+    assert "it fits" in ended["fits"].out
+    assert all(text in ended["does not fit"].out for text in ("it does not fit", "(2, 3)", "(2, 4)"))
+    for name, text in {"no such function": "other", "no such module": "nowhere", "no function": "function"}.items():
+        assert ended[name].code == 2 and ended[name].out == ""
+        assert ended[name].err.startswith("composer-fsdp2: --model") and text in ended[name].err
+        assert ended[name].err.count("\n") == 1
+
+
+# --- files of the real Composer
+
+
+ENDINGS = {".pt": None, ".pt.gz": "gzip", ".pt.zst": "zstd", ".tar": None, ".tar.gz": None}  # and Composer's tool
+
+
+def check_files(folder: str, endings: list[str]) -> None:
+    """On one device, by one run: a file of each ending, and the folder of composer.checkpoint."""
+    from composer.callbacks import CheckpointSaver
+    from composer.checkpoint.save import save_checkpoint_to_disk
+
+    savers = [
+        CheckpointSaver(
+            folder=f"{folder}/{ending}", filename="ep{epoch}-ba{batch}-rank{rank}" + ending, save_interval="2ba"
+        )
+        for ending in endings
+    ]
+    trainer = make_trainer(None, optimizer="adamw", batches=2, callbacks=savers)
+    trainer.fit()
+    save_checkpoint_to_disk(f"{folder}/package", trainer.state)
+    trainer.close()
+
+
+def can_be_written(ending: str) -> bool:
+    tool = ENDINGS[ending]
+    return tool is None or shutil.which(tool) is not None
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(check_files, 1, str(folder), [*filter(can_be_written, ENDINGS)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(saved: Path) -> Path:
+    return saved / ".pt" / "ep0-ba2-rank0.pt"
+
+
+def parts(value: Any) -> dict[Any, Any]:
+    """What a checkpoint holds, by its place; torch's version is a kind of text, and is read as text."""
+    return {path: str(part) if isinstance(part, str) else part for path, part in leaves(value)}
+
+
+def test_file_of_this_composer_holds_what_torch_load_gives(plain: Path):
+    """One device: the optimizer by name since Composer 0.19, as FSDP's; it was not sharded all the same."""
+    inventory = inspect_checkpoint(plain.parent)
+    assert inventory.path.name == plain.name and inventory.writer.world_size == 1
+    assert inventory.optimizers[0].keyed_by == "name" and inventory.writer.sharding == "not sharded"
+    assert_same(values_of(inventory), parts(torch.load(plain, weights_only=False)), in_bits=True)
+
+
+@pytest.mark.parametrize("ending", [ending for ending in ENDINGS if ending != ".pt"])
+def test_compressed_file_of_composer_is_described_and_unpacked(tmp_path: Path, saved: Path, plain: Path, ending: str):
+    """What Composer compressed, by the ending of the file's name, comes out as it went in."""
+    if not can_be_written(ending):
+        pytest.skip(f"Composer needs {ENDINGS[ending]} to write it")
+    inventory = inspect_checkpoint(saved / ending)
+    assert inventory.path.name == "ep0-ba2-rank0" + ending
+    assert inventory.tensors.keys() == inspect_checkpoint(plain).tensors.keys()
+    assert inventory.timestamp["batch"] == 2
+    file = unpacked(inventory.path, tmp_path)
+    weights = torch.load(file, weights_only=False)["state"]["model"]
+    expected = torch.load(plain, weights_only=False)["state"]["model"]
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_folder_of_the_checkpoint_package_is_read(saved: Path):
+    """composer.checkpoint.save: model, optimizer and the rest, each where a monolithic file has it."""
+    [folder] = (saved / "package").iterdir()
+    inventory = inspect_checkpoint(saved / "package")
+    assert inventory.path == folder and inventory.layout == "composer.checkpoint folder"
+    assert inventory.writer.composer_version and inventory.writer.world_size == 1
+    found = values_of(inventory)
+    resumption = pickle.loads((folder / "resumption.pkl").read_bytes())
+    resumption["timestamp"] = {"Timestamp": resumption["timestamp"]}
+    rng = {"rng": resumption.pop("rng")}
+    state = {
+        "model": torch.load(folder / "model" / "model.pt"),
+        "optimizers": {"": torch.load(folder / "optim" / "optim.pt")},
+        **resumption,
+    }
+    found = {entry: value for entry, value in found.items() if entry[:2] != ("state", "metadata")}
+    assert_same(found, parts({"state": state, **rng}), in_bits=True)
+
+
+def check_sharded_package(folder: str) -> dict[str, torch.Tensor]:
+    """Save with FSDP1 on this rank; the full parameters."""
+    from composer.checkpoint.save import CheckpointSaveOptions, save_checkpoint_to_disk
+
+    with FSDP1():
+        trainer = make_trainer({}, optimizer="adamw", batches=2)
+        trainer.fit()
+        # overwrite: rank 1 may make a folder before rank 0 looks whether it is there, and Composer would refuse it.
+        save_checkpoint_to_disk(folder, trainer.state, CheckpointSaveOptions(sharded_checkpoint=True, overwrite=True))
+        parameters = full_parameters(trainer.state.model)
+        trainer.close()
+    return parameters
+
+
+def test_sharded_folder_of_the_checkpoint_package_is_read(tmp_path: Path):
+    """Two ranks of FSDP1: DCP directories for model and optimizer, without Composer's keys above them."""
+    parameters = run_ranks(check_sharded_package, 2, str(tmp_path))[0]
+    inventory = inspect_checkpoint(tmp_path)
+    values = values_of(inventory)
+    model = {entry[2]: value for entry, value in values.items() if entry[:2] == ("state", "model")}
+    assert parameters and all(torch.equal(model[name], value) for name, value in parameters.items() if name in model)
+    assert len(set(parameters) & set(model)) == len(parameters)
+    (optimizer,) = inventory.optimizers
+    assert optimizer.keyed_by == "name" and set(optimizer.state) <= set(model)
+    assert inventory.groups("")[0]["lr"] == 0.01 and inventory.timestamp["batch"] == 2
+    assert inventory.writer.world_size == 2 and "DTensor" in str(inventory.writer.sharding)

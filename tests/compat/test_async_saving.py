@@ -1,0 +1,403 @@
+"""async_save: training goes on while a snapshot is written; a killed run resumes from the last whole one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from support.checkpoints.samples import file_size_limit
+from support.cuda_played import CudaPlayed
+from support.oracle import FSDP2
+from support.ranks import run_ranks
+from support.references import reference
+from support.saved import checkpoint_differences, named, read
+from support.trainers import fit, make_trainer
+
+from composer_fsdp2.errors import CheckpointError
+
+pytestmark = pytest.mark.composer
+
+TYPES = ("full", "sharded")
+WAIT_S = 60.0
+
+
+def assert_same_checkpoint(ours: str, composers: str) -> None:
+    """Equal bit for bit, but for the saver's list of its own files, which the callbacks here see one shorter."""
+    found = checkpoint_differences(ours, composers, except_for="all_saved_checkpoints")
+    assert not found, f"{ours}: {found}"
+
+
+def save_by_composer(state: Any, folder: str) -> None:
+    """What Composer itself would save now: gathered, at once, on the default group. Called on all ranks."""
+    from composer.utils import checkpoint
+
+    batch = state.timestamp.batch.value
+    sharded = state.fsdp_sharded_state_dict_enabled
+    file = f"ep0-ba{batch}/__{dist.get_rank()}_0.distcp" if sharded else named("full", batch)
+    checkpoint._save_checkpoint.__wrapped__(state, f"{folder}/{file}")
+
+
+# --- a writer that waits
+
+
+@contextlib.contextmanager
+def writer_waits_for(wait: Callable[[], None]) -> Iterator[None]:
+    """The background thread calls ``wait`` in the middle of a file; what the main thread writes goes ahead."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    from composer_fsdp2.checkpoint.save import staged_file
+
+    write_all, finish = staged_file.write_all, FileSystemWriter.finish
+
+    def held(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name.startswith("async_save"):  # or the thread that writes for it
+                wait()
+            return function(*args, **kwargs)
+
+        return call
+
+    # Of a directory, `.metadata` comes last, and torch calls `finish` on rank 0.
+    with (
+        mock.patch.object(staged_file, "write_all", held(write_all)),
+        mock.patch.object(FileSystemWriter, "finish", held(finish)),
+    ):
+        yield
+
+
+class Gate:
+    """Holds writers until it is opened; a test that forgets to fails instead of waiting for ever."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait(self) -> None:
+        assert self._open.wait(WAIT_S), "the test never opened the gate"
+
+
+def callback(**methods: Any) -> Any:
+    """A Composer callback with these methods; it runs before the checkpoint saver, which is last."""
+    from composer import Callback
+
+    class Watch(Callback):
+        def run_event(self, event: Any, state: Any, logger: Any) -> None:
+            if event.value in methods:
+                methods[event.value](state)
+
+    return Watch()
+
+
+def saver_of(state: Any) -> Any:
+    from composer.callbacks import CheckpointSaver
+
+    return next(each for each in state.callbacks if isinstance(each, CheckpointSaver))
+
+
+# --- training goes on
+
+
+def check_snapshot(folder: str, kind: str, config: dict[str, Any]) -> None:
+    warnings.simplefilter("ignore")
+    from composer_fsdp2.compat import async_saving
+
+    ours, composers, gate = f"{folder}/ours", f"{folder}/composers", Gate()
+    seen: dict[str, list[str]] = {}
+    listed: dict[str, int] = {}
+
+    def note(state: Any, when: str) -> None:
+        dist.barrier()
+        seen[when] = [name for name in sorted(os.listdir(ours)) if not name.startswith(".")]
+        listed[when] = len(saver_of(state).saved_checkpoints)
+        dist.barrier()
+
+    def batch_end(state: Any) -> None:
+        batch = state.timestamp.batch.value
+        note(state, f"step {batch}")
+        if batch == 4:
+            gate.open()
+            assert async_saving._pending is not None
+            async_saving._pending.thread.join()
+            note(state, "written")
+
+    def batch_checkpoint(state: Any) -> None:
+        if state.timestamp.batch.value in (2, 4, 6):
+            save_by_composer(state, composers)
+
+    expected = reference(fit, FSDP2, config, batches=6, optimizer="adamw")
+    with (
+        FSDP2(),
+        writer_waits_for(gate.wait),
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+    ):
+        trained = fit(
+            FSDP2,
+            {**config, "state_dict_type": kind, "async_save": True},
+            batches=6,
+            optimizer="adamw",
+            save_folder=ours,
+            save_interval="2ba",
+            save_num_checkpoints_to_keep=2,
+            callbacks=[callback(batch_end=batch_end, batch_checkpoint=batch_checkpoint)],
+        )
+    assert trained.losses == expected.losses, f"{trained.losses}, {expected.losses}"
+    # Each is a socket from every rank to every other one.
+    assert sum(call.kwargs.get("backend") == "gloo" for call in new_group.mock_calls) <= 1, new_group.mock_calls
+    # Steps 3 and 4 ran while the snapshot of step 2 was being written: no link, no entry, and no file of that name. The
+    # name comes with the link: if the run ended in between, Composer would not start again beside such a file.
+    for when in ("step 3", "step 4", "written"):
+        assert seen[when] == ([] if kind == "full" else [named(kind, 2)]), f"{when}: {seen}"
+        assert listed[when] == 0, f"{when}: {listed}"
+    if dist.get_rank() == 0:
+        # The first is gone: two are kept.
+        assert sorted(os.listdir(ours)) == [named(kind, 4), named(kind, 6), "latest-rank0.pt"], os.listdir(ours)
+        assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 6)
+        for batch in (4, 6):
+            assert_same_checkpoint(f"{ours}/{named(kind, batch)}", f"{composers}/{named(kind, batch)}")
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_training_goes_on_while_the_snapshot_is_written(tmp_path: Path, kind: str):
+    """The GPUs do not wait for the disk; what is listed, linked and removed is so only when the new one is whole."""
+    run_ranks(check_snapshot, 2, str(tmp_path), kind, {})
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_training_of_replicas_goes_on(tmp_path: Path, kind: str):
+    """With replicas too: one of them writes, and all of them know when it has."""
+    config = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}
+    run_ranks(check_snapshot, 4, str(tmp_path), kind, config)
+
+
+def check_pinned_snapshot(folder: str, kind: str) -> None:
+    from composer_fsdp2.compat import async_saving, pinned_copies
+
+    with mock.patch.object(async_saving, "_pinned", pinned_copies.PinnedCopies()), CudaPlayed() as cuda:
+        check_snapshot(f"{folder}/host", kind, {})
+        assert not cuda.events, "memory of a run without a device was pinned"
+        with contextlib.ExitStack() as stack:
+            for module, name in (
+                (async_saving, "is_on_device"),
+                (pinned_copies, "is_on_device"),
+                (pinned_copies, "_is_on_cuda"),
+            ):
+                stack.enter_context(mock.patch.object(module, name, return_value=True))
+            check_snapshot(f"{folder}/device", kind, {})
+    # The first of three saves pins, and each of them waits once.
+    assert [event for event, _ in cuda.events] == ["pin", "wait", "wait", "wait"], cuda.events
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_pinned_copies_are_what_was_trained(tmp_path: Path, kind: str):
+    """A save writes over the copies of the one before: neither of them has values of another step.
+
+    No GPU: the tensors pass for a device's, and CUDA is played. The copies, and all that writes, are real.
+    """
+    run_ranks(check_pinned_snapshot, 2, str(tmp_path), kind)
+
+
+def check_held_snapshot(folder: str, kind: str) -> None:
+    warnings.simplefilter("ignore")
+    ours, composers, gate = f"{folder}/ours", f"{folder}/composers", Gate()
+
+    def batch_checkpoint(state: Any) -> None:
+        if state.timestamp.batch.value == 1:
+            save_by_composer(state, composers)
+
+    def fit_end(state: Any) -> None:
+        assert not os.path.lexists(f"{ours}/latest-rank0.pt")
+        threading.Timer(0.2, gate.open).start()  # by then fit waits for the writer
+
+    with writer_waits_for(gate.wait):
+        fit(
+            FSDP2,
+            {"state_dict_type": kind, "async_save": True},
+            batches=5,
+            optimizer="adamw",
+            save_folder=ours,
+            save_interval=lambda state, event: state.timestamp.batch.value == 1,
+            callbacks=[callback(batch_checkpoint=batch_checkpoint, fit_end=fit_end)],
+        )
+    if dist.get_rank() == 0:
+        assert os.readlink(f"{ours}/latest-rank0.pt") == named(kind, 1)
+        assert_same_checkpoint(f"{ours}/{named(kind, 1)}", f"{composers}/{named(kind, 1)}")
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_fit_returns_when_the_last_one_is_whole(tmp_path: Path, kind: str):
+    """A script that ends after fit() has its last checkpoint; written four steps later, it holds the first's state."""
+    run_ranks(check_held_snapshot, 2, str(tmp_path), kind)
+
+
+# --- several at a time
+
+
+def check_several(folder: str, kind: str) -> None:
+    from composer.callbacks import CheckpointSaver
+    from composer.utils import checkpoint as composers
+
+    from composer_fsdp2.compat import async_saving, checkpoint_saver
+
+    warnings.simplefilter("ignore")
+    begun: list[tuple[int, bool]] = []
+    start = async_saving.start
+
+    def counted(saver: Any, state: Any, *args: Any) -> None:
+        begun.append((state.timestamp.batch.value, saver.weights_only))
+        start(saver, state, *args)
+
+    savers = [
+        CheckpointSaver(
+            folder=f"{folder}/{weights_only}",
+            save_interval="1ba",
+            weights_only=weights_only,
+            remote_file_name=None,
+            latest_remote_file_name=None,
+        )
+        for weights_only in (True, False)
+    ]
+
+    def batch_end(state: Any) -> None:
+        if state.timestamp.batch.value == 2:  # the writer is at work on the first
+            composers.save_checkpoint(state, f"{folder}/hand/by-hand.pt")
+            save_by_composer(state, f"{folder}/composers")
+
+    slow = writer_waits_for(lambda: time.sleep(2e-3))
+    with slow, mock.patch.object(checkpoint_saver, "start", counted), FSDP2():
+        trainer = make_trainer(
+            {"state_dict_type": kind, "async_save": True},
+            batches=3,
+            optimizer="adamw",
+            eval_interval="1ba",
+            callbacks=[*savers, callback(batch_end=batch_end)],
+        )
+        trainer.fit()
+        assert begun == [(batch, weights) for batch in (1, 2, 3) for weights in (True, False)], begun
+        trainer.save_checkpoint_to_save_folder()
+        assert async_saving._pending is None, "it is still being written"
+        trainer.close()
+    if dist.get_rank() == 0:
+        hand = "by-hand.pt" if kind == "full" else "ep0-ba2"
+        assert_same_checkpoint(f"{folder}/hand/{hand}", f"{folder}/composers/{named(kind, 2)}")
+        for weights_only in (True, False):
+            names = sorted(os.listdir(f"{folder}/{weights_only}"))
+            assert names == [*(named(kind, batch) for batch in (1, 2, 3)), "latest-rank0.pt"], names
+            for name in names:
+                state = read(f"{folder}/{weights_only}/{name}")["state"]
+                assert state["model"] and ("optimizers" in state) != weights_only, name
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_saves_in_quick_succession(tmp_path: Path, kind: str):
+    """Two savers, every step, with evals and a save by hand between: all are whole, and no send meets another's."""
+    run_ranks(check_several, 2, str(tmp_path), kind)
+
+
+def check_once(folder: str, is_async: bool) -> None:
+    from composer_fsdp2.compat import async_saving, saving
+
+    warnings.simplefilter("ignore")
+    written: list[int] = []
+    write = async_saving.write_full
+
+    def counted(state_dict: Any, *args: Any) -> None:
+        written.append(state_dict["state"]["timestamp"]["Timestamp"]["batch"])
+        write(state_dict, *args)
+
+    with mock.patch.object(saving, "write_full", counted), mock.patch.object(async_saving, "write_full", counted):
+        fit(
+            FSDP2,
+            {"async_save": is_async},
+            batches=4,
+            train_subset_num_batches=3,  # an epoch: its last batch asks twice
+            save_folder=folder,
+            save_interval=lambda state, event: state.timestamp.batch.value in (2, 3),
+        )
+    assert written == [2, 3], written
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_one_save_for_each_batch(tmp_path: Path, is_async: bool):
+    """The end of an epoch is also the end of a batch: its checkpoint is written once."""
+    run_ranks(check_once, 2, str(tmp_path), is_async)
+
+
+# --- errors
+
+
+def check_full_disk(folder: str, kind: str) -> None:
+    from composer_fsdp2.compat import async_saving
+
+    warnings.simplefilter("ignore")
+    failing_rank, batches = (0 if kind == "full" else 1), []
+    saving_options: dict[str, Any] = {"optimizer": "adamw", "save_folder": folder, "save_interval": "2ba"}
+    config = {"state_dict_type": kind, "async_save": True}
+
+    def batch_end(state: Any) -> None:
+        batches.append(state.timestamp.batch.value)
+        if async_saving._pending is not None:
+            async_saving._pending.thread.join()  # so that the error is there when the step ends
+
+    with contextlib.ExitStack() as stack:
+
+        def batch_checkpoint(state: Any) -> None:
+            if state.timestamp.batch.value == 4 and dist.get_rank() == failing_rank:
+                stack.enter_context(file_size_limit(2048))
+
+        words = "File too large" if kind == "full" else "rank 1: OSError.*File too large"
+        watch = callback(batch_end=batch_end, batch_checkpoint=batch_checkpoint)
+        with pytest.raises(CheckpointError, match=words):
+            fit(FSDP2, dict(config), batches=8, callbacks=[watch], **saving_options)
+    assert batches == [1, 2, 3, 4, 5], f"the error came after step {batches[-1]}"
+    if dist.get_rank() == 0:
+        assert os.readlink(f"{folder}/latest-rank0.pt") == named(kind, 2)
+        assert read(f"{folder}/latest-rank0.pt")
+    dist.barrier()
+    resumed = fit(FSDP2, dict(config), batches=4, autoresume=True, run_name="again", **saving_options)
+    assert len(resumed.losses) == 2
+    if dist.get_rank() == 0:
+        assert os.readlink(f"{folder}/latest-rank0.pt") == named(kind, 4)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_full_disk_ends_the_next_step(tmp_path: Path, kind: str):
+    """It is not found out at the end of the run: all ranks stop one step later, and the next run has the last good."""
+    run_ranks(check_full_disk, 2, str(tmp_path), kind)
+
+
+def check_vanished(folder: str, kind: str) -> None:
+    warnings.simplefilter("ignore")
+    path = Path(folder, "saved")
+
+    def batch_checkpoint(state: Any) -> None:
+        if state.timestamp.batch.value == 2 and dist.get_rank() == 0:
+            path.rename(f"{path}-elsewhere")
+            path.touch()
+        dist.barrier()
+
+    with pytest.raises(CheckpointError, match=r"async_save could not write a checkpoint.*\n.*saved"):
+        fit(
+            FSDP2,
+            {"state_dict_type": kind, "async_save": True},
+            batches=4,
+            save_folder=str(path),
+            save_interval="2ba",
+            callbacks=[callback(batch_checkpoint=batch_checkpoint)],
+        )
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_folder_that_vanished(tmp_path: Path, kind: str):
+    """A mount that went away ends the run on every rank, with the reason."""
+    run_ranks(check_vanished, 2, str(tmp_path), kind)

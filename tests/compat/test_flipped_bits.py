@@ -1,0 +1,159 @@
+"""A bit of a checkpoint flips, anywhere: the load is refused, or gives what it gave before; never anything else.
+
+``FLIPS=5000 python -m pytest tests/compat/test_flipped_bits.py -s`` flips as many in each fixture, and says what came
+of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.comparing import differences
+from support.legacy import KINDS, checkpoint_of, legacy_model, legacy_optimizer
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+pytestmark = pytest.mark.composer
+
+FLIPS = int(os.environ.get("FLIPS", "40"))
+
+
+def plain(value: Any) -> Any:
+    """This rank's part of it, in memory of its own."""
+    if isinstance(value, DTensor):
+        return value.to_local().detach().clone()
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list) else copy.deepcopy(value)
+
+
+class Target:
+    """A sharded model and its optimizer, which are loaded into again and again."""
+
+    def __init__(self, kind: str) -> None:
+        from composer_fsdp2 import prepare_fully_shard
+
+        self.model: nn.Module = legacy_model(kind, seed=3)
+        self.optimizer = legacy_optimizer(self.model)
+        prepare_fully_shard(self.model, self.optimizer, {}, device="cpu", precision="fp32")
+        self.before = self.state()
+        self.text = ""
+
+    def state(self) -> Any:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return plain(
+            {
+                "model": dict(self.model.state_dict()),
+                "optimizer": {names[parameter]: own for parameter, own in self.optimizer.state.items()},
+                "groups": [{**group, "params": len(group["params"])} for group in self.optimizer.param_groups],
+            }
+        )
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        for name, value in self.model.state_dict().items():
+            (value.to_local() if isinstance(value, DTensor) else value).copy_(self.before["model"][name])
+        self.optimizer.state.clear()
+        for group, before in zip(self.optimizer.param_groups, self.before["groups"], strict=True):
+            params = group["params"]
+            group.clear()
+            group.update({**plain(before), "params": params})
+
+    def load(self, path: Path) -> tuple[Any, Any]:
+        """What a load gives: the state, and everything else in the file; None for what was refused."""
+        from composer_fsdp2 import load_checkpoint
+        from composer_fsdp2.errors import CheckpointError
+
+        try:
+            report = load_checkpoint(path, self.model, self.optimizer)
+        except CheckpointError as error:
+            self.text = str(error)
+            return None, None
+        try:
+            return self.state(), plain(report.other_entries())  # read now
+        except CheckpointError as error:
+            self.text = str(error)
+            return self.state(), None
+
+
+def check_flips(kind: str, source: str, folder: str, num_flips: int) -> Counter[str]:
+    """How many flips came to what, by the file that they were in."""
+    target = Target(kind)
+    copied = Path(folder, Path(source).name)
+    if dist.get_rank() == 0:
+        (shutil.copytree if Path(source).is_dir() else shutil.copy)(source, copied)
+    dist.barrier()
+    expected = target.load(copied)
+    assert None not in expected, target.text
+    target.renew()
+    dist.barrier()  # every rank has read it whole, before rank 0 flips the first bit
+    files = sorted(file for file in copied.rglob("*") if file.is_file()) if copied.is_dir() else [copied]
+    ends = [0]
+    for file in files:
+        ends.append(ends[-1] + file.stat().st_size)
+    draw, counts, wrong = random.Random(f"{kind} {num_flips}"), Counter[str](), []
+    for _ in range(num_flips):
+        at, bit = draw.randrange(ends[-1]), draw.randrange(8)
+        number = next(number for number, end in enumerate(ends[1:]) if at < end)
+        where = f"{files[number].name}, byte {at - ends[number]}, bit {bit}"
+        with flipped(files[number], at - ends[number], bit):
+            state, entries = target.load(copied)
+        counts[f"{files[number].suffix or files[number].name}: {'refused' if entries is None else 'equal'}"] += 1
+        # A refused load has changed nothing; entries beside model and optimizer are read after it.
+        unlike = list(differences(target.state(), target.before if state is None else expected[0], in_bits=True))
+        if entries is not None:
+            unlike += differences(entries, expected[1], in_bits=True)
+        wrong += [f"{where}: {each}" for each in unlike[:1]]
+        target.renew()
+    assert not wrong, f"{len(wrong)} of {num_flips}\n" + "\n".join(wrong[:30])
+    return counts
+
+
+@contextlib.contextmanager
+def flipped(file: Path, at: int, bit: int) -> Iterator[None]:
+    """By rank 0, for the length of a with block. Called on all ranks."""
+
+    def flip() -> None:
+        if dist.get_rank() == 0:
+            with file.open("r+b") as data:
+                data.seek(at)
+                byte = data.read(1)[0]
+                data.seek(at)
+                data.write(bytes([byte ^ 1 << bit]))
+        dist.barrier()
+
+    flip()
+    try:
+        yield
+    finally:
+        dist.barrier()
+        flip()
+
+
+# Composer's own files with CRC32s, in each layout; "c032" is what Composer 0.32.1 writes, with torch 2.7.
+@pytest.mark.parametrize("kind", [*KINDS, "c032/full"])
+def test_a_flipped_bit_is_never_loaded(kind: str, tmp_path: Path):
+    """A disk, a cable or a memory module flips one bit of 40 GB: the run trained on with an average of 1.6e36."""
+    source, model = checkpoint_of(kind), kind
+    if kind == "c032/full":
+        source, model = tmp_path / "source.pt", "c172/full"
+        torch.save(torch.load(checkpoint_of(model), weights_only=False), source)
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    counts = run_ranks(check_flips, 2, model, str(source), str(folder), FLIPS, timeout_s=60 + 4 * FLIPS)
+    assert counts[0] == counts[1] and sum(counts[0].values()) == FLIPS
+    print(f"\n{kind}: {dict(sorted(counts[0].items()))}")

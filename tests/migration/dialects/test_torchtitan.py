@@ -1,0 +1,536 @@
+"""TorchTitan's TOML: what its FSDP2 did with it, and the same run in its words.
+
+TorchTitan is not installed here. Expectations come from its sources up to v0.2.2 (``job_config.py``: names, defaults
+and what they take; the models' ``parallelize.py``: meshes, casting, which units are freed), and from its notes on
+FSDP2, whose TOML later releases no longer read.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+from support.runs import run_with as any_run_with
+
+from composer_fsdp2.config import (
+    Accumulation,
+    ActivationCheckpointing,
+    GradientSync,
+    GroupRule,
+    MeshSpec,
+    MixedPrecision,
+    Prefetch,
+    RankGroups,
+)
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.migration.dialect import Reading, Section
+from composer_fsdp2.migration.dialects.torchtitan import TorchTitanDialect
+from composer_fsdp2.migration.migrate import migrate_text
+from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from tests.migration.tables import tables_of, with_tables
+
+TITAN = TorchTitanDialect()
+
+FILE = """\
+[job]
+dump_folder = "./outputs"   # here
+
+[model]
+name = "llama3"
+flavor = "8B"
+
+[training]
+local_batch_size = 1
+seq_len = 8192
+max_norm = 1.0  # grad norm clipping
+steps = 1000
+
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 1
+pipeline_parallel_degree = 1
+context_parallel_degree = 1
+enable_async_tensor_parallel = false
+
+[checkpoint]
+enable = true
+folder = "checkpoint"
+async_mode = "async"
+last_save_model_only = false
+
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def read(values: dict[str, Any]) -> Reading:
+    (path,) = TITAN.sections(values)
+    return TITAN.read(Section(path=path, given=values[str(path[0])], around=values))
+
+
+def run_of(values: dict[str, Any]) -> RunConfig:
+    run = read(values).run
+    assert run is not None
+    return run
+
+
+def parallelism(**written: Any) -> dict[str, Any]:
+    return {"parallelism": {"data_parallel_shard_degree": -1} | written}
+
+
+def finding(reading: Reading, key: str) -> Finding:
+    (found,) = [each for each in reading.findings if each.name == key]
+    return found
+
+
+# --- sections
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (tomllib.loads(FILE), [("parallelism",)]),
+        ({"model": {"flavor": "8B"}, "training": {"seq_len": 8}}, [("training",)]),
+        ({"activation_checkpoint": {"mode": "full"}}, [("activation_checkpoint",)]),
+        ({"training": {"fsdp": "full_shard"}, "checkpoint": {"enable": True}}, []),
+        ({"parallelism": {"tp": 2}}, []),
+        ({"trainer": {"fsdp_config": {}}}, []),
+        ({}, []),
+    ],
+)
+def test_a_file_is_one_section(values: dict[str, Any], expected: list[tuple[str, ...]]):
+    """TorchTitan's files are told from others that have a training table, too."""
+    assert TITAN.sections(values) == expected
+
+
+def test_a_file_is_migrated_without_a_change():
+    """v0.2.2's words are FSDP2's already: the file stays what it is, and each key is reported with its line."""
+    migration = migrate_text(FILE, "run.toml", to="torchtitan")
+    assert not migration.is_changed and migration.exit_code == 0
+    (section,) = migration.sections
+    places = {each.key: each.where for each in section.findings}
+    assert places["data_parallel_shard_degree"] == "run.toml:16"
+    assert places["training.max_norm"] == "run.toml:11"
+    assert places["checkpoint.async_mode"] == "run.toml:25"
+
+
+# --- effective behaviour
+
+
+def test_defaults_are_torchtitans():
+    """A file that says nothing of sharding trained sharded over all ranks, in bfloat16, and clipped at 1."""
+    reading = read({"model": {"flavor": "debugmodel"}, "training": {"seq_len": 8}})
+    assert reading.run is not None
+    config = reading.run.config
+    assert config.mesh == MeshSpec()
+    assert config.reshard_after_forward is True
+    assert config.mixed_precision == MixedPrecision(
+        param_dtype="bfloat16", reduce_dtype="float32", cast_forward_inputs=True
+    )
+    assert reading.run.precision == "fp32"  # FSDP2 casts, torch.autocast is for DDP
+    assert config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, reentrant=False)
+    assert reading.run == replace(
+        any_run_with(wrap=reading.run.wrap, max_grad_norm=1.0, selective_checkpointing="2", state_dict_type="sharded"),
+        config=config,
+    )
+    assert finding(reading, "(implicit) training.max_norm").outcome is Outcome.APPROXIMATE
+    assert finding(reading, "(implicit) activation_checkpoint.mode").outcome is Outcome.APPROXIMATE
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shards", "shape", "expected"),
+    [
+        (1, -1, (8,), Outcome.EXACT),
+        (1, 8, (8,), Outcome.EXACT),
+        (2, -1, (2, 4), Outcome.EXACT),
+        (4, 2, (4, 2), Outcome.EXACT),
+        (8, 1, (8, 1), Outcome.APPROXIMATE),  # DDP there
+    ],
+)
+def test_meshes(replicas: int, shards: int, shape: tuple[int, ...], expected: Outcome):
+    """The same ranks hold the same shards."""
+    reading = read(parallelism(data_parallel_replicate_degree=replicas, data_parallel_shard_degree=shards))
+    assert reading.run is not None and reading.run.config.mesh.resolve(8).shape == shape
+    assert finding(reading, "data_parallel_shard_degree").outcome is expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "pipeline", "reshard", "expected"),
+    [
+        ("default", 1, True, Outcome.EXACT),
+        ("default", 2, False, Outcome.EXACT),
+        ("always", 2, True, Outcome.APPROXIMATE),
+        ("never", 1, False, Outcome.EXACT),
+    ],
+)
+def test_reshard_after_forward(policy: str, pipeline: int, reshard: bool, expected: Outcome):
+    """Under a pipeline the default keeps parameters gathered; memory stays what it was."""
+    reading = read(parallelism(fsdp_reshard_after_forward=policy, pipeline_parallel_degree=pipeline))
+    assert reading.run is not None and reading.run.config.reshard_after_forward is reshard
+    assert finding(reading, "fsdp_reshard_after_forward").outcome is expected
+
+
+def test_training_keys():
+    """Offloading and dtypes are those of the file."""
+    values = parallelism() | {"training": {"enable_cpu_offload": True, "mixed_precision_param": "float32"}}
+    config = run_of(values).config
+    assert config.cpu_offload and config.mixed_precision.param_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("written", "checkpoint", "expected"),
+    [
+        ({"mode": "none"}, False, Outcome.UNNEEDED),
+        ({"mode": "full"}, True, Outcome.EXACT),
+        ({"mode": "selective", "selective_ac_option": "1"}, True, Outcome.EXACT),
+        ({"mode": "selective", "selective_ac_option": "3"}, True, Outcome.APPROXIMATE),
+        ({"mode": "selective", "selective_ac_option": "op"}, True, Outcome.APPROXIMATE),
+        ({"mode": "memory_budget"}, False, Outcome.NEEDS_DECISION),
+    ],
+)
+def test_activation_checkpointing(written: dict[str, Any], checkpoint: bool, expected: Outcome):
+    """Recomputing more than before is said, and what a compiler chooses is asked."""
+    reading = read({"activation_checkpoint": written})
+    assert reading.run is not None and reading.run.config.activation_checkpointing.checkpoint is checkpoint
+    assert finding(reading, "mode").outcome is expected
+
+
+# --- more than sharding
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "context", "expert"])
+def test_other_parallelism_is_unsupported(kind: str):
+    """A run that needs it is not turned into one that runs out of memory without a word."""
+    key = f"{kind}_parallel_degree"
+    found = finding(read(parallelism(**{key: 2})), key)
+    assert found.outcome is Outcome.UNSUPPORTED and found.reason and found.hint
+    assert getattr(run_of(parallelism(**{key: 2})), f"{kind}_parallel") == 2
+    assert finding(read(parallelism(**{key: 1})), key).outcome is Outcome.UNNEEDED
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "degree"),
+    [
+        ("disable_loss_parallel", True, "tensor_parallel_degree"),
+        ("pipeline_parallel_schedule", "Interleaved1F1B", "pipeline_parallel_degree"),
+        ("context_parallel_rotate_method", "alltoall", "context_parallel_degree"),
+        ("expert_tensor_parallel_degree", 2, "expert_parallel_degree"),
+    ],
+)
+def test_details_are_read_with_their_feature_only(key: str, value: object, degree: str):
+    """A schedule in a file without a pipeline stands in nobody's way."""
+    assert finding(read(parallelism(**{key: value})), key).outcome is Outcome.UNNEEDED
+    assert finding(read(parallelism(**{key: value, degree: 2})), key).outcome is Outcome.UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("tables", "key", "expected"),
+    [
+        ({"compile": {"enable": True}}, "compile.enable", Outcome.NEEDS_DECISION),
+        ({"compile": {"enable": False, "components": ["loss"]}}, "compile.components", Outcome.UNNEEDED),
+        ({"training": {"dtype": "bfloat16"}}, "training.dtype", Outcome.APPROXIMATE),
+        ({"checkpoint": {"async_mode": "async"}}, "checkpoint.async_mode", Outcome.UNNEEDED),  # saving is off
+        ({"checkpoint": {"enable": True, "async_mode": "async"}}, "checkpoint.async_mode", Outcome.EXACT),
+        (
+            {"checkpoint": {"enable": True, "async_mode": "async_with_pinned_mem"}},
+            "checkpoint.async_mode",
+            Outcome.APPROXIMATE,
+        ),
+        (
+            {"quantize": {"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}}},
+            "quantize.linear.float8.enable_fsdp_float8_all_gather",
+            Outcome.UNSUPPORTED,
+        ),
+        (
+            {"float8": {"enable_fsdp_float8_all_gather": True}},
+            "float8.enable_fsdp_float8_all_gather",
+            Outcome.UNSUPPORTED,
+        ),
+        ({"fault_tolerance": {"enable": True}}, "fault_tolerance.enable", Outcome.UNSUPPORTED),
+    ],
+)
+def test_the_other_tables(tables: dict[str, Any], key: str, expected: Outcome):
+    """What other tables say of a sharded run is reported as well."""
+    assert finding(read(parallelism() | tables), key).outcome is expected
+
+
+def test_async_save_needs_saving():
+    """async_mode without enable = true wrote nothing, so the run is not one that saves in the background."""
+    assert run_of(parallelism() | {"checkpoint": {"async_mode": "async"}}).async_save is False
+    assert run_of(parallelism() | {"checkpoint": {"enable": True, "async_mode": "async"}}).async_save is True
+
+
+# --- bad keys and values
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "near"),
+    [
+        (parallelism(data_parallel_shard_degre=2), "data_parallel_shard_degre", "data_parallel_shard_degree"),
+        (parallelism(zero_stage=3), "zero_stage", "remove"),
+        (parallelism() | {"training": {"enable_cpu_ofload": True}}, "training.enable_cpu_ofload", "enable_cpu_offload"),
+    ],
+)
+def test_unknown_keys_are_named(values: dict[str, Any], key: str, near: str):
+    """TorchTitan refuses such a file; the report says what was likely meant."""
+    found = finding(read(values), key)
+    assert found.outcome is Outcome.UNSUPPORTED and near in found.hint
+
+
+def test_keys_that_have_nothing_to_do_with_sharding_are_not_reported():
+    """A report of a hundred lines about data and learning rates would not be read."""
+    keys = {each.key for each in read(tomllib.loads(FILE)).findings}
+    assert not keys & {"training.seq_len", "training.steps", "checkpoint.folder"}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "takes"),
+    [
+        (parallelism(data_parallel_replicate_degree=-1), "data_parallel_replicate_degree", "from 1 on"),
+        (parallelism(data_parallel_shard_degree=0), "data_parallel_shard_degree", "-1 for the rest"),
+        (parallelism(fsdp_reshard_after_forward=True), "fsdp_reshard_after_forward", "default, always, never"),
+        (
+            parallelism() | {"training": {"mixed_precision_reduce": "bfloat16"}},
+            "training.mixed_precision_reduce",
+            "float32",
+        ),
+        (
+            parallelism() | {"training": {"mixed_precision_param": "float16"}},
+            "training.mixed_precision_param",
+            "bfloat16",
+        ),
+        ({"activation_checkpoint": {"mode": "some"}}, "mode", "memory_budget"),
+        ({"activation_checkpoint": {"mode": "selective", "selective_ac_option": 2}}, "selective_ac_option", "string"),
+    ],
+)
+def test_bad_values_are_a_decision(values: dict[str, Any], key: str, takes: str):
+    """A value that TorchTitan refuses is named with those that would do; nothing is guessed from it."""
+    reading = read(values)
+    found = finding(reading, key)
+    assert found.outcome is Outcome.NEEDS_DECISION and takes in found.reason
+    assert reading.run is None
+
+
+SCALARS = st.booleans() | st.integers(-2, 9) | st.floats(0, 2) | st.text(max_size=4)
+VALUES = SCALARS | st.lists(SCALARS, max_size=2) | st.sampled_from(["default", "full", "selective", "op", "2", "async"])
+NAMES = [tuple(row.name.split(".")) for row in TITAN.rows if row.name.count(".") == 1]
+
+
+@examples(100)
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES), st.dictionaries(st.text(min_size=1, max_size=5), VALUES))
+def test_every_key_has_exactly_one_finding(written: dict[tuple[str, str], Any], others: dict[str, Any]):
+    """Whatever a file says, no key is lost and none is an error; a run is there unless a finding says why not."""
+    values: dict[str, Any] = {"parallelism": {"data_parallel_shard_degree": 2} | others}
+    for (table, name), value in written.items():
+        values.setdefault(table, {})[name] = value
+    reading = read(values)
+    keys = [each.name for each in reading.findings]
+    assert len(keys) == len(set(keys))
+    for table, name in written:
+        assert (name if table == "parallelism" else f"{table}.{name}") in keys
+    assert all(name in keys for name in values["parallelism"])
+    if reading.run is None:
+        assert any(each.outcome is Outcome.NEEDS_DECISION for each in reading.findings)
+
+
+# --- names of earlier releases
+
+OLD = """\
+[training]
+seq_len = 2048
+data_parallel_degree = -1   # all
+tensor_parallel_degree = 1
+compile = true # blocks
+[experimental]
+pipeline_parallel_degree = 1
+enable_cpu_offload = true
+[checkpoint]
+enable_checkpoint = true
+interval = 5
+"""
+
+
+def test_names_of_earlier_releases_become_those_of_the_last():
+    """A file of an early release is read, and its keys come to the tables where v0.2.2 looks for them."""
+    migration = migrate_text(OLD, "old.toml", to="torchtitan", dialect="torchtitan", at="training")
+    after = tomllib.loads(migration.after)
+    assert after == {
+        "training": {"seq_len": 2048, "enable_cpu_offload": True},
+        "experimental": {},
+        "checkpoint": {"enable": True, "interval": 5},
+        "parallelism": {
+            "data_parallel_shard_degree": -1,
+            "tensor_parallel_degree": 1,
+            "pipeline_parallel_degree": 1,
+        },
+        "compile": {"enable": True},
+    }
+    assert "# all\n" in migration.after and "# blocks\n" in migration.after
+    again = migrate_text(migration.after, "old.toml", to="torchtitan", dialect="torchtitan")
+    assert not again.is_changed
+
+
+def test_the_new_name_goes_first():
+    """A file with both names is what v0.2.2 would make of it, and does not get a key twice."""
+    text = "[parallelism]\ntensor_parallel_degree = 1\n[checkpoint]\nenable = false\nenable_checkpoint = true\n"
+    migration = migrate_text(text, "run.toml", to="torchtitan")
+    assert tomllib.loads(migration.after)["checkpoint"] == {"enable": False}
+
+
+# --- as a target
+
+
+BLOCKS = Wrap(kind=WrapKind.CLASSES, classes=("TransformerBlock",))
+
+
+def run_with(**fields: Any) -> RunConfig:
+    return any_run_with(**{"wrap": BLOCKS, "state_dict_type": "sharded", **fields})
+
+
+def test_a_run_in_torchtitans_words():
+    """HSDP in bfloat16 with full recomputation is what TorchTitan's own files say for it."""
+    run = run_with(
+        mesh=MeshSpec.of_degrees(shard=8, replicate=4),
+        param_dtype="bfloat16",
+        reduce_dtype="float32",
+        cast_forward_inputs=True,
+        activation_checkpointing=ActivationCheckpointing(checkpoint=True, reentrant=False),
+        max_grad_norm=0.5,
+        async_save=True,
+    )
+    expression = TITAN.express(run)
+    assert expression.findings == ()
+    assert tables_of(expression) == {
+        ("parallelism",): {
+            "data_parallel_replicate_degree": 4,
+            "data_parallel_shard_degree": 8,
+            "fsdp_reshard_after_forward": "default",
+        },
+        ("training",): {
+            "mixed_precision_param": "bfloat16",
+            "mixed_precision_reduce": "float32",
+            "enable_cpu_offload": False,
+            "max_norm": 0.5,
+        },
+        ("activation_checkpoint",): {"mode": "full"},
+        ("checkpoint",): {"enable": True, "async_mode": "async"},
+    }
+
+
+def test_a_run_is_written_into_a_file():
+    """The tables go into a TorchTitan file that keeps its comments and all that has nothing to do with them."""
+    run = run_of(tomllib.loads(FILE))
+    text = "# mine\n[model]\nflavor = '8B' # small\n\n[training]\nseq_len = 4 # short\n"
+    after = with_tables(text, tables_of(TITAN.express(run)))
+    assert after.startswith("# mine\n[model]\nflavor = '8B' # small\n\n[training]\nseq_len = 4 # short\nmixed_")
+    assert run_of(tomllib.loads(after)) == run
+
+
+@pytest.mark.parametrize(
+    ("run", "key", "expected"),
+    [
+        (run_with(reshard_after_forward=4), "(reshard_after_forward)", Outcome.UNSUPPORTED),
+        (run_with(mesh=MeshSpec.of_degrees(shard=4, replicate=-1)), "(mesh)", Outcome.NEEDS_DECISION),
+        (run_with(mesh=MeshSpec.of_degrees(shard=1, replicate=4)), "(mesh)", Outcome.APPROXIMATE),
+        (
+            run_with(mesh=MeshSpec.of_groups(RankGroups(rule=GroupRule.STRIDED, number=2))),
+            "(mesh)",
+            Outcome.UNSUPPORTED,
+        ),
+        (run_with(param_dtype="float16"), "(param_dtype)", Outcome.NEEDS_DECISION),
+        (run_with(precision="amp_bf16"), "(autocast)", Outcome.APPROXIMATE),
+        (run_with(prefetch=Prefetch(backward=0)), "(prefetch in backward)", Outcome.APPROXIMATE),
+        (
+            run_with(accumulation=Accumulation(gradient_sync=GradientSync.LAST)),
+            "(gradient_sync)",
+            Outcome.APPROXIMATE,
+        ),
+        (run_with(frozen="vision"), "(frozen parameters)", Outcome.UNSUPPORTED),
+        (run_with(tiled_mlp=4), "(tiled MLP)", Outcome.UNSUPPORTED),
+        (run_with(), "(gradient clipping)", Outcome.APPROXIMATE),
+    ],
+)
+def test_what_torchtitan_cannot_say_is_a_finding(run: RunConfig, key: str, expected: Outcome):
+    """Nothing of a run is lost on the way to TorchTitan without a word."""
+    assert expected in [each.outcome for each in TITAN.express(run).findings if each.name == key]
+
+
+EXACT_RUNS = st.builds(
+    run_with,
+    mesh=st.sampled_from(
+        [
+            MeshSpec(),
+            MeshSpec.of_degrees(shard=8),
+            MeshSpec.of_degrees(shard=-1, replicate=2),
+            MeshSpec.of_degrees(shard=4, replicate=2),
+        ]
+    ),
+    reshard_after_forward=st.booleans(),
+    param_dtype=st.sampled_from(["bfloat16", "float32"]),
+    reduce_dtype=st.just("float32"),
+    cast_forward_inputs=st.just(True),
+    cpu_offload=st.booleans(),
+    activation_checkpointing=st.sampled_from(
+        [ActivationCheckpointing(checkpoint=True, reentrant=False), ActivationCheckpointing(reentrant=False)]
+    ),
+    max_grad_norm=st.just(1.0),
+)
+DTYPE = st.sampled_from([None, "bfloat16", "float16", "float32"])
+RUNS = st.builds(
+    run_with,
+    mesh=st.sampled_from(
+        [
+            MeshSpec(),
+            MeshSpec.of_degrees(shard=8),
+            MeshSpec.of_degrees(shard=-1, replicate=2),
+            MeshSpec.of_degrees(shard=4, replicate=-1),
+        ]
+    ),
+    reshard_after_forward=st.sampled_from([True, False, 2]),
+    param_dtype=DTYPE,
+    reduce_dtype=DTYPE,
+    cast_forward_inputs=st.booleans(),
+    cast_root_inputs=st.booleans(),
+    buffer_dtype=st.sampled_from([None, None, "bfloat16"]),
+    activation_checkpointing=st.builds(ActivationCheckpointing, checkpoint=st.booleans(), reentrant=st.booleans()),
+    accumulation=st.builds(
+        Accumulation, gradient_sync=st.sampled_from(GradientSync), reshard_after_backward=st.booleans()
+    ),
+    sync_module_states=st.sampled_from([True, False, None]),
+    precision=st.sampled_from(["fp32", "amp_bf16"]),
+    state_dict_type=st.sampled_from(["full", "sharded"]),
+    max_grad_norm=st.sampled_from([None, 1.0]),
+)
+
+
+@examples(100)
+@given(EXACT_RUNS | RUNS)
+def test_what_is_expressed_exactly_is_read_back(run: RunConfig):
+    """To TorchTitan and back is the same run, wherever no finding says otherwise."""
+    expression = TITAN.express(run)
+    again = run_of({table[0]: settings for table, settings in tables_of(expression).items()})  # type: ignore[misc]
+    if not expression.findings:
+        assert comparable(again) == comparable(run)
+
+
+def comparable(run: RunConfig) -> RunConfig:
+    """Without what makes no difference: which implementation recomputes nothing, a root that is a unit as well."""
+    config = run.config
+    if not config.activation_checkpointing.checkpoint:
+        config = replace(config, activation_checkpointing=ActivationCheckpointing())
+    if config.mixed_precision.cast_forward_inputs:
+        config = replace(config, mixed_precision=replace(config.mixed_precision, cast_root_inputs=True))
+    return replace(run, config=config, wrap=BLOCKS)
+
+
+@examples(100)
+@given(EXACT_RUNS)
+def test_the_exact_configs_are_exact(run: RunConfig):
+    """The property above tests something: all that TorchTitan has a word for is expressed without a finding."""
+    assert TITAN.express(run).findings == ()

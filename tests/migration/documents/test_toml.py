@@ -1,0 +1,207 @@
+"""TOML texts are edited where they must be, and nowhere else."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.documents.edits import apply_edits
+from composer_fsdp2.migration.documents.toml import TomlDocument, toml_text
+from tests.migration.tables import with_tables
+
+TEXT = """\
+# A debug run
+title = "Llama 3"   # not a key of ours
+
+[training]
+seq_len = 2048  # tokens
+mixed_precision_param = 'bfloat16'
+notes = '''
+[parallelism]
+data_parallel_shard_degree = 99
+'''
+  enable_cpu_offload=false
+
+[ parallelism ]   # degrees
+data_parallel_shard_degree = -1     # all
+"tensor_parallel_degree" = 1
+
+[[datasets]]
+name = "c4" # [training]
+[datasets.options]
+seed = [ 1, # one
+  2, ]
+[[datasets]]
+name = "pile"
+
+[float8]
+# empty
+"""
+
+
+def edited(text: str, tables: dict[tuple[str | int, ...], dict[str, object]]) -> str:
+    return with_tables(text, tables)
+
+
+def test_values_and_lines():
+    """A report names the line that a user finds the key on, also behind texts and arrays over several lines."""
+    document = TomlDocument(TEXT, "run.toml")
+    assert document.values == tomllib.loads(TEXT)
+    for path, line in {
+        (): 1,
+        ("title",): 2,
+        ("training",): 4,
+        ("training", "seq_len"): 5,
+        ("training", "enable_cpu_offload"): 11,
+        ("parallelism",): 13,
+        ("parallelism", "data_parallel_shard_degree"): 14,
+        ("parallelism", "tensor_parallel_degree"): 15,
+        ("datasets",): 17,
+        ("datasets", 0, "name"): 18,
+        ("datasets", 0, "options", "seed"): 20,
+        ("datasets", 0, "options", "seed", 1): 20,
+        ("datasets", 1, "name"): 23,
+        ("float8",): 25,
+    }.items():
+        assert document.line_of(path) == line, path
+    with pytest.raises(KeyError):
+        document.line_of(("parallelism", "pipeline_parallel_degree"))
+
+
+def test_one_value_changes_and_nothing_else():
+    """Comments, order, quoting and spaces of a file survive a change of one value."""
+    after = edited(TEXT, {("parallelism",): {"data_parallel_shard_degree": 8}})
+    assert after == TEXT.replace("data_parallel_shard_degree = -1     #", "data_parallel_shard_degree = 8     #")
+
+
+def test_a_value_that_is_there_keeps_its_bytes():
+    """A second run changes nothing, whatever way the value is written in."""
+    assert edited(TEXT, {("training",): {"mixed_precision_param": "bfloat16", "enable_cpu_offload": False}}) == TEXT
+
+
+def test_removing_keeps_the_comment():
+    """What a user noted beside a key stays in the file when the key goes."""
+    after = edited(TEXT, {("training",): {"seq_len": None}, ("parallelism",): {"tensor_parallel_degree": None}})
+    assert after == TEXT.replace("seq_len = 2048  # tokens", "# tokens").replace('"tensor_parallel_degree" = 1\n', "")
+
+
+def test_adding():
+    """New keys come to their table's end, in the indentation of its last key; new tables to the file's."""
+    after = edited(
+        TEXT,
+        {
+            ("training",): {"max_norm": 1.0},
+            ("float8",): {"emulate": True},
+            ("compile",): {"enable": True, "components": ["model", "loss"]},
+        },
+    )
+    expected = TEXT.replace("  enable_cpu_offload=false\n", "  enable_cpu_offload=false\n  max_norm = 1.0\n")
+    expected = expected.replace("[float8]\n", "[float8]\nemulate = true\n")
+    assert after == expected + '\n[compile]\nenable = true\ncomponents = ["model", "loss"]\n'
+
+
+def test_the_last_key_is_removed_and_another_added():
+    """Both edits concern the same place."""
+    text = "[a]\nx = 1\ny = 2 # two\n"
+    document = TomlDocument(text)
+    assert apply_edits(text, document.edit_mapping(("a",), {"y": []}, [("z", 3)])) == "[a]\nx = 1\nz = 3 # two\n"
+    assert apply_edits(text, document.edit_mapping(("a",), {"x": [("v", 0), ("w", 1)]})) == (
+        "[a]\nv = 0\nw = 1\ny = 2 # two\n"
+    )
+
+
+def test_dotted_keys_and_a_file_without_a_last_line_end():
+    """TorchTitan takes `training.seq_len = 1` without a header, too."""
+    text = "training.seq_len = 1\ntraining . dtype = 'float32'"
+    assert edited(text, {("training",): {"dtype": "bfloat16", "steps": 5}}) == (
+        'training.seq_len = 1\ntraining . dtype = "bfloat16"\ntraining . steps = 5'
+    )
+    assert edited(text, {("compile",): {"enable": True}}) == text + "\n\n[compile]\nenable = true\n"
+
+
+def test_windows_line_ends_stay():
+    """A file from Windows keeps its line ends, on new lines as well."""
+    text = "[a]\r\nx = 1\r\ny = 2 # c\r\n"
+    assert edited(text, {("a",): {"x": None, "z": 3}}) == "[a]\r\ny = 2 # c\r\nz = 3\r\n"
+
+
+def test_tables_in_braces_are_refused_with_their_place():
+    """A file that cannot be edited is named, not half edited."""
+    with pytest.raises(ConfigError, match=r"run\.toml:2:2: training .*\[training\]"):
+        edited("\n training = { seq_len = 1 }", {("training",): {"seq_len": 2}})
+    with pytest.raises(ConfigError, match=r"run\.toml:1:1: training"):
+        edited("training = {}", {("training",): {"seq_len": 2}})
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("[a]\nx = \n", "run.toml:2:5"),
+        ("x = 1\nx = 2\n", "run.toml:2:6"),
+        ("[a\n", "run.toml:1:3"),
+        ('x = """', "run.toml:1:8"),
+    ],
+)
+def test_what_is_no_toml_is_named_with_its_place(text: str, place: str):
+    """A user gets file, line and column instead of a traceback."""
+    with pytest.raises(ConfigError) as raised:
+        TomlDocument(text, "run.toml")
+    assert str(raised.value).startswith(f"{place}: ")
+
+
+KEYS = st.text("abc-_.\"' é", min_size=1, max_size=4)
+SCALARS = st.booleans() | st.integers(-(10**6), 10**6) | st.floats(allow_nan=False) | st.text(max_size=8)
+VALUES = st.recursive(
+    SCALARS, lambda each: st.lists(each, max_size=3) | st.dictionaries(KEYS, each, max_size=3), max_leaves=6
+)
+
+
+@examples(100)
+@given(VALUES)
+def test_values_are_written_as_they_are_read(value: Any):
+    """What is put into a file is what TorchTitan reads from it."""
+    assert tomllib.loads(f"key = {toml_text(value)}") == {"key": value}
+
+
+LAYOUTS = st.sampled_from(["{key} = {value}\n", "  {key}={value} # é\n", "\n# a\n{key}\t=   {value}\t\r\n"])
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> tuple[str, dict[str, dict[str, Any]]]:
+    """A text of tables, with what is in them."""
+    tables = draw(st.dictionaries(KEYS, st.dictionaries(KEYS, VALUES, max_size=4), min_size=1, max_size=3))
+    text = draw(st.sampled_from(["", "# top\n", "\n\n"]))
+    for name, entries in tables.items():
+        text += f"[{toml_key(name)}]" + draw(st.sampled_from(["\n", " # [x]\n", "\r\n"]))
+        for key, value in entries.items():
+            text += draw(LAYOUTS).format(key=toml_key(key), value=toml_text(value))
+    return text, tables
+
+
+def toml_key(key: str) -> str:
+    return toml_text({key: 1}).removeprefix("{ ").removesuffix(" = 1 }")
+
+
+@examples(100)
+@given(documents(), st.data())
+def test_only_what_is_asked_for_changes(document: tuple[str, dict[str, dict[str, Any]]], data: st.DataObject):
+    """Of any document, one key changes, one comes or one goes; all other values and all comments stay."""
+    text, tables = document
+    name = data.draw(st.sampled_from(list(tables)))
+    key = data.draw(st.sampled_from(list(tables[name])) | KEYS if tables[name] else KEYS)
+    value = data.draw(st.none() | VALUES)
+    after = edited(text, {(name,): {key: value}})
+    expected = {each: dict(entries) for each, entries in tables.items()}
+    if value is None:
+        expected[name].pop(key, None)
+    else:
+        expected[name][key] = value
+    assert tomllib.loads(after) == expected
+    assert after.count("# ") >= text.count("# ")
+    assert edited(after, {(name,): {key: value}}) == after

@@ -1,0 +1,162 @@
+"""What holds for every file, of whichever dialect: bytes, keys, second runs, and the way there and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import yaml
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+from support.examples import examples
+
+from composer_fsdp2.config import MeshSpec, Origin
+from composer_fsdp2.migration.dialect import Section
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.migrate import Migration, migrate_text
+from composer_fsdp2.migration.run import RunConfig
+from composer_fsdp2.migration.targets import TARGETS
+from tests.migration.generated import EVERY, File, composer_files, merging_files, with_windows_lines
+
+ANY_FILE = st.sampled_from(sorted(EVERY)).flatmap(EVERY.__getitem__)
+ANY_TARGET = st.sampled_from(sorted(TARGETS))
+
+
+def migrated(file: File, to: str) -> Migration:
+    return migrate_text(file.text, f"run{file.suffix}", to=to)
+
+
+@examples(100)
+@given(ANY_FILE, ANY_TARGET)
+def test_outside_of_the_section_not_a_byte_changes(file: File, to: str) -> None:
+    """A user's comments, quotes and blank lines elsewhere would be lost, and every diff would have to be read."""
+    result = migrated(file, to)
+    if not result.is_new_file:
+        assert result.after.startswith(file.before)
+        assert result.after.endswith(file.after)
+        assert result.after.count("\r\n") in (0, result.after.count("\n"))
+
+
+@examples(100)
+@given(ANY_FILE, ANY_TARGET)
+def test_every_key_has_one_finding(file: File, to: str) -> None:
+    """A key without a finding was dropped in silence; one with two could be reported as good and bad."""
+    result = migrated(file, to)
+    found = [finding for section in result.sections for finding in section.findings]
+    told = [finding.key for finding in found if finding.origin is Origin.KEY]
+    for key in file.keys:
+        short = key if key in told else key.partition(".")[2]
+        assert told.count(short) == 1, (key, told)
+
+
+@examples(100)
+@given(ANY_FILE, ANY_TARGET)
+def test_comments_of_the_section_stay(file: File, to: str) -> None:
+    """What a user wrote about a setting is worth more than the setting."""
+    result = migrated(file, to)
+    if not result.is_new_file:
+        inside = result.after[len(file.before) : len(result.after) - len(file.after)]
+        found = re.findall(r"# (?:c\d+|here)(?!\d)", inside)
+        assert sorted(found) == sorted(file.comments)
+
+
+@examples(100)
+@given(ANY_FILE, ANY_TARGET)
+def test_a_second_run_changes_nothing(file: File, to: str) -> None:
+    """A user who runs it in a hook would get another file each time."""
+    once = migrated(file, to)
+    if once.after == once.before and not once.is_new_file:
+        return
+    name = f"run{once.suffix}"
+    assert migrate_text(once.after, name, to=to).after == once.after
+
+
+@examples(100)
+@given(ANY_FILE, ANY_TARGET)
+def test_the_new_text_is_a_file_of_its_format(file: File, to: str) -> None:
+    """The training script would not even start."""
+    result = migrated(file, to)
+    if result.suffix != ".toml":
+        assert isinstance(yaml.safe_load(result.after), dict)
+
+
+def run_in(text: str, suffix: str) -> RunConfig | None:
+    """What the first section of a Composer file asks for."""
+    dialect = DIALECTS["composer"]
+    values = yaml.safe_load(text)
+    path = dialect.sections(values)[0]
+    at = values
+    for key in path:
+        at = at[key]
+    run = dialect.read(Section(path=path, given=at, around=values)).run
+    return run
+
+
+@examples(100)
+@given(st.one_of(composer_files(), merging_files(), composer_files().map(with_windows_lines)))
+def test_a_composer_file_asks_for_the_same_before_and_after(file: File) -> None:
+    """The migrated run would shard, cast or prefetch otherwise than the run that it came from."""
+    result = migrated(file, "composer")
+    assert run_in(result.after, ".yaml") == run_in(file.text, ".yaml")
+
+
+# Which part of a run a finding of a target is about. Without one it has to be the same after the way back.
+PARTS = {
+    "mesh": ["mesh"],
+    "reshard_after_forward": ["reshard_after_forward"],
+    "param_dtype": ["mixed_precision.param_dtype", "precision"],
+    "reduce_dtype": ["mixed_precision.reduce_dtype"],
+    "autocast": ["precision"],
+    "mixed_precision": ["mixed_precision"],
+    "casting of inputs": ["mixed_precision.cast"],
+    "casting of the root's inputs": ["mixed_precision.cast"],
+    "buffer_dtype": ["mixed_precision.buffer_dtype"],
+    "keep_low_precision_grads": ["mixed_precision.gradients"],
+    "activation_checkpointing": ["activation_checkpointing"],
+    "reentrant checkpointing": ["activation_checkpointing"],
+    "activation offloading": ["activation_checkpointing"],
+    "prefetch in forward": ["prefetch"],
+    "prefetch in backward": ["prefetch"],
+    "gradient_sync": ["accumulation"],
+    "reshard_after_backward": ["accumulation"],
+    "collective_guard": ["collective_guard"],
+    "sync_module_states": ["sync_module_states"],
+    "verbose": ["verbose"],
+    "strict": ["strict"],
+}
+# Of the run itself, beside its configuration.
+OF_RUN = ("precision", "strict", "verbose")
+
+
+def parts_of(run: RunConfig) -> dict[str, object]:
+    """Its fields that can be compared, those of mixed precision apart from each other."""
+    config = run.config
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    policy = fields.pop("mixed_precision")
+    if not config.activation_checkpointing.checkpoint:  # how it would be done decides nothing
+        fields["activation_checkpointing"] = config.activation_checkpointing.cpu_offload
+    if config.mesh.has_replicas and config.mesh.replicate_degree == 1:  # one replica is none
+        fields["mesh"] = MeshSpec.of_degrees(config.mesh.shard_degree)
+    fields |= {f"mixed_precision.{field.name}": getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    return fields | {name: getattr(run, name) for name in OF_RUN}
+
+
+@pytest.mark.parametrize("to", ["roll", "torchtitan", "accelerate"])
+@examples(100)
+@given(file=composer_files(sane=True))
+def test_there_and_back(to: str, file: File) -> None:
+    """What a target cannot say, and no finding names, was lost without a word."""
+    before = run_in(file.text, ".yaml")
+    there = migrated(file, to)
+    if before is None:
+        return
+    told = [finding for section in there.sections for finding in section.findings if finding.origin is not Origin.KEY]
+    names = {finding.key if finding.key in PARTS else finding.key.split(".")[0] for finding in told}
+    excused = tuple(part for name in names for part in PARTS.get(name, ()))
+    assume("mesh" not in excused)  # the way back would be another run altogether
+    back = run_in(migrate_text(there.after, f"run{there.suffix}", to="composer").after, ".yaml")
+    assert back is not None
+    same = {name: value for name, value in parts_of(before).items() if not name.startswith(excused)}
+    assert {name: value for name, value in parts_of(back).items() if name in same} == same
+    event(f"{len(same)} parts compared")

@@ -1,0 +1,127 @@
+"""Prose steers nothing: with every text of every table in other words, the same happens."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.examples import examples
+
+from composer_fsdp2.config.findings import Finding, Origin
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.translate import translate
+from composer_fsdp2.migration.capabilities import CAPABILITIES
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.migrate import migrate_text
+from composer_fsdp2.migration.targets import TARGETS
+from tests.migration.generated import EVERY
+
+YAMLS = Path(__file__).resolve().parents[2] / "yamls"
+FILES = sorted(path for path in YAMLS.rglob("*.*ml"))
+# What a row, a lack or a finding tells, and nothing may ask.
+TEXTS = ("reason", "hint", "target", "meaning", "elsewhere")
+
+
+def told_at_import() -> Iterator[Finding]:
+    """The findings in tables of the dialects."""
+    for module in [each for name, each in sys.modules.items() if name.startswith("composer_fsdp2.")]:
+        tables = [value for value in vars(module).values() if isinstance(value, Finding | tuple)]
+        for value in tables:
+            rows = value if isinstance(value, tuple) else (value,)
+            cells = [cell for row in rows for cell in (row if isinstance(row, tuple) else (row,))]
+            yield from (cell for cell in cells if isinstance(cell, Finding))
+
+
+@contextlib.contextmanager
+def reworded(seed: int) -> Iterator[None]:
+    """The tables' rows, what a run may ask for, and every finding as soon as it is made, in other words."""
+    rng = random.Random(seed)
+
+    def other_words(text: Any) -> Any:
+        if not isinstance(text, str) or not text:
+            return text
+        return " ".join(rng.choices(("(no", "unsaid", "remove", "it's", "null)"), k=rng.randint(1, 5)))
+
+    def other_answer(ask: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda run: other_words(ask(run))
+
+    usual = Finding.__init__
+
+    def init(self: Finding, **fields: Any) -> None:
+        usual(self, **{name: other_words(value) if name in TEXTS else value for name, value in fields.items()})
+
+    rows = [row for dialect in DIALECTS.values() for row in (*dialect.rows, *dialect.lacks)]
+    tables = (*rows, *told_at_import())
+    before = [(row, name, getattr(row, name)) for row in tables for name in TEXTS if hasattr(row, name)]
+    answers = {name: other_answer(ask) for name, ask in CAPABILITIES.items()}
+    try:
+        for row, name, text in before:
+            object.__setattr__(row, name, other_words(text))
+        with mock.patch.object(Finding, "__init__", init), mock.patch.dict(CAPABILITIES, answers):
+            yield
+    finally:
+        for row, name, text in before:
+            object.__setattr__(row, name, text)
+
+
+def what_happens(text: str, name: str, to: str) -> object:
+    """All of a migration but its prose."""
+    try:
+        migration = migrate_text(text, name, to=to)
+    except ConfigError as error:  # two sections, where the target's files hold one
+        return type(error), error.keys
+    findings = [
+        (each.name, each.origin is Origin.LACKING or str(each.value), each.outcome, each.where, each.asks, each.known)
+        for section in migration.sections
+        for each in section.findings
+    ]
+    return migration.after, migration.exit_code, migration.is_new_file, findings
+
+
+def check(text: str, name: str, to: str, seed: int) -> None:
+    expected = what_happens(text, name, to)
+    with reworded(seed):
+        assert what_happens(text, name, to) == expected
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_real_files(to: str) -> None:
+    """Who mends a sentence of a report would change what becomes of a configuration."""
+    assert len(FILES) > 40
+    for seed, file in enumerate(FILES):
+        check(file.read_text(), file.name, to, seed)
+
+
+@examples(100)
+@given(st.sampled_from(sorted(EVERY)).flatmap(EVERY.__getitem__), st.sampled_from(sorted(TARGETS)), st.integers(0, 99))
+def test_any_file(file: Any, to: str, seed: int) -> None:
+    """The same, for keys and values that no real file has together."""
+    check(file.text, f"run{file.suffix}", to, seed)
+
+
+def test_findings_are_reworded() -> None:
+    """The tests above would hold if nothing were changed."""
+    message = [section.findings for section in migrate_text("fsdp_config: {verbose: true, x: 1}").sections]
+    with reworded(1):
+        again = [section.findings for section in migrate_text("fsdp_config: {verbose: true, x: 1}").sections]
+    assert {each.reason for each in message[0]}.isdisjoint(each.reason for each in again[0])
+
+
+def test_a_configuration_is_translated_alike() -> None:
+    """The same, where a script hands its configuration over instead of a file."""
+    given = {"sharding_strategy": "HYBRID_SHARD", "backward_prefetch": "NONE", "te_shard_fp8_weight": True}
+    expected = translate(given, device="cpu")
+    with reworded(1):
+        found = translate(given, device="cpu")
+    assert found.config == expected.config
+    assert [(each.key, each.outcome) for each in found.findings] == [
+        (each.key, each.outcome) for each in expected.findings
+    ]

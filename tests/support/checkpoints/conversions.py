@@ -1,0 +1,57 @@
+"""What the tests of conversion share: ``from support.checkpoints.conversions import ...``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from composer_fsdp2.checkpoint.convert.conversion import ConversionReport, convert_checkpoint
+from composer_fsdp2.checkpoint.convert.conversion_plan import ConversionPlan
+
+
+def convert(source: Path, destination: Path, to: str, **options: Any) -> ConversionReport:
+    report = convert_checkpoint(source, destination, to=to, **options)
+    assert isinstance(report, ConversionReport)
+    return report
+
+
+def planned(source: Path, destination: Path, to: str, **options: Any) -> ConversionPlan:
+    plan = convert_checkpoint(source, destination, to=to, dry_run=True, **options)
+    assert isinstance(plan, ConversionPlan)
+    return plan
+
+
+def loaded(path: Path) -> Any:
+    """By stock torch."""
+    return torch.load(path, weights_only=False, map_location="cpu")
+
+
+def loaded_folder(path: Path) -> Any:
+    """By stock torch, with the optimizers where they are since torch 2.3, and without our list of empty dicts."""
+    file = path.with_name(f"{path.name}.stock.pt")
+    dcp_to_torch_save(path, file)
+    value = loaded(file)
+    if "optimizers" in value:
+        value["state"]["optimizers"] = value.pop("optimizers")
+    value.pop("composer_fsdp2", None)
+    return value
+
+
+def without_empty_dicts(value: Any) -> Any:
+    """As torch's folders hold it."""
+    if isinstance(value, dict):
+        parts = {key: without_empty_dicts(part) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if part != {} or not isinstance(part, dict)}
+    return value
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """All that is in a folder: sizes and times."""
+    return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*"))}
+
+
+def staging_of(destination: Path) -> Path:
+    return destination.with_name(f".{destination.name}.converting")
