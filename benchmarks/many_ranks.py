@@ -100,7 +100,7 @@ def _read_by(rank: int, num_ranks: int) -> Any:
 
 def _groups(num_ranks: int) -> tuple[int, float]:
     """What a rank sends of its units' groups, and what it takes to look at all ranks'."""
-    from composer_fsdp2.config import GroupRule, MeshSpec, RankGroups
+    from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
     from composer_fsdp2.sharding import meshes
 
     consecutive, strided = (RankGroups(rule=rule, number=8) for rule in (GroupRule.CONSECUTIVE, GroupRule.STRIDED))

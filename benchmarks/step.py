@@ -48,7 +48,7 @@ from timing import (
 )
 from variants import NAMES, OPTIMIZERS, STRATEGIES, Setting, Trainee, build, missing
 
-from composer_fsdp2._torch import repair_cpu_collectives
+from composer_fsdp2._torch.repairs import repair_cpu_collectives
 
 TITLES = {
     HAND: "fully_shard by hand",

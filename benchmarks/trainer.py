@@ -48,7 +48,7 @@ from timing import (
 from torch import nn
 from variants import missing
 
-from composer_fsdp2._torch import repair_cpu_collectives
+from composer_fsdp2._torch.repairs import repair_cpu_collectives
 
 CLIPPING_BY_HAND = "clipping by hand"
 SHAPE = Shape(width=32, layers=24, heads=2, vocabulary=64, sequence=16, batch=2)

@@ -144,7 +144,7 @@ def _in_step(model: Model, setting: Setting) -> Trainee:
     """Each rank waits for the others before each collective, as with votes, but is told by a byte in a pipe: what the
     waiting costs, apart from gloo's way of sending a vote. No rank then sends its part of a collective ahead.
     """
-    from composer_fsdp2._torch import watch_collectives
+    from composer_fsdp2._torch.collectives import watch_collectives
     from composer_fsdp2.sharding.sharded import units
 
     trainee, pipes = _ours(model, setting), _pipes()

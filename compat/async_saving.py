@@ -16,7 +16,7 @@ from composer.core import State
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import new_gloo_group
+from composer_fsdp2._torch.groups import new_gloo_group
 from composer_fsdp2.checkpoint.trees import EntryPath, mapped
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather

@@ -31,7 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
-from composer_fsdp2._torch import ActivationWrapper, local_tensor, local_tensors, own_parameters
+from composer_fsdp2._torch.parts import local_tensor, local_tensors
+from composer_fsdp2._torch.private_names import ActivationWrapper, own_parameters
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
 from composer_fsdp2.fsdp1.hooks import wrapped_children
 from composer_fsdp2.sharding.agree import agree, gather

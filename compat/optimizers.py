@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import lion_, local_tensor, local_tensors
+from composer_fsdp2._torch.parts import lion_, local_tensor, local_tensors
 
 _Update = Callable[..., None]
 

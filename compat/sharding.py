@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as FSDP1GradScaler
 
-from composer_fsdp2._torch import ShardedGradScaler
+from composer_fsdp2._torch.scaler import ShardedGradScaler
 from composer_fsdp2.fsdp1.attributes import say_what_replaces
 from composer_fsdp2.prepare import prepare_fully_shard
 from composer_fsdp2.sharding.agree import gather

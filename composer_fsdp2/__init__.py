@@ -3,7 +3,7 @@
 The engine needs torch only; ``composer_fsdp2.compat`` plugs it into Composer and LLM Foundry.
 """
 
-from composer_fsdp2._torch import ShardedGradScaler
+from composer_fsdp2._torch.scaler import ShardedGradScaler
 from composer_fsdp2.checkpoint.convert.conversion import ConversionReport, convert_checkpoint
 from composer_fsdp2.checkpoint.convert.conversion_plan import ConversionPlan
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from composer_fsdp2._torch import own_parameters
+from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2.checkpoint.inventory import (
     MODEL,
     OPTIMIZERS,

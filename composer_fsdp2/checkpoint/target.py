@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import local_box
+from composer_fsdp2._torch.private_names import local_box
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.sharding.placements import replicating_axes

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2._torch import ActivationWrapper
+from composer_fsdp2._torch.private_names import ActivationWrapper
 from composer_fsdp2.training.full_params import summon_full_params
 
 log = logging.getLogger(__name__)

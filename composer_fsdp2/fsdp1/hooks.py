@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from composer_fsdp2._torch import ActivationWrapper
+from composer_fsdp2._torch.private_names import ActivationWrapper
 from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
@@ -127,7 +127,7 @@ class _Reader:
     choices: dict[str, Choice] = field(default_factory=dict)
 
     def read_below_root(self, path: str, root: nn.Module, child: nn.Module) -> None:
-        """Whether it is a container, whose members are roots."""
+        """Read the modules below a root; of a container the members are roots."""
         if root in self.units or root in self.ignored:
             return
         if not has_forward(root):
@@ -142,7 +142,7 @@ class _Reader:
                 self.units.add(inner)
 
     def read_below_unwrapped(self, path: str, module: nn.Module, child: nn.Module) -> None:
-        """The outermost chosen modules are roots."""
+        """Read the modules below one that is no unit: the outermost chosen ones are roots."""
         for name, inner in module.named_children():
             inner_path = join(path, name)
             if inner not in self.ignored and self._is_chosen(inner_path, inner, child):

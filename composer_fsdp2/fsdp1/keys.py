@@ -246,12 +246,7 @@ _OFFLOAD = Takes("any value", parse_offload)
 _GROUPS = Takes("any value", parse_groups)
 _MODULES = Takes("any value", parse_modules)
 
-_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED = (
-    Outcome.EXACT,
-    Outcome.APPROXIMATE,
-    Outcome.UNNEEDED,
-    Outcome.UNSUPPORTED,
-)
+_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _KEPT = "Composer reads it from the same configuration object, as before"
 # FSDP2Config has few keys (composer/utils/parallelism.py); every other one is dropped.
 IGNORED_BY_COMPOSER = _IGNORED = "plain Composer 0.32.1 ignores it under FSDP2, with a warning"

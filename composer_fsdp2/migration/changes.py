@@ -19,7 +19,7 @@ from composer_fsdp2.migration.dialect import (
     splice,
     value_at,
 )
-from composer_fsdp2.migration.documents import Document, Edit
+from composer_fsdp2.migration.documents import Document, Edit, NewEntry
 from composer_fsdp2.migration.documents.yaml import flow_text
 from composer_fsdp2.migration.interpolation import has_interpolation
 from composer_fsdp2.migration.targets import file_text
@@ -188,17 +188,15 @@ def _framed(
     around, added = splice(expression.beside, beside, reading.aspects)
     keys = list(_mapping_at(section, frame.inner) or ()) if frame.inner is not None else []
     replacements, additions = splice(expression.settings, keys, reading.aspects, frame.prefix)
-    edits = document.replace_entry(
-        frame.entry,
-        target.heads,
-        added,
+    new = NewEntry(
+        heads=target.heads,
+        beside=added,
         inner=frame.inner,
         replacements=replacements,
         additions=additions,
         around=around,
-        given=_mapping_at(section, tuple(above)),
     )
-    return edits, beside
+    return document.replace_entry(frame.entry, new, given=_mapping_at(section, tuple(above))), beside
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import nn
 
-from composer_fsdp2._torch import (
+from composer_fsdp2._torch.private_names import (
     CheckpointImpl,
     checkpoint_wrapper,
     offload_wrapper,

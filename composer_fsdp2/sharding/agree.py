@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2._torch import default_store
+from composer_fsdp2._torch.private_names import default_store
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError, PlanError
 
 T = TypeVar("T")

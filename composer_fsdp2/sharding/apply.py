@@ -18,17 +18,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import (
-    KNOWN_VERSIONS,
-    average_after_backward,
-    distinct_units,
-    keep_class_name,
-    keeps_what_copies_read,
-    own_buffers,
-    repair_cpu_collectives,
-    repair_unit_backward,
-    require_known_torch,
-)
+from composer_fsdp2._torch.api import KNOWN_VERSIONS, require_known_torch
+from composer_fsdp2._torch.backward import average_after_backward, keeps_what_copies_read, repair_unit_backward
+from composer_fsdp2._torch.private_names import keep_class_name, own_buffers
+from composer_fsdp2._torch.repairs import repair_cpu_collectives
+from composer_fsdp2._torch.unit_parameters import distinct_units
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
 from composer_fsdp2.sharding.activations import wrap_activations
 from composer_fsdp2.sharding.agree import agree

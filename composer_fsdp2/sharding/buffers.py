@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2._torch import own_buffers
+from composer_fsdp2._torch.private_names import own_buffers
 
 
 def cast_buffers(dtypes: Mapping[nn.Module, torch.dtype | None]) -> None:

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_fsdp2._torch import own_parameters
+from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2.config.choices import ModelChoices
 from composer_fsdp2.config.sharding import LOW_PRECISION, GradientDtype, MixedPrecision, Prefetch, ShardingConfig
 from composer_fsdp2.config.text import and_more

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from composer_fsdp2._torch import is_compiled
+from composer_fsdp2._torch.private_names import is_compiled
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.errors import PlanError
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from composer_fsdp2._torch import own_parameters
+from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2.errors import PlanError, UnsupportedError
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from composer_fsdp2._torch import BatchNorm
+from composer_fsdp2._torch.private_names import BatchNorm
 from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.sharding.dtypes import dtype_name

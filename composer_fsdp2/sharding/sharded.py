@@ -5,7 +5,7 @@ from typing import cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2._torch import distinct_units
+from composer_fsdp2._torch.unit_parameters import distinct_units
 
 
 class Unit(FSDPModule, nn.Module):

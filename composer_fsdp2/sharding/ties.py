@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from composer_fsdp2._torch import own_parameters
+from composer_fsdp2._torch.private_names import own_parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from composer_fsdp2._torch import by_kind, local_tensor, multiply_each_, norm_of_each
+from composer_fsdp2._torch.parts import by_kind, local_tensor, multiply_each_, norm_of_each
 from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.sharding.placements import splitting_axes, splitting_axes_of_all
 from composer_fsdp2.sharding.root_record import mesh_of, record_of

@@ -32,7 +32,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2._torch import default_store, new_gloo_group
+from composer_fsdp2._torch.groups import new_gloo_group
+from composer_fsdp2._torch.private_names import default_store
 from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
 from composer_fsdp2.sharding.agree import device_of_group, gather, sends_from_host
 from composer_fsdp2.sharding.hosts import this_host

@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from composer_fsdp2._torch import (
+from composer_fsdp2._torch.private_names import local_box
+from composer_fsdp2._torch.unit_parameters import (
     UnitParameter,
     distinct_units,
     has_unreduced_gradients,
     is_in_pass,
     is_inside_unit,
-    local_box,
     parameters_of_unit,
     show_instead_of_shards,
 )

@@ -20,15 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_fsdp2._torch import (
-    InFlight,
-    all_gather_single,
-    own_buffers,
-    process_groups_of,
-    reduce_scatter_single,
-    reset_after_error,
-    watch_collectives,
-)
+from composer_fsdp2._torch.collectives import InFlight, all_gather_single, reduce_scatter_single, watch_collectives
+from composer_fsdp2._torch.groups import process_groups_of
+from composer_fsdp2._torch.private_names import own_buffers
+from composer_fsdp2._torch.reset import reset_after_error
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.control import ANSWER_WITHIN, Question, control

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import pending_reduction
+from composer_fsdp2._torch.private_names import pending_reduction
 
 K = TypeVar("K", bound=Hashable)
 

@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from composer_fsdp2._torch import REPAIRS, Repair, keep_class_name, repair_cpu_collectives, repair_unit_backward
+from composer_fsdp2._torch.backward import repair_unit_backward
+from composer_fsdp2._torch.private_names import keep_class_name
+from composer_fsdp2._torch.repairs import REPAIRS, Repair, repair_cpu_collectives
 
 VERSION = torch.__version__.partition("+")[0]
 REPAIRS_BY_NAME = {repair.name: repair for repair in REPAIRS}

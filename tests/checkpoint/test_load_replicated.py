@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import save as save_directory
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import CheckpointError, load_checkpoint
-from composer_fsdp2._torch import local_tensor
+from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2.checkpoint.load import replicated, staging
 from composer_fsdp2.checkpoint.read import Reader
 from tests.checkpoint.test_load import (

@@ -186,7 +186,7 @@ def use_fp16(trainer: Any) -> None:
     """What a Trainer on a GPU makes of precision 'amp_fp16': a scaler, which asks all ranks for overflows."""
     from composer.core import Precision
 
-    from composer_fsdp2._torch import ShardedGradScaler
+    from composer_fsdp2._torch.scaler import ShardedGradScaler
 
     trainer.state._precision = Precision.AMP_FP16
     trainer.state.scaler = ShardedGradScaler(device="cpu")

@@ -517,7 +517,7 @@ def test_callbacks_algorithms_and_schedulers(tmp_path: Path):
 def check_scaler(folder: str) -> None:
     from torch.amp.grad_scaler import GradScaler
 
-    from composer_fsdp2._torch import ShardedGradScaler
+    from composer_fsdp2._torch.scaler import ShardedGradScaler
 
     state = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 4}
     files = {

@@ -140,7 +140,7 @@ def test_fsdp2_config_comes_to_ours():
 def check_unwrapped_child() -> None:
     from composer.utils import FSDP2Config, ParallelismConfig
 
-    from composer_fsdp2._torch import repair_cpu_collectives
+    from composer_fsdp2._torch.repairs import repair_cpu_collectives
 
     repair_cpu_collectives()  # Composer's own FSDP2 would train on the sum of gradients over gloo
 

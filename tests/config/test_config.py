@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from composer_fsdp2 import ConfigError, MeshSpec, ShardingConfig
-from composer_fsdp2.config import AxisRole, GroupRule, MeshAxis, RankGroups
+from composer_fsdp2.config.mesh import AxisRole, GroupRule, MeshAxis, RankGroups
 from composer_fsdp2.config.sharding import check_reshard_degree
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import MeshSpec, prepare_fully_shard
-from composer_fsdp2.config import GroupRule, RankGroups
+from composer_fsdp2.config.mesh import GroupRule, RankGroups
 from composer_fsdp2.sharding import meshes
 from composer_fsdp2.sharding.meshes import device_mesh, device_meshes, device_of
 

@@ -36,8 +36,9 @@ from composer_fsdp2 import (
     UnsupportedError,
     translate,
 )
-from composer_fsdp2.config import GradientDtype, UnitOverrides
-from composer_fsdp2.config import MixedPrecision as OurMixedPrecision
+from composer_fsdp2.config.choices import UnitOverrides
+from composer_fsdp2.config.sharding import GradientDtype
+from composer_fsdp2.config.sharding import MixedPrecision as OurMixedPrecision
 from composer_fsdp2.fsdp1.hooks import read_overrides
 from composer_fsdp2.fsdp1.keys import KEYS
 

@@ -21,7 +21,7 @@ from support.oracle import FSDP1_ON, FSDP2
 from support.saved import named, read
 from support.trainers import build_model, close, fit, largest_difference, make_trainer, on_gpu, optimizer_state
 
-from composer_fsdp2._torch import local_tensor
+from composer_fsdp2._torch.parts import local_tensor
 
 pytestmark = pytest.mark.composer
 

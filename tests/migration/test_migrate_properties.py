@@ -11,7 +11,8 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from composer_fsdp2.config import MeshSpec, Origin
+from composer_fsdp2.config.findings import Origin
+from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.migrate import Migration, migrate_text

@@ -19,7 +19,7 @@ import yaml
 from torch import nn
 
 from composer_fsdp2 import plan_sharding, translate
-from composer_fsdp2.config import Origin
+from composer_fsdp2.config.findings import Origin
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.dialects import DIALECTS

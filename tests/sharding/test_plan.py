@@ -28,7 +28,7 @@ from composer_fsdp2 import (
     UnsupportedError,
     plan_sharding,
 )
-from composer_fsdp2.config import GradientDtype
+from composer_fsdp2.config.sharding import GradientDtype
 from composer_fsdp2.sharding.dtypes import mixed_precision_policy
 
 pytestmark = pytest.mark.any_torch

@@ -10,7 +10,7 @@ from support.models import Chain, FakeMetric, Model, layer, tie
 from torch import nn
 
 from composer_fsdp2 import PlanError, ShardingConfig, plan_sharding
-from composer_fsdp2.config import UnitOverrides
+from composer_fsdp2.config.choices import UnitOverrides
 from composer_fsdp2.errors import UnknownKeyError
 from composer_fsdp2.fsdp1.hooks import read_hooks
 from composer_fsdp2.sharding.select import Selection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from composer_fsdp2.config import MixedPrecision, ShardingConfig
+from composer_fsdp2.config.sharding import MixedPrecision, ShardingConfig
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
 OF_RUN, OF_CONFIG, OF_PRECISION = (

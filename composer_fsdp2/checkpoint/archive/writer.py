@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import torch
 
-from composer_fsdp2 import _torch
+from composer_fsdp2._torch.private_names import rebuild_tensor, rebuild_untyped_tensor, storage_class
 from composer_fsdp2.checkpoint.archive.disk import write_all
 
 _ALIGNMENT = 64
@@ -241,15 +241,15 @@ class _Pickler(pickle.Pickler):
             value = self._slot_for(value)
         elif not isinstance(value, Slot):
             return NotImplemented
-        _, is_typed = _torch.storage_class(value.dtype)
+        _, is_typed = storage_class(value.dtype)
         shape = tuple(size for size in value.shape)  # a new object, as in torch: a shared one would be pickled once
         args: tuple[Any, ...] = (_Storage(value), 0, shape, _stride(shape), False, OrderedDict())
-        return (_torch.rebuild_tensor, args) if is_typed else (_torch.rebuild_untyped_tensor, (*args, value.dtype))
+        return (rebuild_tensor, args) if is_typed else (rebuild_untyped_tensor, (*args, value.dtype))
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) is not _Storage:
             return None
-        kind, is_typed = _torch.storage_class(value.slot.dtype)
+        kind, is_typed = storage_class(value.slot.dtype)
         self.slots.append(value.slot)
         numel = math.prod(value.slot.shape) if is_typed else value.slot.num_bytes
         return ("storage", kind, str(len(self.slots) - 1), "cpu", numel)

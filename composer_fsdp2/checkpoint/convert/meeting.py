@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from composer_fsdp2._torch import default_store
+from composer_fsdp2._torch.private_names import default_store
 from composer_fsdp2.checkpoint.open import together
 from composer_fsdp2.errors import CheckpointError
 

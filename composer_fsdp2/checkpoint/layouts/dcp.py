@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2 import _torch
+from composer_fsdp2._torch.private_names import storage_info
 from composer_fsdp2.checkpoint.archive.disk import read_at
 from composer_fsdp2.checkpoint.archive.inside import inside
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive
@@ -497,7 +497,7 @@ def _pickled_metadata(
             if item.offsets is not None:
                 index = MetadataIndex(item.key, torch.Size(item.offsets), len(chunks[item.key]))
                 chunks[item.key].append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.value.shape)))
-            storage[index] = _torch.storage_info(_file_name(number), item.at, item.num_bytes)
+            storage[index] = storage_info(_file_name(number), item.at, item.num_bytes)
     declared: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         key: BytesStorageMetadata() for key in objects
     } | {

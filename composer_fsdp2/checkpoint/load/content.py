@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2._torch import all_gather_single
+from composer_fsdp2._torch.collectives import all_gather_single
 from composer_fsdp2.checkpoint.archive.crc import shifted
 from composer_fsdp2.checkpoint.archive.torch_archive import Blob
 from composer_fsdp2.checkpoint.records import Range, ReadRange, damage_of, ranges_by_record

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer_fsdp2._torch import has_custom_load_state_dict, local_tensor
+from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.private_names import has_custom_load_state_dict
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord, walk_tensors
 from composer_fsdp2.checkpoint.load.exchange import (

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import all_gather_single, local_tensor
+from composer_fsdp2._torch.collectives import all_gather_single
+from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2.checkpoint.archive.crc import shifted
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.read import bytes_of

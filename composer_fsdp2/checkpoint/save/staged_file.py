@@ -10,7 +10,7 @@ from typing import IO, Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch import local_tensor
+from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2.checkpoint.archive.disk import sync, sync_folder, write_all
 from composer_fsdp2.checkpoint.archive.writer import ArchivePlan, Slot, plan_archive
 from composer_fsdp2.checkpoint.read import bytes_of

@@ -178,12 +178,7 @@ SIZE_REASON = (
     "parameters that inner units hold"
 )
 SIZE_HINT = "TRANSFORMER_BASED_WRAP, with the classes of the layers"
-_UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION, _UNNEEDED = (
-    Outcome.UNSUPPORTED,
-    Outcome.APPROXIMATE,
-    Outcome.NEEDS_DECISION,
-    Outcome.UNNEEDED,
-)
+_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 
 
 def _recomputes(run: RunConfig) -> bool:

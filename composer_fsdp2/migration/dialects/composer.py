@@ -305,7 +305,7 @@ def _mixed_precision(run: RunConfig) -> str | dict[str, str]:
 
 _WRAP_REASON = "Composer asks the model which modules become units; no configuration can say it"
 _WRAP_FN = "fsdp_wrap_fn of the model"
-_UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION = Outcome.UNSUPPORTED, Outcome.APPROXIMATE, Outcome.NEEDS_DECISION
+_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 
 
 def _wraps_what_the_model_names(run: RunConfig) -> bool:

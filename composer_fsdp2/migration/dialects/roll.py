@@ -600,12 +600,7 @@ def _is_for_so_many_ranks(mesh: MeshSpec) -> bool:
     return not mesh.is_grouped and mesh.is_resolved and not _keeps_full_parameters(mesh)
 
 
-_UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION, _UNNEEDED = (
-    Outcome.UNSUPPORTED,
-    Outcome.APPROXIMATE,
-    Outcome.NEEDS_DECISION,
-    Outcome.UNNEEDED,
-)
+_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _CLASSES_KEY = "wrap_policy.transformer_layer_cls_to_wrap"
 # fmt: off
 _LACKS: tuple[Lack, ...] = (

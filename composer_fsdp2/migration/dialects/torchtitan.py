@@ -465,12 +465,7 @@ _PARALLELISMS = ("context_parallel", "expert_parallel", "tensor_parallel", "pipe
 # A run in TorchTitan's words
 
 
-_UNSUPPORTED, _APPROXIMATE, _NEEDS_DECISION, _UNNEEDED = (
-    Outcome.UNSUPPORTED,
-    Outcome.APPROXIMATE,
-    Outcome.NEEDS_DECISION,
-    Outcome.UNNEEDED,
-)
+_EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 
 
 def _is_without_shards(run: RunConfig) -> bool:

@@ -32,6 +32,26 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     return "".join([*pieces, text[position:]])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewEntry:
+    """What comes in the place of an entry.
+
+    Args:
+        heads: The names of the new entry and of the mappings in it, outermost first, each with the entries that it
+            begins with. The innermost takes ``replacements`` and ``additions``.
+        beside: Further entries after it.
+        inner: The mapping within the old entry that ``replacements`` are about; None if there is none.
+        around: Replacements in the mapping that the entry lies in.
+    """
+
+    heads: Sequence[tuple[str, Settings]]
+    beside: Settings
+    inner: Path | None
+    replacements: Mapping[str, Settings]
+    additions: Settings
+    around: Mapping[str, Settings]
+
+
 class Document(Protocol):
     """A configuration file, whatever its format.
 
@@ -79,26 +99,11 @@ class Document(Protocol):
             KeyError: there is no mapping at ``path``, or it lacks a key of ``replacements``.
         """
 
-    def replace_entry(
-        self,
-        path: Path,
-        heads: Sequence[tuple[str, Settings]],
-        beside: Settings,
-        *,
-        inner: Path | None,
-        replacements: Mapping[str, Settings],
-        additions: Settings,
-        around: Mapping[str, Settings],
-        given: Mapping[str, Any] | None,
-    ) -> list[Edit]:
+    def replace_entry(self, path: Path, new: NewEntry, *, given: Mapping[str, Any] | None) -> list[Edit]:
         """Put another entry in the place of the one at ``path``; comments stay, in their order.
 
         Args:
-            heads: The names of the new entry and of the mappings in it, outermost first, each with the entries that it
-                begins with. The innermost takes ``replacements`` and ``additions``.
-            beside: Further entries after it.
-            inner: The mapping within the old entry that ``replacements`` are about; None if there is none.
-            around: Replacements in the mapping that the entry lies in, whose values are ``given``.
+            given: The values of the mapping that the entry lies in.
         """
 
     def stands_for(self, path: Path, others: Sequence[Path]) -> Path | None:

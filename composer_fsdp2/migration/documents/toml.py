@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.documents.edits import Edit, Path, Settings, apply_edits
+from composer_fsdp2.migration.documents.edits import Edit, NewEntry, Path, Settings, apply_edits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class TomlDocument:
     ) -> list[Edit]:
         return _edit_table(self, path, replacements, additions)
 
-    def replace_entry(self, path: Path, *args: Any, **kwargs: Any) -> list[Edit]:
+    def replace_entry(self, path: Path, new: NewEntry, *, given: Mapping[str, Any] | None) -> list[Edit]:
         raise NotImplementedError("another system's section is a file of its own beside TOML")
 
     # Nothing in TOML stands for something else.

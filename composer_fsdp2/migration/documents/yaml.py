@@ -15,7 +15,7 @@ import yaml
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.documents.edits import Edit, Path, Settings
+from composer_fsdp2.migration.documents.edits import Edit, NewEntry, Path, Settings
 from composer_fsdp2.migration.documents.yaml_text import YamlText, is_mapping
 
 # The text of an entry, by its key and its value's text: as the file has it, with its quotes and interpolations.
@@ -246,34 +246,26 @@ def _line_end(text: str, position: int) -> int:
 # A rebuilt entry
 
 
-def _rebuilt_entry(
-    document: YamlText,
-    path: Path,
-    heads: Sequence[tuple[str, Settings]],
-    beside: Settings,
-    *,
-    inner: Path | None,
-    replacements: Mapping[str, Settings],
-    additions: Settings,
-) -> Edit:
+def _rebuilt_entry(document: YamlText, path: Path, new: NewEntry) -> Edit:
     """``Document.replace_entry``, in a block mapping."""
     text = document.text
     parent = document.node(path[:-1])
     assert is_mapping(parent)
     entry = next(each for each in _entries(text, parent) if each.key == path[-1])
     node = document.node(path)
-    pieces = list(_pieces(document, entry, None if inner is None else document.node(inner), replacements))
+    inner = None if new.inner is None else document.node(new.inner)
+    pieces = list(_pieces(document, entry, inner, new.replacements))
     step, column = " " * document.indent, _indent(text, entry.start)
     lines: list[str] = []
-    for depth, (name, first) in enumerate(heads):
+    for depth, (name, first) in enumerate(new.heads):
         anchor = _anchor(text, node) if depth == 0 else ""
         lines.append(f"{step * depth}{name}:{anchor}")
         lines += [f"{step * (depth + 1)}{line}" for line in _lines_of(first, document)]
-    body = [*pieces, *_lines_of(additions, document)]
-    lines += [f"{step * len(heads)}{line}" for line in body]
-    if not any(line and not line.startswith("#") for line in body) and not heads[-1][1]:
+    body = [*pieces, *_lines_of(new.additions, document)]
+    lines += [f"{step * len(new.heads)}{line}" for line in body]
+    if not any(line and not line.startswith("#") for line in body) and not new.heads[-1][1]:
         lines[-len(body) - 1] += " {}"
-    lines += _lines_of(beside, document)
+    lines += _lines_of(new.beside, document)
     end = text.index(entry.comment, entry.end) + len(entry.comment) if entry.comment else entry.end
     return Edit(entry.start, end, f"\n{column}".join(lines))
 
@@ -388,27 +380,16 @@ class YamlDocument(YamlText):
     ) -> list[Edit]:
         return _edit_mapping(self, path, replacements, additions, given=given)
 
-    def replace_entry(
-        self,
-        path: Path,
-        heads: Sequence[tuple[str, Settings]],
-        beside: Settings,
-        *,
-        inner: Path | None,
-        replacements: Mapping[str, Settings],
-        additions: Settings,
-        around: Mapping[str, Settings],
-        given: Mapping[str, Any] | None,
-    ) -> list[Edit]:
+    def replace_entry(self, path: Path, new: NewEntry, *, given: Mapping[str, Any] | None) -> list[Edit]:
         parent = self.node(path[:-1])
         is_block = is_mapping(parent) and not parent.flow_style
-        if is_block and all(_stands_here(self, each) for each in (path, inner) if each is not None):
-            options = {"inner": inner, "replacements": replacements, "additions": additions}
-            return [_rebuilt_entry(self, path, heads, beside, **options), *self.edit_mapping(path[:-1], around)]  # type: ignore[arg-type]
-        entries: dict[str, Any] = dict((*(each for new in replacements.values() for each in new), *additions))
-        for name, first in reversed(heads):
+        if is_block and all(_stands_here(self, each) for each in (path, new.inner) if each is not None):
+            return [_rebuilt_entry(self, path, new), *self.edit_mapping(path[:-1], new.around)]
+        settings = (*(each for into in new.replacements.values() for each in into), *new.additions)
+        entries: dict[str, Any] = dict(settings)
+        for name, first in reversed(new.heads):
             entries = {name: {**dict(first), **entries}}
-        return self.edit_mapping(path[:-1], {str(path[-1]): [*entries.items(), *beside], **around}, given=given)
+        return self.edit_mapping(path[:-1], {str(path[-1]): [*entries.items(), *new.beside], **new.around}, given=given)
 
     def stands_for(self, path: Path, others: Sequence[Path]) -> Path | None:
         node = self.node(path)

@@ -16,19 +16,17 @@ from support.examples import examples
 from support.runs import run_with
 
 from composer_fsdp2 import translate
-from composer_fsdp2.config import (
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
+from composer_fsdp2.config.sharding import (
     Accumulation,
     ActivationCheckpointing,
     GradientDtype,
     GradientSync,
-    GroupRule,
-    MeshSpec,
     MixedPrecision,
     Prefetch,
-    RankGroups,
     ShardingConfig,
 )
-from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.fsdp1.keys import KEYS, KeyGroup
 from composer_fsdp2.migration.dialect import Reading, Section
 from composer_fsdp2.migration.dialects import DIALECTS

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from support.examples import IS_THOROUGH, examples
 from support.runs import run_with
 
-from composer_fsdp2.config import (
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.sharding import (
     Accumulation,
     ActivationCheckpointing,
     GradientSync,
-    MeshSpec,
     MixedPrecision,
     Prefetch,
     ShardingConfig,
 )
-from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.fsdp1.hooks import select_checkpointed
 from composer_fsdp2.migration.dialect import Expression, Reading, Section
 from composer_fsdp2.migration.dialects.composer import ComposerDialect

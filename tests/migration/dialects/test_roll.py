@@ -17,19 +17,17 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.runs import run_with
 
-from composer_fsdp2.config import (
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
+from composer_fsdp2.config.rows import Row
+from composer_fsdp2.config.sharding import (
     Accumulation,
     ActivationCheckpointing,
     GradientDtype,
     GradientSync,
-    GroupRule,
-    MeshSpec,
     MixedPrecision,
     Prefetch,
-    RankGroups,
 )
-from composer_fsdp2.config.findings import Finding, Outcome
-from composer_fsdp2.config.rows import Row
 from composer_fsdp2.migration.dialect import Reading, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.roll import RollDialect

@@ -17,17 +17,9 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.runs import run_with as any_run_with
 
-from composer_fsdp2.config import (
-    Accumulation,
-    ActivationCheckpointing,
-    GradientSync,
-    GroupRule,
-    MeshSpec,
-    MixedPrecision,
-    Prefetch,
-    RankGroups,
-)
 from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
+from composer_fsdp2.config.sharding import Accumulation, ActivationCheckpointing, GradientSync, MixedPrecision, Prefetch
 from composer_fsdp2.migration.dialect import Reading, Section
 from composer_fsdp2.migration.dialects.torchtitan import TorchTitanDialect
 from composer_fsdp2.migration.migrate import migrate_text
