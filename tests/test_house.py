@@ -338,7 +338,7 @@ print(json.dumps([name for name in sys.modules if name.startswith("composer_fsdp
 
 
 def test_values_translation_and_migration_need_no_torch():
-    """`migrate` and `explain` answer at once, and on a laptop without torch."""
+    """What `migrate` and `explain` are made of waits for no torch (the command line itself still imports it)."""
     words = [f"composer_fsdp2.fsdp1.{name}" for name in ("keys", "read", "translate")]
     given = {"mixed_precision": {"param_dtype": "bf16"}, "process_group": "set2", "cpu_offload": False}
     then = f"from composer_fsdp2.fsdp1.translate import translate; translate({given}, device='cpu').to_json()"

@@ -34,8 +34,9 @@ def json_text(value: object) -> str:
 def _simpler(value: object) -> object:
     """One level of what JSON has no word for."""
     if isinstance(value, Value):
-        forms = _forms(type(value))  # type: ignore[arg-type]
-        return {name: form(getattr(value, name)) if form else getattr(value, name) for name, form in forms}
+        names, forms = _forms(type(value))  # type: ignore[arg-type]
+        each = {name: getattr(value, name) for name in names}
+        return {**each, **{name: form(each[name]) for name, form in forms.items()}} if forms else each
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Mapping):
@@ -46,6 +47,8 @@ def _simpler(value: object) -> object:
 
 
 @cache
-def _forms(cls: type) -> list[tuple[str, Callable[[Any], object] | None]]:
-    found = [(field.name, field.metadata.get("json")) for field in fields(cls)]
-    return [(name, form) for name, form in found if form is not False]
+def _forms(cls: type) -> tuple[list[str], dict[str, Callable[[Any], object]]]:
+    """The fields that are written, and what is written of some of them in their place."""
+    forms = {field.name: field.metadata.get("json") for field in fields(cls)}
+    written = {name: form for name, form in forms.items() if form is not False}
+    return list(written), {name: form for name, form in written.items() if form is not None}

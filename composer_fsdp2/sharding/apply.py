@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from composer_fsdp2._torch.api import KNOWN_VERSIONS, require_known_torch
 from composer_fsdp2._torch.backward import average_after_backward, keeps_what_copies_read, repair_unit_backward
 from composer_fsdp2._torch.private_names import keep_class_name, own_buffers
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
-from composer_fsdp2._torch.unit_parameters import distinct_units
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
 from composer_fsdp2.sharding.activations import wrap_activations
 from composer_fsdp2.sharding.agree import agree
@@ -38,9 +36,9 @@ from composer_fsdp2.sharding.materialize import (
 )
 from composer_fsdp2.sharding.meshes import device_meshes, device_of
 from composer_fsdp2.sharding.modules import at_path
-from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
+from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit, units_by_root
 from composer_fsdp2.sharding.root_record import RootRecord, keep_record
-from composer_fsdp2.sharding.sharded import Unit, sharded_roots
+from composer_fsdp2.sharding.sharded import sharded_roots
 from composer_fsdp2.sharding.ties import parameter_uses
 
 # Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
@@ -214,18 +212,16 @@ def _keep_records(
     model: nn.Module, plan: ShardingPlan, sharded: Mapping[str, FSDPModule], meshes: Mapping[str, DeviceMesh]
 ) -> None:
     """One for each root; and the gradients of parameters that stay unsharded are averaged from here on."""
-    planned = {sharded[unit.name]: unit for unit in plan.units}
-    for _, root in sharded_roots(model):
+    for units in units_by_root(plan.units).values():
         replicated: dict[DeviceMesh, list[nn.Parameter]] = {}
-        every = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        below = cast(list[Unit], distinct_units(every))
-        for unit in below:
-            if parameters := [_parameter_at(model, spec.name) for spec in planned[unit].replicated]:
-                replicated.setdefault(meshes[planned[unit].name], []).extend(parameters)
+        for unit in units:
+            for spec in unit.replicated:
+                replicated.setdefault(meshes[unit.name], []).append(_parameter_at(model, spec.name))
+        heads = [sharded[unit.name] for unit in units]
         if replicated:
-            average_after_backward(below, replicated)
-        own = planned[root]
-        keep_record(every, RootRecord(mesh=meshes[own.name], spec=own.mesh, replicated=replicated))
+            average_after_backward(heads, replicated)
+        root, modules = units[-1], [at_path(model, path) for unit in units for path in unit.modules]
+        keep_record(modules, RootRecord(mesh=meshes[root.name], spec=root.mesh, replicated=replicated))
 
 
 def _open_entry_points(model: nn.Module) -> None:

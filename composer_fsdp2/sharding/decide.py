@@ -15,7 +15,7 @@ from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.dtypes import dtype_name
 from composer_fsdp2.sharding.modules import ancestors_or_self, ignored_modules
-from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit
+from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit, units_by_root
 from composer_fsdp2.sharding.select import main_dtype, select_units
 from composer_fsdp2.sharding.ties import ParameterUse, join
 from composer_fsdp2.sharding.units import UnitDraft
@@ -191,8 +191,8 @@ def _notes_of_parameters(units: Sequence[ShardUnit], uses: Sequence[ParameterUse
 
 def cast_gradients(model: nn.Module, plan: ShardingPlan) -> list[str]:
     """The gradients that were to keep the dtype they are reduced in, and get their parameter's, each as a sentence."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     asked = [unit for unit in plan.units if unit.mixed_precision.gradients is GradientDtype.AS_REDUCED]
+    parameters = dict(model.named_parameters(remove_duplicate=False)) if asked else {}
     return [text for unit in asked for text in _casts_of(unit, parameters)]
 
 
@@ -237,14 +237,10 @@ def _with_prefetch(model: nn.Module, units: tuple[ShardUnit, ...], asked: Sequen
         return units
     registration = {path: i for i, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
     prefetch = dict(zip((unit.name for unit in units), asked, strict=True))
-    roots = {unit.name for unit in units if unit.is_root}
-    bottom_up: dict[str, list[str]] = {name: [] for name in roots}
-    for unit in units:
-        root = next(path for path in ancestors_or_self(unit.name) if path in roots)
-        bottom_up[root].append(unit.name)
     forward: dict[str, tuple[str, ...]] = {}
     backward: dict[str, tuple[str, ...]] = {}
-    for names in bottom_up.values():
+    for below in units_by_root(units).values():
+        names = [unit.name for unit in below]
         in_forward = sorted(names, key=registration.__getitem__)
         forward |= _following(in_forward, {name: prefetch[name].forward for name in names})
         following = _following(names[::-1], {name: prefetch[name].backward for name in names})

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from composer_fsdp2.config.sharding import Accumulation, GradientSync, MixedPrec
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.value import Value, json_text
 from composer_fsdp2.sharding.dtypes import dtype_bytes
+from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.select import LeftOut
 
 
@@ -111,6 +112,8 @@ class ShardingPlan(Value):
         """
         meshes = {id(unit.mesh): unit.mesh for unit in self.units}  # few, of many units
         resolved = {number: mesh.resolve(world_size) for number, mesh in meshes.items()}
+        if all(mesh == meshes[number] for number, mesh in resolved.items()):
+            return self
         units = tuple(replace(unit, mesh=resolved[id(unit.mesh)]) for unit in self.units)
         return replace(self, config=replace(self.config, mesh=self.mesh.resolve(world_size)), units=units)
 
@@ -132,6 +135,14 @@ class ShardingPlan(Value):
 
     def __str__(self) -> str:
         return self.explain()
+
+
+def units_by_root(units: Sequence[ShardUnit]) -> dict[str, list[ShardUnit]]:
+    """By the name of each root the units below it, bottom-up, and the root itself as the last."""
+    found: dict[str, list[ShardUnit]] = {unit.name: [] for unit in units if unit.is_root}
+    for unit in units:
+        found[next(path for path in ancestors_or_self(unit.name) if path in found)].append(unit)
+    return found
 
 
 _SYNC_WORDS = {
