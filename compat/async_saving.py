@@ -265,6 +265,4 @@ def _words(error: BaseException) -> str:
 
 # Of this process: one writer at a time, because its groups and its memory are one.
 _pending: _Pending | None = None
-
-
 _pinned = PinnedCopies()

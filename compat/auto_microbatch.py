@@ -362,7 +362,6 @@ def _values(metric: Metric) -> dict[str, Any]:
 
 _PLAIN = (int, float, str, list, dict, set, torch.Tensor)
 
-
 # The one that this process is in. Not kept with its model: Composer's functions below are told of no model.
 _evaluation: _Evaluation | None = None
 

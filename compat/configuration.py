@@ -43,7 +43,7 @@ class EveryKeyFSDP2Config(FSDP2Config):
             given["sync_module_states"] = True
         if config.device_mesh is not None:
             spec = mesh_of(config.device_mesh, config.device_mesh.device_type, "device_mesh")
-            given |= {axis.key: axis.size for axis in spec.axes}
+            given |= {axis.key: axis.num_ranks for axis in spec.axes}
         return cls(**given)
 
 
@@ -65,9 +65,9 @@ def parse_parallelism_config(
     parsed = original(self, parallelism_config)
     if parsed is not None:
         if parsed.fsdp2 is not None:
-            _check_early(parsed.fsdp2)
             # A copy: it may be the user's own object, which serves the next Trainer too.
             parsed = dataclasses.replace(parsed, fsdp2=EveryKeyFSDP2Config.of(parsed.fsdp2))
+            _check_early(parsed.fsdp2)
         elif parsed.fsdp is not None:
             _check_early(parsed.fsdp)
         if parsed.tp is not None and parsed.tp.tensor_parallel_degree != 1:

@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 
 # Composer keys an entry by the class that saved it; these are one thing under FSDP1, FSDP2 and closures.
 _SCALERS = ("GradScaler", "ShardedGradScaler", "ClosureGradScaler")
-
-
 IgnoreKeys: TypeAlias = list[str] | Callable[[dict[str, Any]], None] | None
 
 

@@ -50,11 +50,8 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
 
-
 # What the wrappers of FSDP1 and of activation checkpointing register the wrapped module as.
 _FSDP1_ATTRIBUTE = "_fsdp_wrapped_module"
-
-
 _CHECKPOINT_ATTRIBUTE = "_checkpoint_wrapped_module"
 
 

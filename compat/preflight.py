@@ -19,8 +19,6 @@ _HOW_TO_EXPORT = (
     "composer.utils.export_for_inference(model, ..., load_path=CHECKPOINT). It reads a checkpoint of "
     "state_dict_type: full; 'composer-fsdp2 checkpoint convert' makes one of a sharded checkpoint"
 )
-
-
 _REASONS = {
     SWA: (
         "the algorithm SWA copies the whole model, and a sharded one cannot be copied; use the algorithm EMA, which "

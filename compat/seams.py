@@ -43,7 +43,6 @@ class Seam:
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return self.replacement(original, *args, **kwargs)
 
-        replaced.__module__ = self.replacement.__module__  # where to look, for whoever asks whose it is
         return replaced
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.sharding import MixedPrecision, Prefetch
@@ -14,7 +15,7 @@ class UnitOverrides(Value):
     """What one module's own settings change of the model's configuration for its unit; None changes nothing.
 
     Args:
-        given: The settings' names, for messages.
+        given: The settings as they were given: what messages name, and by what two modules' settings are the same.
         notes: What the report says of them.
         refused: What is wrong with them; to be raised where the module becomes a unit, and only there.
     """
@@ -24,7 +25,9 @@ class UnitOverrides(Value):
     mixed_precision: MixedPrecision | None = None
     cpu_offload: bool | None = None
     prefetch: Prefetch | None = None
-    given: tuple[str, ...] = ()
+    given: Mapping[Any, Any] = field(
+        default_factory=dict, metadata={"json": lambda given: [str(name) for name in given]}
+    )
     notes: tuple[str, ...] = ()
     refused: ConfigError | None = field(default=None, compare=False)
 
@@ -45,12 +48,12 @@ class ModelChoices(Value):
         roots: The direct children that are units with what lies below them.
         excluded: The others, each with why it is not a unit.
         searched: Those of the others below which chosen modules become roots.
-        units: The modules below direct children that are to be units of their own.
+        chosen: The modules below direct children that are to be units of their own.
         checkpointed: The modules whose activations are recomputed or offloaded, children before parents.
     """
 
     roots: tuple[str, ...]
     excluded: Mapping[str, str] = field(default_factory=dict)
     searched: tuple[str, ...] = ()
-    units: Mapping[str, Choice] = field(default_factory=dict)
+    chosen: Mapping[str, Choice] = field(default_factory=dict)
     checkpointed: tuple[str, ...] = ()

@@ -34,15 +34,20 @@ class Takes:
         return True
 
 
+def takes_by(text: str, parse: Callable[[Any], Any], choices: tuple[Any, ...] = ()) -> Takes:
+    """Values that mean the same to all who read them."""
+    return Takes(text, lambda value, reader: parse(value), choices)
+
+
 def takes_if(text: str, fits: Callable[[Any], bool], choices: tuple[Any, ...] = ()) -> Takes:
     """Values for which ``fits`` is true, as they are."""
 
-    def parse(value: Any, reader: Any) -> Any:
+    def parse(value: Any) -> Any:
         if not fits(value):
             raise ConfigError(f"{value!r} ({type(value).__name__}); it takes {text}")
         return value
 
-    return Takes(text, parse, choices)
+    return takes_by(text, parse, choices)
 
 
 def one_of(*values: Any) -> Takes:

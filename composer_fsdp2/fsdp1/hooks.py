@@ -81,7 +81,7 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
         roots=tuple(roots),
         excluded=excluded,
         searched=tuple(searched),
-        units=reader.choices,
+        chosen=reader.choices,
         checkpointed=tuple(checkpointed),
     )
 
@@ -166,7 +166,7 @@ class _Reader:
         try:
             return self.read(given, path)
         except ConfigError as error:
-            return UnitOverrides(given=tuple(map(str, given)), refused=error)
+            return UnitOverrides(given=given, refused=error)
 
 
 def _answer(path: str, module: nn.Module, child: nn.Module) -> bool | dict[str, Any]:
@@ -228,7 +228,7 @@ def read_overrides(
             mixed_precision=_unit_precision(values, config.mixed_precision, precision),
             cpu_offload=values.get("cpu_offload", values.get("offload_policy")),
             prefetch=_unit_prefetch(values, config.prefetch),
-            given=tuple(given),
+            given=given,
             notes=tuple(_notes(given, values)),
         )
     except ConfigError as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Aspect, Row, Takes, idle, takes_if
+from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Aspect, Row, idle, takes_by, takes_if
 from composer_fsdp2.config.sharding import GradientDtype, GradientSync, MixedPrecision
 from composer_fsdp2.fsdp1.parsing import (
     DTYPE_KEYS,
@@ -235,16 +235,18 @@ def _rewrite_backward_prefetch(row: Row, value: Any, given: Mapping[str, Any]) -
 _OPTIONAL_INT = takes_if("an integer or null", lambda value: value is None or INT.fits(value))
 _OPTIONAL_TEXT = takes_if("a string or null", lambda value: isinstance(value, str | None))
 _RESHARD = takes_if("true, false or an integer", lambda value: isinstance(value, int))
-_STRATEGY = Takes("a string", parse_strategy, tuple(each.value for each in ShardingStrategy))
-_BACKWARD_PREFETCH = Takes("a string", parse_backward_prefetch, tuple(each.value for each in BackwardPrefetch))
-_GRADIENT_SYNC = Takes("a string", parse_gradient_sync, tuple(each.value for each in GradientSync))
-_STATE_DICT_TYPE = Takes("a string or null", parse_state_dict_type, (*filter(None, STATE_DICT_TYPES), "local"))
-_SECONDS = Takes("a number of seconds, or null", parse_seconds)
-_MIXED_PRECISION = Takes("any value", parse_mixed_precision)
-_MP_POLICY = Takes("any value", parse_mp_policy)
-_OFFLOAD = Takes("any value", parse_offload)
-_GROUPS = Takes("any value", parse_groups)
-_MODULES = Takes("any value", parse_modules)
+_STRATEGY = takes_by("a string", parse_strategy, tuple(each.value for each in ShardingStrategy))
+_BACKWARD_PREFETCH = takes_by("a string", parse_backward_prefetch, tuple(each.value for each in BackwardPrefetch))
+_GRADIENT_SYNC = takes_by("a string", parse_gradient_sync, tuple(each.value for each in GradientSync))
+_STATE_DICT_TYPE = takes_by("a string or null", parse_state_dict_type, (*filter(None, STATE_DICT_TYPES), "local"))
+_SECONDS = takes_by("a number of seconds, or null", parse_seconds)
+_MIXED_PRECISION = takes_by(
+    "FULL, DEFAULT, PURE, a dict of dtypes, a MixedPrecision or a MixedPrecisionPolicy", parse_mixed_precision
+)
+_MP_POLICY = takes_by("a MixedPrecisionPolicy", parse_mp_policy)
+_OFFLOAD = takes_by("true, false, a CPUOffload or an OffloadPolicy", parse_offload)
+_GROUPS = takes_by("a word such as node or set8, a list of ranks, a ProcessGroup, or a pair of these", parse_groups)
+_MODULES = takes_by("a list of modules", parse_modules)
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _KEPT = "Composer reads it from the same configuration object, as before"
@@ -416,7 +418,8 @@ _ROWS: tuple[Row, ...] = (
         sets="accumulation.gradient_sync", decide=_gradient_sync,
         meaning="in which microbatches of a batch gradients are communicated: every, last, or defer_replica (over "
         "replicas in the last one only)",
-        reason="every is what FSDP1 did under Composer; last keeps unsharded gradients in memory"),
+        reason="every is what FSDP1 did under Composer; last keeps unsharded gradients in memory, defer_replica does "
+        "not"),
     Row(name="reshard_after_backward", takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_EXACT,
         target="set_reshard_after_backward", sets="accumulation.reshard_after_backward",
         meaning="free a unit's parameters after each microbatch's backward (true), or after the last one's (false)",

@@ -88,25 +88,25 @@ def _choice(value: object, choices: Mapping[str, Any]) -> Any:
     return choices[text]
 
 
-def parse_strategy(value: object, reader: object = None) -> ShardingStrategy:
+def parse_strategy(value: object) -> ShardingStrategy:
     """From Composer's string or torch's own ShardingStrategy, which spells its members the same way."""
     name = getattr(value, "name", value)
     return _choice(name, {strategy.value: strategy for strategy in ShardingStrategy})
 
 
-def parse_backward_prefetch(value: object, reader: object = None) -> BackwardPrefetch:
+def parse_backward_prefetch(value: object) -> BackwardPrefetch:
     name = getattr(value, "name", value)
     return _choice(name, {prefetch.value: prefetch for prefetch in BackwardPrefetch})
 
 
-def parse_gradient_sync(value: object, reader: object = None) -> GradientSync:
+def parse_gradient_sync(value: object) -> GradientSync:
     modes = [mode.value for mode in GradientSync]
     if not isinstance(value, str) or value not in modes:
         raise ConfigError(f"{value!r}; expected one of {', '.join(modes)}")
     return GradientSync(value)
 
 
-def parse_state_dict_type(value: object, reader: object = None) -> str:
+def parse_state_dict_type(value: object) -> str:
     if isinstance(value, str) and value == "local":
         raise UnsupportedError(
             "'local', which is gone from Composer (since 0.19) and torch; use 'sharded', which every world size can "
@@ -117,7 +117,7 @@ def parse_state_dict_type(value: object, reader: object = None) -> str:
     return str(value or "full")
 
 
-def parse_seconds(value: object, reader: object = None) -> float | None:
+def parse_seconds(value: object) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is None or (is_number and 0 < value < math.inf):  # type: ignore[operator]
         return None if value is None else float(value)  # type: ignore[arg-type]
@@ -173,14 +173,14 @@ _PROCESS_GROUPS = (
 Groups = RankGroups | tuple[RankGroups, RankGroups] | None
 
 
-def parse_groups(value: object, reader: object = None) -> Groups:
+def parse_groups(value: object) -> Groups:
     """FSDP1's process_group in any of Composer's forms (composer/distributed/mosaic_parallelism.py)."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or all(isinstance(rank, int) for rank in value):
         return _rank_groups(value)
     if len(value) != 2:
-        raise ConfigError(f"{value!r}, which has {len(value)} parts; a pair has two: (shard, replicate)")
+        raise ConfigError(f"{value!r}; a pair has two parts, (shard, replicate), and this has {len(value)}")
     return (_rank_groups(value[0]), _rank_groups(value[1]))
 
 
@@ -259,7 +259,7 @@ class GivenPrecision:
 _WORDS = {"FULL": (), "DEFAULT": ("param_dtype", "buffer_dtype"), "PURE": DTYPE_KEYS}
 
 
-def parse_mixed_precision(value: object, reader: object = None) -> GivenPrecision | MixedPrecision:
+def parse_mixed_precision(value: object) -> GivenPrecision | MixedPrecision:
     """A ``mixed_precision`` setting in any of its forms.
 
     FSDP1 cast inputs at roots only (torch's MixedPrecision: cast_root_forward_inputs); so do we.
@@ -285,7 +285,7 @@ def mixed_precision_of(given: GivenPrecision | MixedPrecision, precision: str) -
     return MixedPrecision(**({"reduce_dtype": "float32"} | low if low else {}))  # type: ignore[arg-type]
 
 
-def parse_mp_policy(value: object, reader: object = None) -> MixedPrecision | None:
+def parse_mp_policy(value: object) -> MixedPrecision | None:
     policy: MixedPrecision | None = _torchs_own("mp_policy", value)
     if value is not None and policy is None:
         raise ConfigError(f"{value!r}; give a MixedPrecisionPolicy")
@@ -297,7 +297,7 @@ def _dtypes_of(value: Mapping[str, Any]) -> MixedPrecision:
     unknown = next((key for key in value if key not in known), None)
     if unknown is not None:
         way_out = did_you_mean(unknown, DTYPE_KEYS, f"it takes {', '.join(DTYPE_KEYS)}")
-        raise ConfigError(f"{dict(value)!r}: unknown key mixed_precision.{unknown}{way_out}")
+        raise ConfigError(f"{dict(value)!r}, with the unknown key {unknown}{way_out}")
     return MixedPrecision(**{key: _dtype(value, key) for key in DTYPE_KEYS})  # type: ignore[arg-type]
 
 
@@ -308,16 +308,16 @@ def _dtype(given: Mapping[str, Any], key: str) -> str | None:
     try:
         name: str | None = _torchs_own("dtype", value)
     except ConfigError as error:
-        raise ConfigError(f"{dict(given)!r}: mixed_precision.{key} is {error}") from error
+        raise ConfigError(f"{dict(given)!r}, in which {key} is {error}") from error
     text = getattr(value, "value", value)
     if name is None and (not isinstance(text, str) or text not in DTYPES):
         raise ConfigError(
-            f"{dict(given)!r}: mixed_precision.{key} is {value!r}, which is not a dtype{did_you_mean(text, DTYPES)}"
+            f"{dict(given)!r}, in which {key} is {value!r}, which is not a dtype{did_you_mean(text, DTYPES)}"
         )
     return name or DTYPES[text]
 
 
-def parse_offload(value: object, reader: object = None) -> bool:
+def parse_offload(value: object) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
     offloads: bool | None = _torchs_own("offloads", value)
@@ -326,7 +326,7 @@ def parse_offload(value: object, reader: object = None) -> bool:
     return offloads
 
 
-def parse_modules(value: object, reader: object = None) -> tuple[Any, ...]:
+def parse_modules(value: object) -> tuple[Any, ...]:
     if value is None or (isinstance(value, list | tuple) and not value):
         return ()
     modules: Iterable[Any] | None = _torchs_own("modules", value)

@@ -134,7 +134,7 @@ def _read(
         problems.catch(check_reshard_degree, reshard, mesh)
     problems.raise_all()
     assert mesh is not None and reshard is not None and checkpointing is not None
-    mixed_precision = _mixed_precision(values, name)
+    mixed_precision = _mixed_precision(given, values, name)
     context = Context(values=values, given=given.given, precision=name, mesh=mesh, mixed_precision=mixed_precision)
     return context, reshard, checkpointing
 
@@ -147,7 +147,7 @@ def _config(
         mesh=context.mesh,
         reshard_after_forward=reshard,
         mixed_precision=context.mixed_precision,
-        cpu_offload=values["offload_policy" if given.given.get("offload_policy") else "cpu_offload"],
+        cpu_offload=values[_said_by(given, "offload_policy", "cpu_offload")],
         activation_checkpointing=checkpointing,
         prefetch=_prefetch(values),
         sync_module_states=_sync_module_states(given, values),
@@ -194,9 +194,15 @@ class _Values(Mapping[str, Any]):
 
     def _value(self, row: Row) -> Any:
         value = self._given[row.name]
-        # A default may be None (FSDP2Config's), which its user cannot give.
-        is_default = row.name not in self._given.given and not row.takes.fits(value)
-        return value if is_default else row.parse(value, "fsdp_config.")
+        if value is None and self._is_left_open(row) and not row.takes.fits(None):
+            return None
+        return row.parse(value, "fsdp_config.")
+
+    def _is_left_open(self, row: Row) -> bool:
+        """Whether None says nothing: of a configuration's class (FSDP2Config), or beside a key that says it instead."""
+        others = (other.name for other in KEYS if row.name in other.instead_of)
+        given = self._given.given
+        return row.name not in given or any(given.get(name) is not None for name in others)
 
     def __getitem__(self, name: str) -> Any:
         if name in self._errors:
@@ -269,8 +275,13 @@ def _reshard_after_forward(given: GivenConfig, values: Mapping[str, Any]) -> boo
     return value
 
 
-def _mixed_precision(values: Mapping[str, Any], precision: str) -> MixedPrecision:
-    found = mixed_precision_of(values["mp_policy"] or values["mixed_precision"], precision)
+def _said_by(given: GivenConfig, policy: str, key: str) -> str:
+    """The policy in FSDP2's words, where it is given, or FSDP1's key."""
+    return policy if given.given.get(policy) is not None else key
+
+
+def _mixed_precision(given: GivenConfig, values: Mapping[str, Any], precision: str) -> MixedPrecision:
+    found = mixed_precision_of(values[_said_by(given, "mp_policy", "mixed_precision")], precision)
     return replace(found, gradients=GradientDtype.AS_REDUCED) if values["keep_low_precision_grads"] else found
 
 

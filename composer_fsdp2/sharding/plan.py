@@ -110,12 +110,13 @@ class ShardingPlan(Value):
         Raises:
             ConfigError: a mesh does not fit ``world_size``.
         """
-        meshes = {id(unit.mesh): unit.mesh for unit in self.units}  # few, of many units
+        every = (self.mesh, *(unit.mesh for unit in self.units))
+        meshes = {id(mesh): mesh for mesh in every}  # few, of many units
         resolved = {number: mesh.resolve(world_size) for number, mesh in meshes.items()}
         if all(mesh == meshes[number] for number, mesh in resolved.items()):
             return self
         units = tuple(replace(unit, mesh=resolved[id(unit.mesh)]) for unit in self.units)
-        return replace(self, config=replace(self.config, mesh=self.mesh.resolve(world_size)), units=units)
+        return replace(self, config=replace(self.config, mesh=resolved[id(self.mesh)]), units=units)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -63,8 +63,8 @@ def select_units(
     )
     walk = _Walk(
         tree=tree,
-        choices=choices.units,
-        candidates=_candidates(tree, choices.units),
+        choices=choices.chosen,
+        candidates=_candidates(tree, choices.chosen),
         low_precision=low_precision,
         ignored=frozenset(ignored),
     )
@@ -181,7 +181,7 @@ class _Walk:
             self.tree.add(UnitDraft((path,), choice.chosen_by, overrides=choice.overrides))
             return
         given = choice.overrides.given
-        lost = f", and its settings ({', '.join(given)}) have no effect" if given else ""
+        lost = f", and its settings ({', '.join(map(str, given))}) have no effect" if given else ""
         kind = type(module).__name__
         self.tree.notes.append(
             f"{path} ({kind}) was chosen, but has no forward: the unit above holds its parameters{lost}"

@@ -167,8 +167,9 @@ class UnitTree:
         self._remove(first)
         self._remove(second)
         paths = tuple(sorted(first.paths + second.paths, key=self._position.__getitem__))
-        overrides = first.overrides if first.overrides == second.overrides else UnitOverrides()
-        if first.overrides != second.overrides:
+        are_same = first.overrides.given == second.overrides.given
+        overrides = first.overrides if are_same else UnitOverrides()
+        if not are_same:
             self.notes.append(f"{', '.join(paths)} share {use.name}: their own settings differ, the model's hold")
         reason = f"one group, because they share {use.name}"
         is_other = first.of_other_dtype and second.of_other_dtype
@@ -178,7 +179,7 @@ class UnitTree:
         self._remove(unit)
         where = into.paths[0] or "the model itself"
         given = unit.overrides.given
-        lost = f"; its own settings ({', '.join(given)}) have no effect" if given else ""
+        lost = f"; its own settings ({', '.join(map(str, given))}) have no effect" if given else ""
         self.notes.append(
             f"{', '.join(unit.paths)} is not a unit of its own: it shares {use.name}, so {where} gathers both{lost}"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -94,6 +95,33 @@ def test_uninstall_puts_every_name_back():
     run_ranks(check_uninstall, 1)
 
 
+def check_pickles() -> None:
+    import_composer()
+    from composer_fsdp2.compat import fsdp2
+    from composer_fsdp2.compat.install import all_seams
+
+    def pickled() -> set[str]:
+        return {f"{seam.module}.{seam.name}" for seam in all_seams() if is_pickled(seam)}
+
+    before = pickled()
+    with fsdp2():
+        lost = before - pickled()
+    assert len(before) > 40 and not lost, f"of {len(before)} no longer pickled: {lost}"
+
+
+def is_pickled(seam: Any) -> bool:
+    function = operator.attrgetter(seam.name)(sys.modules[seam.module])
+    try:
+        return bool(pickle.loads(pickle.dumps(function)) == function)
+    except pickle.PicklingError:
+        return False
+
+
+def test_replaced_functions_are_pickled():
+    """A spawned worker, or a job queue, that is handed composer.utils.load_checkpoint gets it by its name."""
+    run_ranks(check_pickles, 1)
+
+
 # --- who shards
 
 
@@ -109,7 +137,7 @@ def shards_with(prepare: Callable[..., Any]) -> str:
     model = nn.Sequential(nn.Linear(2, 2))
     config = FSDPConfig()
     arguments = model, [], config, Precision.FP32, DeviceCPU(), False
-    if prepare.__module__.startswith("composer."):
+    if not hasattr(prepare, "__wrapped__"):
         from composer.core.state import _create_device_mesh
 
         config.device_mesh = _create_device_mesh(DeviceCPU(), config, None)

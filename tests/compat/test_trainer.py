@@ -33,6 +33,8 @@ from support.trainers import (
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from composer_fsdp2 import ConfigError
+
 pytestmark = pytest.mark.composer
 
 CLIPPED_WITH_EVALS: dict[str, Any] = {"batches": 4, "clip": ("norm", 0.1), "eval_interval": "2ba"}
@@ -402,6 +404,30 @@ def check_mesh_and_curve(parallelism: Any, theirs: Trained, what: str, *, keeps:
 def test_replica_degrees_become_a_2d_mesh():
     """HYBRID_SHARD keeps its replicas; Composer's own FSDP2 dropped them, and overrode a mesh that it was given."""
     run_ranks(check_replicas, 4)
+
+
+def check_meshes_of_ranks_in_another_order() -> None:
+    from composer.utils import FSDP2Config
+    from torch.distributed.device_mesh import DeviceMesh
+
+    def shape(ranks: list[Any]) -> tuple[int, ...]:
+        with FSDP2():
+            trainer = make_trainer(FSDP2Config(device_mesh=DeviceMesh("cpu", ranks)))
+            shape = tuple(trainer.state.model.model.wte.weight.device_mesh.shape)
+            trainer.close()
+        return shape
+
+    assert shape([1, 0, 3, 2]) == (4,)
+    assert shape([[0, 2], [1, 3]]) == (2, 2)
+    mine = [0, 1] if dist.get_rank() < 2 else [2, 3]
+    with pytest.raises(ConfigError, match="makes 2 ranks"):
+        shape(mine)
+
+
+def test_meshes_of_ranks_in_another_order():
+    """A mesh of some of the ranks is refused, because Composer's State makes one of all; its ranks trained as if there
+    were none."""
+    run_ranks(check_meshes_of_ranks_in_another_order, 4)
 
 
 def check_groups_of_a_run(folder: str) -> None:

@@ -60,7 +60,10 @@ BY_KIND: dict[str, st.SearchStrategy[Any]] = {
     "a number of seconds, or null": st.none() | st.floats(0.1, 100) | st.integers(1, 100),
     "any value": st.none(),
 }
-PLAIN_VALUES = {key.name: PLAIN[key.name] if key.name in PLAIN else BY_KIND[key.takes.text] for key in KEYS}
+PLAIN_VALUES = {
+    key.name: PLAIN[key.name] if key.name in PLAIN else BY_KIND.get(key.takes.text, BY_KIND["any value"])
+    for key in KEYS
+}
 VALUES = {name: values | OBJECTS.get(name, st.nothing()) for name, values in PLAIN_VALUES.items()}
 
 

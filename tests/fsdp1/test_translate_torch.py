@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,42 @@ def test_mixed_precision_policy_goes_through(key: str):
     assert mixed_precision_policy(config.mixed_precision) == policy
     assert config.mixed_precision.cast_root_inputs
     assert config.mixed_precision.buffer_dtype is None
+
+
+def test_a_policy_beside_what_says_nothing():
+    """A script that sets FSDP1's key to None, or to false, and FSDP2's policy beside it means the policy."""
+    config = config_of({"mixed_precision": None, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)})
+    assert config.mixed_precision.param_dtype == LOW
+    assert config_of({"cpu_offload": None, "offload_policy": CPUOffloadPolicy()}).cpu_offload
+    assert "mixed_precision is None" in refused({"mixed_precision": None, "mp_policy": None})
+
+
+class OwnConfig:
+    """A subclass of FSDPConfig whose class has other defaults."""
+
+    sharding_strategy = "FULL_SHARD"
+    mp_policy = MixedPrecisionPolicy(param_dtype=F16)
+    cpu_offload = True
+
+    def __init__(self, **given: Any) -> None:
+        for key, value in given.items():
+            setattr(self, key, value)
+
+
+def test_what_a_class_says_gives_way_to_what_is_given():
+    """The class's policy was not asked for; offload_policy: false was, above the class's cpu_offload."""
+    assert config_of(OwnConfig(), precision="amp_bf16").mixed_precision.param_dtype == LOW
+    assert config_of(OwnConfig()).cpu_offload and not config_of(OwnConfig(offload_policy=False)).cpu_offload
+
+
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [("sharding_strategy", "FUL_SHARD"), ("mixed_precision", "PUR"), ("forward_prefetch_limit", 0), ("verbose", "no")],
+)
+def test_a_class_that_says_something_wrong(name: str, default: object):
+    """Of a configuration's class, too, a value that means nothing is named, instead of trained as something else."""
+    config = type("OwnConfig", (OwnConfig,), {name: default})()
+    assert f"fsdp_config.{name} is {default!r}" in refused(config)
 
 
 def test_a_report_has_modules_as_texts():

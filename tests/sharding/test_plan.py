@@ -454,6 +454,15 @@ def test_units_with_ranks_of_their_own():
     assert "child.a: 36 parameters, reshard True, cpu mesh, data_parallel_shard 2 (ranks: set2)" in plan.explain()
 
 
+def test_resolving_where_each_unit_has_ranks_of_its_own():
+    """The plan's own mesh is resolved, too, where no unit is on it."""
+    child = Chain({"a": {"process_group": [0]}}, a=layer())
+    child._fsdp_wrap = False
+    plan = plan_sharding(Chain(child=child), ShardingConfig(shard_below_unwrapped=True))
+    assert plan.units[0].mesh != plan.mesh and not plan.mesh.is_resolved
+    assert plan.resolve(4).mesh == MeshSpec.of_degrees(shard=4)
+
+
 def test_optimizer_of_another_model():
     """The commonest mistake of a script, in FSDP1's words."""
     with pytest.raises(PlanError, match="The same model must be passed to the optimizer and trainer"):

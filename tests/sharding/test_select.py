@@ -19,7 +19,7 @@ from composer_fsdp2.sharding.select import select_units as select_chosen
 pytestmark = pytest.mark.any_torch
 
 # What a wrap function's {"reshard_after_forward": False} becomes.
-KEPT = UnitOverrides(reshard_after_forward=False, given=("reshard_after_forward",))
+KEPT = UnitOverrides(reshard_after_forward=False, given={"reshard_after_forward": False})
 
 
 def select_units(model: nn.Module, *, low_precision: bool = False, shard_below_unwrapped: bool = False) -> Selection:
@@ -424,6 +424,30 @@ def test_settings_of_a_group():
         (group,) = [unit for unit in selection.units if len(unit.paths) == 2]
         assert group.overrides == expected
         assert any("their own settings differ" in note for note in selection.notes) == (expected != KEPT)
+
+
+def settings_of_group(first: dict[str, Any], second: dict[str, Any]) -> tuple[UnitOverrides, tuple[str, ...]]:
+    model = Chain(child=Chain({"a": first, "c": second}, a=layer(), b=layer(), c=layer()))
+    tie(model.child.a, model.child.c)
+    selection = select_units(model)
+    (group,) = [unit for unit in selection.units if len(unit.paths) == 2]
+    return group.overrides, selection.notes
+
+
+def test_settings_of_a_group_in_another_order():
+    """Two modules whose wrap functions write the same keys in another order want the same."""
+    overrides, notes = settings_of_group(
+        {"reshard_after_forward": False, "cpu_offload": False}, {"cpu_offload": False, "reshard_after_forward": False}
+    )
+    assert overrides.reshard_after_forward is False and not notes
+
+
+def test_bad_settings_of_a_group():
+    """Two that want the same bad thing are told of it; where they differ the model's hold, and neither matters."""
+    bad = {"reshard_after_forward": "no"}
+    assert "true, false or an integer" in str(settings_of_group(bad, dict(bad))[0].refused)
+    overrides, notes = settings_of_group(bad, {"reshard_after_forward": "yes"})
+    assert overrides.refused is None and "their own settings differ" in notes[0]
 
 
 def test_nothing_is_read_twice_from_a_changing_function():

@@ -390,7 +390,7 @@ _LACKS: tuple[Lack, ...] = (
 
 _PLACES = ("fsdp_config", "parallelism_config.fsdp", "parallelism_config.fsdp2")
 _ELSEWHERE = {row.name: row.elsewhere for row in KEYS if row.elsewhere} | {
-    "precision": "plain Composer 0.32.1 reads it as well"  # the Trainer's own, beside the section
+    "precision": ""  # the Trainer's own, beside the section
 }
 
 

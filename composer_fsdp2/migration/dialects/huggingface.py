@@ -265,7 +265,10 @@ def _parse_precision(value: object, reader: Reader) -> str:
         return "no"
     if value is False:  # an unquoted no is false in YAML 1.1, on which accelerate launch breaks
         raise ConfigError("it is false, as an unquoted no is in YAML 1.1; write 'no', in quotes")
-    return _word_of(_PRECISION_TEXT, "NO", "FP16", "BF16", "FP8")(value, reader).lower()
+    text, words = str(value).lower(), ("no", "fp16", "bf16", "fp8")
+    if text not in words:
+        raise _bad(value, _PRECISION_TEXT, nearest(text, words))
+    return text
 
 
 def _bad(value: object, takes: str, near: str | None = None) -> ConfigError:
@@ -590,7 +593,7 @@ _ROWS: tuple[Row, ...] = (
         instead=_instead(trainer=_UNPREFIXED, launcher="set_modules_to_backward_prefetch in the script"),
         decide=_backward_prefetch_fate, meaning="when backward gathers the next unit; not at all by default"),
     Row(name="forward_prefetch", takes=_BOOL, aspect=Aspect.FORWARD_PREFETCH, outcome=Outcome.EXACT,
-        target="set_modules_to_forward_prefetch, one unit early", defaults=_everywhere(False), read_by=(_T1, _A1),
+        target="set_modules_to_forward_prefetch, one unit ahead", defaults=_everywhere(False), read_by=(_T1, _A1),
         instead=_instead(trainer=_UNPREFIXED, launcher="set_modules_to_forward_prefetch in the script"),
         decide=_forward_prefetch_fate,
         meaning="forward prefetches the next unit, in the order of the first step",

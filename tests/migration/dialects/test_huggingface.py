@@ -660,6 +660,8 @@ def test_an_unknown_key_gets_the_nearest_known_one() -> None:
     trainer = {"fsdp": "full_shrad auto_wrap"}
     assert read(trainer).run is None
     assert "full_shard" in finding(trainer, "fsdp").reason
+    precision = accelerate_file() | {"mixed_precision": "nope"}
+    assert finding(precision, "mixed_precision").reason.endswith("did you mean no?")
 
 
 def test_gradients_are_reduced_in_the_low_dtype() -> None:
