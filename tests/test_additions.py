@@ -101,7 +101,7 @@ def test_a_key_is_named_in_four_files_with_its_test(checkout: Checkout):
         f"composer_fsdp2/{name}.py" for name in ("fsdp1/keys", "config/sharding", "sharding/apply")
     )
     checkout.insert(keys, KEY, before=")\n# fmt: on\n\nKEYS: tuple[Row, ...]")
-    checkout.insert(keys, "TEXT, ", before="Aspect, Row, Takes, idle")
+    checkout.insert(keys, "TEXT, ", before="Aspect, Row, idle")
     checkout.insert(sharding, '    label: str = ""\n', before="    shard_below_unwrapped: bool")
     checkout.insert(apply, '    model.__dict__["label"] = plan.config.label\n', before="    _verify(modules, plan)\n\n")
     message = checkout.python(USE_KEY)

@@ -21,13 +21,11 @@ from composer_fsdp2.checkpoint.inventory import (
     ObjectRecord,
     TensorRecord,
 )
-from composer_fsdp2.checkpoint.names import canonical
+from composer_fsdp2.checkpoint.names import FLAT_PARAMETER, canonical, is_flat_parameter
 from composer_fsdp2.checkpoint.trees import EntryPath
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.ties import parameter_uses
-
-_FLAT = "_flat_param"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +55,8 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
     """
     if not inventory.flat:
         return inventory
-    vectors = {name: record for name, record in inventory.model.items() if name.endswith(_FLAT)}
-    units = {canonical(name.removesuffix(_FLAT)).rstrip("."): name for name in vectors}
+    vectors = {name: record for name, record in inventory.model.items() if is_flat_parameter(name)}
+    units = {canonical(name.removesuffix(FLAT_PARAMETER)).rstrip("."): name for name in vectors}
     layout = _layout(model, units, inventory)
     tensors: dict[EntryPath, TensorRecord] = {}
     for path, record in inventory.tensors.items():
@@ -66,7 +64,7 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
         if flat_name is None:
             tensors[path] = record
             continue
-        parts = layout[canonical(flat_name.removesuffix(_FLAT)).rstrip(".")]
+        parts = layout[canonical(flat_name.removesuffix(FLAT_PARAMETER)).rstrip(".")]
         is_model = path[:2] == MODEL
         if is_model or record.shape:
             if record.numel != (total := sum(math.prod(part.shape) for part in parts)):
@@ -79,7 +77,7 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
                 tensors.update({(*MODEL, name): part_record for name in part.names})
             else:
                 tensors[(*path[:4], part.name, *path[5:])] = part_record
-    return inventory.replaced(tensors=tensors, objects=_objects(inventory, layout))
+    return inventory.replaced(tensors=tensors, objects=_objects(inventory, layout), flat=False)
 
 
 def _cut(vector: TensorRecord, part: _Slice) -> TensorRecord:
@@ -99,7 +97,7 @@ def _objects(inventory: CheckpointInventory, layout: _Layout) -> dict[EntryPath,
         if flat_name is None:
             objects[path] = record
             continue
-        for part in layout[canonical(flat_name.removesuffix(_FLAT)).rstrip(".")]:
+        for part in layout[canonical(flat_name.removesuffix(FLAT_PARAMETER)).rstrip(".")]:
             objects[(*path[:4], part.name, *path[5:])] = record
     return objects
 
@@ -108,8 +106,8 @@ def _unflattened_groups(record: ObjectRecord, layout: _Layout) -> ObjectRecord:
     """``param_groups`` of the vectors' parameters; names of parameters stay."""
 
     def names(key: Any) -> list[Any]:
-        path = canonical(str(key).removesuffix(_FLAT)).rstrip(".")
-        return [part.name for part in layout[path]] if str(key).endswith(_FLAT) and path in layout else [key]
+        path = canonical(str(key).removesuffix(FLAT_PARAMETER)).rstrip(".")
+        return [part.name for part in layout[path]] if is_flat_parameter(key) and path in layout else [key]
 
     def load() -> Any:
         return [{**group, "params": [n for key in group["params"] for n in names(key)]} for group in record.value()]
@@ -125,7 +123,7 @@ def _flat_name(path: EntryPath) -> str | None:
         name = str(path[4])
     else:
         return None
-    return name if name.endswith(_FLAT) else None
+    return name if is_flat_parameter(name) else None
 
 
 def _layout(model: nn.Module, units: dict[str, str], inventory: CheckpointInventory) -> _Layout:

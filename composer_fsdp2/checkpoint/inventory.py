@@ -17,6 +17,7 @@ import torch
 
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob
 from composer_fsdp2.checkpoint.boxes import Box, first_overlap
+from composer_fsdp2.checkpoint.names import is_flat_parameter
 from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor
 from composer_fsdp2.checkpoint.trees import EntryPath, as_tree, dotted, leaves
 from composer_fsdp2.errors import CheckpointError
@@ -222,8 +223,8 @@ class OptimizerContents:
     Args:
         name: The class's qualified name, the key that Composer gives it; '' where the layout says none.
         keyed_by: 'name' (FQNs), 'id' (position in the writer's param_groups) or 'flat parameter'.
-        state: By parameter, then by key; None where the file has no state.
-        group_paths: param_groups are read through ``CheckpointInventory.tree``.
+        state: By parameter, then by key; empty where the file has none. ``param_groups`` are no part of it:
+            ``CheckpointInventory.groups`` reads them.
     """
 
     name: str
@@ -244,6 +245,8 @@ class CheckpointInventory:
         files: All files that belong to it, with their sizes in bytes.
         remarks: What is missing or odd; the user should know, and nothing fails.
         optimizer_at_root: torch < 2.3 wrote ``optimizers`` beside ``state``.
+        flat: The model is in FSDP1's flat parameters, without the parameters' names; only layouts that ranks wrote
+            hold them.
         holds_only: Where all lies that the layout has a place for, tensors alone; None where it has one for everything.
         name_prefix: What Composer's models put before the model's names; '' where these are Composer's.
         hugging_face: The folder of a Hugging Face model, whose configuration lies beside these weights.
@@ -259,6 +262,7 @@ class CheckpointInventory:
     writer: Writer = Writer()
     remarks: tuple[str, ...] = ()
     optimizer_at_root: bool = False
+    flat: bool = False
     holds_only: EntryPath | None = None
     name_prefix: str = ""
     hugging_face: Path | None = None
@@ -273,11 +277,6 @@ class CheckpointInventory:
     def entries(self) -> Mapping[EntryPath, TensorRecord | ObjectRecord]:
         """All tensors, and then all others."""
         return {**self.tensors, **self.objects}
-
-    @cached_property
-    def flat(self) -> bool:
-        """Whether the model is in FSDP1's flat parameters, without the parameters' names."""
-        return any(str(path[-1]).endswith("_flat_param") for path in self.tensors if path[:2] == MODEL)
 
     @cached_property
     def compressed(self) -> bool:
@@ -309,7 +308,7 @@ class CheckpointInventory:
         for path, record in self.entries.items():
             if path[:4] == prefix and len(path) > 5:
                 state.setdefault(path[4], {})[dotted(path[5:])] = record
-        if self.flat and any(str(parameter).endswith("_flat_param") for parameter in state):
+        if self.flat and any(map(is_flat_parameter, state)):
             keyed_by = "flat parameter"
         else:
             keyed_by = "id" if state and all(isinstance(parameter, int) for parameter in state) else "name"

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -32,11 +32,16 @@ class NoCheckpointError(NotACheckpointError, FileNotFoundError):
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A checkpoint: the file or folder that holds it, its layout, and what to know about how it was found."""
+    """A checkpoint: the file or folder that holds it, its layout, and what to know about how it was found.
+
+    Args:
+        unpacked_from: The packed file that the user knows it by, where this is a copy that will be gone.
+    """
 
     path: Path
     layout: Layout
     remarks: tuple[str, ...] = ()
+    unpacked_from: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,24 +59,33 @@ def find(path: str | Path) -> Located:
 
     Followed are links of the file system, Composer's ``.symlink`` files and other small files that hold a relative
     path (which must stay in their folder), ``{rank}`` (the first rank's), ``file://``; in a run folder the newest
-    complete checkpoint is taken: by batch, then epoch, then time of writing.
+    complete checkpoint is taken: by batch, then epoch, then time of writing; where no name says a step, what a pointer
+    to the latest leads to, or the only one.
 
     Raises:
         NotACheckpointError: nothing is there, or a pointer leads nowhere, in circles or out of its folder.
     """
     try:
-        existing = _existing(_local(path))
-        found = _follow(existing)
-        layout = recognized(found)
-        if layout is None and found.is_file() and (layout := recognized(existing)) is not None:
-            found = existing  # a link whose name says what it is: a Hugging Face cache keeps files under their hashes
-        if layout is not None:
-            return Located(found, layout)
-        return _newest(found) if found.is_dir() else _recognized(found)
+        return _located(
+            _existing(_local(path)), in_folder=lambda folder: _newest(folder) or _latest(folder) or _only(folder)
+        )
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:  # no permission, a name too long or with a NUL, a device
         raise NotACheckpointError(f"{path}: {error}") from error
+
+
+def _located(existing: Path, in_folder: Callable[[Path], Located]) -> Located:
+    """The checkpoint that a path which is there leads to; ``in_folder`` finds it in a folder that is none itself."""
+    found = _follow(existing)
+    layout = recognized(found)
+    if layout is None and found.is_file() and (layout := recognized(existing)) is not None:
+        found = existing  # a link whose name says what it is: a Hugging Face cache keeps files under their hashes
+    if layout is not None:
+        return Located(found, layout)
+    if found.is_dir():
+        return in_folder(found)
+    raise NotACheckpointError(f"{found}: {looks_like(found)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,8 +202,8 @@ def _beside(file: Path, parts: tuple[str, ...]) -> Path | None:
 # Run folders
 
 
-def _newest(folder: Path) -> Located:
-    """The newest complete checkpoint in a run folder."""
+def _newest(folder: Path) -> Located | None:
+    """The newest complete checkpoint in a run folder; None where no name says a step."""
     skipped: list[str] = []
     for candidate in sorted(_candidates(folder), reverse=True):
         path, layout = _first_rank_file(candidate.path)
@@ -199,7 +213,7 @@ def _newest(folder: Path) -> Located:
         skipped.append(f"{path.relative_to(folder)}: {reason}")
     if skipped:
         raise NotACheckpointError(f"{folder}: no complete checkpoint in it; {and_more(skipped, 8, '; ')}")
-    return _unnumbered(folder)
+    return None
 
 
 def _candidates(folder: Path, depth: int = 0) -> Iterator[_Candidate]:
@@ -224,11 +238,17 @@ def _first_rank_file(entry: Path) -> tuple[Path, Layout | None]:
     return entry, layout
 
 
-def _unnumbered(folder: Path) -> Located:
-    """What a folder without steps in its names holds: a pointer to the latest, or one checkpoint."""
+def _latest(folder: Path) -> Located | None:
+    """What a pointer to the latest checkpoint leads to; None where there is none."""
     for pointer in sorted(folder.glob("latest*")):
-        if not _LATER_RANK.search(pointer.name) and (found := _follow(pointer)) != pointer:
-            return _recognized(found)
+        if not _LATER_RANK.search(pointer.name) and _follow(pointer) != pointer:
+            # In a folder that it leads to no pointer is followed: it could lead back.
+            return _located(pointer, in_folder=lambda found: _newest(found) or _only(found))
+    return None
+
+
+def _only(folder: Path) -> Located:
+    """The one file in a folder that is a checkpoint."""
     files = [
         Located(file, layout)
         for file in sorted(_entries(folder))
@@ -239,13 +259,6 @@ def _unnumbered(folder: Path) -> Located:
     if files:
         raise NotACheckpointError(f"{folder}: holds {len(files)} checkpoints; name one: {listing(folder)}")
     raise NotACheckpointError(f"{folder}: {looks_like(folder)}")
-
-
-def _recognized(path: Path) -> Located:
-    layout = recognized(path)
-    if layout is None:
-        raise NotACheckpointError(f"{path}: {looks_like(path)}")
-    return Located(path, layout)
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -2,6 +2,9 @@
 
 import re
 
+# What FSDP1 calls a flat parameter, behind the wrapped module's path.
+FLAT_PARAMETER = "_flat_param"
+
 # What FSDP1, activation checkpointing and torch.compile put into a module's path.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_orig_mod)\.")
 
@@ -9,3 +12,8 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrappe
 def canonical(name: str) -> str:
     """``model._fsdp_wrapped_module.block._checkpoint_wrapped_module.weight`` as ``model.block.weight``."""
     return _WRAPPERS.sub("", name)
+
+
+def is_flat_parameter(name: object) -> bool:
+    """Whether a key, if it is a name, is that of an FSDP1 flat parameter: ``block._flat_param``."""
+    return isinstance(name, str) and name.rpartition(".")[2] == FLAT_PARAMETER

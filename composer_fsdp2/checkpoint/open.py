@@ -10,8 +10,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from composer_fsdp2.checkpoint.archive.packed import as_errors_of
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
+from composer_fsdp2.checkpoint.layouts import recognized
 from composer_fsdp2.checkpoint.locate import Located, find
+from composer_fsdp2.checkpoint.unrecognized import looks_like
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import agree, gather
 from composer_fsdp2.sharding.hosts import ranks_of_host
@@ -25,8 +28,15 @@ def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventor
     Raises:
         CheckpointError: damaged, incomplete, or with more than plain data and not trusted.
     """
+    with as_errors_of(located.unpacked_from or located.path, located.path):
+        inventory = _read(located, trust)
+        _refuse_repeats(inventory)
+    return inventory.replaced(remarks=(*located.remarks, *inventory.remarks))
+
+
+def _read(located: Located, trust: bool) -> CheckpointInventory:
     try:
-        inventory = located.layout.read(located.path, trust)
+        return located.layout.read(located.path, trust)
     except CheckpointError:
         raise
     except (AttributeError, TypeError, KeyError, IndexError, ValueError, RecursionError) as error:
@@ -34,8 +44,21 @@ def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventor
         raise CheckpointError(
             f"{located.path}: {located.layout.name}, but not as Composer writes it ({error!r})"
         ) from error
-    _refuse_repeats(inventory)
-    return inventory.replaced(remarks=(*located.remarks, *inventory.remarks))
+
+
+def unpacked_checkpoint(located: Located, folder: Path) -> Located:
+    """The checkpoint itself, or a copy in a folder where it is compressed or in a tar file; does not communicate.
+
+    Raises:
+        CheckpointError: damaged, or what is packed is no checkpoint; names the packed file.
+    """
+    if located.layout.unpack is None:
+        return located
+    file = located.layout.unpack(located.path, folder)
+    layout = recognized(file)
+    if layout is None or layout.unpack is not None:
+        raise CheckpointError(f"{located.path}: holds no checkpoint; what is packed in it is {looks_like(file)}")
+    return Located(file, layout, unpacked_from=located.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +84,8 @@ def opened_checkpoint(path: str | Path | Located, *, trust: bool = False) -> Ite
     first, is_first = _first_of_host()
     folder = Path(tempfile.mkdtemp(prefix="composer_fsdp2-")) if is_first else None
     try:
-        unpacked = together(lambda: _unpacked(located, folder) if folder else None)
-        file = gather(unpacked)[first]
-        yield Opened(_together_read(together(lambda: find(file)), trust), is_temporary=True)
+        copy = gather(together(lambda: unpacked_checkpoint(located, folder) if folder else None))[first]
+        yield Opened(_together_read(copy, trust), is_temporary=True)
         gather(None)  # until every rank has read
     finally:
         if folder is not None:
@@ -87,11 +109,6 @@ def _first_of_host() -> tuple[int, bool]:
     """The first rank of this host, and whether it is this one."""
     first = ranks_of_host()[0]
     return first, first == (dist.get_rank() if dist.is_initialized() else 0)
-
-
-def _unpacked(located: Located, folder: Path) -> Path:
-    unpack = located.layout.unpack
-    return located.path if unpack is None else unpack(located.path, folder)
 
 
 def _together_read(located: Located, trust: bool) -> CheckpointInventory:

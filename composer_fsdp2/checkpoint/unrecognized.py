@@ -20,7 +20,10 @@ _BY_FIRST_BYTES = {
 
 def looks_like(path: Path) -> str:
     """What lies at a path that no layout recognises, and what to do, where that is known."""
-    return _folder(path) if path.is_dir() else _file(path)
+    if path.is_dir():
+        return _folder(path)
+    # Nothing else is opened: who reads a pipe waits for what nobody writes.
+    return _file(path) if path.is_file() else "neither a file nor a folder, but a pipe, a socket or a device"
 
 
 def listing(folder: Path) -> str:

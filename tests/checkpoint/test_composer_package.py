@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,17 @@ def test_damaged_part_is_named(tmp_path: Path, file: str, content: bytes, text: 
     (tmp_path / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"{file}.*{text}"):
         inspect_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "ep0-ba3-rank0.pt"])
+def test_half_a_model_hides_no_checkpoint(tmp_path: Path, name: str):
+    """An export that was cut short lies in the run's folder: the checkpoint beside it is found all the same."""
+    write(tmp_path, "DCP")
+    for path in (tmp_path / "model" / ".metadata", tmp_path / "resumption.pkl", tmp_path / "composer_metadata.json"):
+        path.unlink()
+    shutil.rmtree(tmp_path / "optim")
+    torch.save(composer_state(), tmp_path / name)
+    assert inspect_checkpoint(tmp_path).path == tmp_path / name
 
 
 def test_directory_without_its_metadata_is_named(tmp_path: Path):

@@ -34,7 +34,7 @@ from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from composer_fsdp2 import CheckpointError
+from composer_fsdp2 import CheckpointError, inspect_checkpoint
 from composer_fsdp2.checkpoint.convert import conversion, copying
 from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
 from tests.checkpoint.test_composer_package import write as write_composer_package
@@ -439,6 +439,21 @@ def test_keys_that_would_be_one_in_a_folder(tmp_path: Path):
     torch.save({"state": {"model": {"a": torch.ones(1)}, "x": {"b": 1}, "x.b": 2}}, tmp_path / "source.pt")
     with pytest.raises(CheckpointError, match=r"would both be state\.x\.b"):
         convert(tmp_path / "source.pt", tmp_path / "folder", "dcp")
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("to", ["monolithic", "dcp"])
+def test_keys_that_are_no_names(tmp_path: Path, to: str):
+    """An optimizer of one's own may have state by other keys than names and positions, and keeps it."""
+    state = composer_state()
+    moment = {"exp_avg": torch.ones(2)}
+    state["state"]["model"][("head", 0)] = torch.ones(2)
+    state["state"]["optimizers"]["AdamW"]["state"] |= {("head", 0): moment, 1.5: moment}
+    torch.save(state, tmp_path / "source.pt")
+    convert(tmp_path / "source.pt", tmp_path / "new", to)
+    found = inspect_checkpoint(tmp_path / "new")
+    assert "('head', 0)" in found.model
+    assert {"('head', 0)", "1.5"} <= set(map(str, found.optimizers[0].state))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

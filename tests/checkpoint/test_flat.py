@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.comparing import own_name
+from support.comparing import assert_same, own_name
 from support.models import tied_model
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from composer_fsdp2 import CheckpointError, prepare_fully_shard
+from composer_fsdp2 import (
+    CheckpointError,
+    convert_checkpoint,
+    load_checkpoint,
+    prepare_fully_shard,
+    verify_checkpoint,
+)
+from composer_fsdp2.checkpoint.describe import as_text
 from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.inspect import inspect_checkpoint
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
@@ -154,7 +161,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(written: Path, name: str) -> CheckpointInventory:
-    return inspect_checkpoint(written / f"{name}.pt")
+    return inspect_checkpoint(written / f"{name}.pt").replaced(flat=True)
 
 
 def contents(inventory: CheckpointInventory, prefix: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -261,3 +268,34 @@ def test_other_checkpoints_stay(tmp_path: Path):
     torch.save(nested().state_dict(), tmp_path / "named.pt")
     inventory = inspect_checkpoint(tmp_path / "named.pt")
     assert unflattened(inventory, nested()) is inventory
+
+
+class CalledFlat(nn.Module):
+    """A parameter that is called almost as FSDP1's are, beside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.my_flat_param = nn.Parameter(torch.randn(3))
+        self.weight = nn.Parameter(torch.randn(2))
+
+
+@pytest.mark.parametrize("layout", ["monolithic", "dcp"])
+def test_a_parameter_that_is_called_flat(layout: str, tmp_path: Path):
+    """A model whose author likes the word loads, converts and compares like any other."""
+    model, names = CalledFlat(), ["my_flat_param", "weight"]
+    torch.save({"state": {"model": model.state_dict(), "optimizers": moments(names, 3.0)}}, tmp_path / "source.pt")
+    convert_checkpoint(tmp_path / "source.pt", tmp_path / "new", to=layout)
+    inventory = inspect_checkpoint(tmp_path / "new")
+    assert not inventory.flat and [each.keyed_by for each in inventory.optimizers] == ["name"]
+    assert "flat parameters" not in as_text(inventory)
+    loaded = CalledFlat()
+    load_checkpoint(tmp_path / "new", loaded, weights_only=True)
+    assert_same(loaded.state_dict(), model.state_dict(), in_bits=True)
+    assert verify_checkpoint(tmp_path / "new", tmp_path / "source.pt").ok
+
+
+def test_a_monolithic_file_has_names(tmp_path: Path):
+    """Weights of a module that is called as FSDP1's flat parameters are: only files of ranks hold those."""
+    torch.save({"state": {"model": {"unit._flat_param": torch.ones(3)}}}, tmp_path / "source.pt")
+    assert not inspect_checkpoint(tmp_path / "source.pt").flat
+    convert_checkpoint(tmp_path / "source.pt", tmp_path / "new.pt", to="monolithic")

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import stat
 import sys
 import tarfile
 import time
@@ -161,6 +162,16 @@ def write_folder(*names: str) -> Callable[[Path], None]:
     return write
 
 
+def write_pipe(name: str) -> Callable[[Path], None]:
+    """A folder with a pipe, which whoever opens it waits at for ever."""
+
+    def write(path: Path) -> None:
+        (path / name).parent.mkdir(parents=True)
+        os.mkfifo(path / name)
+
+    return write
+
+
 def write_script(path: Path) -> None:
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), str(path))
 
@@ -189,6 +200,10 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
         write_bytes((62).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}' + b" " * 12),
         r"ends in \.safetensors",
     ),
+    "pipe.pt": (os.mkfifo, "a pipe, a socket or a device"),
+    "socket.pt": (lambda path: os.mknod(path, stat.S_IFSOCK | 0o600), "a pipe, a socket or a device"),
+    "run": (write_pipe("ep0-ba3-rank0.pt"), "a pipe, a socket or a device"),
+    "run of files": (write_pipe("ep0-ba3/ep0-ba3-rank0.pt"), "a pipe, a socket or a device"),
     "nothing": (write_folder(), "empty folder"),
     "source": (write_folder("a.py", "b.py"), r"holds a\.py, b\.py"),
     "deepspeed": (write_folder("global_step3/mp_rank_00_model_states.pt"), "holds global_step3/"),
@@ -203,6 +218,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.any_torch
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_anything_else_is_called_what_it_looks_like(tmp_path: Path, name: str):
     """Who points at the wrong thing learns what it is, and what to do where that is known."""
@@ -214,7 +230,7 @@ def test_anything_else_is_called_what_it_looks_like(tmp_path: Path, name: str):
 
 
 @pytest.mark.any_torch
-@pytest.mark.parametrize("path", ["x\0y", "a" * 5000, "/dev/zero"])
+@pytest.mark.parametrize("path", ["x\0y", "a" * 5000, "/dev/zero", "/dev/null"])
 def test_paths_that_cannot_be_are_refused(path: str):
     """Not with a traceback of Python's."""
     with pytest.raises(NotACheckpointError):

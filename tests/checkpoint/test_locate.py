@@ -152,6 +152,43 @@ def test_folder_with_names_of_ones_own(tmp_path: Path):
     assert find(tmp_path).path == second
 
 
+@pytest.mark.parametrize("name", ["batch6.pt", "ep0-ba6-rank0.pt"])
+@pytest.mark.parametrize("as_link", [True, False])
+def test_latest_may_be_a_folder(tmp_path: Path, name: str, as_link: bool):
+    """A pointer of one's own leads to a folder, perhaps on another disk: what is in that is the latest."""
+    run = tmp_path / "run"
+    save(run / "batch3.pt")
+    folder = tmp_path / "disk" if as_link else run / "weights"
+    latest = save(folder / name)
+    if as_link:
+        (run / "latest").symlink_to(folder)
+    else:
+        (run / "latest").write_text("weights")
+    assert find(run).path.resolve() == find(run / "latest").path.resolve() == latest
+    assert inspect_checkpoint(run).path.samefile(latest) and verify_checkpoint(run).ok
+
+
+def test_latest_may_be_a_link_whose_name_says_what_it_is(tmp_path: Path):
+    """The name of the link counts, as where the link itself is named."""
+    save(tmp_path / "batch3.pt")
+    write_safetensors(tmp_path / "0123", {"w": torch.ones(3)})
+    (tmp_path / "latest.safetensors").symlink_to("0123")
+    assert find(tmp_path) == find(tmp_path / "latest.safetensors")
+
+
+def test_folders_that_lead_to_each_other(tmp_path: Path):
+    """Pointers that form a circle end in what the folders hold."""
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "latest").symlink_to(f"../{other}")
+    with pytest.raises(NotACheckpointError, match="no checkpoint; the folder holds latest"):
+        find(tmp_path / "a")
+    (tmp_path / "b" / "latest2").symlink_to(".")
+    (tmp_path / "b" / "latest").unlink()
+    file = save(tmp_path / "b" / "batch3.pt")
+    assert find(tmp_path / "b").path == file
+
+
 # --- what leads nowhere
 
 

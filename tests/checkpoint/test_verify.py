@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 from support.checkpoints.corruptions import flip, record_at
 from support.checkpoints.samples import LEGACY, composer_state, write_safetensors
 from support.examples import examples
+from torch import nn
 
 from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
+from composer_fsdp2.checkpoint.load.into_model import load_checkpoint
 from composer_fsdp2.checkpoint.verify import checksums, comparing
 from composer_fsdp2.checkpoint.verify.faults import FaultKind
 from composer_fsdp2.checkpoint.verify.verification import verify_checkpoint
@@ -146,6 +148,57 @@ def test_data_is_checked_where_metadata_is_lost(tmp_path: Path):
     assert whole.num_records == verify_checkpoint(FIXTURES[4]).num_records
     flip(path / "__0_0.distcp", record_at(path / "__0_0.distcp", "data/0")[1])
     assert [fault.kind for fault in verify_checkpoint(path).faults] == [FaultKind.STRUCTURE, FaultKind.CONTENT]
+
+
+def test_a_single_file_of_a_folder(tmp_path: Path):
+    """One .distcp that was saved from a disk: each of its archives is checked, and not the last alone."""
+    file = FIXTURES[4] / "__0_0.distcp"
+    data = file.read_bytes()
+    whole = verify_checkpoint(file)
+    assert [fault.kind for fault in whole.faults] == [FaultKind.STRUCTURE]  # it is no checkpoint by itself
+    assert whole.num_records == data.count(b"PK\x01\x02")
+    shutil.copy(file, tmp_path / file.name)
+    flip(tmp_path / file.name, record_at(tmp_path / file.name, "data/0")[1])
+    assert [fault.kind for fault in verify_checkpoint(tmp_path / file.name).faults][1:] == [FaultKind.CONTENT]
+
+
+@pytest.mark.parametrize("container", ["tar", "gz"])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"a log\nof two lines", "a text file"),
+        (b"../secret.pt", "a text file"),
+        (b"", "empty"),
+        (bytes(range(128, 256)), "begins with the bytes 80 81 82"),
+        (gzip.compress(b"packed twice"), "begins with the bytes 1f 8b"),
+    ],
+    ids=["text", "path", "empty", "noise", "packed twice"],
+)
+def test_packed_file_that_holds_no_checkpoint(container: str, content: bytes, says: str, tmp_path: Path):
+    """It was to be a checkpoint, so this is a verdict, on the file that the user named and not on a copy of ours."""
+    (tmp_path / "inner").write_bytes(content)
+    path = _packed(tmp_path / "inner", tmp_path / "bad", container)
+    report = verify_checkpoint(path)
+    (fault,) = report.faults
+    assert fault.file == path and fault.kind is FaultKind.STRUCTURE
+    assert fault.found.startswith(f"{path}: ") and says in fault.found
+    for action in (
+        lambda: load_checkpoint(path, nn.Linear(1, 1)),
+        lambda: verify_checkpoint(saved(tmp_path / "good.pt", composer_state()), path),
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            action()
+        assert str(raised.value).startswith(str(path))
+
+
+def test_packed_file_of_another_value(tmp_path: Path):
+    """What torch saved and is no checkpoint is named by the user's file, too."""
+    path = _packed(saved(tmp_path / "inner", [1, 2]), tmp_path / "bad", "gz")
+    (fault,) = verify_checkpoint(path).faults
+    assert fault.file == path and fault.found.startswith(f"{path}: holds a list")
+    with pytest.raises(CheckpointError) as raised:
+        load_checkpoint(path, nn.Linear(1, 1))
+    assert str(raised.value).startswith(f"{path}: holds a list")
 
 
 @pytest.mark.parametrize("container", ["tar", "gz"])

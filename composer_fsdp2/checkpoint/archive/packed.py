@@ -104,6 +104,16 @@ def unpacked(path: Path, folder: Path) -> Path:
     return target
 
 
+@contextlib.contextmanager
+def as_errors_of(path: Path, unpacked_file: Path) -> Iterator[None]:
+    """Errors that name the packed file, which the user knows, and not what was unpacked from it and is gone."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.args = (str(error).replace(str(unpacked_file), str(path)),)
+        raise
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tar
 

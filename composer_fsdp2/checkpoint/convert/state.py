@@ -162,7 +162,7 @@ def _renaming(names: Mapping[str, str], kept: Mapping[str, str], positions: Mapp
 
     def rename(key: str | int) -> str | int | None:
         name = positions.get(key, key) if isinstance(key, int) else key
-        if isinstance(name, int):
+        if not isinstance(name, str):  # a pickle's keys may be anything
             return name
         return kept.get(name) if name in names else canonical(name)
 

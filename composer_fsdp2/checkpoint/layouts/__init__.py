@@ -44,7 +44,8 @@ class Layout:
 
     Args:
         name: As ``inspect`` says it.
-        title: Of a recognized path: the name with what tells more; None for the name alone.
+        title: What reports call the layout of the checkpoint at a path, where that says more than ``name`` does
+            (``monolithic, compressed (gz)``); None where they show the name.
         order: Layouts with a lower one are asked earlier.
         recognize: By names and first bytes; never raises for other files.
         read: From a recognized path, and whether its pickles are trusted. Raises CheckpointError.

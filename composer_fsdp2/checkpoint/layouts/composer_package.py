@@ -48,9 +48,8 @@ _MAX_JSON_BYTES = 24 << 20
 
 
 def _recognize(path: Path) -> bool:
-    parts = [path / folder / file for folder, file in _PARTS if (path / folder / file).is_file()]
-    named = [file for file in (path / _RESUMPTION, path / _WRITTEN_LAST) if file.is_file()]
-    return path.is_dir() and bool(parts or named or any(dcp.is_directory(path / folder) for folder, _ in _PARTS))
+    parts = [path / folder / name for folder, file in _PARTS for name in (file, dcp.LAYOUT.metadata)]
+    return path.is_dir() and any(file.is_file() for file in (path / _RESUMPTION, path / _WRITTEN_LAST, *parts))
 
 
 def _has_names(names: Collection[str]) -> bool:

@@ -1,11 +1,9 @@
 """A monolithic checkpoint that is compressed, in a tar file or not: ``.pt.gz``, ``.tar.zst`` and the like."""
 
-import contextlib
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from composer_fsdp2.checkpoint.archive.packed import compression_of, unpacked
+from composer_fsdp2.checkpoint.archive.packed import as_errors_of, compression_of, unpacked
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Packed, TensorRecord
 from composer_fsdp2.checkpoint.layouts import Layout
@@ -27,7 +25,7 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
     """What lies in it: unpacked for that, checked, and removed again."""
     with tempfile.TemporaryDirectory(prefix="composer-fsdp2-") as folder:
         file = unpacked(path, Path(folder))
-        with _as_errors_of(path, file):
+        with as_errors_of(path, file):
             archive = Archive.open(file)
             refuse_rank_file(archive, path)
             root = mapped(with_records(archive.unpickle(trust=trust), archive), lambda part, _: _packed(part, path))
@@ -37,16 +35,6 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
 
 def _title(path: Path) -> str:
     return f"monolithic, compressed ({compression_of(path)})"
-
-
-@contextlib.contextmanager
-def _as_errors_of(path: Path, unpacked_file: Path) -> Iterator[None]:
-    """Errors that name the file which the user knows, and not the one that is gone."""
-    try:
-        yield
-    except CheckpointError as error:
-        error.args = (str(error).replace(str(unpacked_file), str(path)),)
-        raise
 
 
 def _check(archive: Archive) -> None:

@@ -36,6 +36,7 @@ from composer_fsdp2.checkpoint.inventory import (
 )
 from composer_fsdp2.checkpoint.layouts import Layout, LayoutWriter
 from composer_fsdp2.checkpoint.layouts._composer import missing_parts, with_records, writer_of
+from composer_fsdp2.checkpoint.names import is_flat_parameter
 from composer_fsdp2.checkpoint.output import Output, OutputFile, TensorWrite, WriteRequest, num_files_for
 from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
@@ -77,8 +78,7 @@ _METADATA_NAMES = frozenset(
 )
 
 
-def is_directory(path: Path) -> bool:
-    """Whether a folder is one of DCP's."""
+def _recognize(path: Path) -> bool:
     return path.is_dir() and ((path / _METADATA).is_file() or any(path.glob("*.distcp")))
 
 
@@ -209,6 +209,7 @@ class _Directory:
             files=files,
             remarks=(*missing_parts(tensors, objects), *self.unnamed(files)),
             optimizer_at_root="optimizers" in roots,
+            flat=any(is_flat_parameter(path[-1]) for path in tensors if path[:2] == MODEL),
         )
         metadata = None if self.partial else inventory.tree(("state", "metadata"))
         writer = writer_of(metadata, self.sharding(inventory), torch_version=self.torch_version())
@@ -513,7 +514,7 @@ def _pickled_metadata(
 LAYOUT = Layout(
     name=_NAME,
     order=10,
-    recognize=is_directory,
+    recognize=_recognize,
     incomplete=_incomplete,
     read=read,
     holds_entries=holds_entries,

@@ -33,6 +33,7 @@ from composer_fsdp2.checkpoint.layouts._composer import (
     split_state,
     writer_of,
 )
+from composer_fsdp2.checkpoint.names import FLAT_PARAMETER, is_flat_parameter
 from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor, contains_inert
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
 from composer_fsdp2.config.text import and_more
@@ -58,8 +59,8 @@ _NAMES = frozenset(
     }
 )
 _RANK = re.compile(r"(.*rank)(\d+)(.*)", re.DOTALL)  # the last one in a name
+_OLD_FLAT = "flat_param"  # torch 1.13's name
 _MAX_RANKS = 1 << 16  # a file could say any number, and each is a file's name here
-_FLAT = "_flat_param"  # flat_param in torch 1.13
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
         files=file_sizes(*paths),
         nested=dict(nested_tensors(objects)),
         remarks=missing_parts(tensors, objects),
+        flat=is_flat,
     )
     sharding = f"FSDP1, {'flat parameters' if is_flat else 'ShardedTensor'}, split into {len(files)}"
     writer = writer_of(inventory.tree(("state", "metadata")), sharding)
@@ -265,12 +267,12 @@ def _join_random_states(objects: dict[EntryPath, ObjectRecord], files: list[_Ran
 
 
 def _is_flat(entry: EntryPath) -> bool:
-    return entry[:2] == MODEL and str(entry[-1]).split(".")[-1] in ("flat_param", _FLAT)
+    return entry[:2] == MODEL and str(entry[-1]).split(".")[-1] in (_OLD_FLAT, FLAT_PARAMETER)
 
 
 def _torch2_name(entry: EntryPath) -> str:
     name = str(entry[-1])
-    return name if name.endswith(_FLAT) else name.removesuffix("flat_param") + _FLAT
+    return name if is_flat_parameter(name) else name.removesuffix(_OLD_FLAT) + FLAT_PARAMETER
 
 
 def _blob(chunk: Chunk) -> Any:

@@ -10,7 +10,7 @@ import torch
 from composer_fsdp2.checkpoint.archive.disk import read_at
 from composer_fsdp2.checkpoint.archive.torch_archive import Archive, Blob, archive_start
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, Chunk, NestedArchive, Strided
-from composer_fsdp2.checkpoint.layouts import Layout
+from composer_fsdp2.checkpoint.layouts import layouts
 from composer_fsdp2.checkpoint.pickles.stand_ins import StoredTensor
 from composer_fsdp2.checkpoint.pickles.trust import read_pickle
 from composer_fsdp2.checkpoint.verify.faults import Fault, FaultKind
@@ -50,13 +50,11 @@ class Structure:
     """One pass over a checkpoint's structure.
 
     Args:
-        layout: Of what is looked at.
         faults: What contradicts something else.
         unchecked: What could not be checked, in words.
         records: Everything whose content can be checked.
     """
 
-    layout: Layout
     faults: list[Fault] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     records: list[ArchiveRecord] = field(default_factory=list)
@@ -92,7 +90,7 @@ class Structure:
         size = file.stat().st_size
         if file in named:
             self._entries(file, size, named[file])
-        elif self.layout.holds_entries(file):
+        elif any(layout.holds_entries(file) for layout in layouts()):  # also one that was named without its folder
             if inventory is not None:
                 self.fault(file, "", "no such file (.metadata does not name it)", f"{size} bytes")
             self._unnamed(file, 0, size, is_fault=False)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
-from composer_fsdp2.checkpoint.locate import Located, NotACheckpointError, find
-from composer_fsdp2.checkpoint.open import inventory_of
+from composer_fsdp2.checkpoint.locate import Located, find
+from composer_fsdp2.checkpoint.open import inventory_of, unpacked_checkpoint
 from composer_fsdp2.checkpoint.pickles.trust import UntrustedError
 from composer_fsdp2.checkpoint.verify.checksums import checksums
 from composer_fsdp2.checkpoint.verify.comparing import compare
@@ -106,19 +106,18 @@ def verify_checkpoint(
     Every process that calls it works alone; it does not communicate.
     """
     started = time.perf_counter()
-    found = find(path)
-    located = found.path
+    located = find(path)
     with ExitStack() as stack:
         other = inventory_of(_open(find(against), stack), trust=trust) if against is not None else None
-        read = _read(found, trust, stack)
+        read = _read(located, trust, stack)
         inventory = read.inventory
         if inventory is not None and other is not None and inventory.flat != other.flat:
             raise CheckpointError(
                 f"{inventory.path if inventory.flat else other.path}: holds flat parameters, which have no names to "
                 "compare by; convert it first (convert_checkpoint(..., model=...))"
             )
-        structure = Structure(read.opened.layout)
-        structure.look_at(inventory, located)
+        structure = Structure()
+        structure.look_at(inventory, located.path)
         unchecked = structure.unchecked
         content_bytes = sum(record.blob.num_bytes for record in structure.records)
         advance = _Advance(content_bytes + _compared_bytes(inventory, other), progress)
@@ -128,12 +127,12 @@ def verify_checkpoint(
             differences, notes = compare(inventory, other, rtol=rtol, atol=atol, advance=advance)
             unchecked += notes
         elif other is not None:
-            unchecked.append(f"not compared with {against}: {located} cannot be read")
+            unchecked.append(f"not compared with {against}: {located.path} cannot be read")
     return VerifyReport(
-        path=located,
+        path=located.path,
         against=Path(against) if against is not None else None,
         layout=read.layout,
-        faults=tuple(read.with_user_path(located, fault) for fault in (*read.faults, *structure.faults, *damaged)),
+        faults=tuple(read.with_user_path(fault) for fault in (*read.faults, *structure.faults, *damaged)),
         differences=differences,
         unchecked=tuple(unchecked),
         num_records=len(structure.records),
@@ -147,20 +146,21 @@ class _Read:
     """What could be made of a checkpoint.
 
     Args:
-        opened: Where it lies open: the content of a compressed or tar file, as far as it could be unpacked.
+        located: What was read: of a compressed or tar file a copy of its content, as far as it could be unpacked.
         inventory: None (and faults) where it is damaged.
     """
 
-    opened: Located
+    located: Located
     layout: str = "unreadable"
     inventory: CheckpointInventory | None = None
     faults: tuple[Fault, ...] = ()
 
-    def with_user_path(self, located: Path, fault: Fault) -> Fault:
+    def with_user_path(self, fault: Fault) -> Fault:
         """A fault of the unpacked copy as one of the file that the user named."""
-        if self.opened.path == located:
+        packed = self.located.unpacked_from
+        if packed is None:
             return fault
-        return replace(fault, file=located, found=fault.found.replace(str(self.opened.path), str(located)))
+        return replace(fault, file=packed, found=fault.found.replace(str(self.located.path), str(packed)))
 
 
 def _read(located: Located, trust: bool, stack: ExitStack) -> _Read:
@@ -168,16 +168,16 @@ def _read(located: Located, trust: bool, stack: ExitStack) -> _Read:
     try:
         opened = _open(located, stack)
         inventory = inventory_of(opened, trust=trust)
-    except (NotACheckpointError, UntrustedError):
+    except UntrustedError:
         raise
     except CheckpointError as error:
         faults = (
             _fault(FaultKind.STRUCTURE, located.path, "", "a readable checkpoint", line)
             for line in str(error).splitlines()
         )
-        return _Read(opened=opened, faults=tuple(faults))
+        return _Read(located=opened, faults=tuple(faults))
     layout = inventory.layout if opened is located else located.layout.title_of(located.path)
-    return _Read(opened=opened, layout=layout, inventory=inventory)
+    return _Read(located=opened, layout=layout, inventory=inventory)
 
 
 def _fault(kind: FaultKind, file: Path, name: str, expected: str, found: str) -> Fault:
@@ -202,7 +202,7 @@ def _open(located: Located, stack: ExitStack) -> Located:
     if located.layout.unpack is None:
         return located
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer-fsdp2-"))
-    return find(located.layout.unpack(located.path, Path(folder)))
+    return unpacked_checkpoint(located, Path(folder))
 
 
 def _compared_bytes(inventory: CheckpointInventory | None, other: CheckpointInventory | None) -> int:
