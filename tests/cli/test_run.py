@@ -36,7 +36,8 @@ seen = {"argv": sys.argv, "file": __file__, "name": __name__, "package": __packa
 ours = sys.modules.get("composer_fsdp2.compat")
 if ours is not None:
     from composer.distributed import prepare_fsdp_module
-    seen_shim = {"installed": ours.is_installed(), "module": prepare_fsdp_module.__module__.split(".")[0]}
+    code = prepare_fsdp_module.__code__.co_filename
+    seen_shim = {"installed": ours.is_installed(), "is ours": os.path.dirname(code) == os.path.dirname(ours.__file__)}
 beside = os.listdir(os.path.dirname(__file__))
 print(json.dumps({"seen": seen, "shim": seen_shim if ours else None, "beside": beside}))
 sys.exit(7)
@@ -80,7 +81,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 def assert_sees_the_same(ours: Ended, python: Ended) -> None:
     assert ours.last["seen"] == python.last["seen"], ours.err
-    assert ours.last["shim"] == {"installed": True, "module": "composer_fsdp2"}
+    assert ours.last["shim"] == {"installed": True, "is ours": True}
     assert ours.code == python.code == 7, ours.err
 
 
