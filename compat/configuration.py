@@ -31,13 +31,14 @@ class EveryKeyFSDP2Config(FSDP2Config):
 
     @classmethod
     def of(cls, config: FSDP2Config) -> "EveryKeyFSDP2Config":
-        """A copy of a plain FSDP2Config; its mesh becomes degrees, because Composer's State builds the mesh itself."""
-        if isinstance(config, cls):
-            return config
+        """A copy of an FSDP2Config whose mesh became degrees, because Composer's State builds the mesh itself."""
         given = {
             key: value
             for key, value in vars(config).items()
-            if not key.startswith("_") and key != "device_mesh" and value != getattr(FSDP2Config, key)
+            if not key.startswith("_")
+            and key != "device_mesh"
+            # The dataclass's own __init__ sets every field; what equals its default was not given.
+            and (isinstance(config, cls) or value != getattr(FSDP2Config, key, None))
         }
         if config.sync_module_states:  # set on the object: the constructor does not take it
             given["sync_module_states"] = True
@@ -65,6 +66,7 @@ def parse_parallelism_config(
     parsed = original(self, parallelism_config)
     if parsed is not None:
         if parsed.fsdp2 is not None:
+            _check_early(parsed.fsdp2)
             # A copy: it may be the user's own object, which serves the next Trainer too.
             parsed = dataclasses.replace(parsed, fsdp2=EveryKeyFSDP2Config.of(parsed.fsdp2))
             _check_early(parsed.fsdp2)

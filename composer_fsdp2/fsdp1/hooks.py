@@ -158,7 +158,7 @@ class _Reader:
             return bool(module._fsdp_wrap)
         answer = _answer(path, module, child)
         if answer:  # an empty dict was False to FSDP1
-            overrides = self._overrides(answer, path) if isinstance(answer, dict) else UnitOverrides()
+            overrides = self._overrides(dict(answer), path) if isinstance(answer, dict) else UnitOverrides()
             self.choices[path] = Choice(chosen_by="fsdp_wrap_fn", overrides=overrides)
         return bool(answer)
 

@@ -19,7 +19,7 @@ from composer_fsdp2.config.sharding import (
 from composer_fsdp2.config.text import did_you_mean, short
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, UNREAD_DTYPE_REASON, Context
+from composer_fsdp2.fsdp1.keys import FSDP2_READER, KEYS, KEYS_BY_NAME, UNREAD_DTYPE_REASON, Context
 from composer_fsdp2.fsdp1.parsing import (
     UNREAD_DTYPE_KEY,
     BackwardPrefetch,
@@ -199,10 +199,11 @@ class _Values(Mapping[str, Any]):
         return row.parse(value, "fsdp_config.")
 
     def _is_left_open(self, row: Row) -> bool:
-        """Whether None says nothing: of a configuration's class (FSDP2Config), or beside a key that says it instead."""
+        """Whether None says nothing: as FSDP2Config's own default, or beside a key that says it instead."""
         others = (other.name for other in KEYS if row.name in other.instead_of)
         given = self._given.given
-        return row.name not in given or any(given.get(name) is not None for name in others)
+        is_own_default = row.name not in given and row.defaults.get(FSDP2_READER, row.default) is None
+        return is_own_default or any(given.get(name) is not None for name in others)
 
     def __getitem__(self, name: str) -> Any:
         if name in self._errors:
@@ -266,9 +267,8 @@ def _mesh(given: GivenConfig, values: Mapping[str, Any], device_type: str, world
 def _reshard_after_forward(given: GivenConfig, values: Mapping[str, Any]) -> bool | int:
     strategy: ShardingStrategy = values["sharding_strategy"]
     if "reshard_after_forward" not in given.given:
-        of_class: bool | int | None = given.defaults.get("reshard_after_forward")
-        is_of_strategy = of_class is None or "sharding_strategy" in given.given
-        return strategy.reshards_after_forward if is_of_strategy else of_class  # type: ignore[return-value]
+        is_of_class = "reshard_after_forward" in given.defaults and "sharding_strategy" not in given.given
+        return values["reshard_after_forward"] if is_of_class else strategy.reshards_after_forward
     value: bool | int = values["reshard_after_forward"]
     if "sharding_strategy" in given.given:
         check_same_reshard(strategy.reshards_after_forward, value)

@@ -340,3 +340,18 @@ def test_unpacked_no_oftener_than_needed(shrunk: Path, tmp_path: Path, monkeypat
     # To plan with, and beside the destination, where a run that was killed finds it again.
     convert_checkpoint(shrunk, tmp_path / "converted.pt", to="monolithic")
     assert len(targets) == 4
+
+
+@pytest.mark.parametrize("kind", [tarfile.FIFOTYPE, tarfile.SYMTYPE])
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_states_that_are_no_file(kind: bytes, mode: str, tmp_path: Path):
+    """A tar file made of links, as some backups are, says so, and not StopIteration."""
+    path = tmp_path / ("ep0.tar" if mode == "w" else "ep0.tar.gz")
+    with tarfile.open(path, mode) as tar:
+        member = tarfile.TarInfo("composer_states.pt")
+        member.type, member.linkname = kind, "/elsewhere"
+        tar.addfile(member)
+    for look in (inspect_checkpoint, lambda path: unpacked(path, path.parent)):
+        with pytest.raises(CheckpointError, match="is not a regular file"):
+            look(path)
+    assert [fault.found for fault in verify_checkpoint(path).faults if "is not a regular file" in fault.found]

@@ -119,7 +119,17 @@ def test_what_a_class_says_gives_way_to_what_is_given():
 
 @pytest.mark.parametrize(
     ("name", "default"),
-    [("sharding_strategy", "FUL_SHARD"), ("mixed_precision", "PUR"), ("forward_prefetch_limit", 0), ("verbose", "no")],
+    [
+        ("sharding_strategy", "FUL_SHARD"),
+        ("mixed_precision", "PUR"),
+        ("forward_prefetch_limit", 0),
+        ("verbose", "no"),
+        ("sharding_strategy", None),
+        ("mixed_precision", None),
+        ("gradient_sync", None),
+        ("reshard_after_forward", "no"),
+        ("data_parallel_shard_degree", None),
+    ],
 )
 def test_a_class_that_says_something_wrong(name: str, default: object):
     """Of a configuration's class, too, a value that means nothing is named, instead of trained as something else."""

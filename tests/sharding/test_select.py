@@ -450,6 +450,21 @@ def test_bad_settings_of_a_group():
     assert overrides.refused is None and "their own settings differ" in notes[0]
 
 
+def test_settings_of_a_group_from_one_dict():
+    """A wrap function that fills the same dict anew for each module wants what it said of each."""
+
+    settings: dict[str, Any] = {}
+
+    class Refilling(Chain):
+        def fsdp_wrap_fn(self, module: nn.Module) -> bool | dict[str, Any]:
+            settings["reshard_after_forward"] = module is self.a
+            return module is not self.b and settings
+
+    model = Chain(child=Refilling(a=layer(), b=layer(), c=layer()))
+    tie(model.child.a, model.child.c)
+    assert any("their own settings differ" in note for note in select_units(model).notes)
+
+
 def test_nothing_is_read_twice_from_a_changing_function():
     """A wrap function with state (a counter of blocks) is asked once about each module, in the order of the modules."""
 

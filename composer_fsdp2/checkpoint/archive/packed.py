@@ -159,7 +159,7 @@ _LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 def _states_in(tar: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
     """The member with Composer's states; goes through the whole tar file, and says what it is if it is not that."""
-    names = []
+    names, num_found = [], 0
     for member in tar:
         name = posixpath.normpath(member.name)
         names.append(name)
@@ -173,8 +173,11 @@ def _states_in(tar: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarIn
         if name == STATES and member.isreg() and not member.issparse():
             content = tar.extractfile(member)
             assert content is not None  # a regular file
+            num_found += 1
             yield member, content
-    if STATES not in names:
+    if not num_found and STATES in names:
+        raise CheckpointError(f"{path}: a tar file whose {STATES} is not a regular file, so not Composer's")
+    if not num_found:
         shown = and_more(names, 8) or "nothing"
         raise CheckpointError(f"{path}: a tar file without {STATES}, so not Composer's; it holds {shown}")
 
