@@ -56,7 +56,7 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
     if not inventory.flat:
         return inventory
     vectors = {name: record for name, record in inventory.model.items() if is_flat_parameter(name)}
-    units = {canonical(name.removesuffix(FLAT_PARAMETER)).rstrip("."): name for name in vectors}
+    units = {_wrapped_path(name): name for name in vectors}
     layout = _layout(model, units, inventory)
     tensors: dict[EntryPath, TensorRecord] = {}
     for path, record in inventory.tensors.items():
@@ -64,7 +64,7 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
         if flat_name is None:
             tensors[path] = record
             continue
-        parts = layout[canonical(flat_name.removesuffix(FLAT_PARAMETER)).rstrip(".")]
+        parts = layout[_wrapped_path(flat_name)]
         is_model = path[:2] == MODEL
         if is_model or record.shape:
             if record.numel != (total := sum(math.prod(part.shape) for part in parts)):
@@ -78,6 +78,11 @@ def unflattened(inventory: CheckpointInventory, model: nn.Module) -> CheckpointI
             else:
                 tensors[(*path[:4], part.name, *path[5:])] = part_record
     return inventory.replaced(tensors=tensors, objects=_objects(inventory, layout), flat=False)
+
+
+def _wrapped_path(name: str) -> str:
+    """The path of the module that FSDP1 wrapped, from its flat parameter's name."""
+    return canonical(name.removesuffix(FLAT_PARAMETER)).rstrip(".")
 
 
 def _cut(vector: TensorRecord, part: _Slice) -> TensorRecord:
@@ -97,7 +102,7 @@ def _objects(inventory: CheckpointInventory, layout: _Layout) -> dict[EntryPath,
         if flat_name is None:
             objects[path] = record
             continue
-        for part in layout[canonical(flat_name.removesuffix(FLAT_PARAMETER)).rstrip(".")]:
+        for part in layout[_wrapped_path(flat_name)]:
             objects[(*path[:4], part.name, *path[5:])] = record
     return objects
 
@@ -106,7 +111,7 @@ def _unflattened_groups(record: ObjectRecord, layout: _Layout) -> ObjectRecord:
     """``param_groups`` of the vectors' parameters; names of parameters stay."""
 
     def names(key: Any) -> list[Any]:
-        path = canonical(str(key).removesuffix(FLAT_PARAMETER)).rstrip(".")
+        path = _wrapped_path(str(key))
         return [part.name for part in layout[path]] if is_flat_parameter(key) and path in layout else [key]
 
     def load() -> Any:

@@ -147,7 +147,7 @@ def _config(
         mesh=context.mesh,
         reshard_after_forward=reshard,
         mixed_precision=context.mixed_precision,
-        cpu_offload=values[_said_by(given, "offload_policy", "cpu_offload")],
+        cpu_offload=values[_given_of(given, "offload_policy", "cpu_offload")],
         activation_checkpointing=checkpointing,
         prefetch=_prefetch(values),
         sync_module_states=_sync_module_states(given, values),
@@ -275,13 +275,13 @@ def _reshard_after_forward(given: GivenConfig, values: Mapping[str, Any]) -> boo
     return value
 
 
-def _said_by(given: GivenConfig, policy: str, key: str) -> str:
-    """The policy in FSDP2's words, where it is given, or FSDP1's key."""
+def _given_of(given: GivenConfig, policy: str, key: str) -> str:
+    """Which of two keys for one thing holds: the policy in FSDP2's words, where it is given, or FSDP1's key."""
     return policy if given.given.get(policy) is not None else key
 
 
 def _mixed_precision(given: GivenConfig, values: Mapping[str, Any], precision: str) -> MixedPrecision:
-    found = mixed_precision_of(values[_said_by(given, "mp_policy", "mixed_precision")], precision)
+    found = mixed_precision_of(values[_given_of(given, "mp_policy", "mixed_precision")], precision)
     return replace(found, gradients=GradientDtype.AS_REDUCED) if values["keep_low_precision_grads"] else found
 
 
