@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from composer_fsdp2.config.findings import Outcome
-from composer_fsdp2.fsdp1.keys import KEYS, KeyGroup
+from composer_fsdp2.fsdp1.keys import KeyGroup
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.explain import Explanation, all_keys, implicit_settings, value_text
 
@@ -53,14 +53,6 @@ def implicit_table(dialect: str) -> Iterator[str]:
         yield _line(finding.key, _fate(finding.outcome, finding.reason, finding.hint), finding.target)
 
 
-def short_table() -> Iterator[str]:
-    """What a reader of the README wants to know: key, outcome, target."""
-    yield from _table("key", "outcome", "becomes")
-    for key in KEYS:
-        if key.group in (KeyGroup.FSDP1, KeyGroup.FSDP2):
-            yield _line(f"`{key.name}`", key.outcome.value, key.target or key.reason)
-
-
 def _table(*headings: str) -> Iterator[str]:
     yield _line(*headings)
     yield "|" + "---|" * len(headings)
@@ -89,7 +81,6 @@ def _fate(outcome: Outcome, reason: str, hint: str) -> str:
 
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
-    "README.md:keys": short_table,
     "migration_docs/keys.md:fsdp1": partial(keys_table, "composer", KeyGroup.FSDP1),
     "migration_docs/keys.md:fsdp2": partial(keys_table, "composer", KeyGroup.FSDP2, KeyGroup.OURS),
     "migration_docs/keys.md:legacy": partial(keys_table, "composer", KeyGroup.LEGACY),

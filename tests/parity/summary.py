@@ -1,4 +1,4 @@
-"""After a run: how far from its reference ours was, as the README shows it. Imports neither torch nor Composer."""
+"""After a run: how far from its reference ours was (migration_docs/parity.md). Imports neither torch nor Composer."""
 
 from __future__ import annotations
 
