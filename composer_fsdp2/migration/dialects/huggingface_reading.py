@@ -1,0 +1,504 @@
+"""What Hugging Face made of a section: the keys that it read, what held in the run, and a finding for each key."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.rows import Row, idle
+from composer_fsdp2.config.sharding import (
+    Accumulation,
+    ActivationCheckpointing,
+    GradientSync,
+    MixedPrecision,
+    Prefetch,
+    ShardingConfig,
+)
+from composer_fsdp2.config.text import nearest
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.parsing import ShardingStrategy
+from composer_fsdp2.migration.dialect import implicit
+from composer_fsdp2.migration.dialects.accelerate import DEGREES_PREFIX, DTYPES, PRECISIONS
+from composer_fsdp2.migration.dialects.huggingface_keys import (
+    BESIDE,
+    BY_PLACE,
+    DEGREES,
+    OLD_SIBLINGS,
+    PREFIX,
+    ROWS,
+    SETTINGS,
+    SYNC_ROW,
+    WITHOUT_EFFECT,
+    GivenKey,
+    Held,
+    off,
+    wrap_of,
+)
+from composer_fsdp2.migration.dialects.huggingface_values import Reader, Words, reads
+from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a section gives
+
+
+def _reader_of(values: Mapping[str, Any]) -> Reader:
+    settings = values.get("fsdp_config")
+    given = settings if isinstance(settings, Mapping) else {}
+    is_fsdp2 = str(given.get("version", given.get("fsdp_version"))) == "2"
+    if "distributed_type" in values:
+        return Reader.ACCELERATE_FSDP2 if is_fsdp2 else Reader.ACCELERATE_FSDP1
+    # transformers 4.51.3 reads no version at all; 5 reads it, with or without the prefix.
+    return Reader.TRAINER_FSDP2 if is_fsdp2 else Reader.TRAINER_FSDP1
+
+
+def _given(values: Mapping[str, Any], reader: Reader) -> tuple[GivenKey, ...]:
+    """The keys that are FSDP's own; what else a Trainer's arguments hold is none of it."""
+    found: list[GivenKey] = []
+    for name, value in values.items():
+        group = {"fsdp_config": SETTINGS, "parallelism_config": DEGREES}.get(name)
+        row = BY_PLACE.get((BESIDE, name))
+        if group is not None and isinstance(value, Mapping) and value:
+            found += [_nested_key(f"{name}.{key}", str(key), each, group, reader) for key, each in value.items()]
+        elif group is not None:
+            found.append(GivenKey(key=name, value=value, row=None, is_read=not value or isinstance(value, str)))
+        elif row is not None and reads(reader, row):
+            found.append(GivenKey(key=name, value=value, row=row))
+        elif name in OLD_SIBLINGS and reader.is_trainer:
+            old = BY_PLACE[SETTINGS, name.removeprefix(PREFIX)]
+            found.append(GivenKey(key=name, value=value, row=old, is_read=reader is Reader.TRAINER_FSDP1))
+        elif str(name).startswith("fsdp"):
+            found.append(GivenKey(key=name, value=value, row=None, is_read=False))
+    return _last_of_each(found)
+
+
+def _nested_key(key: str, name: str, value: Any, group: str, reader: Reader) -> GivenKey:
+    prefix = PREFIX if group == SETTINGS else DEGREES_PREFIX
+    plain = name.removeprefix(prefix)
+    row = BY_PLACE.get((group, plain))
+    if row is None:
+        return GivenKey(key=key, value=value, row=None, is_read=False)
+    is_read = reads(reader, row)
+    if reader is Reader.TRAINER_FSDP1 and plain != name:
+        is_read = False  # stripped from the keys of a JSON file only
+    if row.aliases:  # two systems' words for one thing: each reads its own
+        is_read = is_read and (plain in row.aliases) == reader.is_trainer
+    return GivenKey(key=key, value=value, row=row, is_read=is_read)
+
+
+def _last_of_each(given: list[GivenKey]) -> tuple[GivenKey, ...]:
+    """Most readers take a key with and without its prefix as the same, and the last one holds."""
+    last = {(each.row.name, each.key in OLD_SIBLINGS): each.key for each in given if each.row and each.is_read}
+    return tuple(
+        each
+        if each.row is None or last.get((each.row.name, each.key in OLD_SIBLINGS), each.key) == each.key
+        else replace(each, is_read=False)
+        for each in given
+    )
+
+
+def held_by(values: Mapping[str, Any]) -> Held:
+    reader = _reader_of(values)
+    given = _given(values, reader)
+    settings = {row.name: row.defaults.get(reader) for row in ROWS}
+    held = Held(reader=reader, given=given, around=values, settings=settings, problems={})
+    for each in given:
+        if each.row is not None and (each.is_read or reader in each.row.checked_by):
+            _set(held, each)
+    for step in (_switches, _fsdp_words, _wrapping, _precision_words, _strategies, _loading, _contradictions):
+        step(held)
+    return held
+
+
+def _set(held: Held, given: GivenKey) -> None:
+    assert given.row is not None
+    try:
+        value = given.row.takes.parse(given.value, held.reader)
+    except ConfigError as error:
+        held.problems[given.key] = str(error)
+        return
+    if not given.is_read:
+        return
+    if given.key not in OLD_SIBLINGS:
+        held.settings[given.row.name] = value
+    elif isinstance(value, tuple):
+        held.settings[given.row.name] += value  # both lists count
+    else:
+        held.settings[given.row.name] = max(held.settings[given.row.name], value)
+
+
+def _switches(held: Held) -> None:
+    """Whether accelerate's file turns FSDP on; its fp16 of old, before which mixed_precision goes."""
+    if held.around.get("distributed_type", "FSDP") != "FSDP":
+        held.problems["distributed_type"] = (
+            "accelerate launch reads fsdp_config under distributed_type FSDP only; as trained: remove fsdp_config; "
+            "as written: distributed_type: FSDP"
+        )
+    if not held.reader.is_trainer and held.settings["fp16"] and held.key_of("mixed_precision") is None:
+        held.settings["mixed_precision"] = "fp16"
+
+
+def _fsdp_words(held: Held) -> None:
+    settings, reader = held.settings, held.reader
+    if not reader.is_trainer:
+        return
+    if held.around.get("fsdp") in (None, "", False, []):
+        held.problems["fsdp"] = (
+            "FSDP is off, whatever fsdp_config says; as trained: remove that; as written: fsdp: full_shard auto_wrap"
+        )
+    words: Words = settings["fsdp"] or Words()
+    settings["offload_params"] = settings["offload_params"] or words.offload
+    if reader is Reader.TRAINER_FSDP1:
+        settings["sharding_strategy"] = words.strategy or ShardingStrategy.FULL_SHARD
+        by_size = settings["min_num_params"] > 0
+        policy = "SIZE_BASED_WRAP" if by_size else "TRANSFORMER_BASED_WRAP"
+        settings["auto_wrap_policy"] = policy if words.auto_wrap else "NO_WRAP"
+        return
+    if words.strategy is not None and held.key_of("reshard_after_forward") is None:
+        settings["reshard_after_forward"] = words.strategy.reshards_after_forward
+    if words.strategy not in (None, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        held.problems["fsdp"] = "for FSDP2 it is full_shard or shard_grad_op; replicas are parallelism_config's"
+
+
+def _wrapping(held: Held) -> None:
+    """What decides nothing is as if it were not there, and is never looked at: there even a bad value did no harm."""
+    policy = held.settings["auto_wrap_policy"]
+    if policy != "TRANSFORMER_BASED_WRAP":
+        held.settings["transformer_layer_cls_to_wrap"] = ()
+        for key in held.keys_of("transformer_layer_cls_to_wrap"):
+            held.problems.pop(key, None)
+    if policy == "SIZE_BASED_WRAP":
+        _wrapping_by_size(held)
+    else:
+        _no_wrapping_by_size(held, is_root=policy == "NO_WRAP")
+    classes = held.keys_of("transformer_layer_cls_to_wrap")
+    if held.reader is Reader.TRAINER_FSDP1 and classes and held.asks_for_size():
+        key = held.keys_of("min_num_params")[-1]
+        held.problems.setdefault(key, f"it and {classes[-1].split('.')[-1]} exclude each other; keep one")
+
+
+def _wrapping_by_size(held: Held) -> None:
+    """Its default is a float (1e8), and "100000000.0" is not an int."""
+    if not held.keys_of("min_num_params") and not held.reader.is_trainer:
+        key = held.key_of("auto_wrap_policy") or "fsdp_config"
+        held.problems[key] = "SIZE_BASED_WRAP needs min_num_params, for which accelerate's default does not parse"
+
+
+def _no_wrapping_by_size(held: Held, *, is_root: bool) -> None:
+    """A Trainer compares the number with 0 in any case, which a float lives through."""
+    held.settings["min_num_params"] = 0
+    for key in held.keys_of("min_num_params"):
+        if not held.reader.is_trainer or (is_root and isinstance(held.value_of(key), float)):
+            held.problems.pop(key, None)
+
+
+def _precision_words(held: Held) -> None:
+    settings = held.settings
+    if not held.reader.is_trainer:
+        return
+    if settings["bf16"] and settings["fp16"]:
+        held.problems["fp16"] = "bf16 and fp16 are both true; keep one"
+    settings["mixed_precision"] = "fp16" if settings["fp16"] else "bf16" if settings["bf16"] else "no"
+
+
+def _strategies(held: Held) -> None:
+    strategy = held.settings["sharding_strategy"]
+    if strategy is not None:
+        held.settings["reshard_after_forward"] = strategy.reshards_after_forward
+
+
+def _loading(held: Held) -> None:
+    """Under FSDP2 the one key does both."""
+    if held.reader.is_fsdp2:
+        held.settings["sync_module_states"] = held.settings["cpu_ram_efficient_loading"]
+
+
+def _contradictions(held: Held) -> None:
+    settings, problems = held.settings, held.problems
+    if _refuses_to_load(held):
+        keys = _sync_keys(held)
+        problems.setdefault(
+            keys[-1] if keys else "fsdp_config",
+            "all ranks but the first would train on random weights: cpu_ram_efficient_loading is "
+            f"{_loading_text(held)}; set this to true, or cpu_ram_efficient_loading to false",
+        )
+    elif settings["cpu_ram_efficient_loading"]:  # where it is not refused, the plugin puts it right
+        settings["sync_module_states"] = True
+    if settings["gradient_checkpointing"] and settings["activation_checkpointing"] and held.reader.is_trainer:
+        for key in held.keys_of("activation_checkpointing"):
+            problems.setdefault(key, "it and gradient_checkpointing exclude each other; keep one")
+
+
+def _refuses_to_load(held: Held) -> bool:
+    """Whether the system stops at values that rank 0 alone loads and keeps.
+
+    A Trainer compares words. accelerate's launcher treats any text as true, and does so for FSDP2 as well, of which
+    only one of the two is read there.
+    """
+    if held.reader is Reader.TRAINER_FSDP2:
+        return False
+    loading, synced = held.key_of("cpu_ram_efficient_loading"), _sync_keys(held)
+    by_default = held.settings["cpu_ram_efficient_loading"]
+    loads = by_default if loading is None else held.value_of(loading)
+    syncs = held.value_of(synced[-1]) if synced else True
+    if held.reader.is_trainer:
+        return str(loads).lower() == "true" and str(syncs).lower() == "false"
+    return bool(loads) and not syncs
+
+
+def _sync_keys(held: Held) -> list[str]:
+    """The keys that are looked at, read or not."""
+    if held.reader is Reader.ACCELERATE_FSDP2:
+        return [each.key for each in held.given if each.row is SYNC_ROW]
+    return held.keys_of("sync_module_states")
+
+
+def _loading_text(held: Held) -> str:
+    key = held.key_of("cpu_ram_efficient_loading")
+    if key is None:
+        return "on by default"
+    return "true" if held.settings["cpu_ram_efficient_loading"] else "in quotes, which the launcher takes for true"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def run_of(held: Held) -> RunConfig:
+    settings, around, is_fsdp2 = held.settings, held.around, held.reader.is_fsdp2
+    config = ShardingConfig(
+        mesh=_mesh(held),
+        reshard_after_forward=settings["reshard_after_forward"],
+        mixed_precision=_mixed_precision(DTYPES[settings["mixed_precision"]], is_fsdp2=is_fsdp2),
+        cpu_offload=settings["offload_params"],
+        activation_checkpointing=_checkpointing(held),
+        prefetch=Prefetch(
+            forward=1 if settings["forward_prefetch"] else None,
+            backward=0 if settings["backward_prefetch"] == "NO_PREFETCH" else None,
+        ),
+        accumulation=Accumulation(gradient_sync=GradientSync.LAST if _accumulates(held) else GradientSync.EVERY),
+        sync_module_states=settings["sync_module_states"],
+    )
+    is_launcher = not held.reader.is_trainer
+    return RunConfig(
+        config=config,
+        wrap=wrap_of(settings),
+        precision=PRECISIONS[settings["mixed_precision"]],
+        state_dict_type=settings["state_dict_type"],
+        num_ranks=around.get("num_processes") if is_launcher else None,
+        num_nodes=around.get("num_machines") if is_launcher else None,
+        max_grad_norm=None if is_launcher else _max_grad_norm(around),
+        tensor_parallel=settings["tp_size"],
+        context_parallel=settings["cp_size"],
+    )
+
+
+def _max_grad_norm(around: Mapping[str, Any]) -> Any:
+    """A Trainer clips to 1 by default, and nothing for a norm of 0."""
+    norm = around.get("max_grad_norm", 1.0)
+    return None if isinstance(norm, int | float) and norm <= 0 else norm
+
+
+def _mixed_precision(dtype: str | None, *, is_fsdp2: bool) -> MixedPrecision:
+    """FSDP1 cast the root's inputs only, and buffers; accelerate's FSDP2 casts inputs and outputs of each unit."""
+    if dtype is None:
+        return MixedPrecision()  # there is nothing to cast to
+    if is_fsdp2:
+        return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype, cast_forward_inputs=True)
+    return MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
+
+
+def _checkpointing(held: Held) -> ActivationCheckpointing:
+    settings = held.settings
+    if settings["activation_checkpointing"]:
+        return ActivationCheckpointing(checkpoint=True, reentrant=False)
+    if not settings["gradient_checkpointing"]:
+        return ActivationCheckpointing()
+    given = settings["gradient_checkpointing_kwargs"]
+    reentrant = given.get("use_reentrant", True) if isinstance(given, Mapping) else True
+    return ActivationCheckpointing(checkpoint=True, reentrant=bool(reentrant))
+
+
+def _accumulates(held: Held) -> bool:
+    """A Trainer puts gradients off to the last microbatch (no_sync); with accelerate alone the script decides."""
+    steps = held.around.get("gradient_accumulation_steps")
+    return held.reader.is_trainer and isinstance(steps, int) and steps > 1
+
+
+def _mesh(held: Held) -> MeshSpec:
+    """All ranks, unless degrees are given or FSDP1 made groups of its own: its hybrids sharded within a node.
+
+    Raises:
+        ConfigError: nobody says how many ranks a node has.
+    """
+    settings, strategy = held.settings, held.settings["sharding_strategy"]
+    if strategy is ShardingStrategy.NO_SHARD:
+        return MeshSpec().without_shards()
+    replicate, shard = settings["dp_replicate_size"], settings["dp_shard_size"]
+    if held.key_of("dp_replicate_size", "dp_shard_size") is not None:
+        if shard == 1:
+            raise ConfigError("dp_shard_size is 1, which is no sharding; give the number of ranks of one replica")
+        return MeshSpec.of_degrees(shard, replicate if replicate > 1 else None)
+    if strategy is None or not strategy.is_hybrid:
+        return MeshSpec()
+    processes, machines = held.around.get("num_processes"), held.around.get("num_machines", 1)
+    if held.reader.is_trainer or not isinstance(processes, int) or not isinstance(machines, int):
+        raise ConfigError(
+            "FSDP1 sharded within each node, and replicated over nodes, by the number of GPUs that it found; say it, "
+            "as parallelism_config: {dp_shard_size: GPUs of a node, dp_replicate_size: number of nodes}"
+        )
+    if machines < 1 or processes % machines:
+        raise ConfigError(f"num_processes {processes} is not a multiple of num_machines {machines}")
+    return MeshSpec.of_degrees(processes // machines, -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Findings
+
+
+def findings_of(held: Held) -> Iterator[Finding]:
+    for given in held.given:
+        yield _of_no_row(given) if given.row is None else _finding(given, given.row, held)
+    given_keys = {given.key for given in held.given}
+    for key, problem in held.problems.items():
+        if key not in given_keys:
+            yield implicit(key, Outcome.NEEDS_DECISION, problem)
+    if not held.reader.is_fsdp2:
+        yield from _implicit_findings(held)
+
+
+def _finding(given: GivenKey, row: Row, held: Held) -> Finding:
+    usual = row.usual(given.key, given.value)
+    if given.key in held.problems:
+        return replace(usual, outcome=Outcome.NEEDS_DECISION, reason=held.problems[given.key], target="")
+    if given.is_off and row.defaults and not any(row.defaults.values()):
+        usual = off(usual)
+        if row.outcome is Outcome.UNSUPPORTED:
+            usual = replace(usual, outcome=Outcome.UNNEEDED)
+    if not given.is_read:
+        return _unread(usual, given, row, held)
+    return usual if row.decide is None else row.decide(usual, held)
+
+
+def _of_no_row(given: GivenKey) -> Finding:
+    name = given.key.split(".")[-1]
+    finding = Finding(key=given.key, value=given.value, outcome=Outcome.NEEDS_DECISION, reason="")
+    if name == "fsdp_config" and isinstance(given.value, str):
+        return replace(
+            finding,
+            reason="the settings are in another file, which is not read here",
+            hint="write its keys here as a mapping, without the prefix fsdp_ (of the keys of a file it is taken off)",
+        )
+    if name in ("fsdp_config", "parallelism_config") and not given.value:
+        return idle(finding, "it is empty")
+    near = nearest(name.removeprefix(PREFIX), {known for _, known in BY_PLACE})
+    prefix = PREFIX if name.startswith(PREFIX) and near != "fsdp" else ""
+    return replace(
+        finding,
+        outcome=Outcome.UNSUPPORTED,
+        reason="Hugging Face knows no such key, and passed over it",
+        hint=f"did you mean {prefix}{near}?" if near else "remove it",
+        known=False,
+    )
+
+
+def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:
+    """A key that the system passed over: nothing is lost if it says what held anyway."""
+    reader, is_doubled = held.reader, _is_doubled(given, row, held)
+    reason = f"{held.key_of(row.name)} says it again" if is_doubled else f"{reader.value} does not read it here"
+    open_ = replace(usual, outcome=Outcome.NEEDS_DECISION, target="", hint="remove it")
+    try:
+        value = row.takes.parse(given.value, reader)
+    except ConfigError as error:
+        return replace(open_, reason=f"{reason}; {error}")
+    if row.name in WITHOUT_EFFECT or _is_in_effect(row, value, held):
+        return idle(usual, f"{reason}, and what it says held all the same")
+    if is_doubled:
+        return replace(open_, reason=f"{reason}, and held", hint="as trained: remove it; as written: remove the other")
+    way = row.instead.get(reader, "")
+    how = f" (as {way})" if way else ""
+    return replace(
+        open_,
+        reason=f"{reason}: the run went by {_word(held.settings[row.name])}",
+        hint=f"as trained: remove it; as written: say it where it is read{how}",
+    )
+
+
+def _is_doubled(given: GivenKey, row: Row, held: Held) -> bool:
+    """Whether the key is read here, under another of its names."""
+    is_inert = held.reader is Reader.TRAINER_FSDP1 and given.key.split(".")[-1].startswith(PREFIX)
+    return reads(held.reader, row) and not is_inert and held.key_of(row.name) not in (None, given.key)
+
+
+def _word(held: object) -> object:
+    if held in ((), None):
+        return "nothing"
+    if isinstance(held, bool):
+        return str(held).lower()
+    return held.value if isinstance(held, ShardingStrategy) else held
+
+
+def _is_in_effect(row: Row, value: Any, held: Held) -> bool:
+    settings = held.settings
+    if not isinstance(value, ShardingStrategy):
+        return bool(value == settings[row.name])
+    if settings["sharding_strategy"] is not None:
+        return value is settings["sharding_strategy"]
+    is_plain = value in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    return is_plain and value.reshards_after_forward == settings["reshard_after_forward"]
+
+
+# What FSDP1 did without being told, and FSDP2 does otherwise by itself; how the model was wrapped lies between the two.
+# fmt: off
+_IMPLICIT: tuple[tuple[Callable[[Held], bool], Finding], ...] = (
+    (lambda held: held.settings["mixed_precision"] != "no", implicit("casting of inputs and buffers", Outcome.EXACT,
+        "FSDP1 cast the root's inputs only, and buffers; FSDP2 by itself casts each unit's inputs, and no buffer",
+        "cast_forward_inputs: false and buffer_dtype keep it so", target="cast_root_inputs, buffer_dtype")),
+    (lambda held: held.key_of("backward_prefetch") is None, implicit("backward_prefetch", Outcome.EXACT,
+        "Hugging Face prefetched no unit in backward; FSDP2 by itself prefetches one",
+        "leave the prefetch to FSDP2 for speed, at the price of one more unit in memory",
+        target="prefetch in backward: none")),
+    (lambda held: held.key_of("state_dict_type") is None, implicit("state_dict_type", Outcome.EXACT,
+        "checkpoints were full ones; accelerate's FSDP2 saves sharded ones by default",
+        target="state_dict_type: full")),
+    (lambda held: held.key_of("sync_module_states") is None and held.settings["sync_module_states"],
+        implicit("sync_module_states", Outcome.EXACT, "rank 0 sent its values to all others",
+        target="sync_module_states: true")),
+)
+_IMPLICIT_SYNC = implicit("gradient_sync", Outcome.EXACT,
+    "of several microbatches a Trainer reduces gradients in the last one only, and holds unsharded ones until then",
+    "gradient_sync: every spares that memory, and communicates more", target="gradient_sync: last")
+# fmt: on
+
+
+def _implicit_findings(held: Held) -> Iterator[Finding]:
+    yield from (finding for applies, finding in _IMPLICIT if applies(held))
+    yield from _implicit_wrapping(held)
+    if _accumulates(held):
+        yield _IMPLICIT_SYNC
+
+
+def _implicit_wrapping(held: Held) -> Iterator[Finding]:
+    decided_by_words = held.reader is Reader.TRAINER_FSDP1
+    if not decided_by_words and held.key_of("auto_wrap_policy") is not None:
+        return
+    wrap = wrap_of(held.settings)
+    if wrap.kind is WrapKind.ROOT:
+        way = "auto_wrap in fsdp" if decided_by_words else "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+        yield implicit(
+            "wrapping",
+            Outcome.EXACT,
+            "no wrapping was asked for, so that all parameters were gathered at once",
+            f"{way} makes each layer a unit, and memory much smaller",
+            target="the whole model is one unit",
+        )
+    elif wrap == Wrap(kind=WrapKind.CLASSES):
+        yield implicit(
+            "transformer_layer_cls_to_wrap",
+            Outcome.EXACT,
+            "the model itself names the classes that become units",
+            target="the classes of the model's _no_split_modules",
+        )
+
+
+# A file that says it already has this finding at its own key.

@@ -1,0 +1,265 @@
+"""Hugging Face's values: who reads a file, and what a value means to each of them.
+
+Whoever migrates goes by what the system did with a value, so that most readers parse otherwise than one would guess: a
+Trainer hands most values on as they are, accelerate's launcher makes text of them.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from composer_fsdp2.config.rows import Row, Takes
+from composer_fsdp2.config.text import nearest
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.parsing import ShardingStrategy
+from composer_fsdp2.migration.dialects.accelerate import DTYPES, STATE_DICTS
+
+
+class Reader(enum.StrEnum):
+    """Who reads the file, and for which FSDP."""
+
+    TRAINER_FSDP1 = "transformers 4.51.3"
+    TRAINER_FSDP2 = "transformers 5"
+    ACCELERATE_FSDP1 = "accelerate 1.8.1, FSDP1"
+    ACCELERATE_FSDP2 = "accelerate 1.8.1, FSDP2"
+
+    @property
+    def is_trainer(self) -> bool:
+        return self in (Reader.TRAINER_FSDP1, Reader.TRAINER_FSDP2)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self in (Reader.TRAINER_FSDP2, Reader.ACCELERATE_FSDP2)
+
+
+T1, T2, A1, A2 = Reader
+NOBODY = "nobody"
+# `migrate` takes degrees in any file, as the answer to what a hybrid's mesh was; of the systems this one reads them.
+READS_DEGREES = "accelerate 1.10"
+
+
+def reads(reader: Reader, row: Row) -> bool:
+    return not row.read_by or reader in row.read_by
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """What ``fsdp`` says."""
+
+    strategy: ShardingStrategy | None = None
+    offload: bool = False
+    auto_wrap: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+_STRATEGIES = (*(strategy.value for strategy in tuple(ShardingStrategy)[:4]), "HYBRID_SHARD_ZERO2")
+_TRUTH_WORDS = {
+    **dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True),
+    **dict.fromkeys(("n", "no", "f", "false", "off", "0"), False),
+}
+
+
+def _parse_strategy(value: object, reader: Reader) -> ShardingStrategy:
+    text = str(value).upper()
+    members = tuple(ShardingStrategy)
+    if text.isdigit() and not isinstance(value, bool) and 1 <= int(text) <= len(members):
+        return members[int(text) - 1]
+    if text in _STRATEGIES:
+        return members[_STRATEGIES.index(text)]
+    if text == ShardingStrategy.HYBRID_SHARD_ZERO2.value:
+        return ShardingStrategy.HYBRID_SHARD_ZERO2
+    raise _bad(value, _STRATEGY_TEXT, nearest(text.lower(), _STRATEGIES))
+
+
+def _parse_words(value: object, reader: Reader) -> Words:
+    """A string is checked word by word; of a list everything that is not an option is passed over."""
+    if isinstance(value, bool):
+        return Words(strategy=ShardingStrategy.FULL_SHARD if value else None)
+    if not isinstance(value, str | list):
+        raise _bad(value, WORDS_TEXT)
+    words = value.split() if isinstance(value, str) else [str(word) for word in value]
+    known = (*(name.lower() for name in _STRATEGIES), "offload", "auto_wrap")
+    strategies = [word for word in words if (word if isinstance(value, str) else word.lower()) in known[:-2]]
+    others = [word for word in words if word not in strategies and word not in known]
+    if isinstance(value, str) and others:
+        separated = " ".join(value.replace(",", " ").split())
+        near = separated if "," in value else nearest(others[0], known)
+        raise _bad(value, WORDS_TEXT, near)
+    if len(set(strategies)) > 1:
+        raise ConfigError(f"{value!r} names {len(set(strategies))} strategies; keep one of {', '.join(strategies)}")
+    if words == ["offload"]:
+        raise ConfigError("offload does not stand alone; write full_shard offload or shard_grad_op offload")
+    return Words(
+        strategy=_parse_strategy(strategies[0], reader) if strategies else None,
+        offload="offload" in words,
+        auto_wrap="auto_wrap" in words,
+        ignored=tuple(others),
+    )
+
+
+def _parse_bool(value: object, reader: Reader) -> bool:
+    text = str(value).lower()
+    if text not in _TRUTH_WORDS:
+        raise _bad(value, _BOOL_TEXT)
+    return _TRUTH_WORDS[text]
+
+
+def _parse_truth(value: object, reader: Reader) -> bool:
+    """A Trainer hands it on as it is; accelerate's launcher as text, which is parsed."""
+    return bool(value) if reader.is_trainer else _parse_bool(value, reader)
+
+
+def is_word_for_false(value: object) -> bool:
+    """Whether whoever writes this means false, in quotes or not."""
+    return _TRUTH_WORDS.get(str(value).lower()) is False
+
+
+def _parse_policy(value: object, reader: Reader) -> str:
+    if value is None and not reader.is_trainer:  # as if it were not there, to the launcher
+        return "NO_WRAP"
+    return _word_of(_POLICY_TEXT, *_POLICIES)(value, reader)
+
+
+def _parse_flag(value: object, reader: Reader) -> bool:
+    """Taken as it is: any string would be true, so that none is meant."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise _bad(value, _FLAG_TEXT)
+
+
+def _parse_reshard(value: object, reader: Reader) -> bool | ShardingStrategy:
+    """FSDP2 takes true or false; FSDP1 would have taken a strategy, had it read the key."""
+    if reader.is_fsdp2 or str(value).lower() in _TRUTH_WORDS:
+        return _parse_bool(value, reader)
+    return _parse_strategy(value, reader)
+
+
+def _parse_count(value: object, reader: Reader) -> int:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if is_int or (not reader.is_trainer and isinstance(value, str) and value.isdigit()):
+        return int(value)  # type: ignore[call-overload]
+    try:
+        near = str(int(float(value)))  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        near = None
+    raise _bad(value, _COUNT_TEXT, near)
+
+
+def _parse_classes(value: object, reader: Reader) -> tuple[str, ...]:
+    """Names, joined by commas without spaces: accelerate splits at the comma and looks for exactly what it gets."""
+    if value is None:
+        return ()
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise _bad(value, _CLASSES_TEXT)
+    split = [name for text in names for name in text.split(",")]
+    stripped = ",".join(name.strip() for name in split if name.strip())
+    if isinstance(value, list | tuple) and not reader.is_trainer:
+        raise ConfigError(
+            f"{value!r} is a list, of which accelerate makes one string, brackets and all; write {stripped}"
+        )
+    if stripped != ",".join(split) or not stripped:
+        raise _bad(value, _CLASSES_TEXT, stripped or None)
+    return tuple(split)
+
+
+def _word_of(takes: str, *choices: str) -> Callable[[object, Reader], str]:
+    def parse(value: object, reader: Reader) -> str:
+        text = str(value).upper()
+        if text not in choices:
+            raise _bad(value, takes, nearest(text, choices))
+        return text
+
+    return parse
+
+
+def _parse_prefetch(value: object, reader: Reader) -> str:
+    if value is None:
+        if reader is Reader.TRAINER_FSDP1:  # the Trainer calls .upper() on it
+            raise _bad(value, _PREFETCH_TEXT, "NO_PREFETCH")
+        return "NO_PREFETCH"
+    numbers = {"1": "BACKWARD_PRE", "2": "BACKWARD_POST", "NONE": "NO_PREFETCH"}
+    text = str(value).upper()
+    if text in numbers and not reader.is_trainer:
+        return numbers[text]
+    return _word_of(_PREFETCH_TEXT, *_PREFETCHES)(value, reader)
+
+
+def _parse_state_dict(value: object, reader: Reader) -> str:
+    text = {"1": "FULL_STATE_DICT", "2": "LOCAL_STATE_DICT", "3": "SHARDED_STATE_DICT"}.get(str(value), str(value))
+    if text.upper() == "LOCAL_STATE_DICT":
+        raise ConfigError(
+            f"{value!r}: FSDP2 has no flat shards to save; choose SHARDED_STATE_DICT, which every number of ranks can "
+            "load, or FULL_STATE_DICT"
+        )
+    names = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded"}
+    if value is None and not reader.is_trainer:  # as if it were not there, to the launcher
+        return "sharded" if reader.is_fsdp2 else "full"
+    return names[_word_of(_STATE_DICT_TEXT, *names)(text, reader)]
+
+
+def _parse_degree(value: object, reader: Reader) -> int:
+    if isinstance(value, bool) or not str(value).isdigit() or int(str(value)) < 1:
+        raise _bad(value, _DEGREE_TEXT)
+    return int(str(value))
+
+
+def _parse_version(value: object, reader: Reader) -> int:
+    if str(value) not in ("1", "2"):
+        raise _bad(value, _VERSION_TEXT)
+    return int(str(value))
+
+
+def _parse_precision(value: object, reader: Reader) -> str:
+    if value is None:
+        return "no"
+    if value is False:  # an unquoted no is false in YAML 1.1, on which accelerate launch breaks
+        raise ConfigError("it is false, as an unquoted no is in YAML 1.1; write 'no', in quotes")
+    text, words = str(value).lower(), ("no", "fp16", "bf16", "fp8")
+    if text not in words:
+        raise _bad(value, _PRECISION_TEXT, nearest(text, words))
+    return text
+
+
+def _bad(value: object, takes: str, near: str | None = None) -> ConfigError:
+    return ConfigError(f"{value!r} is none of its values: {takes}" + (f"; did you mean {near}?" if near else ""))
+
+
+WORDS_TEXT = (
+    "full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2, and offload and auto_wrap beside it"
+)
+_STRATEGY_TEXT = "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, or their numbers from 1 to 5"
+_FLAG_TEXT = "true or false, not in quotes"
+_BOOL_TEXT = "true or false"
+_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_POLICY_TEXT = "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"
+_CLASSES_TEXT = "names of classes"
+_COUNT_TEXT = "an integer, written in full (1e8 is a string to YAML 1.1 and a float to others)"
+_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_PREFETCH_TEXT = "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"
+_STATE_DICT_TEXT = "FULL_STATE_DICT or SHARDED_STATE_DICT"
+_PRECISION_TEXT = "'no', fp16, bf16 or fp8"
+_DEGREE_TEXT = "an integer above 0"
+_VERSION_TEXT = "1 or 2"
+_SWITCH = (True, False)
+
+VERSION = Takes(_VERSION_TEXT, _parse_version, (1, 2))
+WORDS = Takes(WORDS_TEXT, _parse_words, (*(name.lower() for name in _STRATEGIES), "auto_wrap"))
+STRATEGY = Takes(_STRATEGY_TEXT, _parse_strategy, _STRATEGIES)
+RESHARD = Takes("true or false (under FSDP1 a strategy)", _parse_reshard, _SWITCH)
+BOOL = Takes(_BOOL_TEXT, _parse_bool, _SWITCH)
+FLAG = Takes(_FLAG_TEXT, _parse_flag, _SWITCH)
+TRUTH = Takes("true or false; a Trainer treats any text as true", _parse_truth, _SWITCH)
+SWITCHES = (BOOL, FLAG, TRUTH)
+POLICY = Takes(_POLICY_TEXT, _parse_policy, _POLICIES)
+CLASSES = Takes(_CLASSES_TEXT, _parse_classes)
+COUNT = Takes(_COUNT_TEXT, _parse_count)
+PREFETCH = Takes(_PREFETCH_TEXT, _parse_prefetch, _PREFETCHES)
+# FSDP1 saved LOCAL_STATE_DICT, for which FSDP2 has no form, so that it stands in no list of what the key takes.
+STATE_DICT = Takes(_STATE_DICT_TEXT, _parse_state_dict, (*STATE_DICTS.values(), "LOCAL_STATE_DICT"))
+PRECISION = Takes(_PRECISION_TEXT, _parse_precision, tuple(DTYPES))
+DEGREE = Takes(_DEGREE_TEXT, _parse_degree)
