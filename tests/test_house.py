@@ -96,8 +96,8 @@ ROOMS = {
         rooms="errors config _torch sharding training fsdp1 checkpoint prepare",
     ),
     "migration": room(
-        "__init__ run capabilities dialect documents/edits documents/toml documents/yaml_text documents/yaml "
-        "documents/__init__ interpolation dialects/accelerate dialects/composer dialects/roll "
+        "__init__ run capabilities dialect documents/edits documents/json documents/toml documents/yaml_text "
+        "documents/yaml documents/__init__ interpolation dialects/accelerate dialects/composer dialects/roll "
         "dialects/torchtitan dialects/huggingface_values dialects/huggingface_keys "
         "dialects/huggingface_reading dialects/huggingface dialects/__init__ explain targets changes migrate files",
         rooms="errors atomic config fsdp1",

@@ -66,7 +66,7 @@ class Destination:
     def is_folder(self, sources: Sequence[SourceFile]) -> bool:
         assert self.output is not None
         is_one = len(sources) == 1 and sources[0].is_named
-        return not is_one or self.output.is_dir() or self.output.suffix not in SUFFIXES
+        return not is_one or self.output.is_dir() or self.output.suffix.lower() not in SUFFIXES
 
 
 def _is_at(path: Path, file: Path) -> bool:
@@ -76,7 +76,7 @@ def _is_at(path: Path, file: Path) -> bool:
 def _result_name(source: SourceFile, target: Dialect) -> Path:
     """A file's place in an output folder, as far as it is known before the file is read."""
     place = source.file.relative_to(source.base)
-    keeps_format = bool(target.heads) and format_of(place.name) is format_of(target.suffix)
+    keeps_format = bool(target.heads) and format_of(place.name).takes_entries
     return place if keeps_format else place.with_suffix(target.suffix)
 
 
@@ -152,7 +152,7 @@ def sources_of(paths: Sequence[Path]) -> list[SourceFile]:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    return [file for file in sorted(path.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
+    return [file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file()]
 
 
 def migrate_files(

@@ -197,7 +197,7 @@ BAD_INPUT: list[tuple[Sequence[str], str]] = [
     (["broken.yaml"], "broken.yaml:2:1: "),
     (["data.yaml"], "data.yaml:1:1: nothing here configures sharding"),
     (["notes.txt", "--dialect", "roll"], "nothing here configures sharding for roll"),
-    (["empty", "--check"], "empty: no file ends in .yaml, .yml, .toml"),
+    (["empty", "--check"], "empty: no file ends in .yaml, .yml, .toml, .json"),
     (["bytes.yaml"], "bytes.yaml:1:4: no UTF-8"),
     (["good.yaml", "--at", "x.y"], "there is no x.y"),
     (["good.yaml", "--write", "--to", "torchtitan"], "which -o PATH writes"),

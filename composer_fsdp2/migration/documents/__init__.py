@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_fsdp2.migration.documents.edits import Document, Edit, NewEntry
+from composer_fsdp2.migration.documents.json import JsonDocument, json_lines
 from composer_fsdp2.migration.documents.toml import TomlDocument, table_lines
 from composer_fsdp2.migration.documents.yaml import YamlDocument, block_lines
 
@@ -16,24 +17,27 @@ class Format:
     """A kind of file.
 
     Args:
-        suffixes: That its names end in.
+        suffixes: That its names end in, in any case.
         open: A document of a text and its name.
+        takes_entries: ``Document.takes_entries``.
         lines: Of a new text with these values.
     """
 
     suffixes: tuple[str, ...]
     open: Callable[[str, str], Document]
+    takes_entries: bool = True
     lines: Callable[[Mapping[str, Any]], Iterator[str]]
 
 
 _YAML = Format(suffixes=(".yaml", ".yml"), open=YamlDocument, lines=block_lines)
-_TOML = Format(suffixes=(".toml",), open=TomlDocument, lines=table_lines)
-SUFFIXES = (*_YAML.suffixes, *_TOML.suffixes)
+_TOML = Format(suffixes=(".toml",), open=TomlDocument, lines=table_lines, takes_entries=False)
+_JSON = Format(suffixes=(".json",), open=JsonDocument, lines=json_lines)
+SUFFIXES = (*_YAML.suffixes, *_TOML.suffixes, *_JSON.suffixes)
 
 
 def format_of(name: str) -> Format:
-    """TOML if a name ends so, else YAML."""
-    return _TOML if name.endswith(_TOML.suffixes) else _YAML
+    """TOML or JSON if a name ends so, else YAML."""
+    return next((each for each in (_TOML, _JSON) if name.lower().endswith(each.suffixes)), _YAML)
 
 
 def open_document(text: str, name: str = "<text>") -> Document:

@@ -1,5 +1,6 @@
 """A text with its values and places, and edits by positions, which leave every other character as it is."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,6 +51,28 @@ class NewEntry:
     replacements: Mapping[str, Settings]
     additions: Settings
     around: Mapping[str, Settings]
+
+
+def entries_of(new: NewEntry) -> Settings:
+    """The new entry with those beside it, as values."""
+    settings = (*(each for into in new.replacements.values() for each in into), *new.additions)
+    entries: dict[str, Any] = dict(settings)
+    for name, first in reversed(new.heads):
+        entries = {name: {**dict(first), **entries}}
+    return [*entries.items(), *new.beside]
+
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}|\n")
+
+
+def references_in(text: str) -> Iterator[tuple[Path, int]]:
+    """The paths that interpolations in a text refer to, each with its line."""
+    line = 1
+    for found in _REFERENCE.finditer(text):
+        if found[1] is None:
+            line += 1
+        else:
+            yield tuple(int(part) if part.isdecimal() else part for part in found[1].split(".")), line
 
 
 class Document(Protocol):

@@ -15,7 +15,7 @@ import yaml
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.documents.edits import Edit, NewEntry, Path, Settings
+from composer_fsdp2.migration.documents.edits import Edit, NewEntry, Path, Settings, entries_of, references_in
 from composer_fsdp2.migration.documents.yaml_text import YamlText, is_mapping
 
 # The text of an entry, by its key and its value's text: as the file has it, with its quotes and interpolations.
@@ -358,8 +358,6 @@ def _scalar_text(text: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # The document
 
-_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-
 
 class YamlDocument(YamlText):
     """A ``Document`` of YAML."""
@@ -385,16 +383,12 @@ class YamlDocument(YamlText):
         is_block = is_mapping(parent) and not parent.flow_style
         if is_block and all(_stands_here(self, each) for each in (path, new.inner) if each is not None):
             return [_rebuilt_entry(self, path, new), *self.edit_mapping(path[:-1], new.around)]
-        settings = (*(each for into in new.replacements.values() for each in into), *new.additions)
-        entries: dict[str, Any] = dict(settings)
-        for name, first in reversed(new.heads):
-            entries = {name: {**dict(first), **entries}}
-        return self.edit_mapping(path[:-1], {str(path[-1]): [*entries.items(), *new.beside], **new.around}, given=given)
+        return self.edit_mapping(path[:-1], {str(path[-1]): entries_of(new), **new.around}, given=given)
 
     def stands_for(self, path: Path, others: Sequence[Path]) -> Path | None:
         node = self.node(path)
         if isinstance(node, ScalarNode):
-            return next((each for each, _ in _references(node.value) if each in others), None)
+            return next((each for each, _ in references_in(node.value) if each in others), None)
         return next(
             (each for each in others if each != path and _stands_here(self, each) and self.node(each) is node), None
         )
@@ -407,7 +401,7 @@ class YamlDocument(YamlText):
         return str(node.value) if is_scalar else f"an alias of what begins in line {node.start_mark.line + 1}"
 
     def references(self) -> Iterator[tuple[Path, int]]:
-        return _references(self.text)
+        return references_in(self.text)
 
     def holds_line(self, path: Path, line: int) -> bool:
         try:
@@ -422,12 +416,6 @@ class YamlDocument(YamlText):
             return _without(self.values, own) != _without(YamlText(after, self.name).values, own)
         except ConfigError:
             return True
-
-
-def _references(text: str) -> Iterator[tuple[Path, int]]:
-    for found in _REFERENCE.finditer(text):
-        path = tuple(int(part) if part.isdecimal() else part for part in found[1].split("."))
-        yield path, text.count("\n", 0, found.start()) + 1
 
 
 def _without(values: Any, paths: Sequence[Path]) -> Any:

@@ -1,0 +1,118 @@
+"""Pairs of texts before and after an edit: what is not edited keeps its bytes, and JSON stays JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from support.examples import examples
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.documents import open_document
+from composer_fsdp2.migration.documents.json import JsonDocument
+from composer_fsdp2.migration.migrate import migrate_text
+
+Entries = list[tuple[str, Any]]
+
+
+def edited(text: str, path: str, replacements: dict[str, Entries], additions: Entries | None = None) -> str:
+    document = JsonDocument(text)
+    where = tuple(path.split(".")) if path else ()
+    return document.edited(document.edit_mapping(where, replacements, additions or []))
+
+
+PAIRS: list[tuple[str, dict[str, Entries], Entries, str]] = [
+    # In lines: the new entries stand where the old ones did, indented alike.
+    (
+        '{\n    "a": 1e-5,\n    "b": {\n        "c": "x",\n        "d": [1,  2]\n    }\n}\n',
+        {"c": [("e", True), ("f", None)]},
+        [],
+        '{\n    "a": 1e-5,\n    "b": {\n        "e": true,\n        "f": null,\n        "d": [1,  2]\n    }\n}\n',
+    ),
+    # The last ones go, and with them the comma before them.
+    ('{"b": {"c": 1, "d": 2, "e": 3}}', {"d": [], "e": []}, [], '{"b": {"c": 1}}'),
+    ('{"b": {"c": 1, "d": 2, "e": 3}}', {"c": [], "e": []}, [("f", 4)], '{"b": {"d": 2, "f": 4}}'),
+    ('{"b":{"c":1,"d":2}}', {"c": [("x", [1, 2])], "d": []}, [("f", 4)], '{"b":{"x":[1,2],"f":4}}'),
+    ('{"b": {"c": 1}}', {"c": []}, [], '{"b": {}}'),
+    ('{\n\t"b": {}\n}', {}, [("c", {"d": 1})], '{\n\t"b": {\n\t\t"c": {\n\t\t\t"d": 1\n\t\t}\n\t}\n}'),
+    ('{\r\n  "b": {\r\n    "c": 1\r\n  }\r\n}\r\n', {}, [("d", "ü")],
+     '{\r\n  "b": {\r\n    "c": 1,\r\n    "d": "\\u00fc"\r\n  }\r\n}\r\n'),
+    ('\ufeff{"é": 0, "b": {"c": 1}}', {"c": [("d", "ü")]}, [], '\ufeff{"é": 0, "b": {"d": "ü"}}'),
+]  # fmt: skip
+
+
+def test_pairs():
+    """A user's file would be laid out anew, or not be JSON any more."""
+    for before, replacements, additions, after in PAIRS:
+        assert edited(before, "b", replacements, additions) == after
+        json.loads(after.removeprefix("\ufeff"))
+
+
+def test_what_is_no_json_is_placed():
+    """A user of a long file would have to search for the fault, or get a traceback."""
+    for text, place in (('{"a": 1,\n}', "run.json:2:1"), ("", "run.json:1:1"), ('{"a": \x00}', "run.json:1:7")):
+        with pytest.raises(ConfigError) as error:
+            open_document(text, "run.json")
+        assert str(error.value).startswith(place)
+
+
+def test_places_and_keys_that_stand_twice():
+    """A finding names the line of its key; of two keys only the user knows which is meant."""
+    document = JsonDocument('{"a": [\n{"b": 1,\n"c": 2,\n"b": 3}]}', "run.json")
+    assert document.line_of(("a", 0, "c")) == 3 and document.line_of(("a", 0, "b")) == 4
+    assert document.duplicate(("a", 0)) == "run.json:4:1: b stands in line 2, too"
+    assert document.duplicate(()) == ""
+
+
+KEYS = st.text(max_size=4)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@examples(100)
+@given(st.data(), st.dictionaries(KEYS, VALUES, max_size=4), st.sampled_from([None, 1, 4, "\t"]), st.booleans())
+def test_the_new_text_says_what_was_meant(data: st.DataObject, values: dict[str, Any], indent: Any, ascii: bool):
+    """A run would begin with other values, or not at all."""
+    text = json.dumps({"before": [1], "b": values, "after": {}}, indent=indent, ensure_ascii=ascii)
+    entries = st.lists(st.tuples(KEYS, VALUES), max_size=2, unique_by=lambda each: each[0])
+    replacements = {key: data.draw(entries) for key in values if data.draw(st.booleans())}
+    additions = data.draw(entries)
+    kept = {key: value for key, value in values.items() if key not in replacements}
+    new = [each for into in replacements.values() for each in into] + additions
+    assume(len({key for key, _ in new} | kept.keys()) == len(new) + len(kept))
+    document = JsonDocument(text)
+    after = json.loads(document.edited(document.edit_mapping(("b",), replacements, additions)))
+    assert after == {"before": [1], "b": kept | dict(new), "after": {}}
+
+
+TRAINER = """\
+{
+  "output_dir": "out",
+  "lr": 1e-5,
+  "bf16": true,
+  "fsdp": "full_shard auto_wrap",
+  "fsdp_config": {
+    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    "limit_all_gathers": true
+  }
+}
+"""
+
+
+def test_json_in_json_out():
+    """Hugging Face's parser reads JSON; a migrated file with YAML in it would not load."""
+    own = migrate_text(TRAINER, "args.json", to="accelerate")
+    assert own.suffix == ".json" and own.exit_code == 0
+    assert json.loads(own.after)["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["LlamaDecoderLayer"]
+    other = migrate_text(TRAINER, "args.json", to="composer")
+    values = json.loads(other.after)
+    assert other.suffix == ".json" and '\n  "lr": 1e-5,\n' in other.after
+    assert values["fsdp_config"]["reshard_after_forward"] is True and "fsdp" not in values
+    composer = migrate_text('{"fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP"}}', "run.JSON")
+    assert composer.after == '{"fsdp_config": {"reshard_after_forward": false}}'
