@@ -101,7 +101,7 @@ ROOMS = {
         "dialects/torchtitan dialects/huggingface_values dialects/huggingface_keys "
         "dialects/huggingface_reading dialects/huggingface dialects/__init__ explain targets changes migrate files",
         rooms="errors atomic config fsdp1",
-        packages="omegaconf ruamel yaml",
+        packages="omegaconf yaml",
     ),
     "compat": room(
         "optimizers pinned_copies remote seams algorithms auto_microbatch checkpoint_package configuration "

@@ -1,11 +1,12 @@
 """What is to be changed in a file for one of its sections: edits of its text, or a text of its own, and findings."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.rows import Aspect
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import (
     Dialect,
     Expression,
@@ -19,10 +20,10 @@ from composer_fsdp2.migration.dialect import (
     splice,
     value_at,
 )
-from composer_fsdp2.migration.documents import Document, Edit, NewEntry
+from composer_fsdp2.migration.documents import Document, Edit, NewEntry, differences, entries_of, with_entries
 from composer_fsdp2.migration.documents.yaml import flow_text
 from composer_fsdp2.migration.interpolation import has_interpolation
-from composer_fsdp2.migration.targets import file_text
+from composer_fsdp2.migration.targets import file_text, file_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +31,18 @@ class Change:
     """What one section needs.
 
     Args:
+        meant: What the edits are to make of the values.
         text: A whole file, where the target cannot stand in the source's.
+        values: What that holds.
         gone: Paths that are no longer there.
         come: Paths that were not there, or hold something else.
     """
 
     findings: tuple[Finding, ...]
     edits: tuple[Edit, ...] = ()
+    meant: tuple[MappingEdit, ...] = ()
     text: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
     gone: tuple[Path, ...] = ()
     come: tuple[Path, ...] = ()
 
@@ -45,9 +50,14 @@ class Change:
 def change_section(document: Document, of: Dialect, section: Section, target: Dialect) -> Change:
     """The section of a dialect in the target's words."""
     reading = of.read(section)
-    if reading.run is None or any(has_interpolation(finding.value) for finding in reading.findings):
+    unresolved = [each for each in reading.findings if of.interpolates and has_interpolation(each.value)]
+    if reading.run is None or unresolved:
         told = target.own_findings(reading) if of is target else reading.findings
-        return Change(findings=tuple(_unresolved(each) if has_interpolation(each.value) else each for each in told))
+        return Change(
+            findings=tuple(
+                _unresolved(each) if of.interpolates and has_interpolation(each.value) else each for each in told
+            )
+        )
     if of is target:
         return _rewritten(document, section, reading, target)
     return _translated(document, of, section, reading, target)
@@ -84,6 +94,7 @@ def _rewritten(document: Document, section: Section, reading: Reading, target: D
                 each.path, each.replacements, each.additions, given=_mapping_at(section, each.path)
             )
         ),
+        meant=tuple(edits),
         gone=tuple(_gone(edits)),
         come=tuple(each.path for each in edits),
     )
@@ -145,13 +156,17 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
     )
     if not target.heads or not document.takes_entries:
         source = document.name.replace("\\", "/").rpartition("/")[2]
-        return Change(findings=findings, text=file_text(target, expression, source))
+        values = file_values(target, expression)
+        return Change(findings=findings, text=file_text(target, values, source), values=values)
     frame = of.frame(section)
-    edits, beside = _framed(document, frame, section, reading, target, expression)
+    new, beside = _framed(frame, section, reading, target, expression)
     parent = frame.entry[:-1]
+    edits = document.replace_entry(frame.entry, new, given=_mapping_at(section, parent))
+    into = {str(frame.entry[-1]): entries_of(new), **new.around}
     return Change(
         findings=findings,
         edits=tuple(edits),
+        meant=(MappingEdit(path=parent, replacements=into),),
         gone=(frame.entry, *((*parent, key) for key in beside)),
         come=tuple((*parent, key) for key in (target.heads[0][0], *(each.key for each in expression.beside))),
     )
@@ -179,10 +194,10 @@ def _is_kept(finding: Finding) -> bool:
 
 
 def _framed(
-    document: Document, frame: Frame, section: Section, reading: Reading, target: Dialect, expression: Expression
-) -> tuple[list[Edit], list[str]]:
-    """Edits that put the target's words into the frame, and the keys beside it that go."""
-    *above, main = frame.entry
+    frame: Frame, section: Section, reading: Reading, target: Dialect, expression: Expression
+) -> tuple[NewEntry, list[str]]:
+    """The target's words in the frame's place, and the keys beside it that go."""
+    main = frame.entry[-1]
     told = {finding.key.split(".")[0] for finding in reading.findings}
     beside = [key for key in frame.beside if key in told and key != main]
     around, added = splice(expression.beside, beside, reading.aspects)
@@ -196,7 +211,7 @@ def _framed(
         additions=additions,
         around=around,
     )
-    return document.replace_entry(frame.entry, new, given=_mapping_at(section, tuple(above))), beside
+    return new, beside
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,7 +226,8 @@ def with_shared(document: Document, path: Path, sections: Sequence[Path], change
     if not written_as:
         return change
     if document.stands_for(path, sections) is not None:
-        return replace(change, edits=(), gone=(), come=())
+        meant = change.meant if document.has_aliases else ()
+        return replace(change, edits=(), meant=meant, gone=(), come=())
     finding = Finding(
         key="alias",
         value="",
@@ -225,9 +241,13 @@ def with_shared(document: Document, path: Path, sections: Sequence[Path], change
 
 
 def shared_findings(
-    document: Document, after: str, sections: Sequence[Path], changes: Sequence[Change]
+    document: Document, new_values: Any, sections: Sequence[Section], changes: Sequence[Change]
 ) -> Iterator[Finding]:
-    """Findings for what stands outside of the sections and would mean something else with the new text."""
+    """Findings for what stands outside of the sections and would mean something else with the new values.
+
+    Raises:
+        ConfigError: what was written is not what was meant; names file and line.
+    """
     gone = {path for change in changes for path in change.gone}
     usual = Finding(key="", value="", outcome=Outcome.NEEDS_DECISION, reason="", origin=Origin.WRITING)
     for path, line in document.references():
@@ -240,11 +260,45 @@ def shared_findings(
                 reason=f"line {line} refers to a key that is not there any more",
                 hint="write the value there",
             )
-    own = [*sections, *gone, *(path for change in changes for path in change.come)]
-    if document.changes_elsewhere(after, own):
+    if _changes_elsewhere(document, new_values, sections, changes):
         yield replace(
             usual,
             key="anchor",
             reason="another part of the file is an alias of something in this section, and would change with it",
             hint="write out what the alias stands for",
         )
+
+
+def _changes_elsewhere(
+    document: Document, new_values: Any, sections: Sequence[Section], changes: Sequence[Change]
+) -> bool:
+    """Whether the edits changed something else, too, which is an alias of what they changed.
+
+    Raises:
+        ConfigError: they changed something otherwise than they were meant to.
+    """
+    meant = document.values
+    for section, change in zip(sections, changes, strict=True):
+        if change.meant and isinstance(value_at(meant, section.path), str):  # an interpolation, to be written out
+            *above, key = section.path
+            meant = with_entries(meant, tuple(above), {str(key): [(str(key), section.given)]})
+        for edit in change.meant:
+            meant = with_entries(meant, edit.path, edit.replacements, edit.additions)
+    wrong = list(differences(meant, new_values))
+    own = [
+        *(section.path for section in sections),
+        *(path for change in changes for path in (*change.gone, *change.come)),
+    ]
+    bad = next((path for path in wrong if not document.has_aliases or any(path[: len(o)] == o for o in own)), None)
+    if bad is not None:
+        raise not_as_meant(document, bad, sections[0])
+    return bool(wrong)
+
+
+def not_as_meant(document: Document, path: Path, section: Section) -> ConfigError:
+    """For a text that came out wrong, which nobody gets."""
+    return ConfigError(
+        f"{document.name}:{document.line_of(section.path)}:1: the new text would not say what it should at "
+        f"{'.'.join(map(str, path)) or 'its top'}, so nothing was written; write the section in lines of key: value, "
+        "and please report the file as a fault of composer-fsdp2's"
+    )

@@ -134,6 +134,8 @@ class Dialect:
             mapping. Empty, if a section is a file of its own.
         elsewhere: What the system makes of a key without composer_fsdp2; "" if it is told nowhere.
         readers: Who may read a file, where there are several.
+        interpolates: Whether its files are read by OmegaConf, for which ``${...}`` is no text.
+        words: Of which every file with a section has one, whatever else is wrong with it.
         keeps_implicit: Whether its FSDP2 does what FSDP1 did without being told, so that the report tells of that, too.
         silent: Files that turn sharding on, and leave the rest to what is implicit.
     """
@@ -147,6 +149,8 @@ class Dialect:
     heads: tuple[tuple[str, Settings], ...] = ()
     elsewhere: Callable[[str], str] = staticmethod(lambda key: "")
     readers: Sequence[str] = ()
+    interpolates: bool = False
+    words: Sequence[str] = ("fsdp",)
     keeps_implicit: bool = False
     silent: Sequence[Section] = ()
 
@@ -262,6 +266,15 @@ def value_at(values: Any, path: Iterable[str | int]) -> Any:
     for key in path:
         values = values[key]
     return values
+
+
+def has_path(values: Any, path: Iterable[str | int]) -> bool:
+    """Whether there is something."""
+    try:
+        value_at(values, path)
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:

@@ -1,41 +1,218 @@
-"""OmegaConf's ``${...}`` in a configuration: resolved where that can be done here, and found where it cannot."""
+"""OmegaConf's ``${...}``: resolved where that can be done here, found where it cannot, and kept out of reports.
 
-from collections.abc import Mapping
+Composer's, LLM Foundry's and ROLL's files are read by OmegaConf (``Dialect.interpolates``); in any other file it is
+text.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from composer_fsdp2.migration.documents import Document
+from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.migration.documents import Path
+from composer_fsdp2.migration.documents.yaml import flow_text
+
+# Where values are an environment variable's: what the file has there, and the value.
+Environment = Mapping[Path, tuple[str, Any]]
+
+_ENVIRONMENT = "oc.env"
+_HERE = "composer_fsdp2: here"  # a key of nobody's
+_UNRESOLVED = object()
+_RELATIVE = re.compile(r"\$\{(\.+)")
+_FIRST_NAME = re.compile(r"\$\{\s*([^\s.:\[\]{}$]+)")
+# Of a resolver: its arguments may name any part of the file.
+_OTHER_RESOLVER = re.compile(r"\$\{\s*(?!oc\.env\b|oc\.decode\b)[\w.]+\s*:")
 
 
-def resolved_values(document: Document) -> dict[str, Any]:
-    """The values with interpolations resolved; those that cannot be resolved here stay as they are written."""
-    if not document.interpolates:
-        return document.values
-    config = OmegaConf.create(document.values)
-    resolved: dict[str, Any] = _resolve(document.values, config, "")
-    return resolved
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """The values of a file as its system sees them.
+
+    Args:
+        values: With interpolations resolved; those that cannot be resolved here stay as they are written.
+    """
+
+    values: Any
+    environment: Environment = field(default_factory=dict)
 
 
-def _resolve(value: Any, config: DictConfig, path: str) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _resolve(each, config, f"{path}.{key}") for key, each in value.items()}
-    if isinstance(value, list):
-        return [_resolve(each, config, f"{path}.{number}") for number, each in enumerate(value)]
-    if not has_interpolation(value):
-        return value
-    try:
-        found = OmegaConf.select(config, path.removeprefix("."), throw_on_missing=True)
-        return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-    except OmegaConfBaseException:
-        return value
+def resolve(values: Any) -> Resolved:
+    """The values with interpolations resolved.
+
+    What comes from the environment is what changes when nothing there can be resolved, by whichever way it came.
+    """
+    texts = list(_interpolations(values, ()))
+    if not texts:
+        return Resolved(values=values)
+    resolved = _resolved(values, (), _Resolver(values, texts))
+    if not any(_ENVIRONMENT in text for text, _ in texts):
+        return Resolved(values=resolved)
+    without = _resolved(values, (), _Resolver(values, texts, hides_environment=True))
+    return Resolved(values=resolved, environment=dict(_from_environment(values, resolved, without, ())))
 
 
 def has_interpolation(value: Any) -> bool:
     """Whether an interpolation stands in a value or, nested, below it."""
+    return any(True for _ in _interpolations(value, ()))
+
+
+def _interpolations(value: Any, path: Path) -> Iterator[tuple[str, Path]]:
     if isinstance(value, Mapping):
-        return any(map(has_interpolation, value.values()))
+        for key, each in value.items():
+            yield from _interpolations(each, (*path, key))
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _interpolations(each, (*path, number))
+    elif isinstance(value, str) and "${" in value:
+        yield value, path
+
+
+def _absolute(text: str, path: Path) -> str:
+    """``${.x}`` and ``${..x}`` as seen from the top of the file."""
+
+    def above(found: re.Match[str]) -> str:
+        return "${" + "".join(f"{key}." for key in path[: max(len(path) - len(found[1]), 0)])
+
+    return _RELATIVE.sub(above, text)
+
+
+def _resolved(value: Any, path: Path, resolver: "_Resolver") -> Any:
+    if isinstance(value, Mapping):
+        return {key: _resolved(each, (*path, key), resolver) for key, each in value.items()}
     if isinstance(value, list):
-        return any(map(has_interpolation, value))
-    return isinstance(value, str) and "${" in value
+        return [_resolved(each, (*path, number), resolver) for number, each in enumerate(value)]
+    return resolver.value_of(value, path) if isinstance(value, str) and "${" in value else value
+
+
+class _Resolver:
+    """Resolves texts of one file, each once, beside those parts of the file that texts refer to.
+
+    Args:
+        texts: All of the file's.
+        hides_environment: Resolve as if no variable could be had.
+    """
+
+    def __init__(self, values: Any, texts: list[tuple[str, Path]], *, hides_environment: bool = False) -> None:
+        self._hides = hides_environment
+        self._known: dict[str, Any] = {}
+        absolute = [_absolute(*each) for each in texts]
+        names = {name for text in absolute for name in _FIRST_NAME.findall(text)}
+        needs_all = any(map(_OTHER_RESOLVER.search, absolute))
+        around = values if isinstance(values, Mapping) else {}
+        held = {key: self._holdable(each, (key,)) for key, each in around.items() if needs_all or str(key) in names}
+        try:
+            self._config = OmegaConf.create(_with_fit_keys(held))
+        except (OmegaConfBaseException, RecursionError):
+            self._config = OmegaConf.create({})
+
+    def value_of(self, text: str, path: Path) -> Any:
+        """The text's value; the text itself, if it cannot be resolved."""
+        asked = self._asked(text, path)
+        if asked not in self._known:
+            self._known[asked] = _UNRESOLVED  # also while it is being resolved: it may lie in what it stands for
+            self._known[asked] = self._found(asked, path)
+        found = self._known[asked]
+        return text if found is _UNRESOLVED else found
+
+    def _found(self, asked: str, path: Path) -> Any:
+        try:
+            self._config[_HERE] = asked
+            found = self._config[_HERE]
+        except (OmegaConfBaseException, RecursionError):
+            return _UNRESOLVED
+        # Each value of a mapping may be resolved or not.
+        return _resolved(OmegaConf.to_container(found), path, self) if OmegaConf.is_config(found) else found
+
+    def _asked(self, text: str, path: Path) -> str:
+        absolute = _absolute(text, path)
+        return absolute.replace(_ENVIRONMENT, "composer_fsdp2.nobody") if self._hides else absolute
+
+    def _holdable(self, value: Any, path: Path) -> Any:
+        """The value as OmegaConf can hold it: its YAML reader takes a date for text, and no broken interpolation."""
+        if isinstance(value, Mapping):
+            return _with_fit_keys({key: self._holdable(each, (*path, key)) for key, each in value.items()})
+        if isinstance(value, list):
+            return [self._holdable(each, (*path, number)) for number, each in enumerate(value)]
+        if isinstance(value, str) and "${" in value:
+            asked = self._asked(value, path)
+            try:
+                OmegaConf.create([asked])
+            except OmegaConfBaseException:
+                return None
+            return asked
+        return value if isinstance(value, bool | int | float | str | bytes | None) else str(value)
+
+
+def _with_fit_keys(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in values.items() if isinstance(key, bool | int | float | str | bytes)}
+
+
+def _from_environment(raw: Any, resolved: Any, without: Any, path: Path) -> Iterator[tuple[Path, tuple[str, Any]]]:
+    if isinstance(raw, Mapping):
+        for key, each in raw.items():
+            yield from _from_environment(each, resolved[key], without[key], (*path, key))
+    elif isinstance(raw, list):
+        for number, each in enumerate(raw):
+            yield from _from_environment(each, resolved[number], without[number], (*path, number))
+    elif isinstance(resolved, Mapping):  # an interpolation that stands for a mapping
+        for key, each in resolved.items():
+            other = without.get(key) if isinstance(without, Mapping) else None
+            yield from _from_environment(raw, each, other, (*path, key))
+    elif resolved != without and resolved != raw:
+        yield path, (raw, resolved)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reports, which may be shown to anybody
+
+
+def shown(finding: Finding, path: Path | None, environment: Environment) -> Finding:
+    """The finding with references in the place of values that come from environment variables.
+
+    Args:
+        path: Of its key in the file; None if it has none.
+    """
+    if not environment:
+        return finding
+    secrets = {_pattern(value): text for text, value in environment.values() if isinstance(value, str) and value}
+    if path is not None and path in environment:
+        text, value = environment[path]
+        secrets[_pattern(str(value))] = secrets[_pattern(flow_text(value))] = text
+    value = finding.value if path is None else _shown_value(finding.value, path, environment)
+
+    def without(text: str) -> str:
+        for secret, reference in secrets.items():
+            text = re.sub(secret, lambda found: reference, text, flags=re.IGNORECASE)  # noqa: B023
+        return text
+
+    return replace(
+        finding,
+        value=without(value) if isinstance(value, str) and "${" not in value else value,
+        target=without(finding.target),
+        reason=without(finding.reason),
+        hint=without(finding.hint),
+    )
+
+
+def _shown_value(value: Any, path: Path, environment: Environment) -> Any:
+    if path in environment:
+        return environment[path][0]
+    if isinstance(value, Mapping):
+        return {key: _shown_value(each, (*path, key), environment) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_shown_value(each, (*path, number), environment) for number, each in enumerate(value)]
+    return value
+
+
+_CUT = 60  # messages cut long values
+
+
+def _pattern(value: str) -> str:
+    """Finds a value in a text: as it is, or as it is quoted there."""
+    forms = dict.fromkeys((value, repr(value)[1:-1], flow_text(value).strip('"')))
+    each = (re.escape(form[:_CUT]) + (r"\S*" if len(form) > _CUT else r"(?!\w)") for form in forms)
+    return rf"(?<!\w)(?:{'|'.join(each)})"

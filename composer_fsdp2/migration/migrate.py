@@ -5,17 +5,18 @@ Called by ``composer-fsdp2 migrate``.
 
 import dataclasses
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, format_findings
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.changes import change_section, shared_findings, with_shared
-from composer_fsdp2.migration.dialect import Dialect, Path, Section, value_at
+from composer_fsdp2.migration.changes import Change, change_section, not_as_meant, shared_findings, with_shared
+from composer_fsdp2.migration.dialect import Dialect, Path, Section, has_path, value_at
 from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.documents import Document, open_document
-from composer_fsdp2.migration.interpolation import resolved_values
+from composer_fsdp2.migration.documents import Document, differences, open_document
+from composer_fsdp2.migration.interpolation import Resolved, resolve, shown
 from composer_fsdp2.migration.targets import TARGETS
 
 
@@ -112,27 +113,26 @@ def migrate_text(
         ConfigError: it is no such file, or has no section (NothingToMigrateError); names file, line and column.
     """
     document = open_document(text, name)
-    values = resolved_values(document)
+    file = _File.of(document)
     target = TARGETS[to]
-    found = _sections(document, values, dialect, at)
-    sections = [(DIALECTS[of], Section.at(path, values)) for of, path in found]
-    _check(document, sections, target)
+    found = _sections(file, dialect, at)
+    sections = [(DIALECTS[of], Section.at(path, file.values_for(of))) for of, path in found]
+    _check(file, sections, target)
     changes = [change_section(document, of, section, target) for of, section in sections]
     paths = [section.path for _, section in sections]
     changes = [with_shared(document, path, paths, change) for path, change in zip(paths, changes, strict=True)]
-    new_text = next((change.text for change in changes if change.text is not None), None)
+    whole = next((change for change in changes if change.text is not None), None)
     edits = [edit for change in changes for edit in change.edits]
-    after = document.edited(edits) if new_text is None else new_text
-    shared = tuple(shared_findings(document, after, paths, changes)) if new_text is None else ()
+    after = document.edited(edits) if whole is None or whole.text is None else whole.text
+    shared = _as_meant(document, after, [section for _, section in sections], changes, whole, target)
     reports = [
         SectionReport(
             dialect=of.name,
             to=target.target,
             place=section.place,
-            line=document.line_of(section.path),
+            line=_line_of(document, section.path),
             findings=tuple(
-                _placed(finding, document, section.path)
-                for finding in (*change.findings, *(shared if number == 0 else ()))
+                _placed(finding, file, section.path) for finding in (*change.findings, *(shared if number == 0 else ()))
             ),
         )
         for number, ((of, section), change) in enumerate(zip(sections, changes, strict=True))
@@ -142,60 +142,111 @@ def migrate_text(
         before=text,
         after=after,
         sections=tuple(reports),
-        suffix=_suffix(name, target, new_text),
-        is_new_file=new_text is not None,
+        suffix=_suffix(name, target, whole is not None),
+        is_new_file=whole is not None,
     )
 
 
-def _suffix(name: str, target: Dialect, new_text: str | None) -> str:
-    return target.suffix if new_text is not None else f".{name.rpartition('.')[2]}"
+def _suffix(name: str, target: Dialect, is_new_file: bool) -> str:
+    return target.suffix if is_new_file else f".{name.rpartition('.')[2]}"
 
 
-def _sections(
-    document: Document, values: dict[str, Any], dialect: str | None, at: str | None
-) -> list[tuple[str, Path]]:
-    names = [dialect] if dialect else list(DIALECTS)
-    found = [(name, path) for name in names for path in DIALECTS[name].sections(values)]
-    if at is not None:
-        found = _sections_at(document, values, found, dialect, at)
+def _as_meant(
+    document: Document,
+    after: str,
+    sections: Sequence[Section],
+    changes: Sequence[Change],
+    whole: Change | None,
+    target: Dialect,
+) -> tuple[Finding, ...]:
+    """Findings for what the new text changes outside of the sections.
+
+    Raises:
+        ConfigError: read again, it does not say what it was meant to, so that nobody may get it.
+    """
+    if whole is None and after == document.original:
+        return ()
+    try:
+        again = open_document(after, document.name if whole is None else f"{document.name}{target.suffix}")
+    except ConfigError as error:
+        raise not_as_meant(document, (), sections[0]) from error
+    if whole is None:
+        return tuple(shared_findings(document, again.values, sections, changes))
+    wrong = next(differences(whole.values, again.values), None)
+    if wrong is not None:
+        raise not_as_meant(document, wrong, sections[0])
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A document, and its values as those systems see them that resolve interpolations."""
+
+    document: Document
+    resolved: Resolved
+
+    @classmethod
+    def of(cls, document: Document) -> "_File":
+        return cls(document=document, resolved=resolve(document.values))
+
+    def values_for(self, dialect: str) -> Any:
+        return self.resolved.values if DIALECTS[dialect].interpolates else self.document.values
+
+
+def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[str, Path]]:
+    document, names = file.document, [dialect] if dialect else list(DIALECTS)
+    found = [(name, path) for name in names for path in DIALECTS[name].sections(file.values_for(name))]
+    if at is not None and not document.problem:
+        found = _sections_at(file, found, dialect, at)
     if not found:
         raise NothingToMigrateError(
-            f"{document.name}:1:1: nothing here configures sharding for {dialect or ' or '.join(DIALECTS)}; "
+            document.problem
+            or f"{document.name}:1:1: nothing here configures sharding for {dialect or ' or '.join(DIALECTS)}; "
             "--at PATH and --dialect NAME say where it is and whose"
         )
-    return found
+    if document.problem:
+        raise ConfigError(document.problem)
+    here = [(name, path) for name, path in found if has_path(document.values, path[:-1])]
+    if not here:  # what it stands for is no section where it is written
+        path = next(path for _, path in found)
+        raise ConfigError(
+            f"{document.name}:{_line_of(document, path)}:1: {'.'.join(map(str, path))} stands behind an interpolation; "
+            "write it out there"
+        )
+    return here
 
 
-def _sections_at(
-    document: Document,
-    values: dict[str, Any],
-    found: list[tuple[str, Path]],
-    dialect: str | None,
-    at: str,
-) -> list[tuple[str, Path]]:
+def _sections_at(file: _File, found: list[tuple[str, Path]], dialect: str | None, at: str) -> list[tuple[str, Path]]:
+    document = file.document
     path: Path = tuple(int(part) if part.isdecimal() else part for part in at.split(".") if part)
     try:
-        value = value_at(values, path)
+        value = value_at(file.resolved.values, path)
     except (KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"{document.name}:1:1: there is no {at}") from error
     below = [(name, each) for name, each in found if each[: len(path)] == path]
     if below:
         return below
+    where = f"{document.name}:{_line_of(document, path)}:1: {at}"
     if not isinstance(value, dict):
-        raise ConfigError(f"{document.name}:{document.line_of(path)}:1: {at} is not a mapping")
+        raise ConfigError(f"{where} is not a mapping")
     if dialect is None:
-        raise ConfigError(
-            f"{document.name}:{document.line_of(path)}:1: {at} could be any system's; say --dialect "
-            f"{', '.join(DIALECTS)}"
-        )
+        raise ConfigError(f"{where} could be any system's; say --dialect {', '.join(DIALECTS)}")
     return [(dialect, path)]
 
 
-def _check(document: Document, sections: list[tuple[Dialect, Section]], target: Dialect) -> None:
+def _check(file: _File, sections: list[tuple[Dialect, Section]], target: Dialect) -> None:
     """Raise for what cannot be migrated whatever it says."""
+    document, environment = file.document, file.resolved.environment
     for _, section in sections:
-        if problem := document.duplicate(section.path):
+        above = (document.duplicate(section.path[:depth], key) for depth, key in enumerate(section.path))
+        if problem := next(filter(None, above), "") or document.duplicate(section.path):
             raise ConfigError(problem)
+        written = value_at(document.values, section.path)
+        if any(path[: len(section.path)] == section.path for path, (text, _) in environment.items() if text == written):
+            raise ConfigError(
+                f"{document.name}:{document.line_of(section.path)}:1: {section.place} is {written}; migrate what that "
+                "holds"
+            )
     is_new_file = any(of is not target and not (target.heads and document.takes_entries) for of, _ in sections)
     if is_new_file and len(sections) > 1:
         places = ", ".join(section.place for _, section in sections)
@@ -205,14 +256,24 @@ def _check(document: Document, sections: list[tuple[Dialect, Section]], target: 
         )
 
 
-def _placed(finding: Finding, document: Document, path: Path) -> Finding:
-    """The finding with file and line; a key that stands beside the section is found there."""
-    key = tuple(finding.key.split("."))
-    line = document.line_of(path)
+# ---------------------------------------------------------------------------------------------------------------------
+# Where findings are, and what they may show
+
+
+def _line_of(document: Document, path: Path) -> int:
+    """The line of ``path``, or of the nearest above it that is written in the file."""
     for depth in range(len(path), -1, -1):
         try:
-            line = document.line_of((*path[:depth], *key))
-            break
+            return document.line_of(path[:depth])
         except (KeyError, IndexError):
             continue
-    return dataclasses.replace(finding, where=f"{document.name}:{line}")
+    return 1
+
+
+def _placed(finding: Finding, file: _File, section: Path) -> Finding:
+    """The finding with file and line; a key that stands beside the section is found there."""
+    key = tuple(finding.key.split("."))
+    places = ((*section[:depth], *key) for depth in range(len(section), -1, -1))
+    path = next((each for each in places if has_path(file.resolved.values, each)), None)
+    line = _line_of(file.document, section if path is None else path)
+    return shown(dataclasses.replace(finding, where=f"{file.document.name}:{line}"), path, file.resolved.environment)

@@ -1,5 +1,6 @@
 """What a configuration can be migrated to, and a file that holds a section of it only."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from composer_fsdp2.migration.dialect import Dialect, Expression, merged, nested
@@ -10,17 +11,21 @@ from composer_fsdp2.migration.documents import format_of
 TARGETS: dict[str, Dialect] = {dialect.target: dialect for dialect in DIALECTS.values()}
 
 
-def file_text(target: Dialect, expression: Expression, source: str) -> str:
-    """A file that holds this section only.
-
-    Args:
-        source: The name of the file that asked for it.
-    """
+def file_values(target: Dialect, expression: Expression) -> dict[str, Any]:
+    """What a file holds that has this section only."""
     values: dict[str, Any] = {}
     for setting in expression.settings:
         values = merged(values, nested(setting.key, setting.value))
     for name, first in reversed(target.heads):
         values = {name: {**dict(first), **values}}
-    values = {setting.key: setting.value for setting in expression.beside} | values
+    return {setting.key: setting.value for setting in expression.beside} | values
+
+
+def file_text(target: Dialect, values: Mapping[str, Any], source: str) -> str:
+    """The values in a file of the target.
+
+    Args:
+        source: The name of the file that asked for it.
+    """
     head = f"# What {source} asks for, in the words of {target.target}; written by composer-fsdp2 migrate."
     return "\n".join((head, *format_of(target.suffix).lines(values))) + "\n"

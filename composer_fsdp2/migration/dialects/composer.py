@@ -408,6 +408,7 @@ class ComposerDialect(Dialect):
     title = "Composer and LLM Foundry"
     rows = (*KEYS, *_BESIDE_ROWS)
     lacks = _LACKS
+    interpolates = True
     keeps_implicit = True
     heads = (("fsdp_config", ()),)
     elsewhere = staticmethod(lambda key: _ELSEWHERE.get(key, IGNORED_BY_COMPOSER))

@@ -713,6 +713,8 @@ class RollDialect(Dialect):
     title = "ROLL"
     rows = tuple(replace(row, group=_place(row.name).rpartition(".")[0] or "worker") for row in _ROWS)
     lacks = _LACKS
+    interpolates = True  # Hydra's compose, and OmegaConf.to_container(resolve=True)
+    words = ("strategy_args",)
     heads = (("strategy_args", (("strategy_name", "fsdp2_train"),)), ("strategy_config", ()))
     silent = (Section.at(_PATH, _FILE),)
 

@@ -567,6 +567,7 @@ class TorchTitanDialect(Dialect):
     rows = tuple(replace(row, group=row.name.rpartition(".")[0]) for row in _ROWS)
     lacks = _LACKS
     suffix = ".toml"
+    words = ("parallelism", "activation_checkpoint", "mixed_precision_", "local_batch_size", "flavor")
     silent = (Section.at(("parallelism",), {"parallelism": {}}),)
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:

@@ -4,12 +4,32 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from composer_fsdp2.migration.documents.edits import Document, Edit, NewEntry
+from composer_fsdp2.migration.documents.edits import (
+    Document,
+    Edit,
+    NewEntry,
+    Path,
+    differences,
+    entries_of,
+    with_entries,
+)
 from composer_fsdp2.migration.documents.json import JsonDocument, json_lines
 from composer_fsdp2.migration.documents.toml import TomlDocument, table_lines
 from composer_fsdp2.migration.documents.yaml import YamlDocument, block_lines
 
-__all__ = ["SUFFIXES", "Document", "Edit", "Format", "NewEntry", "format_of", "open_document"]
+__all__ = [
+    "SUFFIXES",
+    "Document",
+    "Edit",
+    "Format",
+    "NewEntry",
+    "Path",
+    "differences",
+    "entries_of",
+    "format_of",
+    "open_document",
+    "with_entries",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+MAX_DEPTH = 64  # of values in values; a configuration has ten, and all of Python's recursion has its end somewhere
+TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
+
 Path = tuple[str | int, ...]
 Settings = Sequence[tuple[str, Any]]
 
@@ -62,6 +65,53 @@ def entries_of(new: NewEntry) -> Settings:
     return [*entries.items(), *new.beside]
 
 
+def with_entries(values: Any, path: Path, replacements: Mapping[str, Settings], additions: Settings = ()) -> Any:
+    """What ``Document.edit_mapping`` is to make of the values."""
+    if not path:
+        new = [new for old in values.items() for new in replacements.get(str(old[0]), [old])] if values else []
+        return dict([*new, *additions])
+    key, *below = path
+    if isinstance(values, list):
+        return [
+            with_entries(each, tuple(below), replacements, additions) if number == key else each
+            for number, each in enumerate(values)
+        ]
+    here = values.get(key)
+    inner = with_entries(here if isinstance(here, Mapping | list) else {}, tuple(below), replacements, additions)
+    return {**values, key: inner}
+
+
+def differences(meant: Any, found: Any, path: Path = ()) -> Iterator[Path]:
+    """The paths at which two values differ. An interpolation may stand for anything: none is ever written anew."""
+    if isinstance(meant, Mapping) and isinstance(found, Mapping):
+        for key in {**meant, **found}:
+            if key not in meant or key not in found:
+                yield (*path, key)
+            else:
+                yield from differences(meant[key], found[key], (*path, key))
+    elif isinstance(meant, list | tuple) and isinstance(found, list) and len(meant) == len(found):
+        for number, pair in enumerate(zip(meant, found, strict=True)):
+            yield from differences(*pair, (*path, number))
+    elif isinstance(found, str):
+        if "${" not in found and found != meant:
+            yield path
+    elif repr(meant) != repr(found):  # 1, 1.0 and true are equal, and mean different things; nan is not equal to nan
+        yield path
+
+
+def is_too_deep(values: Any) -> bool:
+    """Whether values are nested more than ``MAX_DEPTH`` deep; without recursion, which they may be too deep for."""
+    level = [values]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            below
+            for each in level
+            if isinstance(each, dict | list)
+            for below in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)
+
+
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}|\n")
 
 
@@ -81,18 +131,18 @@ class Document(Protocol):
     Attributes:
         name: What messages call it.
         original: The text as given.
-        values: What it holds.
+        values: What it holds: a mapping, if there is no ``problem``.
+        problem: Why no system reads it as its configuration, with file, line and column; "" if one may.
         takes_entries: Whether a section of one system can be replaced by another system's, within the text.
+        has_aliases: Whether a value may stand in more than one place.
     """
 
     name: str
     original: str
-    values: dict[str, Any]
+    values: Any
+    problem: str
     takes_entries: bool
-
-    @property
-    def interpolates(self) -> bool:
-        """Whether a value may be a reference to another one (OmegaConf's ``${...}``)."""
+    has_aliases: bool
 
     def edited(self, edits: Iterable[Edit]) -> str:
         """The original text with all edits made."""
@@ -100,8 +150,12 @@ class Document(Protocol):
     def line_of(self, path: Path) -> int:
         """The line of the key at ``path``, from 1. Raises KeyError: there is none."""
 
-    def duplicate(self, path: Path) -> str:
-        """A message about a key that stands twice in the mapping at ``path``; "" if none does."""
+    def duplicate(self, path: Path, key: str | int | None = None) -> str:
+        """A message about a key that stands twice in the mapping at ``path``; "" if none does.
+
+        Args:
+            key: The only one that is asked about; None asks about all.
+        """
 
     def edit_mapping(
         self,
@@ -140,6 +194,3 @@ class Document(Protocol):
 
     def holds_line(self, path: Path, line: int) -> bool:
         """Whether a line is part of what stands at ``path``."""
-
-    def changes_elsewhere(self, after: str, own: Sequence[Path]) -> bool:
-        """Whether the text ``after`` edits says something else outside of ``own``, as an anchor's aliases do."""

@@ -13,12 +13,14 @@ from typing import Any
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import (
+    TOO_DEEP,
     Edit,
     NewEntry,
     Path,
     Settings,
     apply_edits,
     entries_of,
+    is_too_deep,
     references_in,
 )
 
@@ -50,7 +52,7 @@ class JsonDocument:
         ConfigError: it is not JSON; names file, line and column.
     """
 
-    takes_entries = True
+    takes_entries, has_aliases = True, False
 
     def __init__(self, text: str, name: str = "<text>") -> None:
         self.original, self.name = text, name
@@ -60,14 +62,14 @@ class JsonDocument:
         except json.JSONDecodeError as error:
             raise ConfigError(f"{name}:{error.lineno}:{error.colno}: {error.msg}") from error
         except RecursionError as error:
-            raise ConfigError(f"{name}:1:1: values are nested too deeply") from error
+            raise ConfigError(f"{name}:1:1: {TOO_DEEP}") from error
+        if is_too_deep(self.values):
+            raise ConfigError(f"{name}:1:1: {TOO_DEEP}")
+        is_mapping = isinstance(self.values, dict)
+        self.problem = "" if is_mapping else f"{name}:1:1: an object is expected at the top of the file"
         self._style = _Style.of(self.text)
         self._written: dict[Path, list[_Written]] = {}
         self._places: dict[Path, _Written] = {}  # of two with one key the last, as json.loads has it
-
-    @property
-    def interpolates(self) -> bool:
-        return "${" in self.text
 
     def edited(self, edits: Iterable[Edit]) -> str:
         return self.original[: len(self.original) - len(self.text)] + apply_edits(self.text, edits)
@@ -77,9 +79,11 @@ class JsonDocument:
             return 1
         return self.text.count("\n", 0, self._entry(path).start) + 1
 
-    def duplicate(self, path: Path) -> str:
+    def duplicate(self, path: Path, key: str | int | None = None) -> str:
         lines: dict[str | int, int] = {}
         for entry in self._entries(path):
+            if key not in (None, entry.key):
+                continue
             line = self.text.count("\n", 0, entry.start) + 1
             if entry.key in lines:
                 column = entry.start - self.text.rfind("\n", 0, entry.start)
@@ -122,9 +126,6 @@ class JsonDocument:
     def holds_line(self, path: Path, line: int) -> bool:
         entry = self._entry(path)
         return self.line_of(path) <= line <= self.text.count("\n", 0, entry.end) + 1
-
-    def changes_elsewhere(self, after: str, own: Sequence[Path]) -> bool:
-        return False  # nothing in JSON stands for something else
 
     # Places
 

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.documents.edits import Edit, NewEntry, Path, Settings, apply_edits
+from composer_fsdp2.migration.documents.edits import (
+    TOO_DEEP,
+    Edit,
+    NewEntry,
+    Path,
+    Settings,
+    apply_edits,
+    is_too_deep,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,8 @@ class TomlDocument:
         ConfigError: it is not TOML; names file, line and column.
     """
 
-    interpolates = takes_entries = False
+    takes_entries = has_aliases = False
+    problem = ""
 
     def __init__(self, text: str, name: str = "<text>") -> None:
         self.text = self.original = text
@@ -50,7 +59,9 @@ class TomlDocument:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(_message(error, text, name)) from error
         except RecursionError as error:
-            raise ConfigError(f"{name}:1:1: values are nested too deeply") from error
+            raise ConfigError(f"{name}:1:1: {TOO_DEEP}") from error
+        if is_too_deep(self.values):
+            raise ConfigError(f"{name}:1:1: {TOO_DEEP}")
         scanner = _Scanner(text)
         scanner.scan()
         self.entries, self.headers = scanner.entries, scanner.headers
@@ -58,7 +69,7 @@ class TomlDocument:
     def edited(self, edits: Iterable[Edit]) -> str:
         return apply_edits(self.text, edits)
 
-    def duplicate(self, path: Path) -> str:
+    def duplicate(self, path: Path, key: str | int | None = None) -> str:
         """Never: tomllib refuses a key that stands twice."""
         return ""
 
@@ -87,9 +98,6 @@ class TomlDocument:
         return iter(())
 
     def holds_line(self, path: Path, line: int) -> bool:
-        return False
-
-    def changes_elsewhere(self, after: str, own: Sequence[Path]) -> bool:
         return False
 
     def line_of(self, path: Path) -> int:

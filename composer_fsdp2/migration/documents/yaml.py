@@ -5,16 +5,15 @@ marks of its nodes. Called by ``migrate``; reads and writes no file.
 """
 
 import bisect
-import copy
+import datetime
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+from yaml.nodes import MappingNode, Node, ScalarNode
 
-from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import Edit, NewEntry, Path, Settings, entries_of, references_in
 from composer_fsdp2.migration.documents.yaml_text import YamlText, is_mapping
 
@@ -62,7 +61,8 @@ def _edit_mapping(
         start = document.text.index("{", node.start_mark.index)
         return [Edit(start, node.end_mark.index, flow_text(dict(additions)))]
     if replacements.keys() & document.merged(path).keys():  # also a key of its own: the merge would bring it back
-        replacements = _without_merge(entries, values, replacements)
+        merged = document.merged(path)
+        replacements = _without_merge(entries, _with_references(values, merged), replacements)
     kept = {key: document.text[entry.start : entry.end] for key, entry in entries.items()}
     same = {(key, flow_text(values[key])): text for key, text in kept.items() if key in values}
     if node.flow_style:
@@ -74,12 +74,31 @@ def _written_out(
     document: YamlText, path: Path, values: Mapping[str, Any], replacements: Mapping[str, Settings], additions: Settings
 ) -> list[Edit]:
     """All entries, in the place of what stands for the mapping, or beside what is merged there."""
-    entries = {key: new for old in values.items() for key, new in replacements.get(old[0], [old])} | dict(additions)
+    kept = _with_references(values, _referred(document, path))
+    entries = {key: new for old in kept.items() for key, new in replacements.get(old[0], [old])} | dict(additions)
     here = (str(path[-1]), entries)
     parent = document.node(path[:-1])
     if is_mapping(parent) and any(entry.key == path[-1] for entry in _entries(document.text, parent)):
         return _edit_mapping(document, path[:-1], {here[0]: [here]})
     return _edit_mapping(document, path[:-1], {}, [here])
+
+
+def _referred(document: YamlText, path: Path) -> Any:
+    """What stands for a mapping, as it is written: an alias's mapping, or an interpolation's."""
+    written = _values_at(document, path)
+    if not isinstance(written, str):
+        return written
+    try:
+        return next((_values_at(document, each) for each, _ in references_in(written)), None)
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _with_references(values: Any, written: Any) -> Any:
+    """The values as they are written, with their interpolations, as far as these mean the same in another place."""
+    if isinstance(values, Mapping) and isinstance(written, Mapping):
+        return {key: _with_references(each, written.get(key)) for key, each in values.items()}
+    return written if isinstance(written, str) and "${" in written and "${." not in written else values
 
 
 def _without_merge(
@@ -271,7 +290,7 @@ def _rebuilt_entry(document: YamlText, path: Path, new: NewEntry) -> Edit:
 
 
 def _anchor(text: str, node: Any) -> str:
-    found = re.compile(r"&\S+").match(text, node.start_mark.index) if node.anchor else None
+    found = re.compile(r"&\S+").match(text, node.start_mark.index)
     return f" {found.group()}" if found else ""
 
 
@@ -303,9 +322,8 @@ def _pieces(
 
 def _comments(document: YamlText, start: int, end: int) -> Iterator[tuple[int, str]]:
     """The positions at which comments begin between two places, each with its text."""
-    scalars = [first for first, _ in document.scalars]
     for comment in re.compile(r"(?:(?<=\s)|^)#[^\n]*", re.MULTILINE).finditer(document.text, start, end):
-        before = bisect.bisect_right(scalars, comment.start()) - 1
+        before = bisect.bisect_right(document.scalar_starts, comment.start()) - 1
         if before < 0 or document.scalars[before][1] <= comment.start():
             yield comment.start(), comment.group().rstrip()
 
@@ -338,7 +356,7 @@ def flow_text(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int | float):
+    if isinstance(value, int | float | datetime.date):
         number: str = yaml.safe_dump(value)  # 1e-06 would be read as a string
         return number.partition("\n")[0]
     return _scalar_text(str(value))
@@ -363,10 +381,6 @@ class YamlDocument(YamlText):
     """A ``Document`` of YAML."""
 
     takes_entries = True
-
-    @property
-    def interpolates(self) -> bool:
-        return "${" in self.text
 
     def edit_mapping(
         self,
@@ -408,28 +422,3 @@ class YamlDocument(YamlText):
             return bool(self.line_of(path) <= line <= self.node(path).end_mark.line + 1)
         except KeyError:  # it was itself an interpolation's
             return False
-
-    def changes_elsewhere(self, after: str, own: Sequence[Path]) -> bool:
-        if not self.has_aliases or after == self.original:
-            return False
-        try:
-            return _without(self.values, own) != _without(YamlText(after, self.name).values, own)
-        except ConfigError:
-            return True
-
-
-def _without(values: Any, paths: Sequence[Path]) -> Any:
-    rest = copy.deepcopy(values)
-    for path in paths:
-        at = rest
-        for key in path[:-1]:
-            at = at[key] if _has(at, key) else None
-        if path and _has(at, path[-1]) and isinstance(at, dict):
-            del at[path[-1]]
-    return rest
-
-
-def _has(values: Any, key: str | int) -> bool:
-    if isinstance(values, list):
-        return isinstance(key, int) and key < len(values)
-    return isinstance(values, dict) and key in values

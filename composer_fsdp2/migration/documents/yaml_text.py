@@ -1,30 +1,77 @@
 """A YAML text with its values and the places where they stand; each text is parsed once.
 
-ruamel.yaml gives the nodes with their marks, PyYAML's rules the values, since all systems that we migrate from read by
-them. Called by ``migrate``; reads and writes no file.
+PyYAML reads it, since all systems that we migrate from read by PyYAML: a file that it refuses starts no run. Called by
+``migrate``; reads and writes no file.
 """
 
 import bisect
 import functools
 import re
-from collections.abc import Iterable, Iterator
-from io import StringIO
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import yaml
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.composer import Composer, ComposerError
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.resolver import Resolver
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.documents.edits import Edit, Path, apply_edits
+from composer_fsdp2.migration.documents.edits import MAX_DEPTH, TOO_DEEP, Edit, Path, apply_edits
 
-_RESOLVER = yaml.resolver.Resolver()
-_CONSTRUCTOR = yaml.constructor.SafeConstructor()
+try:
+    from yaml.cyaml import CParser as _Parser
+except ImportError:  # a PyYAML that was built without libyaml, ten times as slow
+
+    class _Parser(yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser):  # type: ignore[no-redef]
+        def __init__(self, stream: Any) -> None:
+            yaml.reader.Reader.__init__(self, stream)
+            yaml.scanner.Scanner.__init__(self)
+            yaml.parser.Parser.__init__(self)
+
+
+_MAX_NODES_OF_ALIASES = 100_000  # a configuration has hundreds; ten lines of aliases of aliases make billions
+_COLLECTIONS = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "set", "omap", "pairs")}
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 def is_mapping(node: Node | None) -> TypeGuard[MappingNode]:
     return isinstance(node, MappingNode)
+
+
+class _Nodes(Composer, Resolver, _Parser):
+    """Composes nodes within limits, and notes where scalars stand."""
+
+    def __init__(self, text: str) -> None:
+        _Parser.__init__(self, text)
+        Composer.__init__(self)
+        Resolver.__init__(self)
+        self.scalars: list[tuple[int, int]] = []
+        self.has_aliases = False
+        self._depth = 0
+        self._sizes: dict[int, int] = {}  # of a node with all below it, aliases written out
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node:
+        mark = self.peek_event().start_mark
+        if self._depth > MAX_DEPTH:
+            raise ComposerError(None, None, TOO_DEEP, mark)
+        self._depth += 1
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias:
+            self.has_aliases = True
+            if id(node) not in self._sizes:
+                raise ComposerError(None, None, "an alias stands in what it is an alias of", mark)
+        elif isinstance(node, ScalarNode):
+            self._sizes[id(node)] = 1
+            self.scalars.append((node.start_mark.index, node.end_mark.index))
+        else:
+            below = [each for pair in node.value for each in pair] if is_mapping(node) else node.value
+            size = self._sizes[id(node)] = 1 + sum(self._sizes[id(each)] for each in below)
+            if size > _MAX_NODES_OF_ALIASES + len(self._sizes):
+                raise ComposerError(None, None, f"aliases of aliases make more than {size} values", mark)
+        return node
 
 
 class YamlText:
@@ -34,43 +81,62 @@ class YamlText:
         text: Of the whole file.
         name: What messages call it.
     Attributes:
-        original: The text as given; ``text`` has line feeds where it has carriage returns, too.
+        original: The text as given; ``text`` has line feeds for all its line ends.
+        values: Those of a mapping; of a file that is none, whatever it holds, of several documents a list.
+        problem: Why no system reads the file as its configuration; "" if one may.
     Raises:
-        ConfigError: it is not YAML, several documents, or no mapping; names file, line and column.
+        ConfigError: it is not YAML; names file, line and column.
     """
 
     def __init__(self, text: str, name: str = "<text>") -> None:
-        # The parser's marks count line feeds only: places are those in a text without carriage returns.
-        self.original, self.text, self.name = text, text.replace("\r\n", "\n"), name
-        self._returns = [found.start() - number for number, found in enumerate(re.finditer("\r\n", text))]
+        # Places are those in a text without byte order mark, whose line ends are one character.
+        self.original, self.name = text, name
+        bare = text.removeprefix("\ufeff")
+        self.text = bare.replace("\r\n", "\n").replace("\r", "\n")
+        self._first = len(text) - len(bare)
+        self._returns = [found.start() - number for number, found in enumerate(re.finditer("\r\n", bare))]
+        self._constructor = yaml.constructor.SafeConstructor()
+        self._values: dict[int, Any] = {}
+        self._entries: dict[int, dict[Any, tuple[Node, Node]]] = {}
         try:
-            root = YAML(typ="safe", pure=True).compose(StringIO(self.text))
-        except MarkedYAMLError as error:
+            nodes = _Nodes(self.text)
+            roots = []
+            while nodes.check_node():
+                roots.append(nodes.get_node())
+            documents = [self._value_of(root) for root in roots]
+        except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark is not None else name
+            place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark is not None else f"{name}:1:1"
             raise ConfigError(f"{place}: {error.problem or error.context}") from error
-        except YAMLError as error:  # a character that YAML does not allow
-            position = getattr(error, "position", 0)
-            line, column = self.text.count("\n", 0, position) + 1, position - self.text.rfind("\n", 0, position)
-            raise ConfigError(f"{name}:{line}:{column}: {getattr(error, 'reason', error)}") from error
-        if not is_mapping(root):
-            raise ConfigError(f"{name}:1:1: a mapping is expected at the top of the file")
-        self.root: MappingNode = root
-        try:
-            self.values: dict[str, Any] = _value_of(root)
-        except RecursionError as error:
-            raise ConfigError(f"{name}:1:1: an alias holds itself, or values are nested too deeply") from error
+        except yaml.reader.ReaderError as error:
+            raise ConfigError(f"{self._unprintable()}: {error.reason}") from error
         except _BadNode as error:
             mark = error.node.start_mark
             raise ConfigError(f"{name}:{mark.line + 1}:{mark.column + 1}: {error}") from error
+        self.scalars, self.has_aliases = sorted(nodes.scalars), nodes.has_aliases
+        self.root = roots[0] if roots else MappingNode(Resolver.DEFAULT_MAPPING_TAG, [])
+        self.values: Any = documents[0] if len(documents) == 1 else documents
+        self.problem = ""
+        if len(roots) > 1:
+            line = roots[1].start_mark.line + 1
+            self.problem = f"{name}:{line}:1: here is a second document, and every system reads files of one only"
+        elif not is_mapping(self.root) or not roots:
+            self.problem = f"{name}:1:1: a mapping is expected at the top of the file"
+
+    def _unprintable(self) -> str:
+        found = yaml.reader.Reader.NON_PRINTABLE.search(self.text)
+        position = found.start() if found else 0
+        column = position - self.text.rfind("\n", 0, position)
+        return f"{self.name}:{self.text.count(chr(10), 0, position) + 1}:{column}"
 
     def edited(self, edits: Iterable[Edit]) -> str:
-        """The original text with edits of ``text``, in its own line ends.
+        """The original text with edits of ``text``, in the line ends that most of its lines have.
 
         Raises:
             ValueError: two of them overlap.
         """
-        newline = "\r\n" if self._returns else "\n"
+        ends = Counter(re.findall("\r\n|\n|\r", self.original))
+        newline = max(ends, key=lambda end: ends[end], default="\n")
         return apply_edits(
             self.original,
             (
@@ -80,23 +146,23 @@ class YamlText:
         )
 
     def _original(self, position: int) -> int:
-        return position + bisect.bisect_left(self._returns, position)
+        return self._first + position + bisect.bisect_left(self._returns, position)
 
     def node(self, path: Path) -> Node:
         """The node at a path, also one that a merge (``<<``) brings there. Raises KeyError."""
-        node: Node = self.root
+        node: Node | None = self.root
         for key in path:
-            found = _item(node, key)
-            if found is None:
+            node = self._item(node, key)
+            if node is None:
                 raise KeyError(path)
-            node = found
+        assert node is not None
         return node
 
     def merged(self, path: Path) -> dict[Any, Any]:
         """What merges (``<<``) bring to the mapping at ``path``, also what its own entries override."""
         node = self.node(path)
         merges = [value for name, value in node.value if _is_merge(name)] if is_mapping(node) else []
-        return {key: each for value in merges for node in _merged_nodes(value) for key, each in _value_of(node).items()}
+        return {key: each for value in merges for key, each in self._merge_of(value).items()}
 
     def line_of(self, path: Path) -> int:
         """The line of the key at ``path``, from 1; that of the mapping, where the key came from somewhere else."""
@@ -105,32 +171,27 @@ class YamlText:
         node = self.node(path)
         parent = self.node(path[:-1])
         if is_mapping(parent):
-            found = [name for name, _ in parent.value if _key_of(name) == path[-1]]
-            node = found[0] if found else parent
+            own = self._entries_of(parent).get(path[-1])
+            node = own[0] if own else parent
         return int(node.start_mark.line) + 1
 
-    def duplicate(self, path: Path) -> str:
-        """A message about a key that stands twice in the mapping at ``path``; "" if none does."""
+    def duplicate(self, path: Path, key: str | int | None = None) -> str:
+        """``Document.duplicate``."""
         seen: dict[Any, int] = {}
         node = self.node(path)
         for name, _ in node.value if is_mapping(node) else ():
-            key, mark = _key_of(name), name.start_mark
-            if key in seen and key != "<<":
-                return f"{self.name}:{mark.line + 1}:{mark.column + 1}: {key} stands in line {seen[key]}, too"
-            seen[key] = mark.line + 1
+            here, mark = self._key_of(name), name.start_mark
+            if _is_merge(name) or key not in (None, here):
+                continue
+            if here in seen:
+                return f"{self.name}:{mark.line + 1}:{mark.column + 1}: {here} stands in line {seen[here]}, too"
+            seen[here] = mark.line + 1
         return ""
 
     @functools.cached_property
-    def has_aliases(self) -> bool:
-        """Whether a node stands in more than one place."""
-        places = [id(node) for node in self._nodes(self.root)]
-        return len(places) > len(set(places))
-
-    @functools.cached_property
-    def scalars(self) -> list[tuple[int, int]]:
-        """The spans of scalars; a ``#`` in one begins no comment."""
-        nodes = {id(node): node for node in self._nodes(self.root) if isinstance(node, ScalarNode)}
-        return sorted((node.start_mark.index, node.end_mark.index) for node in nodes.values())
+    def scalar_starts(self) -> list[int]:
+        """Where scalars begin, in order."""
+        return [start for start, _ in self.scalars]
 
     @functools.cached_property
     def indent(self) -> int:
@@ -140,16 +201,69 @@ class YamlText:
                 return int(value.value[0][0].start_mark.column) or 2
         return 2
 
-    def _nodes(self, node: Node) -> Iterator[Node]:
-        """In depth first order; what an alias stands for comes with it."""
-        yield node
-        if is_mapping(node):
-            for key, value in node.value:
-                yield key
-                yield from self._nodes(value)
-        elif isinstance(node, SequenceNode):
-            for each in node.value:
-                yield from self._nodes(each)
+    # Nodes and values, each looked at once
+
+    def _value_of(self, node: Node) -> Any:
+        """As PyYAML has it: yes is true, 1e8 a string."""
+        if id(node) not in self._values:
+            self._values[id(node)] = self._constructed(node)
+        return self._values[id(node)]
+
+    def _constructed(self, node: Node) -> Any:
+        if isinstance(node, ScalarNode):
+            return self._scalar(node)
+        if node.tag not in _COLLECTIONS:
+            raise _BadNode(f"no system knows the tag {node.tag}", node)
+        if isinstance(node, SequenceNode):
+            return [self._value_of(each) for each in node.value]
+        merged: dict[Any, Any] = {}
+        own: dict[Any, Any] = {}
+        for key, value in node.value:
+            if _is_merge(key):
+                merged |= self._merge_of(value)
+            else:
+                own[self._key_of(key)] = self._value_of(value)
+        return merged | own
+
+    def _merge_of(self, node: Node) -> dict[Any, Any]:
+        """What the value of a ``<<`` brings; of several mappings the first takes precedence."""
+        each = node.value if isinstance(node, SequenceNode) else [node]
+        if bad := [node for node in each if not is_mapping(node)]:
+            raise _BadNode("<< takes a mapping, or a list of them", bad[0])
+        return {key: value for node in reversed(each) for key, value in self._value_of(node).items()}
+
+    def _scalar(self, node: ScalarNode) -> Any:
+        try:
+            return self._constructor.construct_object(node)
+        except (yaml.constructor.ConstructorError, ValueError, KeyError) as error:  # =, or a date that is none
+            problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
+            raise _BadNode(f"{node.value} is not a value: {problem}", node) from error
+
+    def _key_of(self, node: Node) -> Any:
+        if not isinstance(node, ScalarNode):
+            raise _BadNode("a key that is a list or a mapping", node)
+        return "<<" if _is_merge(node) else self._value_of(node)
+
+    def _entries_of(self, node: MappingNode) -> dict[Any, tuple[Node, Node]]:
+        """A mapping's own keys and values, by key; of two alike the last."""
+        if id(node) not in self._entries:
+            self._entries[id(node)] = {self._key_of(key): (key, value) for key, value in node.value}
+        return self._entries[id(node)]
+
+    def _item(self, node: Node | None, key: str | int) -> Node | None:
+        if isinstance(node, SequenceNode):
+            return node.value[key] if isinstance(key, int) and key < len(node.value) else None
+        if not is_mapping(node):
+            return None
+        own = self._entries_of(node).get(key)
+        if own is not None:
+            return own[1]
+        merges = [value for name, value in node.value if _is_merge(name)]
+        for merge in reversed(merges):
+            for each in merge.value if isinstance(merge, SequenceNode) else [merge]:
+                if (found := self._item(each, key)) is not None:
+                    return found
+        return None
 
 
 class _BadNode(Exception):
@@ -158,54 +272,5 @@ class _BadNode(Exception):
         self.node = node
 
 
-def _value_of(node: Node) -> Any:
-    """As PyYAML has it: yes is true, 1e8 a string."""
-    if isinstance(node, SequenceNode):
-        return [_value_of(each) for each in node.value]
-    if is_mapping(node):
-        merged: dict[Any, Any] = {}
-        own: dict[Any, Any] = {}
-        for key, value in node.value:
-            if _is_merge(key):
-                for each in _merged_nodes(value):
-                    merged = _value_of(each) | merged  # of several the first goes first
-            else:
-                own[_key_of(key)] = _value_of(value)
-        return merged | own
-    return _scalar(node)
-
-
-def _scalar(node: Any) -> Any:
-    if node.style is not None:
-        return node.value
-    tag = _RESOLVER.resolve(yaml.ScalarNode, node.value, (True, False))
-    try:
-        return _CONSTRUCTOR.construct_object(yaml.ScalarNode(tag, node.value))
-    except (yaml.constructor.ConstructorError, ValueError) as error:  # =, or a date that is none
-        raise _BadNode(f"{node.value} is not a value: {error.args[-1] or error.args[-2]}", node) from error
-
-
-def _key_of(node: Node) -> Any:
-    if not isinstance(node, ScalarNode):
-        raise _BadNode("a key that is a list or a mapping", node)
-    return "<<" if _is_merge(node) else _scalar(node)
-
-
-def _is_merge(node: Any) -> bool:
-    return isinstance(node, ScalarNode) and node.value == "<<" and node.style is None
-
-
-def _merged_nodes(node: Node) -> list[Node]:
-    return [each for each in (node.value if isinstance(node, SequenceNode) else [node]) if is_mapping(each)]
-
-
-def _item(node: Node, key: str | int) -> Node | None:
-    if isinstance(node, SequenceNode):
-        return node.value[key] if isinstance(key, int) and key < len(node.value) else None
-    if not is_mapping(node):
-        return None
-    own = [value for name, value in node.value if _key_of(name) == key]
-    if own:
-        return own[-1]
-    merges = [each for name, value in node.value if _is_merge(name) for each in _merged_nodes(value)]
-    return next((found for each in merges if (found := _item(each, key)) is not None), None)
+def _is_merge(node: Node) -> bool:
+    return bool(node.tag == _MERGE)

@@ -13,6 +13,7 @@ from support.examples import examples
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import Edit, apply_edits
 from composer_fsdp2.migration.documents.yaml import YamlDocument, flow_text
+from composer_fsdp2.migration.migrate import migrate_text
 
 Entries = list[tuple[str, Any]]
 
@@ -154,7 +155,7 @@ def test_unknown_keys_are_refused():
 
 BAD = [
     ("a: [1\nb: 2", "run.yaml:2:2"),
-    ("a: 1\n---\nb: 2\n", "run.yaml:2:1"),
+    ("a: 1\n---\nb: 2\n", "run.yaml:3:1"),
     ("- 1\n", "run.yaml:1:1"),
     ("", "run.yaml:1:1"),
     ("a:\n\t- 1\n", "run.yaml:2:1"),
@@ -171,7 +172,7 @@ BAD = [
 def test_what_is_no_configuration_is_placed(text: str, place: str):
     """A user of a long file would have to search for the fault, or get a traceback."""
     with pytest.raises(ConfigError) as error:
-        YamlDocument(text, "run.yaml")
+        migrate_text(text, "run.yaml")
     assert str(error.value).startswith(place)
 
 
@@ -219,5 +220,5 @@ def test_values_are_those_of_pyyaml(values: dict[str, Any], flow: bool | None, u
     "text", ["a: yes\nb: 1e8\nc: 0o7\nd: 012\ne: 1_000\nf: 1:30\ng: 2024-01-02\nh: ~\ni: .inf\nj: 0x1F\n"]
 )
 def test_values_of_yaml_1_1(text: str):
-    """ruamel.yaml reads YAML 1.2, in which yes is a string and 012 is twelve."""
+    """In YAML 1.2 yes is a string and 012 is twelve; the systems read YAML 1.1."""
     assert YamlDocument(text).values == yaml.safe_load(text)
