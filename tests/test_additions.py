@@ -119,7 +119,7 @@ from composer_fsdp2.config.rows import POSITIVE_INT, Aspect, Row, finding_of, on
 from composer_fsdp2.config.sharding import MixedPrecision, ShardingConfig
 from composer_fsdp2.migration.capabilities import Lack
 from composer_fsdp2.migration.dialect import Dialect, Question, Reading, Section, Setting
-from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from composer_fsdp2.migration.run import RunConfig
 
 
 class MadeUpDialect(Dialect):
@@ -144,7 +144,7 @@ class MadeUpDialect(Dialect):
             mesh=MeshSpec.of_degrees(shard=section.given.get("shards", 1)),
             mixed_precision=MixedPrecision(param_dtype="bfloat16" if section.given.get("bits") == 16 else None),
         )
-        run = RunConfig(config=config, wrap=Wrap(kind=WrapKind.HOOKS))
+        run = RunConfig(config=config)
         return Reading(run=run, findings=findings, aspects={row.name: row.aspect for row in self.rows})
 
     def settings(self, run):

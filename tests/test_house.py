@@ -47,7 +47,7 @@ ROOMS = {
         "atomic",
     ),
     "config": room(
-        "text value findings mesh rows sharding choices __init__",
+        "text value findings mesh rows wrap sharding choices __init__",
         rooms="errors",
     ),
     "_torch": room(
@@ -67,7 +67,7 @@ ROOMS = {
         packages="numpy torch",
     ),
     "fsdp1": room(
-        "__init__ attributes objects parsing keys hooks read translate",
+        "__init__ attributes objects parsing selecting keys hooks read translate",
         rooms="errors config _torch sharding training",
         packages="omegaconf torch",
     ),

@@ -84,6 +84,7 @@ class Aspect(enum.Enum):
     GRADIENT_SYNC = "gradient_sync"
     SYNC = "sync_module_states"
     WRAP = "wrap"
+    FREEZE = "freeze"
     STATE_DICT = "state_dict_type"
     ASYNC_SAVE = "async_save"
     OTHER = "other"  # each its own: no key of a dialect stands for another's

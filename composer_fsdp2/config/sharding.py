@@ -6,6 +6,7 @@ from typing import Any
 
 from composer_fsdp2.config.mesh import MeshSpec, divisors_text
 from composer_fsdp2.config.value import Value
+from composer_fsdp2.config.wrap import Wrap
 from composer_fsdp2.errors import ConfigError
 
 DTYPES_BY_SHORT_NAME = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -44,13 +45,16 @@ class MixedPrecision(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing(Value):
-    """What is done with the activations of the modules that the model's hooks choose.
+    """What is done with the activations of the chosen modules.
 
+    ``classes``: those of the modules to choose, by name; empty for the ones that the model itself names (transformers'
+    ``_no_split_modules``) or else its ``Wrap``; None: the model's hooks choose.
     ``transformer_engine``: recompute with Transformer Engine's checkpoint, which keeps fp8 state and, beginning with
     ``transformer_engine_seed``, its own random numbers; never reentrant.
     """
 
     checkpoint: bool = False
+    classes: tuple[str, ...] | None = None
     cpu_offload: bool = False
     reentrant: bool = True
     transformer_engine: bool = False
@@ -97,12 +101,14 @@ class ShardingConfig(Value):
 
     ``sync_module_states`` None: rank 0's values go out only where some ranks have none.
     ``collective_guard``: for how many seconds ranks wait for each other before a collective; None: they do not compare.
+    ``freeze``: paths; parameters there and below are not trained.
     ``ignored_modules``: modules of the model, or their paths; a plan has the paths.
     ``shard_below_unwrapped``: what is chosen below a direct child with ``_fsdp_wrap = False`` is sharded, as under
     Composer's FSDP2; else such a child is left out with all below it, as under FSDP1.
     """
 
     mesh: MeshSpec = field(default_factory=MeshSpec)
+    wrap: Wrap = field(default_factory=Wrap)
     reshard_after_forward: bool | int = True
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     cpu_offload: bool = False
@@ -111,6 +117,7 @@ class ShardingConfig(Value):
     accumulation: Accumulation = field(default_factory=Accumulation)
     collective_guard: float | None = None
     sync_module_states: bool | None = False
+    freeze: tuple[str, ...] = ()
     ignored_modules: tuple[Any, ...] = ()
     shard_below_unwrapped: bool = False
 

@@ -32,6 +32,7 @@ from composer_fsdp2.fsdp1.parsing import (
     parse_state_dict_type,
     parse_strategy,
 )
+from composer_fsdp2.fsdp1.selecting import WRAP_KEYS, parse_checkpointed_classes, parse_freeze, parse_wrap_policy
 
 
 class KeyGroup(enum.StrEnum):
@@ -247,6 +248,9 @@ _MP_POLICY = takes_by("a MixedPrecisionPolicy", parse_mp_policy)
 _OFFLOAD = takes_by("true, false, a CPUOffload or an OffloadPolicy", parse_offload)
 _GROUPS = takes_by("a word such as node or set8, a list of ranks, a ProcessGroup, or a pair of these", parse_groups)
 _MODULES = takes_by("a list of modules", parse_modules)
+_WRAP_POLICY = takes_by("a mapping of which modules become units, or null", parse_wrap_policy)
+_CHECKPOINTED = takes_by("a list of class names, auto, or null", parse_checkpointed_classes)
+_PREFIXES = takes_by("a list of prefixes of parameters' names, or null", parse_freeze)
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _KEPT = "Composer reads it from the same configuration object, as before"
@@ -398,6 +402,13 @@ _ROWS: tuple[Row, ...] = (
         rewrite=_removed, meaning="the old name of load_monolith_rank0_only",
         reason="Composer ignores it since 0.24; set load_monolith_rank0_only instead"),
     # Ours.
+    Row(name="activation_checkpointing_policy", detail_of=Aspect.CHECKPOINTING, default=None, group=KeyGroup.OURS,
+        outcome=_EXACT, target="checkpoint_wrapper on each module of these classes", takes=_CHECKPOINTED,
+        neutral=(None,), sets="activation_checkpointing.classes",
+        meaning="the classes of the modules that activation_checkpointing and activation_cpu_offload are for, in the "
+        "place of the model's activation_checkpointing_fn; auto: the model's _no_split_modules, or else those of "
+        "wrap_policy",
+        reason="the modules of these classes are chosen by name"),
     Row(name="async_save", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
         target="a background thread with a gloo group of its own", aspect=Aspect.ASYNC_SAVE,
         meaning="training goes on while a Trainer's checkpoint is written from a copy in host memory",
@@ -409,6 +420,10 @@ _ROWS: tuple[Row, ...] = (
         "are about to do",
         reason="ranks that run different modules raise on all of them and name the place, instead of hanging; each "
         "collective costs a small one more"),
+    Row(name="freeze", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="requires_grad_(False), before the "
+        "model is sharded", takes=_PREFIXES, neutral=(None,), aspect=Aspect.FREEZE, sets="freeze",
+        meaning="prefixes of the names of parameters that are not trained; they end at dots",
+        reason="frozen before the units are planned; the optimizer leaves them as they are"),
     Row(name="fsdp1_metric_names", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
         target="_fsdp_wrapped_module and _checkpoint_wrapped_module in logged names", decide=_metric_names,
         meaning="OptimizerMonitor and ActivationMonitor log under the names that they had in FSDP1's runs",
@@ -431,6 +446,12 @@ _ROWS: tuple[Row, ...] = (
         target="load_checkpoint(trust=True) for the Trainer's load_path",
         meaning="load entries of a checkpoint that are more than plain data, by running their pickle",
         reason="such a pickle can run anything; each class that it names is in a warning"),
+    Row(name="wrap_policy", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="fully_shard on each of these "
+        "modules", takes=_WRAP_POLICY, neutral=(None,), nested=WRAP_KEYS, aspect=Aspect.WRAP, sets="wrap",
+        meaning="which modules below the roots become units, in the place of the model's fsdp_wrap_fn: by class "
+        "(transformer_layer_cls_to_wrap: a list, auto for the model's _no_split_modules, or [] for none; and "
+        "wrap_embeddings, wrap_lm_output, moe_experts), or by size (min_num_params), as FSDP1's policies",
+        reason="each module that it chooses is a unit; _fsdp_wrap on a module takes precedence"),
 )
 # fmt: on
 

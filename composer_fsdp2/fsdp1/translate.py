@@ -327,6 +327,7 @@ def _contradictions(given: GivenConfig, values: Mapping[str, Any]) -> None:
         for other in row.instead_of:
             problems.catch(_synonyms, given, (other, row.name))
     problems.catch(_offloaded_activations, values)
+    problems.catch(_policy_without_checkpointing, values)
     problems.raise_all()
 
 
@@ -345,6 +346,16 @@ def _offloaded_activations(values: Mapping[str, Any]) -> None:
         raise ConfigError(
             "activation_cpu_offload: true contradicts use_orig_params: false; leave use_orig_params out",
             keys=("activation_cpu_offload", "use_orig_params"),
+        )
+
+
+def _policy_without_checkpointing(values: Mapping[str, Any]) -> None:
+    is_on = values["activation_checkpointing"] or values["activation_cpu_offload"]
+    if values["activation_checkpointing_policy"] is not None and not is_on:
+        raise ConfigError(
+            "fsdp_config.activation_checkpointing_policy chooses what is recomputed, and activation_checkpointing is "
+            "false; set activation_checkpointing: true, or leave the policy out",
+            keys=("activation_checkpointing_policy", "activation_checkpointing"),
         )
 
 

@@ -10,11 +10,19 @@ from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.sharding import GradientDtype, GradientSync
-from composer_fsdp2.migration.run import RunConfig, WrapKind
+from composer_fsdp2.config.wrap import WrapKind
+from composer_fsdp2.migration.run import RunConfig
 
 
 def _if(value: Any, condition: object) -> Any:
     return value if condition else None
+
+
+def _recomputed(run: RunConfig) -> str | None:
+    checkpointing = run.config.activation_checkpointing
+    if checkpointing.classes is None or not checkpointing.enabled:
+        return None
+    return ", ".join(checkpointing.classes) or "as the model says"
 
 
 def _units(run: RunConfig) -> str:
@@ -45,6 +53,7 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
         True, run.config.mixed_precision.gradients is not GradientDtype.OF_PARAMETER
     ),
     "activation_checkpointing": lambda run: run.config.activation_checkpointing.checkpoint,
+    "recomputed modules": _recomputed,
     "reentrant checkpointing": lambda run: _if(
         "reentrant", run.config.activation_checkpointing.checkpoint and run.config.activation_checkpointing.reentrant
     ),
@@ -69,7 +78,7 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
     "async_save": lambda run: _if(True, run.async_save),
     "model only": lambda run: _if(True, run.save_only_model),
     "gradient clipping": lambda run: "off" if run.max_grad_norm is None else run.max_grad_norm,
-    "frozen parameters": lambda run: ", ".join(run.frozen) or None,
+    "frozen parameters": lambda run: ", ".join(run.config.freeze) or None,
     "tensor parallelism": lambda run: _if(run.tensor_parallel, run.tensor_parallel != 1),
     "context parallelism": lambda run: _if(run.context_parallel, run.context_parallel != 1),
     "pipeline parallelism": lambda run: _if(run.pipeline_parallel, run.pipeline_parallel != 1),

@@ -1,46 +1,11 @@
 """What a configuration of any dialect asks for, independent of any framework's key names."""
 
-import enum
 from dataclasses import dataclass
 
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.config.value import Value
-
-
-class WrapKind(enum.Enum):
-    """Who chooses the modules that become units."""
-
-    HOOKS = "the model's own hooks (Composer's fsdp_wrap_fn, _fsdp_wrap)"
-    CLASSES = "modules of these classes"
-    SIZE = "modules with so many parameters"
-    ROOT = "the whole model is one unit"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wrap(Value):
-    """Which modules become units.
-
-    Args:
-        classes: Under CLASSES; empty means the classes that the model itself names (transformers'
-            ``_no_split_modules``).
-        min_num_params: Under SIZE.
-        embeddings: Whether they are units of their own.
-        output: Whether the output head is one.
-        experts: Classes of experts that are.
-    """
-
-    kind: WrapKind
-    classes: tuple[str, ...] = ()
-    min_num_params: int = 0
-    embeddings: bool = False
-    output: bool = False
-    experts: tuple[str, ...] = ()
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """The further kinds of modules that are units of their own, by name."""
-        kinds = {"embeddings": self.embeddings, "output": self.output, "experts": self.experts}
-        return tuple(name for name, wanted in kinds.items() if wanted)
+from composer_fsdp2.config.wrap import Wrap as Wrap
+from composer_fsdp2.config.wrap import WrapKind as WrapKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +24,11 @@ class RunConfig(Value):
         tensor_parallel, context_parallel, pipeline_parallel, expert_parallel: Over how many ranks.
         expert_patch: Whether experts without tokens run on one token, so that all ranks run the same.
         tiled_mlp: Into how many pieces of the sequence an MLP is cut.
-        frozen: The names of parameters that are not trained begin so.
         selective_checkpointing: Which of the checkpointed modules are recomputed: every n-th, or by operator.
         compile: Whether the model is compiled.
     """
 
     config: ShardingConfig
-    wrap: Wrap
     precision: str = "fp32"
     state_dict_type: str = "full"
     strict: bool = True
@@ -81,6 +44,10 @@ class RunConfig(Value):
     expert_parallel: int = 1
     expert_patch: bool = False
     tiled_mlp: int | None = None
-    frozen: tuple[str, ...] = ()
     selective_checkpointing: str | None = None
     compile: bool = False
+
+    @property
+    def wrap(self) -> Wrap:
+        """Which modules become units."""
+        return self.config.wrap

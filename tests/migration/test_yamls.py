@@ -103,10 +103,8 @@ FILES: dict[str, dict[str, Asked]] = {
         TRAIN: Asked(
             mesh=(-1, 4),
             recomputed=True,
-            others={"async_save": True, "context_parallel": 2, "frozen": ("vision_model",), "tiled_mlp": 4},
-            blocking=frozenset(
-                ["apply_tiled_mlp", "tiled_num_shards", "model_args.freeze_module_prefix", "model_args.ulysses_size"]
-            ),
+            others={"async_save": True, "context_parallel": 2, "tiled_mlp": 4},
+            blocking=frozenset(["apply_tiled_mlp", "tiled_num_shards", "model_args.ulysses_size"]),
         ),
         REFERENCE: Asked(offload=True, others={"context_parallel": 2}, blocking=frozenset(["model_args.ulysses_size"])),
     },
@@ -115,7 +113,6 @@ FILES: dict[str, dict[str, Asked]] = {
             wrap=(WrapKind.CLASSES, ("Qwen3MoeDecoderLayer",)),
             recomputed=True,
             others={"async_save": True, "expert_patch": True, "max_grad_norm": 1.0},
-            blocking=frozenset(["apply_expert_patch"]),
         ),
         REFERENCE: Asked(),
     },
@@ -202,15 +199,28 @@ def test_what_is_left_to_decide(name: str):
     for section in migration.sections:
         keys = {finding.key for finding in section.blocking if finding.origin is Origin.KEY}
         assert keys == FILES[name][section.place].blocking, section.place
-    # Which modules become units stands in a model's code, under Composer: that is one thing to do for all others.
-    is_left = any(asked.blocking or asked.wrap[0] is WrapKind.CLASSES for asked in FILES[name].values())
-    assert migration.exit_code == int(is_left)
+    assert migration.exit_code == int(any(asked.blocking for asked in FILES[name].values()))
 
 
 # --- in Composer's words
 
 FULL_PRECISION_SUMS = {"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
 RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+LAYERS = {"activation_checkpointing_policy": "auto"}
+BLOCK = {
+    "wrap_policy": {
+        "transformer_layer_cls_to_wrap": ["TransformerBlock"],
+        "wrap_embeddings": True,
+        "wrap_lm_output": True,
+    },
+    "activation_checkpointing_policy": ["TransformerBlock"],
+}
+
+
+def units(*classes: str, **others: bool) -> dict[str, Any]:
+    return {"wrap_policy": {"transformer_layer_cls_to_wrap": list(classes) or "auto", **others}}
+
+
 KEPT = {"reshard_after_forward": True, "state_dict_type": "sharded", "sync_module_states": True}
 HALVES_OF_EIGHT = {"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": -1}
 
@@ -225,50 +235,82 @@ WORDS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
                 "activation_checkpointing": True,
                 "backward_prefetch": "NONE",
                 "gradient_sync": "last",
-            },
+                "wrap_policy": {"transformer_layer_cls_to_wrap": []},
+            }
+            | LAYERS,
             "amp_bf16",
         )
     },
     "huggingface/llama-sft-fsdp1.yaml": {
         "": (
-            KEPT | RECOMPUTED | {"state_dict_type": "full", "mixed_precision": "PURE", "gradient_sync": "last"},
+            KEPT
+            | RECOMPUTED
+            | {"activation_checkpointing_policy": ["LlamaDecoderLayer"]}
+            | units("LlamaDecoderLayer")
+            | {"state_dict_type": "full", "mixed_precision": "PURE", "gradient_sync": "last"},
             "amp_bf16",
         )
     },
     "accelerate/llama-full-fsdp1.yaml": {
-        "": (KEPT | {"state_dict_type": "full", "mixed_precision": "PURE", "backward_prefetch": "NONE"}, "amp_bf16")
+        "": (
+            KEPT
+            | units("LlamaDecoderLayer")
+            | {"state_dict_type": "full", "mixed_precision": "PURE", "backward_prefetch": "NONE"},
+            "amp_bf16",
+        )
     },
     "accelerate/llama-hybrid-fsdp1.yaml": {
         "": (
             KEPT
             | RECOMPUTED
+            | {"activation_checkpointing_policy": ["LlamaDecoderLayer"]}
+            | units("LlamaDecoderLayer")
             | {"data_parallel_shard_degree": 8, "data_parallel_replicate_degree": -1, "mixed_precision": "PURE"},
             "amp_bf16",
         )
     },
     "roll/text-qwen3-8b-roll.yaml": {
-        "actor_train": (KEPT | FULL_PRECISION_SUMS | RECOMPUTED | {"async_save": True}, "amp_bf16"),
-        "reference": (KEPT | FULL_PRECISION_SUMS | HALVES_OF_EIGHT, "amp_bf16"),
+        "actor_train": (
+            KEPT
+            | FULL_PRECISION_SUMS
+            | RECOMPUTED
+            | LAYERS
+            | units("Qwen3DecoderLayer", wrap_embeddings=True)
+            | {"async_save": True},
+            "amp_bf16",
+        ),
+        "reference": (KEPT | FULL_PRECISION_SUMS | HALVES_OF_EIGHT | units(wrap_embeddings=True), "amp_bf16"),
     },
     "roll/vision-language-qwen2.5-vl-7b-roll.yaml": {
         "actor_train": (
-            KEPT | FULL_PRECISION_SUMS | RECOMPUTED | HALVES_OF_EIGHT | {"async_save": True},
+            KEPT
+            | FULL_PRECISION_SUMS
+            | RECOMPUTED
+            | LAYERS
+            | HALVES_OF_EIGHT
+            | units(wrap_embeddings=True)
+            | {"async_save": True, "freeze": ["vision_model"]},
             "amp_bf16",
         ),
-        "reference": (KEPT | FULL_PRECISION_SUMS | {"cpu_offload": True}, "amp_bf16"),
+        "reference": (KEPT | FULL_PRECISION_SUMS | units(wrap_embeddings=True) | {"cpu_offload": True}, "amp_bf16"),
     },
     "roll/moe-qwen3-30b-a3b-roll.yaml": {
         # Reentrant, since ROLL chooses that for mixtures of experts, and since FSDP1 under Composer did by default.
         "actor_train": (
-            KEPT | FULL_PRECISION_SUMS | {"activation_checkpointing": True, "async_save": True},
+            KEPT
+            | FULL_PRECISION_SUMS
+            | LAYERS
+            | units("Qwen3MoeDecoderLayer", wrap_embeddings=True)
+            | {"activation_checkpointing": True, "async_save": True},
             "amp_bf16",
         ),
-        "reference": (KEPT | FULL_PRECISION_SUMS, "amp_bf16"),
+        "reference": (KEPT | FULL_PRECISION_SUMS | units(wrap_embeddings=True), "amp_bf16"),
     },
     "torchtitan/llama3-8b-torchtitan.toml": {
         "": (
             FULL_PRECISION_SUMS
             | RECOMPUTED
+            | BLOCK
             | {"reshard_after_forward": True, "state_dict_type": "sharded", "data_parallel_replicate_degree": 4},
             "fp32",
         )
@@ -277,6 +319,7 @@ WORDS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         "": (
             FULL_PRECISION_SUMS
             | RECOMPUTED
+            | BLOCK
             | {"reshard_after_forward": True, "state_dict_type": "sharded", "async_save": True},
             "fp32",
         )
@@ -332,11 +375,12 @@ def right_config(name: str, place: str) -> ShardingConfig:
     [(name, *places) for name in FILES for places in zip(FILES[name], WORDS[name], strict=True)],
 )
 def test_both_sides_ask_for_the_same(name: str, left_place: str, right_place: str):
-    """All but where inputs are cast, which no key of Composer's says: FSDP1 and composer_fsdp2 cast at roots."""
+    """All but where inputs are cast, which no key of Composer's says: FSDP1 and composer_fsdp2 cast at roots; and
+    experts, which stay in their layer's unit."""
     left, right = run_of(name, left_place).config, right_config(name, right_place)
     at_roots = {"cast_forward_inputs": False, "cast_root_inputs": True}
     left, right = (replace(each, mixed_precision=replace(each.mixed_precision, **at_roots)) for each in (left, right))
-    assert left == right
+    assert replace(left, wrap=replace(left.wrap, experts=())) == right
 
 
 # --- every key

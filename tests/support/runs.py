@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from composer_fsdp2.config.sharding import MixedPrecision, ShardingConfig
-from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from composer_fsdp2.config.wrap import Wrap
+from composer_fsdp2.migration.run import RunConfig
 
 OF_RUN, OF_CONFIG, OF_PRECISION = (
     {field.name for field in dataclasses.fields(kind)} for kind in (RunConfig, ShardingConfig, MixedPrecision)
@@ -19,7 +20,6 @@ def run_with(wrap: Wrap | None = None, **fields: Any) -> RunConfig:
     dtypes = {name: value for name, value in fields.items() if name in OF_PRECISION}
     config = {name: value for name, value in fields.items() if name in OF_CONFIG}
     return RunConfig(
-        config=ShardingConfig(mixed_precision=MixedPrecision(**dtypes), **config),
-        wrap=wrap or Wrap(kind=WrapKind.HOOKS),
+        config=ShardingConfig(mixed_precision=MixedPrecision(**dtypes), wrap=wrap or Wrap(), **config),
         **{name: value for name, value in fields.items() if name in OF_RUN},
     )

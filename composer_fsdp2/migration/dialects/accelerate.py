@@ -185,6 +185,11 @@ def _recomputes(run: RunConfig) -> bool:
     return run.config.activation_checkpointing.checkpoint
 
 
+def _recomputes_others(run: RunConfig) -> bool:
+    classes = run.config.activation_checkpointing.classes
+    return bool(classes) and classes != run.wrap.classes and run.wrap.kind is not WrapKind.ROOT
+
+
 # fmt: off
 # Of what its own FSDP1 could, or did otherwise.
 OF_FSDP1: tuple[Lack, ...] = (
@@ -227,6 +232,10 @@ OF_FSDP1: tuple[Lack, ...] = (
     Lack(asked="units", when=lambda run: run.wrap.kind is WrapKind.HOOKS, outcome=_APPROXIMATE,
         reason="accelerate does not call the model's hooks; the classes of its _no_split_modules become units",
         hint="fsdp_transformer_layer_cls_to_wrap names others"),
+    Lack(asked="recomputed modules", when=_recomputes_others, outcome=_APPROXIMATE,
+        target="fsdp_activation_checkpointing",
+        reason="accelerate recomputes the modules that its policy wraps, not {value}: the same numbers, another memory",
+        hint="gradient_checkpointing_enable() on the model"),
     Lack(asked="further units", outcome=_APPROXIMATE,
         reason="accelerate has no word for {value}, which become parts of the root's unit",
         hint="add their classes to fsdp_transformer_layer_cls_to_wrap"),

@@ -17,6 +17,7 @@ from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision, Shardi
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.keys import IGNORED_BY_COMPOSER, KEYS, KEYS_BY_NAME, KeyGroup
 from composer_fsdp2.fsdp1.parsing import PRECISIONS, BackwardPrefetch, GivenPrecision, mixed_precision_of
+from composer_fsdp2.fsdp1.selecting import checkpointed_words, freeze_words, wrap_policy_words
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.migration.capabilities import Lack
 from composer_fsdp2.migration.dialect import (
@@ -32,7 +33,7 @@ from composer_fsdp2.migration.dialect import (
     implicit,
     value_at,
 )
-from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from composer_fsdp2.migration.run import RunConfig
 
 # Composer's default for a GPU, on which nearly all of these files were trained.
 _DEFAULT_PRECISION = "amp_bf16"
@@ -202,6 +203,10 @@ def _casts(section: Section, around: Given) -> bool:
     return section.given.get("mixed_precision", "DEFAULT") != "FULL"
 
 
+def _leaves_units_to_hooks(section: Section, around: Given) -> bool:
+    return section.given.get("wrap_policy") is None
+
+
 def _leaves_state_dict_type(section: Section, around: Given) -> bool:
     return "state_dict_type" not in section.given
 
@@ -233,7 +238,7 @@ _IMPLICIT: tuple[tuple[Callable[[Section, Given], bool], Finding], ...] = (
         "checkpoints are full ones, as FSDP1's were by default; plain Composer's FSDP2 saves sharded ones",
         "say state_dict_type: full to have it there, too",
         value="full", target="state_dict_type: full")),
-    (lambda section, around: True, implicit("wrapping", Outcome.EXACT,
+    (_leaves_units_to_hooks, implicit("wrapping", Outcome.EXACT,
         "the same modules become units, each around its own checkpointing as under FSDP1; plain Composer puts the "
         "checkpointing outside",
         target="the model's fsdp_wrap_fn, _fsdp_wrap and activation_checkpointing_fn")),
@@ -303,17 +308,7 @@ def _mixed_precision(run: RunConfig) -> str | dict[str, str]:
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
-_WRAP_REASON = "Composer asks the model which modules become units; no configuration can say it"
-_WRAP_FN = "fsdp_wrap_fn of the model"
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
-
-
-def _wraps_what_the_model_names(run: RunConfig) -> bool:
-    return run.wrap.kind is WrapKind.CLASSES and not run.wrap.classes
-
-
-def _recomputes_without_hooks(run: RunConfig) -> bool:
-    return run.config.activation_checkpointing.checkpoint and run.wrap.kind is not WrapKind.HOOKS
 
 
 def _leaves_inputs_of_the_root(run: RunConfig) -> bool:
@@ -323,29 +318,10 @@ def _leaves_inputs_of_the_root(run: RunConfig) -> bool:
 
 # fmt: off
 _LACKS: tuple[Lack, ...] = (
-    Lack(asked="units", when=lambda run: bool(run.wrap.classes), outcome=_NEEDS_DECISION, target=_WRAP_FN,
-        reason=_WRAP_REASON,
-        hint="give the model `def fsdp_wrap_fn(self, module): return type(module).__name__ in '{value}'.split(', ')`, "
-        "or leave it to LLM Foundry, whose models choose their own blocks"),
-    Lack(asked="units", when=_wraps_what_the_model_names, outcome=_NEEDS_DECISION, target=_WRAP_FN, reason=_WRAP_REASON,
-        hint="LLM Foundry's hf_causal_lm chooses the same classes by itself (_no_split_modules); else give the model "
-        "an fsdp_wrap_fn"),
-    Lack(asked="units", when=lambda run: run.wrap.kind is WrapKind.SIZE, outcome=_NEEDS_DECISION, target=_WRAP_FN,
-        reason=_WRAP_REASON,
-        hint="let the model's fsdp_wrap_fn choose {value}, those in units below them not counted"),
-    Lack(asked="units", when=lambda run: run.wrap.kind is WrapKind.ROOT, outcome=_APPROXIMATE, target=_WRAP_FN,
-        reason="under Composer a model without hooks is one unit; one with an fsdp_wrap_fn has several: the same "
-        "numbers, less memory"),
-    Lack(asked="further units", outcome=_APPROXIMATE, target=_WRAP_FN,
-        reason="{value} were units of their own; the numbers do not depend on it",
-        hint="let the model's fsdp_wrap_fn choose them as well"),
-    Lack(asked="activation_checkpointing", when=_recomputes_without_hooks,
-        outcome=_NEEDS_DECISION, target="activation_checkpointing_fn of the model",
-        reason="Composer asks the model which modules are recomputed, too, and without an activation_checkpointing_fn "
-        "or modules with _activation_checkpointing none is: the same numbers, but all activations are kept",
-        hint="LLM Foundry's models choose their own blocks; else give the model an activation_checkpointing_fn, and a "
-        "transformers model config.use_cache = False, since a block that runs again would add to its cache; or "
-        "call gradient_checkpointing_enable() on the model, which does both, and leave activation_checkpointing out"),
+    Lack(asked="further units", when=lambda run: bool(run.wrap.experts), outcome=_APPROXIMATE,
+        target="the units around them",
+        reason="experts stay in the unit around them, which every rank gathers whatever its tokens choose: the same "
+        "numbers, and more memory while it is gathered"),
     Lack(asked="casting of inputs", when=lambda run: run.config.mixed_precision.cast_forward_inputs,
         outcome=_APPROXIMATE, target="at roots",
         reason="as under FSDP1 inputs are cast at roots only; what a block gets in float32, rotary angles for one, it "
@@ -362,15 +338,11 @@ _LACKS: tuple[Lack, ...] = (
         reason="a file cannot name modules", hint="set fsdp_config['ignored_modules'] in the script"),
     *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason="composer_fsdp2 shards data parallel runs; it has "
         f"no {kind} parallelism") for kind in ("tensor", "pipeline", "context", "expert")),
-    Lack(asked="expert patch", outcome=_NEEDS_DECISION,
-        reason="nothing makes ranks agree on which experts run; where an expert is a unit of its own, they would hang",
-        hint="keep all experts of a layer in one unit, which this section does unless the model wraps experts"),
+    Lack(asked="expert patch", outcome=_UNNEEDED,
+        reason="all experts of a layer are in one unit, which every rank gathers whatever its tokens choose"),
     Lack(asked="tiled MLP", outcome=_NEEDS_DECISION,
         reason="MLPs are computed in one piece: the same numbers, more memory in long sequences",
         hint="recompute activations, or use shorter microbatches"),
-    Lack(asked="frozen parameters", outcome=_NEEDS_DECISION,
-        target="the model's code, or LLM Foundry's layer_freezing callback",
-        reason="what is frozen stands in no fsdp_config", hint="freeze {value}"),
     Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
         outcome=_APPROXIMATE, target="algorithms.gradient_clipping",
         reason="Composer clips by an algorithm, which stands outside of this section",
@@ -447,7 +419,7 @@ class ComposerDialect(Dialect):
         return Reading(run=_run(effective.config, effective, known, around), findings=findings, aspects=aspects)
 
     def express(self, run: RunConfig) -> Expression:
-        """The keys of the section, and Composer's ``precision`` beside it. Classes to wrap lie in the model's code."""
+        """The keys of the section, and Composer's ``precision`` beside it."""
         precision = Setting(aspect=Aspect.PRECISION, key="precision", value=run.precision)
         return replace(super().express(run), beside=(precision,))
 
@@ -497,7 +469,8 @@ class ComposerDialect(Dialect):
 
     def is_own(self, finding: Finding) -> bool:
         row = KEYS_BY_NAME.get(finding.key)
-        return row is not None and row.group == KeyGroup.OURS and finding.value != row.default
+        is_ours = row is not None and row.group == KeyGroup.OURS and row.name not in _WORDS
+        return row is not None and is_ours and finding.value != row.default
 
     def frame(self, section: Section) -> Frame:
         """``parallelism_config`` goes as a whole, if sharding is all that it has."""
@@ -535,7 +508,6 @@ def _run(config: ShardingConfig, translation: Translation, known: Given, around:
     clipping = _clipping(around)
     return RunConfig(
         config=config,
-        wrap=Wrap(kind=WrapKind.HOOKS),
         precision=translation.precision,
         state_dict_type=known.get("state_dict_type") or "full",
         strict=translation.strict,
@@ -545,12 +517,24 @@ def _run(config: ShardingConfig, translation: Translation, known: Given, around:
     )
 
 
+# What these keys' fields are in a file; other systems have words for them, too.
+_WORDS: Mapping[str, Callable[[Any], Any]] = {
+    "wrap_policy": lambda wrap: wrap_policy_words(replace(wrap, experts=())),
+    "activation_checkpointing_policy": checkpointed_words,
+    "freeze": freeze_words,
+}
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
 def _fields_of_our_own(config: ShardingConfig) -> Iterator[tuple[str, Any, bool]]:
     """The keys of composer_fsdp2 that set a field, its value, and whether a configuration without the key lacks it."""
     for row in KEYS:
         if row.group == KeyGroup.OURS and row.sets:
             field = attrgetter(row.sets)(config)
-            value = field.value if isinstance(field, Enum) else field
+            value = field.value if isinstance(field, Enum) else _WORDS.get(row.name, _as_it_is)(field)
             yield row.name, value, value != row.default
 
 

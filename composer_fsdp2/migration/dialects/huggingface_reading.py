@@ -268,6 +268,7 @@ def run_of(held: Held) -> RunConfig:
     settings, around, is_fsdp2 = held.settings, held.around, held.reader.is_fsdp2
     config = ShardingConfig(
         mesh=_mesh(held),
+        wrap=wrap_of(settings),
         reshard_after_forward=settings["reshard_after_forward"],
         mixed_precision=_mixed_precision(DTYPES[settings["mixed_precision"]], is_fsdp2=is_fsdp2),
         cpu_offload=settings["offload_params"],
@@ -282,7 +283,6 @@ def run_of(held: Held) -> RunConfig:
     is_launcher = not held.reader.is_trainer
     return RunConfig(
         config=config,
-        wrap=wrap_of(settings),
         precision=PRECISIONS[settings["mixed_precision"]],
         state_dict_type=settings["state_dict_type"],
         num_ranks=around.get("num_processes") if is_launcher else None,
@@ -311,12 +311,12 @@ def _mixed_precision(dtype: str | None, *, is_fsdp2: bool) -> MixedPrecision:
 def _checkpointing(held: Held) -> ActivationCheckpointing:
     settings = held.settings
     if settings["activation_checkpointing"]:
-        return ActivationCheckpointing(checkpoint=True, reentrant=False)
+        return ActivationCheckpointing(checkpoint=True, classes=wrap_of(settings).classes, reentrant=False)
     if not settings["gradient_checkpointing"]:
         return ActivationCheckpointing()
     given = settings["gradient_checkpointing_kwargs"]
     reentrant = given.get("use_reentrant", True) if isinstance(given, Mapping) else True
-    return ActivationCheckpointing(checkpoint=True, reentrant=bool(reentrant))
+    return ActivationCheckpointing(checkpoint=True, classes=(), reentrant=bool(reentrant))
 
 
 def _accumulates(held: Held) -> bool:

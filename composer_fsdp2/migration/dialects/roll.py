@@ -196,22 +196,14 @@ def _embeddings(finding: Finding, worker: Worker) -> Finding:
         return finding
     return replace(
         finding,
-        outcome=Outcome.APPROXIMATE,
         reason="against its guide, ROLL still makes each embedding a unit that is not tied to the output",
-        hint="wrap embeddings as well for the same gathers; the numbers do not depend on it",
     )
 
 
 def _experts(finding: Finding, worker: Worker) -> Finding:
     if worker.wraps_experts:
         return finding
-    return replace(
-        finding,
-        outcome=Outcome.NEEDS_DECISION,
-        target="",
-        reason="ROLL wraps experts with apply_expert_patch or ep_size only, so here it did not",
-        hint="as trained: remove it; as written, each expert a unit of its own, ranks hang that use different experts",
-    )
+    return idle(finding, "ROLL wraps experts with apply_expert_patch or ep_size only, so here it did not")
 
 
 def _mix(finding: Finding, worker: Worker) -> Finding:
@@ -321,11 +313,11 @@ _ROWS: tuple[Row, ...] = (
         aspect=Aspect.WRAP, decide=_experts,
         meaning="the classes of experts that become units, where apply_expert_patch or ep_size is on",
         reason="experts become units"),
-    Row(name="apply_expert_patch", default=False, outcome=Outcome.UNSUPPORTED, takes=BOOL, neutral=(False,),
+    Row(name="apply_expert_patch", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL, neutral=(False,),
+        target="experts in the unit around them",
         meaning="running experts without tokens on one token, so that all ranks issue the same collectives",
-        reason="composer_fsdp2 changes no model's forward, and separately wrapped experts hang where ranks differ in "
-        "which experts have tokens",
-        hint="keep experts inside their layer's unit (no moe_experts), or run idle experts in the model's forward"),
+        reason="where no expert is a unit of its own all ranks gather the same without it: the same numbers, and more "
+        "memory while a layer is gathered"),
     Row(name="apply_tiled_mlp", default=False, outcome=Outcome.UNSUPPORTED, takes=BOOL, neutral=(False,),
         meaning="computing MLPs in pieces of the sequence",
         reason="a change of the model's MLP and no part of sharding; without it activations take more memory",
@@ -369,10 +361,10 @@ _ROWS: tuple[Row, ...] = (
         neutral=(1, None), decide=_ulysses, meaning="context parallelism: over how many ranks a sequence is divided",
         reason=f"{_ONE_MESH}; a whole sequence must fit one rank",
         hint="ulysses_size: 1, with activation checkpointing or shorter sequences"),
-    Row(name="model_args.freeze_module_prefix", default=None, outcome=Outcome.NEEDS_DECISION, target="requires_grad",
-        neutral=(None, ""), meaning="parameters that are not trained, by the beginning of their names",
-        reason="the model freezes its own parameters, before it is sharded",
-        hint="call requires_grad_(False) on parameters whose names begin so, where the model is made"),
+    Row(name="model_args.freeze_module_prefix", default=None, outcome=Outcome.EXACT, target="freeze",
+        neutral=(None, ""), aspect=Aspect.FREEZE,
+        meaning="parameters that are not trained, by the beginning of their names",
+        reason="the same parameters, frozen before the model is sharded; prefixes end at dots"),
     Row(name="model_args.lora_target", default=None, outcome=Outcome.APPROXIMATE, target="units", neutral=(None,),
         meaning="layers that get a LoRA adapter, each of which ROLL makes a unit",
         reason="adapters stay inside their layer's unit: the same numbers with fewer and larger gathers"),
@@ -505,6 +497,8 @@ def _run(worker: Worker) -> RunConfig:
     return RunConfig(
         config=ShardingConfig(
             mesh=_mesh(worker),
+            wrap=_wrap(worker),
+            freeze=_prefixes(worker["model_args.freeze_module_prefix"]),
             reshard_after_forward=True if reshard is None else reshard,
             mixed_precision=MixedPrecision(
                 param_dtype=param_dtype, reduce_dtype=_reduced_in(worker), cast_root_inputs=False
@@ -514,7 +508,6 @@ def _run(worker: Worker) -> RunConfig:
             accumulation=Accumulation(gradient_sync=GradientSync.EVERY if syncs else GradientSync.LAST),
             sync_module_states=True,
         ),
-        wrap=_wrap(worker),
         precision=_PRECISIONS.get(param_dtype, "fp32"),
         state_dict_type="sharded",
         async_save=is_training and worker["async_save_ckpt"],
@@ -524,13 +517,13 @@ def _run(worker: Worker) -> RunConfig:
         expert_parallel=worker["ep_size"],
         expert_patch=worker["apply_expert_patch"],
         tiled_mlp=worker["tiled_num_shards"] if worker.is_on("apply_tiled_mlp") else None,
-        frozen=_prefixes(worker["model_args.freeze_module_prefix"]),
     )
 
 
 def _prefixes(given: object) -> tuple[str, ...]:
-    """One name, or a list of them."""
-    return tuple(map(str, given)) if isinstance(given, list) else (str(given),) if given else ()
+    """Names with commas between them, or a list."""
+    names = given if isinstance(given, list) else str(given or "").split(",")
+    return tuple(name for each in names if (name := str(each).strip()))
 
 
 def _dtype(name: str | None, default: str) -> str:
@@ -552,14 +545,14 @@ def _recomputing(worker: Worker) -> ActivationCheckpointing:
     if not worker.is_training or worker["model_args.disable_gradient_checkpointing"]:
         return ActivationCheckpointing()
     is_moe = worker.wraps_experts or worker["wrap_policy.moe_experts"] is not None
-    return ActivationCheckpointing(checkpoint=True, reentrant=is_moe if reentrant is None else reentrant)
+    return ActivationCheckpointing(checkpoint=True, classes=(), reentrant=is_moe if reentrant is None else reentrant)
 
 
 def _wrap(worker: Worker) -> Wrap:
     return Wrap(
         kind=WrapKind.CLASSES,
         classes=_names(worker["wrap_policy.transformer_layer_cls_to_wrap"]),
-        embeddings=worker["wrap_policy.wrap_embeddings"],
+        embeddings=True,  # against its guide, unless they are tied: then they cannot be
         output=worker["wrap_policy.wrap_lm_output"],
         experts=_names(worker["wrap_policy.moe_experts"]) if worker.wraps_experts else (),
     )
@@ -647,6 +640,10 @@ _LACKS: tuple[Lack, ...] = (
         target="model_args.disable_gradient_checkpointing",
         reason="ROLL recomputes activations unless model_args, outside of this section, says otherwise",
         hint="set model_args.disable_gradient_checkpointing: true, or recompute: the numbers do not depend on it"),
+    Lack(asked="recomputed modules", when=lambda run: bool(run.config.activation_checkpointing.classes),
+        outcome=_APPROXIMATE,
+        reason="ROLL recomputes the layers that the model itself chooses (gradient_checkpointing_enable): the same "
+        "numbers, another memory"),
     Lack(asked="reentrant checkpointing", outcome=_APPROXIMATE,
         target="model_args.gradient_checkpointing_use_reentrant",
         reason="ROLL recomputes without reentering, in mixtures of experts excepted; both give the same numbers",

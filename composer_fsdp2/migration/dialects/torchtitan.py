@@ -445,9 +445,9 @@ def _run(file: File) -> RunConfig:
                 cast_forward_inputs=True,
             ),
             cpu_offload=file["training.enable_cpu_offload"],
-            activation_checkpointing=ActivationCheckpointing(checkpoint=is_recomputed, reentrant=not is_recomputed),
+            activation_checkpointing=_RECOMPUTING if is_recomputed else ActivationCheckpointing(),
+            wrap=Wrap(kind=WrapKind.CLASSES, classes=_CLASSES, embeddings=True, output=True),
         ),
-        wrap=Wrap(kind=WrapKind.CLASSES, classes=_CLASSES, embeddings=True, output=True),
         state_dict_type="sharded",
         async_save=file.is_on("checkpoint.enable") and file.is_on("checkpoint.async_mode"),
         max_grad_norm=file["training.max_norm"],
@@ -458,6 +458,7 @@ def _run(file: File) -> RunConfig:
 
 
 _CLASSES = ("TransformerBlock",)
+_RECOMPUTING = ActivationCheckpointing(checkpoint=True, classes=_CLASSES, reentrant=False)
 _PARALLELISMS = ("context_parallel", "expert_parallel", "tensor_parallel", "pipeline_parallel")
 
 
@@ -514,6 +515,9 @@ _LACKS: tuple[Lack, ...] = (
     Lack(asked="casting of the root's inputs", when=_casts_no_inputs, outcome=_APPROXIMATE,
         reason="TorchTitan casts the root's inputs, too; token ids are not cast anyway"),
     Lack(asked="buffer_dtype", outcome=_APPROXIMATE, reason="TorchTitan leaves buffers in the dtype that they have"),
+    Lack(asked="recomputed modules", when=lambda run: run.config.activation_checkpointing.classes not in ((), _CLASSES),
+        outcome=_APPROXIMATE, target="activation_checkpoint.mode",
+        reason="TorchTitan recomputes its blocks: the same numbers, another memory"),
     Lack(asked="reentrant checkpointing", outcome=_APPROXIMATE, target="activation_checkpoint.mode",
         reason="TorchTitan recomputes without reentering: the same numbers"),
     Lack(asked="activation offloading", outcome=_UNSUPPORTED,

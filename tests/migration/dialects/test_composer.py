@@ -250,6 +250,17 @@ def test_the_threshold_of_clipping_goes_with_the_run():
 
 # --- as a target
 
+WRITTEN = (
+    (Wrap(), None),
+    (Wrap(kind=WrapKind.CLASSES, classes=("A", "B")), {"transformer_layer_cls_to_wrap": ["A", "B"]}),
+    (Wrap(kind=WrapKind.CLASSES), {"transformer_layer_cls_to_wrap": "auto"}),
+    (Wrap(kind=WrapKind.SIZE, min_num_params=10**8), {"min_num_params": 10**8}),
+    (Wrap(kind=WrapKind.ROOT), {"transformer_layer_cls_to_wrap": []}),
+    (
+        Wrap(kind=WrapKind.CLASSES, classes=("A",), embeddings=True, output=True),
+        {"transformer_layer_cls_to_wrap": ["A"], "wrap_embeddings": True, "wrap_lm_output": True},
+    ),
+)
 CONFIGS = st.builds(
     ShardingConfig,
     mesh=st.sampled_from(
@@ -270,11 +281,15 @@ CONFIGS = st.builds(
         reduce_dtype=st.sampled_from([None, "bfloat16", "float32"]),
         buffer_dtype=st.sampled_from([None, "bfloat16"]),
     ),
+    wrap=st.sampled_from([wrap for wrap, _ in WRITTEN]),
+    freeze=st.sampled_from([(), ("model.embed", "model.vision.patch")]),
     cpu_offload=st.booleans(),
     activation_checkpointing=st.sampled_from(
         [
             ActivationCheckpointing(),
             ActivationCheckpointing(checkpoint=True),
+            ActivationCheckpointing(checkpoint=True, classes=()),
+            ActivationCheckpointing(checkpoint=True, classes=("Block", "Other"), reentrant=False),
             ActivationCheckpointing(checkpoint=True, reentrant=False),
             ActivationCheckpointing(cpu_offload=True),
             ActivationCheckpointing(checkpoint=True, cpu_offload=True, reentrant=False),
@@ -292,7 +307,7 @@ CONFIGS = st.builds(
 def run_that_keeps(low_precision_grads: bool, config: ShardingConfig, **fields: Any) -> RunConfig:
     gradients = GradientDtype.AS_REDUCED if low_precision_grads else GradientDtype.OF_PARAMETER
     precision = replace(config.mixed_precision, gradients=gradients)
-    return RunConfig(config=replace(config, mixed_precision=precision), wrap=Wrap(kind=WrapKind.HOOKS), **fields)
+    return RunConfig(config=replace(config, mixed_precision=precision), **fields)
 
 
 RUNS = st.builds(
@@ -319,19 +334,21 @@ def test_what_is_expressed_is_read_back(run: RunConfig):
     assert again == run
 
 
-@pytest.mark.parametrize(
-    ("wrap", "outcome", "words"),
-    [
-        (Wrap(kind=WrapKind.CLASSES, classes=("A", "B")), Outcome.NEEDS_DECISION, "'A, B'"),
-        (Wrap(kind=WrapKind.CLASSES), Outcome.NEEDS_DECISION, "_no_split_modules"),
-        (Wrap(kind=WrapKind.SIZE, min_num_params=10**8), Outcome.NEEDS_DECISION, "100000000"),
-        (Wrap(kind=WrapKind.ROOT), Outcome.APPROXIMATE, "one unit"),
-    ],
-)
-def test_units_are_the_models_own(wrap: Wrap, outcome: Outcome, words: str):
-    """Composer keeps in code what others say in the file; without a decision the model would be one unit."""
+def test_units_stand_in_the_section():
+    """What other systems say in a file Composer keeps in code: without the key the model would be one unit."""
+    for wrap, expected in WRITTEN:
+        expression = COMPOSER.express(run_with(wrap))
+        assert expression.findings == ()
+        assert {each.key: each.value for each in expression.settings}.get("wrap_policy") == expected
+
+
+def test_experts_stay_in_their_layers_unit():
+    """An expert that is a unit, where ranks skip idle ones, trains on wrong gradients: it is told, and not written."""
+    wrap = Wrap(kind=WrapKind.CLASSES, classes=("A",), experts=("Expert",))
     (found,) = COMPOSER.express(run_with(wrap)).findings
-    assert found.outcome is outcome and words in f"{found.reason} {found.hint}"
+    assert found.outcome is Outcome.APPROXIMATE and "experts" in found.reason
+    (policy,) = [each.value for each in COMPOSER.express(run_with(wrap)).settings if each.key == "wrap_policy"]
+    assert policy == {"transformer_layer_cls_to_wrap": ["A"]}
 
 
 BESIDE_SHARDING = {
@@ -341,7 +358,6 @@ BESIDE_SHARDING = {
     "expert_parallel": 2,
     "expert_patch": True,
     "tiled_mlp": 4,
-    "frozen": ("model.embed",),
     "max_grad_norm": 0.5,
     "save_only_model": True,
     "selective_checkpointing": "op",
@@ -353,4 +369,4 @@ BESIDE_SHARDING = {
 def test_nothing_beside_sharding_is_lost_in_silence(name: str, value: Any):
     """What belongs to the run and to no fsdp_config is a finding that names what to do, or that it cannot be done."""
     (found,) = COMPOSER.express(run_with(**{name: value})).findings
-    assert found.reason and (found.hint or found.target or found.outcome is Outcome.UNSUPPORTED)
+    assert found.reason and (found.hint or found.target or found.outcome in (Outcome.UNSUPPORTED, Outcome.UNNEEDED))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
@@ -23,7 +23,6 @@ from composer_fsdp2.config.sharding import (
     Prefetch,
     ShardingConfig,
 )
-from composer_fsdp2.fsdp1.hooks import select_checkpointed
 from composer_fsdp2.migration.dialect import Expression, Reading, Section
 from composer_fsdp2.migration.dialects.composer import ComposerDialect
 from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
@@ -359,8 +358,18 @@ wraps = st.sampled_from(
         Wrap(kind=WrapKind.HOOKS),
     ]
 )
+
+
+def run_that_wraps(config: ShardingConfig, wrap: Wrap, **fields: Any) -> RunConfig:
+    """What is recomputed is what is wrapped, as accelerate has it."""
+    checkpointing = config.activation_checkpointing
+    if checkpointing.checkpoint:
+        checkpointing = replace(checkpointing, classes=wrap.classes)
+    return RunConfig(config=replace(config, wrap=wrap, activation_checkpointing=checkpointing), **fields)
+
+
 runs = st.builds(
-    RunConfig,
+    run_that_wraps,
     config=st.one_of(configs, exact_configs, st.just(ShardingConfig(mesh=MeshSpec().without_shards()))),
     wrap=wraps,
     precision=st.sampled_from(["fp32", "amp_bf16", "amp_bf16", "amp_fp16"]),
@@ -395,8 +404,7 @@ def test_what_is_expressed_without_a_loss_reads_back_the_same(run: RunConfig) ->
 def test_a_plain_run_is_expressed_exactly() -> None:
     """The property above would hold of a target that calls everything a loss."""
     wrap = Wrap(kind=WrapKind.CLASSES, classes=("Block",))
-    config = ShardingConfig(mixed_precision=ALL_IN_BF16)
-    run = RunConfig(config=config, wrap=wrap, precision="amp_bf16")
+    run = RunConfig(config=ShardingConfig(mixed_precision=ALL_IN_BF16, wrap=wrap), precision="amp_bf16")
     assert is_exact(DIALECT.express(run))
 
 
@@ -706,31 +714,26 @@ def test_arguments_of_old_move_into_fsdp_config() -> None:
 def test_both_ways_to_recompute_differ_in_what_they_keep() -> None:
     """Recomputing without the random numbers of forward changes dropout; accelerate's FSDP2 does so."""
     run = run_of({"fsdp": "full_shard auto_wrap", "fsdp_config": {"activation_checkpointing": True}})
-    assert run.config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, reentrant=False)
+    assert run.config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, classes=(), reentrant=False)
     of_model = run_of({"fsdp": "full_shard auto_wrap", "gradient_checkpointing": True})
-    assert of_model.config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, reentrant=True)
+    assert of_model.config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, classes=())
     (found,) = [each for each in DIALECT.express(run).findings if each.name == "(activation_checkpointing)"]
     assert found.outcome is Outcome.APPROXIMATE
     assert "dropout" in found.reason
 
 
 @pytest.mark.parametrize("words", ["full_shard", "full_shard auto_wrap"])
-def test_recomputing_under_composer_is_a_decision(words: str) -> None:
+def test_recomputing_under_composer_needs_no_hook_of_the_model(words: str) -> None:
     """Without the model's hook Composer recomputes nothing: a run that fitted runs out of memory, with no word why."""
     text = yaml.safe_dump({"fsdp": words, "gradient_checkpointing": True})
     migration = migrate_text(text, to="composer")
-    assert yaml.safe_load(migration.after)["fsdp_config"]["activation_checkpointing"] is True
-    findings = {each.name: each for each in migration.sections[0].findings}
-    assert findings["(activation_checkpointing)"].outcome is Outcome.NEEDS_DECISION
-    assert "activation_checkpointing_fn" in findings["(activation_checkpointing)"].hint
+    written = yaml.safe_load(migration.after)["fsdp_config"]
+    assert written["activation_checkpointing"] is True
+    assert written["activation_checkpointing_policy"] == "auto"
+    assert migration.exit_code == 0
 
-    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    assert select_checkpointed(model) == []
-    model[0].activation_checkpointing_fn = lambda module: isinstance(module, torch.nn.Linear)
-    assert select_checkpointed(model) == ["0.0"]
-
-    without = migrate_text(yaml.safe_dump({"fsdp": words}), to="composer").sections[0].findings
-    assert "(activation_checkpointing)" not in [each.name for each in without]
+    without = yaml.safe_load(migrate_text(yaml.safe_dump({"fsdp": words}), to="composer").after)["fsdp_config"]
+    assert "activation_checkpointing_policy" not in without
 
 
 def test_comments_and_order_of_a_file_are_kept() -> None:
@@ -787,7 +790,7 @@ BESIDE_SHARDING: dict[str, Any] = {
     "save_only_model": True,
     "selective_checkpointing": "2",
     "compile": True,
-    "frozen": "vision",
+    "freeze": ("vision",),
     "tiled_mlp": 4,
     "expert_patch": True,
     "pipeline_parallel": 2,
@@ -806,7 +809,7 @@ def test_what_accelerates_file_cannot_say_is_a_finding(name: str) -> None:
     assert [each.outcome for each in more] != []
     assert all(each.outcome is not Outcome.EXACT for each in more)
     decisions = (
-        "frozen",
+        "freeze",
         "tiled_mlp",
         "expert_patch",
         *(each for each in BESIDE_SHARDING if each.endswith("_parallel")),

@@ -192,10 +192,10 @@ def test_defaults_are_rolls():
     )
     assert run.precision == "amp_bf16"  # a step runs under torch.autocast
     assert config.reshard_after_forward is True and not config.cpu_offload
-    assert config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, reentrant=False)
+    assert config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, classes=(), reentrant=False)
     assert config.accumulation.gradient_sync is GradientSync.EVERY
     assert config.sync_module_states is True
-    assert run.wrap == Wrap(kind=WrapKind.CLASSES)
+    assert run.wrap == Wrap(kind=WrapKind.CLASSES, embeddings=True)
     assert run.state_dict_type == "sharded" and run.async_save
 
 
@@ -307,18 +307,19 @@ def test_experts_are_wrapped_with_the_patch_only():
     """Without the patch ROLL left experts in their layer; a migration that wrapped them would hang."""
     policy = {"wrap_policy": {"moe_experts": ["Qwen3MoeMLP"]}}
     alone = read(policy)
-    assert outcome(alone, "wrap_policy.moe_experts") is Outcome.NEEDS_DECISION
+    assert outcome(alone, "wrap_policy.moe_experts") is Outcome.UNNEEDED
     assert alone.run is not None and alone.run.wrap.experts == ()
     patched = read(policy | {"apply_expert_patch": True})
     assert patched.run is not None and patched.run.wrap.experts == ("Qwen3MoeMLP",)
-    assert outcome(patched, "apply_expert_patch") is Outcome.UNSUPPORTED
+    assert outcome(patched, "apply_expert_patch") is Outcome.APPROXIMATE
 
 
 def test_embeddings_are_wrapped_against_the_guide():
     """The guide's `wrap_embeddings` (default: false) says that they are not; untied ones are."""
     for config in ({}, {"wrap_policy": {"wrap_embeddings": False}}):
         (found,) = [each for each in read(config).findings if each.key.endswith("wrap_embeddings")]
-        assert found.outcome is Outcome.APPROXIMATE and "not tied" in found.reason
+        assert found.outcome is Outcome.EXACT and "not tied" in found.reason
+        assert run_of(config).wrap.embeddings
 
 
 # --- what FSDP2 alone cannot do
@@ -336,7 +337,7 @@ def test_embeddings_are_wrapped_against_the_guide():
         ({"tiled_num_shards": 8}, {}, "tiled_num_shards", Outcome.UNNEEDED),
         ({"model_type": "qwen3"}, {}, "model_type", Outcome.UNNEEDED),
         ({"moe_use_grouped_mm": True}, {}, "moe_use_grouped_mm", Outcome.NEEDS_DECISION),
-        ({}, {"freeze_module_prefix": "vision_model"}, "model_args.freeze_module_prefix", Outcome.NEEDS_DECISION),
+        ({}, {"freeze_module_prefix": "vision_model"}, "model_args.freeze_module_prefix", Outcome.EXACT),
         ({}, {"lora_target": "all"}, "model_args.lora_target", Outcome.APPROXIMATE),
         ({"save_only_model": True}, {}, "save_only_model", Outcome.APPROXIMATE),
         ({"fused_optimizer": True}, {}, "fused_optimizer", Outcome.APPROXIMATE),
@@ -450,7 +451,7 @@ def test_a_run_in_rolls_words():
         param_dtype="bfloat16",
         reduce_dtype="float32",
         cast_root_inputs=False,
-        activation_checkpointing=ActivationCheckpointing(checkpoint=True, reentrant=False),
+        activation_checkpointing=ActivationCheckpointing(checkpoint=True, classes=(), reentrant=False),
         sync_module_states=True,
         precision="amp_bf16",
         wrap=Wrap(kind=WrapKind.CLASSES, classes=("Qwen3DecoderLayer",)),
@@ -510,7 +511,7 @@ MESHES = [
     MeshSpec.of_degrees(shard=24),
 ]
 DTYPE = st.sampled_from([None, "bfloat16", "float16", "float32"])
-LAYERS = Wrap(kind=WrapKind.CLASSES, classes=("Layer",))
+LAYERS = Wrap(kind=WrapKind.CLASSES, classes=("Layer",), embeddings=True)
 RUNS = st.builds(
     run_with,
     wrap=st.just(LAYERS),
@@ -524,7 +525,11 @@ RUNS = st.builds(
     gradients=st.sampled_from(GradientDtype),
     cpu_offload=st.booleans(),
     activation_checkpointing=st.builds(
-        ActivationCheckpointing, checkpoint=st.booleans(), reentrant=st.booleans(), cpu_offload=st.booleans()
+        ActivationCheckpointing,
+        checkpoint=st.booleans(),
+        classes=st.sampled_from([(), ("Layer",)]),
+        reentrant=st.booleans(),
+        cpu_offload=st.booleans(),
     ),
     prefetch=st.builds(Prefetch, forward=st.sampled_from([None, 1]), backward=st.sampled_from([None, 0])),
     accumulation=st.builds(
@@ -545,7 +550,7 @@ EXACT_RUNS = st.builds(
     reduce_dtype=st.sampled_from(["bfloat16", "float32"]),
     cast_root_inputs=st.just(False),
     cpu_offload=st.booleans(),
-    activation_checkpointing=st.just(ActivationCheckpointing(checkpoint=True, reentrant=False)),
+    activation_checkpointing=st.just(ActivationCheckpointing(checkpoint=True, classes=(), reentrant=False)),
     accumulation=st.builds(Accumulation, gradient_sync=st.sampled_from([GradientSync.EVERY, GradientSync.LAST])),
     sync_module_states=st.just(True),
     precision=st.just("amp_bf16"),

@@ -27,6 +27,7 @@ from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 from tests.migration.tables import tables_of, with_tables
 
 TITAN = TorchTitanDialect()
+RECOMPUTED = ActivationCheckpointing(checkpoint=True, classes=("TransformerBlock",), reentrant=False)
 
 FILE = """\
 [job]
@@ -126,9 +127,9 @@ def test_defaults_are_torchtitans():
         param_dtype="bfloat16", reduce_dtype="float32", cast_forward_inputs=True
     )
     assert reading.run.precision == "fp32"  # FSDP2 casts, torch.autocast is for DDP
-    assert config.activation_checkpointing == ActivationCheckpointing(checkpoint=True, reentrant=False)
+    assert config.activation_checkpointing == RECOMPUTED
     assert reading.run == replace(
-        any_run_with(wrap=reading.run.wrap, max_grad_norm=1.0, selective_checkpointing="2", state_dict_type="sharded"),
+        any_run_with(max_grad_norm=1.0, selective_checkpointing="2", state_dict_type="sharded"),
         config=config,
     )
     assert finding(reading, "(implicit) training.max_norm").outcome is Outcome.APPROXIMATE
@@ -392,7 +393,7 @@ def test_a_run_in_torchtitans_words():
         param_dtype="bfloat16",
         reduce_dtype="float32",
         cast_forward_inputs=True,
-        activation_checkpointing=ActivationCheckpointing(checkpoint=True, reentrant=False),
+        activation_checkpointing=RECOMPUTED,
         max_grad_norm=0.5,
         async_save=True,
     )
@@ -443,7 +444,7 @@ def test_a_run_is_written_into_a_file():
             "(gradient_sync)",
             Outcome.APPROXIMATE,
         ),
-        (run_with(frozen="vision"), "(frozen parameters)", Outcome.UNSUPPORTED),
+        (run_with(freeze=("vision",)), "(frozen parameters)", Outcome.UNSUPPORTED),
         (run_with(tiled_mlp=4), "(tiled MLP)", Outcome.UNSUPPORTED),
         (run_with(), "(gradient clipping)", Outcome.APPROXIMATE),
     ],
@@ -469,7 +470,10 @@ EXACT_RUNS = st.builds(
     cast_forward_inputs=st.just(True),
     cpu_offload=st.booleans(),
     activation_checkpointing=st.sampled_from(
-        [ActivationCheckpointing(checkpoint=True, reentrant=False), ActivationCheckpointing(reentrant=False)]
+        [
+            RECOMPUTED,
+            ActivationCheckpointing(reentrant=False),
+        ]
     ),
     max_grad_norm=st.just(1.0),
 )
@@ -490,7 +494,12 @@ RUNS = st.builds(
     cast_forward_inputs=st.booleans(),
     cast_root_inputs=st.booleans(),
     buffer_dtype=st.sampled_from([None, None, "bfloat16"]),
-    activation_checkpointing=st.builds(ActivationCheckpointing, checkpoint=st.booleans(), reentrant=st.booleans()),
+    activation_checkpointing=st.builds(
+        ActivationCheckpointing,
+        checkpoint=st.booleans(),
+        classes=st.sampled_from([None, (), ("Layer",), ("TransformerBlock",)]),
+        reentrant=st.booleans(),
+    ),
     accumulation=st.builds(
         Accumulation, gradient_sync=st.sampled_from(GradientSync), reshard_after_backward=st.booleans()
     ),
@@ -518,7 +527,7 @@ def comparable(run: RunConfig) -> RunConfig:
         config = replace(config, activation_checkpointing=ActivationCheckpointing())
     if config.mixed_precision.cast_forward_inputs:
         config = replace(config, mixed_precision=replace(config.mixed_precision, cast_root_inputs=True))
-    return replace(run, config=config, wrap=BLOCKS)
+    return replace(run, config=replace(config, wrap=BLOCKS))
 
 
 @examples(100)

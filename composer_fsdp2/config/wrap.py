@@ -1,0 +1,42 @@
+"""Which modules become units, in no system's words."""
+
+import enum
+from dataclasses import dataclass
+
+from composer_fsdp2.config.value import Value
+
+
+class WrapKind(enum.Enum):
+    """Who chooses the modules that become units."""
+
+    HOOKS = "the model's own hooks (Composer's fsdp_wrap_fn, _fsdp_wrap)"
+    CLASSES = "modules of these classes"
+    SIZE = "modules with so many parameters"
+    ROOT = "the whole model is one unit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrap(Value):
+    """Which modules become units of their own, below the roots.
+
+    Args:
+        classes: Under CLASSES, by name; empty means those that the model itself names (transformers'
+            ``_no_split_modules``).
+        min_num_params: Under SIZE: a module with at least so many elements that no unit below it holds.
+        embeddings: Whether the input embeddings are a unit.
+        output: Whether the output head is one.
+        experts: Classes of experts that are.
+    """
+
+    kind: WrapKind = WrapKind.HOOKS
+    classes: tuple[str, ...] = ()
+    min_num_params: int = 0
+    embeddings: bool = False
+    output: bool = False
+    experts: tuple[str, ...] = ()
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The further kinds of modules that are units of their own, by name."""
+        kinds = {"embeddings": self.embeddings, "output": self.output, "experts": self.experts}
+        return tuple(name for name, wanted in kinds.items() if wanted)

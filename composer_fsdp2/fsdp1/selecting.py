@@ -1,0 +1,148 @@
+"""The keys that choose modules: ``wrap_policy``, ``activation_checkpointing_policy`` and ``freeze``, and back to words.
+
+The words of ``wrap_policy`` are ROLL's (``strategy_config.wrap_policy``), and ``min_num_params`` FSDP1's.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer_fsdp2.config.text import did_you_mean, short
+from composer_fsdp2.config.wrap import Wrap, WrapKind
+from composer_fsdp2.errors import ConfigError
+
+AUTO = "auto"  # the classes that the model itself names
+_CLASSES, _SIZE = "transformer_layer_cls_to_wrap", "min_num_params"
+WRAP_KEYS = (_CLASSES, "wrap_embeddings", "wrap_lm_output", "moe_experts", _SIZE)
+
+
+def parse_wrap_policy(value: object) -> Wrap:
+    """Layers by class or modules by size, and what else is to be a unit; None leaves it to the model's hooks."""
+    if value is None:
+        return Wrap()
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{short(value)}; it is a mapping with {', '.join(WRAP_KEYS)}, or null")
+    given = {str(key): each for key, each in value.items()}
+    for key in given:
+        if key not in WRAP_KEYS:
+            way_out = did_you_mean(key, WRAP_KEYS, f"it takes {', '.join(WRAP_KEYS)}")
+            raise ConfigError(f"{short(given)}, with the unknown key {key}{way_out}")
+    if (_CLASSES in given) == (_SIZE in given):
+        fault = "gives both" if _CLASSES in given else "gives neither"
+        raise ConfigError(
+            f"{short(given)}, which {fault} {_CLASSES} {'and' if _CLASSES in given else 'nor'} {_SIZE}; give one: "
+            f"{_CLASSES} is a list of classes, {AUTO} for those that the model names, or [] for none"
+        )
+    try:
+        return _wrap_of(given)
+    except ConfigError as error:
+        raise ConfigError(f"{short(given)}, in which {error}") from error
+
+
+def _wrap_of(given: Mapping[str, Any]) -> Wrap:
+    if _SIZE in given:
+        asked = (key for key, each in given.items() if key != _SIZE and each is not None and each is not False)
+        beside = next(asked, None)
+        if beside is not None:
+            raise ConfigError(f"{beside} stands beside {_SIZE}, which chooses by size alone; leave one of them out")
+        return Wrap(kind=WrapKind.SIZE, min_num_params=_number(given[_SIZE]))
+    classes = None if _is_auto(given[_CLASSES]) else _names(given[_CLASSES], _CLASSES, f"class names, or {AUTO}")
+    experts = given.get("moe_experts")
+    return Wrap(
+        kind=WrapKind.ROOT if classes == () else WrapKind.CLASSES,
+        classes=classes or (),
+        embeddings=_flag(given, "wrap_embeddings"),
+        output=_flag(given, "wrap_lm_output"),
+        experts=() if experts is None else _names(experts, "moe_experts", "class names"),
+    )
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == AUTO
+
+
+def _flag(given: Mapping[str, Any], key: str) -> bool:
+    value = given.get(key, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key} is {value!r}; it takes true or false")
+    return value
+
+
+def _number(value: object) -> int:
+    """1e8 is a string to PyYAML, and a float to OmegaConf."""
+    number: object = value
+    if isinstance(value, str):
+        try:
+            number = int(value) if value.strip().isdecimal() else float(value)
+        except ValueError:
+            number = None
+    if isinstance(number, float) and math.isfinite(number) and number.is_integer():
+        number = int(number)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ConfigError(f"{_SIZE} is {value!r}; give a whole number of parameters from 1 on, such as 1e8")
+    return number
+
+
+def _names(value: object, key: str, what: str) -> tuple[str, ...]:
+    """One name, or a list of them, each once."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or isinstance(names, bytes):
+        raise ConfigError(f"{key} is {value!r}; give a list of {what}")
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ConfigError(f"{key} has {name!r}, which is no class name; give a list of {what}")
+        if name == AUTO:
+            raise ConfigError(f"{key} has {AUTO} in a list; give it alone: {key}: {AUTO}")
+    return tuple(dict.fromkeys(names))
+
+
+def wrap_policy_words(wrap: Wrap) -> dict[str, Any] | None:
+    """The value of ``wrap_policy`` that means this; None for the hooks."""
+    if wrap.kind is WrapKind.HOOKS:
+        return None
+    if wrap.kind is WrapKind.SIZE:
+        return {_SIZE: wrap.min_num_params}
+    classes = list(wrap.classes) or ([] if wrap.kind is WrapKind.ROOT else AUTO)
+    others = {"wrap_embeddings": wrap.embeddings, "wrap_lm_output": wrap.output, "moe_experts": list(wrap.experts)}
+    return {_CLASSES: classes, **{key: value for key, value in others.items() if value}}
+
+
+def parse_checkpointed_classes(value: object) -> tuple[str, ...] | None:
+    """The classes whose modules are recomputed; empty for those that the model names, None for the hooks'."""
+    if value is None:
+        return None
+    if _is_auto(value):
+        return ()
+    try:
+        names = _names(value, "the value", f"class names, or {AUTO}")
+    except ConfigError as error:
+        raise ConfigError(f"{short(value)}; {error}") from error
+    if not names:
+        raise ConfigError(f"{short(value)}, which recomputes nothing; give class names or {AUTO}, or leave it out")
+    return names
+
+
+def checkpointed_words(classes: tuple[str, ...] | None) -> list[str] | str | None:
+    """The value of ``activation_checkpointing_policy`` that means this."""
+    return None if classes is None else list(classes) or AUTO
+
+
+def parse_freeze(value: object) -> tuple[str, ...]:
+    """Paths of modules or parameters, without the dot that may end them, each once."""
+    if value is None:
+        return ()
+    paths = [value] if isinstance(value, str) else value
+    if not isinstance(paths, Sequence) or isinstance(paths, bytes) or not all(isinstance(each, str) for each in paths):
+        raise ConfigError(f"{short(value)}; give a list of prefixes of parameters' names, such as [model.embed_tokens]")
+    for path in paths:
+        if not all(part and part == part.strip() for part in path.removesuffix(".").split(".")):
+            raise ConfigError(
+                f"{short(value)}, in which {path!r} is no path; give a list of prefixes of parameters' names, such as "
+                "[model.embed_tokens]"
+            )
+    return tuple(dict.fromkeys(path.removesuffix(".") for path in paths))
+
+
+def freeze_words(frozen: tuple[str, ...]) -> list[str] | None:
+    """The value of ``freeze`` that means this."""
+    return list(frozen) or None

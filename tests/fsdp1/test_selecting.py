@@ -1,0 +1,145 @@
+"""The keys that choose modules: wrap_policy, activation_checkpointing_policy and freeze."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from support.examples import examples
+
+from composer_fsdp2.config.wrap import Wrap, WrapKind
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.selecting import (
+    checkpointed_words,
+    freeze_words,
+    parse_checkpointed_classes,
+    parse_freeze,
+    parse_wrap_policy,
+    wrap_policy_words,
+)
+from composer_fsdp2.fsdp1.translate import translate
+
+pytestmark = pytest.mark.any_torch
+
+LAYERS = "transformer_layer_cls_to_wrap"
+
+
+def error_of(**given: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        translate(given, device="cpu")
+    return str(caught.value)
+
+
+def test_each_spelling_of_a_policy():
+    """A list, one name, auto and [] are four different runs; 1e8 is a string to PyYAML and a float to OmegaConf."""
+    by_size = Wrap(kind=WrapKind.SIZE, min_num_params=10**8)
+    for written, meant in (
+        (None, Wrap()),
+        ({LAYERS: ["A", "B", "A"]}, Wrap(kind=WrapKind.CLASSES, classes=("A", "B"))),
+        ({LAYERS: "A"}, Wrap(kind=WrapKind.CLASSES, classes=("A",))),
+        ({LAYERS: "auto"}, Wrap(kind=WrapKind.CLASSES)),
+        ({LAYERS: []}, Wrap(kind=WrapKind.ROOT)),
+        ({LAYERS: [], "wrap_embeddings": True}, Wrap(kind=WrapKind.ROOT, embeddings=True)),
+        (
+            {LAYERS: "auto", "wrap_embeddings": False, "wrap_lm_output": True, "moe_experts": ["E"]},
+            Wrap(kind=WrapKind.CLASSES, output=True, experts=("E",)),
+        ),
+        *(({"min_num_params": number}, by_size) for number in (10**8, "1e8", 1e8, "100000000", "1E+8")),
+        ({"min_num_params": "1e8", "moe_experts": None, "wrap_embeddings": False}, by_size),
+    ):
+        config = translate({"wrap_policy": written}, device="cpu").config
+        assert config is not None and config.wrap == meant, written
+
+
+def test_what_a_configuration_file_hands_over_is_read():
+    """OmegaConf's lists and mappings are not Python's."""
+    section = OmegaConf.create({"wrap_policy": {LAYERS: ["A"]}, "freeze": ["model.embed."]})
+    config = translate(section, device="cpu").config
+    assert config is not None and config.freeze == ("model.embed",)
+    assert parse_wrap_policy(section.wrap_policy) == config.wrap == Wrap(kind=WrapKind.CLASSES, classes=("A",))
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ({"transformer_layer_cls_to_warp": ["A"]}, "did you mean transformer_layer_cls_to_wrap?"),
+        ({LAYERS: ["A"], "zzz": 1}, "unknown key zzz; it takes transformer_layer_cls_to_wrap"),
+        ({}, "gives neither"),
+        ({"wrap_embeddings": True}, "gives neither"),
+        ({LAYERS: ["A"], "min_num_params": 5}, "gives both"),
+        ({"min_num_params": 5, "wrap_embeddings": True}, "wrap_embeddings stands beside min_num_params"),
+        ({LAYERS: ["A"], "wrap_lm_output": "false"}, "wrap_lm_output is 'false'; it takes true or false"),
+        ({LAYERS: "A,B"}, "'A,B', which is no class name"),
+        ({LAYERS: ["A", 3]}, "3, which is no class name"),
+        ({LAYERS: ["auto", "A"]}, "give it alone"),
+        ({LAYERS: None}, "is None; give a list of class names, or auto"),
+        ({LAYERS: True}, "is True; give a list of class names, or auto"),
+        *(
+            ({"min_num_params": wrong}, f"min_num_params is {wrong!r}; give a whole number")
+            for wrong in (0, -1, True, 1.5, "1.5", "many", "nan", "inf", float("inf"), None, [1])
+        ),
+        ("auto", "it is a mapping with"),
+        (["A"], "it is a mapping with"),
+    ],
+)
+def test_a_policy_that_says_something_else(policy: Any, words: str):
+    """Each is a run with other units than its author thinks; the message begins with the key and has the way out."""
+    text = error_of(wrap_policy=policy)
+    assert text.startswith("fsdp_config.wrap_policy is ") and words in text
+
+
+def test_what_is_recomputed_is_asked_for():
+    """A policy beside checkpointing that is off would recompute nothing, and the run be out of memory."""
+    for off in ({}, {"activation_checkpointing": False}):
+        text = error_of(activation_checkpointing_policy=["A"], **off)
+        assert "activation_checkpointing is false; set activation_checkpointing: true, or leave the policy out" in text
+    for written, meant in ((["A", "B"], ("A", "B")), ("A", ("A",)), ("auto", ()), (None, None)):
+        for on in ("activation_checkpointing", "activation_cpu_offload"):
+            config = translate({on: True, "activation_checkpointing_policy": written}, device="cpu").config
+            assert config is not None and config.activation_checkpointing.classes == meant
+    assert "recomputes nothing" in error_of(activation_checkpointing=True, activation_checkpointing_policy=[])
+    assert "no class name" in error_of(activation_checkpointing=True, activation_checkpointing_policy=["A B"])
+
+
+def test_prefixes_of_frozen_parameters():
+    """The dot at the end is the same prefix; what is no path would freeze nothing, or everything."""
+    for written, meant in (
+        ("model.embed", ("model.embed",)),
+        (["model.embed.", "model.embed", "head"], ("model.embed", "head")),
+        ([], ()),
+        (None, ()),
+    ):
+        config = translate({"freeze": written}, device="cpu").config
+        assert config is not None and config.freeze == meant
+    for wrong in ("", ".", "a..b", [""], [3], " a", True, {"a": 1}):
+        assert "give a list of prefixes" in error_of(freeze=wrong)
+
+
+NAMES = st.lists(st.sampled_from(["A", "Block", "LlamaDecoderLayer"]), unique=True).map(tuple)
+WRAPS = (
+    st.just(Wrap())
+    | st.builds(Wrap, kind=st.just(WrapKind.SIZE), min_num_params=st.integers(1, 10**12))
+    | st.builds(
+        Wrap,
+        kind=st.just(WrapKind.CLASSES),
+        classes=NAMES,
+        embeddings=st.booleans(),
+        output=st.booleans(),
+        experts=NAMES,
+    )
+    | st.builds(Wrap, kind=st.just(WrapKind.ROOT), embeddings=st.booleans(), output=st.booleans())
+)
+
+
+@given(WRAPS, st.none() | NAMES, st.lists(st.sampled_from(["a", "a.b", "c"]), unique=True).map(tuple))
+@examples(100)
+def test_words_mean_what_they_are_written_for(
+    wrap: Wrap, checkpointed: tuple[str, ...] | None, frozen: tuple[str, ...]
+):
+    """A migrated file would have other units than the file that it comes from."""
+    assert parse_wrap_policy(wrap_policy_words(wrap)) == wrap
+    assert parse_checkpointed_classes(checkpointed_words(checkpointed)) == checkpointed
+    assert parse_freeze(freeze_words(frozen)) == frozen
