@@ -19,7 +19,7 @@ KNOWN_VERSIONS = "2.7 to 2.15"
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 
-# What is imported, or looked up in a module, when composer_fsdp2 is imported.
+# What is imported, or looked up in a module, when files of this folder are imported.
 _IN_MODULES: dict[str, tuple[str, ...]] = {
     f"{_FULLY_SHARD}._fsdp_common": ("TrainingState",),
     f"{_FULLY_SHARD}._fsdp_collectives": ("_get_gradient_divide_factors", "dist"),

@@ -1,7 +1,12 @@
 """``composer-fsdp2 checkpoint``: the verbs below it."""
 
-import typer
+from composer_fsdp2.cli.lazy import Verb, lazy_typer
 
-TRUST_HELP = "Unpickle classes that are not plain data, which can run any code; only for files whose author you trust."
-
-checkpoint = typer.Typer(name="checkpoint", help="Inspect, convert and verify checkpoints.", no_args_is_help=True)
+checkpoint = lazy_typer(
+    Verb(name="convert", file="checkpoint_convert"),
+    Verb(name="inspect", file="checkpoint_inspect"),
+    Verb(name="verify", file="checkpoint_verify"),
+    name="checkpoint",
+    help="Inspect, convert and verify checkpoints.",
+    add_completion=False,
+)

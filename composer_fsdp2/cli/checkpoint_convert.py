@@ -11,14 +11,12 @@ from typing import Any, NoReturn
 
 import typer
 
-from composer_fsdp2.cli.checkpoint import TRUST_HELP, checkpoint
-from composer_fsdp2.cli.models import MODEL_HELP, model_from
+from composer_fsdp2.cli.models import MODEL_HELP, TRUST_HELP, model_from
 
 _FILES_HELP = "Number of files to split the tensors into; by default each stays below 5 GB."
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-@checkpoint.command()
 def convert(
     context: typer.Context,
     source: str = typer.Argument(metavar="SOURCE", help="A checkpoint of any layout; it is left as it is."),

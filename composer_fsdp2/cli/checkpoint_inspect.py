@@ -7,13 +7,11 @@ from functools import partial
 
 import typer
 
-from composer_fsdp2.cli.checkpoint import TRUST_HELP, checkpoint
-from composer_fsdp2.cli.models import MODEL_HELP, model_from
+from composer_fsdp2.cli.models import MODEL_HELP, TRUST_HELP, model_from
 
 _SHOWN_TENSORS = 20
 
 
-@checkpoint.command()
 def inspect(
     context: typer.Context,
     path: str = typer.Argument(metavar="PATH", help="A file, a folder, a link to one, or a run folder (its newest)."),

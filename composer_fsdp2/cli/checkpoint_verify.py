@@ -9,10 +9,9 @@ from functools import partial
 
 import typer
 
-from composer_fsdp2.cli.checkpoint import TRUST_HELP, checkpoint
+from composer_fsdp2.cli.models import TRUST_HELP
 
 
-@checkpoint.command()
 def verify(
     context: typer.Context,
     path: str = typer.Argument(metavar="PATH", help="A file, a folder, a link to one, or a run folder (its newest)."),

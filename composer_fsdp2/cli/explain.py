@@ -4,16 +4,17 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.migration import explain as explaining
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.explain import Explanation
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _NAMES = " or ".join(", ".join(DIALECTS).rsplit(", ", 1))
 
@@ -75,6 +76,8 @@ def _unknown(key: str, dialect: str | None) -> str:
 
 def _show_all(found: Sequence[Explanation], implicit: dict[str, list[Finding]]) -> None:
     """Tables to a terminal; elsewhere the same blocks as for one key, for pipes."""
+    from rich.console import Console  # here and not above: one key needs none of it
+
     console = Console()
     names = dict.fromkeys(each.dialect.name for each in found)
     for name in names:
@@ -85,7 +88,10 @@ def _show_all(found: Sequence[Explanation], implicit: dict[str, list[Finding]]) 
             print("\n\n".join(map(str, rows)), *_implicit_lines(implicit.get(name, [])), sep="\n", end="\n\n")
 
 
-def _table(name: str, rows: Sequence[Explanation]) -> Table:
+def _table(name: str, rows: Sequence[Explanation]) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=name, title_justify="left", show_lines=False)
     for heading, ratio in (("key", 3), ("default", 2), ("meant", 4), ("FSDP2", 5)):
         table.add_column(heading, ratio=ratio, overflow="fold")

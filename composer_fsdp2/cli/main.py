@@ -8,33 +8,40 @@ from collections.abc import Callable
 
 import typer
 
-from composer_fsdp2.cli import (  # noqa: F401 - each registers its verb
-    checkpoint_convert,
-    checkpoint_inspect,
-    checkpoint_verify,
-)
-from composer_fsdp2.cli.checkpoint import checkpoint
-from composer_fsdp2.cli.explain import explain
-from composer_fsdp2.cli.migrate import migrate
-from composer_fsdp2.cli.run import run
-from composer_fsdp2.cli.train import train
+import composer_fsdp2
+from composer_fsdp2.cli.lazy import Verb, lazy_typer
 from composer_fsdp2.errors import IncompatibleVersionError
 
-app = typer.Typer(
+# Everything after SCRIPT or YAML belongs to the script, its --help included.
+_PASS_THROUGH = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    "options_metavar": "",
+}
+app = lazy_typer(
+    Verb(name="run", file="run", settings=_PASS_THROUGH),
+    Verb(name="train", file="train", settings=_PASS_THROUGH),
+    Verb(name="migrate", file="migrate"),
+    Verb(name="explain", file="explain"),
+    Verb(name="checkpoint", file="checkpoint"),
     name="composer-fsdp2",
     help="Run training written for FSDP1 on FSDP2; migrate its configurations; inspect, convert and verify its "
     "checkpoints.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
 )
-# Everything after SCRIPT or YAML belongs to the script, its --help included.
-_PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-app.command(context_settings=_PASS_THROUGH, options_metavar="")(run)
-app.command(context_settings=_PASS_THROUGH, options_metavar="")(train)
-app.command()(migrate)
-app.command()(explain)
-app.add_typer(checkpoint)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"composer-fsdp2 {composer_fsdp2.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Take the options that stand before a verb."""
 
 
 def main() -> None:

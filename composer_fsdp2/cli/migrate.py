@@ -1,5 +1,7 @@
 """``composer-fsdp2 migrate FILE|DIR ...``: configurations for FSDP2, with comments kept and every key accounted for."""
 
+from __future__ import annotations
+
 import enum
 import json
 import sys
@@ -7,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
 from composer_fsdp2.errors import ComposerFSDP2Error
 from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.files import Destination, FileResult, migrate_files, sources_of
 from composer_fsdp2.migration.targets import TARGETS
+
+if TYPE_CHECKING:
+    from composer_fsdp2.migration.files import FileResult
 
 # typer shows an enum's values as the choices.
 Dialect = enum.Enum("Dialect", {name: name for name in DIALECTS})  # type: ignore[misc]
@@ -95,6 +97,9 @@ def migrate(
 
 
 def _migrate(paths: Sequence[Path], options: Options) -> None:
+    # Here and not above: --help and completion need no parser.
+    from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
+
     destination = Destination(in_place=options.write, output=options.output, force=options.force)
     results = []
     try:
@@ -163,7 +168,11 @@ def _summary(results: Sequence[FileResult]) -> str:
 
 def _with_progress(results: Iterator[FileResult], total: int) -> Iterator[FileResult]:
     """A bar on stderr, if that is a terminal."""
-    console = Console(stderr=True)
-    if console.is_terminal and total > 1:
-        results = track(results, "migrate", total=total, console=console, transient=True)  # type: ignore[assignment]
+    if total > 1:
+        from rich.console import Console  # here and not above: one file needs no bar
+        from rich.progress import track
+
+        console = Console(stderr=True)
+        if console.is_terminal:
+            results = track(results, "migrate", total=total, console=console, transient=True)  # type: ignore[assignment]
     yield from results

@@ -1,4 +1,4 @@
-"""A model that a command line names."""
+"""What the verbs of ``checkpoint`` have in common: a model that a command line names, and trust."""
 
 import importlib
 import importlib.util
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+TRUST_HELP = "Unpickle classes that are not plain data, which can run any code; only for files whose author you trust."
 MODEL_HELP = "A function that builds the model: module:function or path.py:function."
 
 

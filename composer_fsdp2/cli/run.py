@@ -10,8 +10,6 @@ from types import ModuleType
 
 import typer
 
-from composer_fsdp2.compat import fsdp2
-
 
 def run(
     context: typer.Context,
@@ -39,6 +37,9 @@ def _run_file(script: str, arguments: list[str]) -> None:
     ``runpy.run_path`` would give another ``__package__`` and ``__file__``, and take ``__main__`` away again before
     what runs at exit.
     """
+    # Here and not above: --help need not wait for torch; and before the script's folder is where modules are found.
+    from composer_fsdp2.compat import fsdp2
+
     path = os.path.abspath(script)
     loader = SourceFileLoader("__main__", path)
     code = loader.source_to_code(loader.get_data(path), path)  # not get_code, which leaves a __pycache__ there
@@ -53,6 +54,8 @@ def _run_file(script: str, arguments: list[str]) -> None:
 
 def _run_module(name: str, arguments: list[str]) -> None:
     """Run a module as ``python -m name arguments`` does."""
+    from composer_fsdp2.compat import fsdp2
+
     _set_first_on_path(os.getcwd())
     sys.argv = [name, *arguments]
     with fsdp2():

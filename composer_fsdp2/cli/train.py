@@ -5,8 +5,6 @@ from pathlib import Path
 
 import typer
 
-from composer_fsdp2.compat.install import train_from_yaml
-
 
 def train(
     context: typer.Context,
@@ -18,4 +16,10 @@ def train(
     """
     if not Path(yaml).is_file():
         raise typer.BadParameter(f"no such file: {yaml}", param_hint="YAML")
-    context.obj.append(partial(train_from_yaml, yaml, context.args))
+    context.obj.append(partial(_train, yaml, context.args))
+
+
+def _train(yaml: str, overrides: list[str]) -> None:
+    from composer_fsdp2.compat.install import train_from_yaml  # here and not above: --help need not wait for torch
+
+    train_from_yaml(yaml, overrides)

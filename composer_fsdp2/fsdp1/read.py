@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.keys import FSDP2_READER, KEYS, KEYS_BY_NAME
@@ -41,11 +39,8 @@ class GivenConfig:
         """
         if isinstance(source, GivenConfig):
             return source
-        if isinstance(source, DictConfig):
-            try:
-                source = OmegaConf.to_container(source, resolve=True)
-            except OmegaConfBaseException as error:
-                raise ConfigError(f"fsdp_config cannot be resolved: {error}") from error
+        if "omegaconf" in sys.modules:  # or nobody can have made one of its configurations
+            source = _resolved(source)
         if isinstance(source, Mapping):
             given = {str(key): value for key, value in source.items()}
             return cls(given=given, defaults={}, mesh=given.get("device_mesh"))
@@ -82,6 +77,19 @@ class GivenConfig:
         if name in self.given:
             return self.given[name]
         return self.defaults.get(name, KEYS_BY_NAME[name].default)
+
+
+def _resolved(source: object) -> object:
+    """An OmegaConf with its interpolations resolved, as a dict; anything else as it is."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(source, DictConfig):
+        return source
+    try:
+        return OmegaConf.to_container(source, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"fsdp_config cannot be resolved: {error}") from error
 
 
 class _Absent:

@@ -109,11 +109,11 @@ def test_a_name_that_is_gone_is_told_before_anything_is_sharded():
 
 @pytest.mark.parametrize("gone", ["module", "name"])
 def test_a_module_that_is_gone_is_told_at_the_import(gone: str):
-    """The same where the import itself would fail, in torch's words, with the first of several names."""
+    """The same where an import would fail in torch's words, with the first of several names."""
     script = (
         "import sys, torch.distributed.fsdp._fully_shard._fsdp_param_group as groups\n"
         + ("sys.modules['torch.utils._foreach_utils'] = None\n" if gone == "module" else "del groups.AllReduceState\n")
-        + "import composer_fsdp2"
+        + "from composer_fsdp2 import prepare_fully_shard"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     expected = "torch.utils._foreach_utils" if gone == "module" else "_fsdp_param_group.AllReduceState"
