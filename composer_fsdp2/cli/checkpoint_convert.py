@@ -14,6 +14,7 @@ import typer
 from composer_fsdp2.cli.models import MODEL_HELP, TRUST_HELP, model_from
 
 _FILES_HELP = "Number of files to split the tensors into; by default each stays below 5 GB."
+_LAYOUTS = ("monolithic", "dcp", "safetensors")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -21,9 +22,20 @@ def convert(
     context: typer.Context,
     source: str = typer.Argument(metavar="SOURCE", help="A checkpoint of any layout; it is left as it is."),
     destination: str = typer.Argument(metavar="DESTINATION", help="What to write; must not exist."),
-    to: str = typer.Option(..., "--to", metavar="LAYOUT", help="monolithic, dcp or safetensors."),
+    to: str = typer.Option(
+        ...,
+        "--to",
+        metavar="LAYOUT",
+        help=f"{', '.join(_LAYOUTS[:-1])} or {_LAYOUTS[-1]}.",
+        autocompletion=lambda: _LAYOUTS,
+    ),
     optimizer: bool = typer.Option(True, "--optimizer/--no-optimizer", help="Keep the optimizer's state."),
-    dtype: str = typer.Option(None, "--dtype", help="Cast the weights: bf16, fp16, fp32, or torch's name."),
+    dtype: str = typer.Option(
+        None,
+        "--dtype",
+        help="Cast the weights: bf16, fp16, fp32, or torch's name.",
+        autocompletion=lambda: _DTYPES,
+    ),
     files: int = typer.Option(None, "--files", min=1, help=_FILES_HELP),
     include: list[str] = typer.Option(None, "--include", metavar="PATTERN", help="Only weights like model.blocks.*"),
     model: str = typer.Option(

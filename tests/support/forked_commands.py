@@ -19,6 +19,11 @@ from support import warm
 # Not Composer: what a page types needs it only for `run` and `train`, which pages give to a launcher.
 IMPORTED = (
     "composer_fsdp2.cli.main",
+    "composer_fsdp2.cli.checkpoint_convert",
+    "composer_fsdp2.cli.checkpoint_inspect",
+    "composer_fsdp2.cli.checkpoint_verify",
+    "composer_fsdp2.cli.explain",
+    "composer_fsdp2.cli.migrate",
     "composer_fsdp2.checkpoint.convert.conversion",
     "composer_fsdp2.checkpoint.describe",
     "composer_fsdp2.checkpoint.verify.verification",

@@ -52,9 +52,12 @@ from typing import Any
 
 from support import measured, warm
 
+import composer_fsdp2
+
 # What ranks have imported before they are forked. torch._dynamo comes with the first step of an optimizer.
 WITH_TORCH = (
-    "pytest", "hypothesis", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "composer_fsdp2"
+    "pytest", "hypothesis", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo",
+    *(f"composer_fsdp2.{file}" for file in composer_fsdp2._FILES),
 )  # fmt: skip
 # Composer runs without LLM Foundry, too, as on a newer torch (migration_docs/newest-torch.md).
 _FOUNDRY = ("llmfoundry.command_utils",) if importlib.util.find_spec("llmfoundry") else ()
