@@ -115,6 +115,8 @@ class Row:
         read_by: Who reads it, if not everyone; for all others it is a word without effect.
         checked_by: Who stops at a bad value, and does nothing with a good one.
         instead: By a reader that passes over it, what does the same there.
+        capability: What of a run the key asks a target for, by its name in ``migration/capabilities.py``; what the
+            target makes of it is told of the key.
         elsewhere: What the system's own FSDP2 does with it.
         sets: The field of a ``ShardingConfig`` that holds the parsed value, with dots, if one does.
         rewrite: From the row, the value and the whole section to the entries of the system's own FSDP2 words that come
@@ -144,6 +146,7 @@ class Row:
     read_by: Collection[Any] = ()
     checked_by: Collection[Any] = ()
     instead: Mapping[Any, str] = field(default_factory=dict)
+    capability: str = ""
     elsewhere: str = ""
     sets: str = ""
     rewrite: Callable[["Row", Any, Mapping[str, Any]], list[tuple[str, Any]]] | None = None
@@ -193,10 +196,8 @@ def idle(finding: Finding, reason: str = "this value has no effect") -> Finding:
     return replace(finding, outcome=Outcome.UNNEEDED, target="", reason=reason, hint="", asks=False)
 
 
-def unknown_key(
-    key: str, value: Any, known: Iterable[str], reason: str, misspelt: Outcome = Outcome.UNSUPPORTED
-) -> Finding:
-    """A key that the system does not know; ``misspelt`` is the outcome where another one was likely meant."""
+def unknown_key(key: str, value: Any, known: Iterable[str], reason: str, hint: str = "remove it") -> Finding:
+    """A key that the system does not know: a decision where another was likely meant, else a word without effect."""
     near = nearest(key, known)
-    outcome, hint = (misspelt, f"did you mean {near}?") if near else (Outcome.UNSUPPORTED, "remove it")
-    return Finding(key=key, value=value, outcome=outcome, reason=reason, hint=hint, known=False)
+    usual = Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, known=False)
+    return replace(usual, hint=f"did you mean {near}?") if near else replace(idle(usual, reason), hint=hint)

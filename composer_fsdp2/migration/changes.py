@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.rows import Aspect
+from composer_fsdp2.config.rows import Aspect, Row, idle
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import (
     Dialect,
@@ -51,16 +51,36 @@ def change_section(document: Document, of: Dialect, section: Section, target: Di
     """The section of a dialect in the target's words."""
     reading = of.read(section)
     unresolved = [each for each in reading.findings if of.interpolates and has_interpolation(each.value)]
+    passing: tuple[Finding, ...] = ()
+    if unresolved and all(_passes(each, of, section, target) for each in unresolved):
+        passing = tuple(_passing(each, of) for each in unresolved)
+        reading, unresolved = of.read(section.without(each.key for each in passing)), []
     if reading.run is None or unresolved:
         told = target.own_findings(reading) if of is target else reading.findings
-        return Change(
-            findings=tuple(
-                _unresolved(each) if of.interpolates and has_interpolation(each.value) else each for each in told
-            )
-        )
-    if of is target:
-        return _rewritten(document, section, reading, target)
-    return _translated(document, of, section, reading, target)
+        is_open = {each.key for each in unresolved}
+        return Change(findings=(*passing, *(_unresolved(each) if each.key in is_open else each for each in told)))
+    change = _rewritten if of is target else _translated
+    found = change(document, of, section, reading, target)
+    given = {each.key for each in passing}
+    return replace(found, findings=(*passing, *(each for each in found.findings if each.key not in given)))
+
+
+def _passes(finding: Finding, of: Dialect, section: Section, target: Dialect) -> bool:
+    """Whether nothing that is written depends on the value of a key whose interpolation cannot be resolved here."""
+    is_inside = finding.key.split(".")[0] in section.given
+    return is_inside and (_asks_never(finding, of) or (of is target and of.keeps(finding.key)))
+
+
+def _asks_never(finding: Finding, of: Dialect) -> bool:
+    row = of.row_of(finding.key)
+    return row is not None and row.outcome is Outcome.UNNEEDED and row.decide is None
+
+
+def _passing(finding: Finding, of: Dialect) -> Finding:
+    if _asks_never(finding, of):
+        return idle(finding, "it asks for nothing, whatever its value")
+    reason = "kept as it is written: its value is known where it runs, and nothing else here depends on it"
+    return replace(finding, outcome=Outcome.EXACT, target="as it is", reason=reason, hint="")
 
 
 def _unresolved(finding: Finding) -> Finding:
@@ -77,7 +97,7 @@ def _unresolved(finding: Finding) -> Finding:
 # In the same system's words
 
 
-def _rewritten(document: Document, section: Section, reading: Reading, target: Dialect) -> Change:
+def _rewritten(document: Document, of: Dialect, section: Section, reading: Reading, target: Dialect) -> Change:
     edits = target.rewrite(section, reading)
     became = {
         ".".join(map(str, (*each.path[len(section.path) :], key))): new
@@ -147,12 +167,13 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
     # Of what a target does by itself, its own findings tell, unless it keeps to what FSDP1 did.
     told = [each for each in reading.findings if target.keeps_implicit or not _is_kept(each)]
     kept = {*became, *(finding.key for finding in expression.findings)}
+    told, lacks = _told_once(told, expression.findings, reading, target)
     findings = (
         *(
             _dropped(each, target) if of.is_own(each) and each.key not in kept else _with_words(each, became, target)
             for each in told
         ),
-        *expression.findings,
+        *lacks,
     )
     if not target.heads or not document.takes_entries:
         source = document.name.replace("\\", "/").rpartition("/")[2]
@@ -170,6 +191,46 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         gone=(frame.entry, *((*parent, key) for key in beside)),
         come=tuple((*parent, key) for key in (target.heads[0][0], *(each.key for each in expression.beside))),
     )
+
+
+def _told_once(
+    told: Sequence[Finding], lacks: Sequence[Finding], reading: Reading, target: Dialect
+) -> tuple[list[Finding], list[Finding]]:
+    """What a target makes of what a key asks for is told of that key, and no detail of it stands in the way as well.
+
+    Returns:
+        The findings of the section, and those of the target that no key stands for.
+    """
+    left, settled = list(lacks), []
+    for finding in told:
+        row = reading.rows.get(finding.key)
+        lack = next((each for each in left if row is not None and each.key == row.capability), None)
+        if finding.asks and lack is not None:
+            left.remove(lack)
+            finding = _by_target(finding, lack)
+        elif finding.asks and row is not None and finding.outcome.blocks and (same := target.row_for(row.capability)):
+            reason = f"{same.meaning or same.name}, there as here"
+            finding = replace(finding, outcome=Outcome.EXACT, target=same.name, reason=reason, hint="")
+        settled.append(finding)
+    by_name = {row.name: finding for finding in settled if (row := reading.rows.get(finding.key)) is not None}
+    return [_as_detail(each, reading.rows.get(each.key), by_name, target) for each in settled], left
+
+
+def _by_target(finding: Finding, lack: Finding) -> Finding:
+    return replace(
+        finding, outcome=lack.outcome, target=lack.target, reason=lack.reason, hint=lack.hint or finding.hint
+    )
+
+
+def _as_detail(finding: Finding, row: Row | None, by_name: Mapping[str, Finding], target: Dialect) -> Finding:
+    """A detail of what another key turns on says nothing of its own where that is refused."""
+    switch = by_name.get(row.only_with.partition(" = ")[0]) if row is not None and row.only_with else None
+    if switch is None or not finding.outcome.blocks:
+        return finding
+    if switch.outcome.blocks:
+        return idle(finding, f"a detail of {switch.key}, and decided with it")
+    reason = f"a detail of {switch.key}, which {target.title.split(':')[0]} does in its own way"
+    return replace(finding, outcome=Outcome.APPROXIMATE, target="", reason=reason, hint="")
 
 
 def _deciding(reading: Reading) -> dict[Aspect, str]:

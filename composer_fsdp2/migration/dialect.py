@@ -43,6 +43,13 @@ class Section:
     def place(self) -> str:
         return ".".join(map(str, self.path))
 
+    def without(self, keys: Iterable[str]) -> "Section":
+        """As if some of its entries were not there; those below others by name, with dots."""
+        around = self.around
+        for key in keys:
+            around = _without(around, (*self.path, *((key,) if key in self.given else key.split("."))))
+        return Section.at(self.path, around)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
@@ -50,12 +57,14 @@ class Reading:
 
     Args:
         aspects: Which keys of the section decided which aspect, the most important first; none that asks for nothing.
+        rows: Of the keys that findings name, for what depends on the target: what the row's ``capability`` becomes.
         details: What the dialect's own other methods need to know of the section.
     """
 
     run: RunConfig | None
     findings: tuple[Finding, ...]
     aspects: Mapping[str, Aspect] = field(default_factory=dict)
+    rows: Mapping[str, Row] = field(default_factory=dict)
     details: Any = None
 
 
@@ -170,6 +179,18 @@ class Dialect:
         """Whether a key has no counterpart in other systems, unless a target's ``lacks`` or settings tell of it."""
         return False
 
+    def keeps(self, key: str) -> bool:
+        """Whether a key of a section that stays in this dialect is written as before, whatever its value."""
+        return False
+
+    def row_of(self, key: str) -> Row | None:
+        """The row of a key as a report names it."""
+        return next((row for row in self.rows if key in (row.name, *row.aliases)), None)
+
+    def row_for(self, capability: str) -> Row | None:
+        """The key that asks for it."""
+        return next((row for row in self.rows if row.capability == capability), None) if capability else None
+
     def frame(self, section: Section) -> Frame:
         """What goes where another system's section comes."""
         return Frame(entry=section.path, inner=section.path)
@@ -237,9 +258,10 @@ class Dialect:
         """The key without which ``row`` is not read, with a value that asks for something."""
         if not row.only_with:
             return {}
-        name, _, value = row.only_with.partition(" = ")
+        name, _, values = row.only_with.partition(" = ")
+        value = values.split(" or ")[-1]
         switch = next(each for each in self.rows if each.name == name)
-        is_on = (each for each in (True, 2) if switch.takes.fits(each) and not switch.is_neutral(each))
+        is_on = (each for each in (True, 2, ["float8"]) if switch.takes.fits(each) and not switch.is_neutral(each))
         return {name: value or next(is_on)}
 
 
@@ -275,6 +297,17 @@ def has_path(values: Any, path: Iterable[str | int]) -> bool:
     except (KeyError, IndexError, TypeError):
         return False
     return True
+
+
+def _without(values: Any, path: Path) -> Any:
+    """The values without what is at ``path``; all of them where nothing is."""
+    key, *below = path
+    if isinstance(values, list):
+        return [_without(each, tuple(below)) if number == key else each for number, each in enumerate(values)]
+    if not isinstance(values, Mapping):
+        return values
+    rest = {name: each for name, each in values.items() if name != key or below}
+    return {name: _without(each, tuple(below)) if name == key else each for name, each in rest.items()}
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:

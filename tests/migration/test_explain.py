@@ -154,7 +154,7 @@ def test_no_shard_is_told_by_each_dialect():
         ("ep_size=1", "roll", "", Outcome.UNNEEDED),
         ("ep_size=2", "roll", "", Outcome.UNSUPPORTED),
         ("offload_policy=maybe", "roll", "", Outcome.EXACT),
-        ("tiled_num_shards=8", "roll", "", Outcome.UNSUPPORTED),
+        ("tiled_num_shards=8", "roll", "", Outcome.APPROXIMATE),
         ("checkpoint.async_mode=async_with_pinned_mem", "torchtitan", "", Outcome.APPROXIMATE),
         ("parallelism.data_parallel_shard_degree=1", "torchtitan", "", Outcome.APPROXIMATE),
         ("activation_checkpoint.selective_ac_option=1", "torchtitan", "", Outcome.NEEDS_DECISION),

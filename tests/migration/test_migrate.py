@@ -337,7 +337,9 @@ def test_values_of_other_kinds_are_findings():
 def test_keys_that_are_no_strings_are_findings(text: str, to: str):
     """YAML has them, and no system does."""
     migration = migrate_text(text, to=to)
-    assert migration.exit_code == 1 and str(migration) and migration.to_json()
+    assert str(migration) and migration.to_json()
+    keys = {each.key.rpartition(".")[2] for section in migration.sections for each in section.findings}
+    assert keys & {"1", "True", "None"}
 
 
 # --- in what the report says

@@ -104,7 +104,7 @@ FILES: dict[str, dict[str, Asked]] = {
             mesh=(-1, 4),
             recomputed=True,
             others={"async_save": True, "context_parallel": 2, "tiled_mlp": 4},
-            blocking=frozenset(["apply_tiled_mlp", "tiled_num_shards", "model_args.ulysses_size"]),
+            blocking=frozenset(["model_args.ulysses_size"]),
         ),
         REFERENCE: Asked(offload=True, others={"context_parallel": 2}, blocking=frozenset(["model_args.ulysses_size"])),
     },
@@ -126,9 +126,7 @@ FILES: dict[str, dict[str, Asked]] = {
             wrap=BLOCKS,
             recomputed=True,
             others={"async_save": True, "max_grad_norm": 1.0, "tensor_parallel": 8, "compile": True},
-            blocking=frozenset(
-                ["tensor_parallel_degree", "enable_async_tensor_parallel", "compile.enable", "compile.components"]
-            ),
+            blocking=frozenset(["tensor_parallel_degree"]),
         )
     },
 }

@@ -340,9 +340,9 @@ _LACKS: tuple[Lack, ...] = (
         f"no {kind} parallelism") for kind in ("tensor", "pipeline", "context", "expert")),
     Lack(asked="expert patch", outcome=_UNNEEDED,
         reason="all experts of a layer are in one unit, which every rank gathers whatever its tokens choose"),
-    Lack(asked="tiled MLP", outcome=_NEEDS_DECISION,
-        reason="MLPs are computed in one piece: the same numbers, more memory in long sequences",
-        hint="recompute activations, or use shorter microbatches"),
+    Lack(asked="tiled MLP", outcome=_APPROXIMATE,
+        reason="MLPs are computed in one piece: the same numbers, and more memory in long sequences",
+        hint="device_train_microbatch_size: auto finds microbatches that fit"),
     Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
         outcome=_APPROXIMATE, target="algorithms.gradient_clipping",
         reason="Composer clips by an algorithm, which stands outside of this section",
@@ -413,7 +413,7 @@ class ComposerDialect(Dialect):
             *elsewhere,
             *_implicit(section, around, by_foundry),
         )
-        if unknown or problem or effective.config is None:
+        if any(each.outcome.blocks for each in unknown) or problem or effective.config is None:
             return Reading(run=None, findings=findings)
         aspects = {row.name: row.aspect for row in KEYS if row.aspect is not Aspect.OTHER}
         return Reading(run=_run(effective.config, effective, known, around), findings=findings, aspects=aspects)
@@ -457,8 +457,9 @@ class ComposerDialect(Dialect):
         """FSDP2's words for FSDP1's, in place; what only composer_fsdp2 has a form for keeps its name."""
         replacements = {}
         for name, value in section.given.items():
-            row = KEYS_BY_NAME[name]
-            new = [(name, value)] if row.rewrite is None else row.rewrite(row, value, section.given)
+            row = KEYS_BY_NAME.get(name)
+            kept = [(name, value)] if row is not None else []  # a word that did nothing goes
+            new = kept if row is None or row.rewrite is None else row.rewrite(row, value, section.given)
             if new != [(name, value)]:
                 replacements[name] = new
         return [MappingEdit(path=section.path, replacements=replacements)] if replacements else []
@@ -471,6 +472,9 @@ class ComposerDialect(Dialect):
         row = KEYS_BY_NAME.get(finding.key)
         is_ours = row is not None and row.group == KeyGroup.OURS and row.name not in _WORDS
         return row is not None and is_ours and finding.value != row.default
+
+    def keeps(self, key: str) -> bool:
+        return key in KEYS_BY_NAME and KEYS_BY_NAME[key].rewrite is None
 
     def frame(self, section: Section) -> Frame:
         """``parallelism_config`` goes as a whole, if sharding is all that it has."""
@@ -498,7 +502,7 @@ class ComposerDialect(Dialect):
 def _unknown_keys(given: Given) -> list[Finding]:
     reason = "no version of Composer knew this key; FSDPConfig took it and did nothing with it"
     return [
-        unknown_key(str(name), value, KEYS_BY_NAME, reason, misspelt=Outcome.NEEDS_DECISION)
+        unknown_key(str(name), value, KEYS_BY_NAME, reason, hint="")
         for name, value in given.items()
         if name not in KEYS_BY_NAME
     ]

@@ -314,18 +314,18 @@ _ROWS: tuple[Row, ...] = (
         meaning="the classes of experts that become units, where apply_expert_patch or ep_size is on",
         reason="experts become units"),
     Row(name="apply_expert_patch", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL, neutral=(False,),
-        target="experts in the unit around them",
+        target="experts in the unit around them", capability="expert patch",
         meaning="running experts without tokens on one token, so that all ranks issue the same collectives",
         reason="where no expert is a unit of its own all ranks gather the same without it: the same numbers, and more "
         "memory while a layer is gathered"),
-    Row(name="apply_tiled_mlp", default=False, outcome=Outcome.UNSUPPORTED, takes=BOOL, neutral=(False,),
-        meaning="computing MLPs in pieces of the sequence",
-        reason="a change of the model's MLP and no part of sharding; without it activations take more memory",
-        hint="activation checkpointing and smaller microbatches save memory, too"),
-    Row(name="tiled_num_shards", default=4, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
+    Row(name="apply_tiled_mlp", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL, neutral=(False,),
+        capability="tiled MLP", meaning="computing MLPs in pieces of the sequence",
+        reason="MLPs are computed in one piece: the same numbers, and more memory in long sequences",
+        hint="device_train_microbatch_size: auto finds microbatches that fit"),
+    Row(name="tiled_num_shards", default=4, outcome=Outcome.APPROXIMATE, takes=POSITIVE_INT,
         only_with="apply_tiled_mlp", meaning="into how many pieces an MLP's sequence is cut",
         reason="belongs to apply_tiled_mlp"),
-    Row(name="model_type", default=None, outcome=Outcome.UNSUPPORTED, only_with="apply_tiled_mlp",
+    Row(name="model_type", default=None, outcome=Outcome.APPROXIMATE, only_with="apply_tiled_mlp",
         meaning="of which model the MLP class is replaced", reason="belongs to apply_tiled_mlp"),
     Row(name="async_save_ckpt", tells_default=True, default=True, outcome=Outcome.EXACT, target="async_save",
         takes=BOOL,
@@ -333,19 +333,20 @@ _ROWS: tuple[Row, ...] = (
         meaning="writing checkpoints in the background, the last one excepted",
         reason="the checkpoint is staged and written while training goes on"),
     Row(name="save_only_model", default=False, outcome=Outcome.APPROXIMATE, target="save_weights_only of the Trainer",
-        takes=BOOL, neutral=(False,), meaning="checkpoints without the optimizer",
+        capability="model only", takes=BOOL, neutral=(False,), meaning="checkpoints without the optimizer",
         reason="what a checkpoint holds is decided outside of the sharding section there",
         hint="set save_weights_only: true beside save_folder"),
     Row(name="ep_size", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT, neutral=(1,),
+        capability="expert parallelism",
         meaning="expert parallelism: over how many ranks a layer's experts are divided",
         reason=f"{_ONE_MESH}; experts are sharded like all other parameters",
         hint="ep_size: 1 trains the same model with more gathering of experts, if its experts fit one rank by one"),
     Row(name="efsdp_size", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT, only_with="ep_size",
         meaning="over how many ranks an expert is sharded", reason="belongs to expert parallelism"),
-    Row(name="moe_use_grouped_mm", default=False, outcome=Outcome.NEEDS_DECISION, takes=BOOL, neutral=(False,),
+    Row(name="moe_use_grouped_mm", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL, neutral=(False,),
         meaning="one grouped matrix product for all experts of a layer",
-        reason="a kernel of the model (transformers 5.2 and later) and no part of sharding",
-        hint="choose grouped_mm as the experts' implementation in the model's configuration, or set this to false"),
+        reason="a kernel of the model (transformers 5.2 and later) and no part of sharding: the same numbers up to "
+        "rounding", hint="choose grouped_mm as the experts' implementation in the model's configuration"),
     Row(name="reduce_scatter_during_grad_accumulation", default=True, outcome=Outcome.EXACT, target="gradient_sync",
         takes=BOOL, aspect=Aspect.GRADIENT_SYNC,
         meaning="whether gradients are reduced in every microbatch (true) or in a batch's last (false)",
@@ -358,11 +359,12 @@ _ROWS: tuple[Row, ...] = (
         meaning="whether ROLL loads a tokenizer beside the model", reason="no part of sharding"),
     Row(name="model_args.ulysses_size", default=1, outcome=Outcome.UNSUPPORTED,
         takes=takes_if(f"{POSITIVE_INT.text}, or null", lambda value: value is None or POSITIVE_INT.fits(value)),
-        neutral=(1, None), decide=_ulysses, meaning="context parallelism: over how many ranks a sequence is divided",
+        neutral=(1, None), decide=_ulysses, capability="context parallelism",
+        meaning="context parallelism: over how many ranks a sequence is divided",
         reason=f"{_ONE_MESH}; a whole sequence must fit one rank",
         hint="ulysses_size: 1, with activation checkpointing or shorter sequences"),
     Row(name="model_args.freeze_module_prefix", default=None, outcome=Outcome.EXACT, target="freeze",
-        neutral=(None, ""), aspect=Aspect.FREEZE,
+        neutral=(None, ""), aspect=Aspect.FREEZE, capability="frozen parameters",
         meaning="parameters that are not trained, by the beginning of their names",
         reason="the same parameters, frozen before the model is sharded; prefixes end at dots"),
     Row(name="model_args.lora_target", default=None, outcome=Outcome.APPROXIMATE, target="units", neutral=(None,),
@@ -513,6 +515,7 @@ def _run(worker: Worker) -> RunConfig:
         async_save=is_training and worker["async_save_ckpt"],
         save_only_model=worker.is_on("save_only_model"),
         max_grad_norm=worker.top.get("max_grad_norm") if is_training else None,
+        num_ranks=worker.num_ranks,
         context_parallel=worker["model_args.ulysses_size"] or 1,
         expert_parallel=worker["ep_size"],
         expert_patch=worker["apply_expert_patch"],
@@ -725,7 +728,7 @@ class RollDialect(Dialect):
         findings = tuple(_findings(worker))
         aspects = deciding({row.name: row.aspect for row in _ROWS if row.name in worker.given}, findings)
         is_bad = any(_problem(worker, row) for row in _ROWS)
-        return Reading(run=None if is_bad else _run(worker), findings=findings, aspects=aspects)
+        return Reading(run=None if is_bad else _run(worker), findings=findings, aspects=aspects, rows=_BY_NAME)
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         """As a ``strategy_config``; what ROLL says in model_args is a finding, since that lies outside of it."""
@@ -751,6 +754,9 @@ class RollDialect(Dialect):
         ):
             if is_needed:
                 yield Setting(aspect=aspect, key=key, value=value)
+
+    def keeps(self, key: str) -> bool:
+        return True
 
     def frame(self, section: Section) -> Frame:
         """The worker's ``strategy_args`` goes as a whole."""

@@ -1,7 +1,8 @@
 """TorchTitan up to v0.2.2: the tables of its TOML that shard, cast, recompute, save and compile.
 
 Later releases have no TOML but a registry in Python. Meanings and defaults: v0.2.2 (``job_config.py``, the models'
-``parallelize.py``); names of earlier releases are aliases. TorchTitan trains with FSDP2 already.
+``parallelize.py``); names of earlier releases are aliases. Each name was looked up in the sources of v0.1.0
+(``config_manager.py``), v0.2.0, v0.2.1 and v0.2.2 (``config/job_config.py``). TorchTitan trains with FSDP2 already.
 """
 
 from __future__ import annotations
@@ -80,12 +81,12 @@ def _mode(finding: Finding, file: File) -> Finding:
     if finding.value == "memory_budget":
         return replace(
             finding,
-            outcome=Outcome.NEEDS_DECISION,
-            target="",
-            reason="the compiler chooses what is recomputed, which needs torch.compile",
-            hint="full recomputes more and needs less memory, none the other way round; the numbers stay the same",
+            outcome=Outcome.APPROXIMATE,
+            reason="the compiler chose what is recomputed; here each block is: less memory, more computation, the same "
+            "numbers",
+            hint="none keeps all activations instead",
         )
-    if finding.value == "selective" and file["activation_checkpoint.selective_ac_option"] != "1":
+    if _is_partly_selective(file):
         return replace(
             finding,
             outcome=Outcome.APPROXIMATE,
@@ -95,8 +96,31 @@ def _mode(finding: Finding, file: File) -> Finding:
     return finding
 
 
+def _is_partly_selective(file: File) -> bool:
+    return bool(file["activation_checkpoint.mode"] == "selective" and file[_OPTION] != "1")
+
+
 def _option(finding: Finding, file: File) -> Finding:
     return replace(finding, outcome=Outcome.EXACT, reason="all blocks") if finding.value == "1" else finding
+
+
+def _compile(finding: Finding, file: File) -> Finding:
+    if file["compile.components"] == ["loss"]:
+        return replace(finding, reason="only the loss was compiled, which computes the same numbers uncompiled")
+    return finding
+
+
+def _converters(finding: Finding, file: File) -> Finding:
+    names = file["model.converters"]
+    names = [names] if isinstance(names, str) else names
+    if not finding.asks or any("float8" in name or "mx" in name for name in names):
+        return finding
+    return replace(
+        finding,
+        outcome=Outcome.APPROXIMATE,
+        reason="what a converter makes of the model is the model's, and no part of sharding",
+        hint="convert the model where it is made",
+    )
 
 
 def _async_mode(finding: Finding, file: File) -> Finding:
@@ -116,6 +140,12 @@ _SELECTIVE = takes_if(
     "'op', or an integer from 1 on as a string",
     lambda value: isinstance(value, str) and (value == "op" or (value.isdecimal() and int(value) > 0)),
 )
+_CONVERTERS = takes_if(
+    "a list of names",
+    lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)),
+)
+_OPTION = "activation_checkpoint.selective_ac_option"
+_RECOMPUTES = "activation_checkpoint.mode = selective or full"
 _ONE_MESH = "composer_fsdp2 shards over the data-parallel ranks only"
 
 
@@ -150,12 +180,14 @@ _ROWS: tuple[Row, ...] = (
         meaning="whether parameters are freed between forward and backward; default: unless there is a pipeline",
         reason="the same argument of fully_shard"),
     Row(name="parallelism.tensor_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
+        capability="tensor parallelism",
         neutral=(1,), aliases=("training.tensor_parallel_degree",), meaning="tensor parallelism",
         reason=f"{_ONE_MESH}; parameters are sharded, layers are not",
         hint="tensor_parallel_degree = 1 and a larger data_parallel_shard_degree, if a layer fits one rank"),
     *_belonging("parallelism.tensor_parallel_degree", "parallelism.disable_loss_parallel",
         "parallelism.enable_async_tensor_parallel", reason="belongs to tensor parallelism"),
     Row(name="parallelism.pipeline_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
+        capability="pipeline parallelism",
         neutral=(1,), aliases=("experimental.pipeline_parallel_degree",), meaning="pipeline parallelism",
         reason=f"{_ONE_MESH}; each rank runs the whole model",
         hint="pipeline_parallel_degree = 1 and a larger data_parallel_shard_degree"),
@@ -166,6 +198,7 @@ _ROWS: tuple[Row, ...] = (
         "parallelism.pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_expert_parallel_overlap",
         reason="belongs to pipeline parallelism"),
     Row(name="parallelism.context_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
+        capability="context parallelism",
         neutral=(1,), aliases=("experimental.context_parallel_degree",),
         meaning="context parallelism, whose ranks shard parameters as well",
         reason=f"{_ONE_MESH}; a whole sequence must fit one rank",
@@ -173,17 +206,16 @@ _ROWS: tuple[Row, ...] = (
     *_belonging("parallelism.context_parallel_degree", "parallelism.context_parallel_rotate_method",
         "parallelism.context_parallel_load_balancer", reason="belongs to context parallelism"),
     Row(name="parallelism.expert_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
+        capability="expert parallelism",
         neutral=(1,), meaning="expert parallelism; without experts in the model it does nothing",
         reason=f"{_ONE_MESH}; experts are sharded like all other parameters",
         hint="expert_parallel_degree = 1, which gathers all of a layer's experts"),
     *_belonging("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree",
         "parallelism.expert_parallel_comm_backend", reason="belongs to expert parallelism"),
-    Row(name="parallelism.enable_compiled_autograd", default=False, outcome=Outcome.UNSUPPORTED, takes=BOOL,
-        neutral=(False,), aliases=("experimental.enable_compiled_autograd",), meaning="compiling the backward",
-        reason="composer_fsdp2 does not compile the backward", hint="set it to false: it changes no numbers"),
-    Row(name="parallelism.enable_fsdp_symm_mem", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL,
-        neutral=(False,), meaning="symmetric memory for FSDP's collectives",
-        reason="torch has it later than 2.7 only, on the newest GPUs; without it collectives take longer"),
+    Row(name="parallelism.enable_compiled_autograd", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL,
+        neutral=(False,), aliases=("experimental.enable_compiled_autograd",),
+        meaning="compiling the backward; up to v0.2.0",
+        reason="composer_fsdp2 does not compile the backward: slower, the same numbers up to rounding"),
     Row(name="training.enable_cpu_offload", default=False, outcome=Outcome.EXACT, target="CPUOffloadPolicy", takes=BOOL,
         neutral=(False,), aspect=Aspect.OFFLOAD, aliases=("experimental.enable_cpu_offload",),
         meaning="keeping parameters, gradients and optimizer state in CPU memory",
@@ -200,7 +232,7 @@ _ROWS: tuple[Row, ...] = (
         meaning="the dtype of parameters, gradients and optimizer state",
         reason="sharding keeps the dtype that parameters are created in", hint="create the model in bfloat16"),
     Row(name="training.max_norm", tells_default=True, default=1.0, outcome=Outcome.APPROXIMATE,
-        target="algorithms.gradient_clipping",
+        target="algorithms.gradient_clipping", capability="gradient clipping",
         takes=_NUMBER, meaning="clipping gradients by their norm",
         reason="clipping stands outside of the sharding section",
         hint="in Composer: algorithms.gradient_clipping: {clipping_type: norm, clipping_threshold: max_norm}"),
@@ -210,29 +242,30 @@ _ROWS: tuple[Row, ...] = (
         reason="each block's activations are kept or recomputed, by torch's implementation without reentering"),
     Row(name="activation_checkpoint.selective_ac_option", tells_default=True, default="2", outcome=Outcome.APPROXIMATE,
         target="activation_checkpointing", takes=_SELECTIVE, only_with="activation_checkpoint.mode = selective",
+        capability="selective checkpointing",
         decide=_option, meaning="under selective: every n-th block, or by operator",
         reason="which blocks are recomputed is the model's activation_checkpointing_fn's choice"),
     Row(name="activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns", default=["moe.router.gate"],
         outcome=Outcome.APPROXIMATE, only_with="activation_checkpoint.mode = selective",
         meaning="which matrix products are recomputed by operator",
         reason="whole blocks are recomputed, these products among them"),
-    Row(name="activation_checkpoint.memory_budget", default=0.5, outcome=Outcome.UNSUPPORTED, takes=_NUMBER,
-        only_with="activation_checkpoint.mode = memory_budget", meaning="how much the compiler keeps",
-        reason="belongs to activation_checkpoint.mode = memory_budget"),
-    Row(name="activation_checkpoint.visualize_memory_budget_pareto", default=False, outcome=Outcome.UNSUPPORTED,
+    Row(name="activation_checkpoint.memory_budget", default=0.5, outcome=Outcome.APPROXIMATE, takes=_NUMBER,
+        only_with="activation_checkpoint.mode = memory_budget", meaning="how much the compiler keeps; from v0.2.0 on",
+        reason="a detail of activation_checkpoint.mode = memory_budget: here nothing inside of a block is kept"),
+    Row(name="activation_checkpoint.visualize_memory_budget_pareto", default=False, outcome=Outcome.UNNEEDED,
         takes=BOOL, only_with="activation_checkpoint.mode = memory_budget", meaning="a picture of memory budgets",
-        reason="belongs to activation_checkpoint.mode = memory_budget"),
-    Row(name="activation_checkpoint.preserve_rng_state", default=False, outcome=Outcome.EXACT, takes=BOOL,
-        only_with="activation_checkpoint.mode = full",
-        meaning="whether dropout is the same when activations are recomputed",
+        reason="an aid for choosing memory_budget, no part of a run"),
+    Row(name="activation_checkpoint.preserve_rng_state", default=True, outcome=Outcome.EXACT, takes=BOOL,
+        only_with=_RECOMPUTES,
+        meaning="whether dropout is the same when activations are recomputed; false up to v0.2.1, true in v0.2.2",
         reason="it always is here, which costs little"),
     Row(name="activation_checkpoint.early_stop", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL,
-        only_with="activation_checkpoint.mode = full",
-        meaning="ending recomputation with the last activation that is needed",
+        only_with=_RECOMPUTES,
+        meaning="ending recomputation with the last activation that is needed; from v0.2.0 on",
         reason="torch's default, true, holds here: less computation, the same numbers"),
     Row(name="activation_checkpoint.determinism_check", default="default", outcome=Outcome.APPROXIMATE,
-        only_with="activation_checkpoint.mode = full", neutral=("default",),
-        meaning="how recomputed activations are compared with the first ones",
+        only_with=_RECOMPUTES, neutral=("default",),
+        meaning="how recomputed activations are compared with the first ones; from v0.2.1 on",
         reason="torch's default check holds here: it sees shapes, dtypes and devices"),
     Row(name="activation_checkpoint.debug", default=False, outcome=Outcome.UNNEEDED, takes=BOOL,
         meaning="recording what is recomputed", reason="an aid for debugging, no part of a run"),
@@ -250,9 +283,16 @@ _ROWS: tuple[Row, ...] = (
         reason="the same number, outside of the sharding section; all is -1 there",
         hint="set save_num_checkpoints_to_keep"),
     Row(name="checkpoint.last_save_model_only", default=True, outcome=Outcome.APPROXIMATE, takes=BOOL, neutral=(False,),
-        only_with="checkpoint.enable", meaning="the last checkpoint without the optimizer",
+        only_with="checkpoint.enable",
+        aliases=("checkpoint.last_save_model_weights_only", "checkpoint.model_weights_only"),
+        meaning="the last checkpoint without the optimizer; v0.1.0 has the first alias, and false as its default",
         reason="Composer's last checkpoint is like the others: the optimizer is in it",
         hint="a model alone is taken from it with checkpoint convert"),
+    Row(name="checkpoint.initial_load_model_only", default=True, outcome=Outcome.APPROXIMATE, takes=BOOL,
+        target="load_weights_only of the Trainer", only_with="checkpoint.enable",
+        aliases=("checkpoint.initial_load_model_weights_only",),
+        meaning="whether initial_load_path gives the model alone; v0.1.0 has the alias",
+        reason="what a run begins with stands outside of the sharding section", hint="set load_path"),
     Row(name="checkpoint.last_save_in_hf", default=False, outcome=Outcome.APPROXIMATE, target="checkpoint convert",
         takes=BOOL, neutral=(False,), only_with="checkpoint.enable",
         meaning="the last checkpoint in Hugging Face's format", reason="an export after training",
@@ -260,21 +300,24 @@ _ROWS: tuple[Row, ...] = (
     Row(name="checkpoint.export_dtype", default="float32", outcome=Outcome.APPROXIMATE, target="checkpoint convert",
         takes=one_of("float16", "bfloat16", "float32"), neutral=("float32",), only_with="checkpoint.enable",
         meaning="the dtype of the last checkpoint, if it is of the model alone", reason="an export after training"),
-    Row(
-        name="compile.enable",
-        default=False,
-        meaning="compiling each block",
-        outcome=Outcome.NEEDS_DECISION,
-        target="compile_config of the Trainer",
-        reason="TorchTitan compiles block by block, inside of units; Composer's compile_config takes the whole model",
-        hint="compile the blocks where the model is made (block.compile()), or train without: the same up to rounding",
-        takes=BOOL,
-        neutral=(False,),
-        aliases=("training.compile",),
-    ),
-    *_belonging("compile.enable", "compile.components", "compile.backend", reason="belongs to compile.enable"),
+    Row(name="compile.enable", default=False, outcome=Outcome.APPROXIMATE, target="compile_config of the Trainer",
+        takes=BOOL, neutral=(False,), aliases=("training.compile",), capability="compile", decide=_compile,
+        meaning="compiling each block, and the loss",
+        reason="TorchTitan compiles block by block, inside of units; without it training is slower, and the numbers "
+        "are the same up to rounding",
+        hint="compile the blocks where the model is made (block.compile()); Composer's compile_config takes the whole "
+        "model"),
+    Row(name="compile.components", default=["model", "loss"], outcome=Outcome.APPROXIMATE, only_with="compile.enable",
+        meaning="whether the model, the loss or both are compiled; from v0.2.0 on",
+        reason="a detail of compile.enable"),
+    Row(name="compile.backend", default="inductor", outcome=Outcome.APPROXIMATE, only_with="compile.enable",
+        meaning="the backend of torch.compile; from v0.2.0 on", reason="a detail of compile.enable"),
+    Row(name="model.converters", default=[], outcome=Outcome.UNSUPPORTED, takes=_CONVERTERS, neutral=([], ""),
+        decide=_converters, meaning="what is made of the model before it is sharded, such as float8 layers",
+        reason="the linear layers compute in float8 or MX, and composer_fsdp2 converts no model",
+        hint="convert the model with torchao where it is made, or remove the converter: the run computes in bfloat16"),
     Row(name="quantize.linear.float8.enable_fsdp_float8_all_gather", default=False, outcome=Outcome.UNSUPPORTED,
-        takes=BOOL, neutral=(False,),
+        takes=BOOL, neutral=(False,), only_with="model.converters",
         aliases=("float8.enable_fsdp_float8_all_gather", "quantize.linear.fp8.enable_fsdp_float8_all_gather"),
         meaning="gathering parameters in float8",
         reason="composer_fsdp2 gathers parameters in the dtype of mixed_precision_param",
@@ -288,25 +331,57 @@ _ROWS: tuple[Row, ...] = (
 _BY_NAME = {row.name: row for row in _ROWS}
 _NAMES = {name: row for row in _ROWS for name in (row.name, *row.aliases)}
 
-_UNKNOWN = "no release of TorchTitan up to v0.2.2 knows this key; it refuses such a file"
+_UNKNOWN = (
+    "no release of TorchTitan from v0.1.0 to v0.2.2 knows this key: v0.1.0 passes over it, the others refuse such a "
+    "file"
+)
 # fmt: off
 _IMPLICIT = (
-    implicit("units", Outcome.APPROXIMATE,
-        "TorchTitan's units are the token embedding, each block, and the last norm with the output; here the model's "
-        "own hooks choose, and what they leave is the root's",
-        "let the model's fsdp_wrap_fn choose the blocks and the token embedding"),
     implicit("autocast", Outcome.APPROXIMATE,
         "TorchTitan's FSDP casts parameters and the inputs of units, and uses no torch.autocast",
         "precision: fp32 in Composer leaves casting to FSDP2; amp_bf16 casts by operator as well"),
     implicit("scale of the loss", Outcome.APPROXIMATE,
-        "TorchTitan sums the loss over tokens and divides by those of the whole batch, and FSDP2 divides no gradients; "
-        "in Composer they are averaged over ranks and microbatches",
+        "v0.2.2 sums the loss over tokens and divides by those of the whole batch; here, as in earlier releases, it is "
+        "averaged over ranks and microbatches",
         "accumulate_train_batch_on_tokens weighs microbatches by their tokens"),
     implicit("state dict", Outcome.APPROXIMATE,
         "TorchTitan's checkpoints are sharded, in the format of torch.distributed.checkpoint",
         "state_dict_type: sharded"),
 )
 # fmt: on
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which modules are units: the models' parallelize.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """A model's units, as a run asks for them, and in words."""
+
+    wrap: Wrap
+    told: str
+
+
+_CLASSES = ("TransformerBlock",)
+_USUAL_WRAP = Wrap(kind=WrapKind.CLASSES, classes=_CLASSES, embeddings=True, output=True)
+_USUAL_UNITS = (
+    "the token embedding, each block, the last norm together with the output, and the rest (in v0.1.0 each block, and "
+    "the rest)"
+)
+_OWN_UNITS = {
+    "flux": Units(
+        wrap=Wrap(kind=WrapKind.CLASSES, classes=("DoubleStreamBlock", "SingleStreamBlock")),
+        told="each block, the four layers before them, the last one, and the rest; the four and the last one stay with "
+        "the rest here",
+    ),
+    "llama3-siglip2": Units(
+        wrap=replace(_USUAL_WRAP, classes=(*_CLASSES, "TransformerLayer")),
+        told=f"each layer of the encoder, {_USUAL_UNITS}",
+    ),
+    "transformers_modeling_backend": Units(
+        wrap=replace(_USUAL_WRAP, classes=()), told=f"{_USUAL_UNITS}; blocks are the layers of transformers' model"
+    ),
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a file says
@@ -325,9 +400,9 @@ _OTHERS = frozenset(
     for table, names in {
         "training": "dataset dataset_path local_batch_size global_batch_size batch_size seq_len steps gc_freq gc_debug "
         "seed deterministic debug_moe_force_load_balance dataloader warmup_steps",
-        "checkpoint": "folder interval interval_type initial_load_path initial_load_model_only initial_load_in_hf "
+        "checkpoint": "folder interval interval_type initial_load_path initial_load_in_hf "
         "initial_load_in_hf_quantized load_step exclude_from_loading enable_first_step_checkpoint load_only "
-        "create_seed_checkpoint enable_ft_dataloader_checkpoints model_weights_only",
+        "create_seed_checkpoint enable_ft_dataloader_checkpoints",
     }.items()
     for name in names.split()
 )
@@ -339,10 +414,14 @@ class File:
 
     Args:
         own: The table that is the section; its keys are named without it in the report.
+        model: The name of the model, which has its own units.
+        extension: A module with keys of its own; "" if the file names none.
     """
 
     given: Mapping[str, Any]
     own: str
+    model: str
+    extension: str
 
     @classmethod
     def of(cls, section: Section) -> File:
@@ -359,7 +438,13 @@ class File:
                 name = f"{table}.{key}"
                 if name not in given and name not in _OTHERS and _is_near(name):
                     given[name] = value
-        return cls(given=given, own=own)
+        extensions = ("job.custom_config_module", "experimental.custom_args_module")
+        return cls(
+            given=given,
+            own=own,
+            model=str(_at(section.around, "model.name") or ""),
+            extension=next((str(name) for key in extensions if (name := _at(section.around, key))), ""),
+        )
 
     def __getitem__(self, name: str) -> Any:
         row = _BY_NAME[name]
@@ -369,8 +454,8 @@ class File:
         yield from ((key, _NAMES[key]) for key in self.given if key in _NAMES)
 
     def is_on(self, condition: str) -> bool:
-        name, _, value = condition.partition(" = ")
-        return bool(self[name] == value) if value else not _BY_NAME[name].is_neutral(self[name])
+        name, _, values = condition.partition(" = ")
+        return self[name] in values.split(" or ") if values else not _BY_NAME[name].is_neutral(self[name])
 
     def is_read(self, row: Row) -> bool:
         return not row.only_with or self.is_on(row.only_with)
@@ -407,14 +492,27 @@ def _findings(file: File) -> Iterator[Finding]:
     for row in _ROWS:
         if row.tells_default and row.name not in given and file.is_read(row):
             yield replace(_finding(file, row, row.name, row.default), origin=Origin.IMPLICIT)
+    yield _units(file)
     yield from _IMPLICIT
+
+
+def _units(file: File) -> Finding:
+    own = _OWN_UNITS.get(file.model)
+    return implicit(
+        "units",
+        Outcome.APPROXIMATE,
+        f"TorchTitan's units stand in its code: {_USUAL_UNITS if own is None else own.told}; the numbers do not depend "
+        "on which modules are units",
+    )
 
 
 def _foreign(file: File, key: str, value: Any) -> Finding:
     table, _, name = key.rpartition(".")
-    known = [each.rpartition(".")[2] for each in _BY_NAME if each.rpartition(".")[0] == table]
-    finding = replace(unknown_key(name, value, known, _UNKNOWN), key=file.short(key))
-    return idle(finding, "it has to do with neither sharding nor memory") if key in _OTHERS else finding
+    known = [each.rpartition(".")[2] for each in (*_NAMES, *_OTHERS) if each.rpartition(".")[0] == table]
+    hint = f"{file.extension}, which the file names, may know it" if file.extension else "remove it"
+    finding = replace(unknown_key(name, value, known, _UNKNOWN, hint), key=file.short(key))
+    reason = "it has to do with neither sharding nor memory"
+    return replace(idle(finding, reason), known=True) if key in _OTHERS else finding
 
 
 def _finding(file: File, row: Row, key: str, value: Any) -> Finding:
@@ -433,7 +531,8 @@ def _run(file: File) -> RunConfig:
     option = file["activation_checkpoint.selective_ac_option"]
     has_pipeline = file.is_on("parallelism.pipeline_parallel_degree")
     replicas, shards = (file[f"parallelism.data_parallel_{axis}_degree"] for axis in ("replicate", "shard"))
-    is_recomputed = mode in ("selective", "full")
+    wrap = _USUAL_WRAP if file.model not in _OWN_UNITS else _OWN_UNITS[file.model].wrap
+    recomputed = ActivationCheckpointing(checkpoint=True, classes=wrap.classes, reentrant=False)
     return RunConfig(
         config=ShardingConfig(
             # DDP is what TorchTitan does with replicas of one rank each.
@@ -445,8 +544,8 @@ def _run(file: File) -> RunConfig:
                 cast_forward_inputs=True,
             ),
             cpu_offload=file["training.enable_cpu_offload"],
-            activation_checkpointing=_RECOMPUTING if is_recomputed else ActivationCheckpointing(),
-            wrap=Wrap(kind=WrapKind.CLASSES, classes=_CLASSES, embeddings=True, output=True),
+            activation_checkpointing=recomputed if mode != "none" else ActivationCheckpointing(),
+            wrap=wrap,
         ),
         state_dict_type="sharded",
         async_save=file.is_on("checkpoint.enable") and file.is_on("checkpoint.async_mode"),
@@ -457,8 +556,6 @@ def _run(file: File) -> RunConfig:
     )
 
 
-_CLASSES = ("TransformerBlock",)
-_RECOMPUTING = ActivationCheckpointing(checkpoint=True, classes=_CLASSES, reentrant=False)
 _PARALLELISMS = ("context_parallel", "expert_parallel", "tensor_parallel", "pipeline_parallel")
 
 
@@ -587,6 +684,7 @@ class TorchTitanDialect(Dialect):
             run=None if any(_is_bad(file, row) for row in _ROWS) else _run(file),
             findings=findings,
             aspects=deciding({file.short(key): row.aspect for key, row in file.rows()}, findings),
+            rows={row.name: row for row in _ROWS} | {file.short(key): row for key, row in file.rows()},
         )
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:

@@ -322,6 +322,13 @@ def test_embeddings_are_wrapped_against_the_guide():
         assert run_of(config).wrap.embeddings
 
 
+def test_frozen_prefixes_have_commas_between_them():
+    """ROLL's own help says so; as one name they would match no parameter, and everything would be trained."""
+    expected = ("model.visual", "lm_head")
+    for written in ("model.visual, lm_head", ["model.visual", "lm_head"], "model.visual,lm_head,"):
+        assert run_of({}, model_args={"freeze_module_prefix": written}).config.freeze == expected
+
+
 # --- what FSDP2 alone cannot do
 
 
@@ -332,11 +339,11 @@ def test_embeddings_are_wrapped_against_the_guide():
         ({"ep_size": 2}, {}, "ep_size", Outcome.UNSUPPORTED),
         ({"ep_size": 2, "efsdp_size": 4}, {}, "efsdp_size", Outcome.UNSUPPORTED),
         ({"efsdp_size": 4}, {}, "efsdp_size", Outcome.UNNEEDED),
-        ({"apply_tiled_mlp": True}, {}, "apply_tiled_mlp", Outcome.UNSUPPORTED),
-        ({"apply_tiled_mlp": True, "tiled_num_shards": 8}, {}, "tiled_num_shards", Outcome.UNSUPPORTED),
+        ({"apply_tiled_mlp": True}, {}, "apply_tiled_mlp", Outcome.APPROXIMATE),
+        ({"apply_tiled_mlp": True, "tiled_num_shards": 8}, {}, "tiled_num_shards", Outcome.APPROXIMATE),
         ({"tiled_num_shards": 8}, {}, "tiled_num_shards", Outcome.UNNEEDED),
         ({"model_type": "qwen3"}, {}, "model_type", Outcome.UNNEEDED),
-        ({"moe_use_grouped_mm": True}, {}, "moe_use_grouped_mm", Outcome.NEEDS_DECISION),
+        ({"moe_use_grouped_mm": True}, {}, "moe_use_grouped_mm", Outcome.APPROXIMATE),
         ({}, {"freeze_module_prefix": "vision_model"}, "model_args.freeze_module_prefix", Outcome.EXACT),
         ({}, {"lora_target": "all"}, "model_args.lora_target", Outcome.APPROXIMATE),
         ({"save_only_model": True}, {}, "save_only_model", Outcome.APPROXIMATE),
@@ -347,7 +354,7 @@ def test_what_is_more_than_sharding(config: dict[str, Any], model_args: dict[str
     """None of it is dropped in silence, and keys that were not read are said to have done nothing."""
     found = finding(read(config, model_args=model_args), key)
     assert found.outcome is expected and found.reason
-    if expected.blocks and key not in ("efsdp_size", "tiled_num_shards"):
+    if expected.blocks and key != "efsdp_size":
         assert found.hint, "a user needs to know what to do about it"
 
 
@@ -364,17 +371,22 @@ def test_values_that_ask_for_nothing_stand_in_no_ones_way(row: Any):
 
 
 @pytest.mark.parametrize(
-    ("config", "key", "near"),
+    ("config", "key", "expected", "near"),
     [
-        ({"fsdp_sise": 4}, "fsdp_sise", "fsdp_size"),
-        ({"wrap_policy": {"wrap_embedings": True}}, "wrap_policy.wrap_embedings", "wrap_policy.wrap_embeddings"),
-        ({"use_batched_model_update": False}, "use_batched_model_update", "remove it"),
+        ({"fsdp_sise": 4}, "fsdp_sise", Outcome.NEEDS_DECISION, "fsdp_size"),
+        (
+            {"wrap_policy": {"wrap_embedings": True}},
+            "wrap_policy.wrap_embedings",
+            Outcome.NEEDS_DECISION,
+            "wrap_policy.wrap_embeddings",
+        ),
+        ({"use_batched_model_update": False}, "use_batched_model_update", Outcome.UNNEEDED, "remove it"),
     ],
 )
-def test_unknown_keys_are_named(config: dict[str, Any], key: str, near: str):
-    """ROLL takes any key in silence; a misspelt one trained with the default."""
+def test_unknown_keys_are_named(config: dict[str, Any], key: str, expected: Outcome, near: str):
+    """ROLL takes any key in silence: a misspelt one trained with the default, and one like no other did nothing."""
     found = finding(read(config), key)
-    assert found.outcome is Outcome.UNSUPPORTED and near in found.hint
+    assert found.outcome is expected and near in found.hint
 
 
 @pytest.mark.parametrize(
@@ -560,7 +572,7 @@ EXACT_RUNS = st.builds(
 
 
 def resolved(run: RunConfig) -> RunConfig:
-    return replace(run, config=replace(run.config, mesh=run.config.mesh.resolve(NUM_RANKS)))
+    return replace(run, num_ranks=NUM_RANKS, config=replace(run.config, mesh=run.config.mesh.resolve(NUM_RANKS)))
 
 
 @examples(100)

@@ -1,0 +1,121 @@
+"""What is decided in the same way for every dialect: once, and only where a user has to act."""
+
+from __future__ import annotations
+
+import pytest
+
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.migration.capabilities import CAPABILITIES
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.migrate import Migration, migrate_text
+
+
+def found(migration: Migration, key: str) -> Finding:
+    (finding,) = [each for each in migration.sections[0].findings if each.key == key]
+    return finding
+
+
+def blocking(migration: Migration) -> list[str]:
+    return [each.key for each in migration.blocking if each.key not in ("units", "activation_checkpointing")]
+
+
+TITAN = """\
+[model]
+name = "llama3"
+flavor = "405B"
+converters = ["float8"]
+[parallelism]
+tensor_parallel_degree = 8
+enable_async_tensor_parallel = true
+disable_loss_parallel = true
+context_parallel_degree = 2
+context_parallel_rotate_method = "alltoall"
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = true
+"""
+ROLL = """\
+actor_train:
+  model_args: {ulysses_size: 2}
+  strategy_args:
+    strategy_name: fsdp2_train
+    strategy_config: {fsdp_size: 8, ep_size: 4, efsdp_size: 2, reshard_after_forward: true}
+  device_mapping: list(range(0, 8))
+"""
+
+
+def test_a_refusal_is_told_once():
+    """Three findings for one tensor parallelism look like three things to do."""
+    migration = migrate_text(TITAN, "405b.toml")
+    assert blocking(migration) == ["tensor_parallel_degree", "context_parallel_degree", "model.converters"]
+    assert "tensor parallelism" not in [each.key for each in migration.sections[0].findings]
+    detail = found(migration, "enable_async_tensor_parallel")
+    assert detail.outcome is Outcome.UNNEEDED and "tensor_parallel_degree" in detail.reason
+    refused = found(migration, "tensor_parallel_degree")
+    assert "data_parallel_shard_degree" in refused.hint  # what to write instead
+    assert blocking(migrate_text(ROLL, "run.yaml")) == ["ep_size", "model_args.ulysses_size"]
+
+
+def test_what_the_target_has_is_not_refused():
+    """ROLL's context parallelism is TorchTitan's, too; that composer_fsdp2 has none is nobody's concern there."""
+    migration = migrate_text(ROLL.replace("ep_size: 4, efsdp_size: 2, ", ""), "run.yaml", to="torchtitan")
+    kept = found(migration, "model_args.ulysses_size")
+    assert kept.outcome is Outcome.EXACT and kept.target == "parallelism.context_parallel_degree"
+    assert "context_parallel_degree = 2" in migration.after
+    assert migration.exit_code == 0
+
+
+def test_a_row_asks_for_something_that_targets_answer():
+    """A misspelt capability would leave the key's own words, whatever the target."""
+    asked = {row.capability for dialect in DIALECTS.values() for row in dialect.rows if row.capability}
+    assert asked and asked <= CAPABILITIES.keys()
+
+
+def test_a_word_that_did_nothing_goes(monkeypatch: pytest.MonkeyPatch):
+    """A dead key needs no decision; one letter away from a real one, it does."""
+    migration = migrate_text("fsdp_config:\n  mixed_precision: PURE\n  zzz_pool: 3\n", "run.yaml")
+    assert (found(migration, "zzz_pool").outcome, migration.exit_code) == (Outcome.UNNEEDED, 0)
+    assert "zzz_pool" not in migration.after and "PURE" in migration.after
+    assert migrate_text("fsdp_config:\n  mixed_precison: PURE\n", "run.yaml").exit_code == 1
+
+
+INTERPOLATED = """\
+fsdp_config:
+  sharding_strategy: SHARD_GRAD_OP
+  state_dict_type: ${oc.env:STATE_DICT_TYPE_OF_NOBODY}  # where it runs
+  limit_all_gathers: ${oc.env:STATE_DICT_TYPE_OF_NOBODY}
+  load_planner: ${oc.env:STATE_DICT_TYPE_OF_NOBODY}
+"""
+
+
+def test_an_unset_variable_passes_through_where_nothing_depends_on_it():
+    """A file whose variables are set on the cluster is migrated on a laptop."""
+    migration = migrate_text(INTERPOLATED, "run.yaml")
+    assert migration.exit_code == 0
+    assert "state_dict_type: ${oc.env:STATE_DICT_TYPE_OF_NOBODY}  # where it runs\n" in migration.after
+    assert "load_planner: ${oc.env:STATE_DICT_TYPE_OF_NOBODY}\n" in migration.after
+    assert "limit_all_gathers" not in migration.after  # it did nothing, whatever its value
+    assert "reshard_after_forward: false" in migration.after
+    assert [each for each in migration.sections[0].findings if each.name == "(implicit) state_dict_type"] == []
+    assert not migrate_text(migration.after, "run.yaml").is_changed
+
+
+@pytest.mark.parametrize(
+    ("text", "to"),
+    [
+        (INTERPOLATED, "roll"),  # what its state_dict_type becomes depends on it
+        ("fsdp_config:\n  sharding_strategy: ${oc.env:NOBODY_S}\n", "composer"),
+        (INTERPOLATED.replace("SHARD_GRAD_OP", "${oc.env:NOBODY_S}"), "composer"),
+    ],
+)
+def test_an_unset_variable_that_decides_something_is_asked_about(text: str, to: str):
+    """Guessing a strategy would train another run."""
+    migration = migrate_text(text, "run.yaml", to=to)
+    assert migration.exit_code == 1 and not migration.is_changed
+    assert any("cannot be resolved" in each.reason for each in migration.blocking)
+
+
+def test_a_roll_file_stays_one_with_variables():
+    """Nothing of ROLL's own words is changed for ROLL, so no value has to be known."""
+    text = ROLL.replace("fsdp_size: 8", "fsdp_size: '${oc.env:NOBODY_S}'")
+    migration = migrate_text(text, "run.yaml", to="roll")
+    assert (migration.exit_code, migration.is_changed) == (0, False)
