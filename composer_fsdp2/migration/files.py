@@ -1,9 +1,10 @@
 """Files and folders of configurations: read, migrated on all cores, and written beside their target and renamed."""
 
+import enum
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 from composer_fsdp2.atomic import replacing
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Dialect
-from composer_fsdp2.migration.documents import SUFFIXES, format_of
+from composer_fsdp2.migration.documents import SUFFIXES, format_of, suffix_for
 from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, migrate_text
 from composer_fsdp2.migration.targets import TARGETS
 
@@ -26,11 +27,24 @@ class SourceFile:
 
     Args:
         is_named: Whether it was asked for, and not only found in a folder.
+        standard_input: What came from there, where that is the file.
     """
 
     file: Path
     base: Path
     is_named: bool
+    standard_input: bytes | None = None
+
+    @property
+    def is_standard_input(self) -> bool:
+        return self.standard_input is not None
+
+    def read(self) -> str:
+        content = self.file.read_bytes() if self.standard_input is None else self.standard_input
+        return content.decode()  # not read_text, which changes line ends
+
+
+STANDARD_INPUT = Path("<stdin>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +61,12 @@ class Destination:
         Raises:
             ConfigError: names the file.
         """
+        if any(source.is_standard_input for source in sources):
+            self._check_standard_input(sources)
         if self.output is None:
             return
         if not self.is_folder(sources):
-            if self.output.exists() and self.output.samefile(sources[0].file):
+            if _is_at(self.output, sources[0].file):
                 raise ConfigError(f"{self.output} is the file itself; --write changes it, and keeps a copy")
             return
         if self.output.is_file():
@@ -63,6 +79,14 @@ class Destination:
         if doubled:
             raise ConfigError(f"{self.output} would get several files of one name: {', '.join(doubled)}")
 
+    def _check_standard_input(self, sources: Sequence[SourceFile]) -> None:
+        if self.in_place:
+            raise ConfigError("- is standard input, which --write cannot change; -o FILE writes the new text")
+        if self.output is not None and self.is_folder(sources):
+            raise ConfigError(
+                f"{self.output}: what comes from standard input has no name in a folder; give it alone, with -o FILE"
+            )
+
     def is_folder(self, sources: Sequence[SourceFile]) -> bool:
         assert self.output is not None
         is_one = len(sources) == 1 and sources[0].is_named
@@ -70,7 +94,7 @@ class Destination:
 
 
 def _is_at(path: Path, file: Path) -> bool:
-    return path.exists() and path.samefile(file)
+    return path.exists() and file.exists() and path.samefile(file)
 
 
 def _result_name(source: SourceFile, target: Dialect) -> Path:
@@ -80,12 +104,26 @@ def _result_name(source: SourceFile, target: Dialect) -> Path:
     return place if keeps_format else place.with_suffix(target.suffix)
 
 
+class State(enum.Enum):
+    """Where a file is on its way to FSDP2."""
+
+    READY = "ready"
+    NEEDS_DECISION = "needs decision"
+    UNUSABLE = "unusable"
+    UNCONFIGURED = "unconfigured"
+
+    @property
+    def exit_code(self) -> int:
+        return {State.NEEDS_DECISION: 1, State.UNUSABLE: 2}.get(self, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileResult:
     """What became of one file: its migration, or why there is none, and where the text went.
 
     Args:
-        is_skipped: It has no section, and nobody asked for it by name.
+        is_skipped: It has no section, and nobody said that it has one.
+        text: What it holds, where it is skipped although it was named.
     """
 
     path: str
@@ -93,16 +131,33 @@ class FileResult:
     error: str = ""
     done: str = "nothing was written"
     is_skipped: bool = False
+    text: str = ""
+
+    @property
+    def state(self) -> State:
+        if self.migration is None:
+            return State.UNCONFIGURED if self.is_skipped else State.UNUSABLE
+        return State.NEEDS_DECISION if self.migration.blocking else State.READY
 
     @property
     def exit_code(self) -> int:
-        if self.migration is None:
-            return 0 if self.is_skipped else 2
-        return self.migration.exit_code
+        return self.state.exit_code
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the new text is another one, whether it was written or not."""
+        return self.migration is not None and self.migration.is_changed
 
     def to_json(self) -> dict[str, Any]:
-        report = {"error": self.error} if self.migration is None else self.migration.to_json()
-        return {"file": self.path, "exit_code": self.exit_code, "done": self.done} | report
+        return {
+            "file": self.path,
+            "state": self.state.value,
+            "exit_code": self.exit_code,
+            "changed": self.is_changed,
+            "done": self.done,
+            "error": "" if self.is_skipped else self.error,
+            "sections": [] if self.migration is None else [section.to_json() for section in self.migration.sections],
+        }
 
     def markdown(self) -> str:
         if self.migration is None:
@@ -133,14 +188,20 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def sources_of(paths: Sequence[Path]) -> list[SourceFile]:
+def sources_of(paths: Sequence[Path], standard_input: Callable[[], bytes] = bytes) -> list[SourceFile]:
     """The files, and those in the folders, each once.
 
+    Args:
+        standard_input: Reads what STANDARD_INPUT stands for.
     Raises:
         ConfigError: there is no file at all.
     """
     found: dict[Path, SourceFile] = {}
     for path in paths:
+        if path is STANDARD_INPUT:
+            if path not in found:
+                found[path] = SourceFile(file=path, base=Path(), is_named=True, standard_input=standard_input())
+            continue
         for file in _files(path):
             source = SourceFile(file=file, base=path if path.is_dir() else path.parent, is_named=not path.is_dir())
             found.setdefault(file.resolve(), source)
@@ -162,18 +223,29 @@ def migrate_files(
     to: str = "composer",
     dialect: str | None = None,
     at: str | None = None,
+    suffix: str = "",
+    allow_unconfigured: bool = False,
     jobs: int = 0,
 ) -> Iterator[FileResult]:
     """Each file's result, in order; a bad file does not end the others.
 
     Args:
+        suffix: The ending of the format of files that were named; "" goes by their names.
+        allow_unconfigured: Whether a file that was named need not have a section.
         jobs: Processes for many files; 0 for one a core.
     Raises:
         ConfigError: two results would be written to one file.
     """
     destination.check(sources, TARGETS[to])
     is_folder = destination.output is not None and destination.is_folder(sources)
-    work = partial(_migrate_file, destination=destination, is_folder=is_folder, to=to, dialect=dialect, at=at)
+    work = partial(
+        _migrate_file,
+        destination=destination,
+        is_folder=is_folder,
+        suffix=suffix,
+        allow_unconfigured=allow_unconfigured,
+        words={"to": to, "dialect": dialect, "at": at},
+    )
     if len(sources) < _PARALLEL_FROM or jobs == 1:
         yield from map(work, sources)
         return
@@ -182,15 +254,24 @@ def migrate_files(
 
 
 def _migrate_file(
-    source: SourceFile, *, destination: Destination, is_folder: bool, to: str, dialect: str | None, at: str | None
+    source: SourceFile,
+    *,
+    destination: Destination,
+    is_folder: bool,
+    suffix: str,
+    allow_unconfigured: bool,
+    words: Mapping[str, Any],
 ) -> FileResult:
-    path = str(source.file)
+    path, text = str(source.file), ""
     try:
-        text = source.file.read_bytes().decode()  # not read_text, which changes line ends
-        migration = migrate_text(text, path, to=to, dialect=dialect, at=at)
+        text = source.read()
+        migration = migrate_text(text, path, suffix=_suffix_of(source, suffix, text), **words)
         done = _write(migration, source, destination, is_folder=is_folder)
     except NothingToMigrateError as error:
-        return FileResult(path=path, error=str(error), is_skipped=not source.is_named)
+        is_skipped = allow_unconfigured or not source.is_named
+        kept = text if is_skipped and source.is_named else ""
+        done = "nothing here configures sharding; passed over" if is_skipped else "nothing was written"
+        return FileResult(path=path, error=str(error), is_skipped=is_skipped, text=kept, done=done)
     except ConfigError as error:
         return FileResult(path=path, error=str(error))
     except UnicodeDecodeError as error:
@@ -202,9 +283,17 @@ def _migrate_file(
     return FileResult(path=path, migration=migration, done=done)
 
 
+def _suffix_of(source: SourceFile, given: str, text: str) -> str:
+    if given and source.is_named:
+        return given
+    return suffix_for(text) if source.is_standard_input else ""
+
+
 def _write(migration: Migration, source: SourceFile, destination: Destination, *, is_folder: bool) -> str:
     if not destination.in_place and destination.output is None:
-        return "nothing was written"
+        if migration.exit_code:
+            return "something needs a decision"
+        return "would change" if migration.is_changed else "nothing to change"
     if destination.in_place and migration.is_new_file:
         raise ConfigError(
             f"{source.file}: the new configuration is a file of its own, which -o PATH writes; --write cannot"
@@ -221,7 +310,7 @@ def _write(migration: Migration, source: SourceFile, destination: Destination, *
         return f"written; {backup.name} is what was there"
     target = _target(migration, source, destination, is_folder=is_folder)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _replace(target, migration.after, like=source.file)
+    _replace(target, migration.after, like=None if source.is_standard_input else source.file)
     return f"written to {target}"
 
 
@@ -241,8 +330,9 @@ def _target(migration: Migration, source: SourceFile, destination: Destination, 
     return output
 
 
-def _replace(path: Path, text: str, *, like: Path) -> None:
-    """Whole or not at all, with the permissions of another file."""
+def _replace(path: Path, text: str, *, like: Path | None) -> None:
+    """Whole or not at all, with the permissions of another file, if there is one."""
     with replacing(path, ending=f".{os.getpid()}.writing") as beside:
         beside.write_bytes(text.encode())
-        beside.chmod(like.stat().st_mode & 0o7777)
+        if like is not None:
+            beside.chmod(like.stat().st_mode & 0o7777)
