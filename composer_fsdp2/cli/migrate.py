@@ -145,8 +145,9 @@ def _migrate(names: Sequence[str], options: Options) -> None:
         _show_one(report.results[0], options)
     else:
         _show_several(report, options)
+    # Here, where somebody who has seen enough is expected, and before what stands beside it.
+    sys.stdout.flush()
     _tell(report, options)
-    sys.stdout.flush()  # here, where somebody who has seen enough is expected
     sys.exit(report.exit_code)
 
 

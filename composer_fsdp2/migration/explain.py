@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -198,13 +198,13 @@ def explain(asked: str, *, dialect: str | None = None) -> list[Explanation]:
         ]
     return [
         *(Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in found),
-        *(_taking(word, dialect) if (word := _plain(name)) else ()),
+        *_taking(_plain(name), dialect),
     ]
 
 
 def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
-    """The rows that take a word as their value, with what becomes of it there."""
-    for of, row in _rows(dialect):
+    """The rows that take a word as their value, with what becomes of it there; a number says nothing by itself."""
+    for of, row in _rows(dialect) if any(map(str.isalpha, word)) else ():
         values = _values_of(of, row, word)
         if values:
             shown = next((value for value in values if isinstance(value, str)), word)
@@ -215,17 +215,16 @@ def _values_of(dialect: Dialect, row: Row, word: str) -> list[Any]:
     """The word as values of the row, in a case that its system takes: the row's own, or one for each part of it."""
     if any(isinstance(choice, bool) for choice in row.takes.choices):
         return []  # of a switch, "on" and "off" say nothing
-    if _is_word_of(dialect, row, word, lambda text: text):
+    if _is_word_of(dialect, row, word):
         return [word]
     own = [value for value in dialect.values(row) if isinstance(value, str) and value.lower() == word.lower()]
-    parts = [part for part in row.nested if _is_word_of(dialect, row, word, lambda text, part=part: {part: text})]
-    return own[:1] or [{part: word} for part in parts]
+    return own[:1] or [{part: word} for part in row.nested if _is_word_of(dialect, row, word, part)]
 
 
-def _is_word_of(dialect: Dialect, row: Row, word: str, value_of: Callable[[str], Any]) -> bool:
-    """Whether it is one of the words that the row takes, and not only some text to a row that takes any."""
-    takes, asked, other = row.takes, value_of(word), value_of(_NO_WORD)
-    return any(takes.fits(asked, each) and not takes.fits(other, each) for each in dialect.readers or (None,))
+def _is_word_of(dialect: Dialect, row: Row, word: str, part: str = "") -> bool:
+    """Whether it is one of the words that the row, or a part of it, takes, not just text where any is taken."""
+    asked, other = ({part: each} if part else each for each in (word, _NO_WORD))
+    return any(row.takes.fits(asked, each) and not row.takes.fits(other, each) for each in dialect.readers or (None,))
 
 
 _NO_WORD = "no-word-of-any-system"
@@ -247,9 +246,10 @@ def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
             *(keys[match] for match in nearest_names(".".join(parts), keys, 3)),
             *(keys[match] for match in nearest_names(parts[-1] if parts else "", keys, 3)),
         ]
-        of_words = [words[match] for match in nearest_names(_plain(name), words, 3)]
+        # Of words there are many, so that a key is like one of them sooner than like the key that was meant.
+        of_words = [words[match] for match in nearest_names(_plain(name), words, 3, likeness=0.75)]
         if matches or of_words:
-            near[of.name] = list(dict.fromkeys([*of_words, *list(dict.fromkeys(matches))[:3]]))
+            near[of.name] = [*list(dict.fromkeys(matches))[:3], *of_words]
     return near
 
 

@@ -1,11 +1,11 @@
 """Configuration files as texts that can be edited; which file is in which format."""
 
-import json
-import tomllib
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import (
     Document,
     Edit,
@@ -65,12 +65,10 @@ def format_of(name: str) -> Format:
 
 def suffix_for(text: str) -> str:
     """The ending that a text without a name would have: of JSON or TOML if it is that, else of YAML."""
-    for suffix, parse in ((".json", json.loads), (".toml", tomllib.loads)):
-        try:
-            if parse(text):  # comments alone are any format
-                return suffix
-        except (ValueError, RecursionError):
-            continue
+    for each in (_JSON, _TOML):
+        with contextlib.suppress(ConfigError):
+            if each.open(text, "").values:  # comments alone are any format
+                return each.suffixes[0]
     return _YAML.suffixes[0]
 
 
