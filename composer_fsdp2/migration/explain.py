@@ -223,11 +223,14 @@ def _values_of(dialect: Dialect, row: Row, word: str) -> list[Any]:
 
 def _is_word_of(dialect: Dialect, row: Row, word: str, part: str = "") -> bool:
     """Whether it is one of the words that the row, or a part of it, takes, not just text where any is taken."""
-    asked, other = ({part: each} if part else each for each in (word, _NO_WORD))
-    return any(row.takes.fits(asked, each) and not row.takes.fits(other, each) for each in dialect.readers or (None,))
+    asked, *others = ({part: each} if part else each for each in (word, *_NO_WORDS))
+    return any(
+        row.takes.fits(asked, reader) and not any(row.takes.fits(other, reader) for other in others)
+        for reader in dialect.readers or (None,)
+    )
 
 
-_NO_WORD = "no-word-of-any-system"
+_NO_WORDS = ("no-word-of-any-system", "NoWordOfAnySystem")  # the second could be a class
 
 
 def all_keys(dialect: str | None = None) -> list[Explanation]:
