@@ -1,7 +1,16 @@
 """Pieces of messages: shortened lists, the nearest spelling, byte sizes."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
+
+# Control characters but the tab, those that turn the direction of writing, and halves of characters.
+_CONTROL = re.compile("[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text on one line, with escapes in the place of what would steer a terminal or be no text at all."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def nearest_names(name: object, known: Iterable[str], num_names: int, *, likeness: float = 0.6) -> list[str]:

@@ -144,7 +144,7 @@ class Dialect:
         elsewhere: What the system makes of a key without composer_fsdp2; "" if it is told nowhere.
         readers: Who may read a file, where there are several.
         interpolates: Whether its files are read by OmegaConf, for which ``${...}`` is no text.
-        words: Of which every file with a section has one, whatever else is wrong with it.
+        words: In small letters; with one of them begins a key of every file that has a section.
         keeps_implicit: Whether its FSDP2 does what FSDP1 did without being told, so that the report tells of that, too.
         silent: Files that turn sharding on, and leave the rest to what is implicit.
     """

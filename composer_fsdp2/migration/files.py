@@ -1,21 +1,26 @@
 """Files and folders of configurations: read, migrated on all cores, and written beside their target and renamed."""
 
-import enum
+import codecs
 import itertools
+import multiprocessing
 import os
+import threading
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.atomic import replacing
+from composer_fsdp2.config.text import printable
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Dialect
-from composer_fsdp2.migration.documents import SUFFIXES, format_of, suffix_for
-from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, migrate_text
+from composer_fsdp2.migration.documents import SUFFIXES, format_of
+from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, may_configure, migrate_text
 from composer_fsdp2.migration.targets import TARGETS
 
 _PARALLEL_FROM = 20  # files; below it starting processes takes longer than it saves
@@ -27,24 +32,11 @@ class SourceFile:
 
     Args:
         is_named: Whether it was asked for, and not only found in a folder.
-        standard_input: What came from there, where that is the file.
     """
 
     file: Path
     base: Path
     is_named: bool
-    standard_input: bytes | None = None
-
-    @property
-    def is_standard_input(self) -> bool:
-        return self.standard_input is not None
-
-    def read(self) -> str:
-        content = self.file.read_bytes() if self.standard_input is None else self.standard_input
-        return content.decode()  # not read_text, which changes line ends
-
-
-STANDARD_INPUT = Path("<stdin>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,31 +53,21 @@ class Destination:
         Raises:
             ConfigError: names the file.
         """
-        if any(source.is_standard_input for source in sources):
-            self._check_standard_input(sources)
         if self.output is None:
             return
         if not self.is_folder(sources):
-            if _is_at(self.output, sources[0].file):
-                raise ConfigError(f"{self.output} is the file itself; --write changes it, and keeps a copy")
+            if self.output.exists() and self.output.samefile(sources[0].file):
+                raise ConfigError(f"{_name(self.output)} is the file itself; --write changes it, and keeps a copy")
             return
         if self.output.is_file():
-            raise ConfigError(f"{self.output} is a file, and there are {len(sources)} results; give a folder")
+            raise ConfigError(f"{_name(self.output)} is a file, and there are {len(sources)} results; give a folder")
         places = Counter(_result_name(source, target) for source in sources)
         own = [source.file for source in sources if _is_at(self.output / _result_name(source, target), source.file)]
         if own:
-            raise ConfigError(f"{own[0]} would be overwritten; --write changes files in place, and keeps copies")
-        doubled = [str(place) for place, count in places.items() if count > 1]
+            raise ConfigError(f"{_name(own[0])} would be overwritten; --write changes files in place, and keeps copies")
+        doubled = [_name(place) for place, count in places.items() if count > 1]
         if doubled:
-            raise ConfigError(f"{self.output} would get several files of one name: {', '.join(doubled)}")
-
-    def _check_standard_input(self, sources: Sequence[SourceFile]) -> None:
-        if self.in_place:
-            raise ConfigError("- is standard input, which --write cannot change; -o FILE writes the new text")
-        if self.output is not None and self.is_folder(sources):
-            raise ConfigError(
-                f"{self.output}: what comes from standard input has no name in a folder; give it alone, with -o FILE"
-            )
+            raise ConfigError(f"{_name(self.output)} would get several files of one name: {', '.join(doubled)}")
 
     def is_folder(self, sources: Sequence[SourceFile]) -> bool:
         assert self.output is not None
@@ -93,8 +75,13 @@ class Destination:
         return not is_one or self.output.is_dir() or self.output.suffix.lower() not in SUFFIXES
 
 
+def _name(path: Path) -> str:
+    """A path as a message has it."""
+    return printable(str(path))
+
+
 def _is_at(path: Path, file: Path) -> bool:
-    return path.exists() and file.exists() and path.samefile(file)
+    return path.exists() and path.samefile(file)
 
 
 def _result_name(source: SourceFile, target: Dialect) -> Path:
@@ -104,26 +91,12 @@ def _result_name(source: SourceFile, target: Dialect) -> Path:
     return place if keeps_format else place.with_suffix(target.suffix)
 
 
-class State(enum.Enum):
-    """Where a file is on its way to FSDP2."""
-
-    READY = "ready"
-    NEEDS_DECISION = "needs decision"
-    UNUSABLE = "unusable"
-    UNCONFIGURED = "unconfigured"
-
-    @property
-    def exit_code(self) -> int:
-        return {State.NEEDS_DECISION: 1, State.UNUSABLE: 2}.get(self, 0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileResult:
     """What became of one file: its migration, or why there is none, and where the text went.
 
     Args:
-        is_skipped: It has no section, and nobody said that it has one.
-        text: What it holds, where it is skipped although it was named.
+        is_skipped: It has no section, and nobody asked for it by name.
     """
 
     path: str
@@ -131,33 +104,16 @@ class FileResult:
     error: str = ""
     done: str = "nothing was written"
     is_skipped: bool = False
-    text: str = ""
-
-    @property
-    def state(self) -> State:
-        if self.migration is None:
-            return State.UNCONFIGURED if self.is_skipped else State.UNUSABLE
-        return State.NEEDS_DECISION if self.migration.blocking else State.READY
 
     @property
     def exit_code(self) -> int:
-        return self.state.exit_code
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the new text is another one, whether it was written or not."""
-        return self.migration is not None and self.migration.is_changed
+        if self.migration is None:
+            return 0 if self.is_skipped else 2
+        return self.migration.exit_code
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "file": self.path,
-            "state": self.state.value,
-            "exit_code": self.exit_code,
-            "changed": self.is_changed,
-            "done": self.done,
-            "error": "" if self.is_skipped else self.error,
-            "sections": [] if self.migration is None else [section.to_json() for section in self.migration.sections],
-        }
+        report = {"error": self.error} if self.migration is None else self.migration.to_json()
+        return {"file": self.path, "exit_code": self.exit_code, "done": self.done} | report
 
     def markdown(self) -> str:
         if self.migration is None:
@@ -188,32 +144,41 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def sources_of(paths: Sequence[Path], standard_input: Callable[[], bytes] = bytes) -> list[SourceFile]:
+def sources_of(paths: Sequence[Path], *, output: Path | None = None) -> list[SourceFile]:
     """The files, and those in the folders, each once.
 
+    Folders whose names begin with a dot are passed over, and links to folders, which may lead in circles.
+
     Args:
-        standard_input: Reads what STANDARD_INPUT stands for.
+        output: A folder whose files are results of an earlier run, and no sources of this one.
     Raises:
         ConfigError: there is no file at all.
     """
-    found: dict[Path, SourceFile] = {}
+    found: dict[str, SourceFile] = {}
     for path in paths:
-        if path is STANDARD_INPUT:
-            if path not in found:
-                found[path] = SourceFile(file=path, base=Path(), is_named=True, standard_input=standard_input())
-            continue
-        for file in _files(path):
-            source = SourceFile(file=file, base=path if path.is_dir() else path.parent, is_named=not path.is_dir())
-            found.setdefault(file.resolve(), source)
+        is_folder = path.is_dir()
+        for file in _files(path, output) if is_folder else [path]:
+            source = SourceFile(file=file, base=path if is_folder else path.parent, is_named=not is_folder)
+            real = os.path.realpath(file)  # of links in a circle, too, which resolve() refuses
+            if real not in found or (source.is_named and not found[real].is_named):
+                found[real] = source
     if not found:
         raise ConfigError(f"{', '.join(map(str, paths))}: no file ends in {', '.join(SUFFIXES)}")
     return list(found.values())
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    return [file for file in sorted(path.rglob("*")) if file.suffix.lower() in SUFFIXES and file.is_file()]
+def _files(folder: Path, output: Path | None) -> list[Path]:
+    """The configurations below a folder, and folders that cannot be read."""
+    results = os.path.realpath(output) if output is not None and not _is_at(output, folder) else ""
+    found: list[Path] = []
+    unreadable: list[OSError] = []
+    for above, folders, files in os.walk(folder, onerror=unreadable.append):
+        folders[:] = [
+            name for name in folders if name[0] != "." and os.path.realpath(os.path.join(above, name)) != results
+        ]
+        each = (Path(above, name) for name in files)
+        found += [file for file in each if file.suffix.lower() in SUFFIXES and file.is_file()]
+    return sorted([*found, *(Path(error.filename) for error in unreadable)])
 
 
 def migrate_files(
@@ -223,77 +188,96 @@ def migrate_files(
     to: str = "composer",
     dialect: str | None = None,
     at: str | None = None,
-    suffix: str = "",
-    allow_unconfigured: bool = False,
     jobs: int = 0,
 ) -> Iterator[FileResult]:
     """Each file's result, in order; a bad file does not end the others.
 
     Args:
-        suffix: The ending of the format of files that were named; "" goes by their names.
-        allow_unconfigured: Whether a file that was named need not have a section.
         jobs: Processes for many files; 0 for one a core.
     Raises:
         ConfigError: two results would be written to one file.
     """
     destination.check(sources, TARGETS[to])
     is_folder = destination.output is not None and destination.is_folder(sources)
-    work = partial(
-        _migrate_file,
-        destination=destination,
-        is_folder=is_folder,
-        suffix=suffix,
-        allow_unconfigured=allow_unconfigured,
-        words={"to": to, "dialect": dialect, "at": at},
-    )
+    work = partial(_migrate_file, destination=destination, is_folder=is_folder, to=to, dialect=dialect, at=at)
     if len(sources) < _PARALLEL_FROM or jobs == 1:
         yield from map(work, sources)
         return
-    with ProcessPoolExecutor(jobs or os.cpu_count()) as pool:
-        yield from pool.map(work, sources, chunksize=8)
+    left = list(sources)
+    try:
+        with ProcessPoolExecutor(jobs or os.cpu_count(), initializer=_end_with_parent) as pool:
+            for result in pool.map(work, sources, chunksize=8):
+                left.pop(0)
+                yield result
+    except BrokenProcessPool:  # a process was killed, as by a machine without memory; one file each tells which it was
+        yield from (_alone(work, source) for source in left)
+
+
+def _end_with_parent() -> None:
+    """Let this process end when the one that started it does, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _alone(work: Callable[[SourceFile], FileResult], source: SourceFile) -> FileResult:
+    with ProcessPoolExecutor(1, initializer=_end_with_parent) as pool:
+        try:
+            return pool.submit(work, source).result()
+        except BrokenProcessPool:
+            return FileResult(path=_name(source.file), error=f"{source.file}: its process was killed")
 
 
 def _migrate_file(
-    source: SourceFile,
-    *,
-    destination: Destination,
-    is_folder: bool,
-    suffix: str,
-    allow_unconfigured: bool,
-    words: Mapping[str, Any],
+    source: SourceFile, *, destination: Destination, is_folder: bool, to: str, dialect: str | None, at: str | None
 ) -> FileResult:
-    path, text = str(source.file), ""
+    path = _name(source.file)
     try:
-        text = source.read()
-        migration = migrate_text(text, path, suffix=_suffix_of(source, suffix, text), **words)
-        done = _write(migration, source, destination, is_folder=is_folder)
+        content = source.file.read_bytes()
+        if not source.is_named and at is None and not may_configure(content):
+            raise NothingToMigrateError(f"{path}:1:1: nothing here configures sharding")
+        migration = migrate_text(_decoded(content, path), path, to=to, dialect=dialect, at=at)
+        done = _write(migration, content, source, destination, is_folder=is_folder)
     except NothingToMigrateError as error:
-        is_skipped = allow_unconfigured or not source.is_named
-        kept = text if is_skipped and source.is_named else ""
-        done = "nothing here configures sharding; passed over" if is_skipped else "nothing was written"
-        return FileResult(path=path, error=str(error), is_skipped=is_skipped, text=kept, done=done)
+        return FileResult(path=path, error=printable(str(error)), is_skipped=not source.is_named)
     except ConfigError as error:
-        return FileResult(path=path, error=str(error))
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        column = error.start - error.object.rfind(b"\n", 0, error.start)
-        return FileResult(path=path, error=f"{path}:{line}:{column}: no UTF-8: {error.reason}")
+        return FileResult(path=path, error=printable(str(error)))
     except OSError as error:
-        return FileResult(path=path, error=f"{path}: {error.strerror or error}")
-    return FileResult(path=path, migration=migration, done=done)
+        return FileResult(path=path, error=printable(f"{path}: {error.strerror or error}"))
+    except Exception as error:  # whatever it is: the other files have their results
+        return FileResult(path=path, error=printable(f"{path}: {_unexpected(error)}"))
+    return FileResult(path=path, migration=migration, done=printable(done))
 
 
-def _suffix_of(source: SourceFile, given: str, text: str) -> str:
-    if given and source.is_named:
-        return given
-    return suffix_for(text) if source.is_standard_input else ""
+def _decoded(content: bytes, path: str) -> str:
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError(f"{path}:1:1: the file is in UTF-16, and every system reads UTF-8; save it as that")
+    try:
+        return content.decode()  # not read_text, which changes line ends
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        column = error.start - content.rfind(b"\n", 0, error.start)
+        raise ConfigError(f"{path}:{line}:{column}: no UTF-8: {error.reason}") from error
 
 
-def _write(migration: Migration, source: SourceFile, destination: Destination, *, is_folder: bool) -> str:
+def _unexpected(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {error}; this is a fault of "
+        "composer-fsdp2's: please report it with the file"
+    )
+
+
+def _write(
+    migration: Migration, content: bytes, source: SourceFile, destination: Destination, *, is_folder: bool
+) -> str:
     if not destination.in_place and destination.output is None:
-        if migration.exit_code:
-            return "something needs a decision"
-        return "would change" if migration.is_changed else "nothing to change"
+        return "nothing was written"
     if destination.in_place and migration.is_new_file:
         raise ConfigError(
             f"{source.file}: the new configuration is a file of its own, which -o PATH writes; --write cannot"
@@ -304,13 +288,22 @@ def _write(migration: Migration, source: SourceFile, destination: Destination, *
         if not migration.is_changed:
             return "nothing to change"
         file = source.file.resolve()  # a link stays one
+        if file.read_bytes() != content:
+            raise ConfigError(f"{file}: it was changed while it was being migrated, and is left as it is; run it again")
         backup = _free_name(file)
         _replace(backup, migration.before, like=file)
-        _replace(file, migration.after, like=file)
+        try:
+            _replace(file, migration.after, like=file)
+        except ConfigError:
+            backup.unlink()
+            raise
         return f"written; {backup.name} is what was there"
     target = _target(migration, source, destination, is_folder=is_folder)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _replace(target, migration.after, like=None if source.is_standard_input else source.file)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    _replace(target, migration.after, like=source.file)
     return f"written to {target}"
 
 
@@ -330,9 +323,15 @@ def _target(migration: Migration, source: SourceFile, destination: Destination, 
     return output
 
 
-def _replace(path: Path, text: str, *, like: Path | None) -> None:
-    """Whole or not at all, with the permissions of another file, if there is one."""
-    with replacing(path, ending=f".{os.getpid()}.writing") as beside:
-        beside.write_bytes(text.encode())
-        if like is not None:
+def _replace(path: Path, text: str, *, like: Path) -> None:
+    """Whole or not at all, with the permissions of another file.
+
+    Raises:
+        ConfigError: names what could not be written, which is not the file that was read.
+    """
+    try:
+        with replacing(path, ending=f".{os.getpid()}.writing") as beside:
+            beside.write_bytes(text.encode())
             beside.chmod(like.stat().st_mode & 0o7777)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -3,13 +3,16 @@
 Called by ``composer-fsdp2 migrate``.
 """
 
+import codecs
 import dataclasses
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, format_findings
+from composer_fsdp2.config.text import printable
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import Change, change_section, not_as_meant, shared_findings, with_shared
@@ -78,40 +81,57 @@ class Migration:
 
     def diff(self) -> str:
         """A unified diff; empty if nothing changes."""
-        lines = difflib.unified_diff(
-            self.before.splitlines(keepends=True),
-            self.after.splitlines(keepends=True),
-            fromfile=self.name,
-            tofile=self.name,
-        )
+        lines = difflib.unified_diff(_lines(self.before), _lines(self.after), fromfile=self.name, tofile=self.name)
         return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
     def __str__(self) -> str:
         return "\n\n".join(f"{self.name}: {section}" for section in self.sections)
 
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": self.name,
+            "changed": self.is_changed,
+            "exit_code": self.exit_code,
+            "sections": [section.to_json() for section in self.sections],
+        }
+
+
+def _lines(text: str) -> list[str]:
+    """The lines that may be printed, with their ends."""
+    found = re.finditer(r"([^\n]*?)(\r?\n|\Z)", text)
+    return [printable(each[1]) + each[2] for each in found if each[0]]
+
+
+def may_configure(content: bytes) -> bool:
+    """Whether a file may have a section: a key is in it that begins as some dialect's do.
+
+    The first look at the files of a folder, of which most have nothing to do with sharding, and may be anything.
+    """
+    is_wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    text = content.decode("utf-16" if is_wide else "utf-8", errors="ignore").lower()
+    return _KEY.search(text) is not None
+
+
+# A key of a section, or an escape with which one may be written in other letters.
+_WORDS = "|".join(sorted({word for dialect in DIALECTS.values() for word in dialect.words}))
+_KEY = re.compile(rf"""\b(?:{_WORDS})[\w.]*["']?\s*[:=\]]|\\[xu]""")
+
 
 def migrate_text(
-    text: str,
-    name: str = "<text>",
-    *,
-    to: str = "composer",
-    dialect: str | None = None,
-    at: str | None = None,
-    suffix: str = "",
+    text: str, name: str = "<text>", *, to: str = "composer", dialect: str | None = None, at: str | None = None
 ) -> Migration:
     """Migrate a text to FSDP2, and report what became of each key.
 
     Args:
         text: Of a YAML file; of a TOML file, if the name ends so.
         name: What messages call it.
-        suffix: The ending of its format, where the name has none or another.
         to: The system whose words the new text is in; a name of ``TARGETS``.
         dialect: Of its sections; None finds out.
         at: The path of its section, or of what the sections lie in, with dots; None finds all.
     Raises:
         ConfigError: it is no such file, or has no section (NothingToMigrateError); names file, line and column.
     """
-    document = open_document(text, name, suffix)
+    document = open_document(text, name)
     file = _File.of(document)
     target = TARGETS[to]
     found = _sections(file, dialect, at)
@@ -128,7 +148,7 @@ def migrate_text(
         SectionReport(
             dialect=of.name,
             to=target.target,
-            place=section.place,
+            place=printable(section.place),
             line=_line_of(document, section.path),
             findings=tuple(
                 _placed(finding, file, section.path) for finding in (*change.findings, *(shared if number == 0 else ()))
@@ -141,7 +161,7 @@ def migrate_text(
         before=text,
         after=after,
         sections=tuple(reports),
-        suffix=_suffix(suffix or name, target, whole is not None),
+        suffix=_suffix(name, target, whole is not None),
         is_new_file=whole is not None,
     )
 
@@ -205,7 +225,7 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[st
         )
     if document.problem:
         raise ConfigError(document.problem)
-    here = [(name, path) for name, path in found if has_path(document.values, path[:-1])]
+    here = [(name, path) for name, path in found if not path or has_path(document.values, path)]
     if not here:  # what it stands for is no section where it is written
         path = next(path for _, path in found)
         raise ConfigError(
@@ -275,4 +295,13 @@ def _placed(finding: Finding, file: _File, section: Path) -> Finding:
     places = ((*section[:depth], *key) for depth in range(len(section), -1, -1))
     path = next((each for each in places if has_path(file.resolved.values, each)), None)
     line = _line_of(file.document, section if path is None else path)
-    return shown(dataclasses.replace(finding, where=f"{file.document.name}:{line}"), path, file.resolved.environment)
+    finding = shown(finding, path, file.resolved.environment)
+    return dataclasses.replace(
+        finding,
+        key=printable(finding.key),
+        value=printable(finding.value) if isinstance(finding.value, str) else finding.value,
+        target=printable(finding.target),
+        reason=printable(finding.reason),
+        hint=printable(finding.hint),
+        where=f"{file.document.name}:{line}",
+    )

@@ -191,6 +191,7 @@ class HuggingFaceDialect(Dialect):
     title = "Hugging Face: Trainer and accelerate"
     rows = ROWS
     lacks = (*OF_FSDP1, *OF_OTHERS)
+    words = ("fsdp", "distributed_type")
     readers = tuple(Reader)
     silent = tuple(
         Section.at((), merged(_FILES[reader], more))

@@ -7,14 +7,16 @@ marks of its nodes. Called by ``migrate``; reads and writes no file.
 import bisect
 import datetime
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode
 
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import Edit, NewEntry, Path, Settings, entries_of, references_in
+from composer_fsdp2.migration.documents.json import JsonDocument
 from composer_fsdp2.migration.documents.yaml_text import YamlText, is_mapping
 
 # The text of an entry, by its key and its value's text: as the file has it, with its quotes and interpolations.
@@ -211,8 +213,15 @@ def _flow_edits(
 def _entries(text: str, node: MappingNode) -> Iterator[_Written]:
     for key, value in node.value:
         end = _end(text, key, value)
-        comment = re.match(r"[ \t]*(#[^\n]*)?", text[end:])
-        yield _Written(str(key.value), key.start_mark.index, end, (comment and comment.group(1)) or "")
+        comment = re.compile(r"[ \t]*(#[^\n]*)?").match(text, end)
+        yield _Written(str(key.value), _start(text, key), end, (comment and comment.group(1)) or "")
+
+
+def _start(text: str, key: Node) -> int:
+    """The position of a key's first character, or of the question mark before it."""
+    start = key.start_mark.index
+    before = text[text.rfind("\n", 0, start) + 1 : start].rstrip(" \t")
+    return text.rindex("?", 0, start) if before.endswith("?") else start
 
 
 def _end(text: str, key: Node, value: Node) -> int:
@@ -245,10 +254,9 @@ def _end_of(text: str, start: int, value: Any) -> int:
 
 
 def _end_of_empty(text: str, start: int) -> int:
-    """The position behind the colon, or behind an anchor or tag that stands for nothing."""
-    colon = text.find(":", start)
-    decorated = re.compile(r"(?:[ \t]+[&!][^\s,\]}]*)*").match(text, colon + 1)
-    return colon + 1 if decorated is None else decorated.end()
+    """The position behind the colon, or behind an anchor or tag that stands for nothing; a ? may go without a colon."""
+    found = re.compile(r"\s*:(?:[ \t]+[&!][^\s,\]}]*)*").match(text, start)
+    return found.end() if found else start
 
 
 def _indent(text: str, position: int) -> str:
@@ -377,10 +385,24 @@ def _scalar_text(text: str) -> str:
 # The document
 
 
+def _as_json(text: str) -> JsonDocument | None:
+    try:
+        return JsonDocument(text) if text.lstrip("\ufeff \t\r\n").startswith("{") else None
+    except ConfigError:
+        return None
+
+
 class YamlDocument(YamlText):
     """A ``Document`` of YAML."""
 
     takes_entries = True
+
+    def __init__(self, text: str, name: str = "<text>") -> None:
+        super().__init__(text, name)
+        self._json = _as_json(text)  # which it stays
+
+    def edited(self, edits: Iterable[Edit]) -> str:
+        return super().edited(edits) if self._json is None else self._json.edited(edits)
 
     def edit_mapping(
         self,
@@ -390,9 +412,13 @@ class YamlDocument(YamlText):
         *,
         given: Mapping[str, Any] | None = None,
     ) -> list[Edit]:
+        if self._json is not None:
+            return self._json.edit_mapping(path, replacements, additions, given=given)
         return _edit_mapping(self, path, replacements, additions, given=given)
 
     def replace_entry(self, path: Path, new: NewEntry, *, given: Mapping[str, Any] | None) -> list[Edit]:
+        if self._json is not None:
+            return self._json.replace_entry(path, new, given=given)
         parent = self.node(path[:-1])
         is_block = is_mapping(parent) and not parent.flow_style
         if is_block and all(_stands_here(self, each) for each in (path, new.inner) if each is not None):

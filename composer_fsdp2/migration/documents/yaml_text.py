@@ -70,7 +70,7 @@ class _Nodes(Composer, Resolver, _Parser):
             below = [each for pair in node.value for each in pair] if is_mapping(node) else node.value
             size = self._sizes[id(node)] = 1 + sum(self._sizes[id(each)] for each in below)
             if size > _MAX_NODES_OF_ALIASES + len(self._sizes):
-                raise ComposerError(None, None, f"aliases of aliases make more than {size} values", mark)
+                raise ComposerError(None, None, f"aliases of aliases stand for {size} values, which is too many", mark)
         return node
 
 
@@ -162,7 +162,7 @@ class YamlText:
         """What merges (``<<``) bring to the mapping at ``path``, also what its own entries override."""
         node = self.node(path)
         merges = [value for name, value in node.value if _is_merge(name)] if is_mapping(node) else []
-        return {key: each for value in merges for key, each in self._merge_of(value).items()}
+        return {key: each for value in merges for key, each in self._merge_of(value, node).items()}
 
     def line_of(self, path: Path) -> int:
         """The line of the key at ``path``, from 1; that of the mapping, where the key came from somewhere else."""
@@ -220,24 +220,25 @@ class YamlText:
         own: dict[Any, Any] = {}
         for key, value in node.value:
             if _is_merge(key):
-                merged |= self._merge_of(value)
+                merged |= self._merge_of(value, key)
             else:
                 own[self._key_of(key)] = self._value_of(value)
         return merged | own
 
-    def _merge_of(self, node: Node) -> dict[Any, Any]:
+    def _merge_of(self, node: Node, key: Node) -> dict[Any, Any]:
         """What the value of a ``<<`` brings; of several mappings the first takes precedence."""
         each = node.value if isinstance(node, SequenceNode) else [node]
-        if bad := [node for node in each if not is_mapping(node)]:
-            raise _BadNode("<< takes a mapping, or a list of them", bad[0])
+        if not all(map(is_mapping, each)):
+            raise _BadNode("<< takes a mapping, or a list of them", key)
         return {key: value for node in reversed(each) for key, value in self._value_of(node).items()}
 
     def _scalar(self, node: ScalarNode) -> Any:
         try:
             return self._constructor.construct_object(node)
-        except (yaml.constructor.ConstructorError, ValueError, KeyError) as error:  # =, or a date that is none
-            problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
-            raise _BadNode(f"{node.value} is not a value: {problem}", node) from error
+        except yaml.constructor.ConstructorError as error:  # =, or a tag of somebody's own
+            raise _BadNode(f"{node.value}: {error.problem}".removeprefix(": "), node) from error
+        except (ValueError, KeyError) as error:  # a date that is none
+            raise _BadNode(f"{node.value} is not a value: {error}", node) from error
 
     def _key_of(self, node: Node) -> Any:
         if not isinstance(node, ScalarNode):
