@@ -67,7 +67,7 @@ ROOMS = {
         packages="numpy torch",
     ),
     "fsdp1": room(
-        "__init__ attributes objects parsing selecting keys hooks read translate",
+        "__init__ attributes objects parsing selecting classes keys policies hooks read translate",
         rooms="errors config _torch sharding training",
         packages="omegaconf torch",
     ),

@@ -50,6 +50,7 @@ class ModelChoices(Value):
         searched: Those of the others below which chosen modules become roots.
         chosen: The modules below direct children that are to be units of their own.
         checkpointed: The modules whose activations are recomputed or offloaded, children before parents.
+        notes: What the report says of these choices.
     """
 
     roots: tuple[str, ...]
@@ -57,3 +58,4 @@ class ModelChoices(Value):
     searched: tuple[str, ...] = ()
     chosen: Mapping[str, Choice] = field(default_factory=dict)
     checkpointed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -24,7 +24,8 @@ from composer_fsdp2.config.sharding import (
     ShardingConfig,
     check_reshard_degree,
 )
-from composer_fsdp2.config.text import did_you_mean
+from composer_fsdp2.config.text import and_more, did_you_mean
+from composer_fsdp2.config.wrap import WrapKind
 from composer_fsdp2.errors import ConfigError, PlanError, UnknownKeyError, UnsupportedError
 from composer_fsdp2.fsdp1.keys import BACKWARD_POST_REASON, KEYS_OF_MODULES, UNREAD_DTYPE_REASON
 from composer_fsdp2.fsdp1.parsing import (
@@ -38,24 +39,29 @@ from composer_fsdp2.fsdp1.parsing import (
     mixed_precision_of,
     without_shards,
 )
+from composer_fsdp2.fsdp1.policies import PolicyChoices, read_policy, refuse_experts
 from composer_fsdp2.sharding.materialize import Initializers
 from composer_fsdp2.sharding.modules import has_forward, ignored_modules, outside_compilation
 from composer_fsdp2.sharding.ties import join
 
 CheckFn = Callable[[nn.Module], Any]
+_Choose = Callable[[str, nn.Module], bool]  # whether the module at a path is to be a unit
 
 
 def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | None = None) -> ModelChoices:
-    """What ``model``'s hooks and attributes choose; reads them as Composer's FSDP1 did, and changes nothing.
+    """What ``model``'s hooks and attributes, or a policy, choose; reads them as Composer's FSDP1 did, changes nothing.
 
     Args:
         model: Any module tree. The ``fsdp_wrap_fn`` and ``activation_checkpointing_fn`` of its direct children are
             called with the modules below them, in which ``_fsdp_wrap`` and ``_activation_checkpointing`` take
             precedence.
-        config: The model's; what a module's own settings do not name stays.
+        config: The model's, whose ``wrap`` may be asked instead of ``fsdp_wrap_fn``; what a module's own settings do
+            not name stays.
         precision: Composer's, for settings that say DEFAULT or PURE.
     Raises:
-        PlanError: a hook raised, or returned something else than a bool or a dict; names the module.
+        PlanError: a hook raised, or returned something else than a bool or a dict; names the module. The policy names
+            a class that the model has not.
+        UnsupportedError: the policy makes an expert a unit.
 
     Does not communicate.
     """
@@ -68,12 +74,18 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
     }
     searched = [name for name in excluded if config.shard_below_unwrapped and not _is_metric(children[name])]
     ignored = {below for module in ignored_modules(model, config).values() for below in module.modules()}
-    reader = _Reader(read=partial(read_overrides, config=config, precision=precision), ignored=frozenset(ignored))
+    reader = _Reader(
+        read=partial(read_overrides, config=config, precision=precision),
+        ignored=frozenset(ignored),
+        policy=None if config.wrap.kind is WrapKind.HOOKS else read_policy(model, config.wrap, ignored),
+    )
     for name, child in children.items():
         if name in roots:
             reader.read_below_root(name, child, child)
         elif name in searched:
             reader.read_below_unwrapped(name, child, child)
+    if reader.policy is not None:
+        refuse_experts(model, config.wrap, reader.by_policy)
     checkpointed: list[str] = []
     if config.activation_checkpointing.enabled:
         checkpointed = select_checkpointed(model, below_unwrapped=config.shard_below_unwrapped)
@@ -83,6 +95,7 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
         searched=tuple(searched),
         chosen=reader.choices,
         checkpointed=tuple(checkpointed),
+        notes=tuple(reader.notes(children)),
     )
 
 
@@ -117,14 +130,20 @@ class _Reader:
     Args:
         read: From a module's own settings and its path to what they change.
         ignored: Modules that are passed over.
+        policy: Asked instead of the functions, if there is one.
         units: Those that are units by now, roots among them; another child's function is not asked about them.
         choices: By path.
+        by_policy: The paths of those that the policy chose.
+        against_policy: The paths of those whose attribute says otherwise than the policy.
     """
 
     read: Callable[[Mapping[str, Any], str], UnitOverrides]
     ignored: frozenset[nn.Module]
+    policy: PolicyChoices | None = None
     units: set[nn.Module] = field(default_factory=set)
     choices: dict[str, Choice] = field(default_factory=dict)
+    by_policy: list[str] = field(default_factory=list)
+    against_policy: list[str] = field(default_factory=list)
 
     def read_below_root(self, path: str, root: nn.Module, child: nn.Module) -> None:
         """Read the modules below a root; of a container the members are roots."""
@@ -135,32 +154,64 @@ class _Reader:
                 self.read_below_root(join(path, name), member, child)
             return
         self.units.add(root)
+        choose = self._chooser(root, child)
         for inner_path, inner in root.named_modules(prefix=path):
             if inner in self.units or inner in self.ignored:
                 continue
-            if self._is_chosen(inner_path, inner, child) and has_forward(inner):
+            if self._is_chosen(inner_path, inner, choose) and has_forward(inner):
                 self.units.add(inner)
 
     def read_below_unwrapped(self, path: str, module: nn.Module, child: nn.Module) -> None:
         """Read the modules below one that is no unit: the outermost chosen ones are roots."""
+        choose = self._chooser(module, child)
         for name, inner in module.named_children():
             inner_path = join(path, name)
-            if inner not in self.ignored and self._is_chosen(inner_path, inner, child):
+            if inner not in self.ignored and self._is_chosen(inner_path, inner, choose):
                 self.read_below_root(inner_path, inner, child)
             else:
                 self.read_below_unwrapped(inner_path, inner, child)
 
-    def _is_chosen(self, path: str, module: nn.Module, child: nn.Module) -> bool:
-        """Whether ``module`` is to be a unit. The attribute takes precedence over the function."""
-        if hasattr(module, "_fsdp_wrap"):
-            if module._fsdp_wrap:
-                self.choices[path] = Choice(chosen_by="_fsdp_wrap")
-            return bool(module._fsdp_wrap)
+    def _chooser(self, root: nn.Module, child: nn.Module) -> _Choose:
+        """Who says which modules below ``root`` are units: the policy, else the child's function."""
+        if self.policy is None:
+            return partial(self._by_function, child)
+        return partial(self._by_policy, self.policy.below(root))
+
+    def _is_chosen(self, path: str, module: nn.Module, choose: _Choose) -> bool:
+        """Whether ``module`` is to be a unit. The attribute takes precedence over function and policy."""
+        if not hasattr(module, "_fsdp_wrap"):
+            return choose(path, module)
+        is_unit = bool(module._fsdp_wrap)
+        if self.policy is not None and choose(path, module) is not is_unit:
+            self.against_policy.append(path)
+        self.choices.pop(path, None)
+        if is_unit:
+            self.choices[path] = Choice(chosen_by="_fsdp_wrap")
+        return is_unit
+
+    def _by_policy(self, chosen: Mapping[nn.Module, str], path: str, module: nn.Module) -> bool:
+        if module in chosen:
+            self.by_policy.append(path)
+            self.choices[path] = Choice(chosen_by=chosen[module])
+        return module in chosen
+
+    def _by_function(self, child: nn.Module, path: str, module: nn.Module) -> bool:
         answer = _answer(path, module, child)
         if answer:  # an empty dict was False to FSDP1
             overrides = self._overrides(dict(answer), path) if isinstance(answer, dict) else UnitOverrides()
             self.choices[path] = Choice(chosen_by="fsdp_wrap_fn", overrides=overrides)
         return bool(answer)
+
+    def notes(self, children: Mapping[str, nn.Module]) -> Iterator[str]:
+        """What the report says of a policy beside the model's own hooks."""
+        if self.policy is None:
+            return
+        yield from self.policy.notes
+        unasked = [name for name, child in children.items() if _hook(child, "fsdp_wrap_fn") is not None]
+        if unasked:
+            yield f"wrap_policy is given, so the fsdp_wrap_fn of {and_more(unasked)} is not asked"
+        if self.against_policy:
+            yield f"_fsdp_wrap on {and_more(self.against_policy)} takes precedence over wrap_policy"
 
     def _overrides(self, given: Mapping[str, Any], path: str) -> UnitOverrides:
         try:

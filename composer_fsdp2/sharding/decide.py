@@ -36,7 +36,7 @@ def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoi
     Args:
         model: Any module tree that is not sharded (``refuse_sharded``); parameters may be on the meta device.
         config: The whole model's.
-        choices: What the model's hooks chose.
+        choices: What the model's hooks, or the policy of ``config``, chose.
     Raises:
         PlanError: a parameter cannot be sharded, or there is nothing to shard.
         ConfigError: the settings of a module that becomes a unit cannot be carried out.
@@ -53,6 +53,7 @@ def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoi
     )
     _refuse_parameters(model, units)
     notes = (
+        *choices.notes,
         *selection.notes,
         *_notes_of_settings(selection.units),
         *_notes_of_parameters(units, selection.uses),

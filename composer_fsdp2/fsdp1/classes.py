@@ -1,0 +1,51 @@
+"""From names of classes, as a configuration gives them, to the classes of a model's modules."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from composer_fsdp2.config.text import did_you_mean
+from composer_fsdp2.errors import PlanError
+
+
+def classes_named(
+    model: nn.Module, names: Sequence[str], *, key: str, otherwise: Sequence[str] = ()
+) -> tuple[type[nn.Module], ...]:
+    """The classes of these names that modules of ``model`` have; instances of them are chosen, of subclasses too.
+
+    Args:
+        names: Empty for ``auto``: those that the model itself names, or else ``otherwise``.
+        key: Which gave them, for the errors.
+    Raises:
+        PlanError: no module is of such a class, or the model names none; lists the model's classes.
+
+    Only reads.
+    """
+    of_model: dict[str, list[type[nn.Module]]] = {}
+    for module in model.modules():
+        of_model.setdefault(type(module).__name__, []).append(type(module))
+    known = ", ".join(sorted(of_model))
+    if not names:
+        names = [name for name in dict.fromkeys(_own_names(model)) if name in of_model] or otherwise
+        if not names:
+            raise PlanError(
+                f"fsdp_config.{key} is auto, and {type(model).__name__} names no classes of its own "
+                f"(_no_split_modules); list them; it has {known}"
+            )
+    unknown = [name for name in names if name not in of_model]
+    if unknown:
+        raise PlanError("\n".join(_unknown(name, key, model, known) for name in unknown))
+    return tuple(dict.fromkeys(cls for name in names for cls in of_model[name]))
+
+
+def _own_names(model: nn.Module) -> Iterator[str]:
+    """What transformers' models must not cut: their layers. A model that is made of others has theirs as well, and
+    some name a class that another release has."""
+    for module in model.modules():
+        names = getattr(type(module), "_no_split_modules", None) or getattr(module, "_no_split_modules", None)
+        yield from names or ()
+
+
+def _unknown(name: str, key: str, model: nn.Module, known: str) -> str:
+    near = did_you_mean(name, known.split(", "))
+    return f"fsdp_config.{key}: no module of {type(model).__name__} is a {name}{near}; it has {known}"
