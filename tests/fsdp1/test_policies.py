@@ -1,0 +1,355 @@
+"""Which modules a wrap policy chooses; by size with FSDP1 itself as the measure."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.examples import IS_THOROUGH, THOROUGH_FACTOR
+from support.models import FakeMetric, tie
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
+
+from composer_fsdp2 import PlanError, plan_sharding
+from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.config.wrap import Wrap, WrapKind
+from composer_fsdp2.errors import UnsupportedError
+from composer_fsdp2.fsdp1.hooks import read_hooks
+from composer_fsdp2.fsdp1.policies import read_policy
+from composer_fsdp2.sharding.plan import ShardingPlan
+
+# --- by size
+
+
+class Node(nn.Module):
+    """Holds a parameter beside its children."""
+
+    def __init__(self, numel: int, children: dict[str, nn.Module]) -> None:
+        super().__init__()
+        if numel:
+            self.weight = nn.Parameter(torch.zeros(numel))
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def random_tree(draw: random.Random, depth: int) -> nn.Module:
+    """Every kind of module that the rule looks at, of 1 to some 100 parameters."""
+    kind = draw.choice(["linear", "norm", "attention"] if depth == 0 else ["linear", "list", "dict", "node", "node"])
+    if kind == "linear":
+        return nn.Linear(draw.randint(1, 6), draw.randint(1, 6), bias=draw.random() < 0.5)
+    if kind == "norm":
+        return nn.LayerNorm(draw.randint(1, 6))
+    if kind == "attention":
+        return nn.MultiheadAttention(2 * draw.randint(1, 3), 1)
+    children = {f"c{number}": random_tree(draw, depth - 1) for number in range(draw.randint(1, 4))}
+    if kind == "list":
+        return nn.ModuleList(children.values())
+    if kind == "dict":
+        return nn.ModuleDict(children)
+    return Node(draw.choice([0, 0, 3, 20]), children)
+
+
+def tied(draw: random.Random, root: nn.Module) -> None:
+    """Two linear layers of one shape share their weight, if there are two."""
+    layers = [module for module in root.modules() if isinstance(module, nn.Linear)]
+    draw.shuffle(layers)
+    for first, second in pairwise(layers):
+        if first.weight.shape == second.weight.shape:
+            second.weight = first.weight
+            return
+
+
+class Recorded(nn.Module):
+    """What ``_recursive_wrap`` puts around a module, in the place of FSDP1."""
+
+    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+        super().__init__()
+        self.inner = module
+
+
+def recorded(root: nn.Module, min_num_params: int, ignored: set[nn.Module]) -> set[nn.Module]:
+    """What FSDP1's own walk chooses below ``root``."""
+    _recursive_wrap(
+        root,
+        auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=min_num_params),
+        wrapper_cls=Recorded,
+        ignored_modules=ignored,
+        ignored_params={parameter for module in ignored for parameter in module.parameters()},
+        only_wrap_children=True,
+    )
+    return {module.inner for module in root.modules() if isinstance(module, Recorded)}
+
+
+def of_fsdp1(root: nn.Module, min_num_params: int, ignored: set[nn.Module]) -> set[nn.Module]:
+    """What ``FullyShardedDataParallel`` makes units of below ``root``."""
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
+    options = {"ignored_modules": ignored, "use_orig_params": True, "device_id": torch.device("cpu")}
+    sharded = FullyShardedDataParallel(root, auto_wrap_policy=policy, **options)
+    return {
+        module.module
+        for module in sharded.modules()
+        if isinstance(module, FullyShardedDataParallel) and module is not sharded
+    }
+
+
+def trees(seeds: range) -> Iterator[tuple[int, nn.Module, int, set[nn.Module], bool]]:
+    for seed in seeds:
+        draw = random.Random(seed)
+        root = Node(draw.choice([0, 5]), {f"c{n}": random_tree(draw, draw.randint(0, 3)) for n in range(3)})
+        is_tied = draw.random() < 0.3
+        if is_tied:
+            tied(draw, root)
+        modules = [module for module in root.modules() if module is not root and list(module.parameters())]
+        ignored = set(draw.sample(modules, 1)[0].modules()) if draw.random() < 0.3 else set()
+        yield seed, root, draw.randint(1, 60), ignored, is_tied
+
+
+def check_sizes(num_trees: int) -> tuple[int, int]:
+    """Returns how many trees had units, and how many went through FSDP1's constructor."""
+    num_with_units = num_constructed = 0
+    warnings.simplefilter("ignore")
+    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")):
+        for seed, root, min_num_params, ignored, is_tied in trees(range(num_trees)):
+            paths = {module: path for path, module in root.named_modules()}
+            wrap = Wrap(kind=WrapKind.SIZE, min_num_params=min_num_params)
+            ours = set(read_policy(root, wrap, ignored).below(root))
+            # A weight that two units share FSDP1 flattens twice, and fails.
+            is_constructed = not is_tied
+            expected = (of_fsdp1 if is_constructed else recorded)(root, min_num_params, ignored)
+            shown = [sorted(paths[module] for module in each) for each in (ours, expected)]
+            assert ours == expected, f"seed {seed}, {min_num_params} parameters: {shown[0]}, FSDP1 {shown[1]}"
+            num_with_units += bool(ours)
+            num_constructed += is_constructed
+    return num_with_units, num_constructed
+
+
+def test_the_size_rule_is_fsdp1s():
+    """A run that FSDP1 wrapped by size would have other units, other memory and other gathers."""
+    num_trees = 1000 * (THOROUGH_FACTOR if IS_THOROUGH else 1)
+    [(num_with_units, num_constructed)] = run_ranks(check_sizes, 1, num_trees)
+    assert num_with_units > num_trees / 2 and num_constructed > num_trees / 2
+
+
+# --- by class
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x)
+
+
+class WideBlock(Block):
+    """FSDP1's policy took instances, of derived classes too."""
+
+
+class Trunk(nn.Module):
+    """A transformers model, as far as a policy looks at it."""
+
+    _no_split_modules = ("Block", "BlockOfAnotherRelease")
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.embed_tokens, self.blocks, self.norm = nn.Embedding(8, 4), nn.ModuleList(blocks), nn.LayerNorm(4)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.lm_head = Trunk(*(blocks or (Block(), Block()))), nn.Linear(4, 8, bias=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.trunk.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.trunk(x))
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """As a ComposerModel holds it."""
+    model = nn.Module()
+    model.model = module
+    return model
+
+
+def plan_of(model: nn.Module, **wrap: Any) -> ShardingPlan:
+    wrap.setdefault("kind", WrapKind.CLASSES)
+    return plan_sharding(model, ShardingConfig(wrap=Wrap(**wrap)))
+
+
+def units_of(model: nn.Module, **wrap: Any) -> dict[str, str]:
+    """Those below the roots, each with why it is one."""
+    return {" + ".join(unit.modules): unit.reason for unit in plan_of(model, **wrap).units if not unit.is_root}
+
+
+BLOCKS = {f"model.trunk.blocks.{number}": "wrap_policy: Block" for number in range(2)}
+
+
+def test_classes_are_units():
+    """Each module of a class that the file names, also of one derived from it, and nothing else."""
+    assert units_of(inside(LanguageModel()), classes=("Block",)) == BLOCKS
+    wide = inside(LanguageModel(Block(), WideBlock()))
+    assert units_of(wide, classes=("Block",)) == BLOCKS
+    assert list(units_of(wide, classes=("WideBlock",))) == ["model.trunk.blocks.1"]
+    assert units_of(inside(LanguageModel()), kind=WrapKind.ROOT) == {}
+
+
+def test_units_nest():
+    """A chosen module around chosen ones stays a unit of what lies between them."""
+    found = units_of(inside(LanguageModel()), classes=("Block", "Trunk"))
+    assert found == BLOCKS | {"model.trunk": "wrap_policy: Trunk"}
+
+
+def test_auto_is_what_the_model_names():
+    """The model may lie in a wrapper, and name classes that this release of it has not."""
+    assert units_of(inside(LanguageModel())) == BLOCKS
+    # A root without a forward: its members are the roots.
+    assert list(units_of(inside(inside(LanguageModel())))) == [f"model.model.trunk.blocks.{n}" for n in range(2)]
+    wrapper = inside(nn.Sequential(LanguageModel()))
+    assert list(units_of(wrapper)) == [f"model.0.trunk.blocks.{n}" for n in range(2)]
+
+
+def test_an_unknown_class_lists_the_models():
+    """ROLL shards such a model as one unit without a word: out of memory, or slow."""
+    with pytest.raises(PlanError, match=r"is a Blok; did you mean Block\?.*Block, Embedding, .*Trunk") as caught:
+        plan_of(inside(LanguageModel()), classes=("Block", "Blok"))
+    assert "wrap_policy.transformer_layer_cls_to_wrap" in str(caught.value)
+    with pytest.raises(PlanError, match="names no classes of its own"):
+        plan_of(inside(nn.Sequential(Block())))
+
+
+def test_embeddings_and_head():
+    """As the model gives them, or by TorchTitan's names; tied ones share a unit, or stay with what uses both."""
+    both = {"embeddings": True, "output": True}
+    ends = {
+        "model.trunk.embed_tokens": "wrap_policy: wrap_embeddings",
+        "model.lm_head": "wrap_policy: wrap_lm_output",
+    }
+    assert units_of(inside(LanguageModel()), **both) == BLOCKS | ends
+    model = inside(LanguageModel())
+    tie(model.model.trunk.embed_tokens, model.model.lm_head)
+    assert units_of(model, embeddings=True) == BLOCKS
+    assert [name for name in units_of(model, **both) if name not in BLOCKS] == [
+        "model.trunk.embed_tokens + model.lm_head"
+    ]
+    titan = nn.Sequential(Block())
+    titan.tok_embeddings, titan.output = nn.Embedding(8, 4), nn.Linear(4, 8)
+    titan[0].output = nn.Linear(4, 4)  # not every output is the model's
+    assert list(units_of(inside(titan), classes=("Block",), **both)) == [
+        "model.0",
+        "model.tok_embeddings",
+        "model.output",
+    ]
+
+
+def test_ends_that_a_model_has_not_are_told():
+    """A classifier has no head of a language model; the file is right all the same."""
+    plan = plan_of(inside(nn.Sequential(Block())), classes=("Block",), embeddings=True, output=True)
+    assert [note for note in plan.notes if "the model has no such module" in note] == [
+        "wrap_policy.wrap_embeddings: the model has no such module, so it makes no unit",
+        "wrap_policy.wrap_lm_output: the model has no such module, so it makes no unit",
+    ]
+
+
+# --- beside the model's own words
+
+
+def test_hooks_and_policy_together():
+    """The policy takes the place of the function, an attribute that of the policy; the plan says all of it."""
+    model = inside(LanguageModel())
+    model.model.fsdp_wrap_fn = lambda module: pytest.fail("asked")
+    model.model.trunk.blocks[0]._fsdp_wrap = False
+    model.model.trunk.norm._fsdp_wrap = True
+    plan = plan_of(model, classes=("Block",))
+    assert {unit.name: unit.reason for unit in plan.units if not unit.is_root} == {
+        "model.trunk.blocks.1": "wrap_policy: Block",
+        "model.trunk.norm": "_fsdp_wrap",
+    }
+    text = plan.explain()
+    assert "so the fsdp_wrap_fn of model is not asked" in text
+    assert "_fsdp_wrap on model.trunk.blocks.0 and 1 more takes precedence over wrap_policy" in text
+
+
+def test_without_a_policy_hooks_choose_as_before():
+    """Models of Composer runs keep the units that they have."""
+    model = inside(LanguageModel())
+    model.model.fsdp_wrap_fn = lambda module: isinstance(module, Block)
+    assert set(read_hooks(model, ShardingConfig()).chosen) == set(BLOCKS)
+
+
+def test_what_is_no_part_of_the_sharded_model_is_passed_over():
+    """Metrics and ignored modules stay whole, whatever their class."""
+    model = inside(LanguageModel())
+    model.metric = FakeMetric()
+    config = ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES), ignored_modules=(model.model.trunk.blocks[0],))
+    plan = plan_sharding(model, config)
+    assert [unit.name for unit in plan.units] == ["model.trunk.blocks.1", "model"]
+
+
+def test_the_policy_is_part_of_the_plan():
+    """Ranks with different policies find out before they hang."""
+    model = inside(LanguageModel())
+    digests = {plan_of(model, **wrap).digest for wrap in ({}, {"classes": ("Block",)}, {"kind": WrapKind.ROOT})}
+    assert len(digests) == 3
+
+
+# --- experts
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(expert(x) for expert in self.experts)
+
+
+def test_experts_are_no_units_of_their_own():
+    """Ranks that skip different experts gather different ones together: wrong gradients, and no error."""
+    model = inside(LanguageModel(Experts()))
+    for wrap in (
+        {"classes": ("Experts",), "experts": ("Block",)},
+        {"classes": ("Block",)},
+        {"classes": ("Linear",)},
+        {"kind": WrapKind.SIZE, "min_num_params": 20},
+    ):
+        with pytest.raises(UnsupportedError, match=r"experts\.0.* runs_every_expert = True"):
+            plan_of(model, **wrap)
+    assert list(units_of(model, classes=("Experts",))) == ["model.trunk.blocks.0"]
+    model.model.trunk.blocks[0].runs_every_expert = True
+    assert list(units_of(model, classes=("Trunk",), experts=("Block",))) == [
+        "model.trunk.blocks.0.experts.0",
+        "model.trunk.blocks.0.experts.1",
+        "model.trunk",
+    ]
