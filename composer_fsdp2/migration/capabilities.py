@@ -39,6 +39,7 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
     "mesh": lambda run: run.config.mesh.text,
     "units": _units,
     "further units": lambda run: ", ".join(run.wrap.others) or None,
+    "expert units": lambda run: ", ".join(run.wrap.experts) or None,
     "reshard_after_forward": lambda run: _if(
         run.config.reshard_after_forward, not isinstance(run.config.reshard_after_forward, bool)
     ),

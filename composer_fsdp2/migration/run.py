@@ -1,11 +1,12 @@
 """What a configuration of any dialect asks for, independent of any framework's key names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.config.wrap import Wrap as Wrap
 from composer_fsdp2.config.wrap import WrapKind as WrapKind
+from composer_fsdp2.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +52,14 @@ class RunConfig(Value):
     def wrap(self) -> Wrap:
         """Which modules become units."""
         return self.config.wrap
+
+    def with_degrees(self) -> "RunConfig":
+        """With the degree that was left open, where the number of ranks tells it; else as it is."""
+        model_ranks = self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.expert_parallel
+        if self.num_ranks is None or model_ranks != 1:
+            return self
+        try:
+            mesh = self.config.mesh.resolve(self.num_ranks)
+        except ConfigError:  # these ranks cannot be divided so; the target's own words say what is open
+            return self
+        return replace(self, config=replace(self.config, mesh=mesh))

@@ -119,3 +119,25 @@ def test_a_roll_file_stays_one_with_variables():
     text = ROLL.replace("fsdp_size: 8", "fsdp_size: '${oc.env:NOBODY_S}'")
     migration = migrate_text(text, "run.yaml", to="roll")
     assert (migration.exit_code, migration.is_changed) == (0, False)
+
+
+def test_a_known_number_of_ranks_decides_an_open_degree():
+    """16 ranks in groups of 8 are two replicas, and no question."""
+    text = ROLL.replace("ep_size: 4, efsdp_size: 2, ", "").replace("{ulysses_size: 2}", "{}")
+    migration = migrate_text(text.replace("range(0, 8)", "range(0, 16)"), "run.yaml", to="torchtitan")
+    assert "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 8\n" in migration.after
+    assert migration.exit_code == 0
+    unknown = migrate_text(text.replace("list(range(0, 8))", "list(range(0, N))"), "run.yaml", to="torchtitan")
+    assert [each.key for each in unknown.blocking] == ["mesh"]
+
+
+def test_units_of_experts_that_are_left_out_are_told_of_their_key():
+    """The report said of moe_experts that experts become units, and wrote a file in which they do not."""
+    policy = "apply_expert_patch: true, wrap_policy: {moe_experts: [Expert], transformer_layer_cls_to_wrap: [Layer]}"
+    text = ROLL.replace("ep_size: 4, efsdp_size: 2, ", policy + ", ").replace("{ulysses_size: 2}", "{}")
+    migration = migrate_text(text, "run.yaml")
+    experts = found(migration, "wrap_policy.moe_experts")
+    assert experts.outcome is Outcome.APPROXIMATE and "stay" in experts.reason
+    assert (migration.exit_code, "Expert" in migration.after) == (0, False)
+    kept = found(migrate_text(text, "run.yaml", to="roll"), "wrap_policy.moe_experts")
+    assert kept.outcome is Outcome.EXACT

@@ -318,8 +318,7 @@ def _leaves_inputs_of_the_root(run: RunConfig) -> bool:
 
 # fmt: off
 _LACKS: tuple[Lack, ...] = (
-    Lack(asked="further units", when=lambda run: bool(run.wrap.experts), outcome=_APPROXIMATE,
-        target="the units around them",
+    Lack(asked="expert units", outcome=_APPROXIMATE, target="the units around them",
         reason="experts stay in the unit around them, which every rank gathers whatever its tokens choose: the same "
         "numbers, and more memory while it is gathered"),
     Lack(asked="casting of inputs", when=lambda run: run.config.mixed_precision.cast_forward_inputs,

@@ -35,6 +35,7 @@ from composer_fsdp2.config.sharding import (
 from composer_fsdp2.migration.capabilities import Lack
 from composer_fsdp2.migration.dialect import (
     Dialect,
+    Expression,
     Frame,
     Path,
     Question,
@@ -310,7 +311,7 @@ _ROWS: tuple[Row, ...] = (
         neutral=(False,), aspect=Aspect.WRAP, meaning="a unit of its own for lm_head",
         reason="lm_head becomes a unit"),
     Row(name="wrap_policy.moe_experts", default=None, outcome=Outcome.EXACT, target="units", takes=_CLASSES,
-        aspect=Aspect.WRAP, decide=_experts,
+        aspect=Aspect.WRAP, decide=_experts, capability="expert units",
         meaning="the classes of experts that become units, where apply_expert_patch or ep_size is on",
         reason="experts become units"),
     Row(name="apply_expert_patch", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL, neutral=(False,),
@@ -584,6 +585,10 @@ def _wrap_policy(wrap: Wrap) -> dict[str, Any]:
     return {key: value for key, value in policy.items() if value}
 
 
+def _with_degrees(run: RunConfig) -> RunConfig:
+    return run.with_degrees() if _has_open_replicas(run.config.mesh) else run
+
+
 def _has_open_replicas(mesh: MeshSpec) -> bool:
     return not mesh.is_grouped and mesh.has_replicas and mesh.shard_degree == -1
 
@@ -729,6 +734,9 @@ class RollDialect(Dialect):
         aspects = deciding({row.name: row.aspect for row in _ROWS if row.name in worker.given}, findings)
         is_bad = any(_problem(worker, row) for row in _ROWS)
         return Reading(run=None if is_bad else _run(worker), findings=findings, aspects=aspects, rows=_BY_NAME)
+
+    def express(self, run: RunConfig) -> Expression:
+        return super().express(_with_degrees(run))
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         """As a ``strategy_config``; what ROLL says in model_args is a finding, since that lies outside of it."""

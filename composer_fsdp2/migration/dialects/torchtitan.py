@@ -30,6 +30,7 @@ from composer_fsdp2.config.text import nearest_names
 from composer_fsdp2.migration.capabilities import Lack
 from composer_fsdp2.migration.dialect import (
     Dialect,
+    Expression,
     MappingEdit,
     Path,
     Question,
@@ -91,7 +92,7 @@ def _mode(finding: Finding, file: File) -> Finding:
             finding,
             outcome=Outcome.APPROXIMATE,
             reason="all blocks are recomputed instead of some: less memory, more computation, the same numbers",
-            hint="the model's activation_checkpointing_fn may choose every n-th block",
+            hint="the model's activation_checkpointing_fn may choose every n-th block, if no policy names classes",
         )
     return finding
 
@@ -686,6 +687,12 @@ class TorchTitanDialect(Dialect):
             aspects=deciding({file.short(key): row.aspect for key, row in file.rows()}, findings),
             rows={row.name: row for row in _ROWS} | {file.short(key): row for key, row in file.rows()},
         )
+
+    def express(self, run: RunConfig) -> Expression:
+        """With a number of replicas where the number of ranks tells it: TorchTitan leaves the shards open only."""
+        mesh = run.config.mesh
+        is_open = not mesh.is_grouped and mesh.replicate_degree == -1
+        return super().express(run.with_degrees() if is_open else run)
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         config, recomputes = run.config, run.config.activation_checkpointing.checkpoint
