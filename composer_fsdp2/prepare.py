@@ -17,7 +17,7 @@ from composer_fsdp2.fsdp1.attributes import open_fsdp1_attributes
 from composer_fsdp2.fsdp1.hooks import CheckFn, initializers, read_hooks, select_checkpointed
 from composer_fsdp2.fsdp1.read import GivenConfig
 from composer_fsdp2.fsdp1.translate import Translation, translate
-from composer_fsdp2.sharding.activations import wrap_activations
+from composer_fsdp2.sharding.activations import caching_modules, turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.apply import apply_agreed_plan, check_plan
 from composer_fsdp2.sharding.decide import cast_gradients, decide_sharding, refuse_sharded
@@ -160,7 +160,8 @@ def apply_activation_checkpointing(
     Args:
         model: Its direct children are looked at one by one. A module is chosen by its attribute
             ``_activation_checkpointing``, else by ``check_fn``, else by the ``activation_checkpointing_fn`` of the
-            direct child that it lies in. Modules that are wrapped already are passed over.
+            direct child that it lies in. Modules that are wrapped already are passed over. Where a transformers model's
+            layers are recomputed, its ``config.use_cache`` is turned off: they would add to the cache twice.
         checkpoint: Recompute the activations in backward.
         cpu_offload: Keep what is saved for backward in host memory.
         reentrant: Which of torch's two implementations of checkpointing.
@@ -182,6 +183,7 @@ def apply_activation_checkpointing(
         return []
     paths = select_checkpointed(model, check_fn)
     mode = ActivationCheckpointing(checkpoint=checkpoint, cpu_offload=cpu_offload, reentrant=reentrant)
+    turn_off_caches(model, caching_modules(model, paths if checkpoint else ()))
     wrap_activations(model, paths, mode)
     return paths
 

@@ -56,7 +56,7 @@ ROOMS = {
         packages="torch",
     ),
     "sharding": room(
-        "__init__ activations agree buffers dtypes modules optimizer placements root_record sharded ties "
+        "__init__ agree buffers dtypes modules activations optimizer placements root_record sharded ties frozen "
         "hosts materialize meshes units select plan decide apply",
         rooms="errors config _torch",
         packages="torch",

@@ -32,6 +32,15 @@ def is_compiled(module: nn.Module) -> bool:
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
+# Where checkpointing and torch.compile register what they wrap.
+_WRAPPED = ("_checkpoint_wrapped_module", "_orig_mod")
+
+
+def without_wrappers(path: str) -> str:
+    """The path as it was before modules on it were checkpointed or compiled."""
+    return ".".join(name for name in path.split(".") if name not in _WRAPPED)
+
+
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that the module itself registers, under each of their names.
 

@@ -6,7 +6,7 @@ therefore a root of its own; the model becomes the root only when its children s
 and [Note: one root] in ``sharding/units.py``).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
@@ -27,6 +27,7 @@ from composer_fsdp2.config.sharding import (
 from composer_fsdp2.config.text import and_more, did_you_mean
 from composer_fsdp2.config.wrap import WrapKind
 from composer_fsdp2.errors import ConfigError, PlanError, UnknownKeyError, UnsupportedError
+from composer_fsdp2.fsdp1.classes import classes_named
 from composer_fsdp2.fsdp1.keys import BACKWARD_POST_REASON, KEYS_OF_MODULES, UNREAD_DTYPE_REASON
 from composer_fsdp2.fsdp1.parsing import (
     UNREAD_DTYPE_KEY,
@@ -87,15 +88,19 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
     if reader.policy is not None:
         refuse_experts(model, config.wrap, reader.by_policy)
     checkpointed: list[str] = []
+    notes = [*reader.notes(children)]
     if config.activation_checkpointing.enabled:
-        checkpointed = select_checkpointed(model, below_unwrapped=config.shard_below_unwrapped)
+        types = _checkpointed_types(model, config)
+        check_fn = None if types is None else lambda module: isinstance(module, types)
+        checkpointed = select_checkpointed(model, check_fn, below_unwrapped=config.shard_below_unwrapped)
+        notes.extend(() if types is None else _notes_of_policy(model, types, checkpointed))
     return ModelChoices(
         roots=tuple(roots),
         excluded=excluded,
         searched=tuple(searched),
         chosen=reader.choices,
         checkpointed=tuple(checkpointed),
-        notes=tuple(reader.notes(children)),
+        notes=tuple(notes),
     )
 
 
@@ -389,6 +394,31 @@ def select_checkpointed(
         found = [path for path, module in _bottom_up(child, name, set()) if _is_checkpointed(path, module, choose)]
         paths.extend(outside_compilation(modules, path)[0] for path in found)
     return list(dict.fromkeys(paths))
+
+
+_POLICY = "activation_checkpointing_policy"
+
+
+def _checkpointed_types(model: nn.Module, config: ShardingConfig) -> tuple[type[nn.Module], ...] | None:
+    """The classes that the configuration names; None where the hooks choose."""
+    names = config.activation_checkpointing.classes
+    return None if names is None else classes_named(model, names, key=_POLICY, otherwise=config.wrap.classes)
+
+
+def _notes_of_policy(model: nn.Module, types: Sequence[type[nn.Module]], checkpointed: Sequence[str]) -> Iterator[str]:
+    """Whom the configuration keeps from choosing, and what it chose in vain."""
+    unasked = [name for name, child in wrapped_children(model).items() if _hook(child, "activation_checkpointing_fn")]
+    if unasked:
+        yield f"{_POLICY} takes the place of the activation_checkpointing_fn of {and_more(unasked)}, which is not asked"
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # A compiled module is wrapped from outside.
+    chosen = [module for path in checkpointed for module in (modules[path], *modules[path].children())]
+    for cls in types:
+        if not any(isinstance(module, cls) for module in chosen):
+            yield (
+                f"{_POLICY} names {cls.__name__}, and none is chosen: each lies in a part that FSDP1 left out, has "
+                "_activation_checkpointing = False, or is wrapped already"
+            )
 
 
 def _is_checkpointed(path: str, module: nn.Module, choose: CheckFn | None) -> bool:

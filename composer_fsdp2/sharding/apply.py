@@ -22,11 +22,12 @@ from composer_fsdp2._torch.backward import average_after_backward, keeps_what_co
 from composer_fsdp2._torch.private_names import keep_class_name, own_buffers
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
-from composer_fsdp2.sharding.activations import wrap_activations
+from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.sharding.buffers import cast_buffers
 from composer_fsdp2.sharding.decide import refuse_sharded
 from composer_fsdp2.sharding.dtypes import dtype_name, mixed_precision_policy, torch_dtype
+from composer_fsdp2.sharding.frozen import freeze
 from composer_fsdp2.sharding.materialize import (
     Initializers,
     Materializer,
@@ -78,6 +79,8 @@ def apply_agreed_plan(
         lambda _: json.dumps(_describe_buffers(model, unit_modules) if initialisation.broadcast else []),
     )
 
+    freeze(_parameters_named(model, plan.frozen))
+    turn_off_caches(model, plan.caching)
     wrap_activations(model, list(plan.checkpointed), plan.config.activation_checkpointing)
     sharded: dict[str, FSDPModule] = {}
     with (
@@ -115,6 +118,8 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
                 f"parameter {spec.name} is {tuple(parameter.shape)} {dtype_name(parameter.dtype)}, planned were "
                 f"{spec.shape} {spec.dtype}"
             )
+    names_present = {names[0] for names in present}
+    problems.extend(f"no parameter {name}, to be frozen" for name in plan.frozen if name not in names_present)
     planned = {names for unit in plan.units for spec in unit.parameters for names in spec.names} | plan.unsharded_names
     problems.extend(f"parameter {names[0]} is in no unit" for names in present if planned.isdisjoint(names))
     if problems:

@@ -10,10 +10,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2.config.choices import ModelChoices
-from composer_fsdp2.config.sharding import LOW_PRECISION, GradientDtype, MixedPrecision, Prefetch, ShardingConfig
+from composer_fsdp2.config.sharding import (
+    LOW_PRECISION,
+    ActivationCheckpointing,
+    GradientDtype,
+    MixedPrecision,
+    Prefetch,
+    ShardingConfig,
+)
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.sharding.activations import caching_modules
 from composer_fsdp2.sharding.dtypes import dtype_name
+from composer_fsdp2.sharding.frozen import choose_frozen
 from composer_fsdp2.sharding.modules import ancestors_or_self, ignored_modules
 from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit, units_by_root
 from composer_fsdp2.sharding.select import main_dtype, select_units
@@ -38,12 +47,13 @@ def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoi
         config: The whole model's.
         choices: What the model's hooks, or the policy of ``config``, chose.
     Raises:
-        PlanError: a parameter cannot be sharded, or there is nothing to shard.
+        PlanError: a parameter cannot be sharded, there is nothing to shard, or what is to be frozen is nothing or all.
         ConfigError: the settings of a module that becomes a unit cannot be carried out.
 
     Every rank must call this with the same model; it does not communicate and needs no process group.
     """
     ignored = ignored_modules(model, config)
+    frozen = choose_frozen(model, config.freeze)
     low_precision = _has_low_precision(config.mixed_precision)
     selection = select_units(model, choices, low_precision=low_precision, ignored_modules=ignored.values())
     configs = _own_configs(selection.units, config)
@@ -52,20 +62,26 @@ def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoi
         for unit, members, own in zip(selection.units, selection.members, configs, strict=True)
     )
     _refuse_parameters(model, units)
+    recomputation = _recomputation(config.activation_checkpointing, choices, has_frozen=bool(frozen.names))
+    caching = caching_modules(model, choices.checkpointed if recomputation.checkpoint else ())
     notes = (
         *choices.notes,
+        *frozen.notes,
         *selection.notes,
         *_notes_of_settings(selection.units),
         *_notes_of_parameters(units, selection.uses),
         *_notes_of_groups(units),
+        *_notes_of_recomputation(config.activation_checkpointing, recomputation, caching),
     )
     return ShardingPlan(
-        config=replace(config, ignored_modules=tuple(ignored)),
+        config=replace(config, ignored_modules=tuple(ignored), activation_checkpointing=recomputation),
         units=_with_prefetch(model, units, [own.prefetch for own in configs]),
         tie_groups=tuple(use.names for use in selection.uses if len(use.owners) > 1),
         ignored=tuple(name for use in selection.ignored for name in use.names),
         left_out=selection.left_out,
         checkpointed=choices.checkpointed,
+        caching=caching,
+        frozen=frozen.names,
         notes=notes,
     )
 
@@ -176,6 +192,30 @@ def _notes_of_groups(units: Iterable[ShardUnit]) -> Iterator[str]:
         )
 
 
+def _recomputation(
+    given: ActivationCheckpointing, choices: ModelChoices, *, has_frozen: bool
+) -> ActivationCheckpointing:
+    """Not reentrant beside frozen parameters: what runs again gets gradients there only if its inputs have some, and
+    those of the first layer after frozen embeddings have none, so that no layer would be trained."""
+    is_at_risk = has_frozen and bool(choices.checkpointed) and given.checkpoint and given.reentrant
+    return replace(given, reentrant=False) if is_at_risk else given
+
+
+def _notes_of_recomputation(
+    given: ActivationCheckpointing, decided: ActivationCheckpointing, caching: Sequence[str]
+) -> Iterator[str]:
+    if given != decided:
+        yield (
+            "activation_checkpointing_reentrant is off beside freeze: the reentrant form gives no gradients to layers "
+            "whose inputs have none, as those after frozen embeddings"
+        )
+    if caching:
+        yield (
+            f"config.use_cache is turned off for {and_more(caching)}: a layer that is recomputed would add to the "
+            "cache twice, and its gradients be wrong; generate() caches as before"
+        )
+
+
 def _notes_of_parameters(units: Sequence[ShardUnit], uses: Sequence[ParameterUse]) -> Iterator[str]:
     """What is done with unusual parameters."""
     parameters = {use.names: use.parameter for use in uses}
@@ -194,7 +234,8 @@ def cast_gradients(model: nn.Module, plan: ShardingPlan) -> list[str]:
     """The gradients that were to keep the dtype they are reduced in, and get their parameter's, each as a sentence."""
     asked = [unit for unit in plan.units if unit.mixed_precision.gradients is GradientDtype.AS_REDUCED]
     parameters = dict(model.named_parameters(remove_duplicate=False)) if asked else {}
-    return [text for unit in asked for text in _casts_of(unit, parameters)]
+    trained = {name: each for name, each in parameters.items() if each.requires_grad and name not in plan.frozen}
+    return [text for unit in asked for text in _casts_of(unit, trained)]
 
 
 def _refuse_parameters(model: nn.Module, units: Sequence[ShardUnit]) -> None:
@@ -220,11 +261,11 @@ def _cannot_replicate(unit: ShardUnit) -> Iterator[str]:
             )
 
 
-def _casts_of(unit: ShardUnit, parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:
+def _casts_of(unit: ShardUnit, trained: Mapping[str, nn.Parameter]) -> Iterator[str]:
     policy = unit.mixed_precision
     for spec in unit.parameters:
         reduced = policy.reduce_dtype or policy.param_dtype or spec.dtype
-        if parameters[spec.name].requires_grad and reduced != spec.dtype:
+        if spec.name in trained and reduced != spec.dtype:
             yield f"{spec.name} is {spec.dtype} and its gradient is reduced in {reduced}"
 
 

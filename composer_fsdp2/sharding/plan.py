@@ -76,6 +76,9 @@ class ShardingPlan(Value):
     Args:
         config: The model's, with the paths of ignored modules.
         ignored: The names of their parameters.
+        checkpointed: The modules whose activations are recomputed or offloaded, children before parents.
+        caching: The modules whose ``config.use_cache`` is turned off.
+        frozen: The names of the parameters that are not to be trained, from now on.
     """
 
     config: ShardingConfig
@@ -84,6 +87,8 @@ class ShardingPlan(Value):
     ignored: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     checkpointed: tuple[str, ...]
+    caching: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     notes: tuple[str, ...]
 
     @property
@@ -167,6 +172,8 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
         yield f"  ignored: {and_more(ignored)} ({len(plan.ignored)} parameters): {unsharded}"
     for left in plan.left_out:
         yield f"  left out: {and_more(left.names)} [{left.reason}]: {unsharded}"
+    if plan.frozen:
+        yield f"  frozen: {and_more(plan.frozen)} [{', '.join(plan.config.freeze)}]"
     yield from _checkpointing_line(plan)
     accumulation, guard = plan.config.accumulation, plan.config.collective_guard
     if accumulation != Accumulation():

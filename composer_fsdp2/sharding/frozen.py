@@ -1,0 +1,98 @@
+"""Which parameters are not trained, by the beginnings of their names."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from composer_fsdp2._torch.private_names import without_wrappers
+from composer_fsdp2.config.text import nearest_names
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.sharding.modules import ancestors_or_self, is_at_or_under
+from composer_fsdp2.sharding.ties import ParameterUse, join, parameter_uses
+
+_NUM_NEAR = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    """The parameters that are not to be trained, by the name of each, and what to tell of them."""
+
+    names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def choose_frozen(model: nn.Module, prefixes: Sequence[str]) -> Frozen:
+    """The parameters at or under one of ``prefixes``, in the order of registration.
+
+    A prefix is the path of a module or a parameter: in ``model``, or else in the one direct child that has it, because
+    a ComposerModel keeps the model that its user knows in a child. A tied parameter is frozen under all of its names.
+
+    Raises:
+        PlanError: nothing is under a prefix, or several children have it; with what it may stand for. Or no parameter
+            would be left to train.
+
+    Only reads.
+    """
+    if not prefixes:
+        return Frozen()
+    uses = parameter_uses(model)
+    names = [name for use in uses for name in _own_names(use)]
+    found = {prefix: _paths_of(prefix, model, names) for prefix in prefixes}
+    problems = [_not_one(prefix, paths, names) for prefix, paths in found.items() if len(paths) != 1]
+    if problems:
+        raise PlanError("\n".join(problems))
+    paths = [path for (path,) in found.values()]
+    frozen = [use for use in uses if any(_is_under(name, paths) for name in _own_names(use))]
+    trained = {use.parameter for use in uses if use.parameter.requires_grad}
+    if trained <= {use.parameter for use in frozen}:
+        raise PlanError(
+            f"freeze leaves nothing to train: all {len(trained)} parameters of {type(model).__name__} that require "
+            f"gradients have names that begin with {' or '.join(prefixes)}; give longer prefixes"
+        )
+    return Frozen(names=tuple(use.name for use in frozen), notes=tuple(_notes(frozen, paths)))
+
+
+def freeze(parameters: Iterable[nn.Parameter]) -> None:
+    """No gradients from here on, and none that an optimizer would still apply."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+
+
+def _own_names(use: ParameterUse) -> list[str]:
+    return [without_wrappers(name) for name in use.names]
+
+
+def _is_under(name: str, paths: Iterable[str]) -> bool:
+    return any(is_at_or_under(name, path) for path in paths)
+
+
+def _paths_of(prefix: str, model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Where parameters are under ``prefix``: as it stands, or in direct children."""
+    if any(is_at_or_under(name, prefix) for name in names):
+        return [prefix]
+    in_children = [join(child, prefix) for child, _ in model.named_children()]
+    return [path for path in in_children if any(is_at_or_under(name, path) for name in names)]
+
+
+def _not_one(prefix: str, paths: Sequence[str], names: Sequence[str]) -> str:
+    if paths:
+        return f"freeze: {prefix!r} is in several parts of the model; give the whole name: {' or '.join(paths)}"
+    known = list(dict.fromkeys(path for name in names for path in reversed(ancestors_or_self(name)) if path))
+    inner = [path for path in known if path.endswith(f".{prefix}")]
+    near = (inner or nearest_names(prefix, known, _NUM_NEAR))[:_NUM_NEAR]
+    way_out = f"did you mean {' or '.join(near)}?" if near else f"names begin with {_beginnings(names)}"
+    return f"freeze: no parameter is at or under {prefix!r} (a prefix ends at a dot); {way_out}"
+
+
+def _beginnings(names: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+
+
+def _notes(frozen: Sequence[ParameterUse], paths: Sequence[str]) -> Iterator[str]:
+    for use in frozen:
+        under = [name for name in _own_names(use) if _is_under(name, paths)]
+        other = [name for name in _own_names(use) if not _is_under(name, paths)]
+        if other:
+            yield f"freeze: {under[0]} is frozen, and {' and '.join(other)} with it, which is the same parameter"

@@ -1,0 +1,204 @@
+"""Classes by name: which of a model's modules a policy means, and an error that lists the model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import Block, Chain, FakeMetric, Model, features, layer, tokens
+from support.ranks import run_ranks
+from support.training import FULL, train_alike
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2 import (
+    ActivationCheckpointing,
+    ConfigError,
+    PlanError,
+    ShardingConfig,
+    ShardingPlan,
+    plan_sharding,
+    prepare_fully_shard,
+)
+from composer_fsdp2.config.wrap import Wrap, WrapKind
+from composer_fsdp2.fsdp1.classes import classes_named
+
+
+class SubBlock(Block):
+    """A block of a class derived from another's."""
+
+
+class Named(Chain):
+    """Names its layers as transformers' models do, one class of another release among them."""
+
+    _no_split_modules = ("OldBlock", "Block")
+
+
+def layers() -> nn.Module:
+    return Chain(net=Named(a=Block(), b=SubBlock(), c=layer()), head=layer())
+
+
+def plan_of(model: nn.Module, *classes: str, wrap: Wrap | None = None, **options: Any) -> ShardingPlan:
+    checkpointing = ActivationCheckpointing(**{"checkpoint": True, "classes": classes, **options})
+    return plan_sharding(model, ShardingConfig(activation_checkpointing=checkpointing, wrap=wrap or Wrap()))
+
+
+# --- which classes
+
+
+def test_a_name_means_its_class_and_those_derived_from_it():
+    """As torch's transformer_auto_wrap_policy, which accelerate gives the classes of these names."""
+    assert classes_named(layers(), ["Block"], key="k") == (Block,)
+    assert plan_of(layers(), "Block").checkpointed == ("net.a", "net.b")
+    assert plan_of(layers(), "SubBlock").checkpointed == ("net.b",)
+    assert plan_of(layers(), "Linear", "SubBlock").checkpointed[-3:] == ("net.b", "net.c", "head")
+
+
+def test_auto_is_what_the_model_names():
+    """Names of another release are no error, and a model inside another is found."""
+    assert classes_named(layers(), [], key="k") == (Block,)
+    assert plan_of(layers()).checkpointed == ("net.a", "net.b")
+    unnamed = Chain(net=Chain(a=Block(), c=layer()))
+    by_wrap = Wrap(kind=WrapKind.CLASSES, classes=("Block",))
+    assert classes_named(unnamed, [], key="k", otherwise=("Block",)) == (Block,)
+    assert plan_of(unnamed, wrap=by_wrap).checkpointed == ("net.a",)
+    with pytest.raises(PlanError) as caught:
+        plan_of(unnamed)
+    assert str(caught.value) == (
+        "fsdp_config.activation_checkpointing_policy is auto, and Chain names no classes of its own "
+        "(_no_split_modules); list them; it has Block, Chain, Linear"
+    )
+
+
+def test_an_unknown_class_lists_the_models():
+    """ROLL passes over it in silence, and the run is out of memory; all unknown names stand in one message."""
+    with pytest.raises(PlanError) as caught:
+        plan_of(Model(), "Blok", "Block", "LlamaDecoderLayer")
+    classes = "Block, Decoder, Embedding, LayerNorm, Linear, Model, ModuleList"
+    assert str(caught.value).splitlines() == [
+        "fsdp_config.activation_checkpointing_policy: no module of Model is a Blok; did you mean Block?; it has "
+        + classes,
+        f"fsdp_config.activation_checkpointing_policy: no module of Model is a LlamaDecoderLayer; it has {classes}",
+    ]
+
+
+# --- which modules are recomputed
+
+
+def test_the_policy_takes_the_place_of_the_models_function():
+    """And says so: a script's author finds out why the function is not called."""
+    plan = plan_of(Model(), "Linear")
+    assert plan.checkpointed[:2] == ("decoder.blocks.0.fc_in", "decoder.blocks.0.fc_out")
+    assert "decoder.blocks.0" not in plan.checkpointed
+    note = (
+        "activation_checkpointing_policy takes the place of the activation_checkpointing_fn of decoder, which is not "
+        "asked"
+    )
+    assert note in plan.notes and note in plan.explain()
+    assert not plan_of(layers(), "Block").notes
+    hooked = plan_sharding(Model(), ShardingConfig(activation_checkpointing=ActivationCheckpointing(checkpoint=True)))
+    assert hooked.checkpointed == ("decoder.blocks.0", "decoder.blocks.1") and not hooked.notes
+
+
+def test_the_attribute_goes_first():
+    """A module that its author marked keeps its way, as beside the model's function."""
+    model = layers()
+    model.net.a._activation_checkpointing, model.net.c._activation_checkpointing = False, True
+    assert plan_of(model, "Block").checkpointed == ("net.b", "net.c")
+
+
+def test_a_class_that_is_chosen_in_vain_is_told():
+    """Parts that FSDP1 left out are not recomputed; the memory that they take is no surprise then."""
+    model = Chain(net=layer(), left=Chain(a=Block()), metric=FakeMetric())
+    model.left._fsdp_wrap = False
+    plan = plan_of(model, "Block", "Linear")
+    assert plan.checkpointed == ("net",)
+    assert [note for note in plan.notes if "names Block, and none is chosen" in note]
+
+
+def test_compiled_layers_are_wrapped_from_outside():
+    """A compiled layer calls itself past a wrapper inside it."""
+    model = Chain(net=Chain(a=torch.compile(Block(), backend="eager"), b=Block()))
+    plan = plan_of(model, "Block")
+    assert plan.checkpointed == ("net.a", "net.b") and not plan.notes
+
+
+def test_nothing_is_chosen_where_nothing_is_recomputed():
+    """A plan whose configuration says false keeps to it; translate refuses the policy beside it."""
+    assert plan_of(Model(), "Linear", checkpoint=False).checkpointed == ()
+    assert plan_of(Model(), "Linear", checkpoint=False, cpu_offload=True).checkpointed != ()
+
+
+# --- training
+
+
+class Counting(Block):
+    """Counts its forwards."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counting.count += 1
+        return super().forward(x)
+
+
+def counting_model() -> nn.Module:
+    torch.manual_seed(0)
+    # Reentrant recomputation gives gradients to a module only if its inputs have some.
+    return Chain(net=Chain(stem=layer(), **{name: Counting() for name in "abc"}, head=layer()))
+
+
+POLICY = {"activation_checkpointing_policy": ["Counting"]}
+
+
+def check_recomputed(config: dict[str, Any], num_recomputed: int, wrapper: type[nn.Module] | None) -> None:
+    def sharded() -> nn.Module:
+        return train_alike(counting_model, {"wrap_policy": None} | config, features)
+
+    model = sharded()
+    Counting.count = 0
+    model(features(0)).sum().backward()
+    assert Counting.count == 3 + num_recomputed
+    paths = ("a", "b", "c")
+    if wrapper is not None:
+        assert all(isinstance(getattr(model.net, name), wrapper) for name in paths)
+
+
+def check_all_recomputed() -> None:
+    on = {"activation_checkpointing": True}
+    check_recomputed({}, 0, None)
+    check_recomputed(on, 0, None)  # no hooks: nothing
+    check_recomputed(on | POLICY, 3, CheckpointWrapper)
+    check_recomputed(on | POLICY | {"activation_checkpointing_reentrant": False}, 3, CheckpointWrapper)
+    check_recomputed({"activation_cpu_offload": True} | POLICY, 0, OffloadWrapper)
+
+
+def test_each_chosen_module_runs_once_more_and_the_numbers_stay():
+    """Losses, gradients and parameters are those of one process, with and without; a layer runs again once."""
+    run_ranks(check_all_recomputed, 2)
+
+
+def check_nesting() -> None:
+    model = Model()
+    config = {"activation_checkpointing": True, "activation_checkpointing_policy": ["Block"]}
+    prepare_fully_shard(model, None, FULL | config, device="cpu")
+    for block in model.decoder.blocks:
+        assert isinstance(block, FSDPModule) and isinstance(block, CheckpointWrapper)
+        assert isinstance(block._checkpoint_wrapped_module, Block)
+    model(tokens(0)).sum().backward()
+    for wrong, error in (
+        ({"activation_checkpointing": False}, ConfigError),
+        ({"activation_checkpointing": None}, ConfigError),
+        ({"activation_checkpointing_policy": ["Blocks"]}, PlanError),
+    ):
+        untouched = Model()
+        with pytest.raises(error):
+            prepare_fully_shard(untouched, None, config | wrong, device="cpu")
+        assert not any(isinstance(module, CheckpointWrapper | FSDPModule) for module in untouched.modules())
+
+
+def test_recomputation_stays_inside_the_unit():
+    """FSDP(AC(block)), FSDP1's nesting; what is wrong is found before anything is wrapped."""
+    run_ranks(check_nesting, 2)

@@ -1,0 +1,216 @@
+"""Parameters that are not trained: which ones a prefix means, and that they stay as they are while the others learn."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import full
+from support.models import Block, Chain, Model, layer, tied_model, tokens
+from support.ranks import run_ranks
+from support.training import FULL, compare_training, named_parameters
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from composer_fsdp2 import (
+    ActivationCheckpointing,
+    PlanError,
+    ShardingConfig,
+    ShardingPlan,
+    apply_plan,
+    plan_sharding,
+    prepare_fully_shard,
+)
+from composer_fsdp2.sharding.frozen import choose_frozen
+
+
+def plan_of(model: nn.Module, *prefixes: str) -> ShardingPlan:
+    return plan_sharding(model, ShardingConfig(freeze=prefixes))
+
+
+def two_towers() -> nn.Module:
+    """``embed`` in two children, ``embed_norm`` beside one of them."""
+    return Chain(
+        image=Chain(embed=layer(), head=layer()), text=Chain(embed=layer(), embed_norm=layer(), head=Chain(fc=layer()))
+    )
+
+
+# --- which parameters
+
+
+def test_a_prefix_ends_at_a_dot():
+    """``embed`` that froze ``embed_norm`` too would keep a layer from learning, in silence."""
+    model = two_towers()
+    for prefix, names in (
+        ("text.embed", ["text.embed.weight"]),
+        ("text.embed.weight", ["text.embed.weight"]),
+        ("text.head", ["text.head.fc.weight"]),
+        ("image", ["image.embed.weight", "image.head.weight"]),
+        # As in the one child that has it, which is how the user of a Hugging Face model knows it.
+        ("embed_norm", ["text.embed_norm.weight"]),
+        ("head.fc", ["text.head.fc.weight"]),
+    ):
+        assert list(plan_of(model, prefix).frozen) == names, prefix
+    assert plan_of(model, "text.head", "image.head").frozen == ("image.head.weight", "text.head.fc.weight")
+    assert plan_of(model).frozen == ()
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "words"),
+    [
+        (["text.embe"], "no parameter is at or under 'text.embe' (a prefix ends at a dot); did you mean text.embed"),
+        (["txt.embed"], "did you mean text.embed"),
+        (["fc"], "did you mean text.head.fc?"),  # an adapter's base model lies deeper, too
+        (["zzzz"], "names begin with image, text"),
+        (["embed"], "'embed' is in several parts of the model; give the whole name: image.embed or text.embed"),
+        (["image", "text"], "freeze leaves nothing to train: "),
+        (["text.embed", "nothing.here", "fc"], "'nothing.here' "),
+        (["text.embed", "nothing.here", "fc"], "'fc' "),
+    ],
+)
+def test_a_prefix_of_nothing(prefixes: list[str], words: str):
+    """A misspelt prefix would train what was to stay; the message has the names that are near."""
+    with pytest.raises(PlanError) as caught:
+        plan_of(two_towers(), *prefixes)
+    assert words in str(caught.value)
+
+
+def test_nothing_is_left_of_what_was_trained_before():
+    """An adapter's model has most frozen already: the prefix of the rest leaves a run that learns nothing."""
+    model = two_towers()
+    model.image.requires_grad_(False)
+    with pytest.raises(PlanError, match=r"all 3 parameters of Chain .* begin with text;"):
+        plan_of(model, "text")
+    assert plan_of(model, "image", "text.head").frozen[-1] == "text.head.fc.weight"
+
+
+def test_a_tied_parameter_is_frozen_under_all_its_names():
+    """Whoever freezes embeddings and expects a tied head to learn is told that it does not."""
+    plan = plan_of(tied_model(), "decoder.embed")
+    assert plan.frozen == ("decoder.embed.weight",)
+    told = "freeze: decoder.embed.weight is frozen, and decoder.head.weight with it, which is the same parameter"
+    assert told in plan.notes and told in plan.explain()
+    by_other_name = plan_of(tied_model(), "decoder.head")
+    assert by_other_name.frozen == plan.frozen
+    assert not plan_of(tied_model(), "decoder.embed", "decoder.head").notes
+
+
+def test_names_have_no_wrappers_in_them():
+    """A layer that the user checkpoints or compiles keeps the name that it had."""
+    model = Chain(net=Chain(a=checkpoint_wrapper(Block()), b=torch.compile(Block(), backend="eager"), c=layer()))
+    names = choose_frozen(model, ["net.a.fc_in", "b.fc_out"]).names
+    assert names == (
+        "net.a._checkpoint_wrapped_module.fc_in.weight",
+        "net.a._checkpoint_wrapped_module.fc_in.bias",
+        "net.b._orig_mod.fc_out.weight",
+        "net.b._orig_mod.fc_out.bias",
+    )
+
+
+# --- decide, show, do
+
+
+def test_the_plan_tells_and_changes_nothing():
+    """Who only looks at a plan goes on training all of the model."""
+    model = Model()
+    plan = plan_of(model, "decoder.embed", "decoder.norm")
+    line = "  frozen: decoder.embed.weight and 2 more [decoder.embed, decoder.norm]"
+    assert line in plan.explain().splitlines()
+    assert plan.to_json()["frozen"] == ["decoder.embed.weight", "decoder.norm.weight", "decoder.norm.bias"]
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert plan.digest != plan_of(model).digest != plan_of(model, "decoder.norm").digest
+
+
+def check_apply() -> None:
+    model = Model()
+    plan = plan_of(model, "decoder.embed")
+    model.decoder.embed.weight.grad = torch.ones_like(model.decoder.embed.weight)
+    other = copy.deepcopy(model)
+    other.decoder.embed = nn.Embedding(2, 3)
+    with pytest.raises(PlanError, match="planned were"):
+        apply_plan(other, plan)
+    assert all(parameter.requires_grad for parameter in other.parameters())
+    apply_plan(model, plan)
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert [name for name, is_trained in trained.items() if not is_trained] == ["decoder.embed.weight"]
+    assert model.decoder.embed.weight.grad is None
+
+
+def check_ranks_differ() -> None:
+    model = Model()
+    with pytest.raises(PlanError):
+        prepare_fully_shard(model, None, {"freeze": [f"decoder.blocks.{dist.get_rank()}"]}, device="cpu")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def check_failure_changes_nothing() -> None:
+    model = Model()
+    with pytest.raises(PlanError, match="did you mean decoder"):
+        prepare_fully_shard(model, None, {"freeze": ["decoder.embed", "decoder.hea"]}, device="cpu")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def check_done() -> None:
+    checks = (check_apply, check_ranks_differ, check_failure_changes_nothing)
+    for_each(lambda check: check(), {check.__name__: (check,) for check in checks})
+
+
+def test_it_is_done_in_apply_on_all_ranks_or_none():
+    """Ranks that freeze other parameters would wait for each other's gradients; an error leaves the model as it was."""
+    run_ranks(check_done, 2)
+
+
+# --- training
+
+
+def check_trains(config: dict[str, Any], prefixes: list[str], tied: bool) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Model(num_blocks=3, tied=tied)
+    reference = copy.deepcopy(model)
+    before = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
+    frozen = {name for name in before if name.startswith(tuple(f"decoder.{prefix}." for prefix in prefixes))}
+    for name in frozen:
+        reference.get_parameter(name).requires_grad_(False)
+    # With weight decay, and over all parameters: the script made the optimizer before it knew of any frozen one.
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=0.01, weight_decay=0.1) for each in (model, reference))
+    prepare_fully_shard(model, ours, FULL | config | {"freeze": prefixes}, device="cpu")
+    compare_training(model, reference, ours, theirs, tokens, rtol=1e-9, atol=1e-12)
+    for name, parameter in named_parameters(model).items():
+        assert torch.equal(full(parameter), before[name]) is (name in frozen), name
+
+
+RECOMPUTED = {"activation_checkpointing": True}  # reentrant, as Composer's default is
+CASES: dict[str, tuple[dict[str, Any], list[str], bool]] = {
+    "a whole unit and half of another": ({}, ["embed", "blocks.0", "blocks.1.fc_in"], False),
+    "tied": ({}, ["embed"], True),
+    "recomputed": (RECOMPUTED, ["embed", "blocks.1"], False),
+    "recomputed, not reentrant": (RECOMPUTED | {"activation_checkpointing_reentrant": False}, ["embed"], True),
+    "NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, ["embed", "blocks.0"], False),
+    "cpu_offload": ({"cpu_offload": True}, ["embed", "blocks.0"], False),
+    "SHARD_GRAD_OP": ({"sharding_strategy": "SHARD_GRAD_OP", "forward_prefetch": True}, ["blocks"], False),
+    "all but the head": ({}, ["embed", "blocks", "norm"], False),
+}
+
+
+def check_all_train() -> None:
+    for_each(check_trains, CASES)
+
+
+def test_frozen_parameters_stay_and_the_others_learn_as_in_one_process():
+    """To the last bit those that are frozen, weight decay or not; and no layer loses its gradients for it."""
+    run_ranks(check_all_train, 2)
+
+
+def test_reentrant_recomputation_is_turned_off_beside_frozen_parameters():
+    """It gives no gradients to a layer whose inputs have none: after frozen embeddings no layer would be trained."""
+    checkpointing = ActivationCheckpointing(checkpoint=True, reentrant=True)
+    plan = plan_sharding(Model(), ShardingConfig(freeze=("decoder.embed",), activation_checkpointing=checkpointing))
+    assert not plan.config.activation_checkpointing.reentrant
+    assert any("activation_checkpointing_reentrant is off beside freeze" in note for note in plan.notes)
+    alone = plan_sharding(Model(), ShardingConfig(activation_checkpointing=checkpointing))
+    assert alone.config.activation_checkpointing.reentrant and not alone.notes
