@@ -5,11 +5,13 @@
 
 The files are LLM Foundry's kind (comments, interpolations, a section for FSDP1), each another, made by this script in a
 temporary folder; the command runs as a user types it, with ``--write``, so that its start and the writing are in the
-time. Exit code 0, or 1 if a bar does not hold.
+time. Processor time is that of all its processes, and says on a busy machine what the clock cannot. Exit code 0, or 1 if
+a bar does not hold.
 """
 
 import os
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ from pathlib import Path
 import report
 from report import Bar, machine
 
-MAX_SECONDS = 60.0
+MAX_SECONDS = 15.0
 LINES = 150
 
 _SECTIONS = (
@@ -64,18 +66,23 @@ def file_text(number: int) -> str:
     return "\n".join([*lines, *(f"last_{line}: {line}" for line in range(LINES - len(lines)))]) + "\n"
 
 
-def seconds_to_migrate(folder: Path, num_files: int) -> float:
-    """Of the command on the clock, with its start."""
+def seconds_to_migrate(folder: Path, num_files: int) -> tuple[float, float]:
+    """Of the command with its start: on the clock, and of processors."""
     for number in range(num_files):
         (folder / f"run-{number}.yaml").write_text(file_text(number))
     command = [sys.executable, "-m", "composer_fsdp2", "migrate", str(folder), "--write", "--report", "report.md"]
-    began = time.perf_counter()
+    began, used = time.perf_counter(), _used_by_children()
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    seconds = time.perf_counter() - began
+    seconds, processor = time.perf_counter() - began, _used_by_children() - used
     for number in range(num_files):
         text = (folder / f"run-{number}.yaml").read_text()
         assert "reshard_after_forward: " in text and "limit_all_gathers" not in text, f"run-{number}.yaml"
-    return seconds
+    return seconds, processor
+
+
+def _used_by_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--files", type=report.count, default=1000)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        seconds = seconds_to_migrate(Path(folder), options.files)
+        seconds, processor = seconds_to_migrate(Path(folder), options.files)
     bars = [
         Bar(
             f"{options.files} files of {LINES} lines in {MAX_SECONDS:.0f} s on {os.cpu_count()} cores",
@@ -91,8 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seconds <= MAX_SECONDS,
         )
     ]
-    text = f"{machine()}\n{options.files} files: {seconds:.1f} s, {1000 * seconds / options.files:.1f} ms a file"
-    return report.conclude(options, bars, summary={"files": options.files, "seconds": seconds}, text=text)
+    text = (
+        f"{machine()}\n{options.files} files: {seconds:.1f} s, {1000 * seconds / options.files:.1f} ms a file; "
+        f"processors {processor:.1f} s"
+    )
+    summary = {"files": options.files, "seconds": seconds, "processor_seconds": processor}
+    return report.conclude(options, bars, summary=summary, text=text)
 
 
 if __name__ == "__main__":

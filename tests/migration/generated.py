@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -171,6 +172,12 @@ AROUND = [
     "umlaut: 'für'\n",
     "late: ${oc.env:NOBODY_SETS_THIS}\n",
     "windows: C:\\temp\n",
+    "template: ${{ matrix.os }}\n",
+    "unterminated: ${run\nopen: '${'\n",
+    "day: 2024-01-02\n2024-01-03: key\n~: nothing\n",
+    "? explicit\n: key\n? alone\n",
+    "flow: {'a': 1, ? b : c, \"d\":2}\n",
+    "tagged: !!str 1\n",
 ]
 # The last has no line end.
 BEHIND = ["tail: 1\n", "# the end\n", "last: &z\n  p: 1\nagain: *z\n", "end: [1, 2] # x"]
@@ -262,8 +269,47 @@ def merging_files(draw: st.DrawFn) -> File:
 
 
 def with_windows_lines(file: File) -> File:
-    parts = [part.replace("\n", "\r\n") for part in (file.before, file.section, file.after)]
+    return with_lines(file, "\r\n")
+
+
+def with_lines(file: File, end: str) -> File:
+    parts = [part.replace("\n", end) for part in (file.before, file.section, file.after)]
     return File(*parts, file.keys, file.comments, file.suffix)
+
+
+def mac_files() -> st.SearchStrategy[File]:
+    return st.one_of(composer_files(), accelerate_files()).map(lambda file: with_lines(file, "\r"))
+
+
+@st.composite
+def explicit_files(draw: st.DrawFn) -> File:
+    """A section whose keys stand behind question marks, as some tools write long ones."""
+    values = draw(written(COMPOSER, False))
+    before, after = draw(around())
+    comments, section = [], "fsdp_config:\n"
+    for number, (key, value) in enumerate(values.items()):
+        behind = ""
+        if draw(st.booleans()):
+            comments.append(f"# c{number}")
+            behind = f" {comments[-1]}"
+        mark = "? " if draw(st.booleans()) else ""
+        section += f"  {mark}{key}{chr(10) + '  ' if mark else ''}: {plain(value)}{behind}\n"
+    return File(before, section, after, tuple(values), tuple(comments))
+
+
+@st.composite
+def json_files(draw: st.DrawFn) -> File:
+    """A section in JSON, in the layout of one of the tools that write it; also in a file that is called YAML."""
+    values = draw(written(COMPOSER, False))
+    keys = draw(st.permutations(["a", "é", "fsdp_config", "last"]))
+    others = {"a": [1, {"b": None}], "é": "${{ x }}", "last": 1e-5, "fsdp_config": values}
+    indent = draw(st.sampled_from([None, 2, 4, "\t"]))
+    tight = (",", ":") if indent is None and draw(st.booleans()) else None
+    text = json.dumps({key: others[key] for key in keys}, indent=indent, separators=tight, ensure_ascii=False)
+    start = text.index('"fsdp_config"')
+    end = json.JSONDecoder().raw_decode(text, text.index("{", start))[1]
+    suffix = draw(st.sampled_from([".json", ".yaml"]))
+    return File(text[:start], text[start:end], text[end:], tuple(values), (), suffix)
 
 
 @st.composite
@@ -323,6 +369,9 @@ def torchtitan_files(draw: st.DrawFn) -> File:
 EVERY = {
     "composer": composer_files(),
     "merging": merging_files(),
+    "mac": mac_files(),
+    "explicit": explicit_files(),
+    "json": json_files(),
     "windows": st.one_of(composer_files(), trainer_files(), roll_files()).map(with_windows_lines),
     "accelerate": accelerate_files(),
     "trainer": trainer_files(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -15,7 +16,7 @@ from composer_fsdp2.config.findings import Origin
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.migrate import Migration, migrate_text
+from composer_fsdp2.migration.migrate import Migration, may_configure, migrate_text
 from composer_fsdp2.migration.run import RunConfig
 from composer_fsdp2.migration.targets import TARGETS
 from tests.migration.generated import EVERY, File, composer_files, merging_files, with_windows_lines
@@ -80,6 +81,15 @@ def test_the_new_text_is_a_file_of_its_format(file: File, to: str) -> None:
     result = migrated(file, to)
     if result.suffix != ".toml":
         assert isinstance(yaml.safe_load(result.after), dict)
+    if file.text.startswith("{") and not result.is_new_file:
+        assert isinstance(json.loads(result.after), dict)
+
+
+@examples(100)
+@given(ANY_FILE)
+def test_the_first_look_passes_over_no_section(file: File) -> None:
+    """In a folder the file would be passed over in silence."""
+    assert may_configure(file.text.encode())
 
 
 def run_in(text: str, suffix: str) -> RunConfig | None:
