@@ -1,8 +1,8 @@
-"""``composer-fsdp2 explain KEY|--all``: what a key did under FSDP1 and is under FSDP2, in every dialect."""
+"""``composer-fsdp2 explain KEY|VALUE|--all``: what it did under FSDP1 and is under FSDP2, in every dialect."""
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import typer
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.migration import explain as explaining
 from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.explain import Explanation
+from composer_fsdp2.migration.explain import Answer, Explanation
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,53 +19,67 @@ if TYPE_CHECKING:
 _NAMES = " or ".join(", ".join(DIALECTS).rsplit(", ", 1))
 
 
+def _print_schema(is_asked: bool) -> None:
+    if is_asked:
+        print(explaining.SCHEMA.read_text(), end="")
+        raise typer.Exit
+
+
 def explain(
     context: typer.Context,
-    key: str = typer.Argument(
-        None, metavar="KEY", help="As it stands in a file: KEY, PATH.KEY, or KEY=VALUE for what becomes of a value."
+    asked: str = typer.Argument(
+        None,
+        metavar="KEY|VALUE",
+        help="As it stands in a file: KEY, PATH.KEY, a VALUE such as HYBRID_SHARD, or KEY=VALUE.",
     ),
     everything: bool = typer.Option(False, "--all", help="Every key of every dialect."),
     dialect: str = typer.Option(None, "--dialect", help=f"Only this dialect: {_NAMES}."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    json_schema: bool = typer.Option(
+        False, "--json-schema", callback=_print_schema, is_eager=True, help="Print the JSON schema of that object."
+    ),
 ) -> None:
-    """Print what a key of a configuration did under FSDP1, and what it is under FSDP2.
+    """Print what a key or a value of a configuration did under FSDP1, and what it is under FSDP2.
 
-    Exit code: 0, or 2 if no dialect knows the key.
+    Exit code: 0, or 2 if no dialect knows it.
     """
-    if (key is None) != everything:
-        raise typer.BadParameter("give a KEY, or --all")
-    context.obj.append(partial(_explain, key, dialect, as_json=as_json))
+    if (asked is None) != everything:
+        raise typer.BadParameter("give a KEY or a VALUE, or --all")
+    context.obj.append(partial(_explain, asked, dialect, as_json=as_json))
 
 
-def _explain(key: str | None, dialect: str | None, *, as_json: bool) -> None:
-    if dialect is not None and dialect not in DIALECTS:
-        _refuse(f"there is no dialect {dialect}; choose one of {', '.join(DIALECTS)}")
-    found = explaining.all_keys(dialect) if key is None else explaining.explain(key, dialect=dialect)
-    implicit = explaining.implicit_settings(dialect) if key is None else {}
-    if not found:
-        assert key is not None
-        _refuse(_unknown(key, dialect))
+def _explain(asked: str | None, dialect: str | None, *, as_json: bool) -> None:
+    answer = _answer(asked, dialect)
     if as_json:
-        told = {name: [finding.to_json() for finding in findings] for name, findings in implicit.items()}
-        print(json.dumps({"keys": [each.to_json() for each in found], "implicit": told}, indent=2, default=str))
-    elif key is not None:
-        print("\n\n".join(map(str, found)))
+        print(json.dumps(answer.to_json(), indent=2, default=str))
+    elif asked is not None:
+        print("\n\n".join(map(str, answer.keys)), end="\n" if answer.keys else "")
     else:
-        _show_all(found, implicit)
+        _show_all(answer.keys, answer.implicit)
+    sys.stdout.flush()  # here, where somebody who has seen enough is expected
+    if answer.error:
+        print(f"composer-fsdp2: {answer.error}", file=sys.stderr)
+    sys.exit(2 if answer.error else 0)
 
 
-def _refuse(message: str) -> None:
-    print(f"composer-fsdp2: {message}", file=sys.stderr)
-    sys.exit(2)
+def _answer(asked: str | None, dialect: str | None) -> Answer:
+    if dialect is not None and dialect not in DIALECTS:
+        return Answer(error=f"there is no dialect {dialect}; choose one of {', '.join(DIALECTS)}")
+    if asked is None:
+        return Answer(keys=explaining.all_keys(dialect), implicit=explaining.implicit_settings(dialect))
+    found = explaining.explain(asked, dialect=dialect)
+    if found:
+        return Answer(keys=found)
+    near = explaining.nearest(asked, dialect=dialect)
+    return Answer(near=near, error=_unknown(asked, dialect, near))
 
 
-def _unknown(key: str, dialect: str | None) -> str:
-    whose = "no dialect" if dialect is None else f"{dialect} does not"
-    lines = [f"{whose} know{'s' if dialect is None else ''} {key}"]
-    others = dict.fromkeys(each.dialect.name for each in explaining.explain(key)) if dialect else {}
+def _unknown(asked: str, dialect: str | None, near: dict[str, list[str]]) -> str:
+    whose = "no dialect knows" if dialect is None else f"{dialect} does not know"
+    lines = [f"{whose} {asked or 'a key without a name'}"]
+    others = dict.fromkeys(each.dialect.name for each in explaining.explain(asked)) if dialect else {}
     if others:
         lines.append(f"  known to: {', '.join(others)}")
-    near = explaining.nearest(key, dialect=dialect)
     lines += [f"  near it in {name}: {', '.join(names)}" for name, names in near.items()]
     return "\n".join(lines if others or near else [*lines, "  --all lists every key"])
 
@@ -74,7 +88,7 @@ def _unknown(key: str, dialect: str | None) -> str:
 # All keys
 
 
-def _show_all(found: Sequence[Explanation], implicit: dict[str, list[Finding]]) -> None:
+def _show_all(found: Sequence[Explanation], implicit: Mapping[str, Sequence[Finding]]) -> None:
     """Tables to a terminal; elsewhere the same blocks as for one key, for pipes."""
     from rich.console import Console  # here and not above: one key needs none of it
 

@@ -1,6 +1,7 @@
 """What became of one setting (``Finding``), and the table of them that a user reads."""
 
 import enum
+import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,7 +34,9 @@ class Origin(enum.Enum):
 
 
 def _plain_value(value: object) -> object:
-    return value if isinstance(value, bool | int | float | str | None) else repr(value)
+    """As JSON has it, which has no word for an infinite number, nor for one that is none."""
+    is_plain = isinstance(value, bool | int | str | None) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_plain else repr(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,10 @@
-"""What a key did under FSDP1, and is under FSDP2, in every dialect that knows it: from the dialects' tables."""
+"""What a key or a value did under FSDP1, and is under FSDP2, in every dialect: from the dialects' tables."""
 
+import re
 import textwrap
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,6 +15,10 @@ from composer_fsdp2.config.text import nearest_names
 from composer_fsdp2.config.value import plain
 from composer_fsdp2.migration.dialect import Dialect
 from composer_fsdp2.migration.dialects import DIALECTS
+
+# Of the object that ``explain --json`` prints; another one means that a program has to be changed.
+VERSION = 1
+SCHEMA = Path(__file__).with_name("explain.schema.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +46,16 @@ class Fate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A row of a dialect's table, and the fates of those values that decide one."""
+    """A row of a dialect's table, and the fates of those values that decide one.
+
+    Args:
+        word: The value that was asked for, where no key was.
+    """
 
     dialect: Dialect
     row: Row
     fates: tuple[Fate, ...] = ()
+    word: str = ""
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -68,6 +79,7 @@ class Explanation:
         return {
             "dialect": dialect.name,
             "key": row.name,
+            "asked_as": "value" if self.word else "key",
             "places": list(self.places),
             "aliases": list(dialect.aliases(row)),
             "parts": list(row.nested),
@@ -86,25 +98,34 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        row, (first, *others) = self.row, self.places
-        fields = (
-            ("or", ", ".join(others)),
-            ("parts", ", ".join(row.nested)),
-            ("default", self.default_text()),
-            ("takes", row.takes.text),
-            ("read by", "; ".join(self.read_by)),
-            ("with", row.only_with),
-            ("meant", row.meaning),
-            ("FSDP2", f"{row.outcome.value}: {row.target}" if row.target else row.outcome.value),
-            ("", row.reason + (f" ({row.hint})" if row.hint else "")),
-            *(("instead", f"{way} ({reader})") for reader, way in self.dialect.instead(row).items()),
-            ("", row.elsewhere),
-            *(("value", self._fate_text(each)) for each in self.fates),
-        )
-        lines = [f"{self.dialect.name}: {first}"]
-        for name, text in fields:
+        first, *_ = self.places
+        lines = [f"{self.dialect.name}: {first}" + (f" = {self.word}" if self.word else "")]
+        for name, text in self._of_word() if self.word else self._of_key():
             lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=_INDENT)
         return "\n".join(lines)
+
+    def _of_key(self) -> Iterator[tuple[str, str]]:
+        row, (_, *others) = self.row, self.places
+        yield "or", ", ".join(others)
+        yield "parts", ", ".join(row.nested)
+        yield "default", self.default_text()
+        yield "takes", row.takes.text
+        yield "read by", "; ".join(self.read_by)
+        yield "with", row.only_with
+        yield "meant", row.meaning
+        yield "FSDP2", f"{row.outcome.value}: {row.target}" if row.target else row.outcome.value
+        yield "", row.reason + (f" ({row.hint})" if row.hint else "")
+        yield from (("instead", f"{way} ({reader})") for reader, way in self.dialect.instead(row).items())
+        yield "", row.elsewhere
+        yield from (("value", self._fate_text(each)) for each in self.fates)
+
+    def _of_word(self) -> Iterator[tuple[str, str]]:
+        """What the key says of its other values would only stand in the way."""
+        yield "read by", "; ".join(self.read_by)
+        yield "with", self.row.only_with
+        yield "meant", self.row.meaning
+        yield from (("value", self._fate_text(each)) for each in self.fates)
+        yield from (("instead", f"{way} ({reader})") for reader, way in self.dialect.instead(self.row).items())
 
     def _fate_text(self, fate: Fate) -> str:
         found = fate.finding
@@ -112,6 +133,30 @@ class Explanation:
         target = f"{found.outcome.value}, {found.target}" if found.target else found.outcome.value
         hint = f" ({found.hint})" if found.hint else ""
         return f"{value_text(fate.value)}{under}: {target}: {found.reason}{hint}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """All that is said to one question.
+
+    Args:
+        implicit: What no key asks for, by dialect.
+        near: What was likely meant, by dialect, where nothing is known.
+    """
+
+    keys: Sequence[Explanation] = ()
+    implicit: Mapping[str, Sequence[Finding]] = field(default_factory=dict)
+    error: str = ""
+    near: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "version": VERSION,
+            "error": self.error,
+            "near": {name: list(names) for name, names in self.near.items()},
+            "keys": [each.to_json() for each in self.keys],
+            "implicit": {name: [finding.to_json() for finding in found] for name, found in self.implicit.items()},
+        }
 
 
 _WIDTH = 110
@@ -123,6 +168,8 @@ def value_text(value: Any) -> str:
     value = plain(value)
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict) and value:
+        return "{" + ", ".join(f"{key}: {value_text(each)}" for key, each in value.items()) + "}"
     return {"[]": "none", "": "''"}.get(str(value), str(value))
 
 
@@ -130,24 +177,60 @@ def value_text(value: Any) -> str:
 # Asking
 
 
-def explain(key: str, *, dialect: str | None = None) -> list[Explanation]:
-    """What each dialect makes of a key, named as a user has it: with its path in the file, with a prefix, as an option.
+def explain(asked: str, *, dialect: str | None = None) -> list[Explanation]:
+    """What each dialect makes of a key, named as a user has it (with its path in the file, with a prefix, as an
+    option), and of a word that is a value of keys: those that are named so first, then those that take it.
 
     Args:
-        key: ``KEY``, or ``KEY=VALUE`` for the fate of one value. Empty result: no dialect knows it (``nearest``).
+        asked: ``KEY``, ``VALUE``, or ``KEY=VALUE`` for the fate of one value. Empty result: no dialect knows it
+            (``nearest``).
         dialect: Of this one only.
     """
-    name, has_value, value = key.strip().partition("=")
+    name, value = _key_and_value(asked)
     parts = _parts(name)
     rows = [(dialect_of, row, _depth(dialect_of, row, parts)) for dialect_of, row in _rows(dialect)]
     # An entire path beats a last name that is the same elsewhere.
     deepest_counts = any(depth > 1 for *_, depth in rows) and len(parts) > 1
     found = [(of, row) for of, row, depth in rows if depth > (1 if deepest_counts else 0)]
-    if has_value:
+    if value is not None:
         return [
             Explanation(dialect=of, row=row, fates=_fates(of, row, [_read(value, row, parts[-1])])) for of, row in found
         ]
-    return [Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in found]
+    return [
+        *(Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in found),
+        *_taking(_plain(name), dialect),
+    ]
+
+
+def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
+    """The rows that take a word as their value, with what becomes of it there; a number says nothing by itself."""
+    for of, row in _rows(dialect) if any(map(str.isalpha, word)) else ():
+        values = _values_of(of, row, word)
+        if values:
+            shown = next((value for value in values if isinstance(value, str)), word)
+            yield Explanation(dialect=of, row=row, fates=_fates(of, row, values), word=shown)
+
+
+def _values_of(dialect: Dialect, row: Row, word: str) -> list[Any]:
+    """The word as values of the row, in a case that its system takes: the row's own, or one for each part of it."""
+    if any(isinstance(choice, bool) for choice in row.takes.choices):
+        return []  # of a switch, "on" and "off" say nothing
+    if _is_word_of(dialect, row, word):
+        return [word]
+    own = [value for value in dialect.values(row) if isinstance(value, str) and value.lower() == word.lower()]
+    return own[:1] or [{part: word} for part in row.nested if _is_word_of(dialect, row, word, part)]
+
+
+def _is_word_of(dialect: Dialect, row: Row, word: str, part: str = "") -> bool:
+    """Whether it is one of the words that the row, or a part of it, takes, not just text where any is taken."""
+    asked, *others = ({part: each} if part else each for each in (word, *_NO_WORDS))
+    return any(
+        row.takes.fits(asked, reader) and not any(row.takes.fits(other, reader) for other in others)
+        for reader in dialect.readers or (None,)
+    )
+
+
+_NO_WORDS = ("no-word-of-any-system", "NoWordOfAnySystem")  # the second could be a class
 
 
 def all_keys(dialect: str | None = None) -> list[Explanation]:
@@ -155,23 +238,36 @@ def all_keys(dialect: str | None = None) -> list[Explanation]:
     return [Explanation(dialect=of, row=row, fates=_telling(of, row)) for of, row in _rows(dialect)]
 
 
-def nearest(key: str, *, dialect: str | None = None) -> dict[str, list[str]]:
-    """The known keys that were likely meant, by dialect."""
-    parts = _parts(key.partition("=")[0])
-    known: dict[str, dict[str, str]] = {}
-    for of, row in _rows(dialect):
-        for place in _named(of, row):
-            names = dict.fromkeys((place, place.rpartition(".")[2]), of.places(row)[0])
-            known.setdefault(of.name, {}).update(names)
-    near = {}
-    for name, places in known.items():
+def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
+    """The known keys, and values as KEY=VALUE, that were likely meant, by dialect."""
+    name, value = _key_and_value(asked)
+    parts = _parts(name)
+    near: dict[str, list[str]] = {}
+    for of in _dialects(dialect):
+        keys, words = _known(of, with_values=value is None)
         matches = [
-            *nearest_names(".".join(parts), places, 3),
-            *nearest_names(parts[-1] if parts else "", places, 3),
+            *(keys[match] for match in nearest_names(".".join(parts), keys, 3)),
+            *(keys[match] for match in nearest_names(parts[-1] if parts else "", keys, 3)),
         ]
-        if matches:
-            near[name] = list(dict.fromkeys(places[match] for match in matches))[:3]
+        # Of words there are many, so that a key is like one of them sooner than like the key that was meant.
+        of_words = [words[match] for match in nearest_names(_plain(name), words, 3, likeness=0.75)]
+        if matches or of_words:
+            near[of.name] = [*list(dict.fromkeys(matches))[:3], *of_words]
     return near
+
+
+def _known(dialect: Dialect, *, with_values: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Every name of a key, and every word that is a value, each with how it is asked for."""
+    keys: dict[str, str] = {}
+    words: dict[str, str] = {}
+    for row in dialect.rows:
+        usual, *_ = dialect.places(row)
+        for place in _named(dialect, row):
+            keys |= dict.fromkeys((place, place.rpartition(".")[2]), usual)
+        for value in dialect.values(row) if with_values else ():
+            if isinstance(value, str) and value:
+                words.setdefault(value, f"{usual}={value}")
+    return keys, words
 
 
 def implicit_settings(dialect: str | None = None) -> dict[str, list[Finding]]:
@@ -207,9 +303,19 @@ def _rows(dialect: str | None) -> Iterator[tuple[Dialect, Row]]:
     yield from ((of, row) for of in _dialects(dialect) for row in of.rows)
 
 
+def _key_and_value(asked: str) -> tuple[str, str | None]:
+    """``KEY=VALUE``, or a line as it stands in a file, ``KEY: VALUE``."""
+    name, *values = re.split(r"\s*=\s*|:\s+", asked.strip(), maxsplit=1)
+    return name, values[0] if values else None
+
+
+def _plain(name: str) -> str:
+    return name.strip().strip("\"'`:,")
+
+
 def _parts(name: str) -> list[str]:
     """Options (``--fsdp-size``), keys with their colon and environment variables are keys as well."""
-    plain_name = name.strip().strip("\"'`:").lstrip("-").replace("-", "_").lower()
+    plain_name = _plain(name).lstrip("-").replace("-", "_").lower()
     return [part for part in plain_name.removeprefix("$.").split(".") if part]
 
 

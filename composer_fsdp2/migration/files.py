@@ -1,13 +1,14 @@
 """Files and folders of configurations: read, migrated on all cores, and written beside their target and renamed."""
 
 import codecs
+import enum
 import itertools
 import multiprocessing
 import os
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from composer_fsdp2.atomic import replacing
 from composer_fsdp2.config.text import printable
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Dialect
-from composer_fsdp2.migration.documents import SUFFIXES, format_of
+from composer_fsdp2.migration.documents import SUFFIXES, format_of, suffix_for
 from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, may_configure, migrate_text
 from composer_fsdp2.migration.targets import TARGETS
 
@@ -32,11 +33,24 @@ class SourceFile:
 
     Args:
         is_named: Whether it was asked for, and not only found in a folder.
+        standard_input: What came from there, where that is the file.
     """
 
     file: Path
     base: Path
     is_named: bool
+    standard_input: bytes | None = None
+
+    @property
+    def is_standard_input(self) -> bool:
+        return self.standard_input is not None
+
+    def read(self) -> bytes:
+        return self.file.read_bytes() if self.standard_input is None else self.standard_input
+
+
+STANDARD_INPUT = Path("<stdin>")
+_PASSED_OVER = "nothing here configures sharding; passed over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +67,12 @@ class Destination:
         Raises:
             ConfigError: names the file.
         """
+        if any(source.is_standard_input for source in sources):
+            self._check_standard_input(sources)
         if self.output is None:
             return
         if not self.is_folder(sources):
-            if self.output.exists() and self.output.samefile(sources[0].file):
+            if _is_at(self.output, sources[0].file):
                 raise ConfigError(f"{_name(self.output)} is the file itself; --write changes it, and keeps a copy")
             return
         if self.output.is_file():
@@ -68,6 +84,14 @@ class Destination:
         doubled = [_name(place) for place, count in places.items() if count > 1]
         if doubled:
             raise ConfigError(f"{_name(self.output)} would get several files of one name: {', '.join(doubled)}")
+
+    def _check_standard_input(self, sources: Sequence[SourceFile]) -> None:
+        if self.in_place:
+            raise ConfigError("- is standard input, which --write cannot change; -o FILE writes the new text")
+        if self.output is not None and self.is_folder(sources):
+            raise ConfigError(
+                f"{self.output}: what comes from standard input has no name in a folder; give it alone, with -o FILE"
+            )
 
     def is_folder(self, sources: Sequence[SourceFile]) -> bool:
         assert self.output is not None
@@ -81,7 +105,7 @@ def _name(path: Path) -> str:
 
 
 def _is_at(path: Path, file: Path) -> bool:
-    return path.exists() and path.samefile(file)
+    return path.exists() and file.exists() and path.samefile(file)
 
 
 def _result_name(source: SourceFile, target: Dialect) -> Path:
@@ -91,12 +115,26 @@ def _result_name(source: SourceFile, target: Dialect) -> Path:
     return place if keeps_format else place.with_suffix(target.suffix)
 
 
+class State(enum.Enum):
+    """Where a file is on its way to FSDP2."""
+
+    READY = "ready"
+    NEEDS_DECISION = "needs decision"
+    UNUSABLE = "unusable"
+    UNCONFIGURED = "unconfigured"
+
+    @property
+    def exit_code(self) -> int:
+        return {State.NEEDS_DECISION: 1, State.UNUSABLE: 2}.get(self, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileResult:
     """What became of one file: its migration, or why there is none, and where the text went.
 
     Args:
-        is_skipped: It has no section, and nobody asked for it by name.
+        is_skipped: It has no section, and nobody said that it has one.
+        content: What it holds, where it is skipped although it was named.
     """
 
     path: str
@@ -104,16 +142,33 @@ class FileResult:
     error: str = ""
     done: str = "nothing was written"
     is_skipped: bool = False
+    content: bytes = b""
+
+    @property
+    def state(self) -> State:
+        if self.migration is None:
+            return State.UNCONFIGURED if self.is_skipped else State.UNUSABLE
+        return State.NEEDS_DECISION if self.migration.blocking else State.READY
 
     @property
     def exit_code(self) -> int:
-        if self.migration is None:
-            return 0 if self.is_skipped else 2
-        return self.migration.exit_code
+        return self.state.exit_code
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the new text is another one, whether it was written or not."""
+        return self.migration is not None and self.migration.is_changed
 
     def to_json(self) -> dict[str, Any]:
-        report = {"error": self.error} if self.migration is None else self.migration.to_json()
-        return {"file": self.path, "exit_code": self.exit_code, "done": self.done} | report
+        return {
+            "file": self.path,
+            "state": self.state.value,
+            "exit_code": self.exit_code,
+            "changed": self.is_changed,
+            "done": self.done,
+            "error": "" if self.is_skipped else self.error,
+            "sections": [] if self.migration is None else [section.to_json() for section in self.migration.sections],
+        }
 
     def markdown(self) -> str:
         if self.migration is None:
@@ -144,18 +199,26 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def sources_of(paths: Sequence[Path], *, output: Path | None = None) -> list[SourceFile]:
+def sources_of(
+    paths: Sequence[Path], *, output: Path | None = None, standard_input: Callable[[], bytes] = bytes
+) -> list[SourceFile]:
     """The files, and those in the folders, each once.
 
     Folders whose names begin with a dot are passed over, and links to folders, which may lead in circles.
 
     Args:
         output: A folder whose files are results of an earlier run, and no sources of this one.
+        standard_input: Reads what STANDARD_INPUT stands for.
     Raises:
         ConfigError: there is no file at all.
     """
     found: dict[str, SourceFile] = {}
     for path in paths:
+        if path is STANDARD_INPUT:
+            if str(path) not in found:
+                content = standard_input()
+                found[str(path)] = SourceFile(file=path, base=Path(), is_named=True, standard_input=content)
+            continue
         is_folder = path.is_dir()
         for file in _files(path, output) if is_folder else [path]:
             source = SourceFile(file=file, base=path if is_folder else path.parent, is_named=not is_folder)
@@ -188,18 +251,29 @@ def migrate_files(
     to: str = "composer",
     dialect: str | None = None,
     at: str | None = None,
+    suffix: str = "",
+    allow_unconfigured: bool = False,
     jobs: int = 0,
 ) -> Iterator[FileResult]:
     """Each file's result, in order; a bad file does not end the others.
 
     Args:
+        suffix: The ending of the format of files that were named; "" goes by their names.
+        allow_unconfigured: Whether a file that was named need not have a section.
         jobs: Processes for many files; 0 for one a core.
     Raises:
         ConfigError: two results would be written to one file.
     """
     destination.check(sources, TARGETS[to])
     is_folder = destination.output is not None and destination.is_folder(sources)
-    work = partial(_migrate_file, destination=destination, is_folder=is_folder, to=to, dialect=dialect, at=at)
+    work = partial(
+        _migrate_file,
+        destination=destination,
+        is_folder=is_folder,
+        suffix=suffix,
+        allow_unconfigured=allow_unconfigured,
+        words={"to": to, "dialect": dialect, "at": at},
+    )
     if len(sources) < _PARALLEL_FROM or jobs == 1:
         yield from map(work, sources)
         return
@@ -234,17 +308,27 @@ def _alone(work: Callable[[SourceFile], FileResult], source: SourceFile) -> File
 
 
 def _migrate_file(
-    source: SourceFile, *, destination: Destination, is_folder: bool, to: str, dialect: str | None, at: str | None
+    source: SourceFile,
+    *,
+    destination: Destination,
+    is_folder: bool,
+    suffix: str,
+    allow_unconfigured: bool,
+    words: Mapping[str, Any],
 ) -> FileResult:
-    path = _name(source.file)
+    path, content = _name(source.file), b""
+    may_pass = allow_unconfigured or not source.is_named
     try:
-        content = source.file.read_bytes()
-        if not source.is_named and at is None and not may_configure(content):
+        content = source.read()
+        if may_pass and words["at"] is None and not may_configure(content):
             raise NothingToMigrateError(f"{path}:1:1: nothing here configures sharding")
-        migration = migrate_text(_decoded(content, path), path, to=to, dialect=dialect, at=at)
+        text = _decoded(content, path)
+        migration = migrate_text(text, path, suffix=_suffix_of(source, suffix, text), **words)
         done = _write(migration, content, source, destination, is_folder=is_folder)
     except NothingToMigrateError as error:
-        return FileResult(path=path, error=printable(str(error)), is_skipped=not source.is_named)
+        done = _PASSED_OVER if may_pass else "nothing was written"
+        kept = content if source.is_named else b""
+        return FileResult(path=path, error=printable(str(error)), is_skipped=may_pass, content=kept, done=done)
     except ConfigError as error:
         return FileResult(path=path, error=printable(str(error)))
     except OSError as error:
@@ -252,6 +336,12 @@ def _migrate_file(
     except Exception as error:  # whatever it is: the other files have their results
         return FileResult(path=path, error=printable(f"{path}: {_unexpected(error)}"))
     return FileResult(path=path, migration=migration, done=printable(done))
+
+
+def _suffix_of(source: SourceFile, given: str, text: str) -> str:
+    if given and source.is_named:
+        return given
+    return suffix_for(text) if source.is_standard_input else ""
 
 
 def _decoded(content: bytes, path: str) -> str:
@@ -277,7 +367,9 @@ def _write(
     migration: Migration, content: bytes, source: SourceFile, destination: Destination, *, is_folder: bool
 ) -> str:
     if not destination.in_place and destination.output is None:
-        return "nothing was written"
+        if migration.exit_code:
+            return "something needs a decision"
+        return "would change" if migration.is_changed else "nothing to change"
     if destination.in_place and migration.is_new_file:
         raise ConfigError(
             f"{source.file}: the new configuration is a file of its own, which -o PATH writes; --write cannot"
@@ -303,7 +395,7 @@ def _write(
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from error
-    _replace(target, migration.after, like=source.file)
+    _replace(target, migration.after, like=None if source.is_standard_input else source.file)
     return f"written to {target}"
 
 
@@ -323,8 +415,8 @@ def _target(migration: Migration, source: SourceFile, destination: Destination, 
     return output
 
 
-def _replace(path: Path, text: str, *, like: Path) -> None:
-    """Whole or not at all, with the permissions of another file.
+def _replace(path: Path, text: str, *, like: Path | None) -> None:
+    """Whole or not at all, with the permissions of another file, if there is one.
 
     Raises:
         ConfigError: names what could not be written, which is not the file that was read.
@@ -332,6 +424,7 @@ def _replace(path: Path, text: str, *, like: Path) -> None:
     try:
         with replacing(path, ending=f".{os.getpid()}.writing") as beside:
             beside.write_bytes(text.encode())
-            beside.chmod(like.stat().st_mode & 0o7777)
+            if like is not None:
+                beside.chmod(like.stat().st_mode & 0o7777)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -87,14 +87,6 @@ class Migration:
     def __str__(self) -> str:
         return "\n\n".join(f"{self.name}: {section}" for section in self.sections)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "file": self.name,
-            "changed": self.is_changed,
-            "exit_code": self.exit_code,
-            "sections": [section.to_json() for section in self.sections],
-        }
-
 
 def _lines(text: str) -> list[str]:
     """The lines that may be printed, with their ends."""
@@ -118,20 +110,27 @@ _KEY = re.compile(rf"""\b(?:{_WORDS})[\w.]*["']?\s*[:=\]]|\\[xu]""")
 
 
 def migrate_text(
-    text: str, name: str = "<text>", *, to: str = "composer", dialect: str | None = None, at: str | None = None
+    text: str,
+    name: str = "<text>",
+    *,
+    to: str = "composer",
+    dialect: str | None = None,
+    at: str | None = None,
+    suffix: str = "",
 ) -> Migration:
     """Migrate a text to FSDP2, and report what became of each key.
 
     Args:
         text: Of a YAML file; of a TOML file, if the name ends so.
         name: What messages call it.
+        suffix: The ending of its format, where the name has none or another.
         to: The system whose words the new text is in; a name of ``TARGETS``.
         dialect: Of its sections; None finds out.
         at: The path of its section, or of what the sections lie in, with dots; None finds all.
     Raises:
         ConfigError: it is no such file, or has no section (NothingToMigrateError); names file, line and column.
     """
-    document = open_document(text, name)
+    document = open_document(text, name, suffix)
     file = _File.of(document)
     target = TARGETS[to]
     found = _sections(file, dialect, at)
@@ -161,7 +160,7 @@ def migrate_text(
         before=text,
         after=after,
         sections=tuple(reports),
-        suffix=_suffix(name, target, whole is not None),
+        suffix=_suffix(suffix or name, target, whole is not None),
         is_new_file=whole is not None,
     )
 

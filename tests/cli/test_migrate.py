@@ -11,13 +11,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import jsonschema
 import pytest
 import yaml
 
 from composer_fsdp2.cli.main import main
 from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
+from composer_fsdp2.migration.report import SCHEMA
 
 GOOD = "fsdp_config:\n  sharding_strategy: FULL_SHARD  # all\n  limit_all_gathers: true\n"
 MIGRATED = "fsdp_config:\n  reshard_after_forward: true  # all\n"
@@ -48,7 +51,7 @@ class Done:
 
 def run(folder: Path, *arguments: object) -> Done:
     """The command in this process, since a new one imports torch first; ``run_alone`` starts one."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = io.TextIOWrapper(io.BytesIO(), newline=""), io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["composer-fsdp2", "migrate", *map(str, arguments)]),
         contextlib.chdir(folder),
@@ -59,7 +62,8 @@ def run(folder: Path, *arguments: object) -> Done:
         main()
     code = ended.value.code
     assert isinstance(code, int)
-    return Done(code, out.getvalue(), err.getvalue())
+    out.seek(0)
+    return Done(code, out.read(), err.getvalue())
 
 
 def run_alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
@@ -142,7 +146,8 @@ def test_a_folder_goes_on_past_bad_files(folder: Path):
     assert done.returncode == 2
     assert "broken.yaml:2:1" in done.stderr and "data.yaml" not in done.stderr
     assert "did you mean sharding_strategy?" in done.stdout and "limit_all_gathers" not in done.stdout
-    assert "5 files: 2 without anything to decide, 1 with, 1 unusable, 1 that configure no sharding" in done.stderr
+    summary = "5 files: 2 would change, 1 to decide, 1 unusable, 1 without a section for sharding"
+    assert summary in done.stderr
     (folder / "broken.yaml").unlink()
     assert run(folder, ".", "--check").returncode == 1
     (folder / "decide.yaml").unlink()
@@ -168,20 +173,191 @@ def test_the_diff_can_be_applied(folder: Path):
         assert (folder / "good.yaml").read_bytes() == migrated[: migrated.index("  limit_all")].encode()
 
 
-def test_json_is_one_document(folder: Path):
-    """A program reads every file's outcome, of the bad ones, too."""
-    done = run(folder, ".", "--json")
-    report = {Path(each["file"]).name: each for each in json.loads(done.stdout)}
-    assert {name: each["exit_code"] for name, each in report.items()} == {
-        "good.yaml": 0,
-        "decide.yaml": 1,
-        "broken.yaml": 2,
-        "data.yaml": 0,
-        "good.yml": 0,
+# ---------------------------------------------------------------------------------------------------------------------
+# For programs
+
+
+def report_of(done: Done) -> dict[str, Any]:
+    """What ``--json`` printed, which is what its schema says."""
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    report = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    jsonschema.validate(report, schema)
+    assert report["exit_code"] == done.returncode
+    return report
+
+
+def test_json_is_one_object_with_a_version(folder: Path):
+    """A program reads every file's outcome, of the bad ones, too, and knows the form that it reads."""
+    report = report_of(run(folder, ".", "--json"))
+    assert report["version"] == 1 and report["error"] == ""
+    files = {Path(each["file"]).name: each for each in report["files"]}
+    assert {name: (each["state"], each["exit_code"], each["changed"]) for name, each in files.items()} == {
+        "good.yaml": ("ready", 0, True),
+        "decide.yaml": ("needs decision", 1, False),
+        "broken.yaml": ("unusable", 2, False),
+        "data.yaml": ("unconfigured", 0, False),
+        "good.yml": ("ready", 0, True),
     }
-    (section,) = report["good.yaml"]["sections"]
+    counts = {"files": 5, "ready": 2, "needs_decision": 1, "unusable": 1, "unconfigured": 1, "changed": 2}
+    assert report["summary"] == counts
+    (section,) = files["good.yaml"]["sections"]
     assert {each["key"]: each["target"] for each in section["findings"]}["limit_all_gathers"] == "removed"
-    assert "broken.yaml:2:1" in report["broken.yaml"]["error"]
+    assert "broken.yaml:2:1" in files["broken.yaml"]["error"]
+    assert files["data.yaml"]["error"] == ""
+
+
+def test_json_is_an_object_whatever_happens(folder: Path):
+    """A program that reads the output would stop at text, or at nothing, exactly where something is wrong."""
+    (folder / "odd.yaml").write_text(
+        "fsdp_config:\n  min_params: .inf\n  flatten_parameters: {a: [.nan, 2020-01-01]}\n"
+    )
+    for arguments, code, error in (
+        (["nobody.yaml"], 2, ""),  # the file's own
+        (["nobody.yaml", "good.yaml", "--check"], 2, ""),
+        (["empty"], 2, "no file ends in"),
+        (["good.yaml", "-o", "good.yaml"], 2, "is the file itself"),
+        (["good.yaml", "deep", "-o", "data.yaml"], 2, "is a file, and there are 2 results"),
+        (["good.yaml", "--report", "no/where.md"], 2, "no/where.md"),
+        (["odd.yaml", "--to", "accelerate"], 1, ""),
+        (["good.yaml", "--write", "--fail-on-change"], 1, ""),
+        (["good.yaml", "--fail-on-change"], 0, ""),  # it was written just now
+    ):
+        (folder / "empty").mkdir(exist_ok=True)
+        report = report_of(run(folder, *arguments, "--json"))
+        assert report["exit_code"] == code, arguments
+        assert (error in report["error"]) if error else not report["error"], arguments
+
+
+def test_the_schema_is_told(folder: Path):
+    """Who has only the command can check what it prints."""
+    done = run(folder, "--json-schema")
+    assert done.returncode == 0 and json.loads(done.stdout) == json.loads(SCHEMA.read_text())
+
+
+def test_the_largest_exit_code_holds(folder: Path):
+    """0 of one file never hides what another needs; a CI goes by the number alone."""
+    for names, code in (
+        (["good.yaml"], 0),
+        (["good.yaml", "decide.yaml"], 1),
+        (["decide.yaml", "good.yaml"], 1),
+        (["broken.yaml", "good.yaml"], 2),
+        (["decide.yaml", "broken.yaml"], 2),
+        (["good.yaml", "data.yaml"], 2),  # it was named
+    ):
+        assert run(folder, *names, "--check").returncode == code
+
+
+def test_a_ci_fails_where_a_file_would_change(folder: Path):
+    """A configuration for FSDP1 that comes into the repository is seen, although it could be migrated."""
+    before = files_in(folder)
+    done = run(folder, "good.yaml", "--check")
+    assert done.returncode == 0 and "good.yaml: would change" in done.stdout
+    done = run(folder, "good.yaml", "--check", "--fail-on-change")
+    assert done.returncode == 1 and "--write changes it" in done.stderr
+    assert run(folder, "good.yaml", "--diff", "--fail-on-change").returncode == 1
+    assert files_in(folder) == before
+    assert run(folder, "good.yaml", "--write", "--fail-on-change").returncode == 1  # as said: it did
+    done = run(folder, "good.yaml", "--check", "--fail-on-change")
+    assert done.returncode == 0 and "good.yaml: nothing to change" in done.stdout
+    assert run(folder, "decide.yaml", "--check", "--fail-on-change").returncode == 1
+    assert run(folder, "broken.yaml", "good.yaml", "--check", "--fail-on-change").returncode == 2
+
+
+def test_a_hook_names_files_of_all_kinds(folder: Path):
+    """pre-commit hands over all YAMLs of a commit; one without a section is no mistake there, and a broken one is."""
+    assert run(folder, "data.yaml", "--check").returncode == 2
+    done = run(folder, "data.yaml", "--check", "--allow-unconfigured")
+    assert done.returncode == 0 and "data.yaml: nothing here configures sharding; passed over" in done.stderr
+    done = run(folder, "data.yaml", "good.yaml", "--check", "--allow-unconfigured")
+    assert done.returncode == 0 and "1 without a section for sharding" in done.stderr
+    assert run(folder, "broken.yaml", "--check", "--allow-unconfigured").returncode == 2
+    assert run(folder, "nobody.yaml", "--check", "--allow-unconfigured").returncode == 2
+    assert run(folder, "data.yaml", "--allow-unconfigured").stdout == "a: 1\n"  # as it is: what a filter would write
+    before = files_in(folder)
+    assert run(folder, "data.yaml", "--allow-unconfigured", "--write").returncode == 0
+    assert files_in(folder) == before
+
+
+def test_what_many_files_say_fits_on_a_screen(folder: Path):
+    """The one file with another problem would be lost between 300 times the same sentence."""
+    many = folder / "many"
+    many.mkdir()
+    for number in range(300):
+        word = "sharding_stratgy: NO_SHARD" if number % 3 else "reshard_after_forward: true"
+        (many / f"{number:03}.yaml").write_text(f"fsdp_config:\n  {word}\n")
+    (many / "other.yaml").write_text("fsdp_config:\n  sharding_strategy: NONE\n")
+    done = run(many, ".", "--check", "--jobs", "1")
+    assert done.returncode == 1
+    files, _, decisions = done.stdout.partition("to decide:\n")
+    assert "300 files" not in files and len(files.splitlines()) == 201  # what is ready is not listed
+    assert decisions.count("did you mean sharding_strategy?") == 1 and "001.yaml:2" in decisions
+    assert "and 195 more" in decisions and "other.yaml:2" in decisions
+    assert len(decisions.splitlines()) == 4
+    assert "301 files: 100 nothing to change, 201 to decide" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Standard input
+
+
+def run_with_input(folder: Path, text: str | bytes, *arguments: object) -> Done:
+    content = text.encode() if isinstance(text, str) else text
+    with mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(content))):
+        return run(folder, *arguments)
+
+
+TOML = "# of a run\n[parallelism]\ndata_parallel_shard_degree = 8\n"
+
+
+def test_standard_input_is_a_file_without_a_name(folder: Path):
+    """An editor or a script has a text and no file; each way to look at it works."""
+    done = run_with_input(folder, GOOD, "-")
+    assert (done.returncode, done.stdout) == (0, MIGRATED) and "<stdin>: fsdp_config, line 1" in done.stderr
+    done = run_with_input(folder, GOOD.replace("\n", "\r\n"), "-")
+    assert done.stdout == MIGRATED.replace("\n", "\r\n")
+    assert "<stdin>: would change" in run_with_input(folder, GOOD, "-", "--check").stdout
+    assert "+++ <stdin>" in run_with_input(folder, GOOD, "-", "--diff").stdout
+    report = report_of(run_with_input(folder, TO_DECIDE, "-", "--json"))
+    assert [(each["file"], each["state"]) for each in report["files"]] == [("<stdin>", "needs decision")]
+    assert run_with_input(folder, GOOD, "-", "-o", "new.yaml").returncode == 0
+    assert files_in(folder)["new.yaml"] == MIGRATED
+    report = report_of(run_with_input(folder, GOOD, "-", ".", "-", "--json"))  # read once, beside a folder
+    assert [each["file"] for each in report["files"]].count("<stdin>") == 1 and len(report["files"]) == 7
+    assert (run_with_input(folder, "a: 1\n", "-").returncode, run_with_input(folder, "", "-").returncode) == (2, 2)
+    done = run_with_input(folder, "a: 1  # as it was\n", "-", "--allow-unconfigured")
+    assert (done.returncode, done.stdout) == (0, "a: 1  # as it was\n")
+    (folder / "-").write_text(GOOD)
+    assert run(folder, "./-").stdout == MIGRATED
+
+
+def test_the_format_of_standard_input_is_seen(folder: Path):
+    """TOML in a pipe would be one long string to YAML."""
+    report = report_of(run_with_input(folder, TOML, "-", "--to", "torchtitan", "--json"))
+    assert report["files"][0]["sections"][0]["dialect"] == "torchtitan"
+    done = run_with_input(folder, TOML, "-", "--force")
+    assert yaml.safe_load(done.stdout)["fsdp_config"]["data_parallel_shard_degree"] == 8
+    done = run_with_input(folder, json.dumps(yaml.safe_load(GOOD)), "-")
+    assert json.loads(done.stdout) == yaml.safe_load(MIGRATED)
+    assert "<stdin>:1:1" in run_with_input(folder, GOOD, "-", "--format", "toml").stderr
+    (folder / "run.conf").write_text(TOML)
+    assert "torchtitan -> composer" in run(folder, "run.conf", "--format", "toml", "--check").stdout
+    assert run(folder, "run.conf", "--check").returncode == 2
+
+
+def test_standard_input_cannot_be_changed_in_place(folder: Path):
+    """There is nothing to change, and no name in a folder: said before anything is written."""
+    before = files_in(folder)
+    for arguments, message in (
+        (["-", "--write"], "which --write cannot change"),
+        (["-", "good.yaml", "-o", "out"], "has no name in a folder"),
+        (["-", "-o", "deep"], "has no name in a folder"),
+        (["-", "-o", "new.toml"], "the new text is YAML"),
+    ):
+        done = run_with_input(folder, GOOD, *arguments)
+        assert done.returncode == 2 and message in done.stderr, arguments
+    assert "<stdin>:1:4: no UTF-8" in run_with_input(folder, b"a: \xff", "-").stderr
+    assert files_in(folder) == before
 
 
 def test_the_report_is_a_page(folder: Path):

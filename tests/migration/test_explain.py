@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from hypothesis import given
@@ -30,7 +31,7 @@ from composer_fsdp2.cli.main import main
 from composer_fsdp2.config.findings import Origin, Outcome
 from composer_fsdp2.migration.dialect import Dialect, Section
 from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.explain import Explanation, all_keys, explain, implicit_settings, nearest
+from composer_fsdp2.migration.explain import SCHEMA, Explanation, all_keys, explain, implicit_settings, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,7 +113,7 @@ def test_names_are_unique_within_a_dialect():
     """Asking for a key by its full path gives one answer a dialect."""
     for each in all_keys():
         found = explain(each.places[0], dialect=each.dialect.name)
-        assert [other.row.name for other in found] == [each.row.name]
+        assert [other.row.name for other in found if not other.word] == [each.row.name]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,6 +164,87 @@ def test_no_shard_is_told_by_each_dialect():
 def test_a_value_has_its_own_fate(asked: str, dialect: str, reader: str, outcome: Outcome):
     """``KEY=VALUE`` says what becomes of the user's own value, read as migrate would read it."""
     assert fate_of(asked, dialect, reader).outcome is outcome
+
+
+VALUES_ASKED: list[tuple[str, set[tuple[str, str]]]] = [
+    (
+        "HYBRID_SHARD",
+        {("composer", "sharding_strategy"), ("huggingface", "fsdp"), ("huggingface", "sharding_strategy")},
+    ),
+    ("_HYBRID_SHARD_ZERO2", {("composer", "sharding_strategy"), ("huggingface", "sharding_strategy")}),
+    ("FULL_STATE_DICT", {("huggingface", "state_dict_type")}),
+    ("LOCAL_STATE_DICT", {("huggingface", "state_dict_type")}),
+    ("TRANSFORMER_BASED_WRAP", {("huggingface", "auto_wrap_policy")}),
+    ("BACKWARD_PRE", {("composer", "backward_prefetch"), ("huggingface", "backward_prefetch")}),
+    ("selective", {("torchtitan", "activation_checkpoint.mode")}),
+    ("PURE", {("composer", "mixed_precision")}),
+    ("set8", {("composer", "process_group")}),
+    ("defer_replica", {("composer", "gradient_sync")}),
+    ("fsdp2_train", {("roll", "strategy_name")}),
+    ("async_with_pinned_mem", {("torchtitan", "checkpoint.async_mode")}),
+    ("'selective',", {("torchtitan", "activation_checkpoint.mode")}),  # as it was copied
+    ("true", set()),  # half of all keys take it
+    ("", set()),
+    ("8", set()),
+]
+
+
+def test_a_value_finds_the_keys_that_take_it():
+    """Who knows only HYBRID_SHARD, from a log or a colleague, learns which key it is of, and what becomes of it."""
+    for asked, keys in VALUES_ASKED:
+        found = explain(asked)
+        assert {(each.dialect.name, each.row.name) for each in found} == keys, asked
+        assert all(each.word and each.fates for each in found), asked
+
+
+def test_every_value_of_the_tables_is_found():
+    """No word that a table lists is unknown to `explain`; its fate is that of KEY=VALUE."""
+    for each in all_keys():
+        for value in each.row.takes.choices:
+            if not isinstance(value, str) or value in ("true", "false"):
+                continue
+            name = each.dialect.name
+            found = [other for other in explain(value, dialect=name) if other.word and other.row is each.row]
+            assert [str(fate.value) for fate in found[0].fates if fate.value != value] == [], (each.places[0], value)
+            if value != "no":  # false to YAML, if it is not quoted
+                [same] = explain(f"{each.places[0]}={value}", dialect=name)
+                assert found[0].fates == same.fates, (each.places[0], value)
+
+
+def test_a_value_has_the_case_of_its_system():
+    """A word in another case is shown as the system takes it, so that it can be copied."""
+    assert [each.word for each in explain("SELECTIVE")] == ["selective"]
+    assert {each.dialect.name: each.word for each in explain("Full_Shard") if each.row.name != "fsdp"} == {
+        "composer": "Full_Shard",  # any case
+        "huggingface": "Full_Shard",
+    }
+    assert [each.word for each in explain("full_shard") if each.row.name == "fsdp"] == ["full_shard"]
+    assert [each.word for each in explain("FULL_SHARD") if each.row.name == "fsdp"] == ["full_shard"]
+
+
+def test_a_word_that_is_a_key_and_a_value_is_told_as_both():
+    """Either may have been meant."""
+    found = explain("memory_budget")
+    assert [(each.row.name, each.word) for each in found] == [
+        ("activation_checkpoint.memory_budget", ""),
+        ("activation_checkpoint.mode", "memory_budget"),
+    ]
+    [parts] = explain("bf16", dialect="composer")
+    assert [fate.value for fate in parts.fates][:2] == [{"param_dtype": "bf16"}, {"reduce_dtype": "bf16"}]
+
+
+def test_a_misspelt_value_finds_its_neighbours():
+    """It is told as it can be asked for."""
+    assert explain("HYBRID_SHRD") == []
+    assert nearest("HYBRID_SHRD")["composer"][0] == "fsdp_config.sharding_strategy=HYBRID_SHARD"
+    assert nearest("selectve") == {"torchtitan": ["activation_checkpoint.mode=selective"]}
+
+
+def test_a_line_of_a_file_is_a_question():
+    """What is copied out of a YAML has a colon."""
+    for line in ("sharding_strategy: HYBRID_SHARD", "  sharding_strategy = HYBRID_SHARD "):
+        same = explain("sharding_strategy=HYBRID_SHARD")
+        assert [each.fates for each in explain(line)] == [each.fates for each in same] != []
 
 
 def test_who_reads_a_key_is_told():
@@ -458,15 +540,35 @@ def test_a_wrong_call_is_refused(
 
 
 def test_json_is_the_same_in_data(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """A tool that reads the answer needs no parsing of text."""
-    code, out, _ = run(capsys, monkeypatch, "--all", "--json")
-    told = json.loads(out)
+    """A tool that reads the answer needs no parsing of text; it is what its schema says, also where there is none."""
+    code, schema, _ = run(capsys, monkeypatch, "--json-schema")
+    assert code == 0 and json.loads(schema) == json.loads(SCHEMA.read_text())
+    validator = jsonschema.Draft202012Validator(json.loads(schema))
+    validator.check_schema(validator.schema)
+
+    def told_of(*arguments: str) -> tuple[int, Any]:
+        code, out, _ = run(capsys, monkeypatch, *arguments, "--json")
+        told = json.loads(out)
+        validator.validate(told)
+        assert told["version"] == 1
+        return code, told
+
+    code, told = told_of("--all")
     assert code == 0
     assert [(key["dialect"], key["key"]) for key in told["keys"]] == [(e.dialect.name, e.row.name) for e in all_keys()]
-    assert set(told["implicit"]) == {"composer", "huggingface", "roll", "torchtitan"}
+    assert set(told["implicit"]) == set(implicit_settings())
     [strategy] = [key for key in told["keys"] if (key["dialect"], key["key"]) == ("composer", "sharding_strategy")]
     assert strategy["default"] == {"": "FULL_SHARD"} and strategy["outcome"] == "exact"
     assert {value["value"] for value in strategy["values"]} >= {"NO_SHARD", "HYBRID_SHARD"}
+    code, told = told_of("memory_budget")
+    assert code == 0 and [key["asked_as"] for key in told["keys"]] == ["key", "value"]
+    code, told = told_of("HYBRID_SHRD")
+    assert code == 2 and "no dialect knows HYBRID_SHRD" in told["error"] and told["keys"] == []
+    assert "fsdp_config.sharding_strategy=HYBRID_SHARD" in told["near"]["composer"]
+    code, told = told_of("zzzzzz")
+    assert code == 2 and told["near"] == {}
+    code, told = told_of("sharding_strategy", "--dialect", "nobodys")
+    assert code == 2 and "there is no dialect nobodys" in told["error"]
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])

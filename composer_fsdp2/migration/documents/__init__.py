@@ -1,9 +1,11 @@
 """Configuration files as texts that can be edited; which file is in which format."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import (
     Document,
     Edit,
@@ -28,6 +30,7 @@ __all__ = [
     "entries_of",
     "format_of",
     "open_document",
+    "suffix_for",
     "with_entries",
 ]
 
@@ -60,10 +63,19 @@ def format_of(name: str) -> Format:
     return next((each for each in (_TOML, _JSON) if name.lower().endswith(each.suffixes)), _YAML)
 
 
-def open_document(text: str, name: str = "<text>") -> Document:
-    """A text in the format of its name.
+def suffix_for(text: str) -> str:
+    """The ending that a text without a name would have: of JSON or TOML if it is that, else of YAML."""
+    for each in (_JSON, _TOML):
+        with contextlib.suppress(ConfigError):
+            if each.open(text, "").values:  # comments alone are any format
+                return each.suffixes[0]
+    return _YAML.suffixes[0]
+
+
+def open_document(text: str, name: str = "<text>", suffix: str = "") -> Document:
+    """A text in the format of its name, or of another ending than that has.
 
     Raises:
         ConfigError: it is not; names file, line and column.
     """
-    return format_of(name).open(text, name)
+    return format_of(suffix or name).open(text, name)

@@ -1,0 +1,96 @@
+"""What became of several files, for everyone who asks: a program, a reviewer, a CI, and who sits before the screen."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.config.text import and_more, lines_and_more
+from composer_fsdp2.migration.files import FileResult, State
+
+# Of the object that ``--json`` prints; another one means that a program has to be changed. SCHEMA describes it.
+VERSION = 1
+SCHEMA = Path(__file__).with_name("migrate.schema.json")
+_SHOWN_DECISIONS = 20
+_SHOWN_PLACES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The results of one run.
+
+    Args:
+        error: What ended the run before its end, or let it not begin.
+        fails_on_change: Whether a file that would change, or did, is worth an exit code.
+    """
+
+    results: Sequence[FileResult] = ()
+    error: str = ""
+    fails_on_change: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """The largest of all files'."""
+        return max(
+            2 if self.error else 0,
+            int(self.fails_on_change and any(result.is_changed for result in self.results)),
+            *(result.exit_code for result in self.results),
+        )
+
+    def counts(self) -> dict[State, int]:
+        found = Counter(result.state for result in self.results)
+        return {state: found[state] for state in State}
+
+    def to_json(self) -> dict[str, Any]:
+        counts = self.counts()
+        return {
+            "version": VERSION,
+            "exit_code": self.exit_code,
+            "error": self.error,
+            "summary": {
+                "files": len(self.results),
+                **{state.value.replace(" ", "_"): count for state, count in counts.items()},
+                "changed": sum(result.is_changed for result in self.results),
+            },
+            "files": [result.to_json() for result in self.results],
+        }
+
+    def markdown(self) -> str:
+        return "\n\n".join(result.markdown() for result in self.results) + "\n"
+
+    def summary(self, changed: str) -> str:
+        """How many files there are of each kind.
+
+        Args:
+            changed: What is said of those that are not as they were.
+        """
+        counts = self.counts()
+        num_changed = sum(result.is_changed for result in self.results if result.state is State.READY)
+        kinds = (
+            (num_changed, changed),
+            (counts[State.READY] - num_changed, "nothing to change"),
+            (counts[State.NEEDS_DECISION], "to decide"),
+            (counts[State.UNUSABLE], "unusable"),
+            (counts[State.UNCONFIGURED], "without a section for sharding"),
+        )
+        return f"{len(self.results)} files: {', '.join(f'{count} {what}' for count, what in kinds if count)}"
+
+    def errors(self) -> list[str]:
+        """Of files that cannot be used, and of the run."""
+        of_files = [result.error for result in self.results if result.state is State.UNUSABLE]
+        return [*of_files, self.error] if self.error else of_files
+
+    def decisions(self) -> str:
+        """What is left to decide, each once, with its places; "" if there is nothing."""
+        places: dict[str, list[str]] = {}
+        for finding in self._blocking():
+            places.setdefault(str(replace(finding, where="")), []).append(finding.where)
+        texts = [f"{text}\n      {and_more(where, _SHOWN_PLACES)}" for text, where in places.items()]
+        return lines_and_more(texts, _SHOWN_DECISIONS, indent="  ")
+
+    def _blocking(self) -> Iterator[Finding]:
+        for result in self.results:
+            if result.migration is not None:
+                yield from result.migration.blocking
