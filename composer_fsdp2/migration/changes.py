@@ -358,8 +358,12 @@ def _changes_elsewhere(
 
 def not_as_meant(document: Document, path: Path, section: Section) -> ConfigError:
     """For a text that came out wrong, which nobody gets."""
+    way_out = (
+        "write out what stands in the file as an alias of something in the section"
+        if document.has_aliases
+        else "write the section in lines of key: value, and please report the file as a fault of composer-fsdp2's"
+    )
     return ConfigError(
         f"{document.name}:{document.line_of(section.path)}:1: the new text would not say what it should at "
-        f"{'.'.join(map(str, path)) or 'its top'}, so nothing was written; write the section in lines of key: value, "
-        "and please report the file as a fault of composer-fsdp2's"
+        f"{'.'.join(map(str, path)) or 'its top'}, so nothing was written; {way_out}"
     )

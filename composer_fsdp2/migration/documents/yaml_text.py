@@ -32,6 +32,7 @@ except ImportError:  # a PyYAML that was built without libyaml, ten times as slo
 
 _MAX_NODES_OF_ALIASES = 100_000  # a configuration has hundreds; ten lines of aliases of aliases make billions
 _COLLECTIONS = {f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "set", "omap", "pairs")}
+_LINE_END = re.compile("[\r\x85\u2028\u2029]")  # of YAML 1.1, beside the line feed
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -89,17 +90,18 @@ class YamlText:
     """
 
     def __init__(self, text: str, name: str = "<text>") -> None:
-        # Places are those in a text without byte order mark, whose line ends are one character.
+        # Places are those in a text without byte order mark, whose line ends are one character each.
         self.original, self.name = text, name
         bare = text.removeprefix("\ufeff")
-        self.text = bare.replace("\r\n", "\n").replace("\r", "\n")
+        lines = bare.replace("\r\n", "\n")
+        self.text = _LINE_END.sub("\n", lines)
         self._first = len(text) - len(bare)
         self._returns = [found.start() - number for number, found in enumerate(re.finditer("\r\n", bare))]
         self._constructor = yaml.constructor.SafeConstructor()
         self._values: dict[int, Any] = {}
         self._entries: dict[int, dict[Any, tuple[Node, Node]]] = {}
         try:
-            nodes = _Nodes(self.text)
+            nodes = _Nodes(lines)
             roots = []
             while nodes.check_node():
                 roots.append(nodes.get_node())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from composer_fsdp2.migration.documents.edits import Edit, apply_edits
 from composer_fsdp2.migration.documents.yaml import YamlDocument, flow_text
 from composer_fsdp2.migration.migrate import migrate_text
 
+ROOT = Path(__file__).resolve().parents[3]
 Entries = list[tuple[str, Any]]
 
 
@@ -222,3 +227,28 @@ def test_values_are_those_of_pyyaml(values: dict[str, Any], flow: bool | None, u
 def test_values_of_yaml_1_1(text: str):
     """In YAML 1.2 yes is a string and 012 is twelve; the systems read YAML 1.1."""
     assert YamlDocument(text).values == yaml.safe_load(text)
+
+
+WITHOUT_LIBYAML = """
+import sys
+sys.modules["yaml.cyaml"] = sys.modules["yaml._yaml"] = None
+import yaml
+from composer_fsdp2.migration.migrate import migrate_text
+assert not yaml.__with_libyaml__
+for text in sys.stdin.read().split("\\0"):
+    print(migrate_text(text, "run.yaml").after, end="\\0")
+"""
+
+
+def test_a_pyyaml_without_libyaml_gives_the_same():
+    """Who built PyYAML from source would get edits in other places."""
+    files = sorted((ROOT / "yamls").rglob("*.yaml"))[:8]
+    texts = ["a: 1\n? b\n: {c: &d [1, 'x'], e: *d}\nfsdp_config: {verbose: true, limit_all_gathers: true}\n"]
+    for file in files:
+        with contextlib.suppress(ConfigError):
+            migrate_text(file.read_text(), "run.yaml")
+            texts.append(file.read_text())
+    command = [sys.executable, "-c", WITHOUT_LIBYAML]
+    done = subprocess.run(command, input="\0".join(texts), text=True, capture_output=True, check=True, cwd=ROOT)
+    assert done.stdout.split("\0")[:-1] == [migrate_text(text, "run.yaml").after for text in texts]
+    assert len(texts) > 3
