@@ -142,7 +142,8 @@ def migrate_text(
     whole = next((change for change in changes if change.text is not None), None)
     edits = [edit for change in changes for edit in change.edits]
     after = document.edited(edits) if whole is None or whole.text is None else whole.text
-    shared = _as_meant(document, after, [section for _, section in sections], changes, whole, target)
+    suffix = _suffix(suffix or name, target, whole is not None)
+    shared = _as_meant(document, after, [section for _, section in sections], changes, whole, suffix)
     reports = [
         SectionReport(
             dialect=of.name,
@@ -160,7 +161,7 @@ def migrate_text(
         before=text,
         after=after,
         sections=tuple(reports),
-        suffix=_suffix(suffix or name, target, whole is not None),
+        suffix=suffix,
         is_new_file=whole is not None,
     )
 
@@ -175,7 +176,7 @@ def _as_meant(
     sections: Sequence[Section],
     changes: Sequence[Change],
     whole: Change | None,
-    target: Dialect,
+    suffix: str,
 ) -> tuple[Finding, ...]:
     """Findings for what the new text changes outside of the sections.
 
@@ -185,7 +186,7 @@ def _as_meant(
     if whole is None and after == document.original:
         return ()
     try:
-        again = open_document(after, document.name if whole is None else f"{document.name}{target.suffix}")
+        again = open_document(after, document.name, suffix)
     except ConfigError as error:
         raise not_as_meant(document, (), sections[0]) from error
     if whole is None:

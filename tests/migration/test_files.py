@@ -363,6 +363,15 @@ def test_a_text_that_came_out_wrong_reaches_nobody(monkeypatch: pytest.MonkeyPat
             migrate_text(GOOD, "run.yaml")
 
 
+def test_a_new_text_is_read_in_the_format_of_the_old_one():
+    """What standard input holds has no ending; read as YAML, a right text would be taken for a wrong one."""
+    for suffix, text, after in (
+        (".toml", "[fsdp_config]\nlimit_all_gathers = true\n", "[fsdp_config]\n"),
+        (".json", '{"a": 1e5, "fsdp_config": {"limit_all_gathers": true}}', '{"a": 1e5, "fsdp_config": {}}'),
+    ):
+        assert migrate_text(text, "<stdin>", suffix=suffix).after == after
+
+
 def test_many_keys_and_long_lines_take_their_time_once(tmp_path: Path):
     """3,000 keys in a section ran for more than two minutes; nothing here may grow with their square."""
 
