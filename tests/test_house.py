@@ -97,10 +97,11 @@ ROOMS = {
     ),
     "migration": room(
         "__init__ run capabilities dialect documents/edits documents/json documents/toml documents/yaml_text "
-        "documents/yaml documents/__init__ interpolation dialects/accelerate dialects/composer dialects/roll "
+        "documents/yaml documents/__init__ interpolation dialects/fingerprints dialects/accelerate "
+        "dialects/composer dialects/roll "
         "dialects/torchtitan dialects/huggingface_values dialects/huggingface_keys "
-        "dialects/huggingface_reading dialects/huggingface dialects/__init__ explain targets changes migrate files "
-        "report",
+        "dialects/huggingface_reading dialects/huggingface dialects/axolotl dialects/__init__ "
+        "explain targets changes migrate files report",
         rooms="errors atomic config fsdp1",
         packages="omegaconf yaml",
     ),

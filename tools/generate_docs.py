@@ -90,7 +90,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
 }
 for _group in dict.fromkeys(row.group for row in DIALECTS["huggingface"].rows):
     TABLES[f"migration_docs/keys.md:huggingface {_group}"] = partial(keys_table, "huggingface", _group)
-for _dialect in ("huggingface", "roll", "torchtitan"):
+for _dialect in ("huggingface", "axolotl", "roll", "torchtitan"):
     if _dialect != "huggingface":
         TABLES[f"migration_docs/keys.md:{_dialect}"] = partial(keys_table, _dialect)
     TABLES[f"migration_docs/keys.md:{_dialect} values"] = partial(values_table, _dialect)

@@ -18,6 +18,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import Change, change_section, not_as_meant, shared_findings, with_shared
 from composer_fsdp2.migration.dialect import Dialect, Path, Section, has_path, value_at
 from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.dialects.fingerprints import foreign_system
 from composer_fsdp2.migration.documents import Document, differences, open_document
 from composer_fsdp2.migration.interpolation import Resolved, resolve, shown
 from composer_fsdp2.migration.targets import TARGETS
@@ -25,6 +26,10 @@ from composer_fsdp2.migration.targets import TARGETS
 
 class NothingToMigrateError(ConfigError):
     """A file without a section; in a folder it is passed over."""
+
+
+class ForeignSystemError(NothingToMigrateError):
+    """A file for a system that is known by name only; in a folder it is passed over, and told of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +219,11 @@ class _File:
 
 def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[str, Path]]:
     document, names = file.document, [dialect] if dialect else list(DIALECTS)
+    other = None if dialect else foreign_system(file.document.values)
+    if other is not None:
+        raise ForeignSystemError(
+            f"{document.name}:1:1: this is a configuration of {other.name}, which is not read here: {other.advice}"
+        )
     found = [(name, path) for name in names for path in DIALECTS[name].sections(file.values_for(name))]
     if at is not None and not document.problem:
         found = _sections_at(file, found, dialect, at)

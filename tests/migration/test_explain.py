@@ -52,14 +52,14 @@ def one(key: str, dialect: str) -> Explanation:
 @pytest.mark.parametrize(
     ("asked", "dialects"),
     [
-        ("sharding_strategy", {"composer", "huggingface"}),
-        ("fsdp_config.sharding_strategy", {"composer", "huggingface"}),
+        ("sharding_strategy", {"axolotl", "composer", "huggingface"}),
+        ("fsdp_config.sharding_strategy", {"axolotl", "composer", "huggingface"}),
         ("trainer.parallelism_config.fsdp.sharding_strategy", {"composer"}),
         ("parallelism_config.fsdp2.reshard_after_forward", {"composer"}),
-        ("fsdp_sharding_strategy", {"huggingface"}),
-        ("training.fsdp_config.fsdp_sharding_strategy", {"huggingface"}),
-        ("--fsdp-sharding-strategy", {"huggingface"}),
-        ("FSDP_SHARDING_STRATEGY", {"huggingface"}),
+        ("fsdp_sharding_strategy", {"axolotl", "huggingface"}),
+        ("training.fsdp_config.fsdp_sharding_strategy", {"axolotl", "huggingface"}),
+        ("--fsdp-sharding-strategy", {"axolotl", "huggingface"}),
+        ("FSDP_SHARDING_STRATEGY", {"axolotl", "huggingface"}),
         ("fsdp_config.cpu_offload", {"composer", "huggingface"}),
         ("parallelism_config.dp_replicate_size", {"huggingface"}),
         ("fsdp_config.mixed_precision", {"composer"}),
@@ -67,7 +67,7 @@ def one(key: str, dialect: str) -> Explanation:
         ("trainer.fsdp_config.mixed_precision.param_dtype", {"composer"}),
         ("trainer.parallelism_config.fsdp.mixed_precision.param_dtype", {"composer"}),
         ("param_dtype", {"composer", "roll"}),
-        ("training_arguments.bf16:", {"huggingface"}),
+        ("training_arguments.bf16:", {"axolotl", "huggingface"}),
         ("data_parallel_shard_degree", {"composer", "torchtitan"}),
         ("parallelism.data_parallel_shard_degree", {"torchtitan"}),
         ("training.data_parallel_degree", {"torchtitan"}),
@@ -76,7 +76,7 @@ def one(key: str, dialect: str) -> Explanation:
         ("wrap_policy.wrap_embeddings", {"roll", "composer"}),
         ("wrap_embeddings", {"roll", "composer"}),
         ("actor_train.model_args.ulysses_size", {"roll"}),
-        ("reshard_after_forward", {"composer", "huggingface", "roll"}),
+        ("reshard_after_forward", {"axolotl", "composer", "huggingface", "roll"}),
         ("load_fsdp_monolith_rank0_only", {"composer"}),
         ("deepspeed_config", {"composer"}),
         ("trainer.parallelism_config.tp", {"composer"}),
@@ -443,7 +443,10 @@ def words_of(module: str) -> Iterator[str]:
 
 
 # Keys of releases that are not installed, with the release that the table names.
-NEWER = {"accelerate 1.10": {"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"}}
+NEWER = {
+    "accelerate 1.10": {"dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"},
+    "accelerate 1.12": {"seq_parallel_communication_data_type"},
+}
 
 
 def test_every_row_of_hugging_face_exists_in_what_is_installed():

@@ -1,6 +1,7 @@
 """Systems whose configurations are read and written: a new one is a file here, and its line in this list."""
 
 from composer_fsdp2.migration.dialect import Dialect
+from composer_fsdp2.migration.dialects.axolotl import AxolotlDialect
 from composer_fsdp2.migration.dialects.composer import ComposerDialect
 from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
 from composer_fsdp2.migration.dialects.roll import RollDialect
@@ -13,6 +14,7 @@ DIALECTS: dict[str, Dialect] = {
     for dialect in (
         ComposerDialect(),
         HuggingFaceDialect(),
+        AxolotlDialect(),
         RollDialect(),
         TorchTitanDialect(),
     )

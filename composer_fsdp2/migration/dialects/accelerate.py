@@ -24,7 +24,7 @@ def settings_of(run: RunConfig) -> Iterator[Setting]:
     settings = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": run.config.reshard_after_forward is not False,
-        **_wrap_settings(run.wrap),
+        **wrap_settings(run.wrap),
         "fsdp_offload_params": run.config.cpu_offload,
         "fsdp_state_dict_type": STATE_DICTS[run.state_dict_type],
         "fsdp_cpu_ram_efficient_loading": run.config.sync_module_states is not False,
@@ -43,7 +43,7 @@ def settings_of(run: RunConfig) -> Iterator[Setting]:
             yield Setting(aspect=aspect, key=key, value=value)
 
 
-def _wrap_settings(wrap: Wrap) -> dict[str, Any]:
+def wrap_settings(wrap: Wrap) -> dict[str, Any]:
     if wrap.kind is WrapKind.ROOT:
         return {"fsdp_auto_wrap_policy": "NO_WRAP"}
     if wrap.kind is WrapKind.SIZE:
@@ -148,10 +148,10 @@ def differences_of(run: RunConfig, *, has_degrees: bool = False) -> Iterator[Fin
     yield from lacking(OF_FSDP1, run)
     of_mesh = _mesh_difference(run, has_degrees=has_degrees)
     yield from (() if of_mesh is None else (of_mesh,))
-    yield from _precision_differences(run)
+    yield from precision_differences(run)
 
 
-def _precision_differences(run: RunConfig) -> Iterator[Finding]:
+def precision_differences(run: RunConfig) -> Iterator[Finding]:
     word = _WORDS[run.precision]
     asked, dtype = run.config.mixed_precision, DTYPES[word]
     for name in ("param_dtype", "reduce_dtype"):

@@ -33,6 +33,7 @@ from composer_fsdp2.migration.dialect import (
     implicit,
     value_at,
 )
+from composer_fsdp2.migration.dialects.fingerprints import is_hugging_face
 from composer_fsdp2.migration.run import RunConfig
 
 # Composer's default for a GPU, on which nearly all of these files were trained.
@@ -365,13 +366,6 @@ _ELSEWHERE = {row.name: row.elsewhere for row in KEYS if row.elsewhere} | {
 }
 
 
-def _is_hugging_face(values: Given) -> bool:
-    """Whether a mapping with an ``fsdp_config`` is a Trainer's arguments, or accelerate's configuration."""
-    settings = values["fsdp_config"]
-    has_prefixes = isinstance(settings, Mapping) and any(str(key).startswith("fsdp_") for key in settings)
-    return "fsdp" in values or "distributed_type" in values or has_prefixes
-
-
 class ComposerDialect(Dialect):
     """Sections for Composer and LLM Foundry, read by the table of ``fsdp1/keys.py``."""
 
@@ -390,7 +384,7 @@ class ComposerDialect(Dialect):
     )
 
     def find(self, path: Path, values: Given, parent: Given) -> Path | None:
-        is_section = path[-1:] == ("fsdp_config",) and not _is_hugging_face(parent)
+        is_section = path[-1:] == ("fsdp_config",) and not is_hugging_face(parent)
         is_section |= path[-2:-1] == ("parallelism_config",) and path[-1] in ("fsdp", "fsdp2")
         return path if is_section else None
 

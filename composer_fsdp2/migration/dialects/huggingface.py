@@ -9,7 +9,7 @@ Sources: transformers 4.51.3 (``training_args.py``, ``trainer.py``), accelerate 
 transformers 5, for ``parallelism_config`` accelerate 1.10.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
@@ -39,19 +39,36 @@ from composer_fsdp2.migration.dialects.accelerate import (
     differences_of,
     settings_of,
 )
+from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
 from composer_fsdp2.migration.dialects.huggingface_keys import (
     BESIDE,
+    DEEPSPEED,
     DEGREES,
+    OF_ACCELERATES_FILE,
     OLD_SIBLINGS,
     PREFIX,
     ROWS,
+    SEQUENCE_DTYPE,
     SETTINGS,
     VERSION_HINT,
     VERSION_REASON,
     Held,
 )
 from composer_fsdp2.migration.dialects.huggingface_reading import findings_of, held_by, run_of
-from composer_fsdp2.migration.dialects.huggingface_values import A1, A2, NOBODY, READS_DEGREES, T1, T2, Reader, reads
+from composer_fsdp2.migration.dialects.huggingface_values import (
+    A1,
+    A2,
+    AD,
+    NOBODY,
+    READS_DEGREES,
+    READS_SEQUENCES,
+    T1,
+    T2,
+    X1,
+    X2,
+    Reader,
+    reads,
+)
 from composer_fsdp2.migration.run import RunConfig
 
 _TRAINER_FSDP2 = Finding(
@@ -67,7 +84,7 @@ _TRAINER_FSDP2 = Finding(
 # ---------------------------------------------------------------------------------------------------------------------
 # In place
 
-_GONE = frozenset(
+GONE = frozenset(
     (
         "sharding_strategy",
         "backward_prefetch",
@@ -137,15 +154,27 @@ def _rewrite_trainer(section: Section, held: Held) -> list[MappingEdit]:
     return [MappingEdit(path=section.path, replacements=beside), *edits] if beside else edits
 
 
+def _rewrite_deepspeed(section: Section, run: RunConfig) -> list[MappingEdit]:
+    """DeepSpeed's section becomes FSDP's; num_processes and the like stay as they are."""
+    new = {setting.key: setting.value for setting in settings_of(run)}
+    replacements: Replacements = {
+        "distributed_type": [("distributed_type", "FSDP")],
+        "deepspeed_config": [("fsdp_config", new["fsdp_config"])],
+    }
+    return [MappingEdit(path=section.path, replacements=replacements)]
+
+
 def _settings_edit(section: Section, held: Held, new: list[tuple[str, Any]], *, places: tuple[str, ...]) -> MappingEdit:
     """What FSDP2 has no use for goes, and so does what was not read: a system that reads FSDP2's keys would read it."""
     replacements: Replacements = {}
     names = {name.removeprefix(PREFIX) for name, _ in new}
     for given in held.given:
         where, _, key = given.key.partition(".")
-        if where != "fsdp_config" or not key or given.row is None:
+        if where != "fsdp_config" or not key:
             continue
-        if given.row.name in _GONE or given.row.name in names or not given.is_read:
+        if given.row is None and key not in section.given["fsdp_config"]:
+            continue  # a number, which stays where it is
+        if given.row is None or given.row.name in GONE or given.row.name in names or not given.is_read:
             replacements[key] = []
     place = next(
         (key for name in places for key in replacements if key.removeprefix(PREFIX) == name),
@@ -170,6 +199,7 @@ _FILES: dict[Reader, dict[str, Any]] = {
         "distributed_type": "FSDP",
         "fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     },
+    AD: {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
 }
 # What must stand beside a key for the system to look at it.
 _COMPANIONS: dict[str, tuple[str, Any]] = {
@@ -181,6 +211,7 @@ _PREFIXES = {
     SETTINGS: ("fsdp_config.", f"fsdp_config.{PREFIX}"),
     BESIDE: ("",),
     DEGREES: ("parallelism_config.", f"parallelism_config.{DEGREES_PREFIX}"),
+    DEEPSPEED: ("deepspeed_config.",),
 }
 
 
@@ -189,10 +220,10 @@ class HuggingFaceDialect(Dialect):
 
     name, target = "huggingface", "accelerate"
     title = "Hugging Face: Trainer and accelerate"
-    rows = ROWS
+    rows = tuple(row for row in ROWS if not row.read_by or not {X1, X2}.issuperset(row.read_by))
     lacks = (*OF_FSDP1, *OF_OTHERS)
-    words = ("fsdp", "distributed_type")
-    readers = tuple(Reader)
+    words: Sequence[str] = ("fsdp", "distributed_type", "deepspeed_config")
+    readers: Sequence[str] = (T1, T2, A1, A2, AD)
     silent = tuple(
         Section.at((), merged(_FILES[reader], more))
         for reader, more in (
@@ -205,6 +236,10 @@ class HuggingFaceDialect(Dialect):
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
         """A mapping with a Trainer's FSDP arguments, or a configuration file of accelerate's."""
         settings, fsdp = values.get("fsdp_config"), values.get("fsdp")
+        if values.get("distributed_type") == "DEEPSPEED" and isinstance(values.get("deepspeed_config"), Mapping):
+            return path
+        if is_axolotl(values):
+            return None
         has_settings = isinstance(settings, str) or (isinstance(settings, Mapping) and len(settings) > 0)
         if "distributed_type" in values:
             is_section = values["distributed_type"] == "FSDP" or has_settings
@@ -215,7 +250,7 @@ class HuggingFaceDialect(Dialect):
         return path if is_section else None
 
     def read(self, section: Section) -> Reading:
-        held = held_by(section.given)
+        held = self.held(section)
         run = None
         try:
             run = run_of(held)
@@ -232,8 +267,13 @@ class HuggingFaceDialect(Dialect):
             run=run if is_readable else None,
             findings=findings,
             aspects=deciding(aspects, (finding for finding in findings if finding.key not in unread)),
+            rows={given.key: given.row for given in held.given if given.row is not None},
             details=held,
         )
+
+    def held(self, section: Section) -> Held:
+        """What the system made of a section."""
+        return held_by(section.given, is_file=not section.path)
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         yield from settings_of(run)
@@ -248,6 +288,8 @@ class HuggingFaceDialect(Dialect):
         keeps_all = held.settings["sharding_strategy"] is ShardingStrategy.NO_SHARD
         if reading.run is None or keeps_all or held.reader.is_fsdp2:
             return []
+        if held.reader is AD:
+            return _rewrite_deepspeed(section, reading.run)
         if held.reader.is_trainer:
             return _rewrite_trainer(section, held)
         return _rewrite_accelerate(section, held, reading.run)
@@ -263,14 +305,18 @@ class HuggingFaceDialect(Dialect):
 
     def frame(self, section: Section) -> Frame:
         """What is FSDP's own goes, and so does what decides the precision."""
-        names = ("fsdp_config", "fsdp", "distributed_type")
+        names = ("fsdp_config", "deepspeed_config", "fsdp", "distributed_type")
         main = next((name for name in names if section.given.get(name)), "fsdp_config")
         is_nested = isinstance(section.given.get("fsdp_config"), Mapping)
         return Frame(
             entry=(*section.path, main),
             inner=(*section.path, "fsdp_config") if is_nested and main == "fsdp_config" else None,
             prefix="fsdp_config.",
-            beside=tuple(map(str, section.given)),
+            beside=tuple(
+                name
+                for name in map(str, section.given)
+                if "distributed_type" not in section.given or name in OF_ACCELERATES_FILE
+            ),
         )
 
     def places(self, row: Row) -> tuple[str, ...]:
@@ -292,6 +338,8 @@ class HuggingFaceDialect(Dialect):
     def read_by(self, row: Row) -> tuple[str, ...]:
         if row.group == DEGREES:
             return (READS_DEGREES,)
+        if row.name == SEQUENCE_DTYPE:
+            return (READS_SEQUENCES,)
         return tuple(reader.value for reader in Reader if reads(reader, row)) or (NOBODY,)
 
     def instead(self, row: Row) -> Mapping[str, str]:

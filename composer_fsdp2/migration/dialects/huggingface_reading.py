@@ -23,7 +23,10 @@ from composer_fsdp2.migration.dialects.accelerate import DEGREES_PREFIX, DTYPES,
 from composer_fsdp2.migration.dialects.huggingface_keys import (
     BESIDE,
     BY_PLACE,
+    DEEPSPEED,
     DEGREES,
+    OF_ACCELERATES_FILE,
+    OF_AXOLOTL,
     OLD_SIBLINGS,
     PREFIX,
     ROWS,
@@ -45,6 +48,8 @@ from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 def _reader_of(values: Mapping[str, Any]) -> Reader:
     settings = values.get("fsdp_config")
     given = settings if isinstance(settings, Mapping) else {}
+    if values.get("distributed_type") == "DEEPSPEED":
+        return Reader.ACCELERATE_DEEPSPEED
     is_fsdp2 = str(given.get("version", given.get("fsdp_version"))) == "2"
     if "distributed_type" in values:
         return Reader.ACCELERATE_FSDP2 if is_fsdp2 else Reader.ACCELERATE_FSDP1
@@ -52,28 +57,33 @@ def _reader_of(values: Mapping[str, Any]) -> Reader:
     return Reader.TRAINER_FSDP2 if is_fsdp2 else Reader.TRAINER_FSDP1
 
 
-def _given(values: Mapping[str, Any], reader: Reader) -> tuple[GivenKey, ...]:
+def _given(values: Mapping[str, Any], reader: Reader, *, is_file: bool) -> tuple[GivenKey, ...]:
     """The keys that are FSDP's own; what else a Trainer's arguments hold is none of it."""
+    groups = {"fsdp_config": SETTINGS, "parallelism_config": DEGREES, "deepspeed_config": DEEPSPEED}
     found: list[GivenKey] = []
     for name, value in values.items():
-        group = {"fsdp_config": SETTINGS, "parallelism_config": DEGREES}.get(name)
+        group = groups.get(name)
         row = BY_PLACE.get((BESIDE, name))
         if group is not None and isinstance(value, Mapping) and value:
             found += [_nested_key(f"{name}.{key}", str(key), each, group, reader) for key, each in value.items()]
         elif group is not None:
             found.append(GivenKey(key=name, value=value, row=None, is_read=not value or isinstance(value, str)))
+        elif reader.is_axolotl and name in OF_AXOLOTL:
+            found.append(GivenKey(key=name, value=value, row=OF_AXOLOTL[name], is_read=value is not None))
         elif row is not None and reads(reader, row):
             found.append(GivenKey(key=name, value=value, row=row))
-        elif name in OLD_SIBLINGS and reader.is_trainer:
+        elif name in OLD_SIBLINGS and reader in (Reader.TRAINER_FSDP1, Reader.TRAINER_FSDP2):
             old = BY_PLACE[SETTINGS, name.removeprefix(PREFIX)]
             found.append(GivenKey(key=name, value=value, row=old, is_read=reader is Reader.TRAINER_FSDP1))
         elif str(name).startswith("fsdp"):
             found.append(GivenKey(key=name, value=value, row=None, is_read=False))
+        elif not reader.is_trainer and is_file and name not in OF_ACCELERATES_FILE:
+            found.append(GivenKey(key=str(name), value=value, row=None, is_read=False))
     return _last_of_each(found)
 
 
 def _nested_key(key: str, name: str, value: Any, group: str, reader: Reader) -> GivenKey:
-    prefix = PREFIX if group == SETTINGS else DEGREES_PREFIX
+    prefix = {SETTINGS: PREFIX, DEGREES: DEGREES_PREFIX}.get(group, "")
     plain = name.removeprefix(prefix)
     row = BY_PLACE.get((group, plain))
     if row is None:
@@ -82,7 +92,7 @@ def _nested_key(key: str, name: str, value: Any, group: str, reader: Reader) -> 
     if reader is Reader.TRAINER_FSDP1 and plain != name:
         is_read = False  # stripped from the keys of a JSON file only
     if row.aliases:  # two systems' words for one thing: each reads its own
-        is_read = is_read and (plain in row.aliases) == reader.is_trainer
+        is_read = is_read and (plain in row.aliases) == (reader in (Reader.TRAINER_FSDP1, Reader.TRAINER_FSDP2))
     return GivenKey(key=key, value=value, row=row, is_read=is_read)
 
 
@@ -97,15 +107,21 @@ def _last_of_each(given: list[GivenKey]) -> tuple[GivenKey, ...]:
     )
 
 
-def held_by(values: Mapping[str, Any]) -> Held:
-    reader = _reader_of(values)
-    given = _given(values, reader)
+def held_by(values: Mapping[str, Any], reader: Reader | None = None, *, is_file: bool = False) -> Held:
+    """What holds in the run that a section asks for.
+
+    Args:
+        reader: Whose words it has; None finds out.
+        is_file: Whether the section is all of a file, of which accelerate knows every key.
+    """
+    reader = reader or _reader_of(values)
+    given = _given(values, reader, is_file=is_file)
     settings = {row.name: row.defaults.get(reader) for row in ROWS}
     held = Held(reader=reader, given=given, around=values, settings=settings, problems={})
     for each in given:
         if each.row is not None and (each.is_read or reader in each.row.checked_by):
             _set(held, each)
-    for step in (_switches, _fsdp_words, _wrapping, _precision_words, _strategies, _loading, _contradictions):
+    for step in (_switches, _zero, _fsdp_words, _wrapping, _precision_words, _strategies, _loading, _contradictions):
         step(held)
     return held
 
@@ -129,7 +145,7 @@ def _set(held: Held, given: GivenKey) -> None:
 
 def _switches(held: Held) -> None:
     """Whether accelerate's file turns FSDP on; its fp16 of old, before which mixed_precision goes."""
-    if held.around.get("distributed_type", "FSDP") != "FSDP":
+    if held.around.get("distributed_type", "FSDP") not in ("FSDP", "DEEPSPEED"):
         held.problems["distributed_type"] = (
             "accelerate launch reads fsdp_config under distributed_type FSDP only; as trained: remove fsdp_config; "
             "as written: distributed_type: FSDP"
@@ -138,21 +154,53 @@ def _switches(held: Held) -> None:
         held.settings["mixed_precision"] = "fp16"
 
 
+def _zero(held: Held) -> None:
+    """DeepSpeed's stages in FSDP1's words: stage 1 keeps more than SHARD_GRAD_OP, and reduces as seldom as it may."""
+    settings = held.settings
+    if held.reader is not Reader.ACCELERATE_DEEPSPEED:
+        return
+    stage, devices = settings["zero_stage"], [settings["offload_optimizer_device"]]
+    stages = (ShardingStrategy.NO_SHARD, *[ShardingStrategy.SHARD_GRAD_OP] * 2, ShardingStrategy.FULL_SHARD)
+    settings["sharding_strategy"] = stages[stage]
+    if stage == 3:
+        devices.append(settings["offload_param_device"])
+    settings["offload_params"] = "cpu" in devices
+    if stage == 3 and settings["zero3_save_16bit_model"]:
+        settings["state_dict_type"] = "full"
+    if "nvme" in devices:
+        which = "param" if settings["offload_param_device"] == "nvme" else "optimizer"
+        key = held.key_of(f"offload_{which}_device") or "deepspeed_config"
+        held.problems[key] = "nvme: FSDP2 keeps nothing on a disk; write cpu, which needs the host memory, or none"
+    other_file = held.key_of("deepspeed_config_file")
+    if other_file is not None and held.value_of(other_file):
+        held.problems[other_file] = (
+            "the settings are in another file, which is not read here; write its zero_optimization.stage here as "
+            "zero_stage, what it offloads as offload_optimizer_device and offload_param_device, and remove this"
+        )
+
+
 def _fsdp_words(held: Held) -> None:
     settings, reader = held.settings, held.reader
     if not reader.is_trainer:
         return
-    if held.around.get("fsdp") in (None, "", False, []):
+    if held.around.get("fsdp") in (None, "", False, []) and not (reader.is_axolotl and held.around.get("fsdp_config")):
         held.problems["fsdp"] = (
             "FSDP is off, whatever fsdp_config says; as trained: remove that; as written: fsdp: full_shard auto_wrap"
         )
     words: Words = settings["fsdp"] or Words()
     settings["offload_params"] = settings["offload_params"] or words.offload
+    if reader.is_axolotl:  # the policy is in the environment already, and the word sets it again
+        settings["sharding_strategy"] = None if reader.is_fsdp2 else words.strategy or ShardingStrategy.FULL_SHARD
+        if words.auto_wrap:
+            by_size = settings["min_num_params"] > 0 and not reader.is_fsdp2
+            settings["auto_wrap_policy"] = "SIZE_BASED_WRAP" if by_size else "TRANSFORMER_BASED_WRAP"
     if reader is Reader.TRAINER_FSDP1:
         settings["sharding_strategy"] = words.strategy or ShardingStrategy.FULL_SHARD
         by_size = settings["min_num_params"] > 0
         policy = "SIZE_BASED_WRAP" if by_size else "TRANSFORMER_BASED_WRAP"
         settings["auto_wrap_policy"] = policy if words.auto_wrap else "NO_WRAP"
+        return
+    if not reader.is_fsdp2:
         return
     if words.strategy is not None and held.key_of("reshard_after_forward") is None:
         settings["reshard_after_forward"] = words.strategy.reshards_after_forward
@@ -198,7 +246,8 @@ def _precision_words(held: Held) -> None:
         return
     if settings["bf16"] and settings["fp16"]:
         held.problems["fp16"] = "bf16 and fp16 are both true; keep one"
-    settings["mixed_precision"] = "fp16" if settings["fp16"] else "bf16" if settings["bf16"] else "no"
+    low = "fp8" if settings["fp8"] else "fp16" if settings["fp16"] else "bf16" if settings["bf16"] is True else "no"
+    settings["mixed_precision"] = low
 
 
 def _strategies(held: Held) -> None:
@@ -235,7 +284,7 @@ def _refuses_to_load(held: Held) -> bool:
     A Trainer compares words. accelerate's launcher treats any text as true, and does so for FSDP2 as well, of which
     only one of the two is read there.
     """
-    if held.reader is Reader.TRAINER_FSDP2:
+    if held.reader in (Reader.TRAINER_FSDP2, Reader.ACCELERATE_DEEPSPEED) or held.reader.is_axolotl:
         return False
     loading, synced = held.key_of("cpu_ram_efficient_loading"), _sync_keys(held)
     by_default = held.settings["cpu_ram_efficient_loading"]
@@ -280,16 +329,19 @@ def run_of(held: Held) -> RunConfig:
         accumulation=Accumulation(gradient_sync=GradientSync.LAST if _accumulates(held) else GradientSync.EVERY),
         sync_module_states=settings["sync_module_states"],
     )
-    is_launcher = not held.reader.is_trainer
+    is_launcher, is_axolotl = not held.reader.is_trainer, held.reader.is_axolotl
     return RunConfig(
         config=config,
         precision=PRECISIONS[settings["mixed_precision"]],
         state_dict_type=settings["state_dict_type"],
         num_ranks=around.get("num_processes") if is_launcher else None,
         num_nodes=around.get("num_machines") if is_launcher else None,
-        max_grad_norm=None if is_launcher else _max_grad_norm(around),
+        max_grad_norm=settings["gradient_clipping"] if is_launcher else _max_grad_norm(around),
         tensor_parallel=settings["tp_size"],
         context_parallel=settings["cp_size"],
+        expert_parallel=settings["ep_size"],
+        save_only_model=is_axolotl and bool(around.get("save_only_model")),
+        compile=is_axolotl and around.get("torch_compile") in (True, "auto"),
     )
 
 
@@ -309,18 +361,23 @@ def _mixed_precision(dtype: str | None, *, is_fsdp2: bool) -> MixedPrecision:
 
 
 def _checkpointing(held: Held) -> ActivationCheckpointing:
-    settings = held.settings
-    if settings["activation_checkpointing"]:
-        return ActivationCheckpointing(checkpoint=True, classes=wrap_of(settings).classes, reentrant=False)
+    settings, is_axolotl = held.settings, held.reader.is_axolotl
+    offloads = settings["activation_offloading"] or settings["gradient_checkpointing"] in ("offload", "offload_disk")
+    if settings["activation_checkpointing"] or offloads:
+        classes = wrap_of(settings).classes if settings["activation_checkpointing"] else ()
+        return ActivationCheckpointing(checkpoint=True, classes=classes, reentrant=False, cpu_offload=bool(offloads))
     if not settings["gradient_checkpointing"]:
         return ActivationCheckpointing()
     given = settings["gradient_checkpointing_kwargs"]
-    reentrant = given.get("use_reentrant", True) if isinstance(given, Mapping) else True
+    reentrant = given.get("use_reentrant", not is_axolotl) if isinstance(given, Mapping) else not is_axolotl
     return ActivationCheckpointing(checkpoint=True, classes=(), reentrant=bool(reentrant))
 
 
 def _accumulates(held: Held) -> bool:
-    """A Trainer puts gradients off to the last microbatch (no_sync); with accelerate alone the script decides."""
+    """A Trainer puts gradients off to the last microbatch (no_sync); with accelerate alone the script decides, and
+    under ZeRO the stage: with gradients in shards each microbatch is reduced."""
+    if held.reader is Reader.ACCELERATE_DEEPSPEED:
+        return bool(held.settings["gradient_accumulation_steps"] > 1 and held.settings["zero_stage"] < 2)
     steps = held.around.get("gradient_accumulation_steps")
     return held.reader.is_trainer and isinstance(steps, int) and steps > 1
 
@@ -336,10 +393,13 @@ def _mesh(held: Held) -> MeshSpec:
         return MeshSpec().without_shards()
     replicate, shard = settings["dp_replicate_size"], settings["dp_shard_size"]
     if held.key_of("dp_replicate_size", "dp_shard_size") is not None:
+        shard *= settings["cp_size"]  # parameters are sharded over the ranks of a sequence, too
         if shard == 1:
             raise ConfigError("dp_shard_size is 1, which is no sharding; give the number of ranks of one replica")
         return MeshSpec.of_degrees(shard, replicate if replicate > 1 else None)
     if strategy is None or not strategy.is_hybrid:
+        return MeshSpec()
+    if held.is_on_one_node:
         return MeshSpec()
     processes, machines = held.around.get("num_processes"), held.around.get("num_machines", 1)
     if held.reader.is_trainer or not isinstance(processes, int) or not isinstance(machines, int):
@@ -358,12 +418,14 @@ def _mesh(held: Held) -> MeshSpec:
 
 def findings_of(held: Held) -> Iterator[Finding]:
     for given in held.given:
-        yield _of_no_row(given) if given.row is None else _finding(given, given.row, held)
+        yield _of_no_row(given, held) if given.row is None else _finding(given, given.row, held)
     given_keys = {given.key for given in held.given}
     for key, problem in held.problems.items():
         if key not in given_keys:
             yield implicit(key, Outcome.NEEDS_DECISION, problem)
-    if not held.reader.is_fsdp2:
+    if held.reader is Reader.ACCELERATE_DEEPSPEED:
+        yield from _IMPLICIT_OF_DEEPSPEED
+    elif not held.reader.is_fsdp2:
         yield from _implicit_findings(held)
 
 
@@ -380,7 +442,7 @@ def _finding(given: GivenKey, row: Row, held: Held) -> Finding:
     return usual if row.decide is None else row.decide(usual, held)
 
 
-def _of_no_row(given: GivenKey) -> Finding:
+def _of_no_row(given: GivenKey, held: Held) -> Finding:
     name = given.key.split(".")[-1]
     finding = Finding(key=given.key, value=given.value, outcome=Outcome.NEEDS_DECISION, reason="")
     if name == "fsdp_config" and isinstance(given.value, str):
@@ -389,17 +451,17 @@ def _of_no_row(given: GivenKey) -> Finding:
             reason="the settings are in another file, which is not read here",
             hint="write its keys here as a mapping, without the prefix fsdp_ (of the keys of a file it is taken off)",
         )
-    if name in ("fsdp_config", "parallelism_config") and not given.value:
+    if name in ("fsdp_config", "parallelism_config", "deepspeed_config") and not given.value:
         return idle(finding, "it is empty")
+    system = "axolotl" if held.reader.is_axolotl else "Hugging Face"
+    if "." not in given.key and not held.reader.is_trainer:
+        near, reason = nearest(name, OF_ACCELERATES_FILE), "accelerate refuses a file with a key that it does not know"
+        hint = f"did you mean {near}?" if near else "remove it"
+        return replace(finding, reason=reason, hint=hint, known=False)
     near = nearest(name.removeprefix(PREFIX), {known for _, known in BY_PLACE})
     prefix = PREFIX if name.startswith(PREFIX) and near != "fsdp" else ""
-    return replace(
-        finding,
-        outcome=Outcome.UNSUPPORTED,
-        reason="Hugging Face knows no such key, and passed over it",
-        hint=f"did you mean {prefix}{near}?" if near else "remove it",
-        known=False,
-    )
+    finding = replace(finding, reason=f"{system} knows no such key, and passed over it", known=False)
+    return replace(finding, hint=f"did you mean {prefix}{near}?") if near else idle(finding, finding.reason)
 
 
 def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:
@@ -407,6 +469,8 @@ def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:
     reader, is_doubled = held.reader, _is_doubled(given, row, held)
     reason = f"{held.key_of(row.name)} says it again" if is_doubled else f"{reader.value} does not read it here"
     open_ = replace(usual, outcome=Outcome.NEEDS_DECISION, target="", hint="remove it")
+    if given.value is None and reader.is_axolotl:
+        return idle(usual, "it is empty")
     try:
         value = row.takes.parse(given.value, reader)
     except ConfigError as error:
@@ -415,6 +479,11 @@ def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:
         return idle(usual, f"{reason}, and what it says held all the same")
     if is_doubled:
         return replace(open_, reason=f"{reason}, and held", hint="as trained: remove it; as written: remove the other")
+    if reader.is_axolotl and row.name in _OF_SPEED:
+        reason = (
+            f"axolotl does not pass it on: the run went by {_word(held.settings[row.name])}; no number depends on it"
+        )
+        return replace(usual, outcome=Outcome.APPROXIMATE, target="as it ran", reason=reason, hint="")
     way = row.instead.get(reader, "")
     how = f" (as {way})" if way else ""
     return replace(
@@ -422,6 +491,10 @@ def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:
         reason=f"{reason}: the run went by {_word(held.settings[row.name])}",
         hint=f"as trained: remove it; as written: say it where it is read{how}",
     )
+
+
+# What changes speed and memory only, so that the run is the same one without.
+_OF_SPEED = ("backward_prefetch", "forward_prefetch")
 
 
 def _is_doubled(given: GivenKey, row: Row, held: Held) -> bool:
@@ -465,6 +538,19 @@ _IMPLICIT: tuple[tuple[Callable[[Held], bool], Finding], ...] = (
         implicit("sync_module_states", Outcome.EXACT, "rank 0 sent its values to all others",
         target="sync_module_states: true")),
 )
+_IMPLICIT_OF_DEEPSPEED = (
+    implicit("units", Outcome.APPROXIMATE,
+        "DeepSpeed gathers parameters as modules need them, and has no units; here each layer that the model names is "
+        "one", "fsdp_config.wrap_policy can name others", target="the classes of the model's _no_split_modules"),
+    implicit("autocast", Outcome.APPROXIMATE,
+        "DeepSpeed computes in the dtype of mixed_precision itself; autocast keeps some operations, such as norms, in "
+        "float32", target="precision"),
+    implicit("sync_module_states", Outcome.EXACT, "DeepSpeed sends rank 0's values to all others",
+        target="sync_module_states: true"),
+    implicit("optimizer", Outcome.APPROXIMATE,
+        "DeepSpeed's checkpoints are in a layout of its own, which composer_fsdp2 does not read: resume from weights "
+        "(zero_to_fp32.py writes them), and with a new optimizer's state", target=""),
+)
 _IMPLICIT_SYNC = implicit("gradient_sync", Outcome.EXACT,
     "of several microbatches a Trainer reduces gradients in the last one only, and holds unsharded ones until then",
     "gradient_sync: every spares that memory, and communicates more", target="gradient_sync: last")
@@ -480,11 +566,13 @@ def _implicit_findings(held: Held) -> Iterator[Finding]:
 
 def _implicit_wrapping(held: Held) -> Iterator[Finding]:
     decided_by_words = held.reader is Reader.TRAINER_FSDP1
+    is_axolotl = held.reader.is_axolotl
     if not decided_by_words and held.key_of("auto_wrap_policy") is not None:
         return
     wrap = wrap_of(held.settings)
     if wrap.kind is WrapKind.ROOT:
-        way = "auto_wrap in fsdp" if decided_by_words else "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+        prefix = "" if is_axolotl else PREFIX
+        way = "auto_wrap in fsdp" if decided_by_words else f"{prefix}auto_wrap_policy: TRANSFORMER_BASED_WRAP"
         yield implicit(
             "wrapping",
             Outcome.EXACT,

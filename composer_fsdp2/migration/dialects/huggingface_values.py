@@ -22,24 +22,34 @@ class Reader(enum.StrEnum):
     TRAINER_FSDP2 = "transformers 5"
     ACCELERATE_FSDP1 = "accelerate 1.8.1, FSDP1"
     ACCELERATE_FSDP2 = "accelerate 1.8.1, FSDP2"
+    ACCELERATE_DEEPSPEED = "accelerate 1.8.1, DeepSpeed"
+    AXOLOTL_FSDP1 = "axolotl, FSDP1"
+    AXOLOTL_FSDP2 = "axolotl, FSDP2"
 
     @property
     def is_trainer(self) -> bool:
-        return self in (Reader.TRAINER_FSDP1, Reader.TRAINER_FSDP2)
+        """Whether it has a Trainer's arguments, of which axolotl makes one."""
+        return self not in (Reader.ACCELERATE_FSDP1, Reader.ACCELERATE_FSDP2, Reader.ACCELERATE_DEEPSPEED)
+
+    @property
+    def is_axolotl(self) -> bool:
+        return self in (Reader.AXOLOTL_FSDP1, Reader.AXOLOTL_FSDP2)
 
     @property
     def is_fsdp2(self) -> bool:
-        return self in (Reader.TRAINER_FSDP2, Reader.ACCELERATE_FSDP2)
+        return self in (Reader.TRAINER_FSDP2, Reader.ACCELERATE_FSDP2, Reader.AXOLOTL_FSDP2)
 
 
-T1, T2, A1, A2 = Reader
+T1, T2, A1, A2, AD, X1, X2 = Reader
 NOBODY = "nobody"
 # `migrate` takes degrees in any file, as the answer to what a hybrid's mesh was; of the systems this one reads them.
 READS_DEGREES = "accelerate 1.10"
+READS_SEQUENCES = "accelerate 1.12"
 
 
 def reads(reader: Reader, row: Row) -> bool:
-    return not row.read_by or reader in row.read_by
+    """Whether the system looks at the key; without a list all that know FSDP do."""
+    return reader in row.read_by if row.read_by else reader is not AD or row.group == "parallelism_config"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,6 +141,57 @@ def _parse_flag(value: object, reader: Reader) -> bool:
     raise _bad(value, _FLAG_TEXT)
 
 
+def _parse_bf16(value: object, reader: Reader) -> bool | str:
+    """Of axolotl's words auto is true where a GPU has the dtype, and full is no mixed precision at all."""
+    if reader.is_axolotl and value in ("auto", "full"):
+        return True if value == "auto" else "full"
+    return _parse_flag(value, reader)
+
+
+def _parse_recomputing(value: object, reader: Reader) -> bool | str:
+    if reader.is_axolotl and isinstance(value, str) and value in _RECOMPUTING:
+        return True if value == "unsloth" else value
+    return _parse_flag(value, reader)
+
+
+def _parse_offloading(value: object, reader: Reader) -> bool:
+    return (
+        bool(value)
+        if isinstance(value, str) and value in ("legacy", "disk", "hidden_states")
+        else _parse_flag(value, reader)
+    )
+
+
+def _parse_stage(value: object, reader: Reader) -> int:
+    if isinstance(value, bool) or str(value) not in ("0", "1", "2", "3"):
+        raise _bad(value, _STAGE_TEXT)
+    return int(str(value))
+
+
+def _parse_device(value: object, reader: Reader) -> str:
+    text = "none" if value is None else str(value).lower()
+    if text not in _DEVICES:
+        raise _bad(value, _DEVICE_TEXT, nearest(text, _DEVICES))
+    return text
+
+
+def _parse_norm(value: object, reader: Reader) -> float | None:
+    """auto is what a Trainer's max_grad_norm says, and nothing with accelerate alone."""
+    try:
+        return None if value in (None, "auto") else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise _bad(value, _NORM_TEXT) from None
+
+
+def _parse_steps(value: object, reader: Reader) -> int:
+    """auto is what the script says."""
+    if value in (None, "auto"):
+        return 1
+    if isinstance(value, bool) or not str(value).isdigit() or int(str(value)) < 1:
+        raise _bad(value, _STEPS_TEXT)
+    return int(str(value))
+
+
 def _parse_reshard(value: object, reader: Reader) -> bool | ShardingStrategy:
     """FSDP2 takes true or false; FSDP1 would have taken a strategy, had it read the key."""
     if reader.is_fsdp2 or str(value).lower() in _TRUTH_WORDS:
@@ -158,6 +219,8 @@ def _parse_classes(value: object, reader: Reader) -> tuple[str, ...]:
         raise _bad(value, _CLASSES_TEXT)
     split = [name for text in names for name in text.split(",")]
     stripped = ",".join(name.strip() for name in split if name.strip())
+    if isinstance(value, list | tuple) and reader.is_axolotl:
+        raise ConfigError(f"{value!r} is a list, and axolotl takes a text; write {stripped}")
     if isinstance(value, list | tuple) and not reader.is_trainer:
         raise ConfigError(
             f"{value!r} is a list, of which accelerate makes one string, brackets and all; write {stripped}"
@@ -245,6 +308,12 @@ _STATE_DICT_TEXT = "FULL_STATE_DICT or SHARDED_STATE_DICT"
 _PRECISION_TEXT = "'no', fp16, bf16 or fp8"
 _DEGREE_TEXT = "an integer above 0"
 _VERSION_TEXT = "1 or 2"
+_RECOMPUTING = ("unsloth", "offload", "offload_disk")
+_STAGE_TEXT = "0, 1, 2 or 3"
+_DEVICES = ("none", "cpu", "nvme")
+_DEVICE_TEXT = "none, cpu or nvme"
+_NORM_TEXT = "a number, or auto"
+_STEPS_TEXT = "an integer above 0, or auto"
 _SWITCH = (True, False)
 
 VERSION = Takes(_VERSION_TEXT, _parse_version, (1, 2))
@@ -254,7 +323,6 @@ RESHARD = Takes("true or false (under FSDP1 a strategy)", _parse_reshard, _SWITC
 BOOL = Takes(_BOOL_TEXT, _parse_bool, _SWITCH)
 FLAG = Takes(_FLAG_TEXT, _parse_flag, _SWITCH)
 TRUTH = Takes("true or false; a Trainer treats any text as true", _parse_truth, _SWITCH)
-SWITCHES = (BOOL, FLAG, TRUTH)
 POLICY = Takes(_POLICY_TEXT, _parse_policy, _POLICIES)
 CLASSES = Takes(_CLASSES_TEXT, _parse_classes)
 COUNT = Takes(_COUNT_TEXT, _parse_count)
@@ -263,3 +331,11 @@ PREFETCH = Takes(_PREFETCH_TEXT, _parse_prefetch, _PREFETCHES)
 STATE_DICT = Takes(_STATE_DICT_TEXT, _parse_state_dict, (*STATE_DICTS.values(), "LOCAL_STATE_DICT"))
 PRECISION = Takes(_PRECISION_TEXT, _parse_precision, tuple(DTYPES))
 DEGREE = Takes(_DEGREE_TEXT, _parse_degree)
+BF16 = Takes("true or false, not in quotes; for axolotl auto and full as well", _parse_bf16, _SWITCH)
+RECOMPUTING = Takes("true or false, not in quotes; for axolotl offload and others as well", _parse_recomputing, _SWITCH)
+OFFLOADING = Takes("true or false; also legacy, disk or hidden_states", _parse_offloading, _SWITCH)
+SWITCHES = (BOOL, FLAG, TRUTH, BF16, RECOMPUTING, OFFLOADING)
+STAGE = Takes(_STAGE_TEXT, _parse_stage, (0, 1, 2, 3))
+DEVICE = Takes(_DEVICE_TEXT, _parse_device, _DEVICES)
+NORM = Takes(_NORM_TEXT, _parse_norm)
+STEPS = Takes(_STEPS_TEXT, _parse_steps)

@@ -1,0 +1,134 @@
+"""Whose file this is, by words that no other system has; the systems that are known by name only.
+
+Several systems call their section ``fsdp_config``. What is said here of a mapping looks at its keys alone, so that a
+dialect can leave a section to another one without knowing it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Values = Mapping[str, Any]
+
+# Words of axolotl's, of which each file has several; no Trainer has one.
+_OF_AXOLOTL = frozenset(
+    """
+    adapter chat_template dataset_prepared_path datasets evals_per_epoch flash_attention group_by_length load_in_4bit
+    load_in_8bit lora_r micro_batch_size num_epochs pad_to_sequence_len plugins rl sample_packing saves_per_epoch
+    sequence_len special_tokens train_on_inputs val_set_size
+    """.split()  # noqa: SIM905
+)
+_OF_VERL = frozenset(("param_offload", "optimizer_offload", "fsdp_size", "model_dtype"))
+
+
+def is_hugging_face(values: Values) -> bool:
+    """Whether a mapping with an ``fsdp_config`` is a Trainer's arguments, accelerate's configuration, or axolotl's."""
+    settings = values["fsdp_config"]
+    has_prefixes = isinstance(settings, Mapping) and any(str(key).startswith("fsdp_") for key in settings)
+    return "fsdp" in values or "distributed_type" in values or has_prefixes or is_axolotl(values)
+
+
+def is_axolotl(values: Values) -> bool:
+    """``fsdp_version`` beside the section is axolotl's alone; every file of its has a ``base_model``."""
+    return "fsdp_version" in values or ("base_model" in values and len(_OF_AXOLOTL.intersection(map(str, values))) > 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignSystem:
+    """A system whose configurations are recognized, and not read.
+
+    Args:
+        applies: Whether a file with these values is one of its.
+        advice: What its users can do.
+    """
+
+    name: str
+    applies: Callable[[Values], bool]
+    advice: str
+
+
+def foreign_system(values: Any) -> ForeignSystem | None:
+    """The system that a file is for, if it is none that is read here."""
+    if not isinstance(values, Mapping):  # a list, or nothing
+        return None
+    return next((each for each in FOREIGN_SYSTEMS if each.applies(values)), None)
+
+
+def _entries(values: Any) -> Iterator[tuple[str, Any]]:
+    """Every key of a file with its value, however deep."""
+    if isinstance(values, list):
+        for each in values:
+            yield from _entries(each)
+    elif isinstance(values, Mapping):
+        for key, value in values.items():
+            yield str(key), value
+            yield from _entries(value)
+
+
+def _names(values: Values, key: str, prefix: str, suffixes: tuple[str, ...] = ("",)) -> bool:
+    """Whether a key of this name, anywhere, names a class or function there."""
+    return any(
+        name == key and isinstance(value, str) and value.startswith(prefix) and value.endswith(suffixes)
+        for name, value in _entries(values)
+    )
+
+
+def _is_verls(values: Values) -> bool:
+    if "actor_rollout_ref" in values or _names(values, "_target_", "verl."):
+        return True
+    return any(
+        name == "fsdp_config" and isinstance(value, Mapping) and bool(_OF_VERL.intersection(value))
+        for name, value in _entries(values)
+    )
+
+
+def _is_lightnings(values: Values) -> bool:
+    trainer = values.get("trainer")
+    strategy = trainer.get("strategy") if isinstance(trainer, Mapping) else None
+    if isinstance(strategy, str) and strategy.startswith(("fsdp", "deepspeed")):
+        return True
+    return any(
+        _names(values, key, f"{package}lightning", ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"))
+        for key in ("class_path", "_target_")
+        for package in ("", "pytorch_")
+    )
+
+
+def _is_axolotls_by_deepspeed(values: Values) -> bool:
+    return (
+        is_axolotl(values) and bool(values.get("deepspeed")) and not (values.get("fsdp") or values.get("fsdp_config"))
+    )
+
+
+_BY_HAND = "`composer-fsdp2 explain --all` has the keys of an fsdp_config to write by hand"
+
+FOREIGN_SYSTEMS = (
+    ForeignSystem(
+        name="veRL",
+        applies=_is_verls,
+        advice=f"it trains with FSDP2 itself, by strategy: fsdp2; for Composer, {_BY_HAND}",
+    ),
+    ForeignSystem(
+        name="torchtune",
+        applies=lambda values: _names(values, "_component_", "torchtune."),
+        advice=f"its recipes train with FSDP2 already; for Composer, {_BY_HAND}",
+    ),
+    ForeignSystem(
+        name="Lightning",
+        applies=_is_lightnings,
+        advice="its FSDPStrategy stays on FSDP1, and its FSDP2 is ModelParallelStrategy, with fully_shard in the "
+        f"script; for Composer, {_BY_HAND}",
+    ),
+    ForeignSystem(
+        name="DeepSpeed",
+        applies=lambda values: isinstance(values.get("zero_optimization"), Mapping),
+        advice="migrate a file of accelerate's instead, with distributed_type: DEEPSPEED and its stage and devices as "
+        "deepspeed_config: {zero_stage: ..., offload_optimizer_device: ..., offload_param_device: ...}",
+    ),
+    ForeignSystem(
+        name="axolotl with DeepSpeed",
+        applies=_is_axolotls_by_deepspeed,
+        advice="the settings are in the file that its deepspeed names; with fsdp_version: 2 and an fsdp_config in its "
+        "place axolotl trains with FSDP2, and the file can be migrated",
+    ),
+)
