@@ -85,6 +85,45 @@ TRAINER: Mapping[str, list[Any]] = {
     "xla": [False, True],
     "made_up": ["x"],
 }
+DEEPSPEED: Mapping[str, list[Any]] = {
+    "zero_stage": [0, 1, 2, 3, "3", 4],
+    "offload_optimizer_device": ["none", "cpu", "nvme", "disk"],
+    "offload_param_device": ["none", "cpu"],
+    "zero3_init_flag": [True, False],
+    "zero3_save_16bit_model": [True, False],
+    "gradient_accumulation_steps": [1, 4, "auto"],
+    "gradient_clipping": [1.0, "auto", "none"],
+    "deepspeed_multinode_launcher": ["standard"],
+    "deepspeed_config_file": ["zero3.json"],
+    "zero_stag": [3],
+    "made_up": [1],
+}
+AXOLOTL: Mapping[str, list[Any]] = {
+    **{
+        name: values
+        for name, values in ACCELERATE.items()
+        if name not in ("fsdp_version", "fsdp_activation_checkpointing")
+    },
+    "activation_checkpointing": [True, False],
+    "cpu_offload_pin_memory": [True, False],
+    "final_state_dict_type": ["FULL_STATE_DICT", "SHARDED_STATE_DICT"],
+    "offload_params": [True],
+    "made_up": [1],
+}
+AXOLOTL_AROUND: Mapping[str, list[Any]] = {
+    "fsdp": [["full_shard", "auto_wrap"], ["shard_grad_op"], "full_shard", ["hybrid_shard"], None],
+    "fsdp_version": [1, 2, None],
+    "bf16": ["auto", True, "full", None],
+    "fp8": [True, False],
+    "gradient_checkpointing": [True, False, "offload", None],
+    "gradient_checkpointing_kwargs": [{"use_reentrant": True}],
+    "activation_offloading": [True, False, "legacy"],
+    "dp_shard_size": [2, None],
+    "dp_replicate_size": [2, 1],
+    "tensor_parallel_size": [1, 2],
+    "context_parallel_size": [2, None],
+    "expert_parallel_size": [2],
+}
 TRAINER_WORDS = [
     "full_shard",
     "full_shard auto_wrap",
@@ -323,6 +362,28 @@ def accelerate_files(draw: st.DrawFn) -> File:
 
 
 @st.composite
+def deepspeed_files(draw: st.DrawFn) -> File:
+    values = draw(written(DEEPSPEED, False))
+    comments: list[str] = []
+    text = f"distributed_type: DEEPSPEED\nmixed_precision: {draw(st.sampled_from(['bf16', 'no']))}\nnum_processes: 8\n"
+    text += "deepspeed_config:\n" + draw(block(values, "  ", comments))
+    return File("", text, "", tuple(f"deepspeed_config.{key}" for key in values), tuple(comments))
+
+
+@st.composite
+def axolotl_files(draw: st.DrawFn) -> File:
+    settings = draw(written(AXOLOTL, False))
+    beside = draw(written(AXOLOTL_AROUND, False))
+    before, after = draw(around())
+    comments: list[str] = []
+    before += "base_model: some/model\ndatasets:\n  - path: some/data\n    type: alpaca\nmicro_batch_size: 1\n"
+    section = "".join(f"{key}: {plain(value)}\n" for key, value in beside.items())
+    section += "fsdp_config:\n" + draw(block(settings, "  ", comments))
+    keys = (*(f"fsdp_config.{key}" for key in settings), *beside)
+    return File(before, section, after, keys, tuple(comments))
+
+
+@st.composite
 def trainer_files(draw: st.DrawFn) -> File:
     values = draw(written(TRAINER, False))
     before, after = draw(around())
@@ -374,6 +435,8 @@ EVERY = {
     "json": json_files(),
     "windows": st.one_of(composer_files(), trainer_files(), roll_files()).map(with_windows_lines),
     "accelerate": accelerate_files(),
+    "deepspeed": deepspeed_files(),
+    "axolotl": axolotl_files(),
     "trainer": trainer_files(),
     "roll": roll_files(),
     "torchtitan": torchtitan_files(),
