@@ -259,6 +259,7 @@ def _of_one(report: Report, options: Options) -> Iterator[str]:
 
 
 def _of_several(report: Report, options: Options) -> Iterator[str]:
+    yield from (result.done for result in report.results if result.is_foreign and result.is_skipped)
     if options.show is Show.DIFF:
         yield from _decisions(report)
     if report.results:

@@ -21,7 +21,13 @@ from composer_fsdp2.config.text import printable
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Dialect
 from composer_fsdp2.migration.documents import SUFFIXES, format_of, suffix_for
-from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, may_configure, migrate_text
+from composer_fsdp2.migration.migrate import (
+    ForeignSystemError,
+    Migration,
+    NothingToMigrateError,
+    may_configure,
+    migrate_text,
+)
 from composer_fsdp2.migration.targets import TARGETS
 
 _PARALLEL_FROM = 20  # files; below it starting processes takes longer than it saves
@@ -135,6 +141,7 @@ class FileResult:
     Args:
         is_skipped: It has no section, and nobody said that it has one.
         content: What it holds, where it is skipped although it was named.
+        is_foreign: It is for a system that is known by name only, of which a user wants to hear in a folder as well.
     """
 
     path: str
@@ -143,6 +150,7 @@ class FileResult:
     done: str = "nothing was written"
     is_skipped: bool = False
     content: bytes = b""
+    is_foreign: bool = False
 
     @property
     def state(self) -> State:
@@ -328,7 +336,16 @@ def _migrate_file(
     except NothingToMigrateError as error:
         done = _PASSED_OVER if may_pass else "nothing was written"
         kept = content if source.is_named else b""
-        return FileResult(path=path, error=printable(str(error)), is_skipped=may_pass, content=kept, done=done)
+        is_foreign = isinstance(error, ForeignSystemError)
+        done = f"{error}; passed over" if may_pass and is_foreign else done
+        return FileResult(
+            path=path,
+            error=printable(str(error)),
+            is_skipped=may_pass,
+            is_foreign=is_foreign,
+            content=kept,
+            done=printable(done),
+        )
     except ConfigError as error:
         return FileResult(path=path, error=printable(str(error)))
     except OSError as error:

@@ -18,7 +18,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import Change, change_section, not_as_meant, shared_findings, with_shared
 from composer_fsdp2.migration.dialect import Dialect, Path, Section, has_path, value_at
 from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.dialects.fingerprints import foreign_system
+from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_WORDS, foreign_system
 from composer_fsdp2.migration.documents import Document, differences, open_document
 from composer_fsdp2.migration.interpolation import Resolved, resolve, shown
 from composer_fsdp2.migration.targets import TARGETS
@@ -110,7 +110,7 @@ def may_configure(content: bytes) -> bool:
 
 
 # A key of a section, or an escape with which one may be written in other letters.
-_WORDS = "|".join(sorted({word for dialect in DIALECTS.values() for word in dialect.words}))
+_WORDS = "|".join(sorted({*FOREIGN_WORDS, *(word for dialect in DIALECTS.values() for word in dialect.words)}))
 _KEY = re.compile(rf"""\b(?:{_WORDS})[\w.]*["']?\s*[:=\]]|\\[xu]""")
 
 

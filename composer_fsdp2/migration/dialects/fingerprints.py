@@ -102,6 +102,8 @@ def _is_axolotls_by_deepspeed(values: Values) -> bool:
 
 _BY_HAND = "`composer-fsdp2 explain --all` has the keys of an fsdp_config to write by hand"
 
+# As a dialect's ``words``: with one of them begins a key of most of their files.
+FOREIGN_WORDS = ("actor_rollout_ref", "_component_", "zero_optimization", "deepspeed")
 FOREIGN_SYSTEMS = (
     ForeignSystem(
         name="veRL",
