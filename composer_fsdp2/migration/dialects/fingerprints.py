@@ -29,8 +29,14 @@ def is_hugging_face(values: Values) -> bool:
 
 
 def is_axolotl(values: Values) -> bool:
-    """``fsdp_version`` beside the section is axolotl's alone; every file of its has a ``base_model``."""
-    return "fsdp_version" in values or ("base_model" in values and len(_OF_AXOLOTL.intersection(map(str, values))) > 1)
+    """``fsdp_version`` beside the section is axolotl's alone; every file of its has a ``base_model``.
+
+    A file that was migrated keeps what is the model's, and has a section of Composer's.
+    """
+    settings = values.get("fsdp_config")
+    is_migrated = isinstance(settings, Mapping) and "mixed_precision" in settings
+    has_words = "base_model" in values and len(_OF_AXOLOTL.intersection(map(str, values))) > 1
+    return "fsdp_version" in values or (has_words and not is_migrated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,97 @@
+"""Files of systems that are known by name only, and whose section another system calls by the same name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from support.commands import run_forked
+
+from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_SYSTEMS, foreign_system
+from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
+from composer_fsdp2.migration.migrate import ForeignSystemError, migrate_text
+
+# A small file of each, in the words of its own examples.
+FILES = {
+    "veRL": """
+actor_rollout_ref:
+  actor:
+    strategy: fsdp2
+    fsdp_config: {fsdp_size: -1, param_offload: false, optimizer_offload: false}
+""",
+    "torchtune": """
+model:
+  _component_: torchtune.models.llama3.llama3_8b
+fsdp_cpu_offload: false
+fsdp_reshard_after_forward: true
+""",
+    "Lightning": """
+trainer:
+  strategy:
+    class_path: lightning.pytorch.strategies.FSDPStrategy
+    init_args: {sharding_strategy: FULL_SHARD, cpu_offload: false}
+""",
+    "DeepSpeed": '{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}\n',
+    "axolotl with DeepSpeed": """
+base_model: some/model
+datasets: [{path: some/data, type: alpaca}]
+micro_batch_size: 1
+deepspeed: deepspeed_configs/zero3_bf16.json
+fsdp:
+""",
+}
+OTHERS = {
+    "veRL": [
+        "model: {strategy: fsdp, fsdp_config: {model_dtype: fp32, wrap_policy: {min_num_params: 0}}}",
+        "_target_: verl.workers.config.FSDPEngineConfig\nfsdp_size: -1",
+    ],
+    "Lightning": [
+        "trainer: {strategy: fsdp, devices: 8}",
+        "strategy: {_target_: pytorch_lightning.strategies.FSDPStrategy}",
+    ],
+}
+
+
+def test_each_is_refused_by_name_with_a_way_out() -> None:
+    """'fsdp_size: did you mean fsdp_tp_size?' sent users of veRL after a key of Composer's."""
+    assert set(FILES) == {system.name for system in FOREIGN_SYSTEMS}
+    for name, text in [*FILES.items(), *((name, text) for name, texts in OTHERS.items() for text in texts)]:
+        with pytest.raises(ForeignSystemError) as raised:
+            migrate_text(text, "run.yaml")
+        advice = next(system.advice for system in FOREIGN_SYSTEMS if system.name == name)
+        message = f"run.yaml:1:1: this is a configuration of {name}, which is not read here: {advice}"
+        assert str(raised.value) == message and "\n" not in message
+
+
+def test_who_says_whose_file_it_is_is_believed() -> None:
+    """A fingerprint can be wrong, and the user knows better."""
+    text = "fsdp_config: {sharding_strategy: FULL_SHARD}\nlogger: {_component_: torchtune.logger}\n"
+    assert migrate_text(text, dialect="composer").exit_code == 0
+
+
+def test_a_file_of_ours_is_nobody_elses() -> None:
+    """The files that can be migrated would be refused."""
+    root = Path(__file__).resolve().parents[3] / "yamls"
+    for path in root.rglob("*.yaml"):
+        assert foreign_system(yaml.safe_load(path.read_text())) is None, path
+    for values in ([], None, "text", {}, {1: 2}, {"trainer": None}, {"trainer": {"strategy": None}}):
+        assert foreign_system(values) is None
+
+
+def test_in_a_folder_they_are_told_of_and_end_nothing(tmp_path: Path) -> None:
+    """One file of another system would fail a CI on a folder, or be passed over as if it were migrated."""
+    for number, text in enumerate(FILES.values()):
+        (tmp_path / f"{number}.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_text("fsdp_config: {sharding_strategy: FULL_SHARD}\n")
+    results = {Path(each.path).name: each for each in migrate_files(sources_of([tmp_path]), Destination())}
+    assert max(each.exit_code for each in results.values()) == 0
+    told = {each.error.partition(" of ")[2].partition(", which")[0] for each in results.values() if each.is_foreign}
+    assert told == set(FILES) - {"Lightning"}  # in which no key of FSDP's stands: it is never opened
+    commands: dict[str, list[object]] = {
+        "folder": ["migrate", tmp_path, "--check"],
+        "file": ["migrate", tmp_path / "0.yaml", "--check"],
+    }
+    ended = run_forked(commands, tmp_path)
+    assert ended["folder"].code == 0 and "this is a configuration of veRL" in ended["folder"].err
+    assert ended["file"].code == 2 and "strategy: fsdp2" in ended["file"].err
