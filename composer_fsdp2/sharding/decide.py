@@ -210,9 +210,10 @@ def _notes_of_recomputation(
             "whose inputs have none, as those after frozen embeddings"
         )
     if caching:
+        models = [path or "the model" for path in caching]
         yield (
-            f"config.use_cache is turned off for {and_more(caching)}: a layer that is recomputed would add to the "
-            "cache twice, and its gradients be wrong; generate() caches as before"
+            f"config.use_cache is turned off for {and_more(models)}: a layer that is recomputed would add to the cache "
+            "twice, and its gradients be wrong; generate() caches as before"
         )
 
 
