@@ -79,6 +79,28 @@ def test_yaml_trains_with_fsdp1s_losses(folder: str, theirs: TrainedYaml):
     assert names == {path.relative_to(f"{folder}/fsdp2") for path in Path(folder, "fsdp2").rglob("*")}
 
 
+def check_policy(folder: str, theirs: TrainedYaml) -> None:
+    policy = "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+    ends = "fsdp_config.wrap_policy.wrap_embeddings=true"
+    for name, overrides in {"policy": [f"{policy}=[MPTBlock]"], "auto": [f"{policy}=auto", ends]}.items():
+        units: set[str] = set()
+        ours = train(FSDP2, YAML, folder, name, *overrides, after=lambda trainer: units.update(units_of(trainer)))  # noqa: B023
+        assert_alike(ours, theirs, name)
+        blocks = {f"model.transformer.blocks.{number}" for number in range(3)}
+        assert blocks <= units <= {*blocks, "model", "model.transformer.wte"}, units
+
+
+def units_of(trainer: Any) -> list[str]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [name for name, module in trainer.state.model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def test_a_wrap_policy_in_the_yaml(folder: str, theirs: TrainedYaml):
+    """The units stand in the file: the same curve as with those that MPT's fsdp_wrap_fn chose."""
+    run_ranks(check_policy, 2, folder, theirs)
+
+
 def check_mixed(folder: str, theirs: TrainedYaml) -> None:
     # FSDP1 cannot broadcast CPU tensors, so the measure is its run with every rank's model on the CPU.
     def check(state_dict_type: str) -> None:

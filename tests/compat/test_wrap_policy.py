@@ -1,0 +1,79 @@
+"""A Trainer whose configuration says which modules become units, beside FSDP1 whose model says it."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.cases import for_each
+from support.oracle import FSDP1, FSDP2
+from support.ranks import run_ranks
+from support.trainers import Trained, build_model, fit, largest_difference
+
+pytestmark = pytest.mark.composer
+
+SECTION = {"state_dict_type": "sharded"}
+BLOCKS = {"transformer_layer_cls_to_wrap": ["Block"]}
+
+
+def units_of(model: torch.nn.Module) -> set[str]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+
+
+def as_object(section: dict[str, Any]) -> Any:
+    """Keys go where Composer's own FSDP2Config has no word for them, too."""
+    from composer.utils import FSDP2Config, ParallelismConfig
+
+    config = FSDP2Config(state_dict_type="sharded", activation_checkpointing=False)
+    for name, value in section.items():
+        setattr(config, name, value)
+    return ParallelismConfig(fsdp2=config)
+
+
+def check_policies() -> None:
+    theirs = fit(FSDP1, SECTION, tied=False)
+
+    def check(parallelism: Any, expected: set[str]) -> None:
+        from support.scripts.train_with_trainer import Net
+
+        model = build_model(tied=False)
+        with mock.patch.object(Net, "fsdp_wrap_fn", None):  # the configuration alone says it
+            ours: Trained = fit(FSDP2, parallelism, model=model)
+        assert ours.shards == {"FSDPModule"} and theirs.shards == {"FullyShardedDataParallel"}
+        assert units_of(model) == expected, units_of(model)
+        assert largest_difference(ours.losses, theirs.losses) <= 1e-6, f"{ours.losses}, FSDP1 {theirs.losses}"
+        for name, parameter in theirs.parameters.items():
+            torch.testing.assert_close(ours.parameters[name], parameter, rtol=1e-6, atol=1e-6)
+
+    layers = {"model", "model.blocks.0", "model.blocks.1"}
+    for_each(
+        check,
+        {
+            "by class": (SECTION | {"wrap_policy": BLOCKS}, layers),
+            "by size": (SECTION | {"wrap_policy": {"min_num_params": "3e2"}}, layers),
+            "one unit": (SECTION | {"wrap_policy": {"transformer_layer_cls_to_wrap": []}}, {"model"}),
+            "with a head": (SECTION | {"wrap_policy": BLOCKS | {"wrap_lm_output": True}}, {*layers, "model.lm_head"}),
+            "an object": (as_object({"wrap_policy": BLOCKS}), layers),
+        },
+    )
+
+
+def test_a_policy_trains_as_fsdp1_with_the_same_units():
+    """A migrated file would train another model than the one that it comes from, or not at all."""
+    run_ranks(check_policies, 2)
+
+
+def check_bad_class() -> None:
+    from composer_fsdp2 import PlanError
+
+    with pytest.raises(PlanError, match=r"is a Blok; did you mean Block\?"):
+        fit(FSDP2, {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Blok"]}})
+
+
+def test_a_misspelt_class_stops_the_trainer():
+    """On all ranks, before anything is changed: not one unit as large as the model."""
+    run_ranks(check_bad_class, 2)
