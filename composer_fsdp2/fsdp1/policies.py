@@ -15,7 +15,7 @@ from torch import nn
 
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.wrap import Wrap, WrapKind
-from composer_fsdp2.errors import UnsupportedError
+from composer_fsdp2.errors import PlanError, UnsupportedError
 from composer_fsdp2.fsdp1.classes import classes_named
 from composer_fsdp2.sharding.modules import ancestors_or_self
 
@@ -114,8 +114,10 @@ def _given_by(module: nn.Module, getter: str) -> nn.Module | None:
         return None
     try:
         end = give()
-    except (NotImplementedError, AttributeError, TypeError):  # a model without one
+    except NotImplementedError:  # transformers' way to say that there is none
         return None
+    except Exception as error:
+        raise PlanError(f"{getter} of {type(module).__name__} raised {type(error).__name__}: {error}") from error
     return end if isinstance(end, nn.Module) else None
 
 

@@ -281,6 +281,14 @@ def test_ends_that_a_model_has_not_are_told():
     ]
 
 
+def test_a_model_that_cannot_tell_its_ends_is_named():
+    """The error of a stranger's method would come without a word of where it was asked."""
+    model = inside(LanguageModel())
+    model.model.get_input_embeddings = lambda: model.model.trunk.wte
+    with pytest.raises(PlanError, match="get_input_embeddings of LanguageModel raised AttributeError: .*wte"):
+        plan_of(model, embeddings=True)
+
+
 # --- beside the model's own words
 
 

@@ -41,6 +41,15 @@ COMPOSER: Mapping[str, list[Any]] = {
     "collective_guard": [None, 30],
     "async_save": [True, False],
     "process_group": ["set2", "mod2", None],
+    "wrap_policy": [
+        {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "wrap_embeddings": True},
+        {"transformer_layer_cls_to_wrap": "auto"},
+        {"min_num_params": "1e8"},
+        {"wrap_embeddings": True},
+        None,
+    ],
+    "activation_checkpointing_policy": [["LlamaDecoderLayer", "B"], "auto", None],
+    "freeze": [["model.visual"], "model.embed."],
     "sharding_stratgy": ["FULL_SHARD"],
     "made_up": [1, "text"],
 }
@@ -142,6 +151,7 @@ ROLL: Mapping[str, list[Any]] = {
     "wrap_policy": [
         {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]},
         {"moe_experts": ["Qwen3MoeMLP"], "wrap_embeddings": True},
+        {"transformer_layer_cls_to_wrap": "Qwen3DecoderLayer", "wrap_lm_output": True},
     ],
     "apply_expert_patch": [True, False],
     "apply_tiled_mlp": [True, False],

@@ -287,7 +287,7 @@ WORDS: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
             | LAYERS
             | HALVES_OF_EIGHT
             | units(wrap_embeddings=True)
-            | {"async_save": True, "freeze": ["vision_model"]},
+            | {"async_save": True, "freeze": ["visual"]},
             "amp_bf16",
         ),
         "reference": (KEPT | FULL_PRECISION_SUMS | units(wrap_embeddings=True) | {"cpu_offload": True}, "amp_bf16"),
@@ -464,9 +464,7 @@ def vision_language() -> nn.Module:
     vision = {"depth": 32, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
     rotary = {"type": "mrope", "mrope_section": [1, 1, 2]}
     config = Qwen2_5_VLConfig(num_hidden_layers=28, rope_scaling=rotary, vision_config=vision, **NARROW)
-    model = Qwen2_5_VLForConditionalGeneration(config)
-    model.visual.requires_grad_(False)
-    return model
+    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 class TransformerBlock(nn.Module):
@@ -496,27 +494,31 @@ class Titan(nn.Module):
         return self.output(self.norm(x))
 
 
-# By file its model, with the real number of layers and narrow ones, and where its blocks lie.
-MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
-    # Without wrapping the whole model is one unit, and without hooks nothing of it is recomputed.
+EMBEDDED, TITANS = ("model.model.embed_tokens",), ("model.tok_embeddings", "model.output")
+# By file its model, with the real number of layers and narrow ones, where its blocks lie, and its further units.
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], tuple[str, ...]]] = {
+    # Without wrapping the whole model is one unit.
     "huggingface/qwen3-moe-distillation-fsdp1.yaml": (
         lambda: causal_lm("Qwen3Moe", 48, head_dim=8, num_experts=8, moe_intermediate_size=16),
         {},
+        (),
     ),
-    "huggingface/llama-sft-fsdp1.yaml": (lambda: causal_lm("Llama", 32), {"model.model.layers": 32}),
-    "accelerate/llama-full-fsdp1.yaml": (lambda: causal_lm("Llama", 32), {"model.model.layers": 32}),
-    "accelerate/llama-hybrid-fsdp1.yaml": (lambda: causal_lm("Llama", 32), {"model.model.layers": 32}),
-    "roll/text-qwen3-8b-roll.yaml": (lambda: causal_lm("Qwen3", 36, head_dim=8), {"model.model.layers": 36}),
+    "huggingface/llama-sft-fsdp1.yaml": (lambda: causal_lm("Llama", 32), {"model.model.layers": 32}, ()),
+    "accelerate/llama-full-fsdp1.yaml": (lambda: causal_lm("Llama", 32), {"model.model.layers": 32}, ()),
+    "accelerate/llama-hybrid-fsdp1.yaml": (lambda: causal_lm("Llama", 32), {"model.model.layers": 32}, ()),
+    "roll/text-qwen3-8b-roll.yaml": (lambda: causal_lm("Qwen3", 36, head_dim=8), {"model.model.layers": 36}, EMBEDDED),
     "roll/vision-language-qwen2.5-vl-7b-roll.yaml": (
         vision_language,
         {"model.model.layers": 28, "model.visual.blocks": 32},
+        EMBEDDED,
     ),
     "roll/moe-qwen3-30b-a3b-roll.yaml": (
         lambda: causal_lm("Qwen3Moe", 48, head_dim=8, num_experts=8, moe_intermediate_size=16),
         {"model.model.layers": 48},
+        EMBEDDED,
     ),
-    "torchtitan/llama3-8b-torchtitan.toml": (lambda: Titan(32), {"model.layers": 32}),
-    "torchtitan/llama3-70b-torchtitan.toml": (lambda: Titan(80), {"model.layers": 80}),
+    "torchtitan/llama3-8b-torchtitan.toml": (lambda: Titan(32), {"model.layers": 32}, TITANS),
+    "torchtitan/llama3-70b-torchtitan.toml": (lambda: Titan(80), {"model.layers": 80}, TITANS),
 }
 
 
@@ -525,25 +527,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     [(name, *places) for name in FILES for places in zip(FILES[name], WORDS[name], strict=True)],
 )
 def test_right_side_plans_on_its_model(name: str, place: str, right_place: str):
-    """The classes that a file names become units of the model that it trains, under a hook such as the report tells of.
+    """What a file says becomes the units of the model that it trains, and what is recomputed of it, without any hook.
 
     Experts stay in their layer's unit, since nothing here runs the idle ones.
     """
-    run, config = run_of(name, place), right_config(name, right_place)
-    build, blocks = MODELS[name]
+    config = right_config(name, right_place)
+    build, blocks, ends = MODELS[name]
     with torch.device("meta"):
         inner = build()
     model = nn.Module()
     model.model = inner
-    classes = set(run.wrap.classes or getattr(inner, "_no_split_modules", ()))
-    if run.wrap.kind is WrapKind.CLASSES:
-        inner.fsdp_wrap_fn = lambda module: type(module).__name__ in classes
-        inner.activation_checkpointing_fn = inner.fsdp_wrap_fn
     plan = plan_sharding(model, config)
     expected = {f"{path}.{number}" for path, count in blocks.items() for number in range(count)}
-    assert {unit.name for unit in plan.units if unit.parameters} == {*expected, "model"}
+    assert {unit.name for unit in plan.units if unit.parameters} == {*expected, *ends, "model"}
     names = [spec.name for unit in plan.units for spec in unit.parameters]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert {unit.reshard_after_forward for unit in plan.units if not unit.is_root} <= {FILES[name][place].reshard}
     assert {unit.cpu_offload for unit in plan.units} == {FILES[name][place].offload}
-    assert set(plan.checkpointed) == (expected if FILES[name][place].recomputed else set())
+    recomputed = expected or {f"model.model.layers.{number}" for number in range(48)}  # also in the only unit
+    assert set(plan.checkpointed) == (recomputed if FILES[name][place].recomputed else set())

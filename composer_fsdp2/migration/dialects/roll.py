@@ -683,7 +683,7 @@ _LACKS: tuple[Lack, ...] = (
         hint="set model_args.ulysses_size: {value}"),
     Lack(asked="frozen parameters", outcome=_NEEDS_DECISION, target="model_args.freeze_module_prefix",
         reason="ROLL says it in model_args, outside of this section",
-        hint="set model_args.freeze_module_prefix: {value}"),
+        hint="set model_args.freeze_module_prefix: {value}, by names of the transformers model"),
     Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
         outcome=_APPROXIMATE, target="max_grad_norm",
         reason="ROLL says it at the top of the file, for all workers", hint="set max_grad_norm: {value} there"),
