@@ -285,7 +285,7 @@ def test_a_model_that_cannot_tell_its_ends_is_named():
     """The error of a stranger's method would come without a word of where it was asked."""
     model = inside(LanguageModel())
     model.model.get_input_embeddings = lambda: model.model.trunk.wte
-    with pytest.raises(PlanError, match="get_input_embeddings of LanguageModel raised AttributeError: .*wte"):
+    with pytest.raises(PlanError, match=r"get_input_embeddings of LanguageModel raised AttributeError: .*wte"):
         plan_of(model, embeddings=True)
 
 
