@@ -66,7 +66,7 @@ coverage: venv venv-engine ## branch coverage of `make test`; .coverage says whi
 	-$(PY) -m coverage combine --quiet --append # a process that was killed may leave half a file
 	$(PY) -m coverage report --ignore-errors --skip-covered --sort=cover
 
-bench: venv ## what sharding, checkpoints and migrating cost, against torch by hand, Composer's FSDP2 and FSDP1
+bench: venv ## what sharding, checkpoints, migrating and starting cost, against torch by hand, Composer's FSDP2 and FSDP1
 	-$(PY) benchmarks/step.py
 	-$(PY) benchmarks/step.py --strategy SHARD_GRAD_OP
 	-$(PY) benchmarks/step.py --against HEAD
@@ -78,6 +78,7 @@ bench: venv ## what sharding, checkpoints and migrating cost, against torch by h
 	-$(PY) benchmarks/votes.py
 	-$(PY) benchmarks/many_ranks.py
 	-$(PY) benchmarks/migrate.py
+	-$(PY) benchmarks/start.py
 
 gpu: venv venv-engine ## all GPU tests and benchmarks on the GPUs that there are, and their tables in benchmarks/README.md
 	$(PY) tools/gpu.py $(ARGS)

@@ -302,3 +302,14 @@ def test_files_are_migrated(num_files: int):
     assert len(texts) == num_files and {text.count("\n") for text in texts} == {150}
     result = benchmark("migrate.py", "--files", str(num_files))
     assert result["files"] == num_files and result["seconds"] > 0 and len(result["bars"]) == 1
+
+
+@pytest.mark.parametrize("start", [pytest.param("version", marks=ONCE)])
+def test_starts_are_compared_with_their_imports(start: str):
+    """Each start has its ratio to what it must import at least, and a command that fails is not taken for a quick one."""
+    result = benchmark("start.py", "--rounds", "1", "--only", start, "explain")
+    assert result["ratio"].keys() == {start, "explain"} and len(result["bars"]) == 2
+    [libraries] = result["processor_s"].keys() - result["ratio"].keys()
+    assert libraries == "import typer, rich, yaml, omegaconf"
+    seconds = result["processor_s"]
+    assert all(seconds[name] / seconds[libraries] == pytest.approx(ratio) for name, ratio in result["ratio"].items())
