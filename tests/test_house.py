@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from collections import Counter
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+import composer_fsdp2
 
 ROOT = Path(__file__).resolve().parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -146,36 +149,58 @@ def test_every_folder_of_code_is_an_installed_package():
     assert [str(f) for f in declared if not (f / "__init__.py").is_file()] == []
 
 
-def test_wheel_holds_everything_under_one_name(tmp_path: Path):
+@pytest.fixture(scope="module")
+def source_archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source distribution, of what unpacking a zip of the repository may leave: a file in place of the link."""
+    folder = tmp_path_factory.mktemp("sdist")
+    for file in project_files():
+        (folder / "source" / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, folder / "source" / file.relative_to(ROOT))
+    (folder / "source/composer_fsdp2/compat").write_text("../compat")
+    script = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", script, folder], cwd=folder / "source")
+    [archive] = folder.glob("*.tar.gz")
+    return archive
+
+
+def test_source_distribution_holds_what_its_tests_read(source_archive: Path):
+    """Whoever packages it for another system can run the tests; part of them would only fail."""
+    with tarfile.open(source_archive) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = {str(file.relative_to(ROOT)) for file in project_files()}
+    assert {name for name in tracked - held if name[0] != "."} == set()  # hidden files are the repository's
+
+
+def test_wheel_holds_everything_under_one_name(source_archive: Path, tmp_path: Path):
     """Installing the project puts no `compat` beside other people's packages, and leaves none of ours out; also from
-    what unpacking a zip of the repository may leave, a file in place of the link."""
-    contents = wheel_of(tmp_path / "link")
-    assert wheel_of(tmp_path / "file", link_is_file=True) == contents
+    a source distribution."""
+    copy_sources(tmp_path / "checkout")
+    contents = wheel_of(tmp_path / "checkout", tmp_path / "from checkout")
+    with tarfile.open(source_archive) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / source_archive.name.removesuffix(".tar.gz")
+    assert wheel_of(unpacked, tmp_path / "from sdist") == contents
 
     top_level = {name.split("/")[0] for name in contents}
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"composer_fsdp2"}
     missing = {module.replace(".", "/") for module in modules()} - {name.removesuffix(".py") for name in contents}
     assert missing == set()
     assert "composer_fsdp2/py.typed" in contents
+    [metadata] = [text.decode() for name, text in contents.items() if name.endswith(".dist-info/METADATA")]
+    assert f"\nVersion: {composer_fsdp2.__version__}\n" in metadata
 
     # -I: neither the environment nor the current folder may supply the modules.
-    site = tmp_path / "file" / "site"
+    site = tmp_path / "from sdist" / "site"
     script = "import sys; sys.path.insert(0, sys.argv[1]); import composer_fsdp2.compat as c; print(c.__file__)"
     imported_from = run([sys.executable, "-I", "-c", script, site], cwd=tmp_path).strip().splitlines()[-1]
     assert Path(imported_from).is_relative_to(site)
 
 
-def wheel_of(folder: Path, *, link_is_file: bool = False) -> dict[str, bytes]:
-    """The files of a wheel that is built in ``folder`` and unpacked into its ``site``."""
-    folder.mkdir()
-    source, wheels = folder / "source", folder / "wheels"
-    copy_sources(source)
-    if link_is_file:
-        (source / "composer_fsdp2/compat").unlink()
-        (source / "composer_fsdp2/compat").write_text("../compat")
+def wheel_of(source: Path, folder: Path) -> dict[str, bytes]:
+    """The files of a wheel that is built from ``source``, and unpacked into the ``site`` of a new folder."""
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", wheels, source], cwd=folder)
-    [wheel] = wheels.iterdir()
+    run([sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", folder, source], cwd=source)
+    [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
         return {name: archive.read(name) for name in archive.namelist()}
@@ -316,6 +341,14 @@ def test_a_room_needs_only_its_packages():
         not in sys.stdlib_module_names | {"composer_fsdp2"} | ROOMS[room_and_file(module)[0]].packages
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_imported_is_installed_with_the_project():
+    """An environment with nothing but torch in it gets all that the engine and the command line need, by pip alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[^\w.-]", requirement)[0] for requirement in project["dependencies"]}
+    imported = {package for name, room in ROOMS.items() if name != "compat" for package in room.packages}
+    assert declared == {{"yaml": "pyyaml"}.get(package, package) for package in imported}
 
 
 def imported_alone(*rooms: str, without: str = "torch", then: str = "") -> set[str]:

@@ -306,7 +306,7 @@ def test_files_are_migrated(num_files: int):
 
 @pytest.mark.parametrize("start", [pytest.param("version", marks=ONCE)])
 def test_starts_are_compared_with_their_imports(start: str):
-    """Each start has its ratio to what it must import at least, and a command that fails is not taken for a quick one."""
+    """Each start has its ratio to what it must import at least; one that fails would be quick, and ends the script."""
     result = benchmark("start.py", "--rounds", "1", "--only", start, "explain")
     assert result["ratio"].keys() == {start, "explain"} and len(result["bars"]) == 2
     [libraries] = result["processor_s"].keys() - result["ratio"].keys()
