@@ -89,7 +89,7 @@ def measure(names: Sequence[str], packages: Mapping[str, str], num_rounds: int) 
         packages: Folders that our package lies in, by what is added to a start's name.
     """
     bases = dict.fromkeys(STARTS[name].to for name in names)
-    commands = {base: (("-c", base), str(ROOT)) for base in bases}
+    commands: dict[str, tuple[tuple[str, ...], str]] = {base: (("-c", base), str(ROOT)) for base in bases}
     for added, folder in packages.items():
         commands |= {f"{name} {added}".strip(): (STARTS[name].words, folder) for name in names}
     result: Result = {name: {"processor_seconds": []} for name in commands}
