@@ -115,6 +115,9 @@ def test_a_composer_file_asks_for_the_same_before_and_after(file: File) -> None:
 # Which part of a run a finding of a target is about. Without one it has to be the same after the way back.
 PARTS = {
     "mesh": ["mesh"],
+    "units": ["wrap", "recomputed modules"],
+    "recomputed modules": ["recomputed modules"],
+    "frozen parameters": ["freeze"],
     "reshard_after_forward": ["reshard_after_forward"],
     "param_dtype": ["mixed_precision.param_dtype", "precision"],
     "reduce_dtype": ["mixed_precision.reduce_dtype"],
@@ -145,6 +148,8 @@ def parts_of(run: RunConfig) -> dict[str, object]:
     config = run.config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     policy = fields.pop("mixed_precision")
+    fields["activation_checkpointing"] = dataclasses.replace(config.activation_checkpointing, classes=None)
+    fields["recomputed modules"] = config.activation_checkpointing.classes
     if not config.activation_checkpointing.checkpoint:  # how it would be done decides nothing
         fields["activation_checkpointing"] = config.activation_checkpointing.cpu_offload
     if config.mesh.has_replicas and config.mesh.replicate_degree == 1:  # one replica is none
