@@ -71,7 +71,7 @@ def _reshard(finding: Finding, file: File) -> Finding:
         return replace(
             finding,
             outcome=Outcome.APPROXIMATE,
-            reason="all units but the last norm and the output, which stay in the root and gathered here",
+            reason="all units but the last norm, which is the root's here and stays gathered",
         )
     return finding
 
@@ -366,8 +366,8 @@ class Units:
 _CLASSES = ("TransformerBlock",)
 _USUAL_WRAP = Wrap(kind=WrapKind.CLASSES, classes=_CLASSES, embeddings=True, output=True)
 _USUAL_UNITS = (
-    "the token embedding, each block, the last norm together with the output, and the rest (in v0.1.0 each block, and "
-    "the rest)"
+    "the token embedding, each block, the last norm together with the output (which default leaves gathered; here it "
+    "is freed like the others), and the rest (in v0.1.0 each block, and the rest)"
 )
 _OWN_UNITS = {
     "flux": Units(
