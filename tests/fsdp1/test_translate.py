@@ -758,6 +758,11 @@ ANYTHING = st.recursive(
     max_leaves=4,
 )
 SENSIBLE = {
+    "wrap_policy": st.sampled_from(
+        [None, {"transformer_layer_cls_to_wrap": "auto", "wrap_embeddings": True}, {"min_num_params": "1e8"}]
+    ),
+    "activation_checkpointing_policy": st.sampled_from([None, "auto", ["Block"]]),
+    "freeze": st.sampled_from([None, [], ["model.embed"]]),
     "sharding_strategy": st.sampled_from([s.name for s in ShardingStrategy]),
     "backward_prefetch": st.sampled_from(["NONE", "BACKWARD_PRE", "BACKWARD_POST"]),
     "mixed_precision": st.sampled_from(["FULL", "DEFAULT", "PURE", {"param_dtype": "bf16"}]),

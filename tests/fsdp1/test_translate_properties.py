@@ -30,6 +30,11 @@ DTYPE_DICTS = st.dictionaries(
 )
 # What each key takes, where its kind does not say. Plain values can be written in a YAML.
 PLAIN: dict[str, st.SearchStrategy[Any]] = {
+    "wrap_policy": st.sampled_from(
+        [None, {"transformer_layer_cls_to_wrap": "auto", "wrap_embeddings": True}, {"min_num_params": "1e8"}]
+    ),
+    "activation_checkpointing_policy": st.sampled_from([None, "auto", ["Block"]]),
+    "freeze": st.sampled_from([None, [], ["model.embed"]]),
     "sharding_strategy": st.sampled_from(
         ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "full_shard"]
     ),
