@@ -20,6 +20,7 @@ from composer_fsdp2.migration.documents.yaml import flow_text
 Environment = Mapping[Path, tuple[str, Any]]
 
 _ENVIRONMENT = "oc.env"
+_NOBODY = "composer_fsdp2.nobody"  # no resolver
 _HERE = "composer_fsdp2: here"  # a key of nobody's
 _UNRESOLVED = object()
 _RELATIVE = re.compile(r"\$\{(\.+)")
@@ -129,7 +130,7 @@ class _Resolver:
 
     def _asked(self, text: str, path: Path) -> str:
         absolute = _absolute(text, path)
-        return absolute.replace(_ENVIRONMENT, "composer_fsdp2.nobody") if self._hides else absolute
+        return absolute.replace(_ENVIRONMENT, _NOBODY) if self._hides else absolute
 
     def _holdable(self, value: Any, path: Path) -> Any:
         """The value as OmegaConf can hold it: its YAML reader takes a date for text, and no broken interpolation."""
@@ -161,7 +162,8 @@ def _from_environment(raw: Any, resolved: Any, without: Any, path: Path) -> Iter
     elif isinstance(resolved, Mapping):  # an interpolation that stands for a mapping
         for key, each in resolved.items():
             other = without.get(key) if isinstance(without, Mapping) else None
-            yield from _from_environment(raw, each, other, (*path, key))
+            own = other.replace(_NOBODY, _ENVIRONMENT) if isinstance(other, str) and "${" in other else raw
+            yield from _from_environment(own, each, other, (*path, key))
     elif resolved != without and resolved != raw:
         yield path, (raw, resolved)
 

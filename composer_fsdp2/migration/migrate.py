@@ -19,7 +19,7 @@ from composer_fsdp2.migration.changes import Change, change_section, not_as_mean
 from composer_fsdp2.migration.dialect import Dialect, Path, Section, has_path, value_at
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_WORDS, foreign_system
-from composer_fsdp2.migration.documents import Document, differences, open_document
+from composer_fsdp2.migration.documents import Document, differences, open_document, referred
 from composer_fsdp2.migration.interpolation import Resolved, resolve, shown
 from composer_fsdp2.migration.targets import TARGETS
 
@@ -271,7 +271,8 @@ def _check(file: _File, sections: list[tuple[Dialect, Section]], target: Dialect
         if problem := next(filter(None, above), "") or document.duplicate(section.path):
             raise ConfigError(problem)
         written = value_at(document.values, section.path)
-        if any(path[: len(section.path)] == section.path for path, (text, _) in environment.items() if text == written):
+        is_below = any(path[: len(section.path)] == section.path for path in environment)
+        if isinstance(written, str) and is_below and referred(document.values, written) is None:
             raise ConfigError(
                 f"{document.name}:{document.line_of(section.path)}:1: {section.place} is {written}; migrate what that "
                 "holds"

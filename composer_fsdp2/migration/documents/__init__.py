@@ -13,6 +13,7 @@ from composer_fsdp2.migration.documents.edits import (
     Path,
     differences,
     entries_of,
+    referred,
     with_entries,
 )
 from composer_fsdp2.migration.documents.json import JsonDocument, json_lines
@@ -30,6 +31,7 @@ __all__ = [
     "entries_of",
     "format_of",
     "open_document",
+    "referred",
     "suffix_for",
     "with_entries",
 ]

@@ -1,5 +1,7 @@
 """A text with its values and places, and edits by positions, which leave every other character as it is."""
 
+import functools
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,6 +125,29 @@ def references_in(text: str) -> Iterator[tuple[Path, int]]:
             line += 1
         else:
             yield tuple(int(part) if part.isdecimal() else part for part in found[1].split(".")), line
+
+
+_ONE_REFERENCE = re.compile(r"\$\{[\w.]+\}")
+
+
+def referred(values: Any, written: Any) -> Mapping[str, Any] | None:
+    """The mapping that stands in a file where an interpolation refers to, by way of others; None if there is none."""
+    for _ in range(MAX_DEPTH):
+        if not (isinstance(written, str) and _ONE_REFERENCE.fullmatch(written)):
+            break
+        ((path, _),) = references_in(written)
+        try:
+            written = functools.reduce(operator.getitem, path, values)
+        except (KeyError, IndexError, TypeError):
+            return None
+    return written if isinstance(written, Mapping) else None
+
+
+def with_references(values: Any, written: Any) -> Any:
+    """The values as they are written, with their interpolations, as far as these mean the same in another place."""
+    if isinstance(values, Mapping) and isinstance(written, Mapping):
+        return {key: with_references(each, written.get(key)) for key, each in values.items()}
+    return written if isinstance(written, str) and "${" in written and "${." not in written else values
 
 
 class Document(Protocol):

@@ -22,6 +22,8 @@ from composer_fsdp2.migration.documents.edits import (
     entries_of,
     is_too_deep,
     references_in,
+    referred,
+    with_references,
 )
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -102,7 +104,7 @@ class JsonDocument:
         if not replacements and not additions:
             return []
         if path and self.written_as(path):  # an interpolation: its entries are written out in its place
-            values = dict(given or {})
+            values = with_references(dict(given or {}), referred(self.values, self.written_as(path)))
             new = {key: each for old in values.items() for key, each in replacements.get(old[0], [old])}
             return self.edit_mapping(path[:-1], {str(path[-1]): [(str(path[-1]), new | dict(additions))]})
         entries = self._entries(path)

@@ -15,7 +15,16 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.documents.edits import Edit, NewEntry, Path, Settings, entries_of, references_in
+from composer_fsdp2.migration.documents.edits import (
+    Edit,
+    NewEntry,
+    Path,
+    Settings,
+    entries_of,
+    references_in,
+    referred,
+    with_references,
+)
 from composer_fsdp2.migration.documents.json import JsonDocument
 from composer_fsdp2.migration.documents.yaml_text import YamlText, is_mapping
 
@@ -64,7 +73,7 @@ def _edit_mapping(
         return [Edit(start, node.end_mark.index, flow_text(dict(additions)))]
     if replacements.keys() & document.merged(path).keys():  # also a key of its own: the merge would bring it back
         merged = document.merged(path)
-        replacements = _without_merge(entries, _with_references(values, merged), replacements)
+        replacements = _without_merge(entries, with_references(values, merged), replacements)
     kept = {key: document.text[entry.start : entry.end] for key, entry in entries.items()}
     same = {(key, flow_text(values[key])): text for key, text in kept.items() if key in values}
     if node.flow_style:
@@ -76,31 +85,13 @@ def _written_out(
     document: YamlText, path: Path, values: Mapping[str, Any], replacements: Mapping[str, Settings], additions: Settings
 ) -> list[Edit]:
     """All entries, in the place of what stands for the mapping, or beside what is merged there."""
-    kept = _with_references(values, _referred(document, path))
+    kept = with_references(values, referred(document.values, _values_at(document, path)))
     entries = {key: new for old in kept.items() for key, new in replacements.get(old[0], [old])} | dict(additions)
     here = (str(path[-1]), entries)
     parent = document.node(path[:-1])
     if is_mapping(parent) and any(entry.key == path[-1] for entry in _entries(document.text, parent)):
         return _edit_mapping(document, path[:-1], {here[0]: [here]})
     return _edit_mapping(document, path[:-1], {}, [here])
-
-
-def _referred(document: YamlText, path: Path) -> Any:
-    """What stands for a mapping, as it is written: an alias's mapping, or an interpolation's."""
-    written = _values_at(document, path)
-    if not isinstance(written, str):
-        return written
-    try:
-        return next((_values_at(document, each) for each, _ in references_in(written)), None)
-    except (KeyError, IndexError, TypeError):
-        return None
-
-
-def _with_references(values: Any, written: Any) -> Any:
-    """The values as they are written, with their interpolations, as far as these mean the same in another place."""
-    if isinstance(values, Mapping) and isinstance(written, Mapping):
-        return {key: _with_references(each, written.get(key)) for key, each in values.items()}
-    return written if isinstance(written, str) and "${" in written and "${." not in written else values
 
 
 def _without_merge(
