@@ -5,8 +5,8 @@
 
 The files are LLM Foundry's kind (comments, interpolations, a section for FSDP1), each another, made by this script in a
 temporary folder; the command runs as a user types it, with ``--write``, so that its start and the writing are in the
-time. Processor time is that of all its processes, and says on a busy machine what the clock cannot. Exit code 0, or 1 if
-a bar does not hold.
+time. Processor time is that of all its processes, and says on a busy machine what the clock cannot. Exit code 0, or 1
+if a bar does not hold.
 """
 
 import os
