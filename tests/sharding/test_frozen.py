@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
-from support.models import Block, Chain, Model, layer, tied_model, tokens
+from support.models import Block, Chain, Model, features, layer, tied_model, tokens
 from support.ranks import run_ranks
 from support.training import FULL, compare_training, named_parameters
 from torch import nn
@@ -22,6 +22,7 @@ from composer_fsdp2 import (
     ShardingConfig,
     ShardingPlan,
     apply_plan,
+    clip_grad_norm_,
     plan_sharding,
     prepare_fully_shard,
 )
@@ -197,8 +198,25 @@ CASES: dict[str, tuple[dict[str, Any], list[str], bool]] = {
 }
 
 
+def check_root(frozen: str) -> None:
+    """A root without a trained parameter, before or behind the one that learns."""
+    torch.set_default_dtype(torch.float64)
+    model = Chain(a=Chain({"x": True}, x=layer(), y=layer()), b=Chain({"x": True}, x=layer(), y=layer()))
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+    reference = copy.deepcopy(model)
+    reference.get_submodule(frozen).requires_grad_(False)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
+    prepare_fully_shard(model, ours, FULL | {"freeze": [frozen], "collective_guard": 60}, device="cpu")
+    compare_training(model, reference, ours, theirs, features)
+    model(features(dist.get_rank())).square().mean().backward()
+    norms = clip_grad_norm_(model, 1e-3)
+    assert [name for name, norm in norms.items() if not norm] == [frozen]
+
+
 def check_all_train() -> None:
     for_each(check_trains, CASES)
+    for_each(check_root, {name: (name,) for name in "ab"})
 
 
 def test_frozen_parameters_stay_and_the_others_learn_as_in_one_process():
