@@ -56,7 +56,7 @@ def _explain(asked: str | None, dialect: str | None, *, as_json: bool) -> None:
         print("\n\n".join(map(str, answer.keys)), end="\n" if answer.keys else "")
     else:
         _show_all(answer.keys, answer.implicit)
-    sys.stdout.flush()  # here, where somebody who has seen enough is expected
+    print(end="", flush=True)  # here, where somebody who has seen enough is expected
     if answer.error:
         print(f"composer-fsdp2: {answer.error}", file=sys.stderr)
     sys.exit(2 if answer.error else 0)

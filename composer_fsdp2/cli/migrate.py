@@ -145,8 +145,7 @@ def _migrate(names: Sequence[str], options: Options) -> None:
         _show_one(report.results[0], options)
     else:
         _show_several(report, options)
-    # Here, where somebody who has seen enough is expected, and before what stands beside it.
-    sys.stdout.flush()
+    print(end="", flush=True)  # here, where somebody who has seen enough is expected
     _tell(report, options)
     sys.exit(report.exit_code)
 
@@ -161,7 +160,7 @@ def _report_on(names: Sequence[str], options: Options) -> Report:
     try:
         _check_report(options.report)
         paths = [STANDARD_INPUT if name == "-" else Path(name) for name in names]  # ./- is a file of that name
-        sources = sources_of(paths, output=options.output, standard_input=sys.stdin.buffer.read)
+        sources = sources_of(paths, output=options.output, standard_input=_standard_input)
         work = migrate_files(
             sources,
             Destination(in_place=options.write, output=options.output, force=options.force),
@@ -176,11 +175,22 @@ def _report_on(names: Sequence[str], options: Options) -> Report:
         if options.report is not None:
             options.report.write_text(Report(results=results).markdown())
         error = ""
+    except KeyboardInterrupt:
+        error = f"interrupted; files done: {len(results)}"
     except ComposerFSDP2Error as problem:
         error = str(problem)
     except OSError as problem:
         error = f"{problem.filename}: {problem.strerror}"
     return Report(results=results, error=error, fails_on_change=options.fail_on_change)
+
+
+def _standard_input() -> bytes:
+    if sys.stdin is None:
+        raise ConfigError("- is standard input, which is closed")
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as problem:
+        raise ConfigError(f"- is standard input, which cannot be read: {problem.strerror}") from problem
 
 
 def _check_report(path: Path | None) -> None:

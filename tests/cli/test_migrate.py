@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from composer_fsdp2.cli.main import main
+from composer_fsdp2.migration import files
 from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
 from composer_fsdp2.migration.report import SCHEMA
 
@@ -297,6 +298,29 @@ def test_what_many_files_say_fits_on_a_screen(folder: Path):
     assert "301 files: 100 nothing to change, 201 to decide" in done.stderr
 
 
+def test_a_bar_takes_nothing_from_the_output(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """`migrate runs --diff > runs.patch` on a terminal would be an empty patch, and the diff lost on the screen."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal to rich
+    (folder / "broken.yaml").unlink()
+    done = run(folder, ".", "--diff")
+    assert done.stdout.count("-  limit_all_gathers: true") == 2 and "limit_all" not in done.stderr
+    assert report_of(run(folder, ".", "--json"))["exit_code"] == 1
+
+
+def test_what_was_done_is_told_after_an_interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C in the middle of `--write` leaves the question which files are changed."""
+    done_before = files.migrate_files
+
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[files.FileResult]:
+        yield next(done_before(*arguments, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "migrate_files", interrupted)
+    done = run(folder, "good.yaml", "deep", "--write")
+    assert done.returncode == 2 and "interrupted; files done: 1" in done.stderr
+    assert "good.yaml: written" in done.stdout and "good.yml" not in done.stdout
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Standard input
 
@@ -356,6 +380,9 @@ def test_standard_input_cannot_be_changed_in_place(folder: Path):
     ):
         done = run_with_input(folder, GOOD, *arguments)
         assert done.returncode == 2 and message in done.stderr, arguments
+    with mock.patch.object(sys, "stdin", None):  # as cron may leave it
+        assert "which is closed" in run(folder, "-").stderr
+        assert run(folder, "good.yaml").returncode == 0
     assert "<stdin>:1:4: no UTF-8" in run_with_input(folder, b"a: \xff", "-").stderr
     assert files_in(folder) == before
 
