@@ -276,8 +276,16 @@ def _checkpointing_fate(finding: Finding, held: Held) -> Finding:
         return off(finding)
     if (of_text := _text_fate(finding, held)) is not finding:
         return of_text
-    if wrap_of(held.settings).kind is not WrapKind.ROOT:
+    kind = wrap_of(held.settings).kind
+    if kind is WrapKind.CLASSES:
         return finding
+    if kind is WrapKind.SIZE:
+        return replace(
+            finding,
+            outcome=Outcome.APPROXIMATE,
+            reason="accelerate recomputes the modules that its policy chose by size; here the layers that the model "
+            "names are recomputed: the same numbers, another memory",
+        )
     if held.reader.is_fsdp2:
         return replace(
             finding,

@@ -731,6 +731,15 @@ def test_both_ways_to_recompute_differ_in_what_they_keep() -> None:
     assert "dropout" in found.reason
 
 
+def test_what_was_recomputed_by_size_is_told() -> None:
+    """accelerate recomputed the modules that its size rule chose; no file of Composer's says so."""
+    settings = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000}
+    file = {"distributed_type": "FSDP", "fsdp_config": settings | {"fsdp_activation_checkpointing": True}}
+    (section,) = migrate_text(yaml.safe_dump(file), to="composer").sections
+    (found,) = [each for each in section.findings if each.key == "fsdp_config.fsdp_activation_checkpointing"]
+    assert found.outcome is Outcome.APPROXIMATE and "by size" in found.reason
+
+
 @pytest.mark.parametrize("words", ["full_shard", "full_shard auto_wrap"])
 def test_recomputing_under_composer_needs_no_hook_of_the_model(words: str) -> None:
     """Without the model's hook Composer recomputes nothing: a run that fitted runs out of memory, with no word why."""
