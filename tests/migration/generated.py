@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+UNSET = "${oc.env:COMPOSER_FSDP2_NOBODY}"  # where it runs, somebody has
 # What a section may say. Nothing here knows what becomes of it; some combinations contradict each other, as users' do.
 COMPOSER: Mapping[str, list[Any]] = {
     "sharding_strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
@@ -30,6 +31,8 @@ COMPOSER: Mapping[str, list[Any]] = {
     "te_checkpoint_wrapper": [False],
     "state_dict_type": ["full", "sharded"],
     "load_monolith_rank0_only": [True, False],
+    "sharded_ckpt_prefix_dir": ["ep{epoch}", UNSET],
+    "load_planner": [None, UNSET],
     "verbose": [True, False],
     "auto_wrap": [True, False],
     "min_params": ["1e8", 100],
@@ -160,6 +163,10 @@ ROLL: Mapping[str, list[Any]] = {
     "ep_size": [1, 2],
     "save_only_model": [True, False],
     "reduce_scatter_during_grad_accumulation": [True, False],
+    "moe_use_grouped_mm": [True, False],
+    "init_tokenizer_processor": [True, UNSET],
+    "enable_mix_precision": [True, UNSET],
+    "fsdp_sise": [4],
     "made_up": [None],
 }
 TORCHTITAN: Mapping[str, list[Any]] = {
@@ -170,6 +177,8 @@ TORCHTITAN: Mapping[str, list[Any]] = {
     "parallelism.context_parallel_degree": [1, 2],
     "parallelism.pipeline_parallel_degree": [1, 2],
     "parallelism.expert_parallel_degree": [1, 4],
+    "parallelism.enable_async_tensor_parallel": [True, False],
+    "parallelism.enable_fsdp_symm_mem": [True],
     "parallelism.made_up": [1],
     "training.mixed_precision_param": ["bfloat16", "float32"],
     "training.mixed_precision_reduce": ["float32"],
@@ -180,7 +189,11 @@ TORCHTITAN: Mapping[str, list[Any]] = {
     "activation_checkpoint.selective_ac_option": ["2", "op"],
     "checkpoint.enable": [True],
     "checkpoint.async_mode": ["async", "disabled"],
+    "checkpoint.last_save_model_weights_only": [True, False],
     "compile.enable": [True, False],
+    "model.name": ["llama3", "flux", "transformers_modeling_backend"],
+    "model.converters": ["float8", "my_own"],
+    "float8.enable_fsdp_float8_all_gather": [True, False],
 }
 
 
@@ -240,6 +253,8 @@ def plain(value: Any) -> str:
         return "[" + ", ".join(map(plain, value)) + "]"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str) and "{" in value:
+        return f'"{value}"'
     return "null" if value is None else str(value)
 
 
@@ -433,7 +448,8 @@ def torchtitan_files(draw: st.DrawFn) -> File:
         tables.setdefault(table, []).append(f"{name} = {text}  # {name}\n")
     text = "# a run\n[job]\ndump_folder = 'out'\n\n"
     text += "\n".join(f"[{table}]\n{''.join(lines)}" for table, lines in tables.items())
-    keys = tuple(key for key in values if key != "training.local_batch_size")  # which only tells whose file it is
+    # Of what only tells whose file it is, and whose model, there is no line.
+    keys = tuple(key for key in values if key not in ("training.local_batch_size", "model.name"))
     return File("", text, "", keys, (), suffix=".toml")
 
 
