@@ -642,3 +642,58 @@ def test_a_key_that_is_overruled_or_off_is_told_so():
     found = {each.name: each for each in section.findings}
     assert "while training goes on" not in found["async_save_ckpt"].reason
     assert found["enable_mix_precision"].outcome is Outcome.UNNEEDED
+
+
+# --- files of the shapes that ROLL's own examples have, written for this test
+
+POLICY = "wrap_policy: {wrap_embeddings: true, moe_experts: [Expert], transformer_layer_cls_to_wrap: [A]}"
+
+
+def shape(model_args: str = "{}", config: str = "", reference: str = "hf_infer, strategy_config: ~") -> str:
+    return (
+        "defaults: [../config/envs@_here_]\nhydra: {run: {dir: .}}\nexp_name: x\noutput_dir: ./out/${exp_name}\n"
+        "lora: q_proj,v_proj\nmax_grad_norm: 1.0\ncustom_envs:\n  Simple: ${custom_env.Simple}\n"
+        f"actor_train:\n  model_args: {model_args}\n  strategy_args:\n    strategy_name: fsdp2_train\n"
+        "    strategy_config:\n      enable_mix_precision: true\n      fsdp_size: 8\n      offload_policy: false\n"
+        + "".join(f"      {line}\n" for line in config.splitlines())
+        + "  device_mapping: list(range(0, 16))\n"
+        f"reference:\n  model_args: {model_args}\n  strategy_args: {{strategy_name: {reference}}}\n"
+        "  device_mapping: list(range(0, 8))\n"
+    )
+
+
+INFER = "fsdp2_infer, strategy_config: {fsdp_size: 8, offload_policy: true}"
+# Each with the keys that a user has to do something about, in whichever worker.
+SHAPES: dict[str, tuple[str, list[str]]] = {
+    "dense": (shape(), []),
+    "a key of no release": (shape(config="use_batched_model_update: false"), []),
+    "with a teacher": (shape(reference=INFER), []),
+    "adapters": (shape("{disable_gradient_checkpointing: true, lora_target: '${lora}', lora_rank: 32}"), []),
+    "frozen tower": (shape("{freeze_module_prefix: model.visual}"), []),
+    "patched experts": (
+        shape(config=f"apply_expert_patch: true\napply_tiled_mlp: true\n{POLICY}", reference=INFER),
+        [],
+    ),
+    "grouped products": (shape("{ulysses_size: 1}", config="moe_use_grouped_mm: true\napply_tiled_mlp: false"), []),
+    "Ulysses": (shape("{ulysses_size: 2}", config=POLICY, reference=INFER), ["model_args.ulysses_size"] * 2),
+    "expert parallelism": (shape(config=f"ep_size: 8\nefsdp_size: 2\n{POLICY}"), ["ep_size"]),
+    "misspelt": (shape(config="offload: true"), ["offload"]),
+}
+
+
+def test_exit_1_has_a_reason():
+    """Nearly every example of ROLL's ended with 1, most only because of its units and what they recompute."""
+    for name, (text, expected) in SHAPES.items():
+        migration = migrate_text(text, "run.yaml")
+        assert [each.key for each in migration.blocking] == expected, name
+        assert all(each.reason and each.hint for each in migration.blocking), name
+        assert "custom_envs:\n  Simple: ${custom_env.Simple}\n" in migration.after, name
+
+
+def test_each_worker_gets_its_own_section_in_its_place():
+    """A file with an actor and a teacher needs no --at, and the actor's settings do not become the teacher's."""
+    after = yaml.safe_load(migrate_text(SHAPES["with a teacher"][0], "run.yaml").after)
+    actor, reference = after["actor_train"]["fsdp_config"], after["reference"]["fsdp_config"]
+    assert "cpu_offload" not in actor and reference["cpu_offload"] is True
+    assert actor["data_parallel_replicate_degree"] == -1 and "data_parallel_replicate_degree" not in reference
+    assert not {"strategy_args"} & (after["actor_train"].keys() | after["reference"].keys())

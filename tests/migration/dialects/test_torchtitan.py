@@ -617,3 +617,79 @@ def comparable(run: RunConfig) -> RunConfig:
 def test_the_exact_configs_are_exact(run: RunConfig):
     """The property above tests something: all that TorchTitan has a word for is expressed without a finding."""
     assert TITAN.express(run).findings == ()
+
+
+# --- files of the shapes that each release's own train_configs have, written for this test
+
+TRAINING = "local_batch_size = 2\nseq_len = 4096\nmax_norm = 1.0\nsteps = 100\n"
+SAVING = 'folder = "checkpoint"\ninterval = 500\nexport_dtype = "float32"\nasync_mode = "disabled"\n'
+AXES = "data_parallel_replicate_degree = 1\ndata_parallel_shard_degree = -1\n"
+ONES = 'fsdp_reshard_after_forward = "default"\ntensor_parallel_degree = 1\npipeline_parallel_degree = 1\n'
+OFF = "enable_fsdp_float8_all_gather = false\nprecompute_float8_dynamic_scale_for_fsdp = false\n"
+
+
+def shape(model: str, parallel: str, saving: str, recompute: str, *more: str, training: str = "") -> str:
+    tables = {"training": TRAINING + training, "parallelism": AXES + parallel, "checkpoint": saving + SAVING}
+    tables["activation_checkpoint"] = recompute
+    text = f'[model]\nname = "{model}"\nflavor = "small"\n'
+    return text + "".join(f"[{name}]\n{lines}" for name, lines in tables.items()) + "".join(more)
+
+
+BY_OPERATOR, EVERY_SECOND = (f"mode = 'selective'\nselective_ac_option = '{option}'\n" for option in ("op", "2"))
+FULLY, KEPT = 'mode = "full"\n', "mode = 'none'\nselective_ac_option = '2'\n"
+V1, V2 = (
+    "enable_checkpoint = false\nlast_save_model_weights_only = false\n",
+    "enable = false\nlast_save_model_only = true\n",
+)
+COMPILED = '[compile]\nenable = {0}\ncomponents = ["loss"]\n'
+LINEAR = f"[quantize.linear.float8]\n{OFF}"
+EXPERTS = "expert_parallel_degree = 1\nexpert_tensor_parallel_degree = 8\n"
+# Each with the keys that a user has to do something about.
+SHAPES: dict[str, tuple[str, list[str]]] = {
+    "v0.1.0 dense": (shape("llama3", ONES, V1, BY_OPERATOR, f"[float8]\n{OFF}", training="compile = false\n"), []),
+    "v0.1.0 tensors": (
+        shape("llama3", ONES.replace("tensor_parallel_degree = 1", "tensor_parallel_degree = 8"), V1, FULLY),
+        ["tensor_parallel_degree"],
+    ),
+    "v0.1.0 float8": (
+        shape(
+            "llama3", ONES, V1, FULLY, f"[float8]\n{OFF.replace('false', 'true')}", training="compile = true\n"
+        ).replace("[training]", 'converters = ["float8"]\n[training]'),
+        ["model.converters"],
+    ),
+    "v0.1.0 flux": (
+        shape(
+            "flux",
+            "",
+            V1,
+            FULLY,
+            '[experimental]\ncustom_args_module = "flux.job_config"\n',
+            training="img_size = 256\n",
+        ),
+        [],
+    ),
+    "v0.1.0 pipeline": (
+        shape("deepseek_v2", "pipeline_parallel_degree = 2\nexpert_parallel_degree = 2\n", V1, KEPT),
+        ["pipeline_parallel_degree", "expert_parallel_degree"],
+    ),
+    "v0.2.0 dense": (shape("llama3", ONES, V2, EVERY_SECOND, COMPILED.format("false"), LINEAR), []),
+    "v0.2.0 experts": (shape("llama4", ONES + EXPERTS, V2, BY_OPERATOR, LINEAR), []),
+    "v0.2.0 compiled loss": (shape("deepseek_v3", ONES, V2, BY_OPERATOR, COMPILED.format("true"), LINEAR), []),
+    "v0.2.0 saved": (shape("qwen3", ONES, V2.replace("false", "true"), FULLY + "selective_ac_option = 'op'\n"), []),
+    "v0.2.1 transformers": (shape("transformers_modeling_backend", ONES, V2, EVERY_SECOND), []),
+    "v0.2.1 vision": (shape("llama3-siglip2", ONES, V2, EVERY_SECOND, training="max_patches_per_image = 1024\n"), []),
+    "v0.2.2 kept": (shape("gpt_oss", ONES, V2, KEPT, COMPILED.format("false")), []),
+    "v0.2.2 context": (
+        shape("llama3", "context_parallel_degree = 2\ncontext_parallel_rotate_method = 'alltoall'\n", V2, FULLY),
+        ["context_parallel_degree"],
+    ),
+}
+
+
+def test_exit_1_has_a_reason():
+    """Nearly every file of TorchTitan's ended with 1, most only because of its blocks and what they recompute."""
+    for name, (text, expected) in SHAPES.items():
+        migration = migrate_text(text, f"{name}.toml")
+        assert [each.key for each in migration.blocking] == expected, name
+        assert all(each.reason and each.hint for each in migration.blocking), name
+        assert migrate_text(text, f"{name}.toml", to="torchtitan").exit_code == 0, name
