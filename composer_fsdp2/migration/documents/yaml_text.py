@@ -238,9 +238,9 @@ class YamlText:
         try:
             return self._constructor.construct_object(node)
         except yaml.constructor.ConstructorError as error:  # =, or a tag of somebody's own
-            raise _BadNode(f"{node.value}: {error.problem}".removeprefix(": "), node) from error
+            raise _BadNode(f"{_cut(node)}: {error.problem}".removeprefix(": "), node) from error
         except (ValueError, KeyError) as error:  # a date that is none
-            raise _BadNode(f"{node.value} is not a value: {error}", node) from error
+            raise _BadNode(f"{_cut(node)} is not a value: {error}", node) from error
 
     def _key_of(self, node: Node) -> Any:
         if not isinstance(node, ScalarNode):
@@ -273,6 +273,11 @@ class _BadNode(Exception):
     def __init__(self, message: str, node: Node) -> None:
         super().__init__(message)
         self.node = node
+
+
+def _cut(node: ScalarNode) -> str:
+    text = str(node.value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _is_merge(node: Node) -> bool:
