@@ -4,6 +4,7 @@ tomllib reads the values, and refuses what is not TOML; it keeps no places, so a
 stands. The scanner may rely on the text being right. Called by ``migrate``; reads and writes no file.
 """
 
+import datetime
 import json
 import re
 import tomllib
@@ -346,6 +347,8 @@ def toml_text(value: object) -> str:
         return repr(value)
     if isinstance(value, str):
         return _string(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_text, value)) + "]"
     if isinstance(value, Mapping):

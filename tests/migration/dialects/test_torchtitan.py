@@ -451,6 +451,15 @@ def test_names_of_earlier_releases_become_those_of_the_last():
     assert not again.is_changed
 
 
+def test_a_value_of_any_type_moves_with_its_key():
+    """A date where true or false belongs was a traceback, once its key had a new name."""
+    for written in ("1979-05-27", "1979-05-27T07:32:00Z", "07:32:00", "inf"):
+        text = f"[parallelism]\ntensor_parallel_degree = 1\n[checkpoint]\nenable_checkpoint = {written}\n"
+        migration = migrate_text(text, "run.toml", to="torchtitan")
+        before, after = (tomllib.loads(each)["checkpoint"] for each in (text, migration.after))
+        assert list(after.values()) == list(before.values())
+
+
 def test_the_new_name_goes_first():
     """A file with both names is what v0.2.2 would make of it, and does not get a key twice."""
     text = "[parallelism]\ntensor_parallel_degree = 1\n[checkpoint]\nenable = false\nenable_checkpoint = true\n"
