@@ -111,7 +111,7 @@ def may_configure(content: bytes) -> bool:
 
 # A key of a section, or an escape with which one may be written in other letters.
 _WORDS = "|".join(sorted({*FOREIGN_WORDS, *(word for dialect in DIALECTS.values() for word in dialect.words)}))
-_KEY = re.compile(rf"""\b(?:{_WORDS})[\w.]{{0,80}}["']?\s*[:=\]]|\\[xu]""")
+_KEY = re.compile(rf"""\b(?:{_WORDS})[\w.]{{0,1000}}["']?\s*[:=\]]|\\[xu]""")
 
 
 def migrate_text(

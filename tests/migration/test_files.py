@@ -87,7 +87,7 @@ UNUSABLE: dict[str, tuple[str | bytes, str]] = {
     "deep.yaml": ("fsdp_config: " + "[" * 3000 + "]" * 3000, "deep.yaml:1:"),
     "block.yaml": ("".join(f"{' ' * n}fsdp:\n" for n in range(3000)), "block.yaml:65:65: values are nested more than"),
     "deep.json": ('{"fsdp_config": ' + "[" * 3000 + "]" * 3000 + "}", "deep.json:1:1: values are nested more than"),
-    "deep.toml": ("parallelism." + ".".join("a" * 3000) + " = 1", "deep.toml:1:1: values are nested more than"),
+    "deep.toml": ("[parallelism]\n" + ".".join("a" * 3000) + " = 1", "deep.toml:1:1: values are nested more than"),
     "laughs.yaml": (
         "a: &a [x, x, x, x, x, x, x, x, x]\n"
         + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True))
