@@ -175,11 +175,11 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         ),
         *lacks,
     )
-    if not target.heads or not document.takes_entries:
+    frame = of.frame(section)
+    if frame is None or not target.heads or not document.takes_entries:
         source = document.name.replace("\\", "/").rpartition("/")[2]
         values = file_values(target, expression)
         return Change(findings=findings, text=file_text(target, values, source), values=values)
-    frame = of.frame(section)
     new, beside = _framed(frame, section, reading, target, expression)
     parent = frame.entry[:-1]
     edits = document.replace_entry(frame.entry, new, given=_mapping_at(section, parent))

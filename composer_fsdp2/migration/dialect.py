@@ -191,8 +191,12 @@ class Dialect:
         """The key that asks for it."""
         return next((row for row in self.rows if row.capability == capability), None) if capability else None
 
-    def frame(self, section: Section) -> Frame:
-        """What goes where another system's section comes."""
+    def holder(self, path: Path) -> Path:
+        """The path of the section that a user means who names a mapping in it; the mapping itself, if it is one."""
+        return path
+
+    def frame(self, section: Section) -> Frame | None:
+        """What goes where another system's section comes; None where that has no place in such a file."""
         return Frame(entry=section.path, inner=section.path)
 
     def sections(self, values: Mapping[str, Any]) -> list[Path]:

@@ -255,12 +255,15 @@ def _sections_at(file: _File, found: list[tuple[str, Path]], dialect: str | None
     below = [(name, each) for name, each in found if each[: len(path)] == path]
     if below:
         return below
+    around = [(name, each) for name, each in found if each != path and DIALECTS[name].holder(path) == each]
+    if around:
+        return around
     where = f"{document.name}:{_line_of(document, path)}:1: {at}"
     if not isinstance(value, dict):
         raise ConfigError(f"{where} is not a mapping")
     if dialect is None:
         raise ConfigError(f"{where} could be any system's; say --dialect {', '.join(DIALECTS)}")
-    return [(dialect, path)]
+    return [(dialect, DIALECTS[dialect].holder(path))]
 
 
 def _check(file: _File, sections: list[tuple[Dialect, Section]], target: Dialect) -> None:

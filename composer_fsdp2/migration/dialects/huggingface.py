@@ -54,7 +54,7 @@ from composer_fsdp2.migration.dialects.huggingface_keys import (
     VERSION_REASON,
     Held,
 )
-from composer_fsdp2.migration.dialects.huggingface_reading import findings_of, held_by, run_of
+from composer_fsdp2.migration.dialects.huggingface_reading import findings_of, held_by, is_bare, run_of
 from composer_fsdp2.migration.dialects.huggingface_values import (
     A1,
     A2,
@@ -121,7 +121,29 @@ def _rewrite_accelerate(section: Section, held: Held, run: RunConfig) -> list[Ma
     return [MappingEdit(path=section.path, replacements=beside), *edits] if beside else edits
 
 
+def _rewrite_bare(section: Section, held: Held) -> list[MappingEdit]:
+    """The same in a file that has nothing but the settings."""
+    new: list[tuple[str, Any]] = [
+        ("version", 2),
+        ("reshard_after_forward", held.settings["reshard_after_forward"]),
+        ("state_dict_type", STATE_DICTS[held.settings["state_dict_type"]]),
+    ]
+    policy = held.settings["auto_wrap_policy"]
+    new += [("auto_wrap_policy", policy)] if policy != "TRANSFORMER_BASED_WRAP" else []
+    names = {name for name, _ in new}
+    gone = [
+        each.key
+        for each in held.given
+        if each.key in section.given
+        and (each.row is None or each.row.group == SETTINGS)
+        and (each.row is None or each.row.name in GONE or each.row.name in names or not each.is_read)
+    ]
+    return [MappingEdit(path=section.path, replacements={key: [] for key in gone}, additions=new)]
+
+
 def _rewrite_trainer(section: Section, held: Held) -> list[MappingEdit]:
+    if is_bare(section.given):
+        return _rewrite_bare(section, held)
     settings = section.given.get("fsdp_config")
     new: list[tuple[str, Any]] = [
         ("version", 2),
@@ -233,6 +255,11 @@ class HuggingFaceDialect(Dialect):
         )
     )
 
+    def holder(self, path: Path) -> Path:
+        return (
+            path[:-1] if path[-1:] and path[-1] in ("fsdp_config", "parallelism_config", "deepspeed_config") else path
+        )
+
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
         """A mapping with a Trainer's FSDP arguments, or a configuration file of accelerate's."""
         settings, fsdp = values.get("fsdp_config"), values.get("fsdp")
@@ -241,7 +268,9 @@ class HuggingFaceDialect(Dialect):
         if is_axolotl(values):
             return None
         has_settings = isinstance(settings, str) or (isinstance(settings, Mapping) and len(settings) > 0)
-        if "distributed_type" in values:
+        if not path and is_bare(values):
+            is_section = True
+        elif "distributed_type" in values:
             is_section = values["distributed_type"] == "FSDP" or has_settings
         elif isinstance(fsdp, str | list | bool):
             is_section = bool(fsdp) or has_settings
@@ -303,8 +332,10 @@ class HuggingFaceDialect(Dialect):
         of_run = differences_of(run, has_degrees=held.key_of("dp_shard_size") is not None)
         return (*reading.findings, *of_run, *([_TRAINER_FSDP2] if held.reader.is_trainer else []))
 
-    def frame(self, section: Section) -> Frame:
-        """What is FSDP's own goes, and so does what decides the precision."""
+    def frame(self, section: Section) -> Frame | None:
+        """What is FSDP's own goes, and so does what decides the precision; of a file that is nothing else, all."""
+        if is_bare(section.given):
+            return None
         names = ("fsdp_config", "deepspeed_config", "fsdp", "distributed_type")
         main = next((name for name in names if section.given.get(name)), "fsdp_config")
         is_nested = isinstance(section.given.get("fsdp_config"), Mapping)

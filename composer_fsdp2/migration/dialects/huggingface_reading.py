@@ -46,7 +46,7 @@ from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
 
 def _reader_of(values: Mapping[str, Any]) -> Reader:
-    settings = values.get("fsdp_config")
+    settings = values if is_bare(values) else values.get("fsdp_config")
     given = settings if isinstance(settings, Mapping) else {}
     if values.get("distributed_type") == "DEEPSPEED":
         return Reader.ACCELERATE_DEEPSPEED
@@ -57,10 +57,34 @@ def _reader_of(values: Mapping[str, Any]) -> Reader:
     return Reader.TRAINER_FSDP2 if is_fsdp2 else Reader.TRAINER_FSDP1
 
 
+def is_bare(values: Mapping[str, Any]) -> bool:
+    """Whether these are the keys of an ``fsdp_config`` itself, as in the JSON file that a Trainer is given."""
+    if "fsdp_config" in values or "distributed_type" in values:
+        return False
+    plain = [str(name).removeprefix(PREFIX) for name in values if name not in _ANSWERS]
+    num_known = sum((SETTINGS, name) in BY_PLACE for name in plain)
+    is_theirs = any(str(name).startswith(PREFIX) for name in values) or bool(_OF_TRAINERS.intersection(plain))
+    return is_theirs and 2 * num_known >= len(plain)
+
+
+# What a Trainer is told elsewhere, and passes over in such a file, where it answers what the file leaves open.
+_ANSWERS = ("fsdp", "bf16", "fp16", "gradient_checkpointing")
+# Keys that no other system's section has, all on their own.
+_OF_TRAINERS = frozenset(("transformer_layer_cls_to_wrap", "min_num_params", "cpu_ram_efficient_loading", "xla"))
+
+
 def _given(values: Mapping[str, Any], reader: Reader, *, is_file: bool) -> tuple[GivenKey, ...]:
     """The keys that are FSDP's own; what else a Trainer's arguments hold is none of it."""
     groups = {"fsdp_config": SETTINGS, "parallelism_config": DEGREES, "deepspeed_config": DEEPSPEED}
     found: list[GivenKey] = []
+    if is_bare(values):  # a file, of whose keys every release takes the prefix off
+        names = [str(name) for name in values if name not in _ANSWERS]
+        found = [
+            _nested_key(name, name.removeprefix(PREFIX), values[name], SETTINGS, reader)
+            for name in names
+            if name in values
+        ]
+        values = {name: value for name, value in values.items() if name in _ANSWERS}
     for name, value in values.items():
         group = groups.get(name)
         row = BY_PLACE.get((BESIDE, name))
@@ -183,7 +207,15 @@ def _fsdp_words(held: Held) -> None:
     settings, reader = held.settings, held.reader
     if not reader.is_trainer:
         return
-    if held.around.get("fsdp") in (None, "", False, []) and not (reader.is_axolotl and held.around.get("fsdp_config")):
+    if "fsdp" not in held.around and is_bare(held.around):
+        if not reader.is_fsdp2:
+            held.problems["fsdp"] = (
+                "its words are in the command or the script that names this file (--fsdp); write them here, where a "
+                "Trainer passes over them: fsdp: full_shard auto_wrap"
+            )
+    elif held.around.get("fsdp") in (None, "", False, []) and not (
+        reader.is_axolotl and held.around.get("fsdp_config")
+    ):
         held.problems["fsdp"] = (
             "FSDP is off, whatever fsdp_config says; as trained: remove that; as written: fsdp: full_shard auto_wrap"
         )
@@ -423,6 +455,8 @@ def findings_of(held: Held) -> Iterator[Finding]:
     for key, problem in held.problems.items():
         if key not in given_keys:
             yield implicit(key, Outcome.NEEDS_DECISION, problem)
+    if is_bare(held.around) and held.key_of("bf16", "fp16") is None:
+        yield _IMPLICIT_PRECISION
     if held.reader is Reader.ACCELERATE_DEEPSPEED:
         yield from _IMPLICIT_OF_DEEPSPEED
     elif not held.reader.is_fsdp2:
@@ -538,6 +572,9 @@ _IMPLICIT: tuple[tuple[Callable[[Held], bool], Finding], ...] = (
         implicit("sync_module_states", Outcome.EXACT, "rank 0 sent its values to all others",
         target="sync_module_states: true")),
 )
+_IMPLICIT_PRECISION = implicit("precision", Outcome.APPROXIMATE,
+    "no dtype stands in such a file; without one the run is in float32",
+    "where the command or the script says bf16 or fp16, write it here, where a Trainer passes over it: bf16: true")
 _IMPLICIT_OF_DEEPSPEED = (
     implicit("units", Outcome.APPROXIMATE,
         "DeepSpeed gathers parameters as modules need them, and has no units; here each layer that the model names is "
