@@ -154,22 +154,16 @@ class AxolotlDialect(HuggingFaceDialect):
         keeps_all = held.settings["sharding_strategy"] is ShardingStrategy.NO_SHARD
         if reading.run is None or keeps_all or held.reader is X2:
             return []
-        given = section.given.get("fsdp_config")
-        settings = given if isinstance(given, Mapping) else {}
-        place = next(name for name in ("fsdp_version", "fsdp", "fsdp_config") if name in section.given)
-        beside: dict[str, list[tuple[str, Any]]] = {
-            name: [] for name in ("fsdp", "fsdp_version") if name in section.given
-        }
-        edit = _settings_edit(section, held)
-        if not settings:
-            beside[place] = [("fsdp_version", 2), ("fsdp_config", _new_settings(held))]
-            if "fsdp_config" in section.given:
-                beside["fsdp_config"] = []
+        old = [name for name in ("fsdp_version", "fsdp", "fsdp_config") if name in section.given]
+        beside: dict[str, list[tuple[str, Any]]] = {name: [] for name in old if name != "fsdp_config"}
+        if not any(map(_stays, held.given)):
+            beside |= {name: [] for name in old}
+            beside[old[0]] = [("fsdp_version", 2), ("fsdp_config", _new_settings(held))]
             return [MappingEdit(path=section.path, replacements=beside)]
-        if place == "fsdp_config":
-            return [MappingEdit(path=section.path, replacements={}, additions=[("fsdp_version", 2)]), edit]
-        beside[place] = [("fsdp_version", 2)]
-        return [MappingEdit(path=section.path, replacements=beside), edit]
+        place = "base_model" if old[0] == "fsdp_config" else old[0]
+        kept = [(place, section.given[place])] if place == "base_model" else []  # its comment stands behind it
+        beside[place] = [("fsdp_version", 2), *kept]
+        return [MappingEdit(path=section.path, replacements=beside), _settings_edit(section, held)]
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """The reading's, and what axolotl's FSDP2 has no word for or does otherwise than its FSDP1."""
@@ -284,8 +278,8 @@ def _settings_edit(section: Section, held: Held) -> MappingEdit:
     replacements: dict[str, list[tuple[str, Any]]] = {}
     for each in held.given:
         where, _, key = each.key.partition(".")
-        if where != "fsdp_config" or not key:
-            continue
+        if where != "fsdp_config" or key not in section.given["fsdp_config"]:
+            continue  # no setting, or a number, which stays where it is
         plain = key.removeprefix(PREFIX)
         if not _stays(each):
             replacements[key] = []

@@ -278,6 +278,23 @@ def test_what_words_say_of_old_is_written_out() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("settings", "new"),
+    [
+        ("fsdp_offload_params: true", {"offload_params": True, "reshard_after_forward": True}),
+        ("fsdp_sharding_strategy: FULL_SHARD", {"reshard_after_forward": True}),  # nothing of it stays
+        ("zzz: 1", {"reshard_after_forward": True}),
+    ],
+)
+def test_settings_without_words_get_their_version(settings: str, new: dict[str, Any]) -> None:
+    """Nothing of the file says FSDP1, and two edits at its end stood in each other's way."""
+    migration = migrated(f"{AROUND}fsdp_config:\n  {settings}\n", to="axolotl")
+    values = yaml.safe_load(migration.after)
+    assert migration.exit_code == 0 and values["fsdp_version"] == 2
+    assert values["fsdp_config"] == new | {"state_dict_type": "FULL_STATE_DICT"}
+    assert "base_model: some/llama-8b  # a comment\n" in migration.after
+
+
 def test_another_systems_run_in_axolotls_words_reads_back() -> None:
     """What --to axolotl writes would shard otherwise than the run that it came from."""
     text = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\nfsdp_config:\n"
