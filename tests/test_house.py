@@ -186,6 +186,7 @@ def test_wheel_holds_everything_under_one_name(source_archive: Path, tmp_path: P
     missing = {module.replace(".", "/") for module in modules()} - {name.removesuffix(".py") for name in contents}
     assert missing == set()
     assert "composer_fsdp2/py.typed" in contents
+    assert {f"composer_fsdp2/migration/{verb}.schema.json" for verb in ("migrate", "explain")} <= set(contents)
     [metadata] = [text.decode() for name, text in contents.items() if name.endswith(".dist-info/METADATA")]
     assert f"\nVersion: {composer_fsdp2.__version__}\n" in metadata
 
