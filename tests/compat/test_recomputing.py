@@ -188,3 +188,25 @@ def test_what_is_turned_off_is_told_and_only_then_done():
     apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "LlamaDecoderLayer")
     assert not model.model.config.use_cache
     loss(model, 0).backward()
+
+
+def test_a_model_with_adapters_keeps_peft_s_names():
+    """A layer of an adapted model is known as peft calls it; transformers' name for it is answered with that."""
+    pytest.importorskip("peft")
+    from composer.models import HuggingFaceModel
+    from peft import LoraConfig
+
+    from composer_fsdp2 import ActivationCheckpointing, PlanError, ShardingConfig, plan_sharding
+
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"])
+    model = HuggingFaceModel(llama(), tokenizer=None, use_logits=True, peft_config=lora)
+    checkpointing = ActivationCheckpointing(checkpoint=True, classes=())
+    path = "base_model.model.model.layers.0"
+    plan = plan_sharding(model, ShardingConfig(freeze=(path,), activation_checkpointing=checkpointing))
+    assert plan.checkpointed == tuple(f"model.base_model.model.model.layers.{number}" for number in range(NUM_LAYERS))
+    assert plan.frozen and all(name.startswith(f"model.{path}.") for name in plan.frozen)
+    assert plan.caching and model.model.config.use_cache
+    with pytest.raises(PlanError, match=rf"did you mean model\.{path}\?"):
+        plan_sharding(model, ShardingConfig(freeze=("model.layers.0",)))
+    with pytest.raises(PlanError, match="freeze leaves nothing to train"):
+        plan_sharding(model, ShardingConfig(freeze=("base_model.model.model",)))

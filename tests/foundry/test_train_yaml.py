@@ -244,6 +244,21 @@ def test_hugging_face_model_from_meta(folder: str):
     run_ranks(check_llama_meta, 2, folder)
 
 
+def check_llama_by_keys(folder: str) -> None:
+    yaml = write_llama(folder)
+    frozen = "model._fsdp_wrapped_module.model.embed_tokens.weight"
+    theirs = train(FSDP1, yaml, folder, "llama-frozen", f"callbacks.layer_freezing.layer_names=[{frozen}]")
+    keys = ("wrap_policy.transformer_layer_cls_to_wrap=auto", "activation_checkpointing_policy=auto")
+    freeze = "fsdp_config.freeze=[model.embed_tokens]"
+    ours = train(FSDP2, yaml, folder, "llama-by-keys", freeze, *(f"fsdp_config.{key}" for key in keys))
+    assert_alike(ours, theirs, "Llama, with units, recomputation and frozen parameters from the section")
+
+
+def test_hugging_face_model_by_the_sections_keys(folder: str):
+    """wrap_policy, activation_checkpointing_policy and freeze say what Foundry's hooks and its callback said."""
+    run_ranks(check_llama_by_keys, 2, folder)
+
+
 # --- the command
 
 FASTER = "optimizer.lr=6.0e-3"
