@@ -3,14 +3,10 @@
 import codecs
 import enum
 import itertools
-import multiprocessing
 import os
-import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -285,34 +281,13 @@ def migrate_files(
     if len(sources) < _PARALLEL_FROM or jobs == 1:
         yield from map(work, sources)
         return
-    left = list(sources)
-    try:
-        with ProcessPoolExecutor(jobs or os.cpu_count(), initializer=_end_with_parent) as pool:
-            for result in pool.map(work, sources, chunksize=8):
-                left.pop(0)
-                yield result
-    except BrokenProcessPool:  # a process was killed, as by a machine without memory; one file each tells which it was
-        yield from (_alone(work, source) for source in left)
+    from composer_fsdp2.migration.processes import in_processes  # here and not above: one file needs none
+
+    yield from in_processes(work, sources, num_processes=jobs or None, killed=_killed)
 
 
-def _end_with_parent() -> None:
-    """Let this process end when the one that started it does, however that ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _alone(work: Callable[[SourceFile], FileResult], source: SourceFile) -> FileResult:
-    with ProcessPoolExecutor(1, initializer=_end_with_parent) as pool:
-        try:
-            return pool.submit(work, source).result()
-        except BrokenProcessPool:
-            return FileResult(path=_name(source.file), error=f"{source.file}: its process was killed")
+def _killed(source: SourceFile) -> FileResult:
+    return FileResult(path=_name(source.file), error=f"{source.file}: its process was killed")
 
 
 def _migrate_file(
