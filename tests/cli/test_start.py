@@ -74,10 +74,12 @@ def test_no_torch_is_waited_for(told: dict[str, dict[str, Any]]):
 
 
 def test_a_verb_imports_what_it_needs(told: dict[str, dict[str, Any]]):
-    """The version waits for no dialect, and neither help nor the explanation of a key for what reads files."""
+    """The version waits for no dialect, and neither help nor the explanation of a key for what reads files; one file
+    needs no bar and no processes."""
     assert not any(name.startswith(("composer_fsdp2.migration", "rich")) for name in told["version"]["modules"])
     unneeded = {"omegaconf", "rich.progress", "multiprocessing", "composer_fsdp2.migration.documents"}
     assert not unneeded & {*told["verify"]["modules"]}
+    assert not {"rich.progress", "multiprocessing"} & {*told["check"]["modules"]}
 
 
 def test_what_is_answered(told: dict[str, dict[str, Any]]):
