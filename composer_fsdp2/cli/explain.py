@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.config.text import printable
 from composer_fsdp2.migration import explain as explaining
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.explain import Answer, Explanation
@@ -64,7 +65,7 @@ def _explain(asked: str | None, dialect: str | None, *, as_json: bool) -> None:
 
 def _answer(asked: str | None, dialect: str | None) -> Answer:
     if dialect is not None and dialect not in DIALECTS:
-        return Answer(error=f"there is no dialect {dialect}; choose one of {', '.join(DIALECTS)}")
+        return Answer(error=f"there is no dialect {printable(dialect)}; choose one of {', '.join(DIALECTS)}")
     if asked is None:
         return Answer(keys=explaining.all_keys(dialect), implicit=explaining.implicit_settings(dialect))
     found = explaining.explain(asked, dialect=dialect)
@@ -76,7 +77,7 @@ def _answer(asked: str | None, dialect: str | None) -> Answer:
 
 def _unknown(asked: str, dialect: str | None, near: dict[str, list[str]]) -> str:
     whose = "no dialect knows" if dialect is None else f"{dialect} does not know"
-    lines = [f"{whose} {asked or 'a key without a name'}"]
+    lines = [f"{whose} {printable(asked) or 'a key without a name'}"]
     others = dict.fromkeys(each.dialect.name for each in explaining.explain(asked)) if dialect else {}
     if others:
         lines.append(f"  known to: {', '.join(others)}")

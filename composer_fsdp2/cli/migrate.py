@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,11 @@ def migrate(
             "choose one of --diff, --check and --json, and one of --write and -o; --check writes nothing"
         )
     show = Show.DIFF if diff else Show.JSON if as_json else Show.REPORT if check or write or output else Show.TEXT
-    if show is Show.TEXT and (len(names) > 1 or Path(names[0]).is_dir()):
+    if "" in names:  # as from an unset variable; as a path it would be the folder that one stands in
+        raise typer.BadParameter("a name is empty; . is this folder")
+    if output is not None and str(output) == "-":
+        raise typer.BadParameter("without -o the new text goes to standard output; ./- is a file of that name")
+    if show is Show.TEXT and (len(names) > 1 or (names[0] != "-" and Path(names[0]).is_dir())):
         raise typer.BadParameter("several files need --write, -o FOLDER, --diff, --check or --json")
     options = Options(
         to=to.value,
@@ -158,8 +163,9 @@ def _report_on(names: Sequence[str], options: Options) -> Report:
 
     results: list[FileResult] = []
     try:
-        _check_report(options.report)
         paths = [STANDARD_INPUT if name == "-" else Path(name) for name in names]  # ./- is a file of that name
+        if options.report is not None:
+            _check_report(options.report)
         sources = sources_of(paths, output=options.output, standard_input=_standard_input)
         work = migrate_files(
             sources,
@@ -193,12 +199,20 @@ def _standard_input() -> bytes:
         raise ConfigError(f"- is standard input, which cannot be read: {problem.strerror}") from problem
 
 
-def _check_report(path: Path | None) -> None:
+def _check_report(path: Path) -> None:
     """Before anything is written, since a report that nobody gets would be missed most where files were changed."""
-    if path is not None and not path.parent.is_dir():
+    from composer_fsdp2.migration.documents import SUFFIXES
+
+    if not path.parent.is_dir():
         raise ConfigError(f"{path}: No such file or directory")
-    if path is not None and path.is_dir():
+    if path.is_dir():
         raise ConfigError(f"{path}: Is a directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path}: Permission denied")
+    if path.suffix.lower() in SUFFIXES:  # and may be a source, or where a result goes
+        raise ConfigError(
+            f"{path} has a configuration's name, and the report is Markdown; give a name such as report.md"
+        )
 
 
 def _with_progress(results: Iterator[FileResult], total: int) -> Iterator[FileResult]:

@@ -422,6 +422,7 @@ _ROWS: tuple[Row, ...] = (
         "collective costs a small one more"),
     Row(name="freeze", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="requires_grad_(False), before the "
         "model is sharded", takes=_PREFIXES, neutral=(None,), aspect=Aspect.FREEZE, sets="freeze",
+        capability="frozen parameters",
         meaning="prefixes of the names of parameters that are not trained; they end at dots",
         reason="frozen before the units are planned; the optimizer leaves them as they are"),
     Row(name="fsdp1_metric_names", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
@@ -448,6 +449,7 @@ _ROWS: tuple[Row, ...] = (
         reason="such a pickle can run anything; each class that it names is in a warning"),
     Row(name="wrap_policy", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="fully_shard on each of these "
         "modules", takes=_WRAP_POLICY, neutral=(None,), nested=WRAP_KEYS, aspect=Aspect.WRAP, sets="wrap",
+        capability="units",
         meaning="which modules below the roots become units, in the place of the model's fsdp_wrap_fn: by class "
         "(transformer_layer_cls_to_wrap: a list, auto for the model's _no_split_modules, or [] for none; and "
         "wrap_embeddings, wrap_lm_output, moe_experts), or by size (min_num_params), as FSDP1's policies",

@@ -182,6 +182,7 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         return Change(findings=findings, text=file_text(target, values, source), values=values)
     new, beside = _framed(frame, section, reading, target, expression)
     parent = frame.entry[:-1]
+    findings = (*findings, *_taken(new, _mapping_at(section, parent) or {}, beside, target))
     edits = document.replace_entry(frame.entry, new, given=_mapping_at(section, parent))
     into = {str(frame.entry[-1]): entries_of(new), **new.around}
     return Change(
@@ -262,6 +263,9 @@ def _framed(
     told = {finding.key.split(".")[0] for finding in reading.findings}
     beside = [key for key in frame.beside if key in told and key != main]
     around, added = splice(expression.beside, beside, reading.aspects)
+    present = _mapping_at(section, frame.entry[:-1]) or {}
+    around |= {key: [(key, value)] for key, value in added if key in present and key not in (main, *beside)}
+    added = [(key, value) for key, value in added if key not in around]
     keys = list(_mapping_at(section, frame.inner) or ()) if frame.inner is not None else []
     replacements, additions = splice(expression.settings, keys, reading.aspects, frame.prefix)
     new = NewEntry(
@@ -273,6 +277,21 @@ def _framed(
         around=around,
     )
     return new, beside
+
+
+def _taken(new: NewEntry, present: Mapping[str, Any], beside: Sequence[str], target: Dialect) -> Iterator[Finding]:
+    """Findings for keys beside the section that were not its system's, and are the target's now."""
+    for key in new.around.keys() - {*beside}:
+        ((_, value),) = new.around[key]
+        yield Finding(
+            key=key,
+            value=present[key],
+            outcome=Outcome.EXACT if present[key] == value else Outcome.APPROXIMATE,
+            target=f"{key}: {flow_text(value)}",
+            reason=f"it stood there already, and is a key of {target.title.split(':')[0]}'s: it says now what the "
+            "section asks for",
+            origin=Origin.WRITING,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Files and folders of configurations: read, migrated on all cores, and written beside their target and renamed."""
 
 import codecs
+import contextlib
 import enum
 import itertools
 import os
@@ -52,6 +53,7 @@ class SourceFile:
 
 
 STANDARD_INPUT = Path("<stdin>")
+_ENDINGS = ", ".join(SUFFIXES)
 _PASSED_OVER = "nothing here configures sharding; passed over"
 
 
@@ -78,7 +80,8 @@ class Destination:
                 raise ConfigError(f"{_name(self.output)} is the file itself; --write changes it, and keeps a copy")
             return
         if self.output.is_file():
-            raise ConfigError(f"{_name(self.output)} is a file, and there are {len(sources)} results; give a folder")
+            fault = f"there are {len(sources)} results" if len(sources) > 1 else f"its name ends in none of {_ENDINGS}"
+            raise ConfigError(f"{_name(self.output)} is a file, and {fault}; give a folder")
         places = Counter(_result_name(source, target) for source in sources)
         own = [source.file for source in sources if _is_at(self.output / _result_name(source, target), source.file)]
         if own:
@@ -408,7 +411,7 @@ def _target(migration: Migration, source: SourceFile, destination: Destination, 
 
 
 def _replace(path: Path, text: str, *, like: Path | None) -> None:
-    """Whole or not at all, with the permissions of another file, if there is one.
+    """Whole or not at all, with the owner and the permissions of another file, if there is one.
 
     Raises:
         ConfigError: names what could not be written, which is not the file that was read.
@@ -417,6 +420,9 @@ def _replace(path: Path, text: str, *, like: Path | None) -> None:
         with replacing(path, ending=f".{os.getpid()}.writing") as beside:
             beside.write_bytes(text.encode())
             if like is not None:
-                beside.chmod(like.stat().st_mode & 0o7777)
+                state = like.stat()
+                with contextlib.suppress(PermissionError):  # only root may give a file away
+                    os.chown(beside, state.st_uid, state.st_gid)
+                beside.chmod(state.st_mode & 0o7777)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -5,7 +5,7 @@ text.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,12 +13,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.dialect import has_path, value_at
 from composer_fsdp2.migration.documents import Path
+from composer_fsdp2.migration.documents.edits import references_in
 from composer_fsdp2.migration.documents.yaml import flow_text
 
 # Where values are an environment variable's: what the file has there, and the value.
 Environment = Mapping[Path, tuple[str, Any]]
 
+_MOST = 50_000  # texts to resolve in one file; OmegaConf resolves each as often as it is referred to
 _ENVIRONMENT = "oc.env"
 _NOBODY = "composer_fsdp2.nobody"  # no resolver
 _HERE = "composer_fsdp2: here"  # a key of nobody's
@@ -49,11 +53,41 @@ def resolve(values: Any) -> Resolved:
     texts = list(_interpolations(values, ()))
     if not texts:
         return Resolved(values=values)
+    _check_size(values, texts)
     resolved = _resolved(values, (), _Resolver(values, texts))
     if not any(_ENVIRONMENT in text for text, _ in texts):
         return Resolved(values=resolved)
     without = _resolved(values, (), _Resolver(values, texts, hides_environment=True))
     return Resolved(values=resolved, environment=dict(_from_environment(values, resolved, without, ())))
+
+
+def _check_size(values: Any, texts: Iterable[tuple[str, Path]]) -> None:
+    """Refuse texts that stand for others that stand for others: forty lines can ask for a terabyte.
+
+    Raises:
+        ConfigError: says how many there would be to resolve, at least.
+    """
+    known: dict[Path, int] = {}
+
+    def below(value: Any, path: Path) -> int:
+        if isinstance(value, str):
+            absolute = _absolute(value, path) if "${" in value else ""
+            return 1 + sum(at(other) for other, _ in references_in(absolute))
+        each = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+        return sum((at((*path, key)) for key, _ in each), start=1)
+
+    def at(path: Path) -> int:
+        if path not in known:
+            known[path] = 0  # also while it is being counted: one that leads to itself is OmegaConf's to refuse
+            known[path] = below(value_at(values, path), path) if has_path(values, path) else 1
+        return known[path]
+
+    try:
+        count = sum(at(path) for _, path in texts)
+    except RecursionError as error:
+        raise ConfigError("interpolations refer to each other too deep") from error
+    if count > _MOST:
+        raise ConfigError(f"interpolations stand for {count} others, and {_MOST} are the most that is resolved")
 
 
 def has_interpolation(value: Any) -> bool:

@@ -7,20 +7,20 @@ import codecs
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from composer_fsdp2.config.findings import Finding, format_findings
+from composer_fsdp2.config.findings import Finding, Outcome, format_findings
 from composer_fsdp2.config.text import printable
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import Change, change_section, not_as_meant, shared_findings, with_shared
-from composer_fsdp2.migration.dialect import Dialect, Path, Section, has_path, value_at
+from composer_fsdp2.migration.dialect import Dialect, Path, Section, has_path, value_at, walk
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_WORDS, foreign_system
 from composer_fsdp2.migration.documents import Document, differences, open_document, referred
-from composer_fsdp2.migration.interpolation import Resolved, resolve, shown
+from composer_fsdp2.migration.interpolation import Resolved, has_interpolation, resolve, shown
 from composer_fsdp2.migration.targets import TARGETS
 
 
@@ -156,7 +156,8 @@ def migrate_text(
             place=printable(section.place),
             line=_line_of(document, section.path),
             findings=tuple(
-                _placed(finding, file, section.path) for finding in (*change.findings, *(shared if number == 0 else ()))
+                _placed(finding, file, section.path, after)
+                for finding in (*change.findings, *(shared if number == 0 else ()))
             ),
         )
         for number, ((of, section), change) in enumerate(zip(sections, changes, strict=True))
@@ -211,7 +212,10 @@ class _File:
 
     @classmethod
     def of(cls, document: Document) -> "_File":
-        return cls(document=document, resolved=resolve(document.values))
+        try:
+            return cls(document=document, resolved=resolve(document.values))
+        except ConfigError as error:
+            raise ConfigError(f"{document.name}:1:1: {error}") from error
 
     def values_for(self, dialect: str) -> Any:
         return self.resolved.values if DIALECTS[dialect].interpolates else self.document.values
@@ -228,6 +232,7 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[st
     if at is not None and not document.problem:
         found = _sections_at(file, found, dialect, at)
     if not found:
+        _refuse_unresolved(file, names)
         raise NothingToMigrateError(
             document.problem
             or f"{document.name}:1:1: nothing here configures sharding for {dialect or ' or '.join(DIALECTS)}; "
@@ -243,6 +248,22 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[st
             "write it out there"
         )
     return here
+
+
+def _refuse_unresolved(file: _File, dialects: Sequence[str]) -> None:
+    """Raise for a section that the file has, and of which nothing can be known here."""
+    heads = {head for name in dialects if DIALECTS[name].interpolates for head, _ in DIALECTS[name].heads}
+
+    def unresolved(path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
+        return next(((*path, key) for key in values.keys() & heads if has_interpolation(values[key])), None)
+
+    for path in walk(file.resolved.values, unresolved):
+        written = value_at(file.resolved.values, path)
+        if isinstance(written, str):
+            raise ConfigError(
+                f"{file.document.name}:{_line_of(file.document, path)}:1: {'.'.join(map(str, path))} is {written}, "
+                "which cannot be resolved here; write the section in this file"
+            )
 
 
 def _sections_at(file: _File, found: list[tuple[str, Path]], dialect: str | None, at: str) -> list[tuple[str, Path]]:
@@ -303,13 +324,13 @@ def _line_of(document: Document, path: Path) -> int:
     return 1
 
 
-def _placed(finding: Finding, file: _File, section: Path) -> Finding:
+def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding:
     """The finding with file and line; a key that stands beside the section is found there."""
     key = tuple(finding.key.split("."))
     places = ((*section[:depth], *key) for depth in range(len(section), -1, -1))
     path = next((each for each in places if has_path(file.resolved.values, each)), None)
     line = _line_of(file.document, section if path is None else path)
-    finding = shown(finding, path, file.resolved.environment)
+    finding = shown(_settled(finding, path, file, after), path, file.resolved.environment)
     return dataclasses.replace(
         finding,
         key=printable(finding.key),
@@ -319,3 +340,13 @@ def _placed(finding: Finding, file: _File, section: Path) -> Finding:
         hint=printable(finding.hint),
         where=f"{file.document.name}:{line}",
     )
+
+
+def _settled(finding: Finding, path: Path | None, file: _File, after: str) -> Finding:
+    """The finding, with a word where the new text no longer goes by an environment variable that the old one read."""
+    written, _ = file.resolved.environment.get(path, ("", None)) if path is not None else ("", None)
+    before = file.document.original
+    if not written or finding.outcome is not Outcome.EXACT or after.count(written) >= before.count(written):
+        return finding
+    hint = f"the value that {written} has here is written out, and the variable is read no more"
+    return dataclasses.replace(finding, outcome=Outcome.APPROXIMATE, hint="; ".join(filter(None, (finding.hint, hint))))

@@ -457,3 +457,42 @@ def test_a_full_disk_leaves_the_file(folder: Path, monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 2 and "No space left" in result.error
     assert (folder / "good.yaml").read_text() == GOOD
     assert not list(folder.glob(".*"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names that lead to something else than one means
+
+
+@pytest.mark.parametrize("report", ["good.yaml", "deep/good.yml", "report.TOML"])
+def test_a_report_takes_the_place_of_no_configuration(folder: Path, report: str):
+    """`--report` with the wrong name would leave Markdown where a configuration was, and no copy."""
+    done = run(folder, "good.yaml", "--write", "--report", report)
+    assert done.returncode == 2 and f"{report} has a configuration's name" in done.stderr
+    assert (folder / "good.yaml").read_text() == GOOD and (folder / "deep" / "good.yml").read_text() == GOOD
+
+
+def test_an_empty_name_is_not_this_folder(folder: Path):
+    """`migrate "$FILE" --write` with FILE unset would change every file below the folder that one stands in."""
+    done = run(folder, "", "--write")
+    assert done.returncode == 2 and "a name is empty" in done.stderr
+    assert (folder / "good.yaml").read_text() == GOOD
+
+
+def test_a_dash_is_no_folder(folder: Path):
+    """`-o -`, as of other commands, would make a folder with that name."""
+    done = run(folder, "good.yaml", "-o", "-")
+    assert done.returncode == 2 and "without -o" in done.stderr and not (folder / "-").exists()
+
+
+def test_an_output_of_another_ending_is_named_as_what_it_is(folder: Path):
+    done = run(folder, "good.yaml", "-o", "notes.txt")
+    assert done.returncode == 2 and "notes.txt is a file, and its name ends in none of .yaml" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+def test_root_leaves_a_file_to_its_owner(folder: Path):
+    """A container that runs as root over a mounted home would take the files away from their user."""
+    os.chown(folder / "good.yaml", 1234, 1235)
+    assert run(folder, "good.yaml", "--write").returncode == 0
+    for name in ("good.yaml", "good.yaml.bak"):
+        assert ((folder / name).stat().st_uid, (folder / name).stat().st_gid) == (1234, 1235)

@@ -356,3 +356,73 @@ def test_what_only_composer_fsdp2_keeps_is_not_said_of_others(to: str):
     keys = [finding.name for finding in migrate_text(COMPOSER, "run.yaml", to=to).sections[0].findings]
     assert "(implicit) casting of inputs and buffers" not in keys
     assert any("cast" in key for key in keys)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What would be lost without a word, or never end
+
+
+@pytest.mark.parametrize("key", ["1", "true", "on", "null", "2020-01-01"])
+def test_a_key_that_is_no_text_is_a_decision_in_a_block(key: str):
+    """It was a fault of the command, and nothing was said of the keys beside it."""
+    migration = migrate_text(f"fsdp_config:\n  {key}: x\n  sharding_strategy: FULL_SHARD\n")
+    assert migration.exit_code == 1 and len(migration.blocking) == 1
+    assert "does not read this key as text" in migration.blocking[0].reason
+
+
+def test_a_variable_that_the_new_file_does_not_read_is_told(monkeypatch: pytest.MonkeyPatch):
+    """On a cluster where the variable is another, the new file trains otherwise than the old one."""
+    monkeypatch.setenv("STRATEGY", "FULL_SHARD")
+    text = "fsdp_config:\n  sharding_strategy: ${oc.env:STRATEGY}\n  state_dict_type: ${oc.env:NONE,sharded}\n"
+    migration = migrate_text(text)
+    assert found(migration, "sharding_strategy").outcome is Outcome.APPROXIMATE
+    assert "${oc.env:STRATEGY} has here is written out" in found(migration, "sharding_strategy").hint
+    assert found(migration, "state_dict_type").outcome is Outcome.EXACT
+    assert "${oc.env:NONE,sharded}" in migration.after
+
+
+def test_interpolations_that_grow_without_end_are_refused():
+    """Forty lines would keep a CI busy until it is out of memory."""
+    lines = ["a0: xxxxxxxxxx", *(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}" for n in range(1, 40))]
+    with pytest.raises(ConfigError, match=r"run.yaml:1:1: interpolations stand for \d+ others"):
+        migrate_text("\n".join([*lines, "fsdp_config:", "  sharding_strategy: ${a39}"]), "run.yaml")
+    long_chain = [f"b{n}: ${{b{n - 1}}}" for n in range(1, 3000)]
+    with pytest.raises(ConfigError, match="too deep"):
+        migrate_text("\n".join(["b0: 1", *reversed(long_chain), "fsdp_config: {sharding_strategy: FULL_SHARD}"]))
+
+
+@pytest.mark.parametrize("text", ["fsdp_config: ${oc.env:NOT_SET}\n", "a: 1\nfsdp_config: ${nowhere}\n"])
+def test_a_section_that_cannot_be_seen_is_not_passed_over(text: str):
+    """In a folder such a file went by with exit code 0, as if it configured no sharding."""
+    with pytest.raises(ConfigError, match=r"fsdp_config is \$\{.*cannot be resolved here") as error:
+        migrate_text(text)
+    assert not isinstance(error.value, NothingToMigrateError)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+def test_a_key_that_stands_beside_is_not_written_twice(precision: str):
+    """OmegaConf refuses a file with one key twice, and the exit code said that all was well."""
+    text = f"precision: {precision}\nw:\n  strategy_args: {{strategy_name: fsdp2_train, strategy_config: {{}}}}\n"
+    flat = f"precision: {precision}\nstrategy_args: {{strategy_name: fsdp2_train, strategy_config: {{}}}}\n"
+    assert migrate_text(text).after.count("precision: amp_bf16") == 1 + (precision == "amp_bf16")
+    migration = migrate_text(flat)
+    assert migration.after.count("\nprecision:") + migration.after.startswith("precision:") == 1
+    assert yaml.safe_load(migration.after)["precision"] == "amp_bf16"
+    same = precision == "amp_bf16"
+    told = [each for each in migration.sections[0].findings if each.key == "precision"]
+    assert [each.outcome for each in told] == [Outcome.EXACT if same else Outcome.APPROXIMATE]
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.toml"])
+def test_a_number_of_too_many_digits_is_no_fault_of_the_command(name: str):
+    text = f'{{"a": {"1" * 5000}}}' if name.endswith("json") else f"a = {'1' * 5000}"
+    with pytest.raises(ConfigError, match=f"{name}:1:1: .*digits"):
+        migrate_text(text, name)
+
+
+def test_what_a_target_makes_of_a_key_is_told_of_that_key():
+    """A program that looks up a key in the JSON would find 'exact' for parameters that train all the same."""
+    text = "fsdp_config:\n  freeze: [visual]\n  wrap_policy: {transformer_layer_cls_to_wrap: auto}\n"
+    for to in ("roll", "torchtitan", "accelerate"):
+        findings = migrate_text(text, to=to).sections[0].findings
+        assert [each.outcome.blocks for each in findings if each.key in ("freeze", "frozen parameters")] == [True]

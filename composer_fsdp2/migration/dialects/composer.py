@@ -409,7 +409,8 @@ class ComposerDialect(Dialect):
         if any(each.outcome.blocks for each in unknown) or problem or effective.config is None:
             return Reading(run=None, findings=findings)
         aspects = {row.name: row.aspect for row in KEYS if row.aspect is not Aspect.OTHER}
-        return Reading(run=_run(effective.config, effective, known, around), findings=findings, aspects=aspects)
+        run = _run(effective.config, effective, known, around)
+        return Reading(run=run, findings=findings, aspects=aspects, rows=KEYS_BY_NAME)
 
     def express(self, run: RunConfig) -> Expression:
         """The keys of the section, and Composer's ``precision`` beside it."""
@@ -495,10 +496,17 @@ class ComposerDialect(Dialect):
 def _unknown_keys(given: Given) -> list[Finding]:
     reason = "no version of Composer knew this key; FSDPConfig took it and did nothing with it"
     return [
-        unknown_key(str(name), value, KEYS_BY_NAME, reason, hint="")
+        unknown_key(name, value, KEYS_BY_NAME, reason, hint="") if isinstance(name, str) else _no_text(name, value)
         for name, value in given.items()
         if name not in KEYS_BY_NAME
     ]
+
+
+def _no_text(name: object, value: Any) -> Finding:
+    reason = "YAML does not read this key as text, so that no argument of Composer's FSDPConfig can have it as its name"
+    return Finding(
+        key=str(name), value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, hint="remove it", known=False
+    )
 
 
 def _run(config: ShardingConfig, translation: Translation, known: Given, around: Given) -> RunConfig:

@@ -63,6 +63,8 @@ class JsonDocument:
             self.values: Any = json.loads(self.text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{name}:{error.lineno}:{error.colno}: {error.msg}") from error
+        except ValueError as error:  # an integer of too many digits
+            raise ConfigError(f"{name}:1:1: {error}") from error
         except RecursionError as error:
             raise ConfigError(f"{name}:1:1: {TOO_DEEP}") from error
         if is_too_deep(self.values):

@@ -59,6 +59,8 @@ class TomlDocument:
             self.values: dict[str, Any] = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(_message(error, text, name)) from error
+        except ValueError as error:  # an integer of too many digits
+            raise ConfigError(f"{name}:1:1: {error}") from error
         except RecursionError as error:
             raise ConfigError(f"{name}:1:1: {TOO_DEEP}") from error
         if is_too_deep(self.values):
@@ -125,6 +127,8 @@ class TomlDocument:
 
 
 def _message(error: tomllib.TOMLDecodeError, text: str, name: str) -> str:
+    if text.startswith("\ufeff"):
+        return f"{name}:1:1: the file begins with a byte order mark, which TOML does not take; save it without"
     problem, _, place = str(error).rpartition(" (at ")
     numbers = re.fullmatch(r"line (\d+), column (\d+)\)", place)
     if numbers:
