@@ -1,6 +1,6 @@
 """From names of classes, as a configuration gives them, to the classes of a model's modules."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -43,7 +43,10 @@ def _own_names(model: nn.Module) -> Iterator[str]:
     some name a class that another release has."""
     for module in model.modules():
         names = getattr(type(module), "_no_split_modules", None) or getattr(module, "_no_split_modules", None)
-        yield from names or ()
+        if isinstance(names, str):
+            yield names
+        elif isinstance(names, Iterable):
+            yield from map(str, names)
 
 
 def _unknown(name: str, key: str, model: nn.Module, known: str) -> str:

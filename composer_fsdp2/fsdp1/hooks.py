@@ -91,7 +91,7 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
     notes = [*reader.notes(children)]
     if config.activation_checkpointing.enabled:
         types = _checkpointed_types(model, config)
-        check_fn = None if types is None else lambda module: isinstance(module, types)
+        check_fn = None if types is None else lambda module: isinstance(module, types) and has_forward(module)
         checkpointed = select_checkpointed(model, check_fn, below_unwrapped=config.shard_below_unwrapped)
         notes.extend(() if types is None else _notes_of_policy(model, types, checkpointed))
     return ModelChoices(
@@ -417,7 +417,7 @@ def _notes_of_policy(model: nn.Module, types: Sequence[type[nn.Module]], checkpo
         if not any(isinstance(module, cls) for module in chosen):
             yield (
                 f"{_POLICY} names {cls.__name__}, and none is chosen: each lies in a part that FSDP1 left out, has "
-                "_activation_checkpointing = False, or is wrapped already"
+                "_activation_checkpointing = False or no forward to run again, or is wrapped already"
             )
 
 

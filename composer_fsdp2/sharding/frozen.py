@@ -37,6 +37,8 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str]) -> Frozen:
     if not prefixes:
         return Frozen()
     uses = parameter_uses(model)
+    if not uses:
+        raise PlanError(f"freeze: {type(model).__name__} has no parameters")
     names = [name for use in uses for name in _own_names(use)]
     found = {prefix: _paths_of(prefix, model, names) for prefix in prefixes}
     problems = [_not_one(prefix, paths, names) for prefix, paths in found.items() if len(paths) != 1]
@@ -45,6 +47,8 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str]) -> Frozen:
     paths = [path for (path,) in found.values()]
     frozen = [use for use in uses if any(_is_under(name, paths) for name in _own_names(use))]
     trained = {use.parameter for use in uses if use.parameter.requires_grad}
+    if not trained:
+        raise PlanError(f"freeze leaves nothing to train: no parameter of {type(model).__name__} requires gradients")
     if trained <= {use.parameter for use in frozen}:
         raise PlanError(
             f"freeze leaves nothing to train: all {len(trained)} parameters of {type(model).__name__} that require "

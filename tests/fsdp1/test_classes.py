@@ -116,6 +116,9 @@ def test_a_class_that_is_chosen_in_vain_is_told():
     plan = plan_of(model, "Block", "Linear")
     assert plan.checkpointed == ("net",)
     assert [note for note in plan.notes if "names Block, and none is chosen" in note]
+    # A container runs nothing that could be run again.
+    plan = plan_of(Model(), "ModuleList")
+    assert plan.checkpointed == () and any("names ModuleList, and none is chosen" in note for note in plan.notes)
 
 
 def test_compiled_layers_are_wrapped_from_outside():

@@ -86,6 +86,10 @@ def test_nothing_is_left_of_what_was_trained_before():
     model.image.requires_grad_(False)
     with pytest.raises(PlanError, match=r"all 3 parameters of Chain .* begin with text;"):
         plan_of(model, "text")
+    model.text.requires_grad_(False)
+    with pytest.raises(PlanError, match="no parameter of Chain requires gradients"):
+        plan_of(model, "text.head")
+    model.text.requires_grad_(True)
     assert plan_of(model, "image", "text.head").frozen[-1] == "text.head.fc.weight"
 
 
