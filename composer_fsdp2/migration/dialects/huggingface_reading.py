@@ -61,9 +61,12 @@ def is_bare(values: Mapping[str, Any]) -> bool:
     """Whether these are the keys of an ``fsdp_config`` itself, as in the JSON file that a Trainer is given."""
     if "fsdp_config" in values or "distributed_type" in values:
         return False
-    plain = [str(name).removeprefix(PREFIX) for name in values if name not in _ANSWERS]
+    # Beside fsdp these two are arguments of a Trainer's own.
+    others = (*_ANSWERS, *(OLD_SIBLINGS if "fsdp" in values else ()))
+    names = [str(name) for name in values if name not in others]
+    plain = [name.removeprefix(PREFIX) for name in names]
     num_known = sum((SETTINGS, name) in BY_PLACE for name in plain)
-    is_theirs = any(str(name).startswith(PREFIX) for name in values) or bool(_OF_TRAINERS.intersection(plain))
+    is_theirs = any(name.startswith(PREFIX) for name in names) or bool(_OF_TRAINERS.intersection(plain))
     return is_theirs and 2 * num_known >= len(plain)
 
 
