@@ -9,7 +9,6 @@ on the others: no error, and wrong gradients. Inside the unit around it, it is g
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch import nn
 
@@ -176,10 +175,12 @@ def refuse_experts(model: nn.Module, wrap: Wrap, units: Iterable[str]) -> None:
 
 def _is_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
     """Whether a module is an expert or a part of one: of a class that is named so, or of a list of experts."""
-    if any(type(modules[each]).__name__ in wrap.experts for each in ancestors_or_self(path)):
-        return True
-    parts = path.split(".")
-    return any(name == "experts" and number.isdecimal() for name, number in pairwise(parts))
+    for each in ancestors_or_self(path):
+        holder, _, _ = each.rpartition(".")
+        is_one_of_many = isinstance(modules[holder], nn.ModuleList | nn.ModuleDict)  # stacked experts all run
+        if type(modules[each]).__name__ in wrap.experts or (is_one_of_many and "expert" in holder.rpartition(".")[2]):
+            return True
+    return False
 
 
 def _all_run(path: str, modules: Mapping[str, nn.Module]) -> bool:

@@ -24,7 +24,7 @@ from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.fsdp1.hooks import read_hooks
-from composer_fsdp2.fsdp1.policies import read_policy
+from composer_fsdp2.fsdp1.policies import read_policy, refuse_experts
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 # --- by size
@@ -341,6 +341,20 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return sum(expert(x) for expert in self.experts)
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({f"expert_{number}": nn.Linear(8, 8) for number in range(2)})
+
+
+def test_experts_that_have_names_are_experts():
+    """Switch Transformers' and NLLB's are called expert_0, expert_1 ..., and skipped as others are."""
+    model = nn.Sequential(ByName())
+    with pytest.raises(UnsupportedError, match=r"experts\.expert_0"):
+        refuse_experts(model, Wrap(kind=WrapKind.SIZE, min_num_params=72), ["0.experts.expert_0"])
+    refuse_experts(model, Wrap(kind=WrapKind.SIZE, min_num_params=72), ["0"])
 
 
 def test_experts_are_no_units_of_their_own():
