@@ -195,10 +195,12 @@ def _notes_of_groups(units: Iterable[ShardUnit]) -> Iterator[str]:
 def _recomputation(
     given: ActivationCheckpointing, choices: ModelChoices, *, has_frozen: bool
 ) -> ActivationCheckpointing:
-    """Not reentrant beside frozen parameters: what runs again gets gradients there only if its inputs have some, and
-    those of the first layer after frozen embeddings have none, so that no layer would be trained."""
-    is_at_risk = has_frozen and bool(choices.checkpointed) and given.checkpoint and given.reentrant
-    return replace(given, reentrant=False) if is_at_risk else given
+    """Not reentrant where inputs may have no gradients: what runs again gets gradients only if they have some. Those of
+    the first layer after frozen embeddings have none, nor those of a class such as Embedding or the whole model, which
+    a policy may name and a model's own hooks do not; nothing in there would be trained, without an error."""
+    is_at_risk = has_frozen or given.classes is not None
+    is_reentrant = bool(choices.checkpointed) and given.checkpoint and given.reentrant
+    return replace(given, reentrant=False) if is_at_risk and is_reentrant else given
 
 
 def _notes_of_recomputation(
@@ -206,8 +208,9 @@ def _notes_of_recomputation(
 ) -> Iterator[str]:
     if given != decided:
         yield (
-            "activation_checkpointing_reentrant is off beside freeze: the reentrant form gives no gradients to layers "
-            "whose inputs have none, as those after frozen embeddings"
+            "activation_checkpointing_reentrant is off beside freeze and activation_checkpointing_policy: the "
+            "reentrant form gives no gradients to modules whose inputs have none, as embeddings and what follows "
+            "frozen ones"
         )
     if caching:
         models = [path or "the model" for path in caching]

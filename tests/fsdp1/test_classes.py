@@ -41,7 +41,7 @@ def layers() -> nn.Module:
 
 
 def plan_of(model: nn.Module, *classes: str, wrap: Wrap | None = None, **options: Any) -> ShardingPlan:
-    checkpointing = ActivationCheckpointing(**{"checkpoint": True, "classes": classes, **options})
+    checkpointing = ActivationCheckpointing(**{"checkpoint": True, "reentrant": False, "classes": classes, **options})
     return plan_sharding(model, ShardingConfig(activation_checkpointing=checkpointing, wrap=wrap or Wrap()))
 
 
@@ -134,6 +134,33 @@ def test_nothing_is_chosen_where_nothing_is_recomputed():
     assert plan_of(Model(), "Linear", checkpoint=False, cpu_offload=True).checkpointed != ()
 
 
+def test_a_policy_is_never_reentrant():
+    """A policy may name what gets no gradients in the reentrant form: embeddings, or the whole model."""
+    asked = ActivationCheckpointing(checkpoint=True, reentrant=True, classes=("Block",))
+    plan = plan_sharding(Model(), ShardingConfig(activation_checkpointing=asked))
+    assert not plan.config.activation_checkpointing.reentrant
+    assert any("activation_checkpointing_reentrant is off" in note for note in plan.notes)
+
+
+def check_embeddings_learn() -> None:
+    """Beside Composer's default, which is reentrant."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(8, 4)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.table(words)
+
+    model = Chain(net=Chain(words=Words(), head=nn.Linear(4, 4)))
+    section = {"activation_checkpointing": True, "activation_checkpointing_policy": ["Words"]}
+    prepare_fully_shard(model, None, section, device="cpu")
+    model(torch.arange(4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 # --- training
 
 
@@ -170,6 +197,7 @@ def check_recomputed(config: dict[str, Any], num_recomputed: int, wrapper: type[
 
 
 def check_all_recomputed() -> None:
+    check_embeddings_learn()
     on = {"activation_checkpointing": True}
     check_recomputed({}, 0, None)
     check_recomputed(on, 0, None)  # no hooks: nothing
