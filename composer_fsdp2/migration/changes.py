@@ -17,6 +17,7 @@ from composer_fsdp2.migration.dialect import (
     Section,
     Setting,
     Settings,
+    has_path,
     splice,
     value_at,
 )
@@ -98,15 +99,25 @@ def _unresolved(finding: Finding) -> Finding:
 
 
 def _rewritten(document: Document, of: Dialect, section: Section, reading: Reading, target: Dialect) -> Change:
-    edits = target.rewrite(section, reading)
+    findings = target.own_findings(reading)
+    dead = {path: each.key for each in findings if _is_dead(each) and (path := _path_of(each.key, section))}
+    edits = _removing(dead, target.rewrite(section, reading))
     became = {
         ".".join(map(str, (*each.path[len(section.path) :], key))): new
         for each in edits
         for key, new in each.replacements.items()
     }
-    unchanged = {key: [(str(key), value)] for key, value in section.given.items() if key not in became}
+    unchanged: dict[str, Settings] = {
+        key: [(str(key), value)] for key, value in section.given.items() if key not in became
+    }
+    is_gone = {*dead.values()}
     return Change(
-        findings=tuple(_with_words(finding, became | unchanged, target) for finding in target.own_findings(reading)),
+        findings=tuple(
+            replace(each, target="removed", hint="")
+            if each.key in is_gone
+            else _with_words(each, became | unchanged, target)
+            for each in findings
+        ),
         edits=tuple(
             edit
             for each in edits
@@ -120,12 +131,39 @@ def _rewritten(document: Document, of: Dialect, section: Section, reading: Readi
     )
 
 
+def _is_dead(finding: Finding) -> bool:
+    """Whether no release of its system knows the key, and it is near to none that it knows."""
+    return finding.origin is Origin.KEY and finding.outcome is Outcome.UNNEEDED and not finding.known
+
+
+def _path_of(key: str, section: Section) -> Path | None:
+    """Where a key of a report is in the file; it is the section's, or has its place from the top of the file."""
+    for above in (section.path, ()):
+        *outer, last = key.split(".")
+        for parent, name in (((*above,), key), ((*above, *outer), last)):
+            values = _mapping_at(section, parent)
+            found = next((each for each in values or () if str(each) == name), None)
+            if found is not None:
+                return (*parent, found)
+    return None
+
+
+def _removing(dead: Iterable[Path], edits: Sequence[MappingEdit]) -> list[MappingEdit]:
+    """The edits, and those by which the dead keys go as well."""
+    by_path = {each.path: each for each in edits}
+    written_anew = [(*each.path, key) for each in edits for key in each.replacements]
+    for path in dead:
+        if any(path[: len(each)] == each for each in written_anew):
+            continue
+        parent = path[:-1]
+        edit = by_path.get(parent, MappingEdit(path=parent, replacements={}))
+        by_path[parent] = replace(edit, replacements={**edit.replacements, str(path[-1]): []})
+    return list(by_path.values())
+
+
 def _mapping_at(section: Section, path: Path) -> Mapping[str, Any] | None:
     """The mapping there; None where the file has none, which an edit adds."""
-    try:
-        values = value_at(section.around, path)
-    except KeyError:
-        return None
+    values = value_at(section.around, path) if has_path(section.around, path) else None
     return values if isinstance(values, Mapping) else None
 
 

@@ -87,6 +87,60 @@ fsdp_config:
 """
 
 
+# By target, a file for it with a key that its system does not know, what goes, and what is told of the system.
+DEAD = {
+    "torchtitan": ("[parallelism]\ndata_parallel_shard_degree = -1\nzzz = 3\n", "zzz = 3\n", "refuse"),
+    "roll": (
+        "strategy_args:\n  strategy_name: fsdp2_train\n  strategy_config:\n    fsdp_size: 1\n    zzz: 3\n",
+        "    zzz: 3\n",
+        "did nothing",
+    ),
+    "accelerate": (
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_zzz: 3\n  fsdp_offload_params: true\n",
+        "  fsdp_zzz: 3\n",
+        "passed over it",
+    ),
+    "axolotl": (
+        "base_model: m\nmicro_batch_size: 1\ndatasets: []\nfsdp_version: 2\nfsdp_config:\n  zzz: 3\n"
+        "  offload_params: true\n",
+        "  zzz: 3\n",
+        "passed over it",
+    ),
+}
+
+
+def test_a_word_that_did_nothing_goes_where_the_system_stays_the_same():
+    """TorchTitan's later releases refuse a file with a key that they do not know, and it was called ready."""
+    for to, (text, gone, told) in DEAD.items():
+        suffix = ".toml" if to == "torchtitan" else ".yaml"
+        migration = migrate_text(text, "run" + suffix, to=to)
+        key = "fsdp_config." * (to in ("accelerate", "axolotl")) + gone.split()[0].rstrip(":")
+        finding = found(migration, key)
+        assert (finding.outcome, finding.target, finding.hint) == (Outcome.UNNEEDED, "removed", ""), to
+        assert told in finding.reason and migration.exit_code == 0, to
+        assert migration.after == text.replace(gone, ""), to
+        assert migrate_text(migration.after, "run" + suffix, to=to).after == migration.after, to
+
+
+def test_a_word_in_the_place_of_a_mapping_is_not_dropped():
+    """What it should have held is not known, and the file that came out trained with every default."""
+    args = "strategy_args:\n  strategy_name: fsdp2_train\n"
+    parallel = "fsdp: full_shard\nbf16: true\n"
+    for text, to, key in (
+        (args + "  strategy_config: 3\n", "composer", "strategy_config"),
+        (args + "  strategy_config: some text\n", "roll", "strategy_config"),
+        ("worker:\n  model_args: 3\n  " + args.replace("\n", "\n  "), "composer", "model_args"),
+        (parallel + "fsdp_config: 3\n", "composer", "fsdp_config"),
+        (parallel + "parallelism_config: 3\n", "accelerate", "parallelism_config"),
+        ("distributed_type: FSDP\nfsdp_config: text\n", "accelerate", "fsdp_config"),
+        ("parallelism = 3\n[activation_checkpoint]\nmode = 'full'\n", "composer", "parallelism"),
+        ("compile = true\n[parallelism]\ndata_parallel_shard_degree = 2\n", "torchtitan", "compile"),
+    ):
+        migration = migrate_text(text, "run.toml" if " = " in text else "run.yaml", to=to)
+        assert found(migration, key).outcome is Outcome.NEEDS_DECISION, text
+        assert migration.exit_code == 1, text
+
+
 def test_an_unset_variable_passes_through_where_nothing_depends_on_it():
     """A file whose variables are set on the cluster is migrated on a laptop."""
     migration = migrate_text(INTERPOLATED, "run.yaml")

@@ -3,12 +3,15 @@
 What axolotl does with an ``fsdp_config``: up to 0.11 it exported the keys with the prefix ``fsdp_`` as accelerate's
 environment variables; from 0.12 on it takes the prefix off, says that it is deprecated, and exports the same. So they
 hold either way, where a Trainer by itself passes over them. What it exports is less than accelerate reads: no strategy,
-which the words of ``fsdp`` decide, and no prefetching. Under FSDP2 (``fsdp_version: 2``) axolotl puts a function of its
-own in place of accelerate's, which recomputes whole layers.
+which the words of ``fsdp`` decide, and no prefetching. It gives the section to its Trainer as well, which exports what
+it reads once more. Up to 0.11 the keys went there through ``lstrip("fsdp_")``, which takes letters and not a prefix:
+``backward_prefetch`` arrived, ``forward_prefetch`` and ``sync_module_states`` lost their first one and did not. From
+0.12 on a schema lets no prefetching pass, and ``sync_module_states`` arrives. Under FSDP2 (``fsdp_version: 2``) axolotl
+puts a function of its own in place of accelerate's, which recomputes whole layers.
 
 Sources: axolotl 0.8 to 0.13 (``utils/trainer.py``: ``setup_fsdp_envs``, ``setup_parallelism_envs``;
-``utils/schemas/fsdp.py`` and ``validation.py``; ``core/builders/base.py``; ``monkeypatch/accelerate/fsdp2.py``;
-``docs/multi-gpu.qmd``), transformers 4.51.3 and accelerate 1.8.1 for the rest.
+``utils/schemas/fsdp.py`` and ``validation.py``; ``core/trainer_builder.py``, later ``core/builders/``;
+``monkeypatch/accelerate/fsdp2.py``; ``docs/multi-gpu.qmd``), transformers 4.51.3 and accelerate 1.8.1 for the rest.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,15 +57,8 @@ from composer_fsdp2.migration.dialects.huggingface_reading import held_by
 from composer_fsdp2.migration.dialects.huggingface_values import NOBODY, X1, X2, reads
 from composer_fsdp2.migration.run import RunConfig
 
-# What axolotl takes and passes on to nobody, or to whom it changes nothing.
-_NOT_PASSED_ON = (
-    "sharding_strategy",
-    "backward_prefetch",
-    "forward_prefetch",
-    "sync_module_states",
-    "use_orig_params",
-    "limit_all_gathers",
-)
+# What axolotl takes and passes on to nobody, or in some releases only.
+_NOT_PASSED_ON = ("sharding_strategy", "forward_prefetch", "sync_module_states")
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 # What accelerate's files cannot say, and axolotl's can; or what it does otherwise.
 _SAYS = frozenset(

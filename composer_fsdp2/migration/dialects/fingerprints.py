@@ -18,6 +18,8 @@ _OF_AXOLOTL = frozenset(
     sequence_len special_tokens train_on_inputs val_set_size
     """.split()  # noqa: SIM905
 )
+_OF_LIGHTNING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+_OF_DEEPSPEED = ("train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 _OF_VERL = frozenset(("param_offload", "optimizer_offload", "fsdp_size", "model_dtype"))
 
 
@@ -36,7 +38,8 @@ def is_axolotl(values: Values) -> bool:
     settings = values.get("fsdp_config")
     is_migrated = isinstance(settings, Mapping) and "mixed_precision" in settings
     has_words = "base_model" in values and len(_OF_AXOLOTL.intersection(map(str, values))) > 1
-    return "fsdp_version" in values or (has_words and not is_migrated)
+    is_beside = "fsdp_version" in values and ("fsdp_config" in values or "fsdp" in values)
+    return is_beside or (has_words and not is_migrated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +92,28 @@ def _is_verls(values: Values) -> bool:
 
 
 def _is_lightnings(values: Values) -> bool:
-    trainer = values.get("trainer")
-    strategy = trainer.get("strategy") if isinstance(trainer, Mapping) else None
-    if isinstance(strategy, str) and strategy.startswith(("fsdp", "deepspeed")):
+    # The file of one verb, or of `python script.py fit`, which has a mapping for each verb.
+    trainers = [each.get("trainer") for each in (values, *values.values()) if isinstance(each, Mapping)]
+    strategies = [trainer.get("strategy") for trainer in trainers if isinstance(trainer, Mapping)]
+    if any(isinstance(each, str) and each.startswith(("fsdp", "deepspeed", *_OF_LIGHTNING)) for each in strategies):
+        return True
+    if any(isinstance(each, Mapping) and each.get("class_path") in _OF_LIGHTNING for each in strategies):
         return True
     return any(
-        _names(values, key, f"{package}lightning", ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"))
+        _names(values, key, f"{package}lightning", _OF_LIGHTNING)
         for key in ("class_path", "_target_")
         for package in ("", "pytorch_")
     )
+
+
+def _is_deepspeeds(values: Values) -> bool:
+    """A stage, or the sizes of a batch in its own words, of which no other system's file has one at its top."""
+    has_words = any(str(name) in _OF_DEEPSPEED for name in values)
+    return isinstance(values.get("zero_optimization"), Mapping) or (has_words and not _has_section(values))
+
+
+def _has_section(values: Values) -> bool:
+    return any(str(name).startswith("fsdp") for name, _ in _entries(values))
 
 
 def _is_axolotls_by_deepspeed(values: Values) -> bool:
@@ -109,7 +125,7 @@ def _is_axolotls_by_deepspeed(values: Values) -> bool:
 _BY_HAND = "`composer-fsdp2 explain --all` has the keys of an fsdp_config to write by hand"
 
 # As a dialect's ``words``: with one of them begins a key of most of their files.
-FOREIGN_WORDS = ("actor_rollout_ref", "_component_", "zero_optimization", "deepspeed")
+FOREIGN_WORDS = ("actor_rollout_ref", "_component_", "zero_optimization", "deepspeed", *_OF_DEEPSPEED)
 FOREIGN_SYSTEMS = (
     ForeignSystem(
         name="veRL",
@@ -129,7 +145,7 @@ FOREIGN_SYSTEMS = (
     ),
     ForeignSystem(
         name="DeepSpeed",
-        applies=lambda values: isinstance(values.get("zero_optimization"), Mapping),
+        applies=_is_deepspeeds,
         advice="migrate a file of accelerate's instead, with distributed_type: DEEPSPEED and its stage and devices as "
         "deepspeed_config: {zero_stage: ..., offload_optimizer_device: ..., offload_param_device: ...}",
     ),

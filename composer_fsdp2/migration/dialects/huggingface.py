@@ -54,7 +54,14 @@ from composer_fsdp2.migration.dialects.huggingface_keys import (
     VERSION_REASON,
     Held,
 )
-from composer_fsdp2.migration.dialects.huggingface_reading import findings_of, held_by, is_bare, run_of
+from composer_fsdp2.migration.dialects.huggingface_reading import (
+    MAPPINGS,
+    OF_TRAINERS,
+    findings_of,
+    held_by,
+    is_bare,
+    run_of,
+)
 from composer_fsdp2.migration.dialects.huggingface_values import (
     A1,
     A2,
@@ -244,7 +251,7 @@ class HuggingFaceDialect(Dialect):
     title = "Hugging Face: Trainer and accelerate"
     rows = tuple(row for row in ROWS if not row.read_by or not {X1, X2}.issuperset(row.read_by))
     lacks = (*OF_FSDP1, *OF_OTHERS)
-    words: Sequence[str] = ("fsdp", "distributed_type", "deepspeed_config")
+    words: Sequence[str] = ("fsdp", "distributed_type", "deepspeed_config", "reshard_after_forward", *OF_TRAINERS)
     readers: Sequence[str] = (T1, T2, A1, A2, AD)
     silent = tuple(
         Section.at((), merged(_FILES[reader], more))
@@ -256,9 +263,7 @@ class HuggingFaceDialect(Dialect):
     )
 
     def holder(self, path: Path) -> Path:
-        return (
-            path[:-1] if path[-1:] and path[-1] in ("fsdp_config", "parallelism_config", "deepspeed_config") else path
-        )
+        return path[:-1] if path[-1:] and path[-1] in MAPPINGS else path
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
         """A mapping with a Trainer's FSDP arguments, or a configuration file of accelerate's."""
@@ -286,8 +291,9 @@ class HuggingFaceDialect(Dialect):
         except ConfigError as error:
             key = held.key_of("dp_shard_size", "dp_replicate_size") or held.key_of("sharding_strategy", "fsdp")
             held.problems.setdefault(key or "mesh", str(error))
-        reads_other_file = isinstance(section.given.get("fsdp_config"), str)
-        is_readable = not held.problems and not reads_other_file and not held.settings["xla"]
+        beside = [section.given.get(name) or {} for name in MAPPINGS]  # another file's name, or what cannot be read
+        is_whole = all(isinstance(each, Mapping) for each in beside)
+        is_readable = not held.problems and is_whole and not held.settings["xla"]
         findings = tuple(findings_of(held))
         # A key that is not read counts: what holds in its stead goes where the user looks for it.
         unread = {given.key for given in held.given if not given.is_read}

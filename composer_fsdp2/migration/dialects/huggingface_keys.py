@@ -220,6 +220,14 @@ def _wrap_fate(finding: Finding, held: Held) -> Finding:
         return idle(finding, "0 has no effect")
     if held.key_of("auto_wrap_policy") is not None:
         return idle(finding, f"not read under {policy}")
+    if held.reader is T1 and "fsdp" not in held.around:
+        return replace(
+            finding,
+            outcome=Outcome.NEEDS_DECISION,
+            target="",
+            reason="only auto_wrap in fsdp makes use of it, and whether that was given is not known here",
+            hint="with auto_wrap: write fsdp here; without it the whole model was one unit: remove this key",
+        )
     way = "auto_wrap in fsdp" if held.reader in (T1, T2) else f"auto_wrap_policy: {needed}"
     way = way if held.reader.is_trainer else f"fsdp_{way}"
     return replace(
@@ -243,6 +251,15 @@ def _policy_fate(finding: Finding, held: Held) -> Finding:
 
 
 def _backward_prefetch_fate(finding: Finding, held: Held) -> Finding:
+    if held.reader is X1 and held.settings["backward_prefetch"] != "NO_PREFETCH":
+        return replace(
+            finding,
+            outcome=Outcome.APPROXIMATE,
+            target="FSDP2's own prefetch",
+            reason="axolotl's Trainer went by it up to 0.11; from 0.12 on axolotl drops it, and nothing was "
+            "prefetched; no number depends on it",
+            hint="one more unit is in memory at the peak; NO_PREFETCH spares it",
+        )
     match held.settings["backward_prefetch"]:
         case "NO_PREFETCH":
             hint = "accelerate's FSDP2 always prefetches one: one more unit in memory"
@@ -543,7 +560,7 @@ _ROWS: tuple[Row, ...] = (
     Row(name="backward_prefetch", takes=PREFETCH, aspect=Aspect.BACKWARD_PREFETCH, outcome=Outcome.EXACT,
         target="prefetch in backward",
         defaults={**dict.fromkeys((T1, A1, X1), "NO_PREFETCH"), **dict.fromkeys((T2, A2, X2, AD), "BACKWARD_PRE")},
-        read_by=(T1, A1),
+        read_by=(T1, A1, X1),
         checked_by=(A2,),
         instead=_instead(trainer=_UNPREFIXED, launcher="set_modules_to_backward_prefetch in the script"),
         decide=_backward_prefetch_fate, meaning="when backward gathers the next unit; not at all by default"),
@@ -569,12 +586,12 @@ _ROWS: tuple[Row, ...] = (
         defaults={**_everywhere(False), A1: True, A2: True},
         instead=_instead(trainer=_UNPREFIXED), decide=_loading_fate,
         meaning="only rank 0 reads a pretrained model's weights; the others get them from it", reason=_KEPT),
-    Row(name="use_orig_params", takes=BOOL, outcome=Outcome.UNNEEDED, defaults=_everywhere(True), read_by=(T1, A1),
-        instead=_instead(trainer=_UNPREFIXED),
+    Row(name="use_orig_params", takes=BOOL, outcome=Outcome.UNNEEDED, defaults=_everywhere(True),
+        read_by=(T1, A1, X1), instead=_instead(trainer=_UNPREFIXED),
         meaning="parameters keep their own tensors instead of one flat one a unit",
         reason="FSDP2 has no flat parameter: each keeps its own tensor, whatever this says"),
-    Row(name="limit_all_gathers", takes=TRUTH, outcome=Outcome.UNNEEDED, defaults=_everywhere(True), read_by=(T1,),
-        instead=_instead(trainer=_UNPREFIXED),
+    Row(name="limit_all_gathers", takes=TRUTH, outcome=Outcome.UNNEEDED, defaults=_everywhere(True),
+        read_by=(T1, X1), instead=_instead(trainer=_UNPREFIXED),
         meaning="keeps the CPU from queueing more all-gathers than memory can hold",
         reason="FSDP2 bounds the memory of gathered parameters by itself, without blocking the CPU"),
     Row(name="activation_checkpointing", takes=TRUTH, aspect=Aspect.CHECKPOINTING, outcome=Outcome.EXACT,

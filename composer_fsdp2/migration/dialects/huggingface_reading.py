@@ -66,14 +66,16 @@ def is_bare(values: Mapping[str, Any]) -> bool:
     names = [str(name) for name in values if name not in others]
     plain = [name.removeprefix(PREFIX) for name in names]
     num_known = sum((SETTINGS, name) in BY_PLACE for name in plain)
-    is_theirs = any(name.startswith(PREFIX) for name in names) or bool(_OF_TRAINERS.intersection(plain))
+    is_theirs = any(name.startswith(PREFIX) for name in names) or bool({*OF_TRAINERS}.intersection(plain))
+    is_theirs |= {"version", "reshard_after_forward"}.issubset(plain)
     return is_theirs and 2 * num_known >= len(plain)
 
 
+MAPPINGS = ("fsdp_config", "parallelism_config", "deepspeed_config")
 # What a Trainer is told elsewhere, and passes over in such a file, where it answers what the file leaves open.
 _ANSWERS = ("fsdp", "bf16", "fp16", "gradient_checkpointing")
 # Keys that no other system's section has, all on their own.
-_OF_TRAINERS = frozenset(("transformer_layer_cls_to_wrap", "min_num_params", "cpu_ram_efficient_loading", "xla"))
+OF_TRAINERS = ("transformer_layer_cls_to_wrap", "min_num_params", "cpu_ram_efficient_loading", "xla")
 
 
 def _given(values: Mapping[str, Any], reader: Reader, *, is_file: bool) -> tuple[GivenKey, ...]:
@@ -488,8 +490,10 @@ def _of_no_row(given: GivenKey, held: Held) -> Finding:
             reason="the settings are in another file, which is not read here",
             hint="write its keys here as a mapping, without the prefix fsdp_ (of the keys of a file it is taken off)",
         )
-    if name in ("fsdp_config", "parallelism_config", "deepspeed_config") and not given.value:
+    if given.key in MAPPINGS and not given.value:
         return idle(finding, "it is empty")
+    if given.key in MAPPINGS:
+        return replace(finding, reason="this key takes a mapping", hint="write its keys below it, or remove it")
     system = "axolotl" if held.reader.is_axolotl else "Hugging Face"
     if "." not in given.key and not held.reader.is_trainer:
         near, reason = nearest(name, OF_ACCELERATES_FILE), "accelerate refuses a file with a key that it does not know"
@@ -523,6 +527,8 @@ def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:
         return replace(usual, outcome=Outcome.APPROXIMATE, target="as it ran", reason=reason, hint="")
     way = row.instead.get(reader, "")
     how = f" (as {way})" if way else ""
+    if reader is Reader.AXOLOTL_FSDP1 and row is SYNC_ROW:
+        reason = "axolotl passes it on from 0.12 on; before"
     return replace(
         open_,
         reason=f"{reason}: the run went by {_word(held.settings[row.name])}",
@@ -609,6 +615,8 @@ def _implicit_wrapping(held: Held) -> Iterator[Finding]:
     is_axolotl = held.reader.is_axolotl
     if not decided_by_words and held.key_of("auto_wrap_policy") is not None:
         return
+    if decided_by_words and "fsdp" not in held.around:
+        return  # the words are elsewhere
     wrap = wrap_of(held.settings)
     if wrap.kind is WrapKind.ROOT:
         prefix = "" if is_axolotl else PREFIX

@@ -86,12 +86,20 @@ class Worker:
         elif (strategy := around.get("strategy_args")) is not None:
             given = {"strategy_name": strategy.get("strategy_name")} | given
         model = around.get("model_args")
+        beside = (("strategy_config", section.given.get("strategy_config")), ("model_args", model))
+        given |= {name: value for name, value in beside if value is not None and not isinstance(value, Mapping)}
         for name, value in model.items() if isinstance(model, Mapping) else ():
             if f"model_args.{name}" in _BY_NAME:
                 given[f"model_args.{name}"] = value
         if "device_mapping" in around:
             given["device_mapping"] = around["device_mapping"]
         return cls(given=given, num_ranks=_count(around.get("device_mapping")), top=section.around)
+
+    @property
+    def misshapen(self) -> tuple[str, ...]:
+        """What must be a mapping, and is none."""
+        names = ("strategy_config", "model_args")
+        return tuple(name for name in names if not isinstance(self.given.get(name, {}), Mapping))
 
     def __getitem__(self, name: str) -> Any:
         return self.given.get(name, _BY_NAME[name].default)
@@ -444,7 +452,10 @@ _IMPLICIT = (
 def _findings(worker: Worker) -> Iterator[Finding]:
     for key, value in worker.given.items():
         row = _BY_NAME.get(key)
-        if row is None:
+        if key in worker.misshapen:
+            yield Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason="ROLL takes a mapping here, and "
+                "fails with this", hint="write its keys below it, or remove it")  # fmt: skip
+        elif row is None:
             yield unknown_key(key, value, _BY_NAME, _UNKNOWN)
         elif problem := _problem(worker, row):
             hint = "remove it" if row.default is None else f"its default is {row.default!r}"
@@ -732,7 +743,7 @@ class RollDialect(Dialect):
         worker = Worker.of(section)
         findings = tuple(_findings(worker))
         aspects = deciding({row.name: row.aspect for row in _ROWS if row.name in worker.given}, findings)
-        is_bad = any(_problem(worker, row) for row in _ROWS)
+        is_bad = bool(worker.misshapen) or any(_problem(worker, row) for row in _ROWS)
         return Reading(run=None if is_bad else _run(worker), findings=findings, aspects=aspects, rows=_BY_NAME)
 
     def express(self, run: RunConfig) -> Expression:

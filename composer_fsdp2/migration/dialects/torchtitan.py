@@ -435,6 +435,8 @@ class File:
                 given[name] = others[key]
         for table in _TABLES:  # misspelt keys of the other tables; their other keys have nothing to do with sharding
             others = section.around.get(table)
+            if others is not None and not isinstance(others, Mapping):
+                given[table] = others
             for key, value in others.items() if table != own and isinstance(others, Mapping) else ():
                 name = f"{table}.{key}"
                 if name not in given and name not in _OTHERS and _is_near(name):
@@ -483,7 +485,12 @@ def _is_bad(file: File, row: Row) -> bool:
 def _findings(file: File) -> Iterator[Finding]:
     for key, value in file.given.items():
         row = _NAMES.get(key)
-        if row is None:
+        if key in _TABLES:
+            usual = Finding(
+                key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason="it is a table of TorchTitan's"
+            )
+            yield replace(usual, hint="write its keys below it, or remove it")
+        elif row is None:
             yield _foreign(file, key, value)
         elif key != row.name and row.name in file.given:
             yield idle(row.usual(file.short(key), value), f"{row.name} says it, too, and takes precedence")
@@ -682,7 +689,7 @@ class TorchTitanDialect(Dialect):
         file = File.of(section)
         findings = tuple(_findings(file))
         return Reading(
-            run=None if any(_is_bad(file, row) for row in _ROWS) else _run(file),
+            run=None if any(_is_bad(file, row) for row in _ROWS) or file.given.keys() & {*_TABLES} else _run(file),
             findings=findings,
             aspects=deciding({file.short(key): row.aspect for key, row in file.rows()}, findings),
             rows={row.name: row for row in _ROWS} | {file.short(key): row for key, row in file.rows()},

@@ -98,7 +98,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         + RECOMPUTED
         + OF_OLD
         + "  fsdp_backward_prefetch: BACKWARD_PRE\n",
-        {"cpu_offload": True, "backward_prefetch": "NONE"},
+        {"cpu_offload": True},
     ),
     "qlora, of old": (
         "adapter: qlora\nload_in_4bit: true\nlora_r: 16\n" + AROUND + RECOMPUTED.replace("false", "true") + OF_OLD,
@@ -220,9 +220,24 @@ def test_what_axolotl_does_not_pass_on_is_told_by_what_it_changes() -> None:
     (blocking,) = migrated(text).blocking
     assert blocking.key == "fsdp_config.fsdp_sharding_strategy" and "FULL_SHARD" in blocking.reason
     prefetch = finding(
-        migrated(AROUND + OF_OLD + "  fsdp_backward_prefetch: BACKWARD_PRE\n"), "fsdp_config.fsdp_backward_prefetch"
+        migrated(AROUND + OF_OLD + "  fsdp_forward_prefetch: true\n"), "fsdp_config.fsdp_forward_prefetch"
     )
-    assert prefetch.outcome is Outcome.APPROXIMATE and "NO_PREFETCH" in prefetch.reason
+    assert prefetch.outcome is Outcome.APPROXIMATE and "went by false" in prefetch.reason
+
+
+def test_what_axolotls_trainer_got_by_release_is_told_and_not_turned_off() -> None:
+    """A run of 0.11 prefetched in backward, and came out with backward_prefetch: NONE: slower for nothing."""
+    migration = migrated(AROUND + OF_OLD + "  fsdp_backward_prefetch: BACKWARD_PRE\n")
+    prefetch = finding(migration, "fsdp_config.fsdp_backward_prefetch")
+    assert "backward_prefetch" not in section_of(migration)
+    assert prefetch.outcome is Outcome.APPROXIMATE and "0.11" in prefetch.reason and "0.12" in prefetch.reason
+    # lstrip("fsdp_") left backward_prefetch and limit_all_gathers whole, and made ync_module_states of the third.
+    assert "backward_prefetch".lstrip("fsdp_") == "backward_prefetch" and "sync".lstrip("fsdp_") == "ync"
+    text = AROUND + OF_OLD.replace("sync_module_states: true", "sync_module_states: false")
+    synced = finding(
+        migrated(text.replace("  fsdp_cpu_ram_efficient_loading: true\n", "")), "fsdp_config.fsdp_sync_module_states"
+    )
+    assert synced.outcome is Outcome.NEEDS_DECISION and "0.12" in synced.reason
 
 
 def test_quantized_weights_are_told_of() -> None:

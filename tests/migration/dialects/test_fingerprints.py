@@ -49,7 +49,11 @@ OTHERS = {
     "Lightning": [
         "trainer: {strategy: fsdp, devices: 8}",
         "strategy: {_target_: pytorch_lightning.strategies.FSDPStrategy}",
+        "trainer: {strategy: {class_path: FSDPStrategy}}",
+        "trainer: {strategy: FSDPStrategy}",
+        "fit: {trainer: {strategy: fsdp}}",
     ],
+    "DeepSpeed": ['{"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": true}}'],
 }
 
 
@@ -75,6 +79,13 @@ def test_a_file_of_ours_is_nobody_elses() -> None:
     root = Path(__file__).resolve().parents[3] / "yamls"
     for path in root.rglob("*.yaml"):
         assert foreign_system(yaml.safe_load(path.read_text())) is None, path
+    for values in (
+        {"deepspeed_config": {"train_micro_batch_size_per_gpu": 1}, "distributed_type": "DEEPSPEED"},
+        {"train_micro_batch_size_per_gpu": 1, "fsdp_config": {"sharding_strategy": "FULL_SHARD"}},
+        {"fit": {"trainer": {"strategy": "ddp"}}, "trainer": {"strategy": {"class_path": "DDPStrategy"}}},
+        {"strategy": "fsdp", "class_path": "FSDPStrategy"},
+    ):
+        assert foreign_system(values) is None, values
     for values in ([], None, "text", {}, {1: 2}, {"trainer": None}, {"trainer": {"strategy": None}}):
         assert foreign_system(values) is None
 

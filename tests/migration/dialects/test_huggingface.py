@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from composer_fsdp2.migration.dialect import Expression, Reading, Section
 from composer_fsdp2.migration.dialects.composer import ComposerDialect
 from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
 from composer_fsdp2.migration.dialects.huggingface_values import Reader
+from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 from tests.migration.huggingface_oracle import ask
@@ -667,6 +670,27 @@ def test_settings_in_another_file_are_a_decision() -> None:
     assert read(written).run is None
     assert finding(written, "fsdp_config").outcome is Outcome.NEEDS_DECISION
     assert migrated(written) == written
+
+
+def test_a_trainers_own_file_claims_nothing_about_words_that_stand_elsewhere() -> None:
+    """'The whole model was one unit', of a run whose command line said auto_wrap."""
+    written = {"transformer_layer_cls_to_wrap": ["Block"], "backward_prefetch": "backward_pre"}
+    classes = finding(written, "transformer_layer_cls_to_wrap")
+    assert classes.outcome is Outcome.NEEDS_DECISION and "not known here" in classes.reason
+    told = [f"{each.reason} {each.target}" for each in read(written).findings]
+    assert not any("no wrapping was asked for" in each or "one unit" in each for each in told)
+    assert run_of(written | {"fsdp": "full_shard auto_wrap"}).wrap == Wrap(kind=WrapKind.CLASSES, classes=("Block",))
+
+
+def test_a_trainers_own_file_for_fsdp2_is_recognized(tmp_path: Path) -> None:
+    """In a folder it was passed over, and by its name refused as a file without a section."""
+    for number, prefix in enumerate(("", "fsdp_")):
+        written = {f"{prefix}version": 2, f"{prefix}reshard_after_forward": False}
+        assert run_of(written).config.reshard_after_forward is False
+        (tmp_path / f"{number}.json").write_text(json.dumps(written))
+    results = list(migrate_files(sources_of([tmp_path]), Destination()))
+    assert [(each.is_skipped, each.exit_code) for each in results] == [(False, 0)] * 2
+    assert DIALECT.sections({"version": 2, "services": {}}) == []
 
 
 def test_an_unknown_key_gets_the_nearest_known_one() -> None:
