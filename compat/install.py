@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.errors import IncompatibleVersionError
+from composer_fsdp2.errors import ConfigError, IncompatibleVersionError
 
 from .seams import Replacement, Seam, noted_seams, put_back, replace
 
@@ -72,6 +72,7 @@ def train_from_yaml(yaml_path: str, overrides: Sequence[str] = ()) -> Any:
         overrides: ``key=value`` each, merged into the YAML.
     Raises:
         IncompatibleVersionError: LLM Foundry is missing, or Composer is of a version that was not tested.
+        ConfigError: ``freeze`` on one rank, where LLM Foundry leaves the whole section out.
 
     Called on all ranks.
     """
@@ -81,8 +82,28 @@ def train_from_yaml(yaml_path: str, overrides: Sequence[str] = ()) -> Any:
         if error.name != "llmfoundry":
             raise
         raise IncompatibleVersionError("LLM Foundry is not installed: pip install 'composer-fsdp2[foundry]'") from error
+    _refuse_freeze_alone(yaml_path, overrides)
     with fsdp2():
         return foundry_train_from_yaml(yaml_path, list(overrides))
+
+
+def _refuse_freeze_alone(yaml_path: str, overrides: Sequence[str]) -> None:
+    """On one rank LLM Foundry (0.22.0, ``command_utils/train.py``) trains without the section, so with all
+    parameters; what else the section asks for changes no number there."""
+    from composer.utils import dist
+    from omegaconf import DictConfig, OmegaConf
+
+    if dist.get_world_size() > 1:
+        return
+    given = OmegaConf.merge(OmegaConf.load(yaml_path), OmegaConf.from_cli(list(overrides)))
+    section = given.get("fsdp_config") if isinstance(given, DictConfig) else None
+    if section is not None and section.get("freeze"):
+        raise ConfigError(
+            f"{yaml_path}: fsdp_config.freeze on one rank: LLM Foundry shards nothing there and leaves the section "
+            "out, so that all parameters would be trained; launch two ranks (composer -n 2 ...), or freeze with its "
+            "callback layer_freezing",
+            keys=("freeze",),
+        )
 
 
 def _check_version() -> None:

@@ -161,7 +161,7 @@ def apply_activation_checkpointing(
         model: Its direct children are looked at one by one. A module is chosen by its attribute
             ``_activation_checkpointing``, else by ``check_fn``, else by the ``activation_checkpointing_fn`` of the
             direct child that it lies in. Modules that are wrapped already are passed over. Where a transformers model's
-            layers are recomputed, its ``config.use_cache`` is turned off: they would add to the cache twice.
+            layers are recomputed, its ``use_cache`` is off in training: they would add to the cache twice.
         checkpoint: Recompute the activations in backward.
         cpu_offload: Keep what is saved for backward in host memory.
         reentrant: Which of torch's two implementations of checkpointing.

@@ -1,9 +1,11 @@
 """Recompute or offload the activations of some modules."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from composer_fsdp2._torch.private_names import (
@@ -39,7 +41,7 @@ def wrap_activations(model: nn.Module, paths: list[str], mode: ActivationCheckpo
 
 
 def caching_modules(model: nn.Module, recomputed: Sequence[str]) -> tuple[str, ...]:
-    """The paths of transformers' models whose ``config.use_cache`` is on around modules that are recomputed.
+    """The paths of transformers' models that would fill a cache in training around modules that are recomputed.
 
     A layer that runs again adds its keys and values to the cache once more, and attends to both: torch's non-reentrant
     checkpointing raises then, the reentrant one gives wrong gradients under the right loss. transformers turns the
@@ -50,23 +52,38 @@ def caching_modules(model: nn.Module, recomputed: Sequence[str]) -> tuple[str, .
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     around = {above for path in recomputed for above in ancestors_or_self(path)}
-    configs: dict[int, str] = {}
-    for path, module in modules.items():
-        config = getattr(module, "config", None)
-        if path in around and _is_of_transformers(config) and getattr(config, "use_cache", False):
-            configs.setdefault(id(config), path)  # a ComposerModel around it has the same
-    return tuple(configs.values())
+    return tuple(path for path, module in modules.items() if path in around and _fills_a_cache(module))
+
+
+def _fills_a_cache(module: nn.Module) -> bool:
+    """Of those by transformers that take ``use_cache``, and go by ``config.use_cache`` where nobody gives it."""
+    is_pretrained = any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
+    )
+    config = getattr(module, "config", None)
+    return is_pretrained and bool(getattr(config, "use_cache", False)) and "use_cache" in _parameters(module)
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
 
 
 def turn_off_caches(model: nn.Module, paths: Sequence[str]) -> None:
-    """In training; ``generate`` goes by a ``generation_config`` of its own, and so caches as before."""
+    """In forwards that need gradients. ``config.use_cache`` stays: ``generate`` and other models read it, too."""
     for path in paths:
-        config: Any = at_path(model, path).config
-        config.use_cache = False
+        module = at_path(model, path)
+        hook = partial(_without_cache, _parameters(module).index("use_cache"))
+        module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _is_of_transformers(config: object) -> bool:
-    return any(cls.__module__.partition(".")[0] == "transformers" for cls in type(config).__mro__)
+def _without_cache(
+    position: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if not torch.is_grad_enabled():
+        return None
+    if len(args) > position:
+        return (*args[:position], False, *args[position + 1 :]), kwargs
+    return args, kwargs | {"use_cache": False}
 
 
 def _recompute(mode: ActivationCheckpointing) -> Callable[[nn.Module], nn.Module]:

@@ -215,7 +215,7 @@ def _notes_of_recomputation(
     if caching:
         models = [path or "the model" for path in caching]
         yield (
-            f"config.use_cache is turned off for {and_more(models)}: a layer that is recomputed would add to the cache "
+            f"use_cache is off in training for {and_more(models)}: a layer that is recomputed would add to the cache "
             "twice, and its gradients be wrong; generate() caches as before"
         )
 

@@ -77,7 +77,7 @@ class ShardingPlan(Value):
         config: The model's, with the paths of ignored modules.
         ignored: The names of their parameters.
         checkpointed: The modules whose activations are recomputed or offloaded, children before parents.
-        caching: The modules whose ``config.use_cache`` is turned off.
+        caching: The modules that fill no cache in forwards that need gradients.
         frozen: The names of the parameters that are not to be trained, from now on.
     """
 

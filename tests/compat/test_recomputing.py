@@ -42,6 +42,7 @@ def llama() -> Any:
             vocab_size=VOCABULARY,
             max_position_embeddings=32,
             initializer_range=0.5,
+            repetition_penalty=1.1,  # with which transformers makes the generation_config anew from this
         )
     )
 
@@ -104,7 +105,7 @@ def check_alike(architecture: str, config: dict[str, Any]) -> None:
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference))
     prepare_fully_shard(model, ours, FULL | {"wrap_policy": AUTO} | config, device="cpu")
     is_recomputed = "activation_checkpointing_policy" in config
-    assert model.model.config.use_cache is not is_recomputed
+    assert model.model.config.use_cache, "another model may have been made from it, and a checkpoint has it"
     for step in range(2):
         counts.clear()
         ours_now = loss(model, 2 * step + dist.get_rank())
@@ -121,18 +122,18 @@ def check_alike(architecture: str, config: dict[str, Any]) -> None:
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    assert_generates(model, reference)
+    assert_generates(model, reference, class_name)
 
 
-def assert_generates(model: Any, reference: Any) -> None:
+def assert_generates(model: Any, reference: Any, class_name: str) -> None:
     """The same tokens, with a cache, although nobody asks for one."""
     options = {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0}
     for each in (model, reference):
         each.eval()
     x = prompts(dist.get_rank(), length=4)
     lengths: list[int] = []
-    head = model.model.get_output_embeddings()
-    head.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    *_, last = (module for module in model.modules() if type(module).__name__.endswith(class_name))
+    last.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
     assert torch.equal(model.generate(x, **options), reference.generate(x, **options))
     assert lengths[-1] == 1, f"generates without a cache: {lengths}"
 
@@ -180,14 +181,18 @@ def test_what_is_turned_off_is_told_and_only_then_done():
     model = build("llama")
     config = ShardingConfig(activation_checkpointing=ActivationCheckpointing(checkpoint=True, classes=()))
     plan = plan_sharding(model, config)
-    assert plan.caching == ("",)  # the ComposerModel's config is the model's
-    assert any("config.use_cache is turned off for the model: a layer" in note for note in plan.notes)
-    assert model.model.config.use_cache
+    assert plan.caching == ("model", "model.model")
+    assert any("use_cache is off in training for model and 1 more: a layer" in note for note in plan.notes)
+    assert not model.model._forward_pre_hooks
     offloaded = ActivationCheckpointing(cpu_offload=True, classes=())
     assert plan_sharding(model, ShardingConfig(activation_checkpointing=offloaded)).caching == ()
     apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "LlamaDecoderLayer")
-    assert not model.model.config.use_cache
     loss(model, 0).backward()
+    with torch.no_grad():
+        assert model.model(prompts(0)).past_key_values is not None
+    # Given by somebody, by position and by name.
+    assert model.model(prompts(0), None, None, None, None, None, True).past_key_values is None
+    assert model.model(prompts(0), use_cache=True).past_key_values is None
 
 
 def test_a_model_with_adapters_keeps_peft_s_names():
@@ -205,7 +210,7 @@ def test_a_model_with_adapters_keeps_peft_s_names():
     plan = plan_sharding(model, ShardingConfig(freeze=(path,), activation_checkpointing=checkpointing))
     assert plan.checkpointed == tuple(f"model.base_model.model.model.layers.{number}" for number in range(NUM_LAYERS))
     assert plan.frozen and all(name.startswith(f"model.{path}.") for name in plan.frozen)
-    assert plan.caching and model.model.config.use_cache
+    assert plan.caching
     with pytest.raises(PlanError, match=rf"did you mean model\.{path}\?"):
         plan_sharding(model, ShardingConfig(freeze=("model.layers.0",)))
     with pytest.raises(PlanError, match="freeze leaves nothing to train"):

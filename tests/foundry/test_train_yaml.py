@@ -29,6 +29,9 @@ from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
 from support.trainers import largest_difference
 
+from composer_fsdp2.compat.install import train_from_yaml
+from composer_fsdp2.errors import ConfigError
+
 pytestmark = pytest.mark.foundry
 
 
@@ -100,6 +103,12 @@ def units_of(trainer: Any) -> list[str]:
 def test_a_wrap_policy_in_the_yaml(folder: str, theirs: TrainedYaml):
     """The units stand in the file: the same curve as with those that MPT's fsdp_wrap_fn chose."""
     run_ranks(check_policy, 2, folder, theirs)
+
+
+def test_frozen_parameters_are_not_trained_on_one_rank(folder: str):
+    """LLM Foundry leaves the section out on one rank: a debug run would train what the real one keeps."""
+    with pytest.raises(ConfigError, match="freeze on one rank"):
+        train_from_yaml(str(YAML), [f"variables.data={folder}", "fsdp_config.freeze=[transformer.wte]"])
 
 
 def check_mixed(folder: str, theirs: TrainedYaml) -> None:
