@@ -1,6 +1,7 @@
 """``composer-fsdp2``: the verbs and their help."""
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -60,12 +61,16 @@ def main() -> None:
             raise
     try:
         work.pop()()
-    except BrokenPipeError:
-        if sys.argv[1:2] not in (["checkpoint"], ["migrate"], ["explain"]):
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) and error.filename is None
+        is_over = isinstance(error, BrokenPipeError)
+        if sys.argv[1:2] not in (["checkpoint"], ["migrate"], ["explain"]) or not (is_over or is_full):
             raise  # a script's own
         # `checkpoint inspect ... | head` has seen enough; Python would complain once more while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        if is_full:
+            print(f"composer-fsdp2: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(2 if is_full else 1)
     except IncompatibleVersionError as error:
         print(f"composer-fsdp2: {error}", file=sys.stderr)
         sys.exit(2)

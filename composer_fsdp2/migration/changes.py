@@ -243,7 +243,7 @@ def _told_once(
     left, settled = list(lacks), []
     for finding in told:
         row = reading.rows.get(finding.key)
-        lack = next((each for each in left if row is not None and each.key == row.capability), None)
+        lack = next((each for each in left if row is not None and each.key in _asked_by(row)), None)
         if finding.asks and lack is not None:
             left.remove(lack)
             finding = _by_target(finding, lack)
@@ -253,6 +253,11 @@ def _told_once(
         settled.append(finding)
     by_name = {row.name: finding for finding in settled if (row := reading.rows.get(finding.key)) is not None}
     return [_as_detail(each, reading.rows.get(each.key), by_name, target) for each in settled], left
+
+
+def _asked_by(row: Row) -> tuple[str, ...]:
+    """The questions that a key answers: one of units may name embeddings and the output beside the layers."""
+    return (row.capability, "further units") if row.capability == "units" else (row.capability,)
 
 
 def _by_target(finding: Finding, lack: Finding) -> Finding:

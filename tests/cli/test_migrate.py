@@ -496,3 +496,13 @@ def test_root_leaves_a_file_to_its_owner(folder: Path):
     assert run(folder, "good.yaml", "--write").returncode == 0
     for name in ("good.yaml", "good.yaml.bak"):
         assert ((folder / name).stat().st_uid, (folder / name).stat().st_gid) == (1234, 1235)
+
+
+def test_a_full_disk_behind_the_output_is_no_decision(folder: Path) -> None:
+    """`migrate a.yaml > out.yaml` on a full disk ended in a traceback, and in the exit code of a decision."""
+    for arguments in (["migrate", "good.yaml"], ["explain", "fsdp_size"], ["migrate", ".", "--check", "--json"]):
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "composer_fsdp2", *arguments]
+            ended = subprocess.run(command, cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+        assert ended.stderr.endswith("composer-fsdp2: standard output cannot be written: No space left on device\n")

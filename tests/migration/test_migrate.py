@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from typing import Any
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ import yaml
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.documents import yaml as yaml_documents
 from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, migrate_text
 from composer_fsdp2.migration.targets import TARGETS
 
@@ -426,3 +428,23 @@ def test_what_a_target_makes_of_a_key_is_told_of_that_key():
     for to in ("roll", "torchtitan", "accelerate"):
         findings = migrate_text(text, to=to).sections[0].findings
         assert [each.outcome.blocks for each in findings if each.key in ("freeze", "frozen parameters")] == [True]
+
+
+def test_the_cost_of_a_section_does_not_grow_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of hundreds of runs took minutes: each of its sections was looked for among the ends of all others."""
+    calls = 0
+    own = yaml_documents._end
+
+    def counted(*arguments: Any) -> int:
+        nonlocal calls
+        calls += 1
+        return own(*arguments)
+
+    monkeypatch.setattr(yaml_documents, "_end", counted)
+    block = "r{}:\n  fsdp_config:\n    sharding_strategy: FULL_SHARD\n    limit_all_gathers: true\n"
+    needed = []
+    for number in (20, 40):
+        calls = 0
+        assert len(migrate_text("".join(map(block.format, range(number)))).sections) == number
+        needed.append(calls)
+    assert needed[1] <= 2.5 * needed[0], needed

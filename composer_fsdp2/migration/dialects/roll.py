@@ -612,6 +612,10 @@ def _is_for_so_many_ranks(mesh: MeshSpec) -> bool:
     return not mesh.is_grouped and mesh.is_resolved and not _keeps_full_parameters(mesh)
 
 
+def _recomputes_by_hooks(run: RunConfig) -> bool:
+    return run.config.activation_checkpointing.checkpoint and run.config.activation_checkpointing.classes is None
+
+
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 _CLASSES_KEY = "wrap_policy.transformer_layer_cls_to_wrap"
 # fmt: off
@@ -659,6 +663,9 @@ _LACKS: tuple[Lack, ...] = (
         target="model_args.disable_gradient_checkpointing",
         reason="ROLL recomputes activations unless model_args, outside of this section, says otherwise",
         hint="set model_args.disable_gradient_checkpointing: true, or recompute: the numbers do not depend on it"),
+    Lack(asked="activation_checkpointing", when=lambda run: _recomputes_by_hooks(run), outcome=_APPROXIMATE,
+        reason="which modules the model's hooks recompute stands in its code; ROLL recomputes the layers that the "
+        "model itself chooses (gradient_checkpointing_enable): the same numbers, another memory"),
     Lack(asked="recomputed modules", when=lambda run: bool(run.config.activation_checkpointing.classes),
         outcome=_APPROXIMATE,
         reason="ROLL recomputes the layers that the model itself chooses (gradient_checkpointing_enable): the same "

@@ -110,7 +110,7 @@ def _stands_here(document: YamlText, path: Path) -> bool:
     node, parent = document.node(path), document.node(path[:-1])
     if not is_mapping(parent):  # an item of a list
         return bool(node.start_mark.index >= parent.start_mark.index) and _stands_here(document, path[:-1])
-    entries = [entry for entry in _entries(document.text, parent) if entry.key == str(path[-1])]
+    entries = _entries(document.text, parent, str(path[-1]))
     is_inside = any(entry.start <= node.start_mark.index <= entry.end for entry in entries)
     return is_inside and _stands_here(document, path[:-1])
 
@@ -201,8 +201,11 @@ def _flow_edits(
                 yield Edit(comma.end() - 1, comma.end(), "")
 
 
-def _entries(text: str, node: MappingNode) -> Iterator[_Written]:
+def _entries(text: str, node: MappingNode, name: str | None = None) -> Iterator[_Written]:
+    """Those of a mapping, or of one name only: a file may have hundreds of sections beside each other."""
     for key, value in node.value:
+        if name is not None and str(key.value) != name:
+            continue
         end = _end(text, key, value)
         comment = re.compile(r"[ \t]*(#[^\n]*)?").match(text, end)
         yield _Written(str(key.value), _start(text, key), end, (comment and comment.group(1)) or "")

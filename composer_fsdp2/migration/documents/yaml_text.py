@@ -181,7 +181,9 @@ class YamlText:
         """``Document.duplicate``."""
         seen: dict[Any, int] = {}
         node = self.node(path)
-        for name, _ in node.value if is_mapping(node) else ():
+        if not is_mapping(node) or len(self._entries_of(node)) == len(node.value):
+            return ""
+        for name, _ in node.value:
             here, mark = self._key_of(name), name.start_mark
             if _is_merge(name) or key not in (None, here):
                 continue
