@@ -137,14 +137,16 @@ def _is_dead(finding: Finding) -> bool:
 
 
 def _path_of(key: str, section: Section) -> Path | None:
-    """Where a key of a report is in the file; it is the section's, or has its place from the top of the file."""
+    """Where a key of a report is in the file; it is the section's, or has its place from the top of the file.
+
+    None for a key that is no string, which stays where it is.
+    """
     for above in (section.path, ()):
         *outer, last = key.split(".")
         for parent, name in (((*above,), key), ((*above, *outer), last)):
             values = _mapping_at(section, parent)
-            found = next((each for each in values or () if str(each) == name), None)
-            if found is not None:
-                return (*parent, found)
+            if values is not None and name in values:
+                return (*parent, name)
     return None
 
 
