@@ -21,7 +21,7 @@ from composer_fsdp2.sharding.activations import caching_modules, turn_off_caches
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.apply import apply_agreed_plan, check_plan
 from composer_fsdp2.sharding.decide import cast_gradients, decide_sharding, refuse_sharded
-from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, the_optimizer
+from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, refuse_frozen, the_optimizer
 from composer_fsdp2.sharding.plan import ShardingPlan
 from composer_fsdp2.training.guard import start_guard
 from composer_fsdp2.training.microbatches import start_accumulation
@@ -95,8 +95,8 @@ def plan_sharding(
         precision: Composer's (``translate(...).precision``), for wrap functions whose settings say DEFAULT or PURE.
         strict: Whether gradients that cannot keep a low dtype, where a setting asks for it, are an error or a note.
     Raises:
-        PlanError: the model is sharded already, a wrap function failed, the optimizer is another model's, a parameter
-            cannot be sharded, or there is nothing to shard.
+        PlanError: the model is sharded already, a wrap function failed, the optimizer is another model's or holds
+            nothing that is trained, a parameter cannot be sharded, or there is nothing to shard.
         ConfigError: a wrap function's dict has an unknown key or a wrong value.
         UnsupportedError: gradients cannot keep a low dtype, and must.
 
@@ -105,6 +105,7 @@ def plan_sharding(
     refuse_sharded(model)
     check_optimizers(model, optimizers)
     plan = decide_sharding(model, config, read_hooks(model, config, precision=precision))
+    refuse_frozen(model, optimizers, plan.frozen)
     key, cast = "keep_low_precision_grads", cast_gradients(model, plan)
     if not cast:
         return plan

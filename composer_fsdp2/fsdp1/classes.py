@@ -26,7 +26,8 @@ def classes_named(
         of_model.setdefault(type(module).__name__, []).append(type(module))
     known = ", ".join(sorted(of_model))
     if not names:
-        names = [name for name in dict.fromkeys(_own_names(model)) if name in of_model] or otherwise
+        own = set(_own_names(model))  # in transformers 5 sets, too, each process's in another order
+        names = [name for name in of_model if name in own] or otherwise
         if not names:
             raise PlanError(
                 f"fsdp_config.{key} is auto, and {type(model).__name__} names no classes of its own "

@@ -88,7 +88,7 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
     if reader.policy is not None:
         refuse_experts(model, config.wrap, reader.by_policy)
     checkpointed: list[str] = []
-    notes = [*reader.notes(children)]
+    notes = [*reader.notes(model)]
     if config.activation_checkpointing.enabled:
         types = _checkpointed_types(model, config)
         check_fn = None if types is None else lambda module: isinstance(module, types) and has_forward(module)
@@ -207,12 +207,14 @@ class _Reader:
             self.choices[path] = Choice(chosen_by="fsdp_wrap_fn", overrides=overrides)
         return bool(answer)
 
-    def notes(self, children: Mapping[str, nn.Module]) -> Iterator[str]:
+    def notes(self, model: nn.Module) -> Iterator[str]:
         """What the report says of a policy beside the model's own hooks."""
         if self.policy is None:
             return
         yield from self.policy.notes
-        unasked = [name for name, child in children.items() if _hook(child, "fsdp_wrap_fn") is not None]
+        modules = dict(model.named_modules(remove_duplicate=False))
+        yield from self.policy.in_vain({modules[path] for path in (*self.choices, *self.against_policy)})
+        unasked = [name for name, child in model.named_children() if _hook(child, "fsdp_wrap_fn") is not None]
         if unasked:
             yield f"wrap_policy is given, so the fsdp_wrap_fn of {and_more(unasked)} is not asked"
         if self.against_policy:

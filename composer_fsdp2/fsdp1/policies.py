@@ -7,8 +7,8 @@ rank. As a unit of its own the expert is then gathered by some ranks only, toget
 on the others: no error, and wrong gradients. Inside the unit around it, it is gathered by all.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -31,12 +31,14 @@ class PolicyChoices:
         named: The modules that it names, each with why.
         min_num_params: Modules of this size are chosen, too; 0: none are.
         ignored: Modules that are passed over.
+        asked: By what the policy says, the modules that it means; with those that will be no units.
         notes: What it names and the model lacks.
     """
 
     named: Mapping[nn.Module, str]
     min_num_params: int
     ignored: frozenset[nn.Module]
+    asked: Mapping[str, frozenset[nn.Module]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def below(self, root: nn.Module) -> Mapping[nn.Module, str]:
@@ -45,6 +47,15 @@ class PolicyChoices:
             return self.named
         reason = f"wrap_policy: {self.min_num_params:,} parameters or more"
         return dict.fromkeys(_large_modules(root, self.min_num_params, self.ignored), reason)
+
+    def in_vain(self, told: Collection[nn.Module]) -> Iterator[str]:
+        """A note for each word of the policy that means none of the modules in ``told``."""
+        for words, modules in self.asked.items():
+            if modules.isdisjoint(told):
+                yield (
+                    f"wrap_policy.{words}, which makes no unit: each such module is ignored, lies in a part that FSDP1 "
+                    "left out, or is a direct child of the model, which is a unit anyway, or the model itself"
+                )
 
 
 def read_policy(model: nn.Module, wrap: Wrap, ignored: Iterable[nn.Module] = ()) -> PolicyChoices:
@@ -57,6 +68,7 @@ def read_policy(model: nn.Module, wrap: Wrap, ignored: Iterable[nn.Module] = ())
     if wrap.kind is WrapKind.SIZE:
         return PolicyChoices(named={}, min_num_params=wrap.min_num_params, ignored=passed_over)
     named: dict[nn.Module, str] = {}
+    asked: dict[str, frozenset[nn.Module]] = {}
     notes: list[str] = []
     for key, is_asked, find in (
         ("wrap_embeddings", wrap.embeddings, input_embeddings),
@@ -64,16 +76,20 @@ def read_policy(model: nn.Module, wrap: Wrap, ignored: Iterable[nn.Module] = ())
     ):
         found = list(find(model)) if is_asked else []
         named |= dict.fromkeys(found, f"wrap_policy: {key}")
-        if is_asked and not found:
+        if found:
+            asked[f"{key} is true"] = frozenset(found)
+        elif is_asked:
             notes.append(f"wrap_policy.{key}: the model has no such module, so it makes no unit")
     for key, is_asked, names in (
         ("transformer_layer_cls_to_wrap", wrap.kind is WrapKind.CLASSES, wrap.classes),
         ("moe_experts", bool(wrap.experts), wrap.experts),
     ):
         for cls in classes_named(model, names, key=f"wrap_policy.{key}") if is_asked else ():
-            reason = f"wrap_policy: {cls.__name__}"
-            named |= {module: reason for module in model.modules() if isinstance(module, cls)}
-    return PolicyChoices(named=named, min_num_params=0, ignored=passed_over, notes=tuple(notes))
+            found = [module for module in model.modules() if isinstance(module, cls)]
+            named |= dict.fromkeys(found, f"wrap_policy: {cls.__name__}")
+            words = f"{key} names {cls.__name__}"
+            asked[words] = asked.get(words, frozenset()).union(found)
+    return PolicyChoices(named=named, min_num_params=0, ignored=passed_over, asked=asked, notes=tuple(notes))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

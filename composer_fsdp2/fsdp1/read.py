@@ -39,8 +39,7 @@ class GivenConfig:
         """
         if isinstance(source, GivenConfig):
             return source
-        if "omegaconf" in sys.modules:  # or nobody can have made one of its configurations
-            source = _resolved(source)
+        source = _resolved(source)
         if isinstance(source, Mapping):
             given = {str(key): value for key, value in source.items()}
             return cls(given=given, defaults={}, mesh=given.get("device_mesh"))
@@ -53,7 +52,8 @@ class GivenConfig:
     @classmethod
     def _read_object(cls, source: object) -> GivenConfig:
         # Composer's State puts the mesh that it built from the degrees into device_mesh; it restates them.
-        set_here = {key: value for key, value in vars(source).items() if key[0] != "_" and key != "device_mesh"}
+        present = {key: value for key, value in vars(source).items() if key[0] != "_" and key != "device_mesh"}
+        set_here: dict[str, Any] = _resolved(present)
         given = set_here
         fields = dataclasses.fields(source) if dataclasses.is_dataclass(source) else ()
         if fields and all(field.name in vars(source) for field in fields if field.init):
@@ -79,17 +79,28 @@ class GivenConfig:
         return self.defaults.get(name, KEYS_BY_NAME[name].default)
 
 
-def _resolved(source: object) -> object:
-    """An OmegaConf with its interpolations resolved, as a dict; anything else as it is."""
-    from omegaconf import DictConfig, OmegaConf
+def _resolved(value: Any, at: str = "fsdp_config") -> Any:
+    """OmegaConf's mappings and lists with their interpolations resolved, as dicts and lists, also those that lie in
+    plain ones; anything else as it is.
+
+    Raises:
+        ConfigError: a value is missing (``???``) or leads nowhere; names ``at`` and the key in it.
+    """
+    if "omegaconf" not in sys.modules:  # nobody can have made one of its configurations
+        return value
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if not isinstance(source, DictConfig):
-        return source
+    if type(value) is dict:
+        return {key: _resolved(each, f"{at}.{key}") for key, each in value.items()}
+    if type(value) is list:
+        return [_resolved(each, f"{at}[{number}]") for number, each in enumerate(value)]
+    if not OmegaConf.is_config(value):
+        return value
     try:
-        return OmegaConf.to_container(source, resolve=True)
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"fsdp_config cannot be resolved: {error}") from error
+        raise ConfigError(f"{at} cannot be resolved: {error}") from error
 
 
 class _Absent:

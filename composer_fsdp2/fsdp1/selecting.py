@@ -17,7 +17,8 @@ WRAP_KEYS = (_CLASSES, "wrap_embeddings", "wrap_lm_output", "moe_experts", _SIZE
 
 
 def parse_wrap_policy(value: object) -> Wrap:
-    """Layers by class or modules by size, and what else is to be a unit; None leaves it to the model's hooks."""
+    """Layers by class or modules by size, and what else is to be a unit; None leaves it to the model's hooks, and a key
+    that is None was not given."""
     if value is None:
         return Wrap()
     if not isinstance(value, Mapping):
@@ -27,33 +28,35 @@ def parse_wrap_policy(value: object) -> Wrap:
         if key not in WRAP_KEYS:
             way_out = did_you_mean(key, WRAP_KEYS, f"it takes {', '.join(WRAP_KEYS)}")
             raise ConfigError(f"{short(given)}, with the unknown key {key}{way_out}")
-    if (_CLASSES in given) == (_SIZE in given):
-        fault = "gives both" if _CLASSES in given else "gives neither"
+    held = {key: each for key, each in given.items() if each is not None}
+    if (_CLASSES in held) == (_SIZE in held):
+        fault = "gives both" if _CLASSES in held else "gives neither"
         raise ConfigError(
-            f"{short(given)}, which {fault} {_CLASSES} {'and' if _CLASSES in given else 'nor'} {_SIZE}; give one: "
+            f"{short(given)}, which {fault} {_CLASSES} {'and' if _CLASSES in held else 'nor'} {_SIZE}; give one: "
             f"{_CLASSES} is a list of classes, {AUTO} for those that the model names, or [] for none"
         )
     try:
-        return _wrap_of(given)
+        return _wrap_of(held)
     except ConfigError as error:
         raise ConfigError(f"{short(given)}, in which {error}") from error
 
 
 def _wrap_of(given: Mapping[str, Any]) -> Wrap:
+    embeddings, output = _flag(given, "wrap_embeddings"), _flag(given, "wrap_lm_output")
+    experts = _names(given.get("moe_experts", ()), "moe_experts", "class names")
     if _SIZE in given:
-        asked = (key for key, each in given.items() if key != _SIZE and each is not None and each is not False)
-        beside = next(asked, None)
+        asked = {"wrap_embeddings": embeddings, "wrap_lm_output": output, "moe_experts": experts}
+        beside = next((key for key, each in asked.items() if each), None)
         if beside is not None:
             raise ConfigError(f"{beside} stands beside {_SIZE}, which chooses by size alone; leave one of them out")
         return Wrap(kind=WrapKind.SIZE, min_num_params=_number(given[_SIZE]))
     classes = None if _is_auto(given[_CLASSES]) else _names(given[_CLASSES], _CLASSES, f"class names, or {AUTO}")
-    experts = given.get("moe_experts")
     return Wrap(
         kind=WrapKind.ROOT if classes == () else WrapKind.CLASSES,
         classes=classes or (),
-        embeddings=_flag(given, "wrap_embeddings"),
-        output=_flag(given, "wrap_lm_output"),
-        experts=() if experts is None else _names(experts, "moe_experts", "class names"),
+        embeddings=embeddings,
+        output=output,
+        experts=experts,
     )
 
 

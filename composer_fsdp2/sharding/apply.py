@@ -108,7 +108,9 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     refuse_sharded(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     present = {use.names: use.parameter for use in parameter_uses(model)}
-    problems = [f"no module {path!r}" for unit in plan.units for path in unit.modules if path not in modules]
+    named = [path for unit in plan.units for path in unit.modules]
+    named += [*map(str, plan.config.ignored_modules), *plan.checkpointed, *plan.caching]
+    problems = [f"no module {path!r}" for path in dict.fromkeys(named) if path not in modules]
     for spec in (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated)):
         parameter = present.get(spec.names)
         if parameter is None:
@@ -118,6 +120,8 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
                 f"parameter {spec.name} is {tuple(parameter.shape)} {dtype_name(parameter.dtype)}, planned were "
                 f"{spec.shape} {spec.dtype}"
             )
+    left_alone = {*plan.ignored}.union(*(left.names for left in plan.left_out))
+    problems.extend(f"no parameter {name}" for name in sorted(left_alone.difference(*present)))
     names_present = {names[0] for names in present}
     problems.extend(f"no parameter {name}, to be frozen" for name in plan.frozen if name not in names_present)
     planned = {names for unit in plan.units for spec in unit.parameters for names in spec.names} | plan.unsharded_names

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from composer_fsdp2._torch.private_names import without_wrappers
-from composer_fsdp2.config.text import nearest_names
+from composer_fsdp2._torch.private_names import BatchNorm, without_wrappers
+from composer_fsdp2.config.text import and_more, nearest_names
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.modules import ancestors_or_self, is_at_or_under
 from composer_fsdp2.sharding.ties import ParameterUse, join, parameter_uses
@@ -54,7 +54,8 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str]) -> Frozen:
             f"freeze leaves nothing to train: all {len(trained)} parameters of {type(model).__name__} that require "
             f"gradients have names that begin with {' or '.join(prefixes)}; give longer prefixes"
         )
-    return Frozen(names=tuple(use.name for use in frozen), notes=tuple(_notes(frozen, paths)))
+    notes = (*_notes_of_ties(frozen, paths), *_notes_of_statistics(model, frozen, paths))
+    return Frozen(names=tuple(use.name for use in frozen), notes=notes)
 
 
 def freeze(parameters: Iterable[nn.Parameter]) -> None:
@@ -94,9 +95,25 @@ def _beginnings(names: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
 
 
-def _notes(frozen: Sequence[ParameterUse], paths: Sequence[str]) -> Iterator[str]:
+def _notes_of_ties(frozen: Sequence[ParameterUse], paths: Sequence[str]) -> Iterator[str]:
     for use in frozen:
         under = [name for name in _own_names(use) if _is_under(name, paths)]
         other = [name for name in _own_names(use) if not _is_under(name, paths)]
         if other:
             yield f"freeze: {under[0]} is frozen, and {' and '.join(other)} with it, which is the same parameter"
+
+
+def _notes_of_statistics(model: nn.Module, frozen: Sequence[ParameterUse], paths: Sequence[str]) -> Iterator[str]:
+    """Batch norms that are at or under one of ``paths``, or hold a frozen parameter: they learn without gradients."""
+    holders = {path for use in frozen for path, _ in use.owners}
+    changing = [
+        without_wrappers(path)
+        for path, module in model.named_modules()
+        if isinstance(module, BatchNorm) and module.running_mean is not None
+        if path in holders or _is_under(without_wrappers(path), paths)
+    ]
+    if changing:
+        yield (
+            f"freeze: the running statistics of {and_more(changing)} go on changing in training mode, because they are "
+            "no parameters; to keep them, put such modules into eval() whenever the model is put into train()"
+        )

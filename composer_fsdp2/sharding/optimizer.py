@@ -1,6 +1,6 @@
 """An optimizer that was built before sharding follows the model's new parameters: same object, same groups."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2._torch.private_names import own_parameters
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError, UnsupportedError
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -56,6 +57,27 @@ def check_optimizers(model: nn.Module, optimizers: Optimizers) -> None:
             "The same model must be passed to the optimizer and trainer: "
             f"{len(foreign)} of the optimizer's parameters are not the model's (the first has shape {shape}, in group "
             f"{number}). Build the optimizer from this model's parameters(), after any change to its modules"
+        )
+
+
+def refuse_frozen(model: nn.Module, optimizers: Optimizers, frozen: Collection[str]) -> None:
+    """Raise if freezing leaves an optimizer of the model's parameters nothing to train.
+
+    Args:
+        frozen: The names of the parameters that are to be frozen.
+    Raises:
+        PlanError: names them.
+    """
+    optimizer = the_optimizer(optimizers)
+    if optimizer is None or not frozen:
+        return
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stays = [names[parameter] for parameter in held if names[parameter] in set(frozen)]
+    if stays and not any(parameter.requires_grad and names[parameter] not in set(frozen) for parameter in held):
+        raise PlanError(
+            f"freeze leaves the optimizer nothing to train: it holds {and_more(stays, 3)}, which are frozen, and no "
+            "parameter that is trained; build it from the others too, or give freeze other prefixes"
         )
 
 

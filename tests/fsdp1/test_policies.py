@@ -235,6 +235,13 @@ def test_auto_is_what_the_model_names():
     assert units_of(inside(LanguageModel())) == BLOCKS
     # A root without a forward: its members are the roots.
     assert list(units_of(inside(inside(LanguageModel())))) == [f"model.model.trunk.blocks.{n}" for n in range(2)]
+    # A set, as transformers 5 has it, is in another order in each process; the plans of all ranks must be the same.
+    trunks = (
+        type("Trunk", (Trunk,), {"_no_split_modules": names})
+        for names in (["Block", "WideBlock"], ["WideBlock", "Block"])
+    )
+    plans = [plan_of(inside(trunk(Block(), WideBlock()))).digest for trunk in trunks]
+    assert plans[0] == plans[1]
     wrapper = inside(nn.Sequential(LanguageModel()))
     assert list(units_of(wrapper)) == [f"model.0.trunk.blocks.{n}" for n in range(2)]
 
@@ -322,6 +329,31 @@ def test_what_is_no_part_of_the_sharded_model_is_passed_over():
     config = ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES), ignored_modules=(model.model.trunk.blocks[0],))
     plan = plan_sharding(model, config)
     assert [unit.name for unit in plan.units] == ["model.trunk.blocks.1", "model"]
+    assert not plan.notes
+
+
+def test_what_is_chosen_in_vain_is_told():
+    """One unit as large as the model is a surprise in the memory that it takes, unless the plan says why."""
+    ends = {"embeddings": True, "output": True}
+    model = inside(LanguageModel(Block(), WideBlock()))
+    model.left = nn.Sequential(nn.GroupNorm(1, 4))
+    model.left._fsdp_wrap = False
+    trunk = model.model.trunk
+    classes = ("Block", "WideBlock", "GroupNorm", "LanguageModel", "LayerNorm")
+    wrap = Wrap(kind=WrapKind.CLASSES, classes=classes, **ends)
+    plan = plan_sharding(model, ShardingConfig(wrap=wrap, ignored_modules=(trunk.blocks[1], trunk.embed_tokens)))
+    told = [note.partition(", which makes no unit")[0] for note in plan.notes if "makes no unit" in note]
+    key = "wrap_policy.transformer_layer_cls_to_wrap names"
+    assert told == [
+        "wrap_policy.wrap_embeddings is true",
+        *(f"{key} {name}" for name in ("WideBlock", "GroupNorm", "LanguageModel")),
+    ]
+    # An attribute that says otherwise is told as such, and a unit that it makes is one.
+    trunk.norm._fsdp_wrap, trunk.blocks[0]._fsdp_wrap = False, True
+    plan = plan_sharding(model, ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES, classes=("Block", "LayerNorm"))))
+    assert [note for note in plan.notes if "wrap_policy" in note] == [
+        "_fsdp_wrap on model.trunk.norm takes precedence over wrap_policy"
+    ]
 
 
 def test_the_policy_is_part_of_the_plan():

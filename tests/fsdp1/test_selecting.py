@@ -49,6 +49,9 @@ def test_each_spelling_of_a_policy():
         ),
         *(({"min_num_params": number}, by_size) for number in (10**8, "1e8", 1e8, "100000000", "1E+8")),
         ({"min_num_params": "1e8", "moe_experts": None, "wrap_embeddings": False}, by_size),
+        # null is what was not given; [] and false ask for nothing.
+        ({"min_num_params": "1e8", LAYERS: None, "moe_experts": [], "wrap_lm_output": None}, by_size),
+        ({LAYERS: ["A"], "min_num_params": None, "wrap_embeddings": None}, Wrap(kind=WrapKind.CLASSES, classes=("A",))),
     ):
         config = translate({"wrap_policy": written}, device="cpu").config
         assert config is not None and config.wrap == meant, written
@@ -75,11 +78,15 @@ def test_what_a_configuration_file_hands_over_is_read():
         ({LAYERS: "A,B"}, "'A,B', which is no class name"),
         ({LAYERS: ["A", 3]}, "3, which is no class name"),
         ({LAYERS: ["auto", "A"]}, "give it alone"),
-        ({LAYERS: None}, "is None; give a list of class names, or auto"),
+        ({LAYERS: None}, "gives neither"),
+        ({LAYERS: None, "min_num_params": None}, "gives neither"),
+        ({"min_num_params": None}, "gives neither"),
+        ({"min_num_params": 5, "moe_experts": ["E"]}, "moe_experts stands beside min_num_params"),
+        ({"min_num_params": 5, "wrap_lm_output": "false"}, "wrap_lm_output is 'false'; it takes true or false"),
         ({LAYERS: True}, "is True; give a list of class names, or auto"),
         *(
             ({"min_num_params": wrong}, f"min_num_params is {wrong!r}; give a whole number")
-            for wrong in (0, -1, True, 1.5, "1.5", "many", "nan", "inf", float("inf"), None, [1])
+            for wrong in (0, -1, True, 1.5, "1.5", "many", "nan", "inf", float("inf"), [1])
         ),
         ("auto", "it is a mapping with"),
         (["A"], "it is a mapping with"),

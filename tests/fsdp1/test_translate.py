@@ -530,6 +530,19 @@ def test_omegaconf():
 def test_omegaconf_that_cannot_be_resolved():
     """A broken interpolation is our error with its key, not a stack trace of OmegaConf."""
     assert "nowhere" in refused(OmegaConf.create({"verbose": "${nowhere}"}))
+    # A part of a file in a script's own mapping, or in an object made of it.
+    for key, part in (
+        ("wrap_policy", {"transformer_layer_cls_to_wrap": "???"}),
+        ("wrap_policy", {"min_num_params": "${nowhere}"}),
+        ("mixed_precision", {"param_dtype": "???"}),
+        ("freeze", ["???"]),
+    ):
+        section = {key: OmegaConf.create(part)}
+        for form in (section, types.SimpleNamespace(**section), OmegaConf.create({key: part})):
+            text = refused(form)
+            assert "cannot be resolved" in text and key in text, form
+    inner = {"wrap_policy": {"transformer_layer_cls_to_wrap": OmegaConf.create(["???"])}}
+    assert "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap cannot be resolved" in refused(inner)
 
 
 @pytest.mark.parametrize("source", ["FULL_SHARD", 3, None, ["verbose"], LikeFSDPConfig, ShardingConfig(), len])

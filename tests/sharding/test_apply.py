@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from composer_fsdp2 import (
     PlanError,
     Prefetch,
     ShardingConfig,
+    ShardingPlan,
     apply_plan,
     plan_sharding,
     prepare_fully_shard,
@@ -565,18 +568,36 @@ def test_ranks_that_read_different_parameters(config: dict[str, Any]):
 # --- errors before anything has happened
 
 
+def without_parts() -> Iterator[tuple[nn.Module, ShardingPlan]]:
+    """Models that have lost what holds no parameter of a unit: recomputed, caching, ignored and left out."""
+    model = Chain(net=Chain(act=nn.ReLU(), config=nn.Module(), a=layer(), b=layer()), left=layer())
+    model.net.act._activation_checkpointing, model.left._fsdp_wrap = True, False
+    config = ShardingConfig(
+        activation_checkpointing=ActivationCheckpointing(checkpoint=True), ignored_modules=("net.b",), freeze=("net.a",)
+    )
+    for path in ("net.act", "net.b", "left"):
+        changed = copy.deepcopy(model)
+        plan = plan_sharding(changed, config)
+        parent, _, name = path.rpartition(".")
+        delattr(changed.get_submodule(parent), name)
+        yield changed, plan
+    yield model, replace(plan_sharding(model, config), caching=("net.trunk",))
+
+
 def check_another_models_plan() -> list[str]:
     small, planned = Model(num_blocks=1), Model(num_blocks=2)
     plan = plan_sharding(planned, ShardingConfig())
     messages = []
     others = [small, Model(num_blocks=3), Model(num_blocks=2, tied=True), Model(num_blocks=2).half()]
-    for model in others:
+    pairs = [*((model, plan) for model in others), *without_parts()]
+    for model, plan in pairs:
         types = [type(module) for module in model.modules()]
         parameters = list(model.parameters())
         try:
             apply_plan(model, plan)
         except PlanError as error:
             messages.append(str(error))
+        assert all(parameter.requires_grad for parameter in parameters)
         assert [type(module) for module in model.modules()] == types
         assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
     return messages
@@ -585,8 +606,9 @@ def check_another_models_plan() -> list[str]:
 def test_plan_of_another_model():
     """A plan that was kept while the model changed is refused by the first difference, and the model is untouched."""
     for messages in run_ranks(check_another_models_plan, 2):
-        assert len(messages) == 4
+        assert len(messages) == 8
         parts = ["no module 'decoder.blocks.1'", "decoder.blocks.2", "decoder.embed.weight", "float16"]
+        parts += ["no module 'net.act'", "no module 'net.b'", "no parameter left.weight", "no module 'net.trunk'"]
         assert all("made for another model" in message for message in messages)
         assert [part for part, message in zip(parts, messages, strict=True) if part not in message] == []
 

@@ -104,6 +104,32 @@ def test_a_tied_parameter_is_frozen_under_all_its_names():
     assert not plan_of(tied_model(), "decoder.embed", "decoder.head").notes
 
 
+def test_an_optimizer_of_frozen_parameters_alone():
+    """The run would go to its end and have learnt nothing."""
+    model = two_towers()
+    config = ShardingConfig(freeze=("text",))
+    held = torch.optim.SGD([{"params": model.text.embed.parameters()}, {"params": model.text.head.parameters()}], lr=1)
+    with pytest.raises(PlanError, match=r"holds text\.embed\.weight, text\.head\.fc\.weight, which are frozen"):
+        plan_sharding(model, config, optimizers=held)
+    plan_sharding(model, ShardingConfig(freeze=("text.embed",)), optimizers=held)
+    held.add_param_group({"params": model.image.embed.parameters()})
+    plan_sharding(model, config, optimizers=held)
+    model.image.embed.requires_grad_(False)
+    with pytest.raises(PlanError, match="leaves the optimizer nothing to train"):
+        plan_sharding(model, config, optimizers=held)
+
+
+def test_running_statistics_of_frozen_modules_are_told():
+    """A frozen backbone that goes on changing gives other features than the ones it was trained with."""
+    norms = Chain(bn=nn.BatchNorm1d(2), plain=nn.BatchNorm1d(2, affine=False))
+    model = Chain(frozen=Chain(norms=norms, fc=layer()), free=Chain(bn=nn.BatchNorm1d(2), fc=layer()))
+    told = [note for note in plan_of(model, "frozen").notes if "running statistics" in note]
+    assert len(told) == 1 and "of frozen.norms.bn and 1 more go on changing in training mode" in told[0]
+    assert any("of free.bn go on" in note for note in plan_of(model, "free.bn.weight").notes)
+    norms.bn.running_mean = norms.plain.running_mean = None
+    assert not plan_of(model, "frozen", "free.fc").notes
+
+
 def test_names_have_no_wrappers_in_them():
     """A layer that the user checkpoints or compiles keeps the name that it had."""
     model = Chain(net=Chain(a=checkpoint_wrapper(Block()), b=torch.compile(Block(), backend="eager"), c=layer()))
