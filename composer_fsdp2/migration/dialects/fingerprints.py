@@ -26,7 +26,8 @@ _OF_VERL = frozenset(("param_offload", "optimizer_offload", "fsdp_size", "model_
 def is_hugging_face(values: Values) -> bool:
     """Whether a mapping with an ``fsdp_config`` is a Trainer's arguments, accelerate's configuration, or axolotl's."""
     settings = values["fsdp_config"]
-    has_prefixes = isinstance(settings, Mapping) and any(str(key).startswith("fsdp_") for key in settings)
+    names = {str(key) for key in settings} - _OF_VERL if isinstance(settings, Mapping) else set()
+    has_prefixes = any(name.startswith("fsdp_") for name in names)
     return "fsdp" in values or "distributed_type" in values or has_prefixes or is_axolotl(values)
 
 

@@ -317,7 +317,7 @@ _STEPS_TEXT = "an integer above 0, or auto"
 _SWITCH = (True, False)
 
 VERSION = Takes(_VERSION_TEXT, _parse_version, (1, 2))
-WORDS = Takes(WORDS_TEXT, _parse_words, (*(name.lower() for name in _STRATEGIES), "auto_wrap"))
+WORDS = Takes(WORDS_TEXT, _parse_words, (*(name.lower() for name in _STRATEGIES), "auto_wrap", "offload"))
 STRATEGY = Takes(_STRATEGY_TEXT, _parse_strategy, _STRATEGIES)
 RESHARD = Takes("true or false (under FSDP1 a strategy)", _parse_reshard, _SWITCH)
 BOOL = Takes(_BOOL_TEXT, _parse_bool, _SWITCH)

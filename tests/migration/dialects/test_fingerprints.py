@@ -72,6 +72,8 @@ def test_who_says_whose_file_it_is_is_believed() -> None:
     """A fingerprint can be wrong, and the user knows better."""
     text = "fsdp_config: {sharding_strategy: FULL_SHARD}\nlogger: {_component_: torchtune.logger}\n"
     assert migrate_text(text, dialect="composer").exit_code == 0
+    with_theirs = migrate_text("fsdp_config: {sharding_strategy: FULL_SHARD, fsdp_size: 2}\n", dialect="composer")
+    assert [each.place for each in with_theirs.sections] == ["fsdp_config"]
 
 
 def test_a_file_of_ours_is_nobody_elses() -> None:
