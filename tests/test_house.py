@@ -113,7 +113,7 @@ ROOMS = {
         "full_state loading monitors preflight saving sharding async_saving training checkpoint_saver "
         "install __init__",
         rooms="errors atomic config _torch sharding training fsdp1 checkpoint prepare",
-        packages="composer llmfoundry torch torchmetrics",
+        packages="composer llmfoundry omegaconf torch torchmetrics",
     ),
     "cli": room(
         "__init__ explain lazy migrate models run train checkpoint checkpoint_convert checkpoint_inspect "
