@@ -270,7 +270,7 @@ def _contradictions(known: Given, precision: str, error: ConfigError) -> list[Fi
     is_told = False
     for name, value in known.items():
         try:
-            findings += translate({name: value, "strict": False}, precision=precision, device="cpu").findings[:1]
+            findings += _alone(name, known, precision)
         except ConfigError as own:
             is_told = True
             findings.append(_wrong(name, value, str(own)))
@@ -278,6 +278,26 @@ def _contradictions(known: Given, precision: str, error: ConfigError) -> list[Fi
         told = next((each.key for each in findings if each.key in error.keys), findings[0].key)
         findings = [_wrong(told, each.value, str(error)) if each.key == told else each for each in findings]
     return findings
+
+
+def _alone(name: str, known: Given, precision: str) -> tuple[Finding, ...]:
+    """The finding of a key, read with no other key of the file but those that it needs.
+
+    Raises:
+        ConfigError: it is wrong in itself.
+    """
+
+    def read(*names: str) -> tuple[Finding, ...]:
+        given = {each: known[each] for each in names} | {"strict": False}
+        return translate(given, precision=precision, device="cpu").findings[:1]
+
+    try:
+        return read(name)
+    except ConfigError as error:
+        needed = [each for each in error.keys if each in known and each != name]
+        if not needed:
+            raise
+        return read(name, *needed)
 
 
 def _wrong(name: str, value: Any, reason: str) -> Finding:

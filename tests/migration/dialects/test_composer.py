@@ -370,3 +370,14 @@ def test_nothing_beside_sharding_is_lost_in_silence(name: str, value: Any):
     """What belongs to the run and to no fsdp_config is a finding that names what to do, or that it cannot be done."""
     (found,) = COMPOSER.express(run_with(**{name: value})).findings
     assert found.reason and (found.hint or found.target or found.outcome in (Outcome.UNSUPPORTED, Outcome.UNNEEDED))
+
+
+def test_a_right_key_is_not_blamed_for_another():
+    """Beside a wrong wrap_policy the other policy was said to stand beside `activation_checkpointing: false`."""
+    section = {
+        "activation_checkpointing": True,
+        "activation_checkpointing_policy": "auto",
+        "wrap_policy": {"transformer_layer_cls_to_wrap": ["X"], "min_num_params": 5},
+    }
+    reading = DIALECTS["composer"].read(Section.at(("fsdp_config",), {"fsdp_config": section}))
+    assert [each.key for each in reading.findings if each.outcome.blocks] == ["wrap_policy"]
