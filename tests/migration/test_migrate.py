@@ -389,7 +389,7 @@ def test_interpolations_that_grow_without_end_are_refused():
     with pytest.raises(ConfigError, match=r"run.yaml:1:1: interpolations stand for \d+ others"):
         migrate_text("\n".join([*lines, "fsdp_config:", "  sharding_strategy: ${a39}"]), "run.yaml")
     long_chain = [f"b{n}: ${{b{n - 1}}}" for n in range(1, 3000)]
-    with pytest.raises(ConfigError, match="interpolations (refer to each other too deep|stand for)"):
+    with pytest.raises(ConfigError, match=r"interpolations (refer to each other too deep|stand for)"):
         migrate_text("\n".join(["b0: 1", *reversed(long_chain), "fsdp_config: {sharding_strategy: FULL_SHARD}"]))
 
 
