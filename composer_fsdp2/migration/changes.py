@@ -184,9 +184,18 @@ def _with_words(finding: Finding, became: Mapping[str, Settings], target: Dialec
     words = ", ".join(
         key if isinstance(value, Mapping) and len(value) > 3 else f"{key}: {flow_text(value)}" for key, value in new
     )
-    notes = [target.elsewhere(key) for key, _ in new] if finding.asks else []
-    hints = [hint for hint in (finding.hint, *dict.fromkeys(notes)) if hint]
+    hints = [hint for hint in (finding.hint, *(_elsewhere(new, target) if finding.asks else ())) if hint]
     return replace(finding, target=words or "removed", hint="; ".join(hints))
+
+
+def _elsewhere(new: Settings, target: Dialect) -> Iterator[str]:
+    """What the target's own FSDP2 makes of the new keys; each sentence once, with its keys if there are several."""
+    keys: dict[str, list[str]] = {}
+    for key, _ in new:
+        keys.setdefault(target.elsewhere(key), []).append(key)
+    for note, names in keys.items():
+        if note:
+            yield note if len(new) == 1 else f"{', '.join(names)}: {note}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,7 +314,7 @@ def _framed(
 ) -> tuple[NewEntry, list[str]]:
     """The target's words in the frame's place, and the keys beside it that go."""
     main = frame.entry[-1]
-    told = {finding.key.split(".")[0] for finding in reading.findings}
+    told = {finding.key.split(".")[0] for finding in reading.findings if finding.origin is Origin.KEY}
     beside = [key for key in frame.beside if key in told and key != main]
     around, added = splice(expression.beside, beside, reading.aspects)
     present = _mapping_at(section, frame.entry[:-1]) or {}

@@ -401,6 +401,7 @@ def axolotl_files(draw: st.DrawFn) -> File:
     beside = draw(written(AXOLOTL_AROUND, False))
     before, after = draw(around())
     comments: list[str] = []
+    before += draw(st.sampled_from(["", "adapter: qlora\nload_in_4bit: true\n"]))
     before += "base_model: some/model\ndatasets:\n  - path: some/data\n    type: alpaca\nmicro_batch_size: 1\n"
     section = "".join(f"{key}: {plain(value)}\n" for key, value in beside.items())
     section += "fsdp_config:\n" + draw(block(settings, "  ", comments))
