@@ -70,7 +70,7 @@ ROOMS = {
         packages="numpy torch",
     ),
     "fsdp1": room(
-        "__init__ attributes objects parsing selecting classes keys policies hooks read translate",
+        "__init__ attributes objects parsing policy_words classes experts keys policies towers hooks read translate",
         rooms="errors config _torch sharding training",
         packages="omegaconf torch",
     ),

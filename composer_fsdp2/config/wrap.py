@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass
 
 from composer_fsdp2.config.value import Value
+from composer_fsdp2.errors import ConfigError
 
 
 class WrapKind(enum.Enum):
@@ -13,6 +14,14 @@ class WrapKind(enum.Enum):
     CLASSES = "modules of these classes"
     SIZE = "modules with so many parameters"
     ROOT = "the whole model is one unit"
+
+
+_FIELDS = {
+    WrapKind.HOOKS: (),
+    WrapKind.CLASSES: ("classes", "embeddings", "output", "experts"),
+    WrapKind.SIZE: ("min_num_params",),
+    WrapKind.ROOT: ("embeddings", "output", "experts"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +35,8 @@ class Wrap(Value):
         embeddings: Whether the input embeddings are a unit.
         output: Whether the output head is one.
         experts: Classes of experts that are.
+    Raises:
+        ConfigError: SIZE without a number from 1 on, or what the kind has no use for.
     """
 
     kind: WrapKind = WrapKind.HOOKS
@@ -34,6 +45,13 @@ class Wrap(Value):
     embeddings: bool = False
     output: bool = False
     experts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("classes", "min_num_params", "embeddings", "output", "experts"):
+            if getattr(self, name) and name not in _FIELDS[self.kind]:
+                raise ConfigError(f"a Wrap by {self.kind.name} has no use for {name}={getattr(self, name)!r}")
+        if self.kind is WrapKind.SIZE and self.min_num_params < 1:
+            raise ConfigError(f"a Wrap by SIZE has min_num_params={self.min_num_params}; give a number from 1 on")
 
     @property
     def others(self) -> tuple[str, ...]:

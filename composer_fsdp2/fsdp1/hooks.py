@@ -6,7 +6,7 @@ therefore a root of its own; the model becomes the root only when its children s
 and [Note: one root] in ``sharding/units.py``).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
@@ -28,6 +28,7 @@ from composer_fsdp2.config.text import and_more, did_you_mean
 from composer_fsdp2.config.wrap import WrapKind
 from composer_fsdp2.errors import ConfigError, PlanError, UnknownKeyError, UnsupportedError
 from composer_fsdp2.fsdp1.classes import classes_named
+from composer_fsdp2.fsdp1.experts import notes_of_siblings, refuse_experts
 from composer_fsdp2.fsdp1.keys import BACKWARD_POST_REASON, KEYS_OF_MODULES, UNREAD_DTYPE_REASON
 from composer_fsdp2.fsdp1.parsing import (
     UNREAD_DTYPE_KEY,
@@ -40,13 +41,14 @@ from composer_fsdp2.fsdp1.parsing import (
     mixed_precision_of,
     without_shards,
 )
-from composer_fsdp2.fsdp1.policies import PolicyChoices, read_policy, refuse_experts
+from composer_fsdp2.fsdp1.policies import Policy, read_policy
+from composer_fsdp2.fsdp1.towers import notes_of_towers
 from composer_fsdp2.sharding.materialize import Initializers
 from composer_fsdp2.sharding.modules import has_forward, ignored_modules, outside_compilation
 from composer_fsdp2.sharding.ties import join
 
 CheckFn = Callable[[nn.Module], Any]
-_Choose = Callable[[str, nn.Module], bool]  # whether the module at a path is to be a unit
+_Choose = Callable[[str, nn.Module], Choice | None]  # what is said of the module at a path
 
 
 def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | None = None) -> ModelChoices:
@@ -66,42 +68,23 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
 
     Does not communicate.
     """
-    children = dict(model.named_children())
     roots = wrapped_children(model)
-    excluded = {
-        name: "a metric" if _is_metric(child) else "_fsdp_wrap is False on it"
-        for name, child in children.items()
-        if name not in roots
-    }
-    searched = [name for name in excluded if config.shard_below_unwrapped and not _is_metric(children[name])]
-    ignored = {below for module in ignored_modules(model, config).values() for below in module.modules()}
-    reader = _Reader(
-        read=partial(read_overrides, config=config, precision=precision),
-        ignored=frozenset(ignored),
-        policy=None if config.wrap.kind is WrapKind.HOOKS else read_policy(model, config.wrap, ignored),
-    )
-    for name, child in children.items():
-        if name in roots:
-            reader.read_below_root(name, child, child)
-        elif name in searched:
-            reader.read_below_unwrapped(name, child, child)
-    if reader.policy is not None:
-        refuse_experts(model, config.wrap, reader.by_policy)
-    checkpointed: list[str] = []
-    notes = [*reader.notes(model)]
-    if config.activation_checkpointing.enabled:
-        types = _checkpointed_types(model, config)
-        check_fn = None if types is None else lambda module: isinstance(module, types) and has_forward(module)
-        checkpointed = select_checkpointed(model, check_fn, below_unwrapped=config.shard_below_unwrapped)
-        notes.extend(() if types is None else _notes_of_policy(model, types, checkpointed))
+    others = {name: child for name, child in model.named_children() if name not in roots}
+    searched = [name for name, child in others.items() if config.shard_below_unwrapped and not _is_metric(child)]
+    chosen, notes = _choose_units(model, config, searched, precision)
+    checkpointed, more_notes = _choose_recomputed(model, config)
     return ModelChoices(
         roots=tuple(roots),
-        excluded=excluded,
+        excluded={name: _why_excluded(child) for name, child in others.items()},
         searched=tuple(searched),
-        chosen=reader.choices,
-        checkpointed=tuple(checkpointed),
-        notes=tuple(notes),
+        chosen=chosen,
+        checkpointed=checkpointed,
+        notes=(*notes, *more_notes),
     )
+
+
+def _why_excluded(child: nn.Module) -> str:
+    return "a metric" if _is_metric(child) else "_fsdp_wrap is False on it"
 
 
 def _is_metric(module: nn.Module) -> bool:
@@ -127,6 +110,49 @@ def _hook(owner: nn.Module, name: str) -> Callable[..., Any] | None:
     return hook if callable(hook) else None
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Units
+
+
+def _choose_units(
+    model: nn.Module, config: ShardingConfig, searched: Collection[str], precision: str | None
+) -> tuple[dict[str, Choice], tuple[str, ...]]:
+    """The modules below direct children that are to be units, by path, and what the report says of a policy."""
+    ignored = {below for module in ignored_modules(model, config).values() for below in module.modules()}
+    policy = None if config.wrap.kind is WrapKind.HOOKS else read_policy(model, config.wrap, ignored)
+    reader = _Reader(
+        read=partial(read_overrides, config=config, precision=precision), ignored=frozenset(ignored), policy=policy
+    )
+    roots = wrapped_children(model)
+    for name, child in model.named_children():
+        if name in roots:
+            reader.read_below_root(name, child, child)
+        elif name in searched:
+            reader.read_below_unwrapped(name, child, child)
+    if policy is None:
+        return reader.choices, ()
+    units = [path for path in reader.meant if path in reader.choices]
+    refuse_experts(model, config.wrap, units)
+    notes = (
+        *policy.in_vain(reader.meant.values()),
+        *_notes_of_hooks(model, reader.against_policy),
+        *notes_of_siblings(model, units),
+        *notes_of_towers(model, config.wrap, units),
+    )
+    return reader.choices, notes
+
+
+def _notes_of_hooks(model: nn.Module, against: Sequence[str]) -> Iterator[str]:
+    """What the model's own words are to a policy: not asked, or ahead of it."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    against = [path for path in against if next(modules[path].parameters(), None) is not None]
+    unasked = [name for name, child in model.named_children() if _hook(child, "fsdp_wrap_fn") is not None]
+    if unasked:
+        yield f"wrap_policy is given, so the fsdp_wrap_fn of {and_more(unasked)} is not asked"
+    if against:
+        yield f"_fsdp_wrap on {and_more(against)} takes precedence over wrap_policy"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
     """Asks the hooks of direct children about the modules that may become units, and about no others: a function may
@@ -138,16 +164,16 @@ class _Reader:
         policy: Asked instead of the functions, if there is one.
         units: Those that are units by now, roots among them; another child's function is not asked about them.
         choices: By path.
-        by_policy: The paths of those that the policy chose.
+        meant: What the policy chose, by path, whatever an attribute says.
         against_policy: The paths of those whose attribute says otherwise than the policy.
     """
 
     read: Callable[[Mapping[str, Any], str], UnitOverrides]
     ignored: frozenset[nn.Module]
-    policy: PolicyChoices | None = None
+    policy: Policy | None = None
     units: set[nn.Module] = field(default_factory=set)
     choices: dict[str, Choice] = field(default_factory=dict)
-    by_policy: list[str] = field(default_factory=list)
+    meant: dict[str, nn.Module] = field(default_factory=dict)
     against_policy: list[str] = field(default_factory=list)
 
     def read_below_root(self, path: str, root: nn.Module, child: nn.Module) -> None:
@@ -184,41 +210,28 @@ class _Reader:
 
     def _is_chosen(self, path: str, module: nn.Module, choose: _Choose) -> bool:
         """Whether ``module`` is to be a unit. The attribute takes precedence over function and policy."""
-        if not hasattr(module, "_fsdp_wrap"):
-            return choose(path, module)
-        is_unit = bool(module._fsdp_wrap)
-        if self.policy is not None and choose(path, module) is not is_unit:
-            self.against_policy.append(path)
-        self.choices.pop(path, None)
-        if is_unit:
-            self.choices[path] = Choice(chosen_by="_fsdp_wrap")
-        return is_unit
+        if hasattr(module, "_fsdp_wrap"):
+            choice = Choice(chosen_by="_fsdp_wrap") if module._fsdp_wrap else None
+            if self.policy is not None and (choose(path, module) is None) is not (choice is None):
+                self.against_policy.append(path)
+        else:
+            choice = choose(path, module)
+        if choice is not None:
+            self.choices[path] = choice
+        return choice is not None
 
-    def _by_policy(self, chosen: Mapping[nn.Module, str], path: str, module: nn.Module) -> bool:
-        if module in chosen:
-            self.by_policy.append(path)
-            self.choices[path] = Choice(chosen_by=chosen[module])
-        return module in chosen
+    def _by_policy(self, chosen: Mapping[nn.Module, str], path: str, module: nn.Module) -> Choice | None:
+        if module not in chosen:
+            return None
+        self.meant[path] = module
+        return Choice(chosen_by=chosen[module])
 
-    def _by_function(self, child: nn.Module, path: str, module: nn.Module) -> bool:
+    def _by_function(self, child: nn.Module, path: str, module: nn.Module) -> Choice | None:
         answer = _answer(path, module, child)
-        if answer:  # an empty dict was False to FSDP1
-            overrides = self._overrides(dict(answer), path) if isinstance(answer, dict) else UnitOverrides()
-            self.choices[path] = Choice(chosen_by="fsdp_wrap_fn", overrides=overrides)
-        return bool(answer)
-
-    def notes(self, model: nn.Module) -> Iterator[str]:
-        """What the report says of a policy beside the model's own hooks."""
-        if self.policy is None:
-            return
-        yield from self.policy.notes
-        modules = dict(model.named_modules(remove_duplicate=False))
-        yield from self.policy.in_vain({modules[path] for path in (*self.choices, *self.against_policy)})
-        unasked = [name for name, child in model.named_children() if _hook(child, "fsdp_wrap_fn") is not None]
-        if unasked:
-            yield f"wrap_policy is given, so the fsdp_wrap_fn of {and_more(unasked)} is not asked"
-        if self.against_policy:
-            yield f"_fsdp_wrap on {and_more(self.against_policy)} takes precedence over wrap_policy"
+        if not answer:  # an empty dict was False to FSDP1
+            return None
+        overrides = self._overrides(dict(answer), path) if isinstance(answer, dict) else UnitOverrides()
+        return Choice(chosen_by="fsdp_wrap_fn", overrides=overrides)
 
     def _overrides(self, given: Mapping[str, Any], path: str) -> UnitOverrides:
         try:
@@ -379,6 +392,22 @@ def _notes(given: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]
 # Activations
 
 
+def _choose_recomputed(model: nn.Module, config: ShardingConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The paths of what is recomputed or offloaded, and what the report says of the classes that choose it."""
+    if not config.activation_checkpointing.enabled:
+        return (), ()
+    names = config.activation_checkpointing.classes
+    if names is None:
+        return tuple(select_checkpointed(model, below_unwrapped=config.shard_below_unwrapped)), ()
+    types = classes_named(model, names, key=_POLICY, otherwise=config.wrap.classes)
+    paths = select_checkpointed(
+        model,
+        lambda module: isinstance(module, types) and has_forward(module),
+        below_unwrapped=config.shard_below_unwrapped,
+    )
+    return tuple(paths), tuple(_notes_of_policy(model, types, paths))
+
+
 def select_checkpointed(
     model: nn.Module, check_fn: CheckFn | None = None, *, below_unwrapped: bool = False
 ) -> list[str]:
@@ -399,12 +428,6 @@ def select_checkpointed(
 
 
 _POLICY = "activation_checkpointing_policy"
-
-
-def _checkpointed_types(model: nn.Module, config: ShardingConfig) -> tuple[type[nn.Module], ...] | None:
-    """The classes that the configuration names; None where the hooks choose."""
-    names = config.activation_checkpointing.classes
-    return None if names is None else classes_named(model, names, key=_POLICY, otherwise=config.wrap.classes)
 
 
 def _notes_of_policy(model: nn.Module, types: Sequence[type[nn.Module]], checkpointed: Sequence[str]) -> Iterator[str]:

@@ -32,7 +32,7 @@ from composer_fsdp2.fsdp1.parsing import (
     parse_state_dict_type,
     parse_strategy,
 )
-from composer_fsdp2.fsdp1.selecting import WRAP_KEYS, parse_checkpointed_classes, parse_freeze, parse_wrap_policy
+from composer_fsdp2.fsdp1.policy_words import WRAP_KEYS, parse_checkpointed_classes, parse_freeze, parse_wrap_policy
 
 
 class KeyGroup(enum.StrEnum):

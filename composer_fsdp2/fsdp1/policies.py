@@ -1,99 +1,92 @@
-"""Which modules a wrap policy chooses, in the place of a model's ``fsdp_wrap_fn``: by class, by size, by what they are.
+"""Which modules a wrap policy chooses, in the place of a model's ``fsdp_wrap_fn``: by class, by what they are, by size.
 
 The size rule is that of FSDP1's ``size_based_auto_wrap_policy`` (``torch/distributed/fsdp/wrap.py``).
-
-[Note: experts] A rank none of whose tokens choose an expert passes over it, unless the model runs every expert on every
-rank. As a unit of its own the expert is then gathered by some ranks only, together with another expert of equal size
-on the others: no error, and wrong gradients. Inside the unit around it, it is gathered by all.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import nn
 
-from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.wrap import Wrap, WrapKind
-from composer_fsdp2.errors import PlanError, UnsupportedError
+from composer_fsdp2.errors import PlanError
 from composer_fsdp2.fsdp1.classes import classes_named
-from composer_fsdp2.sharding.modules import ancestors_or_self
 
 # Attributes that hold the two ends of a language model: Llama's and its relatives', and TorchTitan's.
 _EMBEDDINGS, _OUTPUTS = ("embed_tokens", "tok_embeddings"), ("lm_head", "output")
-_RUNS_EVERY_EXPERT = "runs_every_expert"
+
+
+class Policy(Protocol):
+    """What a ``Wrap`` means in a model."""
+
+    def below(self, root: nn.Module) -> Mapping[nn.Module, str]:
+        """The modules that it chooses, each with why; at least those below ``root``."""
+
+    def in_vain(self, chosen: Collection[nn.Module]) -> Iterator[str]:
+        """A note for each of its words that chose none of the modules ``chosen``, which are all of those in reach."""
+
+
+def read_policy(model: nn.Module, wrap: Wrap, ignored: Iterable[nn.Module] = ()) -> Policy:
+    """What ``wrap``, which is not left to the hooks, means in ``model``; reads only.
+
+    Raises:
+        PlanError: no module is of a class that it names; the message has the classes that there are.
+    """
+    if wrap.kind is WrapKind.SIZE:
+        return _BySize(min_num_params=wrap.min_num_params, ignored=frozenset(ignored))
+    reasons: dict[nn.Module, str] = {}
+    asked: dict[str, set[nn.Module]] = {}
+    for words, name, modules in (*_asked_ends(model, wrap), *_asked_classes(model, wrap)):
+        reasons |= dict.fromkeys(modules, f"wrap_policy: {name}")
+        asked.setdefault(words, set()).update(modules)
+    return _ByKind(reasons=reasons, asked=asked)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By class, and by what they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyChoices:
-    """What a policy chose of a model.
+class _ByKind:
+    """``reasons`` has the modules, ``asked`` the same by the policy's words."""
 
-    Args:
-        named: The modules that it names, each with why.
-        min_num_params: Modules of this size are chosen, too; 0: none are.
-        ignored: Modules that are passed over.
-        asked: By what the policy says, the modules that it means; with those that will be no units.
-        notes: What it names and the model lacks.
-    """
-
-    named: Mapping[nn.Module, str]
-    min_num_params: int
-    ignored: frozenset[nn.Module]
-    asked: Mapping[str, frozenset[nn.Module]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    reasons: Mapping[nn.Module, str]
+    asked: Mapping[str, Collection[nn.Module]]
 
     def below(self, root: nn.Module) -> Mapping[nn.Module, str]:
-        """The chosen modules, each with why; by size those below ``root``."""
-        if not self.min_num_params:
-            return self.named
-        reason = f"wrap_policy: {self.min_num_params:,} parameters or more"
-        return dict.fromkeys(_large_modules(root, self.min_num_params, self.ignored), reason)
+        return self.reasons
 
-    def in_vain(self, told: Collection[nn.Module]) -> Iterator[str]:
-        """A note for each word of the policy that means none of the modules in ``told``."""
+    def in_vain(self, chosen: Collection[nn.Module]) -> Iterator[str]:
         for words, modules in self.asked.items():
-            if modules.isdisjoint(told):
+            if not modules:
+                yield f"wrap_policy.{words}, and the model has no such module, so it makes no unit"
+            elif set(modules).isdisjoint(chosen):
                 yield (
                     f"wrap_policy.{words}, which makes no unit: each such module is ignored, lies in a part that FSDP1 "
                     "left out, or is a direct child of the model, which is a unit anyway, or the model itself"
                 )
 
 
-def read_policy(model: nn.Module, wrap: Wrap, ignored: Iterable[nn.Module] = ()) -> PolicyChoices:
-    """What ``wrap`` chooses of ``model``; reads only.
+_Asked = tuple[str, str, list[nn.Module]]  # the policy's words, their name in a unit's reason, the modules
 
-    Raises:
-        PlanError: no module is of a class that it names; the message has the classes that there are.
-    """
-    passed_over = frozenset(ignored)
-    if wrap.kind is WrapKind.SIZE:
-        return PolicyChoices(named={}, min_num_params=wrap.min_num_params, ignored=passed_over)
-    named: dict[nn.Module, str] = {}
-    asked: dict[str, frozenset[nn.Module]] = {}
-    notes: list[str] = []
-    for key, is_asked, find in (
-        ("wrap_embeddings", wrap.embeddings, input_embeddings),
-        ("wrap_lm_output", wrap.output, output_embeddings),
-    ):
-        found = list(find(model)) if is_asked else []
-        named |= dict.fromkeys(found, f"wrap_policy: {key}")
-        if found:
-            asked[f"{key} is true"] = frozenset(found)
-        elif is_asked:
-            notes.append(f"wrap_policy.{key}: the model has no such module, so it makes no unit")
-    for key, is_asked, names in (
-        ("transformer_layer_cls_to_wrap", wrap.kind is WrapKind.CLASSES, wrap.classes),
-        ("moe_experts", bool(wrap.experts), wrap.experts),
-    ):
-        for cls in classes_named(model, names, key=f"wrap_policy.{key}") if is_asked else ():
+
+def _asked_ends(model: nn.Module, wrap: Wrap) -> Iterator[_Asked]:
+    if wrap.embeddings:
+        yield "wrap_embeddings is true", "wrap_embeddings", list(input_embeddings(model))
+    if wrap.output:
+        yield "wrap_lm_output is true", "wrap_lm_output", list(output_embeddings(model))
+
+
+def _asked_classes(model: nn.Module, wrap: Wrap) -> Iterator[_Asked]:
+    is_asked = {
+        "transformer_layer_cls_to_wrap": (wrap.kind is WrapKind.CLASSES, wrap.classes),
+        "moe_experts": (bool(wrap.experts), wrap.experts),
+    }
+    for key, (is_given, names) in is_asked.items():
+        for cls in classes_named(model, names, key=f"wrap_policy.{key}") if is_given else ():
             found = [module for module in model.modules() if isinstance(module, cls)]
-            named |= dict.fromkeys(found, f"wrap_policy: {cls.__name__}")
-            words = f"{key} names {cls.__name__}"
-            asked[words] = asked.get(words, frozenset()).union(found)
-    return PolicyChoices(named=named, min_num_params=0, ignored=passed_over, asked=asked, notes=tuple(notes))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# By what they are
+            yield f"{key} names {cls.__name__}", cls.__name__, found
 
 
 def input_embeddings(model: nn.Module) -> Iterator[nn.Module]:
@@ -108,7 +101,7 @@ def output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 def _ends(module: nn.Module, getter: str, names: tuple[str, ...]) -> Iterator[nn.Module]:
     """Of the outermost models that have one; a model within a model, such as a vision tower, has ends of its own."""
-    found = _given_by(module, getter) or next(
+    found = given_by(module, getter) or next(
         (end for name in names if isinstance(end := getattr(module, name, None), nn.Module) and _is_model(module)), None
     )
     if found is not None:
@@ -123,7 +116,12 @@ def _is_model(module: nn.Module) -> bool:
     return any(hasattr(module, name) for name in (*_EMBEDDINGS, "lm_head"))
 
 
-def _given_by(module: nn.Module, getter: str) -> nn.Module | None:
+def given_by(module: nn.Module, getter: str) -> nn.Module | None:
+    """What a model's own method says, transformers' ``get_input_embeddings`` or another; None without one.
+
+    Raises:
+        PlanError: the method failed; names it.
+    """
     give: Callable[[], object] | None = getattr(module, getter, None)
     if not callable(give):
         return None
@@ -140,6 +138,23 @@ def _given_by(module: nn.Module, getter: str) -> nn.Module | None:
 # By size
 
 _NEVER_ENTERED, _NEVER_UNITS = (nn.MultiheadAttention,), (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BySize:
+    min_num_params: int
+    ignored: frozenset[nn.Module]
+
+    def below(self, root: nn.Module) -> Mapping[nn.Module, str]:
+        reason = f"wrap_policy: {self.min_num_params:,} parameters or more"
+        return dict.fromkeys(_large_modules(root, self.min_num_params, self.ignored), reason)
+
+    def in_vain(self, chosen: Collection[nn.Module]) -> Iterator[str]:
+        if not chosen:
+            yield (
+                f"wrap_policy.min_num_params is {self.min_num_params:,}, which makes no unit: no module below a direct "
+                "child of the model holds so many parameters, containers aside; give a smaller number"
+            )
 
 
 def _large_modules(root: nn.Module, min_num_params: int, ignored: frozenset[nn.Module]) -> list[nn.Module]:
@@ -160,45 +175,3 @@ def _large_modules(root: nn.Module, min_num_params: int, ignored: frozenset[nn.M
 
     held_below(root)
     return chosen
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Experts
-
-
-def refuse_experts(model: nn.Module, wrap: Wrap, units: Iterable[str]) -> None:
-    """Raise for units that are experts ([Note: experts]), unless a module around them says that all of them run.
-
-    Args:
-        units: The paths of what the policy chose.
-    Raises:
-        UnsupportedError: names the first of them, and the way out.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    experts = [path for path in units if _is_expert(path, modules, wrap)]
-    skipped = [path for path in experts if not _all_run(path, modules)]
-    if skipped:
-        kind = type(modules[skipped[0]]).__name__
-        raise UnsupportedError(
-            f"wrap_policy makes experts units of their own: {and_more(skipped)} ({kind}); a rank whose tokens choose "
-            "none of an expert would gather another one instead and train on wrong gradients, without an error. Leave "
-            "them in the unit of their layer, which is exact: no moe_experts, the layers' classes, or a larger "
-            f"min_num_params. Where the model runs every expert on every rank, set {_RUNS_EVERY_EXPERT} = True on the "
-            "module that holds them",
-            keys=("wrap_policy",),
-        )
-
-
-def _is_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
-    """Whether a module is an expert or a part of one: of a class that is named so, or of a list of experts."""
-    for each in ancestors_or_self(path):
-        holder, _, _ = each.rpartition(".")
-        is_one_of_many = isinstance(modules[holder], nn.ModuleList | nn.ModuleDict)  # stacked experts all run
-        if type(modules[each]).__name__ in wrap.experts or (is_one_of_many and "expert" in holder.rpartition(".")[2]):
-            return True
-    return False
-
-
-def _all_run(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    above = ancestors_or_self(path)[1:]
-    return any(getattr(modules[each], _RUNS_EVERY_EXPERT, False) is True for each in above)

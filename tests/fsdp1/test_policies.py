@@ -22,9 +22,8 @@ from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_po
 from composer_fsdp2 import PlanError, plan_sharding
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.config.wrap import Wrap, WrapKind
-from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.fsdp1.hooks import read_hooks
-from composer_fsdp2.fsdp1.policies import read_policy, refuse_experts
+from composer_fsdp2.fsdp1.policies import read_policy
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 # --- by size
@@ -282,9 +281,9 @@ def test_embeddings_and_head():
 def test_ends_that_a_model_has_not_are_told():
     """A classifier has no head of a language model; the file is right all the same."""
     plan = plan_of(inside(nn.Sequential(Block())), classes=("Block",), embeddings=True, output=True)
-    assert [note for note in plan.notes if "the model has no such module" in note] == [
-        "wrap_policy.wrap_embeddings: the model has no such module, so it makes no unit",
-        "wrap_policy.wrap_lm_output: the model has no such module, so it makes no unit",
+    assert [note for note in plan.notes if "has no such module" in note] == [
+        "wrap_policy.wrap_embeddings is true, and the model has no such module, so it makes no unit",
+        "wrap_policy.wrap_lm_output is true, and the model has no such module, so it makes no unit",
     ]
 
 
@@ -348,6 +347,13 @@ def test_what_is_chosen_in_vain_is_told():
         "wrap_policy.wrap_embeddings is true",
         *(f"{key} {name}" for name in ("WideBlock", "GroupNorm", "LanguageModel")),
     ]
+    # No module is so large: Composer's own units would have been smaller than the one that is left.
+    plan = plan_of(model, kind=WrapKind.SIZE, min_num_params=10**6)
+    assert [note for note in plan.notes if "wrap_policy" in note] == [
+        "wrap_policy.min_num_params is 1,000,000, which makes no unit: no module below a direct child of the model "
+        "holds so many parameters, containers aside; give a smaller number"
+    ]
+    assert not plan_of(model, kind=WrapKind.SIZE, min_num_params=20).notes
     # An attribute that says otherwise is told as such, and a unit that it makes is one.
     trunk.norm._fsdp_wrap, trunk.blocks[0]._fsdp_wrap = False, True
     plan = plan_sharding(model, ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES, classes=("Block", "LayerNorm"))))
@@ -356,54 +362,16 @@ def test_what_is_chosen_in_vain_is_told():
     ]
 
 
+def test_an_attribute_on_what_holds_nothing_is_not_told():
+    """LLM Foundry's MPT has one on a Dropout: a warning in every run, of which there is nothing to do."""
+    model = inside(LanguageModel())
+    model.model.trunk.drop = nn.Dropout()
+    model.model.trunk.drop._fsdp_wrap = True
+    assert not plan_of(model, classes=("Block",)).notes
+
+
 def test_the_policy_is_part_of_the_plan():
     """Ranks with different policies find out before they hang."""
     model = inside(LanguageModel())
     digests = {plan_of(model, **wrap).digest for wrap in ({}, {"classes": ("Block",)}, {"kind": WrapKind.ROOT})}
     assert len(digests) == 3
-
-
-# --- experts
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(expert(x) for expert in self.experts)
-
-
-class ByName(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleDict({f"expert_{number}": nn.Linear(8, 8) for number in range(2)})
-
-
-def test_experts_that_have_names_are_experts():
-    """Switch Transformers' and NLLB's are called expert_0, expert_1 ..., and skipped as others are."""
-    model = nn.Sequential(ByName())
-    with pytest.raises(UnsupportedError, match=r"experts\.expert_0"):
-        refuse_experts(model, Wrap(kind=WrapKind.SIZE, min_num_params=72), ["0.experts.expert_0"])
-    refuse_experts(model, Wrap(kind=WrapKind.SIZE, min_num_params=72), ["0"])
-
-
-def test_experts_are_no_units_of_their_own():
-    """Ranks that skip different experts gather different ones together: wrong gradients, and no error."""
-    model = inside(LanguageModel(Experts()))
-    for wrap in (
-        {"classes": ("Experts",), "experts": ("Block",)},
-        {"classes": ("Block",)},
-        {"classes": ("Linear",)},
-        {"kind": WrapKind.SIZE, "min_num_params": 20},
-    ):
-        with pytest.raises(UnsupportedError, match=r"experts\.0.* runs_every_expert = True"):
-            plan_of(model, **wrap)
-    assert list(units_of(model, classes=("Experts",))) == ["model.trunk.blocks.0"]
-    model.model.trunk.blocks[0].runs_every_expert = True
-    assert list(units_of(model, classes=("Trunk",), experts=("Block",))) == [
-        "model.trunk.blocks.0.experts.0",
-        "model.trunk.blocks.0.experts.1",
-        "model.trunk",
-    ]

@@ -17,7 +17,7 @@ from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision, Shardi
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.keys import IGNORED_BY_COMPOSER, KEYS, KEYS_BY_NAME, KeyGroup
 from composer_fsdp2.fsdp1.parsing import PRECISIONS, BackwardPrefetch, GivenPrecision, mixed_precision_of
-from composer_fsdp2.fsdp1.selecting import checkpointed_words, freeze_words, wrap_policy_words
+from composer_fsdp2.fsdp1.policy_words import checkpointed_words, freeze_words, wrap_policy_words
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.migration.capabilities import Lack
 from composer_fsdp2.migration.dialect import (

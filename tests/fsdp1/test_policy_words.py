@@ -12,7 +12,7 @@ from support.examples import examples
 
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.selecting import (
+from composer_fsdp2.fsdp1.policy_words import (
     checkpointed_words,
     freeze_words,
     parse_checkpointed_classes,

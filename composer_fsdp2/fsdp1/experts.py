@@ -1,0 +1,109 @@
+"""Experts among the modules that a policy makes units of.
+
+[Note: experts] A rank none of whose tokens choose an expert passes over it, unless the model runs every expert on every
+rank. As a unit of its own the expert is then gathered by some ranks only, together with another expert of equal size
+on the others: no error, and wrong gradients. Inside the unit around it, it is gathered by all.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import nn
+
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.config.wrap import Wrap
+from composer_fsdp2.errors import UnsupportedError
+from composer_fsdp2.sharding.modules import ancestors_or_self
+
+_RUNS_EVERY_EXPERT = "runs_every_expert"
+# Their members are called one by one, by whoever holds them.
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_NUMBERED = re.compile(r".*experts?_?\d+")  # expert_0, of Switch Transformers
+
+
+def refuse_experts(model: nn.Module, wrap: Wrap, units: Iterable[str]) -> None:
+    """Raise for units that are experts ([Note: experts]), unless a module around them says that all of them run.
+
+    Args:
+        units: The paths of what the policy chose.
+    Raises:
+        UnsupportedError: names the first of them, and the way out.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    skipped = [path for path in units if _is_expert(path, modules, wrap) and not _all_run(path, modules)]
+    if skipped:
+        kind = type(modules[skipped[0]]).__name__
+        raise UnsupportedError(
+            f"wrap_policy makes experts units of their own: {and_more(skipped)} ({kind}); a rank whose tokens choose "
+            "none of an expert would gather another one instead and train on wrong gradients, without an error. Leave "
+            "them in the unit of their layer, which is exact: no moe_experts, the layers' classes, or a larger "
+            f"min_num_params. Where the model runs every expert on every rank, set {_RUNS_EVERY_EXPERT} = True on the "
+            "module that holds them",
+            keys=("wrap_policy",),
+        )
+
+
+def notes_of_siblings(model: nn.Module, units: Iterable[str]) -> Iterator[str]:
+    """Units that may be experts by another name: several modules of one class in a list, which lies in a layer."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = [path for path in units if _is_one_of_several(path, modules) and not _all_run(path, modules)]
+    if found:
+        yield (
+            f"wrap_policy makes units of {and_more(found)} ({type(modules[found[0]]).__name__}), one of several of a "
+            "class in a list inside a layer: a rank that passes over one, as over an expert without tokens, would "
+            "gather another instead and train on wrong gradients, without an error. Unless every rank runs all of "
+            "them, choose the layers' classes, or a larger min_num_params; if it does, "
+            f"{_RUNS_EVERY_EXPERT} = True on the module that holds them ends this note"
+        )
+
+
+def _is_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
+    """Whether a module is an expert or a part of one: of a class that is named so, or by its own or its list's name."""
+    above = ancestors_or_self(path)[:-1]
+    return any(type(modules[each]).__name__ in wrap.experts or _is_called_expert(each, modules) for each in above)
+
+
+def _is_called_expert(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """``expert_0`` anywhere; members of ``experts``, of a list in there, and of any list that is called like it. Shared
+    experts all run, and so does a module that holds all experts in one weight."""
+    *_, around, holder, name = ("", "", *path.casefold().split("."))
+    if _NUMBERED.fullmatch(name):
+        return "shared" not in name
+    is_member = name.isdecimal() or _is_in_list(path, modules)  # of nn.Sequential, too
+    return is_member and any("expert" in each and "shared" not in each for each in (holder, _plural(around)))
+
+
+def _plural(name: str) -> str:
+    """A name that is the holder's of many: ``expert_model.layers`` has layers."""
+    return name if name.endswith("experts") else ""
+
+
+def _is_in_list(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    return isinstance(modules[path.rpartition(".")[0]], _LISTS)
+
+
+def _is_one_of_several(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the module, or one that it lies in, has siblings of its class in a list that lies in a layer. Layers of a
+    model, in a list of their own, all run."""
+    above = ancestors_or_self(path)[:-1]
+    return any(
+        _is_in_list(each, modules)
+        and _has_siblings(each, modules)
+        and any(_is_layer(outer, modules) for outer in ancestors_or_self(each)[1:-1])
+        for each in above
+    )
+
+
+def _is_layer(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    is_in_row = isinstance(modules[path.rpartition(".")[0]], nn.Sequential)
+    return _is_in_list(path, modules) or (is_in_row and _has_siblings(path, modules))
+
+
+def _has_siblings(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    members = modules[path.rpartition(".")[0]].children()
+    return sum(type(member) is type(modules[path]) for member in members) > 1
+
+
+def _all_run(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    above = ancestors_or_self(path)[1:]
+    return any(getattr(modules[each], _RUNS_EVERY_EXPERT, False) is True for each in above)

@@ -1,0 +1,147 @@
+"""What a policy makes of transformers' and LLM Foundry's own models: a part that a batch may not enter is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_fsdp2 import ShardingConfig, UnsupportedError, plan_sharding
+from composer_fsdp2.config.wrap import Wrap, WrapKind
+from composer_fsdp2.fsdp1.towers import towers
+
+pytestmark = [pytest.mark.composer, pytest.mark.foundry]
+
+AUTO = Wrap(kind=WrapKind.CLASSES)
+TEXT: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 67,
+}
+IMAGES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def build(architecture: str, **config: Any) -> nn.Module:
+    """As a ComposerModel holds it, without values."""
+    import transformers
+
+    model = nn.Module()
+    with torch.device("meta"):
+        config_class, model_class = (getattr(transformers, name) for name in architecture.split())
+        model.model = model_class(config_class(**config))
+    return model
+
+
+def qwen_vl() -> nn.Module:
+    return build(
+        "Qwen2_5_VLConfig Qwen2_5_VLForConditionalGeneration",
+        **TEXT,
+        rope_scaling={"type": "mrope", "mrope_section": [1, 1, 0]},
+        vision_config={"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 16},
+    )
+
+
+def llava() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig
+
+    parts = {"vision_config": CLIPVisionConfig(**IMAGES), "text_config": LlamaConfig(**TEXT)}
+    return build("LlavaConfig LlavaForConditionalGeneration", **parts, image_token_index=66)
+
+
+def notes_of(model: nn.Module, wrap: Wrap) -> list[str]:
+    return [note for note in plan_sharding(model, ShardingConfig(wrap=wrap)).notes if "wrap_policy" in note]
+
+
+@pytest.mark.parametrize(
+    ("model_of", "tower", "first", "layer"),
+    [
+        (qwen_vl, "model.visual", "blocks.0", "Qwen2_5_VLDecoderLayer"),
+        (llava, "model.vision_tower", "vision_model.encoder.layers.0", "LlamaDecoderLayer"),
+    ],
+)
+def test_units_in_a_tower_are_told(model_of: Any, tower: str, first: str, layer: str):
+    """A rank whose batch is text only never gathers them: the run aborts or hangs, at the first such batch."""
+    model = model_of()
+    assert towers(model) == [tower]
+    ends = Wrap(kind=WrapKind.CLASSES, embeddings=True, output=True)
+    for wrap in (AUTO, ends):
+        [note] = notes_of(model, wrap)
+        assert f"units in {tower} (" in note and f"does not enter: {tower}.{first} and 1 more. Unless" in note
+        assert note.endswith(f"for any batch: transformer_layer_cls_to_wrap: [{layer}]")
+    by_size = Wrap(kind=WrapKind.SIZE, min_num_params=1000)
+    assert any(f"units in {tower} (" in note for note in notes_of(model, by_size))
+    plan = plan_sharding(model, ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES, classes=(layer,))))
+    assert len(plan.units) == 3 and not plan.notes  # what the note advises
+
+
+def mpt(**config: Any) -> nn.Module:
+    from llmfoundry.models.mpt.modeling_mpt import MPTConfig, MPTForCausalLM
+
+    model = nn.Module()
+    sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "vocab_size": 67, "max_seq_len": 16}
+    model.model = MPTForCausalLM(MPTConfig(**sizes, attn_config={"attn_impl": "torch"}, **config))
+    return model
+
+
+def models_without_towers() -> dict[str, nn.Module]:
+    from transformers import BertConfig
+
+    t5 = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 67}
+    speech = {"decoder_layers": 2, "encoder_layers": 2, "decoder_attention_heads": 2, "encoder_attention_heads": 2}
+    speech |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+    bert = BertConfig(**{**TEXT, "is_decoder": False}).to_dict()
+    return {
+        "gpt2": build("GPT2Config GPT2LMHeadModel", n_embd=16, n_head=2, n_layer=2, vocab_size=67),
+        "t5": build("T5Config T5ForConditionalGeneration", **t5),
+        "bert": build("BertConfig BertForMaskedLM", **TEXT),
+        "llama": build("LlamaConfig LlamaForCausalLM", **TEXT),
+        "qwen2-moe": build("Qwen2MoeConfig Qwen2MoeForCausalLM", **TEXT, num_experts=3, moe_intermediate_size=24),
+        "mixtral": build("MixtralConfig MixtralForCausalLM", **TEXT, num_local_experts=3),
+        "switch": build("SwitchTransformersConfig SwitchTransformersForConditionalGeneration", **t5, num_experts=3),
+        "mpt": mpt(),
+        # Both parts run in each step.
+        "clip": build("CLIPConfig CLIPModel", text_config=TEXT, vision_config=IMAGES),
+        "two towers of text": build("EncoderDecoderConfig EncoderDecoderModel", encoder=dict(bert), decoder=dict(bert)),
+        "whisper": build("WhisperConfig WhisperForConditionalGeneration", d_model=16, vocab_size=67, **speech),
+    }
+
+
+def warned_of(model: nn.Module, wrap: Wrap) -> list[str]:
+    try:
+        return [note for note in notes_of(model, wrap) if "makes units" in note]
+    except UnsupportedError as error:
+        return [str(error)]
+
+
+HAVE_EXPERTS = {"qwen2-moe", "mixtral", "switch"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_that_each_batch_runs_whole_are_not_warned_of():
+    """A warning in every run of everybody's model is read by nobody, and the one that matters is lost in it."""
+    for name, model in models_without_towers().items():
+        assert towers(model) == [], name
+        policies = [Wrap(kind=WrapKind.SIZE, min_num_params=size) for size in (1000, 3000)]
+        for wrap in policies if name == "mpt" else [AUTO, *policies]:  # MPT names no classes of its own
+            told = warned_of(model, wrap)
+            is_expected = name in HAVE_EXPERTS and "makes experts units of their own" in "".join(told)
+            assert not told or is_expected, (name, wrap, told)
+
+
+def test_mpt_is_told_of_what_it_has():
+    """Its attributes make units; a Dropout beside them is none."""
+    [hook, attributes] = notes_of(mpt(), Wrap(kind=WrapKind.CLASSES, classes=("MPTBlock",)))
+    assert "fsdp_wrap_fn of model is not asked" in hook
+    assert attributes.startswith("_fsdp_wrap on model.transformer.wte and 2 more takes precedence")

@@ -1,0 +1,152 @@
+"""Experts as units of their own: refused by their names, told of where names cannot settle it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_fsdp2 import plan_sharding
+from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.config.wrap import Wrap, WrapKind
+from composer_fsdp2.errors import UnsupportedError
+from composer_fsdp2.sharding.plan import ShardingPlan
+
+
+class Ffn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
+
+
+class Layer(nn.Module):
+    """Attention, and parts that a batch may pass over, each under its name."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        self.attention = nn.Linear(4, 4)
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x)
+
+
+class Holder(nn.Module):
+    """A class of somebody's own that holds what it is given."""
+
+    def __init__(self, **held: nn.Module) -> None:
+        super().__init__()
+        for name, each in held.items():
+            self.add_module(name, each)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def ffns() -> list[Ffn]:
+    return [Ffn() for _ in range(3)]
+
+
+def model_of(**parts: nn.Module) -> nn.Module:
+    """Two layers below a root; the second has the parts."""
+    trunk = nn.Module()
+    trunk.layers = nn.ModuleList([Layer(), Layer(**parts)])
+    trunk.forward = lambda x: x
+    model = nn.Module()
+    model.model = trunk
+    return model
+
+
+def plan_of(model: nn.Module, **wrap: Any) -> ShardingPlan:
+    return plan_sharding(model, ShardingConfig(wrap=Wrap(**{"kind": WrapKind.CLASSES, **wrap})))
+
+
+CALLED_EXPERTS = {
+    "a list": ({"experts": nn.ModuleList(ffns())}, "experts.0"),
+    "another case": ({"Experts": nn.ModuleList(ffns())}, "Experts.0"),
+    "a longer name": ({"expert_list": nn.ModuleList(ffns())}, "expert_list.0"),
+    "by name": ({"experts": nn.ModuleDict({"code": Ffn(), "prose": Ffn()})}, "experts.code"),
+    "Switch Transformers": ({"experts": nn.ModuleDict({"expert_0": Ffn(), "expert_1": Ffn()})}, "experts.expert_0"),
+    "a sequence": ({"experts": nn.Sequential(*ffns())}, "experts.0"),
+    "a class that holds a list": ({"experts": Holder(local=nn.ModuleList(ffns()))}, "experts.local.0"),
+    "a class that holds them": ({"experts": Holder(expert_0=Ffn(), expert_1=Ffn())}, "experts.expert_0"),
+    "attributes": ({"expert_0": Ffn(), "Expert1": Ffn()}, "expert_0"),
+}
+
+
+@pytest.mark.parametrize("case", CALLED_EXPERTS)
+def test_experts_are_no_units_of_their_own(case: str):
+    """Ranks that skip different experts gather different ones together: wrong gradients, and no error."""
+    parts, first = CALLED_EXPERTS[case]
+    model = model_of(**parts)
+    for wrap in (
+        {"classes": ("Layer",), "experts": ("Ffn",)},
+        {"classes": ("Ffn",)},
+        {"classes": ("Linear",)},
+        {"kind": WrapKind.SIZE, "min_num_params": 20},
+    ):
+        with pytest.raises(UnsupportedError) as caught:
+            plan_of(model, **wrap)
+        assert f"model.layers.1.{first}" in str(caught.value) and "runs_every_expert = True" in str(caught.value)
+    plan = plan_of(model, classes=("Layer",))
+    assert [unit.name for unit in plan.units] == ["model.layers.0", "model.layers.1", "model"] and not plan.notes
+    model.model.layers[1].runs_every_expert = True
+    assert any(
+        unit.name == f"model.layers.1.{first}" for unit in plan_of(model, kind=WrapKind.ROOT, experts=("Ffn",)).units
+    )
+
+
+SEVERAL = {
+    "a list": ({"ffns": nn.ModuleList(ffns())}, "ffns.0"),
+    "by name": ({"moe": nn.ModuleDict({"a": Ffn(), "b": Ffn()})}, "moe.a"),
+    "deeper": ({"mlp": Holder(mlps=nn.ModuleList(ffns()))}, "mlp.mlps.0"),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_what_may_be_experts_by_another_name_is_told(case: str):
+    """No name says that ranks pass over them; whoever knows finds out before the gradients are wrong."""
+    parts, first = SEVERAL[case]
+    model = model_of(**parts)
+    for wrap, path in (
+        ({"classes": ("Layer", "Ffn")}, first),
+        ({"classes": ("Ffn",)}, first),
+        ({"classes": ("Linear",)}, f"{first}.up"),
+        ({"kind": WrapKind.SIZE, "min_num_params": 20}, f"{first}.up"),
+    ):
+        told = [note for note in plan_of(model, **wrap).notes if "one of several of a class" in note]
+        assert len(told) == 1 and f"makes units of model.layers.1.{path} and " in told[0]
+        assert "choose the layers' classes" in told[0] and "runs_every_expert = True on the module" in told[0]
+    assert not plan_of(model, classes=("Layer",)).notes
+    model.model.layers[1].runs_every_expert = True
+    assert not plan_of(model, classes=("Layer", "Ffn")).notes
+
+
+def test_what_all_ranks_run_is_neither_refused_nor_told():
+    """Shared experts run whatever the tokens; layers do, and parts of one that are no list."""
+    for parts in (
+        {"shared_expert": Ffn()},
+        {"shared_experts": Holder(gate=nn.Linear(4, 4), up=nn.Linear(4, 4))},
+        {"shared_expert_0": Ffn()},
+        {"experts": Holder(w1=nn.Linear(4, 4), w2=nn.Linear(4, 4))},  # of all experts in one
+        {"ffn": nn.Sequential(Ffn(), Ffn())},
+        {"parts": nn.ModuleList([Ffn(), Layer()])},  # of T5: attention, attention, feed-forward
+        {"experts_of_one": nn.Linear(4, 4)},
+    ):
+        for classes in (("Layer", "Ffn"), ("Linear", "Layer")):
+            used = {type(module).__name__ for module in model_of(**parts).modules()}
+            wrap = {"classes": tuple(name for name in classes if name in used)}
+            assert not plan_of(model_of(**parts), **wrap).notes, (list(parts), wrap)
+    # A list with a lone layer of an outer one, and a model in a wrapper of one.
+    model = nn.Module()
+    model.model = nn.Sequential(model_of().model)
+    assert not plan_of(model, classes=("Layer",)).notes
+    expert_model = nn.Module()
+    expert_model.expert_model = model_of().model
+    assert not plan_of(expert_model, classes=("Layer",)).notes
