@@ -100,10 +100,11 @@ ROOMS = {
     ),
     "migration": room(
         "__init__ processes run capabilities dialect documents/edits documents/json documents/toml documents/yaml_text "
-        "documents/yaml documents/__init__ interpolation dialects/fingerprints dialects/accelerate "
+        "documents/yaml documents/__init__ interpolation dialects/fingerprints dialects/huggingface/accelerate_words "
         "dialects/composer dialects/roll "
-        "dialects/torchtitan dialects/huggingface_values dialects/huggingface_keys "
-        "dialects/huggingface_reading dialects/huggingface dialects/axolotl dialects/__init__ "
+        "dialects/torchtitan dialects/huggingface/values dialects/huggingface/table "
+        "dialects/huggingface/reading dialects/huggingface/huggingface dialects/huggingface/axolotl "
+        "dialects/huggingface/__init__ dialects/__init__ "
         "explain targets changes migrate files report",
         rooms="errors atomic config fsdp1",
         packages="omegaconf yaml",

@@ -32,7 +32,7 @@ ROOMS = {
     "engine": ("composer_fsdp2/*.py", "composer_fsdp2/fsdp1/*.py", "composer_fsdp2/_torch/*.py"),
     "shim": ("compat/*.py",),
     "checkpoints": ("composer_fsdp2/checkpoint/**/*.py",),
-    "migration": ("composer_fsdp2/migration/dialects/*.py", "composer_fsdp2/migration/*.py"),
+    "migration": ("composer_fsdp2/migration/dialects/**/*.py", "composer_fsdp2/migration/*.py"),
 }
 COPIED = ("benchmarks", "compat", "composer_fsdp2", "demo", "migration_docs", "tests", "tools", "yamls")
 COPIED_FILES = ("Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml")

@@ -1,9 +1,8 @@
 """Systems whose configurations are read and written: a new one is a file here, and its line in this list."""
 
 from composer_fsdp2.migration.dialect import Dialect
-from composer_fsdp2.migration.dialects.axolotl import AxolotlDialect
 from composer_fsdp2.migration.dialects.composer import ComposerDialect
-from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
+from composer_fsdp2.migration.dialects.huggingface import AxolotlDialect, HuggingFaceDialect
 from composer_fsdp2.migration.dialects.roll import RollDialect
 from composer_fsdp2.migration.dialects.torchtitan import TorchTitanDialect
 

@@ -10,7 +10,7 @@ import yaml
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.migration.dialect import Section
-from composer_fsdp2.migration.dialects.axolotl import AxolotlDialect
+from composer_fsdp2.migration.dialects.huggingface import AxolotlDialect
 from composer_fsdp2.migration.migrate import Migration, migrate_text
 from composer_fsdp2.migration.run import RunConfig
 

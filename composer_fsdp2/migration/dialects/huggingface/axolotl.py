@@ -33,7 +33,8 @@ from composer_fsdp2.migration.dialect import (
     merged,
     nested,
 )
-from composer_fsdp2.migration.dialects.accelerate import (
+from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
+from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
     DEGREES_PREFIX,
     OF_FSDP1,
     OF_OTHERS,
@@ -42,9 +43,9 @@ from composer_fsdp2.migration.dialects.accelerate import (
     precision_differences,
     wrap_settings,
 )
-from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
-from composer_fsdp2.migration.dialects.huggingface import GONE, HuggingFaceDialect
-from composer_fsdp2.migration.dialects.huggingface_keys import (
+from composer_fsdp2.migration.dialects.huggingface.huggingface import GONE, HuggingFaceDialect
+from composer_fsdp2.migration.dialects.huggingface.reading import held_by
+from composer_fsdp2.migration.dialects.huggingface.table import (
     BESIDE,
     OF_AXOLOTL,
     PREFIX,
@@ -53,8 +54,7 @@ from composer_fsdp2.migration.dialects.huggingface_keys import (
     GivenKey,
     Held,
 )
-from composer_fsdp2.migration.dialects.huggingface_reading import held_by
-from composer_fsdp2.migration.dialects.huggingface_values import NOBODY, X1, X2, reads
+from composer_fsdp2.migration.dialects.huggingface.values import NOBODY, X1, X2, reads
 from composer_fsdp2.migration.run import RunConfig
 
 # What axolotl takes and passes on to nobody, or in some releases only.

@@ -30,7 +30,8 @@ from composer_fsdp2.migration.dialect import (
     merged,
     nested,
 )
-from composer_fsdp2.migration.dialects.accelerate import (
+from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
+from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
     DEGREES_PREFIX,
     OF_FSDP1,
     OF_OTHERS,
@@ -39,8 +40,15 @@ from composer_fsdp2.migration.dialects.accelerate import (
     differences_of,
     settings_of,
 )
-from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
-from composer_fsdp2.migration.dialects.huggingface_keys import (
+from composer_fsdp2.migration.dialects.huggingface.reading import (
+    MAPPINGS,
+    OF_TRAINERS,
+    findings_of,
+    held_by,
+    is_bare,
+    run_of,
+)
+from composer_fsdp2.migration.dialects.huggingface.table import (
     BESIDE,
     DEEPSPEED,
     DEGREES,
@@ -54,15 +62,7 @@ from composer_fsdp2.migration.dialects.huggingface_keys import (
     VERSION_REASON,
     Held,
 )
-from composer_fsdp2.migration.dialects.huggingface_reading import (
-    MAPPINGS,
-    OF_TRAINERS,
-    findings_of,
-    held_by,
-    is_bare,
-    run_of,
-)
-from composer_fsdp2.migration.dialects.huggingface_values import (
+from composer_fsdp2.migration.dialects.huggingface.values import (
     A1,
     A2,
     AD,

@@ -7,8 +7,8 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.rows import ANY, Aspect, Row, idle
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
-from composer_fsdp2.migration.dialects.accelerate import SIZE_HINT, SIZE_REASON
-from composer_fsdp2.migration.dialects.huggingface_values import (
+from composer_fsdp2.migration.dialects.huggingface.accelerate_words import SIZE_HINT, SIZE_REASON
+from composer_fsdp2.migration.dialects.huggingface.values import (
     A1,
     A2,
     AD,

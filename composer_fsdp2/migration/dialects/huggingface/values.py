@@ -12,7 +12,7 @@ from composer_fsdp2.config.rows import Row, Takes
 from composer_fsdp2.config.text import nearest
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
-from composer_fsdp2.migration.dialects.accelerate import DTYPES, STATE_DICTS
+from composer_fsdp2.migration.dialects.huggingface.accelerate_words import DTYPES, STATE_DICTS
 
 
 class Reader(enum.StrEnum):

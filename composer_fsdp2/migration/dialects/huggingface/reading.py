@@ -19,8 +19,8 @@ from composer_fsdp2.config.text import nearest
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
 from composer_fsdp2.migration.dialect import implicit
-from composer_fsdp2.migration.dialects.accelerate import DEGREES_PREFIX, DTYPES, PRECISIONS
-from composer_fsdp2.migration.dialects.huggingface_keys import (
+from composer_fsdp2.migration.dialects.huggingface.accelerate_words import DEGREES_PREFIX, DTYPES, PRECISIONS
+from composer_fsdp2.migration.dialects.huggingface.table import (
     BESIDE,
     BY_PLACE,
     DEEPSPEED,
@@ -38,7 +38,7 @@ from composer_fsdp2.migration.dialects.huggingface_keys import (
     off,
     wrap_of,
 )
-from composer_fsdp2.migration.dialects.huggingface_values import Reader, Words, reads
+from composer_fsdp2.migration.dialects.huggingface.values import Reader, Words, reads
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
 # ---------------------------------------------------------------------------------------------------------------------
