@@ -99,13 +99,14 @@ ROOMS = {
         rooms="errors config _torch sharding training fsdp1 checkpoint prepare",
     ),
     "migration": room(
-        "__init__ processes run capabilities dialect documents/edits documents/json documents/toml documents/yaml_text "
-        "documents/yaml documents/__init__ interpolation dialects/fingerprints dialects/huggingface/accelerate_words "
-        "dialects/composer dialects/roll "
-        "dialects/torchtitan dialects/huggingface/values dialects/huggingface/table "
-        "dialects/huggingface/reading dialects/huggingface/huggingface dialects/huggingface/axolotl "
-        "dialects/huggingface/__init__ dialects/__init__ "
-        "explain targets changes migrate files report",
+        "__init__ processes run capabilities dialect documents/edits documents/json documents/toml "
+        "documents/yaml_text documents/yaml documents/__init__ interpolation dialects/fingerprints dialects/composer "
+        "dialects/roll dialects/torchtitan dialects/huggingface/places dialects/huggingface/readers "
+        "dialects/huggingface/accelerate_words dialects/huggingface/values dialects/huggingface/held "
+        "dialects/huggingface/fates dialects/huggingface/table dialects/huggingface/given_keys "
+        "dialects/huggingface/reading dialects/huggingface/held_run dialects/huggingface/held_findings "
+        "dialects/huggingface/rewriting dialects/huggingface/huggingface dialects/huggingface/axolotl "
+        "dialects/huggingface/__init__ dialects/__init__ explain targets changes migrate files report",
         rooms="errors atomic config fsdp1",
         packages="omegaconf yaml",
     ),

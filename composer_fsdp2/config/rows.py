@@ -185,7 +185,7 @@ def finding_of(row: Row, key: str, value: Any, *, is_read: bool = True) -> Findi
     if not row.takes.fits(value):
         hint = "remove it" if row.default is None else f"its default is {row.default!r}"
         reason = f"this key takes {row.takes.text}"
-        return replace(usual, outcome=Outcome.NEEDS_DECISION, target="", reason=reason, hint=hint)
+        return undecided(usual, reason, hint)
     if row.only_with and not is_read:
         return idle(usual, f"it is read only together with {row.only_with}, which is off")
     return idle(usual) if row.is_neutral(value) else usual
@@ -194,6 +194,11 @@ def finding_of(row: Row, key: str, value: Any, *, is_read: bool = True) -> Findi
 def idle(finding: Finding, reason: str = "this value has no effect") -> Finding:
     """The finding of a value that asks for nothing."""
     return replace(finding, outcome=Outcome.UNNEEDED, target="", reason=reason, hint="", asks=False)
+
+
+def undecided(finding: Finding, reason: str, hint: str = "") -> Finding:
+    """The finding of a value of which only the user knows what it is to become."""
+    return replace(finding, outcome=Outcome.NEEDS_DECISION, target="", reason=reason, hint=hint)
 
 
 def unknown_key(key: str, value: Any, known: Iterable[str], reason: str, hint: str = "remove it") -> Finding:

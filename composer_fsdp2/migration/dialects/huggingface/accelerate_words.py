@@ -9,9 +9,9 @@ from composer_fsdp2.config.rows import Aspect
 from composer_fsdp2.config.sharding import DTYPES_BY_SHORT_NAME
 from composer_fsdp2.migration.capabilities import Lack, lacking
 from composer_fsdp2.migration.dialect import Setting
+from composer_fsdp2.migration.dialects.huggingface.places import DEGREES_PREFIX
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
-DEGREES_PREFIX = "parallelism_config_"
 DTYPES = {"no": None, **{name: DTYPES_BY_SHORT_NAME[name] for name in ("fp16", "bf16")}, "fp8": "bfloat16"}
 # Composer's precisions, by accelerate's word.
 PRECISIONS = {"no": "fp32", "fp16": "amp_fp16", "bf16": "amp_bf16", "fp8": "amp_fp8"}

@@ -35,7 +35,6 @@ from composer_fsdp2.migration.dialect import (
 )
 from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
 from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
-    DEGREES_PREFIX,
     OF_FSDP1,
     OF_OTHERS,
     STATE_DICTS,
@@ -43,18 +42,13 @@ from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
     precision_differences,
     wrap_settings,
 )
-from composer_fsdp2.migration.dialects.huggingface.huggingface import GONE, HuggingFaceDialect
+from composer_fsdp2.migration.dialects.huggingface.held import GivenKey, Held
+from composer_fsdp2.migration.dialects.huggingface.huggingface import HuggingFaceDialect
+from composer_fsdp2.migration.dialects.huggingface.places import BESIDE, DEGREES_PREFIX, PREFIX, SETTINGS
+from composer_fsdp2.migration.dialects.huggingface.readers import NOBODY, X1, X2, reads
 from composer_fsdp2.migration.dialects.huggingface.reading import held_by
-from composer_fsdp2.migration.dialects.huggingface.table import (
-    BESIDE,
-    OF_AXOLOTL,
-    PREFIX,
-    ROWS,
-    SETTINGS,
-    GivenKey,
-    Held,
-)
-from composer_fsdp2.migration.dialects.huggingface.values import NOBODY, X1, X2, reads
+from composer_fsdp2.migration.dialects.huggingface.rewriting import GONE, Replacements, edit_in_place
+from composer_fsdp2.migration.dialects.huggingface.table import OF_AXOLOTL, ROWS
 from composer_fsdp2.migration.run import RunConfig
 
 # What axolotl takes and passes on to nobody, or in some releases only.
@@ -151,7 +145,7 @@ class AxolotlDialect(HuggingFaceDialect):
         if reading.run is None or keeps_all or held.reader is X2:
             return []
         old = [name for name in ("fsdp_version", "fsdp", "fsdp_config") if name in section.given]
-        beside: dict[str, list[tuple[str, Any]]] = {name: [] for name in old if name != "fsdp_config"}
+        beside: Replacements = {name: [] for name in old if name != "fsdp_config"}
         if not any(map(_stays, held.given)):
             beside |= {name: [] for name in old}
             beside[old[0]] = [("fsdp_version", 2), ("fsdp_config", _new_settings(held))]
@@ -270,8 +264,7 @@ def _new_settings(held: Held) -> dict[str, Any]:
 
 def _settings_edit(section: Section, held: Held) -> MappingEdit:
     """In place: what stays loses its prefix, what FSDP2 has no use for goes."""
-    new = list(_new_settings(held).items())
-    replacements: dict[str, list[tuple[str, Any]]] = {}
+    replacements: Replacements = {}
     for each in held.given:
         where, _, key = each.key.partition(".")
         if where != "fsdp_config" or key not in section.given["fsdp_config"]:
@@ -281,9 +274,5 @@ def _settings_edit(section: Section, held: Held) -> MappingEdit:
             replacements[key] = []
         elif plain != key:
             replacements[key] = [(plain, each.value)]
-    place = next((key for key in replacements if key.removeprefix(PREFIX) == "sharding_strategy"), None)
-    path = (*section.path, "fsdp_config")
-    if place is None:
-        return MappingEdit(path=path, replacements=replacements, additions=new)
-    replacements[place] = new
-    return MappingEdit(path=path, replacements=replacements)
+    new = list(_new_settings(held).items())
+    return edit_in_place(section, replacements, new, places=("sharding_strategy",))

@@ -1,13 +1,4 @@
-"""Hugging Face: a Trainer's arguments (``fsdp``, ``fsdp_config``) and accelerate's configuration files.
-
-What a file asks for is what its system did with it, which is not always what it says: transformers 4.51.3 reads the
-keys of an ``fsdp_config`` without the prefix ``fsdp_`` only, accelerate 1.8.1 with or without it, and neither says a
-word about a key that it does not read. A run in accelerate's words is in ``accelerate.py``.
-
-Sources: transformers 4.51.3 (``training_args.py``, ``trainer.py``), accelerate 1.8.1 (``utils/dataclasses.py``,
-``utils/launch.py``, ``utils/fsdp_utils.py``, ``commands/launch.py``); for FSDP2 in a Trainer's own arguments
-transformers 5, for ``parallelism_config`` accelerate 1.10.
-"""
+"""A Trainer's arguments (``fsdp``, ``fsdp_config``), and accelerate's configuration files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,52 +23,34 @@ from composer_fsdp2.migration.dialect import (
 )
 from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
 from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
-    DEGREES_PREFIX,
     OF_FSDP1,
     OF_OTHERS,
-    STATE_DICTS,
-    degrees_of,
     differences_of,
     settings_of,
 )
-from composer_fsdp2.migration.dialects.huggingface.reading import (
-    MAPPINGS,
-    OF_TRAINERS,
-    findings_of,
-    held_by,
-    is_bare,
-    run_of,
-)
-from composer_fsdp2.migration.dialects.huggingface.table import (
+from composer_fsdp2.migration.dialects.huggingface.fates import VERSION_HINT, VERSION_REASON
+from composer_fsdp2.migration.dialects.huggingface.given_keys import OF_TRAINERS, is_bare
+from composer_fsdp2.migration.dialects.huggingface.held import Held
+from composer_fsdp2.migration.dialects.huggingface.held_findings import findings_of
+from composer_fsdp2.migration.dialects.huggingface.held_run import run_of
+from composer_fsdp2.migration.dialects.huggingface.places import (
     BESIDE,
     DEEPSPEED,
     DEGREES,
+    DEGREES_PREFIX,
+    MAPPINGS,
     OF_ACCELERATES_FILE,
     OLD_SIBLINGS,
     PREFIX,
-    ROWS,
-    SEQUENCE_DTYPE,
     SETTINGS,
-    VERSION_HINT,
-    VERSION_REASON,
-    Held,
 )
-from composer_fsdp2.migration.dialects.huggingface.values import (
-    A1,
-    A2,
-    AD,
-    NOBODY,
-    READS_DEGREES,
-    READS_SEQUENCES,
-    T1,
-    T2,
-    X1,
-    X2,
-    Reader,
-    reads,
-)
+from composer_fsdp2.migration.dialects.huggingface.readers import A1, A2, AD, NOBODY, T1, T2, X1, X2, Reader, reads
+from composer_fsdp2.migration.dialects.huggingface.reading import held_by
+from composer_fsdp2.migration.dialects.huggingface.rewriting import rewritten
+from composer_fsdp2.migration.dialects.huggingface.table import ROWS, SEQUENCE_DTYPE
 from composer_fsdp2.migration.run import RunConfig
 
+# A file that says it already has this finding at its own key.
 _TRAINER_FSDP2 = Finding(
     key="version",
     value=2,
@@ -87,137 +60,9 @@ _TRAINER_FSDP2 = Finding(
     hint=VERSION_HINT,
     origin=Origin.LACKING,
 )
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In place
-
-GONE = frozenset(
-    (
-        "sharding_strategy",
-        "backward_prefetch",
-        "forward_prefetch",
-        "sync_module_states",
-        "use_orig_params",
-        "limit_all_gathers",
-    )
-)
-Replacements = dict[str, list[tuple[str, Any]]]
-
-
-def _rewrite_accelerate(section: Section, held: Held, run: RunConfig) -> list[MappingEdit]:
-    settings = section.given.get("fsdp_config")
-    new: list[tuple[str, Any]] = [
-        ("fsdp_version", 2),
-        ("fsdp_reshard_after_forward", held.settings["reshard_after_forward"]),
-    ]
-    key = held.key_of("state_dict_type")
-    if key is None or held.value_of(key) is None:  # its default is another one under FSDP2
-        new.append(("fsdp_state_dict_type", STATE_DICTS[run.state_dict_type]))
-    edits = []
-    beside: Replacements = {}
-    if isinstance(settings, Mapping) and settings:
-        edits.append(_settings_edit(section, held, new, places=("sharding_strategy", "version")))
-    else:
-        place = "fsdp_config" if "fsdp_config" in section.given else "distributed_type"
-        kept = [] if place == "fsdp_config" else [(place, section.given[place])]
-        beside[place] = [*kept, ("fsdp_config", dict(new))]
-    degrees = degrees_of(run)
-    if degrees and held.key_of("dp_shard_size") is None:
-        beside.setdefault("distributed_type", [("distributed_type", section.given["distributed_type"])])
-        beside["distributed_type"].append(("parallelism_config", degrees))
-    return [MappingEdit(path=section.path, replacements=beside), *edits] if beside else edits
-
-
-def _rewrite_bare(section: Section, held: Held) -> list[MappingEdit]:
-    """The same in a file that has nothing but the settings."""
-    new: list[tuple[str, Any]] = [
-        ("version", 2),
-        ("reshard_after_forward", held.settings["reshard_after_forward"]),
-        ("state_dict_type", STATE_DICTS[held.settings["state_dict_type"]]),
-    ]
-    policy = held.settings["auto_wrap_policy"]
-    new += [("auto_wrap_policy", policy)] if policy != "TRANSFORMER_BASED_WRAP" else []
-    names = {name for name, _ in new}
-    gone = [
-        each.key
-        for each in held.given
-        if each.key in section.given
-        and (each.row is None or each.row.group == SETTINGS)
-        and (each.row is None or each.row.name in GONE or each.row.name in names or not each.is_read)
-    ]
-    return [MappingEdit(path=section.path, replacements={key: [] for key in gone}, additions=new)]
-
-
-def _rewrite_trainer(section: Section, held: Held) -> list[MappingEdit]:
-    if is_bare(section.given):
-        return _rewrite_bare(section, held)
-    settings = section.given.get("fsdp_config")
-    new: list[tuple[str, Any]] = [
-        ("version", 2),
-        ("reshard_after_forward", held.settings["reshard_after_forward"]),
-        ("state_dict_type", STATE_DICTS[held.settings["state_dict_type"]]),
-    ]
-    policy = held.settings["auto_wrap_policy"]
-    if policy != "TRANSFORMER_BASED_WRAP":  # transformers 5 takes that one, whether fsdp says auto_wrap or not
-        new.append(("auto_wrap_policy", policy))
-    beside: Replacements = {}
-    for name in OLD_SIBLINGS:
-        if name in section.given:
-            beside[name] = []
-            key = name.removeprefix(PREFIX)
-            if held.settings[key]:
-                new.append((key, list(held.settings[key]) if key.startswith("t") else held.settings[key]))
-    if held.settings["sharding_strategy"].is_hybrid:
-        plain = "full_shard" if held.settings["reshard_after_forward"] else "shard_grad_op"
-        words = [plain, *(["offload"] if held.settings["offload_params"] else [])]
-        words += ["auto_wrap"] if policy != "NO_WRAP" else []
-        given = section.given["fsdp"]
-        beside["fsdp"] = [("fsdp", words if isinstance(given, list) else " ".join(words))]
-    edits = []
-    if isinstance(settings, Mapping) and settings:
-        edits.append(_settings_edit(section, held, new, places=("version",)))
-    elif "fsdp_config" in section.given:
-        beside["fsdp_config"] = [("fsdp_config", dict(new))]
-    else:
-        beside["fsdp"] = [*beside.get("fsdp", [("fsdp", section.given["fsdp"])]), ("fsdp_config", dict(new))]
-    return [MappingEdit(path=section.path, replacements=beside), *edits] if beside else edits
-
-
-def _rewrite_deepspeed(section: Section, run: RunConfig) -> list[MappingEdit]:
-    """DeepSpeed's section becomes FSDP's; num_processes and the like stay as they are."""
-    new = {setting.key: setting.value for setting in settings_of(run)}
-    replacements: Replacements = {
-        "distributed_type": [("distributed_type", "FSDP")],
-        "deepspeed_config": [("fsdp_config", new["fsdp_config"])],
-    }
-    return [MappingEdit(path=section.path, replacements=replacements)]
-
-
-def _settings_edit(section: Section, held: Held, new: list[tuple[str, Any]], *, places: tuple[str, ...]) -> MappingEdit:
-    """What FSDP2 has no use for goes, and so does what was not read: a system that reads FSDP2's keys would read it."""
-    replacements: Replacements = {}
-    names = {name.removeprefix(PREFIX) for name, _ in new}
-    for given in held.given:
-        where, _, key = given.key.partition(".")
-        if where != "fsdp_config" or not key:
-            continue
-        if given.row is None and key not in section.given["fsdp_config"]:
-            continue  # a number, which stays where it is
-        if given.row is None or given.row.name in GONE or given.row.name in names or not given.is_read:
-            replacements[key] = []
-    place = next(
-        (key for name in places for key in replacements if key.removeprefix(PREFIX) == name),
-        None,
-    )
-    path = (*section.path, "fsdp_config")
-    if place is None:
-        return MappingEdit(path=path, replacements=replacements, additions=new)
-    replacements[place] = new
-    return MappingEdit(path=path, replacements=replacements)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The dialect
+# `migrate` takes degrees in any file, as the answer to what a hybrid's mesh was; of the systems this one reads them.
+_READS_DEGREES = "accelerate 1.10"
+_READS_SEQUENCES = "accelerate 1.12"
 
 # By who reads it, a file that turns sharding on, layer by layer.
 _FILES: dict[Reader, dict[str, Any]] = {
@@ -323,11 +168,7 @@ class HuggingFaceDialect(Dialect):
         keeps_all = held.settings["sharding_strategy"] is ShardingStrategy.NO_SHARD
         if reading.run is None or keeps_all or held.reader.is_fsdp2:
             return []
-        if held.reader is AD:
-            return _rewrite_deepspeed(section, reading.run)
-        if held.reader.is_trainer:
-            return _rewrite_trainer(section, held)
-        return _rewrite_accelerate(section, held, reading.run)
+        return rewritten(section, held, reading.run)
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """The reading's, and what Hugging Face's FSDP2 has no word for or does otherwise than its FSDP1."""
@@ -374,9 +215,9 @@ class HuggingFaceDialect(Dialect):
 
     def read_by(self, row: Row) -> tuple[str, ...]:
         if row.group == DEGREES:
-            return (READS_DEGREES,)
+            return (_READS_DEGREES,)
         if row.name == SEQUENCE_DTYPE:
-            return (READS_SEQUENCES,)
+            return (_READS_SEQUENCES,)
         return tuple(reader.value for reader in Reader if reads(reader, row)) or (NOBODY,)
 
     def instead(self, row: Row) -> Mapping[str, str]:
@@ -400,5 +241,5 @@ class HuggingFaceDialect(Dialect):
                 beside, its_value = _COMPANIONS[row.name]
                 values = merged(values, nested(prefix + beside, its_value))
             values = merged(values, nested(prefix + name, value))
-            who = READS_DEGREES if is_degree else reader.value
+            who = _READS_DEGREES if is_degree else reader.value
             yield Question(section=Section.at((), values), key=prefix + name, reader=who)

@@ -1,59 +1,18 @@
-"""Hugging Face's values: who reads a file, and what a value means to each of them.
+"""What a value means to each of those who read it.
 
 Whoever migrates goes by what the system did with a value, so that most readers parse otherwise than one would guess: a
 Trainer hands most values on as they are, accelerate's launcher makes text of them.
 """
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from composer_fsdp2.config.rows import Row, Takes
+from composer_fsdp2.config.rows import Takes
 from composer_fsdp2.config.text import nearest
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
 from composer_fsdp2.migration.dialects.huggingface.accelerate_words import DTYPES, STATE_DICTS
-
-
-class Reader(enum.StrEnum):
-    """Who reads the file, and for which FSDP."""
-
-    TRAINER_FSDP1 = "transformers 4.51.3"
-    TRAINER_FSDP2 = "transformers 5"
-    ACCELERATE_FSDP1 = "accelerate 1.8.1, FSDP1"
-    ACCELERATE_FSDP2 = "accelerate 1.8.1, FSDP2"
-    ACCELERATE_DEEPSPEED = "accelerate 1.8.1, DeepSpeed"
-    AXOLOTL_FSDP1 = "axolotl, FSDP1"
-    AXOLOTL_FSDP2 = "axolotl, FSDP2"
-
-    @property
-    def is_trainer(self) -> bool:
-        """Whether it has a Trainer's arguments, of which axolotl makes one."""
-        return self not in (Reader.ACCELERATE_FSDP1, Reader.ACCELERATE_FSDP2, Reader.ACCELERATE_DEEPSPEED)
-
-    @property
-    def is_axolotl(self) -> bool:
-        return self in (Reader.AXOLOTL_FSDP1, Reader.AXOLOTL_FSDP2)
-
-    @property
-    def is_fsdp2(self) -> bool:
-        return self in (Reader.TRAINER_FSDP2, Reader.ACCELERATE_FSDP2, Reader.AXOLOTL_FSDP2)
-
-
-T1, T2, A1, A2, AD, X1, X2 = Reader
-NOBODY = "nobody"
-# `migrate` takes degrees in any file, as the answer to what a hybrid's mesh was; of the systems this one reads them.
-READS_DEGREES = "accelerate 1.10"
-READS_SEQUENCES = "accelerate 1.12"
-
-
-def reads(reader: Reader, row: Row) -> bool:
-    """Whether the system looks at the key; without a list all that know FSDP do."""
-    return reader in row.read_by if row.read_by else reader is not AD or row.group == "parallelism_config"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Values
+from composer_fsdp2.migration.dialects.huggingface.readers import Reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

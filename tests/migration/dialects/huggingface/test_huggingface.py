@@ -28,7 +28,7 @@ from composer_fsdp2.config.sharding import (
 from composer_fsdp2.migration.dialect import Expression, Reading, Section
 from composer_fsdp2.migration.dialects.composer import ComposerDialect
 from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
-from composer_fsdp2.migration.dialects.huggingface.values import Reader
+from composer_fsdp2.migration.dialects.huggingface.readers import Reader
 from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind

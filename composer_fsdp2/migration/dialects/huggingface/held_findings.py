@@ -1,0 +1,204 @@
+"""What became of each key, and what the system did that no key asks for."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.rows import Row, idle
+from composer_fsdp2.config.text import nearest
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.parsing import ShardingStrategy
+from composer_fsdp2.migration.dialect import implicit
+from composer_fsdp2.migration.dialects.huggingface.fates import off
+from composer_fsdp2.migration.dialects.huggingface.given_keys import is_bare
+from composer_fsdp2.migration.dialects.huggingface.held import GivenKey, Held, wrap_of
+from composer_fsdp2.migration.dialects.huggingface.held_run import accumulates
+from composer_fsdp2.migration.dialects.huggingface.places import MAPPINGS, OF_ACCELERATES_FILE, PREFIX
+from composer_fsdp2.migration.dialects.huggingface.readers import Reader, reads
+from composer_fsdp2.migration.dialects.huggingface.table import BY_PLACE, SYNC_ROW, WITHOUT_EFFECT
+from composer_fsdp2.migration.run import Wrap, WrapKind
+
+
+def findings_of(held: Held) -> Iterator[Finding]:
+    for given in held.given:
+        yield _of_no_row(given, held) if given.row is None else _finding(given, given.row, held)
+    given_keys = {given.key for given in held.given}
+    for key, problem in held.problems.items():
+        if key not in given_keys:
+            yield implicit(key, Outcome.NEEDS_DECISION, problem)
+    if is_bare(held.around) and held.key_of("bf16", "fp16") is None:
+        yield _IMPLICIT_PRECISION
+    if held.reader is Reader.ACCELERATE_DEEPSPEED:
+        yield from _IMPLICIT_OF_DEEPSPEED
+    elif not held.reader.is_fsdp2:
+        yield from _implicit_findings(held)
+
+
+def _finding(given: GivenKey, row: Row, held: Held) -> Finding:
+    usual = row.usual(given.key, given.value)
+    if given.key in held.problems:
+        return replace(usual, outcome=Outcome.NEEDS_DECISION, reason=held.problems[given.key], target="")
+    if given.is_off and row.defaults and not any(row.defaults.values()):
+        usual = off(usual)
+        if row.outcome is Outcome.UNSUPPORTED:
+            usual = replace(usual, outcome=Outcome.UNNEEDED)
+    if not given.is_read:
+        return _unread(usual, given, row, held)
+    return usual if row.decide is None else row.decide(usual, held)
+
+
+def _of_no_row(given: GivenKey, held: Held) -> Finding:
+    name = given.key.split(".")[-1]
+    finding = Finding(key=given.key, value=given.value, outcome=Outcome.NEEDS_DECISION, reason="")
+    if name == "fsdp_config" and isinstance(given.value, str):
+        return replace(
+            finding,
+            reason="the settings are in another file, which is not read here",
+            hint="write its keys here as a mapping, without the prefix fsdp_ (of the keys of a file it is taken off)",
+        )
+    if given.key in MAPPINGS and not given.value:
+        return idle(finding, "it is empty")
+    if given.key in MAPPINGS:
+        return replace(finding, reason="this key takes a mapping", hint="write its keys below it, or remove it")
+    system = "axolotl" if held.reader.is_axolotl else "Hugging Face"
+    if "." not in given.key and not held.reader.is_trainer:
+        near, reason = nearest(name, OF_ACCELERATES_FILE), "accelerate refuses a file with a key that it does not know"
+        hint = f"did you mean {near}?" if near else "remove it"
+        return replace(finding, reason=reason, hint=hint, known=False)
+    near = nearest(name.removeprefix(PREFIX), {known for _, known in BY_PLACE})
+    prefix = PREFIX if name.startswith(PREFIX) and near != "fsdp" else ""
+    finding = replace(finding, reason=f"{system} knows no such key, and passed over it", known=False)
+    return replace(finding, hint=f"did you mean {prefix}{near}?") if near else idle(finding, finding.reason)
+
+
+def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:
+    """A key that the system passed over: nothing is lost if it says what held anyway."""
+    reader, is_doubled = held.reader, _is_doubled(given, row, held)
+    reason = f"{held.key_of(row.name)} says it again" if is_doubled else f"{reader.value} does not read it here"
+    open_ = replace(usual, outcome=Outcome.NEEDS_DECISION, target="", hint="remove it")
+    if given.value is None and reader.is_axolotl:
+        return idle(usual, "it is empty")
+    try:
+        value = row.takes.parse(given.value, reader)
+    except ConfigError as error:
+        return replace(open_, reason=f"{reason}; {error}")
+    if row.name in WITHOUT_EFFECT or _is_in_effect(row, value, held):
+        return idle(usual, f"{reason}, and what it says held all the same")
+    if is_doubled:
+        return replace(open_, reason=f"{reason}, and held", hint="as trained: remove it; as written: remove the other")
+    if reader.is_axolotl and row.name in _OF_SPEED:
+        reason = (
+            f"axolotl does not pass it on: the run went by {_word(held.settings[row.name])}; no number depends on it"
+        )
+        return replace(usual, outcome=Outcome.APPROXIMATE, target="as it ran", reason=reason, hint="")
+    way = row.instead.get(reader, "")
+    how = f" (as {way})" if way else ""
+    if reader is Reader.AXOLOTL_FSDP1 and row is SYNC_ROW:
+        reason = "axolotl passes it on from 0.12 on; before"
+    return replace(
+        open_,
+        reason=f"{reason}: the run went by {_word(held.settings[row.name])}",
+        hint=f"as trained: remove it; as written: say it where it is read{how}",
+    )
+
+
+# What changes speed and memory only, so that the run is the same one without.
+_OF_SPEED = ("backward_prefetch", "forward_prefetch")
+
+
+def _is_doubled(given: GivenKey, row: Row, held: Held) -> bool:
+    """Whether the key is read here, under another of its names."""
+    is_inert = held.reader is Reader.TRAINER_FSDP1 and given.key.split(".")[-1].startswith(PREFIX)
+    return reads(held.reader, row) and not is_inert and held.key_of(row.name) not in (None, given.key)
+
+
+def _word(held: object) -> object:
+    if held in ((), None):
+        return "nothing"
+    if isinstance(held, bool):
+        return str(held).lower()
+    return held.value if isinstance(held, ShardingStrategy) else held
+
+
+def _is_in_effect(row: Row, value: Any, held: Held) -> bool:
+    settings = held.settings
+    if not isinstance(value, ShardingStrategy):
+        return bool(value == settings[row.name])
+    if settings["sharding_strategy"] is not None:
+        return value is settings["sharding_strategy"]
+    is_plain = value in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    return is_plain and value.reshards_after_forward == settings["reshard_after_forward"]
+
+
+# What FSDP1 did without being told, and FSDP2 does otherwise by itself; how the model was wrapped lies between the two.
+# fmt: off
+_IMPLICIT: tuple[tuple[Callable[[Held], bool], Finding], ...] = (
+    (lambda held: held.settings["mixed_precision"] != "no", implicit("casting of inputs and buffers", Outcome.EXACT,
+        "FSDP1 cast the root's inputs only, and buffers; FSDP2 by itself casts each unit's inputs, and no buffer",
+        "cast_forward_inputs: false and buffer_dtype keep it so", target="cast_root_inputs, buffer_dtype")),
+    (lambda held: held.key_of("backward_prefetch") is None, implicit("backward_prefetch", Outcome.EXACT,
+        "Hugging Face prefetched no unit in backward; FSDP2 by itself prefetches one",
+        "leave the prefetch to FSDP2 for speed, at the price of one more unit in memory",
+        target="prefetch in backward: none")),
+    (lambda held: held.key_of("state_dict_type") is None, implicit("state_dict_type", Outcome.EXACT,
+        "checkpoints were full ones; accelerate's FSDP2 saves sharded ones by default",
+        target="state_dict_type: full")),
+    (lambda held: held.key_of("sync_module_states") is None and held.settings["sync_module_states"],
+        implicit("sync_module_states", Outcome.EXACT, "rank 0 sent its values to all others",
+        target="sync_module_states: true")),
+)
+_IMPLICIT_PRECISION = implicit("precision", Outcome.APPROXIMATE,
+    "no dtype stands in such a file; without one the run is in float32",
+    "where the command or the script says bf16 or fp16, write it here, where a Trainer passes over it: bf16: true")
+_IMPLICIT_OF_DEEPSPEED = (
+    implicit("units", Outcome.APPROXIMATE,
+        "DeepSpeed gathers parameters as modules need them, and has no units; here each layer that the model names is "
+        "one", "fsdp_config.wrap_policy can name others", target="the classes of the model's _no_split_modules"),
+    implicit("autocast", Outcome.APPROXIMATE,
+        "DeepSpeed computes in the dtype of mixed_precision itself; autocast keeps some operations, such as norms, in "
+        "float32", target="precision"),
+    implicit("sync_module_states", Outcome.EXACT, "DeepSpeed sends rank 0's values to all others",
+        target="sync_module_states: true"),
+    implicit("optimizer", Outcome.APPROXIMATE,
+        "DeepSpeed's checkpoints are in a layout of its own, which composer_fsdp2 does not read: resume from weights "
+        "(zero_to_fp32.py writes them), and with a new optimizer's state", target=""),
+)
+_IMPLICIT_SYNC = implicit("gradient_sync", Outcome.EXACT,
+    "of several microbatches a Trainer reduces gradients in the last one only, and holds unsharded ones until then",
+    "gradient_sync: every spares that memory, and communicates more", target="gradient_sync: last")
+# fmt: on
+
+
+def _implicit_findings(held: Held) -> Iterator[Finding]:
+    yield from (finding for applies, finding in _IMPLICIT if applies(held))
+    yield from _implicit_wrapping(held)
+    if accumulates(held):
+        yield _IMPLICIT_SYNC
+
+
+def _implicit_wrapping(held: Held) -> Iterator[Finding]:
+    decided_by_words = held.reader is Reader.TRAINER_FSDP1
+    is_axolotl = held.reader.is_axolotl
+    if not decided_by_words and held.key_of("auto_wrap_policy") is not None:
+        return
+    if decided_by_words and "fsdp" not in held.around:
+        return  # the words are elsewhere
+    wrap = wrap_of(held.settings)
+    if wrap.kind is WrapKind.ROOT:
+        prefix = "" if is_axolotl else PREFIX
+        way = "auto_wrap in fsdp" if decided_by_words else f"{prefix}auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+        yield implicit(
+            "wrapping",
+            Outcome.EXACT,
+            "no wrapping was asked for, so that all parameters were gathered at once",
+            f"{way} makes each layer a unit, and memory much smaller",
+            target="the whole model is one unit",
+        )
+    elif wrap == Wrap(kind=WrapKind.CLASSES):
+        yield implicit(
+            "transformer_layer_cls_to_wrap",
+            Outcome.EXACT,
+            "the model itself names the classes that become units",
+            target="the classes of the model's _no_split_modules",
+        )
