@@ -1,6 +1,6 @@
 """Which parameters are not trained, by the beginnings of their names."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch import nn
@@ -8,7 +8,7 @@ from torch import nn
 from composer_fsdp2._torch.private_names import BatchNorm, without_wrappers
 from composer_fsdp2.config.text import and_more, nearest_names
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.sharding.modules import ancestors_or_self, is_at_or_under
+from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.ties import ParameterUse, join, parameter_uses
 
 _NUM_NEAR = 3
@@ -39,12 +39,13 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str]) -> Frozen:
     uses = parameter_uses(model)
     if not uses:
         raise PlanError(f"freeze: {type(model).__name__} has no parameters")
-    names = [name for use in uses for name in _own_names(use)]
-    found = {prefix: _paths_of(prefix, model, names) for prefix in prefixes}
-    problems = [_not_one(prefix, paths, names) for prefix, paths in found.items() if len(paths) != 1]
+    # With the paths above them; in the order of registration, outer ones first.
+    known = dict.fromkeys(path for use in uses for name in _own_names(use) for path in reversed(ancestors_or_self(name)))
+    found = {prefix: _paths_of(without_wrappers(prefix), model, known) for prefix in prefixes}
+    problems = [_not_one(prefix, paths, known) for prefix, paths in found.items() if len(paths) != 1]
     if problems:
         raise PlanError("\n".join(problems))
-    paths = [path for (path,) in found.values()]
+    paths = {path for (path,) in found.values()}
     frozen = [use for use in uses if any(_is_under(name, paths) for name in _own_names(use))]
     trained = {use.parameter for use in uses if use.parameter.requires_grad}
     if not trained:
@@ -69,33 +70,29 @@ def _own_names(use: ParameterUse) -> list[str]:
     return [without_wrappers(name) for name in use.names]
 
 
-def _is_under(name: str, paths: Iterable[str]) -> bool:
-    return any(is_at_or_under(name, path) for path in paths)
+def _is_under(name: str, paths: Set[str]) -> bool:
+    return not paths.isdisjoint(ancestors_or_self(name))
 
 
-def _paths_of(prefix: str, model: nn.Module, names: Sequence[str]) -> list[str]:
+def _paths_of(prefix: str, model: nn.Module, known: Mapping[str, None]) -> list[str]:
     """Where parameters are under ``prefix``: as it stands, or in direct children."""
-    if any(is_at_or_under(name, prefix) for name in names):
+    if prefix in known:
         return [prefix]
-    in_children = [join(child, prefix) for child, _ in model.named_children()]
-    return [path for path in in_children if any(is_at_or_under(name, path) for name in names)]
+    in_children = (join(child, prefix) for child, _ in model.named_children())
+    return [path for path in in_children if path in known]
 
 
-def _not_one(prefix: str, paths: Sequence[str], names: Sequence[str]) -> str:
+def _not_one(prefix: str, paths: Sequence[str], known: Mapping[str, None]) -> str:
     if paths:
         return f"freeze: {prefix!r} is in several parts of the model; give the whole name: {' or '.join(paths)}"
-    known = list(dict.fromkeys(path for name in names for path in reversed(ancestors_or_self(name)) if path))
     inner = [path for path in known if path.endswith(f".{prefix}")]
-    near = (inner or nearest_names(prefix, known, _NUM_NEAR))[:_NUM_NEAR]
-    way_out = f"did you mean {' or '.join(near)}?" if near else f"names begin with {_beginnings(names)}"
+    near = (inner or nearest_names(prefix, filter(None, known), _NUM_NEAR))[:_NUM_NEAR]
+    beginnings = ", ".join(path for path in known if path and "." not in path)
+    way_out = f"did you mean {' or '.join(near)}?" if near else f"names begin with {beginnings}"
     return f"freeze: no parameter is at or under {prefix!r} (a prefix ends at a dot); {way_out}"
 
 
-def _beginnings(names: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-
-
-def _notes_of_ties(frozen: Sequence[ParameterUse], paths: Sequence[str]) -> Iterator[str]:
+def _notes_of_ties(frozen: Sequence[ParameterUse], paths: Set[str]) -> Iterator[str]:
     for use in frozen:
         under = [name for name in _own_names(use) if _is_under(name, paths)]
         other = [name for name in _own_names(use) if not _is_under(name, paths)]
@@ -103,7 +100,7 @@ def _notes_of_ties(frozen: Sequence[ParameterUse], paths: Sequence[str]) -> Iter
             yield f"freeze: {under[0]} is frozen, and {' and '.join(other)} with it, which is the same parameter"
 
 
-def _notes_of_statistics(model: nn.Module, frozen: Sequence[ParameterUse], paths: Sequence[str]) -> Iterator[str]:
+def _notes_of_statistics(model: nn.Module, frozen: Sequence[ParameterUse], paths: Set[str]) -> Iterator[str]:
     """Batch norms that are at or under one of ``paths``, or hold a frozen parameter: they learn without gradients."""
     holders = {path for use in frozen for path, _ in use.owners}
     changing = [

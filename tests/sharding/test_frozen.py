@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,6 +143,33 @@ def test_names_have_no_wrappers_in_them():
         "net.b._orig_mod.fc_out.weight",
         "net.b._orig_mod.fc_out.bias",
     )
+
+
+def test_a_prefix_may_have_wrappers_in_it():
+    """A name copied from ``named_parameters`` of the model as it is, or of one that was compiled when it was printed."""
+    model = Chain(net=Chain(a=checkpoint_wrapper(Block()), b=torch.compile(Block(), backend="eager"), c=Block()))
+    written = ["net.a._checkpoint_wrapped_module.fc_in", "net.b._orig_mod.fc_out.weight", "c._orig_mod.fc_in"]
+    plain = ["net.a.fc_in", "net.b.fc_out.weight", "net.c.fc_in"]
+    assert choose_frozen(model, written).names == choose_frozen(model, plain).names
+    with pytest.raises(PlanError, match=r"at or under 'net\.b\._orig_mod\.fc' "):
+        choose_frozen(model, ["net.b._orig_mod.fc"])
+
+
+def count_calls(run: Callable[[], object]) -> int:
+    calls: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, arg: calls.update([event]))
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls["call"] + calls["c_call"]
+
+
+def test_many_prefixes_cost_little_more_than_one():
+    """Whoever lists what to freeze layer by layer of a large model waited for seconds, on every rank."""
+    model = Chain(net=nn.ModuleList([layer() for _ in range(400)]), head=layer())
+    few, many = (count_calls(lambda n=n: choose_frozen(model, [f"net.{k}" for k in range(n)])) for n in (1, 400))
+    assert many < 2 * few
 
 
 # --- decide, show, do
