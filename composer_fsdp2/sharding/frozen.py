@@ -39,8 +39,8 @@ def choose_frozen(model: nn.Module, prefixes: Sequence[str]) -> Frozen:
     uses = parameter_uses(model)
     if not uses:
         raise PlanError(f"freeze: {type(model).__name__} has no parameters")
-    # With the paths above them; in the order of registration, outer ones first.
-    known = dict.fromkeys(path for use in uses for name in _own_names(use) for path in reversed(ancestors_or_self(name)))
+    names = [name for use in uses for name in _own_names(use)]
+    known = dict.fromkeys(path for name in names for path in reversed(ancestors_or_self(name)))  # outer ones first
     found = {prefix: _paths_of(without_wrappers(prefix), model, known) for prefix in prefixes}
     problems = [_not_one(prefix, paths, known) for prefix, paths in found.items() if len(paths) != 1]
     if problems:

@@ -146,7 +146,7 @@ def test_names_have_no_wrappers_in_them():
 
 
 def test_a_prefix_may_have_wrappers_in_it():
-    """A name copied from ``named_parameters`` of the model as it is, or of one that was compiled when it was printed."""
+    """A name copied from ``named_parameters`` of the model as it is, or of one that was compiled then."""
     model = Chain(net=Chain(a=checkpoint_wrapper(Block()), b=torch.compile(Block(), backend="eager"), c=Block()))
     written = ["net.a._checkpoint_wrapped_module.fc_in", "net.b._orig_mod.fc_out.weight", "c._orig_mod.fc_in"]
     plain = ["net.a.fc_in", "net.b.fc_out.weight", "net.c.fc_in"]

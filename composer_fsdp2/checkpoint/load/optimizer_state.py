@@ -149,7 +149,10 @@ class _Matching:
                 self.kept.append(f"the state of {name} (ignored)")
             elif parameter.requires_grad and template != {} and self.contents.state:
                 self.differ(
-                    DifferenceKind.MISSING, f"the state of {name}", "nothing", "state, as other parameters have"
+                    DifferenceKind.MISSING,
+                    f"the state of {name}",
+                    "nothing",
+                    "state, as other parameters have (if the run that saved did not train it, freeze it here, too)",
                 )
             return
         self.check_aliases(parameter, name, entries)
