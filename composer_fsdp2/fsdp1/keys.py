@@ -32,7 +32,13 @@ from composer_fsdp2.fsdp1.parsing import (
     parse_state_dict_type,
     parse_strategy,
 )
-from composer_fsdp2.fsdp1.policy_words import WRAP_KEYS, parse_checkpointed_classes, parse_freeze, parse_wrap_policy
+from composer_fsdp2.fsdp1.policy_words import (
+    AUTO,
+    WRAP_KEYS,
+    parse_checkpointed_classes,
+    parse_freeze,
+    parse_wrap_policy,
+)
 
 
 class KeyGroup(enum.StrEnum):
@@ -248,8 +254,9 @@ _MP_POLICY = takes_by("a MixedPrecisionPolicy", parse_mp_policy)
 _OFFLOAD = takes_by("true, false, a CPUOffload or an OffloadPolicy", parse_offload)
 _GROUPS = takes_by("a word such as node or set8, a list of ranks, a ProcessGroup, or a pair of these", parse_groups)
 _MODULES = takes_by("a list of modules", parse_modules)
-_WRAP_POLICY = takes_by("a mapping of which modules become units, or null", parse_wrap_policy)
-_CHECKPOINTED = takes_by("a list of class names, auto, or null", parse_checkpointed_classes)
+_AUTO_UNITS = {"transformer_layer_cls_to_wrap": AUTO}
+_WRAP_POLICY = takes_by("a mapping of which modules become units, or null", parse_wrap_policy, (_AUTO_UNITS,))
+_CHECKPOINTED = takes_by("a list of class names, auto, or null", parse_checkpointed_classes, (AUTO,))
 _PREFIXES = takes_by("a list of prefixes of parameters' names, or null", parse_freeze)
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome

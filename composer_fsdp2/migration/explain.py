@@ -213,12 +213,17 @@ def _taking(word: str, dialect: str | None) -> Iterator[Explanation]:
 
 def _values_of(dialect: Dialect, row: Row, word: str) -> list[Any]:
     """The word as values of the row, in a case that its system takes: the row's own, or one for each part of it."""
-    if any(isinstance(choice, bool) for choice in row.takes.choices):
+    own = [value for value in dialect.values(row) if word.lower() in map(str.lower, _texts_in(value))]
+    if not own and any(isinstance(choice, bool) for choice in row.takes.choices):
         return []  # of a switch, "on" and "off" say nothing
     if _is_word_of(dialect, row, word):
         return [word]
-    own = [value for value in dialect.values(row) if isinstance(value, str) and value.lower() == word.lower()]
     return own[:1] or [{part: word} for part in row.nested if _is_word_of(dialect, row, word, part)]
+
+
+def _texts_in(value: Any) -> list[str]:
+    each = value.values() if isinstance(value, Mapping) else (value,)
+    return [text for text in each if isinstance(text, str)]
 
 
 def _is_word_of(dialect: Dialect, row: Row, word: str, part: str = "") -> bool:

@@ -508,9 +508,13 @@ class ComposerDialect(Dialect):
         return {"FSDPConfig": row.default, **row.defaults} if row.defaults else {"": row.default}
 
     def questions(self, row: Row, value: Any) -> Iterator[Question]:
-        given = {row.name: value}
+        given = {**_COMPANIONS.get(row.name, {}), row.name: value}
         values = {"fsdp_config": {}, **given} if row.group == _BESIDE else {"fsdp_config": given}
         yield Question(section=Section.at(("fsdp_config",), values), key=row.name)
+
+
+# What must stand beside a key for it to mean something.
+_COMPANIONS: dict[str, Given] = {"activation_checkpointing_policy": {"activation_checkpointing": True}}
 
 
 def _unknown_keys(given: Given) -> list[Finding]:
