@@ -118,17 +118,17 @@ def _rewritten(document: Document, of: Dialect, section: Section, reading: Readi
             else _with_words(each, became | unchanged, target)
             for each in findings
         ),
-        edits=tuple(
-            edit
-            for each in edits
-            for edit in document.edit_mapping(
-                each.path, each.replacements, each.additions, given=_mapping_at(section, each.path)
-            )
-        ),
+        edits=tuple(_edits(document, section, edits)),
         meant=tuple(edits),
         gone=tuple(_gone(edits)),
         come=tuple(each.path for each in edits),
     )
+
+
+def _edits(document: Document, section: Section, meant: Iterable[MappingEdit]) -> Iterator[Edit]:
+    for each in meant:
+        given = _mapping_at(section, each.path)
+        yield from document.edit_mapping(each.path, each.replacements, each.additions, given=given)
 
 
 def _is_dead(finding: Finding) -> bool:
@@ -229,16 +229,18 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         source = document.name.replace("\\", "/").rpartition("/")[2]
         values = file_values(target, expression)
         return Change(findings=findings, text=file_text(target, values, source), values=values)
-    new, beside = _framed(frame, section, reading, target, expression)
+    framed = _framed(frame, section, reading, target, expression)
     parent = frame.entry[:-1]
-    findings = (*findings, *_taken(new, _mapping_at(section, parent) or {}, beside, target))
-    edits = document.replace_entry(frame.entry, new, given=_mapping_at(section, parent))
-    into = {str(frame.entry[-1]): entries_of(new), **new.around}
+    edits = [
+        *document.replace_entry(frame.entry, framed.new, given=_mapping_at(section, parent)),
+        *_edits(document, section, framed.within),
+    ]
+    into = {str(frame.entry[-1]): entries_of(framed.new), **framed.new.around}
     return Change(
-        findings=findings,
+        findings=(*findings, *_taken(framed, target)),
         edits=tuple(edits),
-        meant=(MappingEdit(path=parent, replacements=into),),
-        gone=(frame.entry, *((*parent, key) for key in beside)),
+        meant=(MappingEdit(path=parent, replacements=into), *framed.within),
+        gone=(frame.entry, *((*parent, key) for key in framed.going)),
         come=tuple((*parent, key) for key in (target.heads[0][0], *(each.key for each in expression.beside))),
     )
 
@@ -309,41 +311,70 @@ def _is_kept(finding: Finding) -> bool:
     return finding.origin is Origin.IMPLICIT and finding.outcome is Outcome.EXACT
 
 
-def _framed(
-    frame: Frame, section: Section, reading: Reading, target: Dialect, expression: Expression
-) -> tuple[NewEntry, list[str]]:
-    """The target's words in the frame's place, and the keys beside it that go."""
-    main = frame.entry[-1]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Framed:
+    """The target's words in the place of a frame.
+
+    Args:
+        going: Keys beside the frame that go with it.
+        taken: Of names that stood there already, what they held and what they say now.
+        within: Edits of those among them that are mappings, and stay as they are but for what is new.
+    """
+
+    new: NewEntry
+    going: Sequence[str]
+    taken: Mapping[str, tuple[Any, Any]]
+    within: tuple[MappingEdit, ...]
+
+
+def _framed(frame: Frame, section: Section, reading: Reading, target: Dialect, expression: Expression) -> _Framed:
+    *parent, main = frame.entry
     told = {finding.key.split(".")[0] for finding in reading.findings if finding.origin is Origin.KEY}
-    beside = [key for key in frame.beside if key in told and key != main]
-    around, added = splice(expression.beside, beside, reading.aspects)
-    present = _mapping_at(section, frame.entry[:-1]) or {}
-    around |= {key: [(key, value)] for key, value in added if key in present and key not in (main, *beside)}
-    added = [(key, value) for key, value in added if key not in around]
+    going = [key for key in frame.beside if key in told and key != main]
+    around, added = splice(expression.beside, going, reading.aspects)
+    present = _mapping_at(section, tuple(parent)) or {}
+    come = dict([*(each for into in around.values() for each in into), *added])
+    taken = {name: value for name, value in come.items() if name in present and name not in (main, *going)}
+    within = {
+        name for name, value in taken.items() if isinstance(value, Mapping) and isinstance(present[name], Mapping)
+    }
+    around = {key: [each for each in into if each[0] not in taken] for key, into in around.items()}
     keys = list(_mapping_at(section, frame.inner) or ()) if frame.inner is not None else []
     replacements, additions = splice(expression.settings, keys, reading.aspects, frame.prefix)
     new = NewEntry(
         heads=target.heads,
-        beside=added,
+        beside=[each for each in added if each[0] not in taken],
         inner=frame.inner,
         replacements=replacements,
         additions=additions,
-        around=around,
+        around=around | {name: [(name, value)] for name, value in taken.items() if name not in within},
     )
-    return new, beside
+    edits = (_adding(taken[name], (*parent, name), present[name]) for name in within)
+    before = {name: (present[name], value) for name, value in taken.items()}
+    return _Framed(new=new, going=going, taken=before, within=tuple(edits))
 
 
-def _taken(new: NewEntry, present: Mapping[str, Any], beside: Sequence[str], target: Dialect) -> Iterator[Finding]:
+def _adding(entries: Mapping[str, Any], path: Path, present: Mapping[str, Any]) -> MappingEdit:
+    """The entries in a mapping that has others, or some of the same names."""
+    return MappingEdit(
+        path=path,
+        replacements={key: [(key, value)] for key, value in entries.items() if key in present},
+        additions=[(key, value) for key, value in entries.items() if key not in present],
+    )
+
+
+def _taken(framed: _Framed, target: Dialect) -> Iterator[Finding]:
     """Findings for keys beside the section that were not its system's, and are the target's now."""
-    for key in new.around.keys() - {*beside}:
-        ((_, value),) = new.around[key]
+    whose = f"it stood there already, and is a key of {target.title.split(':')[0]}'s"
+    within = {edit.path[-1] for edit in framed.within}
+    for key, (present, value) in framed.taken.items():
+        is_same = key in within or present == value
         yield Finding(
             key=key,
-            value=present[key],
-            outcome=Outcome.EXACT if present[key] == value else Outcome.APPROXIMATE,
+            value=present,
+            outcome=Outcome.EXACT if is_same else Outcome.APPROXIMATE,
             target=f"{key}: {flow_text(value)}",
-            reason=f"it stood there already, and is a key of {target.title.split(':')[0]}'s: it says now what the "
-            "section asks for",
+            reason=f"{whose}: it {'has' if is_same else 'says'} now what the section asks for",
             origin=Origin.WRITING,
         )
 

@@ -5,7 +5,7 @@ text.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -206,18 +206,18 @@ def _from_environment(raw: Any, resolved: Any, without: Any, path: Path) -> Iter
 # Reports, which may be shown to anybody
 
 
-def shown(finding: Finding, path: Path | None, environment: Environment) -> Finding:
+def shown(finding: Finding, path: Path | None, environment: Environment, words: Collection[str]) -> Finding:
     """The finding with references in the place of values that come from environment variables.
 
     Args:
         path: Of its key in the file; None if it has none.
+        words: In small letters, what keys take: no secrets, and the report's own words.
     """
     if not environment:
         return finding
-    secrets = {_pattern(value): text for text, value in environment.values() if isinstance(value, str) and value}
-    if path is not None and path in environment:
-        text, value = environment[path]
-        secrets[_pattern(str(value))] = secrets[_pattern(flow_text(value))] = text
+    each = [(text, value) for text, value in environment.values() if isinstance(value, str)]
+    each += [environment[path]] if path is not None and path in environment else []
+    secrets = {_pattern(value, words): text for text, value in each}
     value = finding.value if path is None else _shown_value(finding.value, path, environment)
 
     def without(text: str) -> str:
@@ -247,8 +247,14 @@ def _shown_value(value: Any, path: Path, environment: Environment) -> Any:
 _CUT = 60  # messages cut long values
 
 
-def _pattern(value: str) -> str:
+_TELLING = 4  # characters; what is shorter is found in quotes only
+
+
+def _pattern(value: Any, words: Collection[str]) -> str:
     """Finds a value in a text: as it is, or as it is quoted there."""
-    forms = dict.fromkeys((value, repr(value)[1:-1], flow_text(value).strip('"')))
+    text = str(value)
+    if len(text) < _TELLING or text.lower() in words:
+        return rf"(?<!\w){re.escape(repr(value))}" if isinstance(value, str) else r"(?!)"
+    forms = dict.fromkeys((text, repr(text)[1:-1], flow_text(value).strip('"')))
     each = (re.escape(form[:_CUT]) + (r"\S*" if len(form) > _CUT else r"(?!\w)") for form in forms)
     return rf"(?<!\w)(?:{'|'.join(each)})"

@@ -6,6 +6,7 @@ Called by ``composer-fsdp2 migrate``.
 import codecs
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -195,12 +196,20 @@ def _as_meant(
         again = open_document(after, document.name, suffix)
     except ConfigError as error:
         raise not_as_meant(document, (), sections[0]) from error
+    _refuse_doubled(document, again, changes)
     if whole is None:
         return tuple(shared_findings(document, again.values, sections, changes))
     wrong = next(differences(whole.values, again.values), None)
     if wrong is not None:
         raise not_as_meant(document, wrong, sections[0])
     return ()
+
+
+def _refuse_doubled(document: Document, again: Document, changes: Sequence[Change]) -> None:
+    """Raise for a key that the new text has twice, and the old one had once: not every reader refuses such a file."""
+    for path in (edit.path for change in changes for edit in change.meant):
+        if has_path(again.values, path) and (twice := again.duplicate(path)) and not document.duplicate(path):
+            raise ConfigError(f"{twice} (of the new text); rename or remove the key that was there")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,7 +339,7 @@ def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding
     places = ((*section[:depth], *key) for depth in range(len(section), -1, -1))
     path = next((each for each in places if has_path(file.resolved.values, each)), None)
     line = _line_of(file.document, section if path is None else path)
-    finding = shown(_settled(finding, path, file, after), path, file.resolved.environment)
+    finding = shown(_settled(finding, path, file, after), path, file.resolved.environment, _words())
     return dataclasses.replace(
         finding,
         key=printable(finding.key),
@@ -340,6 +349,13 @@ def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding
         hint=printable(finding.hint),
         where=f"{file.document.name}:{line}",
     )
+
+
+@functools.cache
+def _words() -> frozenset[str]:
+    """What keys take, of all systems."""
+    rows = (row for dialect in DIALECTS.values() for row in dialect.rows)
+    return frozenset(str(choice).lower() for row in rows for choice in row.takes.choices)
 
 
 def _settled(finding: Finding, path: Path | None, file: _File, after: str) -> Finding:

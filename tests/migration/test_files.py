@@ -320,6 +320,24 @@ def test_reports_show_no_values_of_the_environment(tmp_path: Path, monkeypatch: 
             assert yaml.safe_load(result.migration.after) == {"fsdp_config": {"reshard_after_forward": False}}
 
 
+ORDINARY = {  # by variable, its value and a line that reads it
+    "EMPTY": ("", "sharding_strategy: ${oc.env:EMPTY}"),
+    "ONE": ("1", "auto_wrap: ${oc.env:ONE}"),
+    "YES": ("true", "sync_module_states: ${oc.env:YES}"),
+    "STATE": ("full", "state_dict_type: ${oc.env:STATE}"),
+}
+
+
+def test_ordinary_values_of_the_environment_are_left_alone_in_a_report(monkeypatch: pytest.MonkeyPatch):
+    """With a variable of 1, true or nothing each such word of the report was a reference, and nobody could read it."""
+    for name, (value, line) in ORDINARY.items():
+        monkeypatch.setenv(name, value)
+        section = migrate_text(f"fsdp_config:\n  mixed_precision: PURE\n  {line}\n").sections[0]
+        for finding in section.findings:
+            told = (finding.target, finding.reason, finding.hint.removeprefix(f"the value that ${{oc.env:{name}}}"))
+            assert "".join(told).count("${") <= (finding.key in line), finding
+
+
 def test_a_section_that_the_environment_holds_is_not_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The variable's text would stand in the file, and in the diff."""
     monkeypatch.setenv("SHARDING", f"{{limit_all_gathers: true, made_up: {SECRET}}}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.documents import yaml as yaml_documents
@@ -136,10 +136,36 @@ training:
     backward_prefetch: NONE
     sync_module_states: true
     activation_checkpointing_policy: auto
+  algorithms:
+    gradient_clipping:
+      clipping_type: norm
+      clipping_threshold: 1.0
   logging_steps: 1
 """
     )
     assert migration.exit_code == 0
+
+
+def test_keys_that_stood_beside_the_section_are_in_the_new_text_once():
+    """OmegaConf refuses a file with `precision` twice, and of JSON's two the old one held."""
+    algorithms = "algorithms:\n  ema: {half_life: 1ba}  # too\n"
+    text = f"output_dir: x\nbf16: true\nprecision: x  # mine\n{algorithms}fsdp: full_shard\n"
+    migration = migrate_text(text, "run.yaml")
+    assert migration.after.startswith("output_dir: x\nprecision: amp_bf16  # mine\n")
+    assert yaml.safe_load(migration.after)["algorithms"] == {
+        "ema": {"half_life": "1ba"},
+        "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0},  # as a Trainer does by itself
+    }
+    assert f"\n{algorithms}  gradient_clipping:\n" in migration.after
+    of_writing = [each.key for each in migration.sections[0].findings if each.origin is Origin.WRITING]
+    assert sorted(of_writing) == ["algorithms", "precision"]
+
+
+def test_a_section_of_the_targets_that_stood_there_is_not_doubled():
+    """Two `strategy_args` were written, of which a reader takes the last."""
+    text = "fsdp_config:\n  sharding_strategy: FULL_SHARD\nstrategy_args: {a: 1}\n"
+    with pytest.raises(ConfigError, match="strategy_args stands in line 1, too"):
+        migrate_text(text, "run.yaml", to="roll")
 
 
 def test_a_trainers_arguments_in_their_own_words():

@@ -364,9 +364,9 @@ _LACKS: tuple[Lack, ...] = (
         reason="MLPs are computed in one piece: the same numbers, and more memory in long sequences",
         hint="device_train_microbatch_size: auto finds microbatches that fit"),
     Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
-        outcome=_APPROXIMATE, target="algorithms.gradient_clipping",
-        reason="Composer clips by an algorithm, which stands outside of this section",
-        hint="algorithms: {gradient_clipping: {clipping_type: norm, clipping_threshold: {value}}}"),
+        outcome=_EXACT, target="algorithms: {gradient_clipping: {clipping_type: norm, clipping_threshold: {value}}}",
+        reason="Composer clips by an algorithm, which stands beside the section: LLM Foundry reads it there",
+        hint="a script hands it to the Trainer: algorithms=GradientClipping('norm', {value})"),
     Lack(asked="model only", outcome=_APPROXIMATE, target="save_weights_only",
         reason="an argument of Composer's Trainer, outside of this section", hint="save_weights_only: true"),
     Lack(asked="selective checkpointing", outcome=_APPROXIMATE, target="activation_checkpointing_fn of the model",
@@ -433,9 +433,12 @@ class ComposerDialect(Dialect):
         return Reading(run=run, findings=findings, aspects=aspects, rows=KEYS_BY_NAME)
 
     def express(self, run: RunConfig) -> Expression:
-        """The keys of the section, and Composer's ``precision`` beside it."""
-        precision = Setting(aspect=Aspect.PRECISION, key="precision", value=run.precision)
-        return replace(super().express(run), beside=(precision,))
+        """The keys of the section, and Composer's ``precision`` and LLM Foundry's ``algorithms`` beside it."""
+        beside = [Setting(aspect=Aspect.PRECISION, key="precision", value=run.precision)]
+        if run.max_grad_norm is not None:
+            clipping = {"clipping_type": "norm", "clipping_threshold": run.max_grad_norm}
+            beside.append(Setting(aspect=Aspect.OTHER, key="algorithms", value={"gradient_clipping": clipping}))
+        return replace(super().express(run), beside=tuple(beside))
 
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         config, checkpointing, prefetch = run.config, run.config.activation_checkpointing, run.config.prefetch

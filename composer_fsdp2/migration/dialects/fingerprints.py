@@ -38,9 +38,10 @@ def is_axolotl(values: Values) -> bool:
     """
     settings = values.get("fsdp_config")
     is_migrated = isinstance(settings, Mapping) and "mixed_precision" in settings
-    has_words = "base_model" in values and len(_OF_AXOLOTL.intersection(map(str, values))) > 1
+    has_prefixes = isinstance(settings, Mapping) and any(str(key).startswith("fsdp_") for key in settings)
+    has_words = len(_OF_AXOLOTL.intersection(map(str, values))) > 1 or "fsdp" in values or has_prefixes
     is_beside = "fsdp_version" in values and ("fsdp_config" in values or "fsdp" in values)
-    return is_beside or (has_words and not is_migrated)
+    return is_beside or ("base_model" in values and has_words and not is_migrated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

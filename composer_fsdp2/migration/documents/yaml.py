@@ -137,7 +137,9 @@ def _block_edits(
     if last.key in lines:
         lines[last.key] += added
     elif added:
-        lines[last.key] = [text[last.start : last.end], *added]
+        behind = _line_end(text, last.end)  # where its comment ends, which stays
+        behind -= text[behind - 1] == "\r"
+        yield Edit(behind, behind, "".join(f"\n{column}{line}" for line in added))
     if lines.keys() == entries.keys() and not any(lines.values()):
         lines[last.key] = ["{}"]
     for key, new in lines.items():

@@ -71,7 +71,7 @@ PAIRS = [
         "b:\n  c: 1 # x\n\n# end",
         {},
         [("d", {"e": 1, "f": [1, 2]}), ("g", "yes")],
-        'b:\n  c: 1\n  d:\n    e: 1\n    f: [1, 2]\n  g: "yes" # x\n\n# end',
+        'b:\n  c: 1 # x\n  d:\n    e: 1\n    f: [1, 2]\n  g: "yes"\n\n# end',
         id="new entries at the end",
     ),
     pytest.param("b: {c: 1, 'd': 2}\n", {"c": []}, [("e", None)], "b: {'d': 2, e: null}\n", id="on one line"),
@@ -98,6 +98,9 @@ PAIRS = [
         [],
         "b:\r\n  e: 1\r\n  f: 2 # x\r\n  d: 2\r\n",
         id="carriage returns",
+    ),
+    pytest.param(
+        "b:\r\n  c: 1 # x\r\n", {}, [("d", 2)], "b:\r\n  c: 1 # x\r\n  d: 2\r\n", id="carriage returns, and a new entry"
     ),
     pytest.param("\ufeffb:\n  c: 1\n", {"c": [("e", 1)]}, [], "\ufeffb:\n  e: 1\n", id="a byte order mark"),
     pytest.param(
