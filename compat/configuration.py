@@ -93,6 +93,19 @@ def from_compatible_attrs(
     return EveryKeyFSDP2Config(**attrs)
 
 
+_OURS = {key.name for key in KEYS if key.group == KeyGroup.OURS}
+
+
+@seam(
+    "composer.utils.parallelism",
+    "FSDP2Config.__init__",
+    why="it takes no key but its own: those of composer_fsdp2 had to be set on the object afterwards",
+)
+def make_fsdp2_config(original: Callable[..., None], self: FSDP2Config, *args: Any, **given: Any) -> None:
+    original(self, *args, **{key: value for key, value in given.items() if key not in _OURS})
+    vars(self).update((key, value) for key, value in given.items() if key in _OURS)
+
+
 @seam(
     "composer.distributed.dist_strategy",
     "prepare_tp_module",

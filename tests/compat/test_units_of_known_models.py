@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.comparing import full
+from support.ranks import run_ranks
+from support.training import FULL, assert_close, named_parameters
 from torch import nn
 
-from composer_fsdp2 import ShardingConfig, UnsupportedError, plan_sharding
+from composer_fsdp2 import ShardingConfig, UnsupportedError, plan_sharding, prepare_fully_shard
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.fsdp1.towers import towers
 
@@ -33,23 +38,30 @@ IMAGES: dict[str, Any] = {
 }
 
 
-def build(architecture: str, **config: Any) -> nn.Module:
-    """As a ComposerModel holds it, without values."""
+def build(architecture: str, *, device: str = "meta", **config: Any) -> nn.Module:
+    """As a ComposerModel holds it."""
     import transformers
 
     model = nn.Module()
-    with torch.device("meta"):
+    with torch.device(device):
         config_class, model_class = (getattr(transformers, name) for name in architecture.split())
         model.model = model_class(config_class(**config))
     return model
 
 
-def qwen_vl() -> nn.Module:
+IMAGE_TOKEN = 66
+
+
+def qwen_vl(device: str = "meta") -> nn.Module:
     return build(
         "Qwen2_5_VLConfig Qwen2_5_VLForConditionalGeneration",
         **TEXT,
         rope_scaling={"type": "mrope", "mrope_section": [1, 1, 0]},
         vision_config={"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 16},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=IMAGE_TOKEN - 2,
+        vision_start_token_id=IMAGE_TOKEN - 1,
+        device=device,
     )
 
 
@@ -84,6 +96,41 @@ def test_units_in_a_tower_are_told(model_of: Any, tower: str, first: str, layer:
     assert any(f"units in {tower} (" in note for note in notes_of(model, by_size))
     plan = plan_sharding(model, ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES, classes=(layer,))))
     assert len(plan.units) == 3 and not plan.notes  # what the note advises
+
+
+def loss(model: Any, rank: int) -> torch.Tensor:
+    """Of a batch with an image on rank 0, of text alone on the others."""
+    draw = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(3, 60, (2, 9), generator=draw)
+    image: dict[str, torch.Tensor] = {}
+    if rank == 0:
+        tokens[:, 2], tokens[:, 3] = IMAGE_TOKEN - 1, IMAGE_TOKEN
+        grids = torch.tensor([[1, 2, 2]] * len(tokens))
+        patches = torch.randn(4 * len(tokens), 3 * 2 * 14 * 14, generator=draw)
+        image = {"pixel_values": patches.to(torch.get_default_dtype()), "image_grid_thw": grids}
+    result: torch.Tensor = model.model(tokens, labels=tokens, attention_mask=torch.ones_like(tokens), **image).loss
+    return result
+
+
+def check_text_alone() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = qwen_vl("cpu")
+    reference = copy.deepcopy(model)
+    advised = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen2_5_VLDecoderLayer"]}}
+    prepare_fully_shard(model, None, FULL | advised | {"collective_guard": 60}, device="cpu")
+    loss(model, dist.get_rank()).backward()
+    for rank in range(2):
+        (loss(reference, rank) / 2).backward()
+    sharded = named_parameters(model)
+    for name, parameter in reference.named_parameters():
+        assert_close(name, full(sharded[name].grad), parameter.grad, rtol=1e-5, atol=1e-9)  # norms compute in fp32
+    assert reference.model.visual.blocks[0].attn.qkv.weight.grad.abs().max() > 0
+
+
+def test_what_is_advised_trains_right_where_a_rank_has_text_alone():
+    """Whoever follows the note must not lose the tower's gradients for it."""
+    run_ranks(check_text_alone, 2)
 
 
 def mpt(**config: Any) -> nn.Module:

@@ -67,6 +67,23 @@ def test_a_policy_trains_as_fsdp1_with_the_same_units():
     run_ranks(check_policies, 2)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2 Config/APIs are experimental")
+def test_composers_own_object_takes_our_keys():
+    """The same section is a mapping in one script and an object in the next; the object raised a TypeError."""
+    from composer.utils import FSDP2Config
+
+    from composer_fsdp2 import translate
+    from composer_fsdp2.compat import fsdp2
+
+    with fsdp2():
+        config = FSDP2Config(activation_checkpointing=False, freeze=["model.wte"], wrap_policy=BLOCKS)
+        with pytest.raises(TypeError, match="freze"):
+            FSDP2Config(freze=["model.wte"])
+    meant = translate(config, device="cpu").config
+    assert meant.freeze == ("model.wte",) and meant.wrap.classes == ("Block",)
+    assert not meant.activation_checkpointing.enabled
+
+
 def check_bad_class() -> None:
     from composer_fsdp2 import PlanError
 
