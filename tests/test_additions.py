@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from support.forked_scripts import run_script
+from support.ranks import WITH_COMPOSER
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,15 +39,18 @@ class Checkout:
 
     def python(self, script: str) -> str:
         """What a script prints in this copy; in it ``cli(...)`` is the command line, which gives what it printed."""
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "COLUMNS": "200"}
-        command = [sys.executable, "-c", CLI + script]
-        done = subprocess.run(command, cwd=self.folder, env=environment, text=True, capture_output=True)
+        (self.folder / "script.py").write_text(CLI + script)
+        with contextlib.chdir(self.folder), mock.patch.dict(os.environ, COLUMNS="200"):
+            done = run_script(WITH_COMPOSER, self.folder / "script.py")
         assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
 
 CLI = """
 import contextlib, io, os, sys
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "composer_fsdp2"]:
+    del sys.modules[name]  # this process is forked from one that has imported the other tree
 import composer_fsdp2
 from composer_fsdp2.cli.main import main
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -17,8 +16,8 @@ from unittest import mock
 import jsonschema
 import pytest
 import yaml
+from support.commands import run_here
 
-from composer_fsdp2.cli.main import main
 from composer_fsdp2.migration import files
 from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
 from composer_fsdp2.migration.report import SCHEMA
@@ -51,20 +50,9 @@ class Done:
 
 
 def run(folder: Path, *arguments: object) -> Done:
-    """The command in this process, since a new one imports torch first; ``run_alone`` starts one."""
-    out, err = io.TextIOWrapper(io.BytesIO(), newline=""), io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", ["composer-fsdp2", "migrate", *map(str, arguments)]),
-        contextlib.chdir(folder),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.raises(SystemExit) as ended,
-    ):
-        main()
-    code = ended.value.code
-    assert isinstance(code, int)
-    out.seek(0)
-    return Done(code, out.read(), err.getvalue())
+    """The command in this process; ``run_alone`` starts a new one."""
+    ended = run_here(folder, "migrate", *arguments)
+    return Done(ended.code, ended.out, ended.err)
 
 
 def run_alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
@@ -469,6 +457,14 @@ def test_a_report_takes_the_place_of_no_configuration(folder: Path, report: str)
     done = run(folder, "good.yaml", "--write", "--report", report)
     assert done.returncode == 2 and f"{report} has a configuration's name" in done.stderr
     assert (folder / "good.yaml").read_text() == GOOD and (folder / "deep" / "good.yml").read_text() == GOOD
+
+
+@pytest.mark.parametrize("report", ["no/where.md", "deep"])
+def test_a_report_that_cannot_be_written_is_found_first(folder: Path, report: str):
+    """Hundreds of files would be changed, and nobody told how."""
+    done = run(folder, "good.yaml", "--write", "--report", report)
+    assert done.returncode == 2 and report in done.stderr
+    assert (folder / "good.yaml").read_text() == GOOD and not (folder / "good.yaml.bak").exists()
 
 
 def test_an_empty_name_is_not_this_folder(folder: Path):

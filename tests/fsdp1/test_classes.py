@@ -54,6 +54,9 @@ def test_a_name_means_its_class_and_those_derived_from_it():
     assert plan_of(layers(), "Block").checkpointed == ("net.a", "net.b")
     assert plan_of(layers(), "SubBlock").checkpointed == ("net.b",)
     assert plan_of(layers(), "Linear", "SubBlock").checkpointed[-3:] == ("net.b", "net.c", "head")
+    namesake = type("Block", (Chain,), {})  # a vision tower's, of another file
+    model = Chain(net=Chain(a=Block(), b=namesake(c=layer())))
+    assert plan_of(model, "Block").checkpointed == ("net.a", "net.b")
 
 
 def test_auto_is_what_the_model_names():

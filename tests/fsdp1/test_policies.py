@@ -268,6 +268,11 @@ def test_embeddings_and_head():
     assert [name for name in units_of(model, **both) if name not in BLOCKS] == [
         "model.trunk.embed_tokens + model.lm_head"
     ]
+    unusual = inside(LanguageModel())
+    unusual.model.wte, unusual.model.unembed = nn.Embedding(8, 4), nn.Linear(4, 8)
+    unusual.model.get_input_embeddings = lambda: unusual.model.wte
+    unusual.model.get_output_embeddings = lambda: unusual.model.unembed
+    assert {"model.wte", "model.unembed"} == units_of(unusual, **both).keys() - BLOCKS.keys()
     titan = nn.Sequential(Block())
     titan.tok_embeddings, titan.output = nn.Embedding(8, 4), nn.Linear(4, 8)
     titan[0].output = nn.Linear(4, 4)  # not every output is the model's

@@ -1,8 +1,9 @@
-"""Commands as a user types them: ``from support.commands import LAUNCHERS, SCRIPT, run_all, run_forked``."""
+"""Commands as a user types them: ``from support.commands import LAUNCHERS, SCRIPT, run_all, run_forked, run_here``."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from support import warm
 from support.ranks import WITH_COMPOSER
@@ -52,6 +54,28 @@ def environment() -> dict[str, str]:
     more = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1", "GLOO_SOCKET_IFNAME": "lo"}
     taken = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in os.environ.items() if name not in taken} | more
+
+
+def run_here(folder: Path, *arguments: object) -> Ended:
+    """``composer-fsdp2`` with these arguments, in this process, for what needs neither ranks nor a terminal."""
+    from composer_fsdp2.cli.main import main
+
+    # As a pipe is: bytes can be written to it as well, and no line end is changed.
+    out, err = io.TextIOWrapper(io.BytesIO(), newline=""), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["composer-fsdp2", *map(str, arguments)]),
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            assert ended.code is None or isinstance(ended.code, int)
+            code = ended.code or 0
+    out.seek(0)
+    return Ended(code, out.read(), err.getvalue())
 
 
 def run_all(commands: dict[str, list[Any]], folder: Path, *, timeout_s: float = 400) -> dict[str, Ended]:

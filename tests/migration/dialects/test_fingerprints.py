@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.commands import run_forked
+from support.commands import run_here
 
 from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_SYSTEMS, foreign_system
 from composer_fsdp2.migration.files import Destination, migrate_files, sources_of
@@ -101,10 +101,7 @@ def test_in_a_folder_they_are_told_of_and_end_nothing(tmp_path: Path) -> None:
     assert max(each.exit_code for each in results.values()) == 0
     told = {each.error.partition(" of ")[2].partition(", which")[0] for each in results.values() if each.is_foreign}
     assert told == set(FILES) - {"Lightning"}  # in which no key of FSDP's stands: it is never opened
-    commands: dict[str, list[object]] = {
-        "folder": ["migrate", tmp_path, "--check"],
-        "file": ["migrate", tmp_path / "0.yaml", "--check"],
-    }
-    ended = run_forked(commands, tmp_path)
-    assert ended["folder"].code == 0 and "this is a configuration of veRL" in ended["folder"].err
-    assert ended["file"].code == 2 and "strategy: fsdp2" in ended["file"].err
+    of_folder = run_here(tmp_path, "migrate", tmp_path, "--check")
+    assert of_folder.code == 0 and "this is a configuration of veRL" in of_folder.err
+    of_file = run_here(tmp_path, "migrate", tmp_path / "0.yaml", "--check")
+    assert of_file.code == 2 and "strategy: fsdp2" in of_file.err

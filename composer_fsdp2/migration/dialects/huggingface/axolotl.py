@@ -82,6 +82,10 @@ _LACKS: tuple[Lack, ...] = (
     Lack(asked="mesh", when=lambda run: _is_open(run), outcome=_NEEDS_DECISION, target="dp_shard_size",
         reason="axolotl takes all sizes of a mesh with replicas, and the number of ranks is not known here",
         hint="dp_shard_size: GPUs of a replica, dp_replicate_size: number of replicas"),
+    Lack(asked="reentrant checkpointing", outcome=_APPROXIMATE, target="activation_checkpointing",
+        reason="axolotl's FSDP2 recomputes without reentering: the same numbers"),
+    Lack(asked="mesh", when=lambda run: _is_for_so_many_ranks(run), outcome=_APPROXIMATE, target="num_processes",
+        reason="axolotl shards over as many ranks as it is launched with", hint="launch {shard_degree}"),
 )
 # fmt: on
 
@@ -91,6 +95,13 @@ def _is_open(run: RunConfig) -> bool:
     mesh = run.config.mesh
     has_axes = mesh.has_replicas or max(run.tensor_parallel, run.context_parallel, run.expert_parallel) > 1
     return not mesh.is_grouped and has_axes and mesh.shard_degree != 1 and mesh.shape != (1, -1) and not degrees_of(run)
+
+
+def _is_for_so_many_ranks(run: RunConfig) -> bool:
+    """Whether it shards over all ranks of a number that no word of axolotl's holds it to."""
+    mesh = run.config.mesh
+    is_counted = not mesh.is_grouped and mesh.shard_degree > 1 and run.num_ranks is None
+    return is_counted and not _is_open(run) and not degrees_of(run)
 
 
 class AxolotlDialect(HuggingFaceDialect):

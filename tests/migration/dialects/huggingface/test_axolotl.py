@@ -325,6 +325,15 @@ def test_another_systems_run_in_axolotls_words_reads_back() -> None:
     assert run.state_dict_type == "sharded" and run.precision == "amp_bf16" and run.max_grad_norm is None
 
 
+def test_what_no_word_of_axolotls_holds_is_told() -> None:
+    """`exact: the same device mesh`, and a run of two shards was one of as many as there are ranks."""
+    text = "fsdp_config: {data_parallel_shard_degree: 2, activation_checkpointing: true}\n"
+    found = {each.key: each for each in migrate_text(text, "run.yaml", to="axolotl").sections[0].findings}
+    told = [each for each in found.values() if each.outcome is Outcome.APPROXIMATE]
+    assert any("as many ranks as it is launched with" in each.reason and each.hint == "launch 2" for each in told)
+    assert any("without reentering" in each.reason for each in told)
+
+
 def test_a_file_without_fsdp_is_no_section() -> None:
     """Most of its files leave fsdp empty; each would be a finding."""
     dialect = AxolotlDialect()
