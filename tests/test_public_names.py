@@ -24,6 +24,7 @@ SCRIPT = """
 import json, sys
 import composer_fsdp2
 
+seen = dir(composer_fsdp2)  # before any of them is imported
 composer_fsdp2.__version__, composer_fsdp2.ConfigError, composer_fsdp2.ShardingConfig(), composer_fsdp2.errors
 composer_fsdp2.translate({"sharding_strategy": "FULL_SHARD"}, device="cpu")
 before = [*sys.modules]
@@ -32,7 +33,7 @@ sharding = [*sys.modules]
 from composer_fsdp2 import *
 names = composer_fsdp2.__all__
 others = [name for name in names if globals()[name] is not getattr(composer_fsdp2, name)]
-print(json.dumps({"before": before, "sharding": sharding, "all": names, "others": others, "dir": dir(composer_fsdp2)}))
+print(json.dumps({"before": before, "sharding": sharding, "all": names, "others": others, "dir": seen}))
 """
 
 

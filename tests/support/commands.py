@@ -62,6 +62,7 @@ def run_here(folder: Path, *arguments: object) -> Ended:
 
     # As a pipe is: bytes can be written to it as well, and no line end is changed.
     out, err = io.TextIOWrapper(io.BytesIO(), newline=""), io.StringIO()
+    code: object = 0
     with (
         mock.patch.object(sys, "argv", ["composer-fsdp2", *map(str, arguments)]),
         contextlib.chdir(folder),
@@ -70,10 +71,9 @@ def run_here(folder: Path, *arguments: object) -> Ended:
     ):
         try:
             main()
-            code = 0
         except SystemExit as ended:
-            assert ended.code is None or isinstance(ended.code, int)
             code = ended.code or 0
+    assert isinstance(code, int), code
     out.seek(0)
     return Ended(code, out.read(), err.getvalue())
 
