@@ -360,9 +360,12 @@ def _words() -> frozenset[str]:
 
 def _settled(finding: Finding, path: Path | None, file: _File, after: str) -> Finding:
     """The finding, with a word where the new text no longer goes by an environment variable that the old one read."""
-    written, _ = file.resolved.environment.get(path, ("", None)) if path is not None else ("", None)
-    before = file.document.original
-    if not written or finding.outcome is not Outcome.EXACT or after.count(written) >= before.count(written):
+    if path is None or finding.outcome is not Outcome.EXACT:
         return finding
-    hint = f"the value that {written} has here is written out, and the variable is read no more"
+    before = file.document.original
+    read = (text for each, (text, _) in file.resolved.environment.items() if each[: len(path)] == path)
+    gone = next((text for text in read if after.count(text) < before.count(text)), None)
+    if gone is None:
+        return finding
+    hint = f"the value that {gone} has here is written out, and the variable is read no more"
     return dataclasses.replace(finding, outcome=Outcome.APPROXIMATE, hint="; ".join(filter(None, (finding.hint, hint))))

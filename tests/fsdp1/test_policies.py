@@ -285,7 +285,9 @@ def test_embeddings_and_head():
 
 def test_ends_that_a_model_has_not_are_told():
     """A classifier has no head of a language model; the file is right all the same."""
-    plan = plan_of(inside(nn.Sequential(Block())), classes=("Block",), embeddings=True, output=True)
+    block = Block()
+    block.output = nn.Linear(4, 4)  # a block's, as many have one
+    plan = plan_of(inside(nn.Sequential(block)), classes=("Block",), embeddings=True, output=True)
     assert [note for note in plan.notes if "has no such module" in note] == [
         "wrap_policy.wrap_embeddings is true, and the model has no such module, so it makes no unit",
         "wrap_policy.wrap_lm_output is true, and the model has no such module, so it makes no unit",

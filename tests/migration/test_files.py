@@ -16,6 +16,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration import files
 from composer_fsdp2.migration.files import Destination, FileResult, SourceFile, migrate_files, sources_of
 from composer_fsdp2.migration.migrate import Migration, migrate_text
+from composer_fsdp2.migration.targets import TARGETS
 
 GOOD = "fsdp_config:\n  sharding_strategy: FULL_SHARD\n  limit_all_gathers: true\n"
 MIGRATED = "fsdp_config:\n  reshard_after_forward: true\n"
@@ -25,7 +26,9 @@ def results(folder: Path, destination: Destination | None = None, **options: obj
     destination = destination or Destination()
     sources = sources_of([folder], output=destination.output)
     found = migrate_files(sources, destination, **options)  # type: ignore[arg-type]
-    return {str(Path(result.path).relative_to(folder)): result for result in found}
+    each = [(str(Path(result.path).relative_to(folder)), result) for result in found]
+    assert len({name for name, _ in each}) == len(each) == len(sources)
+    return dict(each)
 
 
 def named(path: Path, destination: Destination | None = None) -> FileResult:
@@ -214,6 +217,11 @@ def test_line_ends_and_spellings_of_suffixes(tmp_path: Path):
             "args.JSON": '{"fsdp_config": {"limit_all_gathers": true}}',
         },
     )
+    launched = "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n"
+    new = migrate_text(launched, to="accelerate").after
+    assert len(new.splitlines()) > 3  # with new lines, which end as the others do
+    for end in ("\r", "\r\n"):
+        assert migrate_text(launched.replace("\n", end), to="accelerate").after == new.replace("\n", end)
     found = results(tmp_path, to="torchtitan")
     assert found["run.TOML"].exit_code == 0
     found = results(tmp_path)
@@ -276,14 +284,14 @@ def test_a_worker_that_is_killed_costs_one_file(tmp_path: Path, monkeypatch: pyt
     write(tmp_path, {f"{number:02}.yaml": GOOD for number in range(20)})
 
     def deadly(text: str, name: str, **options: object) -> Migration:
-        if name.endswith("07.yaml"):
+        if name.endswith("19.yaml"):  # in the last chunk: of the others some are done
             os.kill(os.getpid(), signal.SIGKILL)
         return migrate_text(text, name)
 
     monkeypatch.setattr(files, "migrate_text", deadly)
     found = results(tmp_path, jobs=2)
-    assert {name for name, result in found.items() if result.exit_code} == {"07.yaml"}
-    assert "killed" in found["07.yaml"].error
+    assert {name for name, result in found.items() if result.exit_code} == {"19.yaml"}
+    assert "killed" in found["19.yaml"].error
 
 
 SECRET = "hunter2-Of-Nobody"
@@ -303,19 +311,28 @@ def test_reports_show_no_values_of_the_environment(tmp_path: Path, monkeypatch: 
             "fsdp_config:\n  mixed_precision: {param_dtype: '${oc.env:SECRET}'}\n",
             "decoded.yaml": "fsdp_config:\n  mixed_precision: ${oc.decode:${oc.env:MP}}\n  verbose: true\n",
             "known.yaml": "fsdp_config:\n  sharding_strategy: ${oc.env:STRATEGY}\n  limit_all_gathers: true\n",
+            "names.yaml": "fsdp_config:\n  freeze: ['${oc.env:SECRET}.x']\n"
+            "  wrap_policy: {transformer_layer_cls_to_wrap: ['${oc.env:CLASS}']}\n",
         },
     )  # fmt: skip
     monkeypatch.setenv("MP", f"{{param_dtype: {SECRET}}}")
-    for name, result in results(tmp_path).items():
+    monkeypatch.setenv("CLASS", SECRET.replace("-", ""))
+    everywhere = [each for to in TARGETS for each in results(tmp_path, to=to).items()]
+    for name, result in everywhere:
         assert result.migration is not None, (name, result.error)
         migration = result.migration
-        told = f"{migration}{result.markdown()}{json.dumps(result.to_json())}{migration.diff()}"
+        told = f"{migration}{result.markdown()}{json.dumps(result.to_json())}"
+        if migration.sections[0].to == "composer":
+            told += migration.diff()
         told += "".join(map(str, migration.blocking))
-        assert SECRET.lower() not in told.lower(), name
+        assert SECRET.lower() not in told.lower() and SECRET.replace("-", "") not in told, (name, told)
         assert "${" in told, name
+        if name == "names.yaml":  # no other system reads variables, so that its file has the value
+            words = {each.key: each for each in migration.sections[0].findings}["wrap_policy"]
+            assert (SECRET.replace("-", "") in migration.after) is ("${oc.env:CLASS} has here is written" in words.hint)
         if name == "by_way.yaml":
             assert "made_up: x" in told
-        if name == "known.yaml":
+        if name == "known.yaml" and migration.sections[0].to == "composer":
             assert "sharding_strategy: ${oc.env:STRATEGY}" in told and result.exit_code == 0
             assert yaml.safe_load(result.migration.after) == {"fsdp_config": {"reshard_after_forward": False}}
 
@@ -369,11 +386,12 @@ def test_reports_do_not_steer_the_terminal(tmp_path: Path):
         tmp_path,
         {
             name: 'fsdp_config:\n  "\\e[31mred\\n": "\\e]0;x\\a"\n  sharding_strategy: "\\e[1A"\n',
+            "freeze.yaml": 'fsdp_config:\n  freeze: ["\\e[31mred", "a\\u202eb"]\n',
             "a.json": '{"x": "\x9b31m\x7f", "fsdp_config": {"limit_all_gathers": true, "z\\u001b": 1}}',
             "broken\x1b.yaml": "fsdp_config: [\n",
         },
     )
-    for result in results(tmp_path).values():
+    for result in (result for to in TARGETS for result in results(tmp_path, to=to).values()):
         told = f"{result.path}{result.error}{result.done}{result.markdown()}{json.dumps(result.to_json())}"
         if result.migration is not None:
             told += f"{result.migration}{result.migration.diff()}{''.join(map(str, result.migration.blocking))}"

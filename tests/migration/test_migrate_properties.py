@@ -47,6 +47,13 @@ def test_outside_of_the_section_not_a_byte_changes(file: File, to: str) -> None:
         assert result.after.count("\r\n") in (0, result.after.count("\n"))
 
 
+@examples(50)
+@given(EVERY["axolotl"])
+def test_beside_axolotls_section_comes_its_version_alone(file: File) -> None:
+    """The one line that is written outside of a section; a second one, or one elsewhere, would be a fault."""
+    test_outside_of_the_section_not_a_byte_changes.hypothesis.inner_test(file, "axolotl")
+
+
 @examples(100)
 @given(ANY_FILE, ANY_TARGET)
 def test_every_key_has_one_finding(file: File, to: str) -> None:

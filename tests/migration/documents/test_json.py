@@ -40,6 +40,8 @@ PAIRS: list[tuple[str, dict[str, Entries], Entries, str]] = [
     ('{\n\t"b": {}\n}', {}, [("c", {"d": 1})], '{\n\t"b": {\n\t\t"c": {\n\t\t\t"d": 1\n\t\t}\n\t}\n}'),
     ('{\r\n  "b": {\r\n    "c": 1\r\n  }\r\n}\r\n', {}, [("d", "ü")],
      '{\r\n  "b": {\r\n    "c": 1,\r\n    "d": "\\u00fc"\r\n  }\r\n}\r\n'),
+    ('{\r\n  "b": {\r\n    "c": 1\r\n  }\r\n}', {}, [("d", {"e": 2})],
+     '{\r\n  "b": {\r\n    "c": 1,\r\n    "d": {\r\n      "e": 2\r\n    }\r\n  }\r\n}'),
     ('\ufeff{"é": 0, "b": {"c": 1}}', {"c": [("d", "ü")]}, [], '\ufeff{"é": 0, "b": {"d": "ü"}}'),
 ]  # fmt: skip
 
@@ -64,6 +66,7 @@ def test_places_and_keys_that_stand_twice():
     document = JsonDocument('{"a": [\n{"b": 1,\n"c": 2,\n"b": 3}]}', "run.json")
     assert document.line_of(("a", 0, "c")) == 3 and document.line_of(("a", 0, "b")) == 4
     assert document.duplicate(("a", 0)) == "run.json:4:1: b stands in line 2, too"
+    assert document.duplicate(("a", 0), "b") and not document.duplicate(("a", 0), "c")
     assert document.duplicate(()) == ""
 
 
