@@ -99,7 +99,7 @@ ROOMS = {
         rooms="errors config _torch sharding training fsdp1 checkpoint prepare",
     ),
     "migration": room(
-        "__init__ processes run capabilities dialect documents/edits documents/json documents/toml "
+        "__init__ paths processes run capabilities dialect documents/edits documents/json documents/toml "
         "documents/yaml_text documents/yaml documents/__init__ interpolation dialects/fingerprints dialects/composer "
         "dialects/roll dialects/torchtitan dialects/huggingface/places dialects/huggingface/readers "
         "dialects/huggingface/accelerate_words dialects/huggingface/values dialects/huggingface/held "

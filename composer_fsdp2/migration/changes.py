@@ -12,18 +12,15 @@ from composer_fsdp2.migration.dialect import (
     Expression,
     Frame,
     MappingEdit,
-    Path,
     Reading,
     Section,
     Setting,
-    Settings,
-    has_path,
     splice,
-    value_at,
 )
 from composer_fsdp2.migration.documents import Document, Edit, NewEntry, differences, entries_of, with_entries
 from composer_fsdp2.migration.documents.yaml import flow_text
 from composer_fsdp2.migration.interpolation import has_interpolation
+from composer_fsdp2.migration.paths import Path, Settings, has_path, value_at
 from composer_fsdp2.migration.targets import file_text, file_values
 
 

@@ -14,10 +14,8 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.rows import Aspect, Row
 from composer_fsdp2.migration.capabilities import Lack, lacking
+from composer_fsdp2.migration.paths import Path, Settings, value_at, walk, without_path
 from composer_fsdp2.migration.run import RunConfig
-
-Path = tuple[str | int, ...]
-Settings = Sequence[tuple[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +45,7 @@ class Section:
         """As if some of its entries were not there; those below others by name, with dots."""
         around = self.around
         for key in keys:
-            around = _without(around, (*self.path, *((key,) if key in self.given else key.split("."))))
+            around = without_path(around, (*self.path, *((key,) if key in self.given else key.split("."))))
         return Section.at(self.path, around)
 
 
@@ -267,67 +265,6 @@ class Dialect:
         switch = next(each for each in self.rows if each.name == name)
         is_on = (each for each in (True, 2, ["float8"]) if switch.takes.fits(each) and not switch.is_neutral(each))
         return {name: value or next(is_on)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Values of a file
-
-
-def walk(values: Any, find: Callable[..., Path | None], path: Path = (), parent: Any = None) -> Iterator[Path]:
-    """Every path that ``find`` gives for a mapping of a file, outermost first; not what lies in such a mapping."""
-    if isinstance(values, list):
-        for number, each in enumerate(values):
-            yield from walk(each, find, (*path, number), {})
-    elif isinstance(values, Mapping):
-        found = find(path, values, parent or {})
-        if found is not None:
-            yield found
-            return
-        for key, value in values.items():
-            yield from walk(value, find, (*path, key), values)
-
-
-def value_at(values: Any, path: Iterable[str | int]) -> Any:
-    """Raises KeyError, IndexError or TypeError: there is nothing."""
-    for key in path:
-        values = values[key]
-    return values
-
-
-def has_path(values: Any, path: Iterable[str | int]) -> bool:
-    """Whether there is something."""
-    try:
-        value_at(values, path)
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True
-
-
-def _without(values: Any, path: Path) -> Any:
-    """The values without what is at ``path``; all of them where nothing is."""
-    key, *below = path
-    if isinstance(values, list):
-        return [_without(each, tuple(below)) if number == key else each for number, each in enumerate(values)]
-    if not isinstance(values, Mapping):
-        return values
-    rest = {name: each for name, each in values.items() if name != key or below}
-    return {name: _without(each, tuple(below)) if name == key else each for name, each in rest.items()}
-
-
-def nested(name: str, value: Any) -> dict[str, Any]:
-    """``a.b`` and 1 give ``{"a": {"b": 1}}``."""
-    for part in reversed(name.split(".")):
-        value = {part: value}
-    return dict(value)
-
-
-def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, mappings in them merged; the second takes precedence."""
-    both = {
-        key: merged(first[key], value) if isinstance(first.get(key), Mapping) and isinstance(value, Mapping) else value
-        for key, value in second.items()
-    }
-    return {**first, **both}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

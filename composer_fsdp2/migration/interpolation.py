@@ -14,10 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.dialect import has_path, value_at
-from composer_fsdp2.migration.documents import Path
 from composer_fsdp2.migration.documents.edits import references_in
 from composer_fsdp2.migration.documents.yaml import flow_text
+from composer_fsdp2.migration.paths import Path, has_path, value_at
 
 # Where values are an environment variable's: what the file has there, and the value.
 Environment = Mapping[Path, tuple[str, Any]]

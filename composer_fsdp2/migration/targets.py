@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from composer_fsdp2.migration.dialect import Dialect, Expression, merged, nested
+from composer_fsdp2.migration.dialect import Dialect, Expression
 from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.paths import merged, nested
 
 # By the word that ``--to`` takes.
 TARGETS: dict[str, Dialect] = {dialect.target: dialect for dialect in DIALECTS.values()}

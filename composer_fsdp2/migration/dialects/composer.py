@@ -25,15 +25,14 @@ from composer_fsdp2.migration.dialect import (
     Expression,
     Frame,
     MappingEdit,
-    Path,
     Question,
     Reading,
     Section,
     Setting,
     implicit,
-    value_at,
 )
 from composer_fsdp2.migration.dialects.fingerprints import is_hugging_face
+from composer_fsdp2.migration.paths import Path, value_at
 from composer_fsdp2.migration.run import RunConfig
 
 # Composer's default for a GPU, on which nearly all of these files were trained.

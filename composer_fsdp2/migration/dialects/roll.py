@@ -37,17 +37,14 @@ from composer_fsdp2.migration.dialect import (
     Dialect,
     Expression,
     Frame,
-    Path,
     Question,
     Reading,
     Section,
     Setting,
     deciding,
     implicit,
-    merged,
-    nested,
-    value_at,
 )
+from composer_fsdp2.migration.paths import Path, merged, nested, value_at
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
 _STRATEGIES = ("fsdp2_train", "fsdp2_infer")

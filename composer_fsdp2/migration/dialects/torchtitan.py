@@ -32,16 +32,14 @@ from composer_fsdp2.migration.dialect import (
     Dialect,
     Expression,
     MappingEdit,
-    Path,
     Question,
     Reading,
     Section,
     Setting,
     deciding,
     implicit,
-    merged,
-    nested,
 )
+from composer_fsdp2.migration.paths import Path, merged, nested
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
 _TABLES = ("parallelism", "training", "activation_checkpoint", "checkpoint", "compile")

@@ -1,17 +1,15 @@
 """A text with its values and places, and edits by positions, which leave every other character as it is."""
 
-import functools
-import operator
+import abc
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from composer_fsdp2.migration.paths import Path, Settings, value_at
 
 MAX_DEPTH = 64  # of values in values; a configuration has ten, and all of Python's recursion has its end somewhere
 TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
-
-Path = tuple[str | int, ...]
-Settings = Sequence[tuple[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -137,7 +135,7 @@ def referred(values: Any, written: Any) -> Mapping[str, Any] | None:
             break
         ((path, _),) = references_in(written)
         try:
-            written = functools.reduce(operator.getitem, path, values)
+            written = value_at(values, path)
         except (KeyError, IndexError, TypeError):
             return None
     return written if isinstance(written, Mapping) else None
@@ -150,8 +148,15 @@ def with_references(values: Any, written: Any) -> Any:
     return written if isinstance(written, str) and "${" in written and "${." not in written else values
 
 
-class Document(Protocol):
-    """A configuration file, whatever its format.
+def refuse_missing(path: Path, replacements: Mapping[str, Settings], present: Collection[str | int]) -> None:
+    """Raise KeyError if the mapping at ``path`` lacks a key that is to be replaced."""
+    if missing := replacements.keys() - present:
+        raise KeyError(f"{'.'.join(map(str, path))} has no {', '.join(sorted(missing))}")
+
+
+class Document(abc.ABC):
+    """A configuration file, whatever its format; by itself one in which no key stands twice, and nothing for something
+    else.
 
     Attributes:
         name: What messages call it.
@@ -169,9 +174,11 @@ class Document(Protocol):
     takes_entries: bool
     has_aliases: bool
 
+    @abc.abstractmethod
     def edited(self, edits: Iterable[Edit]) -> str:
         """The original text with all edits made."""
 
+    @abc.abstractmethod
     def line_of(self, path: Path) -> int:
         """The line of the key at ``path``, from 1. Raises KeyError: there is none."""
 
@@ -181,7 +188,9 @@ class Document(Protocol):
         Args:
             key: The only one that is asked about; None asks about all.
         """
+        return ""
 
+    @abc.abstractmethod
     def edit_mapping(
         self,
         path: Path,
@@ -201,6 +210,7 @@ class Document(Protocol):
             KeyError: there is no mapping at ``path``, or it lacks a key of ``replacements``.
         """
 
+    @abc.abstractmethod
     def replace_entry(self, path: Path, new: NewEntry, *, given: Mapping[str, Any] | None) -> list[Edit]:
         """Put another entry in the place of the one at ``path``; comments stay, in their order.
 
@@ -210,12 +220,16 @@ class Document(Protocol):
 
     def stands_for(self, path: Path, others: Sequence[Path]) -> Path | None:
         """The other path that the value at ``path`` is only an alias of, or an interpolation; None if it is none."""
+        return None
 
     def written_as(self, path: Path) -> str:
         """What stands at ``path`` in the place of a mapping: an alias, an interpolation; "" if the mapping does."""
+        return ""
 
     def references(self) -> Iterator[tuple[Path, int]]:
         """The paths that interpolations refer to, each with the line of the interpolation."""
+        return iter(())
 
     def holds_line(self, path: Path, line: int) -> bool:
         """Whether a line is part of what stands at ``path``."""
+        return False

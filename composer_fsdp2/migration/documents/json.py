@@ -14,17 +14,18 @@ from typing import Any
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import (
     TOO_DEEP,
+    Document,
     Edit,
     NewEntry,
-    Path,
-    Settings,
     apply_edits,
     entries_of,
     is_too_deep,
     references_in,
     referred,
+    refuse_missing,
     with_references,
 )
+from composer_fsdp2.migration.paths import Path, Settings
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
@@ -44,7 +45,7 @@ class _Written:
     end: int
 
 
-class JsonDocument:
+class JsonDocument(Document):
     """A ``Document`` of JSON.
 
     Args:
@@ -110,8 +111,7 @@ class JsonDocument:
             new = {key: each for old in values.items() for key, each in replacements.get(old[0], [old])}
             return self.edit_mapping(path[:-1], {str(path[-1]): [(str(path[-1]), new | dict(additions))]})
         entries = self._entries(path)
-        if lacking := replacements.keys() - {each.key for each in entries}:
-            raise KeyError(f"{'.'.join(map(str, path))} has no {', '.join(sorted(lacking))}")
+        refuse_missing(path, replacements, {each.key for each in entries})
         return list(_object_edits(self.text, self._style, self._start(path), entries, replacements, additions))
 
     def replace_entry(self, path: Path, new: NewEntry, *, given: Mapping[str, Any] | None) -> list[Edit]:

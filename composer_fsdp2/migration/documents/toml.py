@@ -15,13 +15,14 @@ from typing import Any
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import (
     TOO_DEEP,
+    Document,
     Edit,
     NewEntry,
-    Path,
-    Settings,
     apply_edits,
     is_too_deep,
+    refuse_missing,
 )
+from composer_fsdp2.migration.paths import Path, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,8 @@ class _Written:
     is_inline: bool
 
 
-class TomlDocument:
-    """A ``Document`` of TOML.
+class TomlDocument(Document):
+    """A ``Document`` of TOML, in which nothing stands for something else; tomllib refuses a key that stands twice.
 
     Args:
         text: Of the whole file.
@@ -72,10 +73,6 @@ class TomlDocument:
     def edited(self, edits: Iterable[Edit]) -> str:
         return apply_edits(self.text, edits)
 
-    def duplicate(self, path: Path, key: str | int | None = None) -> str:
-        """Never: tomllib refuses a key that stands twice."""
-        return ""
-
     def edit_mapping(
         self,
         path: Path,
@@ -88,20 +85,6 @@ class TomlDocument:
 
     def replace_entry(self, path: Path, new: NewEntry, *, given: Mapping[str, Any] | None) -> list[Edit]:
         raise NotImplementedError("another system's section is a file of its own beside TOML")
-
-    # Nothing in TOML stands for something else.
-
-    def stands_for(self, path: Path, others: Sequence[Path]) -> Path | None:
-        return None
-
-    def written_as(self, path: Path) -> str:
-        return ""
-
-    def references(self) -> Iterator[tuple[Path, int]]:
-        return iter(())
-
-    def holds_line(self, path: Path, line: int) -> bool:
-        return False
 
     def line_of(self, path: Path) -> int:
         """The line of the key or table at ``path``, from 1; of its first entry, where a table has no header.
@@ -249,8 +232,7 @@ def _edit_table(
         ConfigError: the table is written in braces; names file, line and column.
     """
     own = {str(key[-1]): entry for key, entry in document.entries.items() if key[:-1] == path}
-    if missing := replacements.keys() - own.keys():
-        raise KeyError(f"{'.'.join(map(str, path))} has no {', '.join(sorted(missing))}")
+    refuse_missing(path, replacements, own.keys())
     _refuse_braces(document, path, own)
     newline = "\r\n" if "\r\n" in document.text else "\n"
     texts = {key: [_line(own[key].prefix, *each) for each in new] for key, new in replacements.items()}

@@ -16,17 +16,18 @@ from yaml.nodes import MappingNode, Node, ScalarNode
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import (
+    Document,
     Edit,
     NewEntry,
-    Path,
-    Settings,
     entries_of,
     references_in,
     referred,
+    refuse_missing,
     with_references,
 )
 from composer_fsdp2.migration.documents.json import JsonDocument
 from composer_fsdp2.migration.documents.yaml_text import YamlText, is_mapping
+from composer_fsdp2.migration.paths import Path, Settings, value_at
 
 # The text of an entry, by its key and its value's text: as the file has it, with its quotes and interpolations.
 _Same = Mapping[tuple[str, str], str]
@@ -62,9 +63,8 @@ def _edit_mapping(
     if not replacements and not additions:
         return []
     node = document.node(path)
-    values = _values_at(document, path) if given is None else given
-    if lacking := replacements.keys() - values.keys():
-        raise KeyError(f"{'.'.join(map(str, path))} has no {', '.join(sorted(lacking))}")
+    values = value_at(document.values, path) if given is None else given
+    refuse_missing(path, replacements, values.keys())
     if not (is_mapping(node) and _stands_here(document, path)):
         return _written_out(document, path, values, replacements, additions)
     entries = {entry.key: entry for entry in _entries(document.text, node)}
@@ -85,7 +85,7 @@ def _written_out(
     document: YamlText, path: Path, values: Mapping[str, Any], replacements: Mapping[str, Settings], additions: Settings
 ) -> list[Edit]:
     """All entries, in the place of what stands for the mapping, or beside what is merged there."""
-    kept = with_references(values, referred(document.values, _values_at(document, path)))
+    kept = with_references(values, referred(document.values, value_at(document.values, path)))
     entries = {key: new for old in kept.items() for key, new in replacements.get(old[0], [old])} | dict(additions)
     here = (str(path[-1]), entries)
     parent = document.node(path[:-1])
@@ -113,13 +113,6 @@ def _stands_here(document: YamlText, path: Path) -> bool:
     entries = _entries(document.text, parent, str(path[-1]))
     is_inside = any(entry.start <= node.start_mark.index <= entry.end for entry in entries)
     return is_inside and _stands_here(document, path[:-1])
-
-
-def _values_at(document: YamlText, path: Path) -> Any:
-    values: Any = document.values
-    for key in path:
-        values = values[key]
-    return values
 
 
 def _block_edits(
@@ -388,7 +381,7 @@ def _as_json(text: str) -> JsonDocument | None:
         return None
 
 
-class YamlDocument(YamlText):
+class YamlDocument(YamlText, Document):
     """A ``Document`` of YAML."""
 
     takes_entries = True

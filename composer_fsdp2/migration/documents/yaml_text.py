@@ -17,7 +17,8 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from yaml.resolver import Resolver
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.documents.edits import MAX_DEPTH, TOO_DEEP, Edit, Path, apply_edits
+from composer_fsdp2.migration.documents.edits import MAX_DEPTH, TOO_DEEP, Edit, apply_edits
+from composer_fsdp2.migration.paths import Path
 
 try:
     from yaml.cyaml import CParser as _Parser

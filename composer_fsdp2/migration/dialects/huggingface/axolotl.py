@@ -24,14 +24,11 @@ from composer_fsdp2.fsdp1.parsing import ShardingStrategy
 from composer_fsdp2.migration.capabilities import Lack, lacking
 from composer_fsdp2.migration.dialect import (
     MappingEdit,
-    Path,
     Question,
     Reading,
     Section,
     Setting,
     implicit,
-    merged,
-    nested,
 )
 from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
 from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
@@ -49,6 +46,7 @@ from composer_fsdp2.migration.dialects.huggingface.readers import NOBODY, X1, X2
 from composer_fsdp2.migration.dialects.huggingface.reading import held_by
 from composer_fsdp2.migration.dialects.huggingface.rewriting import GONE, Replacements, edit_in_place
 from composer_fsdp2.migration.dialects.huggingface.table import OF_AXOLOTL, ROWS
+from composer_fsdp2.migration.paths import Path, merged, nested
 from composer_fsdp2.migration.run import RunConfig
 
 # What axolotl takes and passes on to nobody, or in some releases only.

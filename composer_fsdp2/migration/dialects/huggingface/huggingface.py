@@ -12,14 +12,11 @@ from composer_fsdp2.migration.dialect import (
     Dialect,
     Frame,
     MappingEdit,
-    Path,
     Question,
     Reading,
     Section,
     Setting,
     deciding,
-    merged,
-    nested,
 )
 from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
 from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
@@ -48,6 +45,7 @@ from composer_fsdp2.migration.dialects.huggingface.readers import A1, A2, AD, NO
 from composer_fsdp2.migration.dialects.huggingface.reading import held_by
 from composer_fsdp2.migration.dialects.huggingface.rewriting import rewritten
 from composer_fsdp2.migration.dialects.huggingface.table import ROWS, SEQUENCE_DTYPE
+from composer_fsdp2.migration.paths import Path, merged, nested
 from composer_fsdp2.migration.run import RunConfig
 
 # A file that says it already has this finding at its own key.
