@@ -361,6 +361,13 @@ def _unexpected(error: Exception) -> str:
 def _write(
     migration: Migration, content: bytes, source: SourceFile, destination: Destination, *, is_folder: bool
 ) -> str:
+    """Write the new text where it is to go, if it may; says what was done.
+
+    Args:
+        content: Of the file, as it was read.
+    Raises:
+        ConfigError: it cannot be written there, or the file is another one by now.
+    """
     if not destination.in_place and destination.output is None:
         if migration.exit_code:
             return "something needs a decision"
@@ -372,19 +379,7 @@ def _write(
     if migration.exit_code and not destination.force:
         return "nothing was written: something needs a decision (--force writes all the same)"
     if destination.in_place:
-        if not migration.is_changed:
-            return "nothing to change"
-        file = source.file.resolve()  # a link stays one
-        if file.read_bytes() != content:
-            raise ConfigError(f"{file}: it was changed while it was being migrated, and is left as it is; run it again")
-        backup = _free_name(file)
-        _replace(backup, migration.before, like=file)
-        try:
-            _replace(file, migration.after, like=file)
-        except ConfigError:
-            backup.unlink()
-            raise
-        return f"written; {backup.name} is what was there"
+        return _write_in_place(migration, content, source.file.resolve())  # a link stays one
     target = _target(migration, source, destination, is_folder=is_folder)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -392,6 +387,21 @@ def _write(
         raise ConfigError(f"{error.filename}: {error.strerror}") from error
     _replace(target, migration.after, like=None if source.is_standard_input else source.file)
     return f"written to {target}"
+
+
+def _write_in_place(migration: Migration, content: bytes, file: Path) -> str:
+    if not migration.is_changed:
+        return "nothing to change"
+    if file.read_bytes() != content:
+        raise ConfigError(f"{file}: it was changed while it was being migrated, and is left as it is; run it again")
+    backup = _free_name(file)
+    _replace(backup, migration.before, like=file)
+    try:
+        _replace(file, migration.after, like=file)
+    except ConfigError:
+        backup.unlink()
+        raise
+    return f"written; {backup.name} is what was there"
 
 
 def _free_name(file: Path) -> Path:

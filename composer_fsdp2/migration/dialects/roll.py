@@ -22,6 +22,7 @@ from composer_fsdp2.config.rows import (
     idle,
     one_of,
     takes_if,
+    undecided,
     unknown_key,
 )
 from composer_fsdp2.config.sharding import (
@@ -185,13 +186,8 @@ def _reshard(finding: Finding, worker: Worker) -> Finding:
 def _offload(finding: Finding, worker: Worker) -> Finding:
     value = worker["offload_policy"]
     if isinstance(value, str) and value.lower() in ("false", "no", "off", "none", "0"):
-        return replace(
-            finding,
-            outcome=Outcome.NEEDS_DECISION,
-            target="",
-            reason="ROLL treats any text as true, so this run was offloaded",
-            hint="as trained: true; as written: false",
-        )
+        reason = "ROLL treats any text as true, so this run was offloaded"
+        return undecided(finding, reason, "as trained: true; as written: false")
     if not value:
         return replace(finding, outcome=Outcome.UNNEEDED, target="", reason="nothing is offloaded")
     return finding
@@ -456,7 +452,7 @@ def _findings(worker: Worker) -> Iterator[Finding]:
             yield unknown_key(key, value, _BY_NAME, _UNKNOWN)
         elif problem := _problem(worker, row):
             hint = "remove it" if row.default is None else f"its default is {row.default!r}"
-            yield replace(row.usual(key, value), outcome=Outcome.NEEDS_DECISION, target="", reason=problem, hint=hint)
+            yield undecided(row.usual(key, value), problem, hint)
         else:
             yield _finding(worker, row)
     for row in _ROWS:
