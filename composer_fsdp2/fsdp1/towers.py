@@ -61,7 +61,7 @@ def _types_of_parts(module: nn.Module) -> set[type]:
     config = getattr(module, "config", None)
     if getattr(module, "main_input_name", None) != "input_ids":
         return set()
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
     return {type(part) for part in parts if hasattr(part, "sub_configs")} - {type(config)}
 
 

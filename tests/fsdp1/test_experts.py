@@ -102,6 +102,15 @@ def test_experts_are_no_units_of_their_own(case: str):
     )
 
 
+def test_experts_that_an_attribute_keeps_from_being_units():
+    """The model's author has said it already; the policy of everything else would have been refused."""
+    model = model_of(experts=nn.ModuleList(ffns()), head=Ffn())
+    for expert in model.model.layers[1].experts:
+        expert._fsdp_wrap = False
+    plan = plan_of(model, classes=("Ffn",))
+    assert [unit.name for unit in plan.units] == ["model.layers.1.head", "model"]
+
+
 SEVERAL = {
     "a list": ({"ffns": nn.ModuleList(ffns())}, "ffns.0"),
     "by name": ({"moe": nn.ModuleDict({"a": Ffn(), "b": Ffn()})}, "moe.a"),
