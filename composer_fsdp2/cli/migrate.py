@@ -186,7 +186,7 @@ def _report_on(names: Sequence[str], options: Options) -> Report:
     except ComposerFSDP2Error as problem:
         error = str(problem)
     except OSError as problem:
-        error = f"{problem.filename}: {problem.strerror}"
+        error = f"{problem.filename or options.report}: {problem.strerror}"  # a full disk gives no name
     return Report(results=results, error=error, fails_on_change=options.fail_on_change)
 
 

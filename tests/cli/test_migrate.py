@@ -472,6 +472,13 @@ def test_a_report_that_cannot_be_written_is_found_first(folder: Path, report: st
     assert (folder / "good.yaml").read_text() == GOOD and not (folder / "good.yaml.bak").exists()
 
 
+def test_a_report_on_a_full_disk_is_named(folder: Path):
+    """`None: No space left on device` named nothing that a user could look at."""
+    done = run(folder, "good.yaml", "--write", "--report", "/dev/full")
+    assert done.returncode == 2 and "/dev/full: No space left on device" in done.stderr
+    assert "good.yaml: written" in done.stdout  # and what was done is told
+
+
 def test_an_empty_name_is_not_this_folder(folder: Path):
     """`migrate "$FILE" --write` with FILE unset would change every file below the folder that one stands in."""
     done = run(folder, "", "--write")

@@ -38,7 +38,7 @@ def test_values_are_those_of_omegaconf():
     values = yaml.safe_load(WHOLE)
     # A resolver may look at all of the file; without one only those parts are held that a text refers to.
     without_resolvers = {key: value for key, value in values.items() if key not in ("decoded", "given", "selected")}
-    by_resolver_alone = {key: values[key] for key in ("top", "selected")}
+    by_resolver_alone = {"plain": {"name": 3}, "selected": "${oc.select:plain.name,z}"}
     for each in (values, without_resolvers, by_resolver_alone):
         assert resolve(each).values == OmegaConf.to_container(OmegaConf.create(each), resolve=True)
 
