@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.comparing import full
 from support.models import Block, Chain, FakeMetric, Model, features, layer, tokens
 from support.ranks import run_ranks
 from support.training import FULL, train_alike
@@ -161,7 +162,8 @@ def check_embeddings_learn() -> None:
     section = {"activation_checkpointing": True, "activation_checkpointing_policy": ["Words"]}
     prepare_fully_shard(model, None, section, device="cpu")
     model(torch.arange(4)).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    # Not only there: what a backward does not reach gets zeros beside the others of its unit.
+    assert all(full(parameter.grad).any() for parameter in model.parameters())
 
 
 # --- training
