@@ -189,7 +189,6 @@ def test_the_plan_tells_and_changes_nothing():
 def check_apply() -> None:
     model = Model()
     plan = plan_of(model, "decoder.embed")
-    model.decoder.embed.weight.grad = torch.ones_like(model.decoder.embed.weight)
     other = copy.deepcopy(model)
     other.decoder.embed = nn.Embedding(2, 3)
     with pytest.raises(PlanError, match="planned were"):
@@ -198,7 +197,13 @@ def check_apply() -> None:
     apply_plan(model, plan)
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     assert [name for name, is_trained in trained.items() if not is_trained] == ["decoder.embed.weight"]
-    assert model.decoder.embed.weight.grad is None
+    # A gradient that is there by then would be applied; of a parameter that is not sharded it is still there.
+    model = Model()
+    embed = model.decoder.embed
+    embed.weight.grad = torch.ones_like(embed.weight)
+    apply_plan(model, plan_sharding(model, ShardingConfig(freeze=("decoder.embed",), ignored_modules=(embed,))))
+    assert model.decoder.embed.weight is embed.weight
+    assert embed.weight.grad is None and not embed.weight.requires_grad
 
 
 def check_ranks_differ() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.dialects.huggingface import HuggingFaceDialect
+from composer_fsdp2.migration.dialects.huggingface.places import OF_ACCELERATES_FILE
 from composer_fsdp2.migration.migrate import Migration, migrate_text
 from composer_fsdp2.migration.run import RunConfig
 from tests.migration.huggingface_oracle import ask
@@ -243,6 +245,22 @@ def test_a_key_that_accelerate_refuses_is_a_decision() -> None:
     assert "unknown keys" in answer["error"] and "my_notes" in answer["error"]
     inside = yaml.safe_dump({"training": yaml.safe_load(text)})  # not a file of accelerate's: its section in another
     assert migrated(inside).exit_code == 0
+
+
+def test_the_keys_of_its_file_are_accelerates_own(tmp_path: Path) -> None:
+    """A key that it reads would be called one that it refuses; a file that migrate wrote would not start."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    later, of_old = {"parallelism_config"}, {"fp16": True, "dynamo_backend": "INDUCTOR"}  # from 1.10 on; put right
+    head = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}
+    assert of_old.keys() - ClusterConfig.process_config({**head, **of_old}).keys() == of_old.keys()
+    assert {*ClusterConfig.__dataclass_fields__, *later, *of_old} == OF_ACCELERATES_FILE
+    for name, (text, _) in SHAPES.items():
+        after = migrated(HEAD + text.removeprefix(HEAD), to="accelerate").after
+        (tmp_path / "run.yaml").write_text(after)
+        if later.isdisjoint(yaml.safe_load(after)):  # replicas need 1.10, which the report says
+            config = ClusterConfig.from_yaml_file(tmp_path / "run.yaml")
+            assert config.distributed_type == "FSDP" and str(config.fsdp_config["fsdp_version"]) == "2", name
 
 
 def test_a_word_for_nothing_is_removed() -> None:
