@@ -1,6 +1,8 @@
 """Groups of verbs that import the file of a verb when it is asked for: to run it, or for its line in --help."""
 
 import importlib
+import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +28,14 @@ class Verb:
         found = getattr(importlib.import_module(f"{__package__}.{self.file}"), self.name)
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            alone.command(self.name, **self.settings)(found)
+            alone.command(self.name, help=_paragraphs(found), **self.settings)(found)
             found = alone
         return typer.main.get_command(found)
+
+
+def _paragraphs(function: Any) -> str:
+    """A docstring with each paragraph on one line, for typer to break, which keeps what breaks it finds."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(function) or "")
 
 
 def lazy_typer(*verbs: Verb, **settings: Any) -> typer.Typer:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -70,7 +71,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if is_full:
             print(f"composer-fsdp2: standard output cannot be written: {error.strerror}", file=sys.stderr)
-        sys.exit(2 if is_full else 1)
+        sys.exit(2 if is_full else 128 + signal.SIGPIPE)  # as of a command that ends by it: no finding
     except IncompatibleVersionError as error:
         print(f"composer-fsdp2: {error}", file=sys.stderr)
         sys.exit(2)

@@ -102,8 +102,13 @@ def migrate(
 ) -> None:
     """Turn configurations for FSDP1 into ones for FSDP2, and say what became of each key.
 
-    Without --write or -o the new text goes to standard output and the report to standard error. In a folder, files
-    that configure no sharding are passed over.
+    A file of Composer, LLM Foundry, Hugging Face, axolotl, ROLL or TorchTitan is recognized, and becomes one for
+    Composer, or for the system that --to names, which may be its own. Without --write or -o the new text goes to
+    standard output and the report to standard error. In a folder, files that configure no sharding are passed over.
+
+    Of each key the report says what becomes of it: exact, approximate (and how the run differs), unneeded, needs
+    decision or unsupported. (implicit) is what the old run did without a key; a name in brackets is what the new one
+    lacks or does in its own way.
 
     Exit code, the largest of all files':
 
@@ -269,7 +274,7 @@ def _tell(report: Report, options: Options) -> None:
     for line in (_of_one if len(report.results) == 1 else _of_several)(report, options):
         print(line, file=sys.stderr)
     if options.fail_on_change and not options.writes and any(result.is_changed for result in report.results):
-        print("composer-fsdp2: what would change is not for FSDP2 yet; --write changes it", file=sys.stderr)
+        print("composer-fsdp2: what would change still asks for FSDP1; --write changes it", file=sys.stderr)
 
 
 def _of_one(report: Report, options: Options) -> Iterator[str]:

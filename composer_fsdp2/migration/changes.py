@@ -234,7 +234,7 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
     ]
     into = {str(frame.entry[-1]): entries_of(framed.new), **framed.new.around}
     return Change(
-        findings=(*findings, *_taken(framed, target)),
+        findings=(*findings, *_taken(framed, target), _left(of, target)),
         edits=tuple(edits),
         meant=(MappingEdit(path=parent, replacements=into), *framed.within),
         gone=(frame.entry, *((*parent, key) for key in framed.going)),
@@ -349,6 +349,21 @@ def _framed(frame: Frame, section: Section, reading: Reading, target: Dialect, e
     edits = (_adding(taken[name], (*parent, name), present[name]) for name in within)
     before = {name: (present[name], value) for name, value in taken.items()}
     return _Framed(new=new, going=going, taken=before, within=tuple(edits))
+
+
+def _left(of: Dialect, target: Dialect) -> Finding:
+    """A finding for what stays in a file that its system has no use for any more."""
+    whose, new = (each.title.split(":")[0] for each in (of, target))
+    return Finding(
+        key="the rest of the file",
+        value="",
+        outcome=Outcome.APPROXIMATE,
+        target="as it is",
+        reason=f"the file shards in {new}'s words now, and no longer with {whose}, whose other keys are left for you "
+        "to carry over",
+        hint=f"--to {of.target} writes the FSDP2 of {whose} in its place",
+        origin=Origin.WRITING,
+    )
 
 
 def _adding(entries: Mapping[str, Any], path: Path, present: Mapping[str, Any]) -> MappingEdit:

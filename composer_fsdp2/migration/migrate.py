@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome, format_findings
-from composer_fsdp2.config.text import printable
+from composer_fsdp2.config.text import printable, short
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.changes import Change, change_section, not_as_meant, shared_findings, with_shared
@@ -242,11 +242,11 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[st
     if at is not None and not document.problem:
         found = _sections_at(file, found, dialect, at)
     if not found:
-        _refuse_unresolved(file, names)
+        _refuse_unreadable(file, names)
         raise NothingToMigrateError(
             document.problem
-            or f"{document.name}:1:1: nothing here configures sharding for {dialect or ' or '.join(DIALECTS)}; "
-            "--at PATH and --dialect NAME say where it is and whose"
+            or f"{document.name}:1:1: nothing here configures sharding in the words of {_one_of(names)}; where a "
+            "section stands under another name, --at PATH and --dialect NAME say where, and whose it is"
         )
     if document.problem:
         raise ConfigError(document.problem)
@@ -260,20 +260,27 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[st
     return here
 
 
-def _refuse_unresolved(file: _File, dialects: Sequence[str]) -> None:
-    """Raise for a section that the file has, and of which nothing can be known here."""
+def _one_of(names: Sequence[str]) -> str:
+    return " or ".join(", ".join(names).rsplit(", ", 1))
+
+
+def _refuse_unreadable(file: _File, dialects: Sequence[str]) -> None:
+    """Raise for a section that the file has, and of which nothing can be known here: an interpolation that nothing
+    here resolves, or no mapping."""
     heads = {head for name in dialects if DIALECTS[name].interpolates for head, _ in DIALECTS[name].heads}
 
-    def unresolved(path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
-        return next(((*path, key) for key in values.keys() & heads if has_interpolation(values[key])), None)
+    def is_unreadable(path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
+        return next(((*path, key) for key in values.keys() & heads if isinstance(values[key], str | list)), None)
 
-    for path in walk(file.resolved.values, unresolved):
+    for path in walk(file.resolved.values, is_unreadable):
         written = value_at(file.resolved.values, path)
-        if isinstance(written, str):
-            raise ConfigError(
-                f"{file.document.name}:{_line_of(file.document, path)}:1: {'.'.join(map(str, path))} is {written}, "
-                "which cannot be resolved here; write the section in this file"
-            )
+        problem = (
+            f"{written}, which cannot be resolved here; write the section in this file"
+            if has_interpolation(written)
+            else f"{short(written)}, and takes a mapping of settings"
+        )
+        place = f"{file.document.name}:{_line_of(file.document, path)}:1"
+        raise ConfigError(f"{place}: {'.'.join(map(str, path))} is {problem}")
 
 
 def _sections_at(file: _File, found: list[tuple[str, Path]], dialect: str | None, at: str) -> list[tuple[str, Path]]:

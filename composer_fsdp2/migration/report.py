@@ -44,7 +44,7 @@ class Report:
         return {state: found[state] for state in State}
 
     def to_json(self) -> dict[str, Any]:
-        counts = self.counts()
+        counts, states = self.counts(), [result.state for result in self.results if result.is_changed]
         return {
             "version": VERSION,
             "exit_code": self.exit_code,
@@ -52,7 +52,7 @@ class Report:
             "summary": {
                 "files": len(self.results),
                 **{state.value.replace(" ", "_"): count for state, count in counts.items()},
-                "changed": sum(result.is_changed for result in self.results),
+                "changed": states.count(State.READY),
             },
             "files": [result.to_json() for result in self.results],
         }

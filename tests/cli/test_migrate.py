@@ -190,6 +190,8 @@ def test_json_is_one_object_with_a_version(folder: Path):
     }
     counts = {"files": 5, "ready": 2, "needs_decision": 1, "unusable": 1, "unconfigured": 1, "changed": 2}
     assert report["summary"] == counts
+    (folder / "decide.yaml").write_text(GOOD + "  tensor_parallel: 2\ntp_config: {tensor_parallel_degree: 2}\n")
+    assert report_of(run(folder, ".", "--json"))["summary"] == counts  # it has another text, and is not written
     (section,) = files["good.yaml"]["sections"]
     assert {each["key"]: each["target"] for each in section["findings"]}["limit_all_gathers"] == "removed"
     assert "broken.yaml:2:1" in files["broken.yaml"]["error"]
@@ -392,7 +394,7 @@ BAD_INPUT: list[tuple[Sequence[str], str]] = [
     (["nobody.yaml"], "nobody.yaml: No such file or directory"),
     (["broken.yaml"], "broken.yaml:2:1: "),
     (["data.yaml"], "data.yaml:1:1: nothing here configures sharding"),
-    (["notes.txt", "--dialect", "roll"], "nothing here configures sharding for roll"),
+    (["notes.txt", "--dialect", "roll"], "nothing here configures sharding in the words of roll"),
     (["empty", "--check"], "empty: no file ends in .yaml, .yml, .toml, .json"),
     (["bytes.yaml"], "bytes.yaml:1:4: no UTF-8"),
     (["good.yaml", "--at", "x.y"], "there is no x.y"),

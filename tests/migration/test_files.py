@@ -337,6 +337,15 @@ def test_reports_show_no_values_of_the_environment(tmp_path: Path, monkeypatch: 
             assert yaml.safe_load(result.migration.after) == {"fsdp_config": {"reshard_after_forward": False}}
 
 
+def test_a_section_that_is_no_mapping_is_not_passed_over(tmp_path: Path):
+    """Composer would stop at it, and in a folder it was taken for a file without sharding."""
+    write(tmp_path, {"word.yaml": "fsdp_config: FULL_SHARD\n", "list.yaml": "a: 1\nfsdp_config: [FULL_SHARD]\n"})
+    found = results(tmp_path)
+    assert "word.yaml:1:1: fsdp_config is 'FULL_SHARD', and takes a mapping" in found["word.yaml"].error
+    assert "list.yaml:2:1: fsdp_config is ['FULL_SHARD'], and takes a mapping" in found["list.yaml"].error
+    assert {result.exit_code for result in found.values()} == {2}
+
+
 ORDINARY = {  # by variable, its value and a line that reads it
     "EMPTY": ("", "sharding_strategy: ${oc.env:EMPTY}"),
     "ONE": ("1", "auto_wrap: ${oc.env:ONE}"),

@@ -158,7 +158,16 @@ def test_keys_that_stood_beside_the_section_are_in_the_new_text_once():
     }
     assert f"\n{algorithms}  gradient_clipping:\n" in migration.after
     of_writing = [each.key for each in migration.sections[0].findings if each.origin is Origin.WRITING]
-    assert sorted(of_writing) == ["algorithms", "precision"]
+    assert sorted(of_writing) == ["algorithms", "precision", "the rest of the file"]
+
+
+def test_a_file_that_its_own_system_can_use_no_more_says_so():
+    """accelerate stops at such a file ("A `distributed_type` must be specified"), and nothing had said so."""
+    text = "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 1\n"
+    told = found(migrate_text(text, "run.yaml"), "(the rest of the file)")
+    assert "no longer with Hugging Face" in told.reason and "--to accelerate" in told.hint
+    own = migrate_text(text, "run.yaml", to="accelerate").sections[0].findings
+    assert not any(each.key == "the rest of the file" for each in own)
 
 
 def test_a_section_of_the_targets_that_stood_there_is_not_doubled():

@@ -20,6 +20,7 @@ _OF_AXOLOTL = frozenset(
 )
 _OF_LIGHTNING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _OF_DEEPSPEED = ("train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
+_OF_ROLL = frozenset(("deepspeed_train", "megatron_train"))
 _OF_VERL = frozenset(("param_offload", "optimizer_offload", "fsdp_size", "model_dtype"))
 
 
@@ -124,10 +125,25 @@ def _is_axolotls_by_deepspeed(values: Values) -> bool:
     )
 
 
+def _is_rolls_without_fsdp(values: Values) -> bool:
+    named = {value for name, value in _entries(values) if name == "strategy_name" and isinstance(value, str)}
+    return bool(named & _OF_ROLL) and "fsdp2_train" not in named
+
+
+def _is_accelerates_without_fsdp(values: Values) -> bool:
+    """DDP, one process, or Megatron's: its launcher's questions are answered, and none is FSDP's."""
+    kind = values.get("distributed_type")
+    is_sharded = any(name.startswith("fsdp") and value for name, value in _entries(values))
+    return isinstance(kind, str) and kind not in ("FSDP", "DEEPSPEED") and not is_sharded
+
+
 _BY_HAND = "`composer-fsdp2 explain --all` has the keys of an fsdp_config to write by hand"
 
 # As a dialect's ``words``: with one of them begins a key of most of their files.
-FOREIGN_WORDS = ("actor_rollout_ref", "_component_", "zero_optimization", "deepspeed", *_OF_DEEPSPEED)
+FOREIGN_WORDS = (
+    *("actor_rollout_ref", "_component_", "zero_optimization", "deepspeed", "strategy_name", "distributed_type"),
+    *_OF_DEEPSPEED,
+)
 FOREIGN_SYSTEMS = (
     ForeignSystem(
         name="veRL",
@@ -156,5 +172,17 @@ FOREIGN_SYSTEMS = (
         applies=_is_axolotls_by_deepspeed,
         advice="the settings are in the file that its deepspeed names; with fsdp_version: 2 and an fsdp_config in its "
         "place axolotl trains with FSDP2, and the file can be migrated",
+    ),
+    ForeignSystem(
+        name="ROLL with DeepSpeed or Megatron",
+        applies=_is_rolls_without_fsdp,
+        advice="with strategy_name: fsdp2_train and a strategy_config such as {fsdp_size: -1} a worker trains with "
+        "FSDP2, and the file can be migrated",
+    ),
+    ForeignSystem(
+        name="accelerate without FSDP",
+        applies=_is_accelerates_without_fsdp,
+        advice="with distributed_type: FSDP and an fsdp_config it is sharded, and the file can be migrated; where each "
+        "GPU is to keep the whole model, Composer needs no fsdp_config at all",
     ),
 )

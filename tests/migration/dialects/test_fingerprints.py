@@ -41,6 +41,20 @@ micro_batch_size: 1
 deepspeed: deepspeed_configs/zero3_bf16.json
 fsdp:
 """,
+    "ROLL with DeepSpeed or Megatron": """
+actor_train:
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {tensor_model_parallel_size: 1}
+actor_infer:
+  strategy_args: {strategy_name: vllm}
+""",
+    "accelerate without FSDP": """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precision: bf16
+num_processes: 8
+""",
 }
 OTHERS = {
     "veRL": [

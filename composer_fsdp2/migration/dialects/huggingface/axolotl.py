@@ -169,9 +169,10 @@ class AxolotlDialect(HuggingFaceDialect):
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """The reading's, and what axolotl's FSDP2 has no word for or does otherwise than its FSDP1."""
+        findings = tuple(each for each in reading.findings if each.key != _TRAINED)  # a key that stays
         if reading.run is None or reading.details.reader is X2:
-            return reading.findings
-        return (*reading.findings, *self.differences(reading.run))
+            return findings
+        return (*findings, *self.differences(reading.run))
 
     def places(self, row: Row) -> tuple[str, ...]:
         beside = tuple(name for name, each in OF_AXOLOTL.items() if each is row)
@@ -197,6 +198,7 @@ class AxolotlDialect(HuggingFaceDialect):
                 yield Question(section=Section.at((), values), key=place, reader=reader.value)
 
 
+_TRAINED = "trained parameters"
 # What must stand beside a key for axolotl to look at it.
 _COMPANIONS: dict[str, dict[str, Any]] = {
     "min_num_params": {"fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}},
@@ -245,6 +247,14 @@ def _of_the_model(values: Mapping[str, Any]) -> Iterator[Finding]:
             "outside of axolotl load the base model in bfloat16",
             value=f"{bits} bits",
             target="the model's code",
+        )
+    if values.get("unfrozen_parameters"):
+        yield implicit(
+            _TRAINED,
+            Outcome.NEEDS_DECISION,
+            "axolotl trains only those whose names match these patterns, and freezes all others",
+            "freeze takes prefixes of the names that are not trained; say them there, or in the model's code",
+            value=values["unfrozen_parameters"],
         )
     if values.get("adapter"):
         yield implicit(

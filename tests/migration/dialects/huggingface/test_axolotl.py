@@ -256,6 +256,22 @@ def test_quantized_weights_are_told_of() -> None:
     assert migration.after.startswith("load_in_4bit: true\nadapter: qlora\n")
 
 
+def test_a_run_that_trains_some_layers_only_is_a_decision() -> None:
+    """`unfrozen_parameters` was not mentioned, and the migrated run would have trained all."""
+    text = "unfrozen_parameters:\n  - model.layers.4[4-9]+\n" + AROUND + OF_OLD
+    told = finding(migrated(text), "trained parameters")
+    assert told.outcome is Outcome.NEEDS_DECISION and "freeze" in told.hint
+    own = migrated(text, to="axolotl")
+    assert own.exit_code == 0 and own.after.startswith("unfrozen_parameters:\n")
+
+
+def test_few_of_its_words_are_enough() -> None:
+    """A short file was read as a Trainer's, which passes over keys with the prefix, and was told that they did nothing."""
+    text = "base_model: some/llama-8b\nbf16: auto\nfsdp: [full_shard, auto_wrap]\n"
+    text += "fsdp_config:\n  fsdp_offload_params: true\n  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
+    assert section_of(migrated(text))["cpu_offload"] is True
+
+
 def test_a_misspelt_key_is_a_decision_and_a_word_for_nothing_goes() -> None:
     """`transformer_layer_class` was passed over, and the layers were one unit each only by luck."""
     near = migrated(AROUND + OF_TODAY + "  offload_param: true\n")
