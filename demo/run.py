@@ -164,8 +164,12 @@ def _draw(fsdp1: dict[int, float], fsdp2: dict[int, float], resume_at: int) -> N
     top.set_ylabel("loss")
     top.set_title("One YAML and one checkpoint, on FSDP1 and on FSDP2")
     top.legend(frameon=False)
-    bottom.plot(list(fsdp2), [fsdp2[b] - fsdp1[b] for b in fsdp2], color="tab:blue", marker="o", markersize=3)
+    differences = [fsdp2[b] - fsdp1[b] for b in fsdp2]
+    bottom.plot(list(fsdp2), differences, color="tab:blue", marker="o", markersize=3)
     bottom.axhline(0, color="tab:gray", linewidth=0.5)
+    widest = max(*map(abs, differences), 1e-6)  # at the least what would be seen in fp32, where all are 0
+    bottom.set_ylim(-1.2 * widest, 1.2 * widest)
+    bottom.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     bottom.set_ylabel("difference")
     bottom.set_xlabel("batch")
     unfinished = OUT / "loss.unfinished.png"

@@ -78,6 +78,8 @@ _COMPANIONS: dict[str, tuple[str, Any]] = {
     "min_num_params": ("auto_wrap_policy", "SIZE_BASED_WRAP"),
     "auto_wrap_policy": ("min_num_params", 1),
 }
+# On one, which is a launcher's default, hybrids replicate to nobody.
+_SEVERAL_NODES = {"num_machines": 2, "num_processes": 16}
 # By group, what stands before a key: to a Trainer first, to accelerate last.
 _PREFIXES = {
     SETTINGS: ("fsdp_config.", f"fsdp_config.{PREFIX}"),
@@ -209,20 +211,21 @@ class HuggingFaceDialect(Dialect):
         return row.takes.choices
 
     def defaults(self, row: Row) -> Mapping[str, Any]:
-        return {reader.value: value for reader, value in row.defaults.items()}
+        return {reader.value: value for reader, value in row.defaults.items() if reader in self.readers}
 
     def read_by(self, row: Row) -> tuple[str, ...]:
         if row.group == DEGREES:
             return (_READS_DEGREES,)
         if row.name == SEQUENCE_DTYPE:
             return (_READS_SEQUENCES,)
-        return tuple(reader.value for reader in Reader if reads(reader, row)) or (NOBODY,)
+        return tuple(Reader(name).value for name in self.readers if reads(Reader(name), row)) or (NOBODY,)
 
     def instead(self, row: Row) -> Mapping[str, str]:
         # A Trainer of transformers 4.51.3 passes over names with the prefix, those of keys that it reads as well.
         return {
             reader.value: way
             for reader, way in row.instead.items()
+            if reader in self.readers
             if reader is Reader.TRAINER_FSDP1 or not reads(reader, row)
         }
 
@@ -238,6 +241,8 @@ class HuggingFaceDialect(Dialect):
             if row.name in _COMPANIONS:
                 beside, its_value = _COMPANIONS[row.name]
                 values = merged(values, nested(prefix + beside, its_value))
+            if row.name == "sharding_strategy" and not reader.is_trainer:
+                values = merged(values, _SEVERAL_NODES)
             values = merged(values, nested(prefix + name, value))
             who = _READS_DEGREES if is_degree else reader.value
             yield Question(section=Section.at((), values), key=prefix + name, reader=who)

@@ -266,7 +266,7 @@ def test_a_run_that_trains_some_layers_only_is_a_decision() -> None:
 
 
 def test_few_of_its_words_are_enough() -> None:
-    """A short file was read as a Trainer's, which passes over keys with the prefix, and was told that they did nothing."""
+    """A short file was read as a Trainer's, to whom keys with the prefix are nothing."""
     text = "base_model: some/llama-8b\nbf16: auto\nfsdp: [full_shard, auto_wrap]\n"
     text += "fsdp_config:\n  fsdp_offload_params: true\n  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n"
     assert section_of(migrated(text))["cpu_offload"] is True
