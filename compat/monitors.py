@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Partial
 from composer_fsdp2._torch.parts import local_tensor, local_tensors
 from composer_fsdp2._torch.private_names import ActivationWrapper, own_parameters
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
-from composer_fsdp2.fsdp1.hooks import wrapped_children
+from composer_fsdp2.fsdp1.children import wrapped_children
 from composer_fsdp2.sharding.agree import agree, gather
 from composer_fsdp2.sharding.placements import splitting_axes_of_all
 from composer_fsdp2.sharding.root_record import find_kept, keep, record_of

@@ -14,8 +14,9 @@ from composer_fsdp2.config.sharding import ActivationCheckpointing, ShardingConf
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp1.attributes import open_fsdp1_attributes
-from composer_fsdp2.fsdp1.hooks import CheckFn, initializers, read_hooks, select_checkpointed
+from composer_fsdp2.fsdp1.hooks import initializers, read_hooks
 from composer_fsdp2.fsdp1.read import GivenConfig
+from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.sharding.activations import caching_modules, turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.agree import agree, require_process_group

@@ -70,7 +70,8 @@ ROOMS = {
         packages="numpy torch",
     ),
     "fsdp1": room(
-        "__init__ attributes objects parsing policy_words classes experts keys policies towers hooks read translate",
+        "__init__ attributes objects parsing policy_words children classes experts keys policies towers "
+        "module_settings recomputed hooks read translate",
         rooms="errors config _torch sharding training",
         packages="omegaconf torch",
     ),
@@ -106,7 +107,7 @@ ROOMS = {
         "dialects/huggingface/fates dialects/huggingface/table dialects/huggingface/given_keys "
         "dialects/huggingface/reading dialects/huggingface/held_run dialects/huggingface/held_findings "
         "dialects/huggingface/rewriting dialects/huggingface/huggingface dialects/huggingface/axolotl "
-        "dialects/huggingface/__init__ dialects/__init__ explain targets changes migrate files report",
+        "dialects/huggingface/__init__ dialects/__init__ explain targets changes references migrate files report",
         rooms="errors atomic config fsdp1",
         packages="omegaconf yaml",
     ),

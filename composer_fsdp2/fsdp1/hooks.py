@@ -1,4 +1,4 @@
-"""A model's own hooks, called once: which modules are to be units, with which settings, and which are recomputed.
+"""A model's own hooks, called once: which modules are to be units, and how one gets its values.
 
 [Note: roots] Composer wrapped every direct child of the model, never the model itself, so that methods of the
 ComposerModel may call into its children freely (composer/distributed/dist_strategy.py, 0.32.1). A direct child is
@@ -7,47 +7,27 @@ and [Note: one root] in ``sharding/units.py``).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 from torch import nn
 
-from composer_fsdp2._torch.private_names import ActivationWrapper
 from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
-from composer_fsdp2.config.findings import Outcome
-from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.sharding import (
-    MixedPrecision,
-    Prefetch,
-    ShardingConfig,
-    check_reshard_degree,
-)
-from composer_fsdp2.config.text import and_more, did_you_mean
+from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.wrap import WrapKind
-from composer_fsdp2.errors import ConfigError, PlanError, UnknownKeyError, UnsupportedError
-from composer_fsdp2.fsdp1.classes import classes_named
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.fsdp1.children import hook_of, is_metric, wrapped_children
 from composer_fsdp2.fsdp1.experts import notes_of_siblings, refuse_experts
-from composer_fsdp2.fsdp1.keys import BACKWARD_POST_REASON, KEYS_OF_MODULES, UNREAD_DTYPE_REASON
-from composer_fsdp2.fsdp1.parsing import (
-    UNREAD_DTYPE_KEY,
-    BackwardPrefetch,
-    GivenPrecision,
-    ShardingStrategy,
-    check_same_reshard,
-    mesh_of,
-    mesh_of_groups,
-    mixed_precision_of,
-    without_shards,
-)
+from composer_fsdp2.fsdp1.module_settings import read_overrides
 from composer_fsdp2.fsdp1.policies import Policy, read_policy
+from composer_fsdp2.fsdp1.recomputed import choose_recomputed
 from composer_fsdp2.fsdp1.towers import notes_of_towers
 from composer_fsdp2.sharding.materialize import Initializers
-from composer_fsdp2.sharding.modules import has_forward, ignored_modules, outside_compilation
+from composer_fsdp2.sharding.modules import has_forward, ignored_modules
 from composer_fsdp2.sharding.ties import join
 
-CheckFn = Callable[[nn.Module], Any]
 _Choose = Callable[[str, nn.Module], Choice | None]  # what is said of the module at a path
 
 
@@ -70,9 +50,9 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
     """
     roots = wrapped_children(model)
     others = {name: child for name, child in model.named_children() if name not in roots}
-    searched = [name for name, child in others.items() if config.shard_below_unwrapped and not _is_metric(child)]
+    searched = [name for name, child in others.items() if config.shard_below_unwrapped and not is_metric(child)]
     chosen, notes = _choose_units(model, config, searched, precision)
-    checkpointed, more_notes = _choose_recomputed(model, config)
+    checkpointed, more_notes = choose_recomputed(model, config)
     return ModelChoices(
         roots=tuple(roots),
         excluded={name: _why_excluded(child) for name, child in others.items()},
@@ -84,30 +64,7 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
 
 
 def _why_excluded(child: nn.Module) -> str:
-    return "a metric" if _is_metric(child) else "_fsdp_wrap is False on it"
-
-
-def _is_metric(module: nn.Module) -> bool:
-    """Whether this is a torchmetrics Metric or MetricCollection, which FSDP1 never wrapped."""
-    return any(
-        cls.__name__ in ("Metric", "MetricCollection") and cls.__module__.split(".")[0] == "torchmetrics"
-        for cls in type(module).__mro__
-    )
-
-
-def wrapped_children(model: nn.Module) -> dict[str, nn.Module]:
-    """The direct children that FSDP1 wrapped, by name: no metrics, none with ``_fsdp_wrap = False``."""
-    return {
-        name: child
-        for name, child in model.named_children()
-        if not _is_metric(child) and getattr(child, "_fsdp_wrap", True)
-    }
-
-
-def _hook(owner: nn.Module, name: str) -> Callable[..., Any] | None:
-    """A hook method of ``owner`` such as ``fsdp_wrap_fn``, or None; FSDP1 ignored what cannot be called."""
-    hook = getattr(owner, name, None)
-    return hook if callable(hook) else None
+    return "a metric" if is_metric(child) else "_fsdp_wrap is False on it"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,7 +103,7 @@ def _notes_of_hooks(model: nn.Module, against: Sequence[str]) -> Iterator[str]:
     """What the model's own words are to a policy: not asked, or ahead of it."""
     modules = dict(model.named_modules(remove_duplicate=False))
     against = [path for path in against if next(modules[path].parameters(), None) is not None]
-    unasked = [name for name, child in model.named_children() if _hook(child, "fsdp_wrap_fn") is not None]
+    unasked = [name for name, child in model.named_children() if hook_of(child, "fsdp_wrap_fn") is not None]
     if unasked:
         yield f"wrap_policy is given, so the fsdp_wrap_fn of {and_more(unasked)} is not asked"
     if against:
@@ -242,7 +199,7 @@ class _Reader:
 
 def _answer(path: str, module: nn.Module, child: nn.Module) -> bool | dict[str, Any]:
     """What the child's function says of a module."""
-    wrap_fn = _hook(child, "fsdp_wrap_fn")
+    wrap_fn = hook_of(child, "fsdp_wrap_fn")
     if wrap_fn is None:
         return False
     try:
@@ -260,219 +217,6 @@ def _answer(path: str, module: nn.Module, child: nn.Module) -> bool | dict[str, 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One module's settings
-
-# Under Composer a process_group of the model took precedence over its mesh; of one module neither does.
-_MESH_KEYS = ("process_group", "device_mesh", "mesh")
-
-
-def read_overrides(
-    given: Mapping[str, Any], path: str, *, config: ShardingConfig, precision: str | None = None
-) -> UnitOverrides:
-    """What one module's own settings, in FSDP1's or FSDP2's words, change of the model's configuration for its unit.
-
-    Args:
-        given: The dict that the module's wrap function gave.
-        path: The module's, for the errors.
-    Raises:
-        ConfigError: an unknown key, a wrong value or two that contradict each other; names ``path`` and the key.
-        UnsupportedError: a key that cannot differ between modules yet.
-    """
-    for key in given:
-        if key not in KEYS_OF_MODULES:
-            way_out = did_you_mean(key, KEYS_OF_MODULES, f"known: {', '.join(KEYS_OF_MODULES)}")
-            raise UnknownKeyError(f"unknown key {key!r} in the wrap settings of module {path!r}{way_out}", keys=(key,))
-        if KEYS_OF_MODULES[key].of_modules is Outcome.UNSUPPORTED:
-            raise UnsupportedError(
-                f"{key} for one module ({path!r}) is not supported yet; set it for the whole model, or leave it out",
-                keys=(key,),
-            )
-    try:
-        for first, second in _synonyms(given):
-            raise ConfigError(f"{first} and {second} are both given; keep one", keys=(first, second))
-        values = {key: KEYS_OF_MODULES[key].parse(value) for key, value in _taken(given)}
-        mesh, reshard = _unit_mesh(given, values, config.mesh), _unit_reshard(values)
-        check_reshard_degree(config.reshard_after_forward if reshard is None else reshard, mesh or config.mesh)
-        return UnitOverrides(
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            mixed_precision=_unit_precision(values, config.mixed_precision, precision),
-            cpu_offload=values.get("cpu_offload", values.get("offload_policy")),
-            prefetch=_unit_prefetch(values, config.prefetch),
-            given=given,
-            notes=tuple(_notes(given, values)),
-        )
-    except ConfigError as error:
-        raise type(error)(f"wrap settings of module {path!r}: {error}", keys=error.keys) from error
-
-
-def _synonyms(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Two keys that say one thing."""
-    yield from ((other, key) for key in given for other in KEYS_OF_MODULES[key].instead_of if other in given)
-    yield from combinations([key for key in _MESH_KEYS if key in given], 2)
-
-
-def _taken(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What has an effect; torch's FSDP1 took None for no prefetch."""
-    for key, value in given.items():
-        if KEYS_OF_MODULES[key].of_modules is not Outcome.UNNEEDED:
-            yield key, BackwardPrefetch.NONE if key == "backward_prefetch" and value is None else value
-
-
-def _unit_mesh(given: Mapping[str, Any], values: Mapping[str, Any], of_model: MeshSpec) -> MeshSpec | None:
-    """The unit's own ranks: a process_group or a mesh; each rank for itself under NO_SHARD; None for the model's."""
-    strategy: ShardingStrategy | None = values.get("sharding_strategy")
-    spec = None
-    for key in ("device_mesh", "mesh"):
-        if given.get(key) is not None:
-            spec = mesh_of(given[key], of_model.device_type, key)
-    if values.get("process_group") is not None:
-        spec = mesh_of_groups(values["process_group"], strategy, of_model.device_type)
-    if spec is not None and of_model.is_resolved and not of_model.is_grouped:
-        spec = spec.resolve(of_model.size)
-    if strategy is ShardingStrategy.NO_SHARD:
-        return without_shards(spec or of_model)
-    if strategy is not None and strategy.is_hybrid and not (spec or of_model).has_replicas:
-        raise ConfigError(
-            f"sharding_strategy {strategy.value} needs replicas, and the mesh has none: set "
-            "data_parallel_replicate_degree, or a pair of process groups for this module",
-            keys=("sharding_strategy",),
-        )
-    return spec
-
-
-def _unit_reshard(values: Mapping[str, Any]) -> bool | int | None:
-    strategy: ShardingStrategy | None = values.get("sharding_strategy")
-    of_strategy = None if strategy is None else strategy.reshards_after_forward
-    if "reshard_after_forward" not in values:
-        return of_strategy
-    value: bool | int = values["reshard_after_forward"]
-    check_same_reshard(of_strategy, value)
-    return value
-
-
-def _unit_precision(
-    values: Mapping[str, Any], of_model: MixedPrecision, precision: str | None
-) -> MixedPrecision | None:
-    """How a root's inputs are cast stays the model's; what mp_policy does not know of, the model's, too."""
-    casts = of_model.cast_root_inputs
-    if (policy := values.get("mp_policy")) is not None:
-        return replace(policy, cast_root_inputs=casts, buffer_dtype=of_model.buffer_dtype, gradients=of_model.gradients)
-    given: GivenPrecision | MixedPrecision | None = values.get("mixed_precision")
-    if given is None:
-        return None
-    if precision is None and isinstance(given, GivenPrecision) and given.word != "FULL":
-        text = f"mixed_precision {given.word} stands for dtypes of the precision; say which: precision=..."
-        raise ConfigError(text, keys=("mixed_precision",))
-    return replace(mixed_precision_of(given, precision or "fp32"), cast_root_inputs=casts)
-
-
-def _unit_prefetch(values: Mapping[str, Any], of_model: Prefetch) -> Prefetch | None:
-    """The unit's own switches; how many units stays the model's, whose limits had no form for one module."""
-    forward, backward = of_model.forward, of_model.backward
-    if "forward_prefetch" in values:
-        forward = (forward or 1) if values["forward_prefetch"] else None
-    if "backward_prefetch" in values:
-        backward = 0 if values["backward_prefetch"] is BackwardPrefetch.NONE else (backward or None)
-    own = Prefetch(forward=forward, backward=backward)
-    return None if own == of_model else own
-
-
-def _notes(given: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """What a report must say of one module's settings: the keys that FSDP2 does not need, or follows nearly."""
-    rows = (KEYS_OF_MODULES[key] for key in given)
-    yield from (f"{row.name} is not needed: {row.reason}" for row in rows if row.of_modules is Outcome.UNNEEDED)
-    if isinstance(given.get("mixed_precision"), Mapping) and UNREAD_DTYPE_KEY in given["mixed_precision"]:
-        yield f"mixed_precision.{UNREAD_DTYPE_KEY} is not needed: {UNREAD_DTYPE_REASON}"
-    if values.get("backward_prefetch") is BackwardPrefetch.BACKWARD_POST:
-        yield f"backward_prefetch BACKWARD_POST is BACKWARD_PRE here: {BACKWARD_POST_REASON}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Activations
-
-
-def _choose_recomputed(model: nn.Module, config: ShardingConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The paths of what is recomputed or offloaded, and what the report says of the classes that choose it."""
-    if not config.activation_checkpointing.enabled:
-        return (), ()
-    names = config.activation_checkpointing.classes
-    if names is None:
-        return tuple(select_checkpointed(model, below_unwrapped=config.shard_below_unwrapped)), ()
-    types = classes_named(model, names, key=_POLICY, otherwise=config.wrap.classes)
-    paths = select_checkpointed(
-        model,
-        lambda module: isinstance(module, types) and has_forward(module),
-        below_unwrapped=config.shard_below_unwrapped,
-    )
-    return tuple(paths), tuple(_notes_of_policy(model, types, paths))
-
-
-def select_checkpointed(
-    model: nn.Module, check_fn: CheckFn | None = None, *, below_unwrapped: bool = False
-) -> list[str]:
-    """The paths whose activations the model's hooks want recomputed, children before parents; only reads.
-
-    Args:
-        check_fn: Asked instead of the hooks.
-        below_unwrapped: Also in direct children with ``_fsdp_wrap = False``, as Composer's FSDP2 did.
-    """
-    paths: list[str] = []
-    modules = dict(model.named_modules(remove_duplicate=False))
-    children = {name: child for name, child in model.named_children() if not _is_metric(child)}
-    for name, child in (children if below_unwrapped else wrapped_children(model)).items():
-        choose = check_fn or _hook(child, "activation_checkpointing_fn")
-        found = [path for path, module in _bottom_up(child, name, set()) if _is_checkpointed(path, module, choose)]
-        paths.extend(outside_compilation(modules, path)[0] for path in found)
-    return list(dict.fromkeys(paths))
-
-
-_POLICY = "activation_checkpointing_policy"
-
-
-def _notes_of_policy(model: nn.Module, types: Sequence[type[nn.Module]], checkpointed: Sequence[str]) -> Iterator[str]:
-    """Whom the configuration keeps from choosing, and what it chose in vain."""
-    unasked = [name for name, child in wrapped_children(model).items() if _hook(child, "activation_checkpointing_fn")]
-    if unasked:
-        yield f"{_POLICY} takes the place of the activation_checkpointing_fn of {and_more(unasked)}, which is not asked"
-    modules = dict(model.named_modules(remove_duplicate=False))
-    # A compiled module is wrapped from outside.
-    chosen = [module for path in checkpointed for module in (modules[path], *modules[path].children())]
-    for cls in types:
-        if not any(isinstance(module, cls) for module in chosen):
-            yield (
-                f"{_POLICY} names {cls.__name__}, and none is chosen: each lies in a part that FSDP1 left out, has "
-                "_activation_checkpointing = False or no forward to run again, or is wrapped already"
-            )
-
-
-def _is_checkpointed(path: str, module: nn.Module, choose: CheckFn | None) -> bool:
-    if isinstance(module, ActivationWrapper):
-        return False
-    if hasattr(module, "_activation_checkpointing"):
-        return bool(module._activation_checkpointing)
-    if choose is None:
-        return False
-    try:
-        return bool(choose(module))
-    except Exception as error:
-        raise PlanError(
-            f"activation_checkpointing_fn raised {type(error).__name__} for module {path!r} "
-            f"({type(module).__name__}): {error}"
-        ) from error
-
-
-def _bottom_up(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    seen.add(module)
-    if isinstance(module, ActivationWrapper):
-        return  # the user wrapped it: what lies inside is theirs
-    for name, child in module.named_children():
-        if child not in seen:
-            yield from _bottom_up(child, join(path, name), seen)
-    yield path, module
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Values
 
 
@@ -486,7 +230,7 @@ def initializers(model: nn.Module) -> Initializers:
 
     def initializer(module: nn.Module, path: str) -> Callable[[], object] | None:
         child = children.get(path.partition(".")[0])
-        hook = _hook(child, "param_init_fn") if child is not None else None
-        return partial(hook, module) if hook is not None else _hook(module, "reset_parameters")
+        hook = hook_of(child, "param_init_fn") if child is not None else None
+        return partial(hook, module) if hook is not None else hook_of(module, "reset_parameters")
 
     return initializer

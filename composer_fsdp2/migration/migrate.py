@@ -16,13 +16,14 @@ from composer_fsdp2.config.findings import Finding, Outcome, format_findings
 from composer_fsdp2.config.text import printable, short
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.changes import Change, change_section, not_as_meant, shared_findings, with_shared
+from composer_fsdp2.migration.changes import Change, change_section
 from composer_fsdp2.migration.dialect import Dialect, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_WORDS, foreign_system
 from composer_fsdp2.migration.documents import Document, differences, open_document, referred
 from composer_fsdp2.migration.interpolation import Resolved, has_interpolation, resolve, shown
 from composer_fsdp2.migration.paths import Path, has_path, value_at, walk
+from composer_fsdp2.migration.references import not_as_meant, shared_findings, with_shared
 from composer_fsdp2.migration.targets import TARGETS
 
 

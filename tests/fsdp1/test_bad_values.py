@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 
 from composer_fsdp2 import ComposerFSDP2Error, ShardingConfig, Translation, plan_sharding, translate
-from composer_fsdp2.fsdp1.hooks import read_overrides
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_OF_MODULES
+from composer_fsdp2.fsdp1.module_settings import read_overrides
 
 pytestmark = pytest.mark.any_torch
 

@@ -39,8 +39,8 @@ from composer_fsdp2 import (
 from composer_fsdp2.config.choices import UnitOverrides
 from composer_fsdp2.config.sharding import GradientDtype
 from composer_fsdp2.config.sharding import MixedPrecision as OurMixedPrecision
-from composer_fsdp2.fsdp1.hooks import read_overrides
 from composer_fsdp2.fsdp1.keys import KEYS
+from composer_fsdp2.fsdp1.module_settings import read_overrides
 
 pytestmark = pytest.mark.any_torch
 

@@ -394,6 +394,8 @@ _ROWS: tuple[Row, ...] = (
 _BY_NAME = {row.name: row for row in _ROWS}
 
 _UNKNOWN = "ROLL takes any key into strategy_config and reads those only that it knows, so this one did nothing"
+# By how other systems call it, a degree that is near to the name of another one of ROLL's.
+_OF_OTHERS = dict.fromkeys(("cp_size", "sp_size", "context_parallel_size"), "model_args.ulysses_size")
 _NO_GRADIENTS = "fsdp2_infer makes no gradients"
 _FOR_GRADIENTS = {
     "reduce_dtype",
@@ -448,6 +450,9 @@ def _findings(worker: Worker) -> Iterator[Finding]:
         if key in worker.misshapen:
             yield Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason="ROLL takes a mapping here, and "
                 "fails with this", hint="write its keys below it, or remove it")  # fmt: skip
+        elif key in _OF_OTHERS:
+            usual = Finding(key=key, value=value, outcome=Outcome.NEEDS_DECISION, reason="", known=False)
+            yield undecided(usual, _UNKNOWN, f"as trained: remove it; ROLL's own word is {_OF_OTHERS[key]}")
         elif row is None:
             yield unknown_key(key, value, _BY_NAME, _UNKNOWN)
         elif problem := _problem(worker, row):

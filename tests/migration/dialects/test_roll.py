@@ -380,6 +380,7 @@ def test_values_that_ask_for_nothing_stand_in_no_ones_way(row: Any):
             Outcome.NEEDS_DECISION,
             "wrap_policy.wrap_embeddings",
         ),
+        ({"cp_size": 2}, "cp_size", Outcome.NEEDS_DECISION, "model_args.ulysses_size"),  # not ep_size
         ({"use_batched_model_update": False}, "use_batched_model_update", Outcome.UNNEEDED, "remove it"),
     ],
 )

@@ -1,0 +1,95 @@
+"""Which modules are recomputed or offloaded: by a model's own hooks, or by the classes that the configuration names."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from composer_fsdp2._torch.private_names import ActivationWrapper
+from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.fsdp1.children import hook_of, is_metric, wrapped_children
+from composer_fsdp2.fsdp1.classes import classes_named
+from composer_fsdp2.sharding.modules import has_forward, outside_compilation
+from composer_fsdp2.sharding.ties import join
+
+CheckFn = Callable[[nn.Module], Any]
+_POLICY = "activation_checkpointing_policy"
+
+
+def choose_recomputed(model: nn.Module, config: ShardingConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The paths of what is recomputed or offloaded, and what the report says of the classes that choose it."""
+    if not config.activation_checkpointing.enabled:
+        return (), ()
+    names = config.activation_checkpointing.classes
+    if names is None:
+        return tuple(select_checkpointed(model, below_unwrapped=config.shard_below_unwrapped)), ()
+    types = classes_named(model, names, key=_POLICY, otherwise=config.wrap.classes)
+    paths = select_checkpointed(
+        model,
+        lambda module: isinstance(module, types) and has_forward(module),
+        below_unwrapped=config.shard_below_unwrapped,
+    )
+    return tuple(paths), tuple(_notes_of_policy(model, types, paths))
+
+
+def select_checkpointed(
+    model: nn.Module, check_fn: CheckFn | None = None, *, below_unwrapped: bool = False
+) -> list[str]:
+    """The paths whose activations the model's hooks want recomputed, children before parents; only reads.
+
+    Args:
+        check_fn: Asked instead of the hooks.
+        below_unwrapped: Also in direct children with ``_fsdp_wrap = False``, as Composer's FSDP2 did.
+    """
+    paths: list[str] = []
+    modules = dict(model.named_modules(remove_duplicate=False))
+    children = {name: child for name, child in model.named_children() if not is_metric(child)}
+    for name, child in (children if below_unwrapped else wrapped_children(model)).items():
+        choose = check_fn or hook_of(child, "activation_checkpointing_fn")
+        found = [path for path, module in _bottom_up(child, name, set()) if _is_checkpointed(path, module, choose)]
+        paths.extend(outside_compilation(modules, path)[0] for path in found)
+    return list(dict.fromkeys(paths))
+
+
+def _notes_of_policy(model: nn.Module, types: Sequence[type[nn.Module]], checkpointed: Sequence[str]) -> Iterator[str]:
+    """Whom the configuration keeps from choosing, and what it chose in vain."""
+    unasked = [name for name, child in wrapped_children(model).items() if hook_of(child, "activation_checkpointing_fn")]
+    if unasked:
+        yield f"{_POLICY} takes the place of the activation_checkpointing_fn of {and_more(unasked)}, which is not asked"
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # A compiled module is wrapped from outside.
+    chosen = [module for path in checkpointed for module in (modules[path], *modules[path].children())]
+    for cls in types:
+        if not any(isinstance(module, cls) for module in chosen):
+            yield (
+                f"{_POLICY} names {cls.__name__}, and none is chosen: each lies in a part that FSDP1 left out, has "
+                "_activation_checkpointing = False or no forward to run again, or is wrapped already"
+            )
+
+
+def _is_checkpointed(path: str, module: nn.Module, choose: CheckFn | None) -> bool:
+    if isinstance(module, ActivationWrapper):
+        return False
+    if hasattr(module, "_activation_checkpointing"):
+        return bool(module._activation_checkpointing)
+    if choose is None:
+        return False
+    try:
+        return bool(choose(module))
+    except Exception as error:
+        raise PlanError(
+            f"activation_checkpointing_fn raised {type(error).__name__} for module {path!r} "
+            f"({type(module).__name__}): {error}"
+        ) from error
+
+
+def _bottom_up(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    seen.add(module)
+    if isinstance(module, ActivationWrapper):
+        return  # the user wrapped it: what lies inside is theirs
+    for name, child in module.named_children():
+        if child not in seen:
+            yield from _bottom_up(child, join(path, name), seen)
+    yield path, module

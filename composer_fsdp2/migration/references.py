@@ -1,0 +1,102 @@
+"""What else in a file depends on the text of a section: aliases of its anchor, and interpolations that refer to it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.changes import Change
+from composer_fsdp2.migration.dialect import Section
+from composer_fsdp2.migration.documents import Document, differences, with_entries
+from composer_fsdp2.migration.paths import Path, value_at
+
+
+def with_shared(document: Document, path: Path, sections: Sequence[Path], change: Change) -> Change:
+    """A section's change, if the section may be written somewhere else: another section's change does for it, or it is
+    written out in its place, with a finding.
+    """
+    written_as = document.written_as(path) if change.edits else ""
+    if not written_as:
+        return change
+    if document.stands_for(path, sections) is not None:
+        meant = change.meant if document.has_aliases else ()
+        return replace(change, edits=(), meant=meant, gone=(), come=())
+    finding = Finding(
+        key="alias",
+        value="",
+        outcome=Outcome.UNNEEDED,
+        target="the section itself",
+        reason=f"the section was {written_as}, and is written out here; what it stood for stays as it was",
+        hint="remove that, if nothing else uses it",
+        origin=Origin.WRITING,
+    )
+    return replace(change, findings=(*change.findings, finding))
+
+
+def shared_findings(
+    document: Document, new_values: Any, sections: Sequence[Section], changes: Sequence[Change]
+) -> Iterator[Finding]:
+    """Findings for what stands outside of the sections and would mean something else with the new values.
+
+    Raises:
+        ConfigError: what was written is not what was meant; names file and line.
+    """
+    gone = {path for change in changes for path in change.gone}
+    usual = Finding(key="", value="", outcome=Outcome.NEEDS_DECISION, reason="", origin=Origin.WRITING)
+    for path, line in document.references():
+        lost = next((each for each in gone if path[: len(each)] == each), None)
+        if lost is not None and not document.holds_line(lost, line):
+            yield replace(
+                usual,
+                key="interpolation",
+                value="${" + ".".join(map(str, path)) + "}",
+                reason=f"line {line} refers to a key that is not there any more",
+                hint="write the value there",
+            )
+    if _changes_elsewhere(document, new_values, sections, changes):
+        yield replace(
+            usual,
+            key="anchor",
+            reason="another part of the file is an alias of something in this section, and would change with it",
+            hint="write out what the alias stands for",
+        )
+
+
+def _changes_elsewhere(
+    document: Document, new_values: Any, sections: Sequence[Section], changes: Sequence[Change]
+) -> bool:
+    """Whether the edits changed something else, too, which is an alias of what they changed.
+
+    Raises:
+        ConfigError: they changed something otherwise than they were meant to.
+    """
+    meant = document.values
+    for section, change in zip(sections, changes, strict=True):
+        if change.meant and isinstance(value_at(meant, section.path), str):  # an interpolation, to be written out
+            *above, key = section.path
+            meant = with_entries(meant, tuple(above), {str(key): [(str(key), section.given)]})
+        for edit in change.meant:
+            meant = with_entries(meant, edit.path, edit.replacements, edit.additions)
+    wrong = list(differences(meant, new_values))
+    own = [
+        *(section.path for section in sections),
+        *(path for change in changes for path in (*change.gone, *change.come)),
+    ]
+    bad = next((path for path in wrong if not document.has_aliases or any(path[: len(o)] == o for o in own)), None)
+    if bad is not None:
+        raise not_as_meant(document, bad, sections[0])
+    return bool(wrong)
+
+
+def not_as_meant(document: Document, path: Path, section: Section) -> ConfigError:
+    """For a text that came out wrong, which nobody gets."""
+    way_out = (
+        "write out what stands in the file as an alias of something in the section"
+        if document.has_aliases
+        else "write the section in lines of key: value, and please report the file as a fault of composer-fsdp2's"
+    )
+    return ConfigError(
+        f"{document.name}:{document.line_of(section.path)}:1: the new text would not say what it should at "
+        f"{'.'.join(map(str, path)) or 'its top'}, so nothing was written; {way_out}"
+    )
