@@ -155,7 +155,7 @@ def _draw(fsdp1: dict[int, float], fsdp2: dict[int, float], resume_at: int) -> N
     top.axvline(resume_at, color="tab:gray", linestyle=":")
     top.annotate(
         "FSDP1's checkpoint",
-        (resume_at, 0.02),
+        (resume_at, 0.92),
         xycoords=("data", "axes fraction"),
         xytext=(4, 0),
         textcoords="offset points",

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _NAMES = " or ".join(", ".join(DIALECTS).rsplit(", ", 1))
 
 
+def _dialects(incomplete: str) -> list[str]:
+    return [name for name in DIALECTS if name.startswith(incomplete)]
+
+
 def _print_schema(is_asked: bool) -> None:
     if is_asked:
         print(explaining.SCHEMA.read_text(), end="")
@@ -31,10 +35,11 @@ def explain(
     asked: str = typer.Argument(
         None,
         metavar="KEY|VALUE",
+        autocompletion=explaining.beginning_with,
         help="As it stands in a file: KEY, PATH.KEY, a VALUE such as HYBRID_SHARD, or KEY=VALUE.",
     ),
     everything: bool = typer.Option(False, "--all", help="Every key of every dialect."),
-    dialect: str = typer.Option(None, "--dialect", help=f"Only this dialect: {_NAMES}."),
+    dialect: str = typer.Option(None, "--dialect", help=f"Only this dialect: {_NAMES}.", autocompletion=_dialects),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     json_schema: bool = typer.Option(
         False, "--json-schema", callback=_print_schema, is_eager=True, help="Print the JSON schema of that object."

@@ -249,19 +249,21 @@ def _told_once(
     Returns:
         The findings of the section, and those of the target that no key stands for.
     """
-    left, settled = list(lacks), []
+    of_keys: list[Finding] = []
+    settled = []
     for finding in told:
         row = reading.rows.get(finding.key)
-        lack = next((each for each in left if row is not None and each.key in _asked_by(row)), None)
+        lack = next((each for each in lacks if row is not None and each.key in _asked_by(row)), None)
         if finding.asks and lack is not None:
-            left.remove(lack)
+            of_keys.append(lack)
             finding = _by_target(finding, lack)
         elif finding.asks and row is not None and finding.outcome.blocks and (same := target.row_for(row.capability)):
             reason = f"{same.meaning or same.name}, there as here"
             finding = replace(finding, outcome=Outcome.EXACT, target=same.name, reason=reason, hint="")
         settled.append(finding)
     by_name = {row.name: finding for finding in settled if (row := reading.rows.get(finding.key)) is not None}
-    return [_as_detail(each, reading.rows.get(each.key), by_name, target) for each in settled], left
+    details = [_as_detail(each, reading.rows.get(each.key), by_name, target) for each in settled]
+    return details, [each for each in lacks if each not in of_keys]
 
 
 def _asked_by(row: Row) -> tuple[str, ...]:
@@ -270,9 +272,8 @@ def _asked_by(row: Row) -> tuple[str, ...]:
 
 
 def _by_target(finding: Finding, lack: Finding) -> Finding:
-    return replace(
-        finding, outcome=lack.outcome, target=lack.target, reason=lack.reason, hint=lack.hint or finding.hint
-    )
+    hint = lack.hint or (finding.hint if lack.outcome.blocks else "")  # no way out is worse than its system's own
+    return replace(finding, outcome=lack.outcome, target=lack.target, reason=lack.reason, hint=hint)
 
 
 def _as_detail(finding: Finding, row: Row | None, by_name: Mapping[str, Finding], target: Dialect) -> Finding:

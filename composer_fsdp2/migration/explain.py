@@ -261,6 +261,12 @@ def nearest(asked: str, *, dialect: str | None = None) -> dict[str, list[str]]:
     return near
 
 
+def beginning_with(incomplete: str) -> list[str]:
+    """The keys and the words of all dialects that begin so, as a shell completes them; keys by their last name."""
+    known = (name for of in DIALECTS.values() for names in _known(of, with_values=True) for name in names)
+    return sorted({name for name in known if name.startswith(incomplete) and "." not in name})
+
+
 def _known(dialect: Dialect, *, with_values: bool) -> tuple[dict[str, str], dict[str, str]]:
     """Every name of a key, and every word that is a value, each with how it is asked for."""
     keys: dict[str, str] = {}

@@ -34,6 +34,8 @@ COMPLETED = {
     "composer-fsdp2 migrate sett": "composer-fsdp2 migrate settings.yaml ",
     "composer-fsdp2 checkpoint con": "composer-fsdp2 checkpoint convert ",
     "composer-fsdp2 checkpoint convert a b --to mono": "composer-fsdp2 checkpoint convert a b --to monolithic ",
+    "composer-fsdp2 explain limit_all": "composer-fsdp2 explain limit_all_gathers ",
+    "composer-fsdp2 explain x --dialect tor": "composer-fsdp2 explain x --dialect torchtitan ",
     "composer-fsdp2 run sett": "composer-fsdp2 run settings.yaml ",
 }
 

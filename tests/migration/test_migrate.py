@@ -170,6 +170,17 @@ def test_a_file_that_its_own_system_can_use_no_more_says_so():
     assert not any(each.key == "the rest of the file" for each in own)
 
 
+def test_a_key_is_told_what_becomes_of_it_in_the_target():
+    """Composer's meaning stood there as "exact", and further down what the target does otherwise."""
+    text = "fsdp_config: {activation_checkpointing: true, backward_prefetch_limit: 2, verbose: true}\n"
+    migration = migrate_text(text, "run.yaml", to="roll")
+    assert found(migration, "backward_prefetch_limit").outcome is Outcome.APPROXIMATE
+    for to in ("roll", "accelerate", "torchtitan", "axolotl"):
+        findings = migrate_text(text, "run.yaml", to=to).sections[0].findings
+        keys = {row.capability for row in DIALECTS["composer"].rows if row.name in text}
+        assert not [each.key for each in findings if each.origin is Origin.LACKING and each.key in keys], to
+
+
 def test_a_section_of_the_targets_that_stood_there_is_not_doubled():
     """Two `strategy_args` were written, of which a reader takes the last."""
     text = "fsdp_config:\n  sharding_strategy: FULL_SHARD\nstrategy_args: {a: 1}\n"

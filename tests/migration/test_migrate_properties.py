@@ -184,14 +184,15 @@ def parts_of(run: RunConfig) -> dict[str, Any]:
 
 
 def parts_of_key(finding: Finding) -> list[str]:
-    """What a key of Composer's own is about, where its finding says that the target lacks a word for it."""
-    if finding.origin is not Origin.KEY:
+    """What a key of Composer's own is about, where its finding says what the target lacks of it."""
+    if finding.origin is not Origin.KEY or finding.outcome is Outcome.EXACT:
         return []
-    if finding.key == "freeze" and finding.outcome.blocks:  # other parameters would be trained
-        return ["freeze"]
-    if finding.key == "wrap_policy" and finding.outcome is not Outcome.EXACT:
+    if finding.key == "freeze" and not finding.outcome.blocks:  # other parameters would be trained
+        return []
+    if finding.key == "wrap_policy":
         return ["wrap.others"] if "no word for" in finding.reason else ["wrap."]
-    return []
+    row = DIALECTS["composer"].row_of(finding.key)
+    return PARTS.get(row.capability, []) if row is not None else []
 
 
 @pytest.mark.parametrize("to", ["roll", "torchtitan", "accelerate", "axolotl"])

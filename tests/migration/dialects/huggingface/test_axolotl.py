@@ -356,7 +356,7 @@ def test_what_no_word_of_axolotls_holds_is_told() -> None:
     assert any("as many ranks as it is launched with" in each.reason and each.hint == "launch 2" for each in told)
     assert any("without reentering" in each.reason for each in told)
     (section,) = migrate_text("fsdp_config: {activation_cpu_offload: true}\n", "run.yaml", to="axolotl").sections
-    (offload,) = [each for each in section.findings if each.key == "activation offloading"]
+    (offload,) = [each for each in section.findings if each.key == "activation_cpu_offload"]
     assert offload.outcome is Outcome.APPROXIMATE and "recomputes" in offload.reason
 
 
