@@ -372,7 +372,7 @@ _ROWS: tuple[Row, ...] = (
     Row(name="state_dict_type", capability="state_dict_type",
         default="full", outcome=_EXACT, target="", takes=_STATE_DICT_TYPE,
         aspect=Aspect.STATE_DICT, meaning="what a checkpoint is: full (one file) or sharded (a DCP folder)",
-        reason="the same form of checkpoint; FSDP1's default, full, stays",
+        reason="the same form of checkpoint as before; FSDP1's default, full, stays",
         elsewhere=f"{_READ}; its own default is sharded"),
     Row(name="sync_module_states", capability="sync_module_states", takes=BOOL, default=False, outcome=_EXACT,
         target="a broadcast per unit before it is sharded", aspect=Aspect.SYNC, rewrite=_rewrite_sync,
