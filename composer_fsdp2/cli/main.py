@@ -47,7 +47,8 @@ def _options(
 
 
 def main() -> None:
-    """The console script. Exit code: the script's own for ``run`` and ``train``, 2 if there is nothing to run."""
+    """The console script. Exit code: the script's own for ``run`` and ``train``, 2 if there is nothing to run; 141, as
+    of a command that SIGPIPE ends, where nobody reads the output of another verb any more."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names that a terminal cannot show are told with escapes
             with contextlib.suppress(OSError):  # a stream that cannot say where it stands
@@ -71,7 +72,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if is_full:
             print(f"composer-fsdp2: standard output cannot be written: {error.strerror}", file=sys.stderr)
-        sys.exit(2 if is_full else 128 + signal.SIGPIPE)  # as of a command that ends by it: no finding
+        sys.exit(2 if is_full else 128 + signal.SIGPIPE)
     except IncompatibleVersionError as error:
         print(f"composer-fsdp2: {error}", file=sys.stderr)
         sys.exit(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,15 @@ def test_nothing_is_printed_that_needs_a_decision(folder: Path):
     assert (done.returncode, done.stdout) == (1, "")
     printed = " ".join(done.stderr.split())
     assert "did you mean sharding_strategy?" in printed and "--force" in printed
+
+
+def test_a_reader_who_has_seen_enough_is_no_decision(folder: Path):
+    """`migrate run.yaml | head` ended with 1, by which a CI knows that something is left to decide."""
+    command = [sys.executable, "-m", "composer_fsdp2", "migrate", "good.yaml"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_write_keeps_a_copy_and_runs_twice(folder: Path):

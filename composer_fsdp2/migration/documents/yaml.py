@@ -131,7 +131,6 @@ def _block_edits(
         lines[last.key] += added
     elif added:
         behind = _line_end(text, last.end)  # where its comment ends, which stays
-        behind -= text[behind - 1] == "\r"
         yield Edit(behind, behind, "".join(f"\n{column}{line}" for line in added))
     if lines.keys() == entries.keys() and not any(lines.values()):
         lines[last.key] = ["{}"]

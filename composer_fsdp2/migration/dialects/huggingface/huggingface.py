@@ -218,7 +218,7 @@ class HuggingFaceDialect(Dialect):
             return (_READS_DEGREES,)
         if row.name == SEQUENCE_DTYPE:
             return (_READS_SEQUENCES,)
-        return tuple(Reader(name).value for name in self.readers if reads(Reader(name), row)) or (NOBODY,)
+        return tuple(each.value for each in Reader if each in self.readers and reads(each, row)) or (NOBODY,)
 
     def instead(self, row: Row) -> Mapping[str, str]:
         # A Trainer of transformers 4.51.3 passes over names with the prefix, those of keys that it reads as well.
