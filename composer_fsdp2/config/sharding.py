@@ -102,6 +102,7 @@ class ShardingConfig(Value):
     ``sync_module_states`` None: rank 0's values go out only where some ranks have none.
     ``collective_guard``: for how many seconds ranks wait for each other before a collective; None: they do not compare.
     ``freeze``: paths; parameters there and below are not trained.
+    ``context_parallel_degree``: over how many ranks the sequences of a batch are divided.
     ``ignored_modules``: modules of the model, or their paths; a plan has the paths.
     ``shard_below_unwrapped``: what is chosen below a direct child with ``_fsdp_wrap = False`` is sharded, as under
     Composer's FSDP2; else such a child is left out with all below it, as under FSDP1.
@@ -118,6 +119,7 @@ class ShardingConfig(Value):
     collective_guard: float | None = None
     sync_module_states: bool | None = False
     freeze: tuple[str, ...] = ()
+    context_parallel_degree: int = 1
     ignored_modules: tuple[Any, ...] = ()
     shard_below_unwrapped: bool = False
 

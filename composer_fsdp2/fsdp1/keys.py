@@ -439,6 +439,12 @@ _ROWS: tuple[Row, ...] = (
         "are about to do",
         reason="ranks that run different modules raise on all of them and name the place, instead of hanging; each "
         "collective costs a small one more"),
+    Row(name="context_parallel_degree", capability="context parallelism", takes=POSITIVE_INT, default=1,
+        group=KeyGroup.OURS, outcome=_EXACT, target="attention that exchanges heads for sequence (Ulysses)",
+        neutral=(1,), sets="context_parallel_degree",
+        meaning="over how many ranks the sequences of a batch are divided; these ranks share one batch",
+        reason="each rank computes all but attention on its part of the sequence; parameters are sharded over all "
+        "ranks, as without it"),
     Row(name="freeze", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="requires_grad_(False), before the "
         "model is sharded", takes=_PREFIXES, neutral=(None,), aspect=Aspect.FREEZE, sets="freeze",
         capability="frozen parameters",

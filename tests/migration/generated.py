@@ -53,6 +53,7 @@ COMPOSER: Mapping[str, list[Any]] = {
     ],
     "activation_checkpointing_policy": [["LlamaDecoderLayer", "B"], "auto", None],
     "freeze": [["model.visual"], "model.embed."],
+    "context_parallel_degree": [1, 2],
     "sharding_stratgy": ["FULL_SHARD"],
     "made_up": [1, "text"],
 }
