@@ -18,6 +18,7 @@ from composer_fsdp2.fsdp1.hooks import initializers, read_hooks
 from composer_fsdp2.fsdp1.read import GivenConfig
 from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.translate import Translation, translate
+from composer_fsdp2.parallel.batches import start_data_blocks
 from composer_fsdp2.sharding.activations import caching_modules, turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.apply import apply_agreed_plan, check_plan
@@ -141,6 +142,7 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
 def _apply(model: nn.Module, plan: ShardingPlan, present: tuple[DeviceMesh, ...] = ()) -> None:
     apply_agreed_plan(model, plan, initializers(model), present=present)
     start_accumulation(model, plan.config.accumulation)
+    start_data_blocks(model, plan.config)
     if plan.config.collective_guard is not None:
         start_guard(model, plan.config.collective_guard)
 

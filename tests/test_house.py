@@ -50,7 +50,7 @@ ROOMS = {
         "atomic",
     ),
     "config": room(
-        "text value findings mesh rows wrap sharding choices __init__",
+        "text value findings mesh parallel rows wrap sharding choices __init__",
         rooms="errors",
     ),
     "_torch": room(
@@ -69,8 +69,13 @@ ROOMS = {
         rooms="errors config _torch sharding",
         packages="numpy torch",
     ),
+    "parallel": room(
+        "__init__ contents joining batches",
+        rooms="errors config _torch sharding training",
+        packages="torch",
+    ),
     "fsdp1": room(
-        "__init__ attributes objects parsing policy_words children classes experts keys policies towers "
+        "__init__ attributes objects parallel_words parsing policy_words children classes experts keys policies towers "
         "module_settings recomputed hooks read translate",
         rooms="errors config _torch sharding training",
         packages="omegaconf torch",
@@ -92,12 +97,12 @@ ROOMS = {
     ),
     "prepare": room(
         "prepare",
-        rooms="errors config sharding training fsdp1",
+        rooms="errors config sharding training parallel fsdp1",
         packages="torch",
     ),
     "__init__": room(
         "__init__",
-        rooms="errors config _torch sharding training fsdp1 checkpoint prepare",
+        rooms="errors config _torch sharding training parallel fsdp1 checkpoint prepare",
     ),
     "migration": room(
         "__init__ paths processes run capabilities dialect documents/edits documents/json documents/toml "
@@ -115,7 +120,7 @@ ROOMS = {
         "optimizers pinned_copies remote seams algorithms auto_microbatch checkpoint_package configuration "
         "full_state loading monitors preflight saving sharding async_saving training checkpoint_saver "
         "install __init__",
-        rooms="errors atomic config _torch sharding training fsdp1 checkpoint prepare",
+        rooms="errors atomic config _torch sharding training parallel fsdp1 checkpoint prepare",
         packages="composer llmfoundry omegaconf torch torchmetrics",
     ),
     "cli": room(

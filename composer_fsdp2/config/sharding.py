@@ -4,7 +4,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_fsdp2.config.mesh import MeshSpec, divisors_text
+from composer_fsdp2.config.mesh import AxisRole, MeshSpec, divisors_text
+from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.config.wrap import Wrap
 from composer_fsdp2.errors import ConfigError
@@ -103,6 +104,8 @@ class ShardingConfig(Value):
     ``collective_guard``: for how many seconds ranks wait for each other before a collective; None: they do not compare.
     ``freeze``: paths; parameters there and below are not trained.
     ``context_parallel_degree``: over how many ranks the sequences of a batch are divided.
+    ``check_data``: whether ranks that share a batch compare it; None: yes.
+    ``broadcast_batch``: how they come to have the same one; None: as ``batches_are`` says.
     ``ignored_modules``: modules of the model, or their paths; a plan has the paths.
     ``shard_below_unwrapped``: what is chosen below a direct child with ``_fsdp_wrap = False`` is sharded, as under
     Composer's FSDP2; else such a child is left out with all below it, as under FSDP1.
@@ -120,11 +123,44 @@ class ShardingConfig(Value):
     sync_module_states: bool | None = False
     freeze: tuple[str, ...] = ()
     context_parallel_degree: int = 1
+    check_data: bool | None = None
+    broadcast_batch: BroadcastBatch | None = None
     ignored_modules: tuple[Any, ...] = ()
     shard_below_unwrapped: bool = False
 
     def __post_init__(self) -> None:
         check_reshard_degree(self.reshard_after_forward, self.mesh)
+
+    @property
+    def data_block_size(self) -> int:
+        """How many ranks in a row share one batch: those that split its layers, or its sequences."""
+        return self.mesh.degree(AxisRole.TENSOR) * self.context_parallel_degree
+
+    @property
+    def batches_are(self) -> BroadcastBatch:
+        """How these ranks come to have the same batch: by default gathered where sequences are divided.
+
+        A kind of parallelism whose configurations read different data on every rank sets ``broadcast_batch`` where it
+        is None.
+        """
+        if self.broadcast_batch is not None:
+            return self.broadcast_batch
+        return BroadcastBatch.GATHER if self.context_parallel_degree > 1 else BroadcastBatch.OFF
+
+    def check_data_blocks(self, world_size: int) -> None:
+        """Raise where the ranks that share a batch are not a whole number of such groups.
+
+        Raises:
+            ConfigError: names the degrees, and which product would do.
+        """
+        if world_size % self.data_block_size == 0:
+            return
+        raise ConfigError(
+            f"world size {world_size} is not a multiple of the {self.data_block_size} ranks that share one batch "
+            f"(tensor_parallel_degree {self.mesh.degree(AxisRole.TENSOR)} x context_parallel_degree "
+            f"{self.context_parallel_degree}); let the product be {divisors_text(world_size)}",
+            keys=("context_parallel_degree",),
+        )
 
 
 def check_reshard_degree(reshard_after_forward: bool | int, mesh: MeshSpec, where: str = "") -> None:

@@ -15,6 +15,7 @@ from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Aspect, Row, idle, takes_by, takes_if
 from composer_fsdp2.config.sharding import GradientDtype, GradientSync, MixedPrecision
+from composer_fsdp2.fsdp1.parallel_words import parse_broadcast_batch, parse_check_data
 from composer_fsdp2.fsdp1.parsing import (
     DTYPE_KEYS,
     STATE_DICT_TYPES,
@@ -246,6 +247,8 @@ _STRATEGY = takes_by("a string", parse_strategy, tuple(each.value for each in Sh
 _BACKWARD_PREFETCH = takes_by("a string", parse_backward_prefetch, tuple(each.value for each in BackwardPrefetch))
 _GRADIENT_SYNC = takes_by("a string", parse_gradient_sync, tuple(each.value for each in GradientSync))
 _STATE_DICT_TYPE = takes_by("a string or null", parse_state_dict_type, (*filter(None, STATE_DICT_TYPES), "local"))
+_BROADCAST_BATCH = takes_by("false, first, gather or null", parse_broadcast_batch, (False, "first", "gather"))
+_CHECK_DATA = takes_by("true, false or null", parse_check_data, (True, False))
 _SECONDS = takes_by("a number of seconds, or null", parse_seconds)
 _MIXED_PRECISION = takes_by(
     "FULL, DEFAULT, PURE, a dict of dtypes, a MixedPrecision or a MixedPrecisionPolicy", parse_mixed_precision
@@ -432,6 +435,19 @@ _ROWS: tuple[Row, ...] = (
         target="a background thread with a gloo group of its own", aspect=Aspect.ASYNC_SAVE,
         meaning="training goes on while a Trainer's checkpoint is written from a copy in host memory",
         reason="read by the Trainer's checkpoint saver; needs host memory for one more shard, pinned beside a GPU"),
+    Row(name="broadcast_batch", capability="broadcast_batch", takes=_BROADCAST_BATCH, default=None,
+        group=KeyGroup.OURS, outcome=_EXACT, target="a broadcast or a gather of each batch, over gloo", neutral=(None,),
+        sets="broadcast_batch",
+        meaning="how ranks that share a batch (a tensor or context axis above 1) come to have the same one: false "
+        "(their loaders give it to each of them), first (the first rank's goes to all), gather (they take the rows of "
+        "all of them); without the key gather where sequences are divided, else false",
+        reason="false is what Composer did; under first the other ranks' samples are read and not trained on, under "
+        "gather no sample is lost"),
+    Row(name="check_data", capability="check_data", takes=_CHECK_DATA, default=None, group=KeyGroup.OURS,
+        outcome=_EXACT,
+        target="a hash of the first batch of each epoch and evaluation", neutral=(None,), sets="check_data",
+        meaning="whether ranks that share a batch compare it, and raise where it differs; without the key they do",
+        reason="under FSDP1 such ranks trained on parts of different samples, with finite losses and no error"),
     Row(name="collective_guard", capability="collective_guard", default=None, group=KeyGroup.OURS, outcome=_EXACT,
         target="the connections of the votes: local sockets, and one gloo group of the nodes' first ranks",
         takes=_SECONDS, neutral=(None,), sets="collective_guard",

@@ -73,6 +73,8 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
     ),
     "reshard_after_backward": lambda run: _if("no", not run.config.accumulation.reshard_after_backward),
     "collective_guard": lambda run: run.config.collective_guard,
+    "check_data": lambda run: run.config.check_data,
+    "broadcast_batch": lambda run: run.config.broadcast_batch and str(run.config.broadcast_batch.value).lower(),
     "sync_module_states": lambda run: _SYNC[run.config.sync_module_states],
     "ignored_modules": lambda run: _if(run.config.ignored_modules, run.config.ignored_modules),
     "state_dict_type": lambda run: run.state_dict_type,

@@ -72,6 +72,7 @@ def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoi
         *_notes_of_parameters(units, selection.uses),
         *_notes_of_groups(units),
         *_notes_of_recomputation(config.activation_checkpointing, recomputation, caching),
+        *_notes_of_batches(config),
     )
     return ShardingPlan(
         config=replace(config, ignored_modules=tuple(ignored), activation_checkpointing=recomputation),
@@ -218,6 +219,14 @@ def _notes_of_recomputation(
             f"use_cache is off in training for {and_more(models)}: a layer that is recomputed would add to the cache "
             "twice, and its gradients be wrong; generate() caches as before"
         )
+
+
+def _notes_of_batches(config: ShardingConfig) -> Iterator[str]:
+    how = config.broadcast_batch
+    given = {"check_data": config.check_data, "broadcast_batch": None if how is None else how.value}
+    keys = [f"{key} {str(value).lower()}" for key, value in given.items() if value]
+    if keys and config.data_block_size == 1:
+        yield f"{' and '.join(keys)}: no ranks share a batch (no tensor or context axis is above 1); nothing to do"
 
 
 def _notes_of_parameters(units: Sequence[ShardUnit], uses: Sequence[ParameterUse]) -> Iterator[str]:

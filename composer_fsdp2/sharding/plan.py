@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sharding import Accumulation, GradientSync, MixedPrecision, ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.value import Value, json_text
@@ -113,8 +114,9 @@ class ShardingPlan(Value):
         """The plan with every mesh's open degrees filled in.
 
         Raises:
-            ConfigError: a mesh does not fit ``world_size``.
+            ConfigError: a mesh does not fit ``world_size``, or what ranks share a batch does not.
         """
+        self.config.check_data_blocks(world_size)
         every = (self.mesh, *(unit.mesh for unit in self.units))
         meshes = {id(mesh): mesh for mesh in every}  # few, of many units
         resolved = {number: mesh.resolve(world_size) for number, mesh in meshes.items()}
@@ -175,6 +177,7 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
     if plan.frozen:
         yield f"  frozen: {and_more(plan.frozen)} [{', '.join(plan.config.freeze)}]"
     yield from _checkpointing_line(plan)
+    yield from _batches_line(plan.config)
     accumulation, guard = plan.config.accumulation, plan.config.collective_guard
     if accumulation != Accumulation():
         kept = "" if accumulation.reshard_after_backward else ", parameters kept unsharded between them"
@@ -190,6 +193,20 @@ def _unit_line(unit: ShardUnit, of_model: MeshSpec) -> str:
     mesh = f", {unit.mesh}" if unit.mesh != of_model else ""
     name = " + ".join(unit.modules) if unit.name else "(the model)"
     return f"  {name}: {unit.numel:,} parameters, {role}{offload}{mesh} [{unit.reason}]"
+
+
+_BATCH_WORDS = {
+    BroadcastBatch.OFF: "as their loaders give it to each of them",
+    BroadcastBatch.FIRST: "that of the first of them",
+    BroadcastBatch.GATHER: "the rows that all of them read",
+}
+
+
+def _batches_line(config: ShardingConfig) -> Iterator[str]:
+    if config.data_block_size > 1:
+        compared = "not compared" if config.check_data is False else "compared at first batches"
+        how = _BATCH_WORDS[config.batches_are]
+        yield f"  batches: each {config.data_block_size} ranks share one, {how}; {compared}"
 
 
 def _checkpointing_line(plan: ShardingPlan) -> Iterator[str]:

@@ -54,6 +54,8 @@ COMPOSER: Mapping[str, list[Any]] = {
     "activation_checkpointing_policy": [["LlamaDecoderLayer", "B"], "auto", None],
     "freeze": [["model.visual"], "model.embed."],
     "context_parallel_degree": [1, 2],
+    "check_data": [True, False, None],
+    "broadcast_batch": [False, "first", "gather", None, "all"],
     "sharding_stratgy": ["FULL_SHARD"],
     "made_up": [1, "text"],
 }

@@ -18,6 +18,7 @@ from support.runs import run_with
 from composer_fsdp2 import translate
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
+from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sharding import (
     Accumulation,
     ActivationCheckpointing,
@@ -300,6 +301,8 @@ CONFIGS = st.builds(
         Accumulation, gradient_sync=st.sampled_from(GradientSync), reshard_after_backward=st.booleans()
     ),
     collective_guard=st.sampled_from([None, 30.0]),
+    check_data=st.sampled_from([None, True, False]),
+    broadcast_batch=st.sampled_from([None, *BroadcastBatch]),
     sync_module_states=st.booleans(),
 )
 

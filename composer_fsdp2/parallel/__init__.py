@@ -1,0 +1,1 @@
+"""What ranks compute together beside sharding: layers, sequences and batches that they share."""
