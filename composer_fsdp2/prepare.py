@@ -1,6 +1,7 @@
 """The front door, in FSDP1's shape: translate, read the model's hooks, plan, agree, apply."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 
+from composer_fsdp2._torch.meshes import parent_mesh
 from composer_fsdp2.config.findings import Outcome
+from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.sharding import ActivationCheckpointing, ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ConfigError, PlanError, UnsupportedError
@@ -17,8 +21,11 @@ from composer_fsdp2.fsdp1.attributes import open_fsdp1_attributes
 from composer_fsdp2.fsdp1.hooks import initializers, read_hooks
 from composer_fsdp2.fsdp1.read import GivenConfig
 from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
+from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.batches import start_data_blocks
+from composer_fsdp2.parallel.order import refuse_illegal
+from composer_fsdp2.parallel.tensor import TensorPlan, plan_split, read_split, split_mesh
 from composer_fsdp2.sharding.activations import caching_modules, turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.apply import apply_agreed_plan, check_plan
@@ -41,6 +48,8 @@ def prepare_fully_shard(
     device: Any = None,
     auto_microbatching: bool = False,
     te_rng_seed: int = 1234,
+    *,
+    tensor_parallel: Any = None,
 ) -> tuple[list[Any], dict[str, nn.Module]]:
     """Shard ``model`` with ``fully_shard`` as Composer's ``prepare_fsdp_module`` sharded it with FSDP1.
 
@@ -53,6 +62,10 @@ def prepare_fully_shard(
         device: Composer's Device, a torch.device or a string; None is CUDA where there is one.
         auto_microbatching: Composer's ``device_train_microbatch_size='auto'``. Changes nothing here: the Trainer's own
             loop votes and repeats, under the shim.
+        tensor_parallel: Composer's TPConfig or a mapping with its keys, ``tensor_parallel_degree`` and ``layer_plan``:
+            layers are split over consecutive ranks before the model is sharded over the others. The ranks of one such
+            group train on the same batch. A model that the script itself split by torch's ``parallelize_module``, along
+            a slice of one mesh with the tensor axis last, is taken as it is.
         te_rng_seed: Seed of Transformer Engine's checkpointing (``te_checkpoint_wrapper`` under ``amp_fp8``).
     Returns:
         ``(hook_handles, fsdp_modules)``, both empty: they served FSDP1's automatic microbatching.
@@ -65,7 +78,7 @@ def prepare_fully_shard(
     """
     require_process_group("prepare_fully_shard")
     translation, plan, present = agree(
-        lambda: _decide(model, optimizers, fsdp_config, precision, device, te_rng_seed),
+        lambda: _decide(model, optimizers, fsdp_config, precision, device, te_rng_seed, tensor_parallel),
         lambda decided: decided[1].fingerprint,
     )
     _report(translation, plan)
@@ -85,6 +98,7 @@ def plan_sharding(
     optimizers: Optimizers = None,
     precision: str | None = None,
     strict: bool = True,
+    tensor_parallel: Mapping[str, ParallelStyle] | None = None,
 ) -> ShardingPlan:
     """Choose the FSDP units of ``model`` without touching it.
 
@@ -95,6 +109,8 @@ def plan_sharding(
         config: What ``translate`` gave.
         optimizers: Checked against the model, if given.
         precision: Composer's (``translate(...).precision``), for wrap functions whose settings say DEFAULT or PURE.
+        tensor_parallel: By the path of a module torch's style, for the tensor axis of ``config.mesh``. None where there
+            is no such axis, or the script has split the model already.
         strict: Whether gradients that cannot keep a low dtype, where a setting asks for it, are an error or a note.
     Raises:
         PlanError: the model is sharded already, a wrap function failed, the optimizer is another model's or holds
@@ -106,7 +122,10 @@ def plan_sharding(
     """
     refuse_sharded(model)
     check_optimizers(model, optimizers)
-    plan = decide_sharding(model, config, read_hooks(model, config, precision=precision))
+    split = _plan_split(model, config.mesh, tensor_parallel)
+    choices = read_hooks(model, config, precision=precision)
+    plan = decide_sharding(model, config, choices, split=split.modules, placements=split.placements)
+    refuse_illegal(plan)
     refuse_frozen(model, optimizers, plan.frozen)
     key, cast = "keep_low_precision_grads", cast_gradients(model, plan)
     if not cast:
@@ -118,6 +137,35 @@ def plan_sharding(
     if strict:
         raise UnsupportedError(f"{text}\n{_OR_NOT_STRICT}", keys=(key,))
     return replace(plan, notes=(*plan.notes, text))
+
+
+def _plan_split(
+    model: nn.Module, mesh: MeshSpec, layer_plan: Mapping[str, ParallelStyle] | None
+) -> TensorPlan:
+    """What is split along the tensor axis, by the plan or by the script before.
+
+    Raises:
+        PlanError: both, or the mesh has no such axis, or has one for nothing.
+    """
+    present, along = read_split(model)
+    if along is not None:
+        if layer_plan:
+            raise PlanError(
+                "the model is split by parallelize_module already, and there is a layer plan as well; pass the model "
+                "as it was built, or leave the plan out"
+            )
+        if mesh.tensor_degree != along.size():
+            raise PlanError(
+                f"the model is split over {along.size()} ranks already, but the mesh is {mesh.text}; give translate "
+                f"tensor_parallel_degree={along.size()}"
+            )
+        return present
+    if (mesh.tensor_degree > 1) != bool(layer_plan):
+        raise PlanError(
+            f"the mesh is {mesh.text}, and the layer plan of tensor parallelism names {len(layer_plan or ())} modules: "
+            "give both, a tensor_parallel_degree above 1 and a plan, or neither"
+        )
+    return plan_split(model, layer_plan, mesh.tensor_degree) if layer_plan else present
 
 
 def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
@@ -199,10 +247,16 @@ def _decide(
     precision: Any,
     device: Any,
     te_rng_seed: int,
+    tensor_parallel: Any,
 ) -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
-    """What will be done, and the mesh that the configuration brings, of which the plan knows the numbers alone."""
-    given = GivenConfig.read(fsdp_config)
-    translation = translate(given, precision=precision, device=device, world_size=dist.get_world_size())
+    """What will be done, and the meshes that the configuration brings, of which the plan knows the numbers alone."""
+    given, tensor, world_size = GivenConfig.read(fsdp_config), TensorParallel.read(tensor_parallel), dist.get_world_size()
+    refuse_sharded(model)
+    along = split_mesh(model, world_size)
+    degree = tensor.degree if along is None else along.size()
+    translation = translate(
+        given, precision=precision, device=device, world_size=world_size, tensor_parallel_degree=degree
+    )
     if translation.config is None:
         blocking = "\n".join(str(finding) for finding in translation.blocking)
         is_unsupported = any(finding.outcome is Outcome.UNSUPPORTED for finding in translation.blocking)
@@ -213,10 +267,16 @@ def _decide(
     checkpointing = replace(config.activation_checkpointing, transformer_engine_seed=te_rng_seed)
     config = replace(config, activation_checkpointing=checkpointing)
     plan = plan_sharding(
-        model, config, optimizers=optimizers, precision=translation.precision, strict=translation.strict
+        model,
+        config,
+        optimizers=optimizers,
+        precision=translation.precision,
+        strict=translation.strict,
+        tensor_parallel=tensor.layer_plan,
     )
-    present = (given.mesh,) if isinstance(given.mesh, DeviceMesh) else ()
-    return translation, plan.resolve(dist.get_world_size()), present
+    slices = (mesh for mesh in (given.mesh, tensor.mesh) if isinstance(mesh, DeviceMesh))
+    present = tuple(mesh for each in slices for mesh in (each, parent_mesh(each)))
+    return translation, plan.resolve(world_size), present
 
 
 def _report(translation: Translation, plan: ShardingPlan) -> None:

@@ -54,13 +54,13 @@ ROOMS = {
         rooms="errors",
     ),
     "_torch": room(
-        "api groups parts private_names repairs scaler collectives reset backward unit_parameters __init__",
+        "api groups meshes parts private_names repairs scaler collectives reset backward unit_parameters __init__",
         rooms="errors config",
         packages="torch",
     ),
     "sharding": room(
-        "__init__ agree buffers dtypes modules activations optimizer placements root_record sharded ties frozen "
-        "hosts materialize meshes units select plan decide apply",
+        "__init__ agree buffers dtypes modules activations placements optimizer root_record sharded ties frozen "
+        "hosts materialize meshes units select plan decide split apply",
         rooms="errors config _torch",
         packages="torch",
     ),
@@ -70,12 +70,13 @@ ROOMS = {
         packages="numpy torch",
     ),
     "parallel": room(
-        "__init__ contents joining batches",
+        "__init__ contents joining batches order tensor",
         rooms="errors config _torch sharding training",
         packages="torch",
     ),
     "fsdp1": room(
-        "__init__ attributes objects parallel_words parsing policy_words children classes experts keys policies towers "
+        "__init__ attributes objects parallel_words parsing policy_words children classes experts keys policies "
+        "tensor_words towers "
         "module_settings recomputed hooks read translate",
         rooms="errors config _torch sharding training",
         packages="omegaconf torch",
@@ -97,7 +98,7 @@ ROOMS = {
     ),
     "prepare": room(
         "prepare",
-        rooms="errors config sharding training parallel fsdp1",
+        rooms="errors config _torch sharding training parallel fsdp1",
         packages="torch",
     ),
     "__init__": room(

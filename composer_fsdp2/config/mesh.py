@@ -11,6 +11,7 @@ from composer_fsdp2.errors import ConfigError, GroupSizeError
 # looks an axis up by name finds it. A degree's key is the axis's name and "_degree"; the other key gives groups.
 REPLICATE_AXIS = "data_parallel_replicate"
 SHARD_AXIS = "data_parallel_shard"
+TENSOR_AXIS = "tensor_parallel"
 GROUPS_KEY = "process_group"
 
 
@@ -22,6 +23,9 @@ class AxisRole(enum.Enum):
     TENSOR = "tensor"
     CONTEXT = "context"
     EXPERT = "expert"
+
+
+_DATA_PARALLEL = (AxisRole.REPLICATE, AxisRole.SHARD)
 
 
 class GroupRule(enum.Enum):
@@ -145,10 +149,16 @@ class MeshSpec(Value):
             raise ConfigError(f"{' and '.join(keys)} are both -1; only one can be left open", keys=keys)
 
     @classmethod
-    def of_degrees(cls, shard: int = -1, replicate: int | None = None, *, device_type: str = "cpu") -> "MeshSpec":
-        """All ranks: ``replicate`` groups (None: no such axis) of ``shard`` ranks each."""
+    def of_degrees(
+        cls, shard: int = -1, replicate: int | None = None, *, tensor: int = 1, device_type: str = "cpu"
+    ) -> "MeshSpec":
+        """All ranks: ``replicate`` groups (None: no such axis) of ``shard`` ranks each.
+
+        With ``tensor`` above 1 each of these stands for so many consecutive ranks, which split layers between them.
+        """
         replicas = () if replicate is None else (_replicate(replicate),)
-        return cls(axes=(*replicas, _shard(shard)), device_type=device_type)
+        split = () if tensor == 1 else (MeshAxis(name=TENSOR_AXIS, role=AxisRole.TENSOR, size=tensor),)
+        return cls(axes=(*replicas, _shard(shard), *split), device_type=device_type)
 
     @classmethod
     def of_groups(
@@ -174,6 +184,17 @@ class MeshSpec(Value):
     @property
     def replicate_degree(self) -> int:
         return self.degree(AxisRole.REPLICATE)
+
+    @property
+    def tensor_degree(self) -> int:
+        return self.degree(AxisRole.TENSOR)
+
+    @property
+    def data_parallel(self) -> "MeshSpec":
+        """The axes that ``fully_shard`` gets: those along which ranks have different batches."""
+        if not self.axes_of(AxisRole.TENSOR):
+            return self
+        return replace(self, axes=tuple(axis for axis in self.axes if axis.role in _DATA_PARALLEL))
 
     @property
     def has_replicas(self) -> bool:
@@ -212,14 +233,13 @@ class MeshSpec(Value):
         Raises:
             ConfigError: two such axes of groups, which have no common group to average in.
         """
-        roles = (AxisRole.REPLICATE, AxisRole.SHARD)
-        first, *more = (axis for axis in self.axes if axis.role in roles)
+        first, *more = (axis for axis in self.axes if axis.role in _DATA_PARALLEL)
         if more and self.is_grouped:
             raise ConfigError("a pair of groups has no common group to average gradients in; give one")
         sizes = [axis.size for axis in (first, *more)]
         replicas = _replicate(-1 if -1 in sizes else math.prod(sizes), first.groups)
         alone = _shard(1, first.groups and RankGroups(rule=GroupRule.CONSECUTIVE, number=1))
-        place, others = self.axes.index(first), [axis for axis in self.axes if axis.role not in roles]
+        place, others = self.axes.index(first), [axis for axis in self.axes if axis.role not in _DATA_PARALLEL]
         return replace(self, axes=(*others[:place], replicas, alone, *others[place:]))
 
     def resolve(self, world_size: int) -> "MeshSpec":

@@ -22,10 +22,11 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def device_mesh(mesh: object, device_type: str) -> MeshSpec | None:
+def device_mesh(mesh: object, device_type: str, tensor_degree: int = 1) -> MeshSpec | None:
     """The axes of a mesh; of one that does not hold all ranks in order, with this rank's groups.
 
     Read by position, as ``fully_shard`` reads it, whatever the names: the last axis shards, one before it replicates.
+    With a ``tensor_degree`` it is a slice, of every so manieth rank.
 
     Raises:
         ConfigError: it cannot shard this rank's model; the message begins with the mesh.
@@ -39,6 +40,15 @@ def device_mesh(mesh: object, device_type: str) -> MeshSpec | None:
     if mesh.get_coordinate() is None:
         raise ConfigError(f"{mesh}, which does not hold this rank, {dist.get_rank()}")
     *replicas, shard = range(mesh.ndim)
+    if tensor_degree > 1:
+        first = dist.get_rank() % tensor_degree
+        if mesh.mesh.flatten().tolist() != list(range(first, dist.get_world_size(), tensor_degree)):
+            raise ConfigError(
+                f"{mesh}, but the ranks that hold the same part of a split layer are every {tensor_degree}th; make one "
+                "mesh of all axes with the tensor axis last, and give the slice of the others"
+            )
+        degree = mesh.size(replicas[0]) if replicas else None
+        return MeshSpec.of_degrees(mesh.size(shard), degree, tensor=tensor_degree, device_type=device_type)
     if mesh.mesh.flatten().tolist() == list(range(dist.get_world_size())):
         degree = mesh.size(replicas[0]) if replicas else None
         return MeshSpec.of_degrees(mesh.size(shard), degree, device_type=device_type)

@@ -150,10 +150,10 @@ def parse_precision(precision: object, device: object) -> str:
 # Meshes and groups
 
 
-def mesh_of(mesh: object, device_type: str, key: str) -> MeshSpec:
-    """The axes of a DeviceMesh; an error names ``key``."""
+def mesh_of(mesh: object, device_type: str, key: str, tensor_degree: int = 1) -> MeshSpec:
+    """The axes of a DeviceMesh, and of the tensor axis beside it; an error names ``key``."""
     try:
-        spec: MeshSpec | None = _torchs_own("device_mesh", mesh, device_type)
+        spec: MeshSpec | None = _torchs_own("device_mesh", mesh, device_type, tensor_degree)
     except ConfigError as error:
         raise ConfigError(f"{key} is {error}", keys=(key,)) from error
     if spec is None:

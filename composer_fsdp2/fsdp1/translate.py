@@ -43,6 +43,8 @@ class Translation(Value):
 
     Args:
         precision: Composer's; a module's own DEFAULT or PURE stands for its dtypes.
+        tensor_parallel_degree: Over how many consecutive ranks layers are split, on each of which this model is sharded
+            less; Composer's ``TPConfig`` says it.
         strict: Whether what cannot be carried over is an error.
         verbose: Whether the report is logged.
     """
@@ -85,6 +87,7 @@ def translate(
     device: object = None,
     world_size: int | None = None,
     strict: bool = True,
+    tensor_parallel_degree: int = 1,
 ) -> Translation:
     """What an FSDP1 (or FSDP2, or mixed) configuration asks of ``fully_shard``.
 
@@ -104,7 +107,7 @@ def translate(
     given = GivenConfig.read(fsdp_config)
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise ConfigError(f"world_size is {short(world_size)}; give the number of ranks, or None")
-    context, reshard, checkpointing = _read(given, precision, device, world_size)
+    context, reshard, checkpointing = _read(given, precision, device, (world_size, tensor_parallel_degree))
     findings = tuple(_findings(context))
     is_strict = given.given.get("strict", strict)
     is_possible = not (is_strict and any(finding.outcome.blocks for finding in findings))
@@ -118,16 +121,20 @@ def translate(
 
 
 def _read(
-    given: GivenConfig, precision: object, device: object, world_size: int | None
+    given: GivenConfig, precision: object, device: object, ranks: tuple[int | None, int]
 ) -> tuple[Context, bool | int, ActivationCheckpointing]:
-    """What the keys mean, each and together; what is wrong with them is raised in one error."""
+    """What the keys mean, each and together; what is wrong with them is raised in one error.
+
+    Args:
+        ranks: How many there are, if that is known, and how many of them split layers.
+    """
     problems = _Problems()
     values = _Values(given, problems)
     of_mesh = getattr(given.mesh, "device_type", None)
     device_type = problems.catch(parse_device_type, of_mesh if device is None else device) or "cpu"
     name = problems.catch(parse_precision, precision, device_type) or "fp32"
     problems.catch(_contradictions, given, values)
-    mesh = problems.catch(_mesh, given, values, device_type, world_size)
+    mesh = problems.catch(_mesh, given, values, device_type, *ranks)
     reshard = problems.catch(_reshard_after_forward, given, values)
     checkpointing = problems.catch(_activation_checkpointing, values, name)
     if mesh is not None and reshard is not None:
@@ -239,16 +246,19 @@ def _with_fields(config: ShardingConfig, values: Mapping[str, Any]) -> ShardingC
 # What several keys decide together
 
 
-def _mesh(given: GivenConfig, values: Mapping[str, Any], device_type: str, world_size: int | None) -> MeshSpec:
+def _mesh(
+    given: GivenConfig, values: Mapping[str, Any], device_type: str, world_size: int | None, tensor_degree: int
+) -> MeshSpec:
     strategy = values["sharding_strategy"]
+    if tensor_degree > 1:
+        _refuse_beside_tensor_axis(values)
     if values["process_group"] is not None:  # Composer then ignored the mesh (dist_strategy.py)
         spec = mesh_of_groups(values["process_group"], strategy, device_type)
     elif given.mesh is not None:
-        spec = mesh_of(given.mesh, device_type, "fsdp_config.device_mesh")
+        spec = mesh_of(given.mesh, device_type, "fsdp_config.device_mesh", tensor_degree)
     else:
-        spec = MeshSpec.of_degrees(
-            values["data_parallel_shard_degree"], values["data_parallel_replicate_degree"], device_type=device_type
-        )
+        degrees = (values["data_parallel_shard_degree"], values["data_parallel_replicate_degree"])
+        spec = MeshSpec.of_degrees(*degrees, tensor=tensor_degree, device_type=device_type)
     if world_size is not None:
         spec = spec.resolve(world_size)
     if strategy is not ShardingStrategy.NO_SHARD:
@@ -262,6 +272,32 @@ def _mesh(given: GivenConfig, values: Mapping[str, Any], device_type: str, world
             keys=("sharding_strategy", "data_parallel_replicate_degree", "data_parallel_shard_degree"),
         )
     return without_shards(spec)
+
+
+def _refuse_beside_tensor_axis(values: Mapping[str, Any]) -> None:
+    """What no slice of a mesh with a tensor axis can do, or Composer refused beside it."""
+    given = {
+        "process_group": values["process_group"] is not None,
+        "sharding_strategy": values["sharding_strategy"] is ShardingStrategy.NO_SHARD,
+        "load_monolith_rank0_only": values["load_monolith_rank0_only"],
+        "reshard_after_forward": type(values["reshard_after_forward"]) is int,
+    }
+    problems = [_BESIDE_TENSOR_AXIS[key] for key, is_given in given.items() if is_given]
+    if problems:
+        keys = tuple(key for key, is_given in given.items() if is_given)
+        raise ConfigError("\n".join(problems), keys=keys)
+
+
+_BESIDE_TENSOR_AXIS = {
+    "process_group": "process_group with tensor parallelism: groups are no slice of the mesh that splits layers; use "
+    "data_parallel_shard_degree and data_parallel_replicate_degree",
+    "sharding_strategy": "sharding_strategy NO_SHARD with tensor parallelism: fully_shard must shard what is split; "
+    "use SHARD_GRAD_OP, which keeps parameters gathered",
+    "load_monolith_rank0_only": "load_monolith_rank0_only is not compatible with tensor parallelism (TP); leave it "
+    "out: every rank reads its own part of such a checkpoint",
+    "reshard_after_forward": "an integer for reshard_after_forward with tensor parallelism: fully_shard cannot reshard "
+    "to a smaller mesh there; use true or false",
+}
 
 
 def _reshard_after_forward(given: GivenConfig, values: Mapping[str, Any]) -> bool | int:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.api import KNOWN_VERSIONS, require_known_torch
 from composer_fsdp2._torch.backward import average_after_backward, keeps_what_copies_read, repair_unit_backward
+from composer_fsdp2._torch.meshes import parent_mesh
 from composer_fsdp2._torch.private_names import keep_class_name, own_buffers
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
@@ -35,11 +36,12 @@ from composer_fsdp2.sharding.materialize import (
     decide_initialisation,
     rank_zero_rng,
 )
-from composer_fsdp2.sharding.meshes import device_meshes, device_of
+from composer_fsdp2.sharding.meshes import data_parallel, device_meshes, device_of, tensor_parallel
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit, units_by_root
 from composer_fsdp2.sharding.root_record import RootRecord, keep_record
 from composer_fsdp2.sharding.sharded import sharded_roots
+from composer_fsdp2.sharding.split import split_unit
 from composer_fsdp2.sharding.ties import parameter_uses
 
 # Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
@@ -67,8 +69,8 @@ def apply_agreed_plan(
     initialisation = decide_initialisation(modules.values(), plan.config.sync_module_states)
     if plan.mesh.device_type == "cpu":
         repair_cpu_collectives()
-    made = device_meshes([unit.mesh for unit in plan.units], present)
-    meshes = dict(zip((unit.name for unit in plan.units), made, strict=True))
+    made = device_meshes([unit.mesh for unit in plan.units], [*present, *_parent_meshes(model)])
+    meshes = {unit.name: mesh for unit, mesh in zip(plan.units, made, strict=True)}
     unit_modules = _unit_modules(plan, modules)
     replicated = _parameters_named(model, {spec.name for spec in plan.replicated})
     left_alone = _parameters_named(model, plan.unsharded_names) - replicated
@@ -82,20 +84,30 @@ def apply_agreed_plan(
     freeze(_parameters_named(model, plan.frozen))
     turn_off_caches(model, plan.caching)
     wrap_activations(model, list(plan.checkpointed), plan.config.activation_checkpointing)
+    styles = {modules[each.path]: each.parallelize for each in plan.split if each.parallelize is not None}
     sharded: dict[str, FSDPModule] = {}
     with (
         rank_zero_rng() if initialisation.draw else contextlib.nullcontext(),
         _put_back(_outside(modules, unit_modules)),
     ):
         for unit in plan.units:
-            materializer.make_real(unit_modules[unit.name], meshes[unit.name])
-            sharded[unit.name] = _shard(model, unit, meshes[unit.name], left_alone)
+            mesh = meshes[unit.name]
+            outer = data_parallel(mesh, unit.mesh)
+            materializer.make_real(unit_modules[unit.name], mesh, outer)
+            split_unit(unit, modules, {module: styles.get(module) for module in unit_modules[unit.name]}, mesh)
+            sharded[unit.name] = _shard(model, unit, outer, left_alone)
     buffer_dtypes = {unit.name: torch_dtype(unit.mixed_precision.buffer_dtype) for unit in plan.units}
     cast_buffers({module: buffer_dtypes[name] for name, inside in unit_modules.items() for module in inside})
     _set_prefetch(plan, sharded)
     _keep_records(model, plan, sharded, meshes)
     _open_entry_points(model)
     _verify(modules, plan)
+
+
+def _parent_meshes(model: nn.Module) -> list[DeviceMesh]:
+    """Of what a script split already: ``fully_shard`` takes another slice of the same mesh alone."""
+    slices = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return [parent_mesh(mesh) for mesh in dict.fromkeys(slices)]
 
 
 def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
@@ -110,6 +122,8 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     present = {use.names: use.parameter for use in parameter_uses(model)}
     named = [path for unit in plan.units for path in unit.modules]
     named += [*map(str, plan.config.ignored_modules), *plan.checkpointed, *plan.caching]
+    named += [each.path for each in plan.split]
+    splits = any(each.parallelize is not None for each in plan.split)
     problems = [f"no module {path!r}" for path in dict.fromkeys(named) if path not in modules]
     for spec in (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated)):
         parameter = present.get(spec.names)
@@ -120,6 +134,8 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
                 f"parameter {spec.name} is {tuple(parameter.shape)} {dtype_name(parameter.dtype)}, planned were "
                 f"{spec.shape} {spec.dtype}"
             )
+        elif isinstance(parameter, DTensor) != (spec.tensor_placement is not None and not splits):
+            problems.append(f"parameter {spec.name} is {'' if splits else 'not '}split already")
     left_alone = {*plan.ignored}.union(*(left.names for left in plan.left_out))
     problems.extend(f"no parameter {name}" for name in sorted(left_alone.difference(*present)))
     names_present = {names[0] for names in present}
@@ -225,12 +241,20 @@ def _keep_records(
         replicated: dict[DeviceMesh, list[nn.Parameter]] = {}
         for unit in units:
             for spec in unit.replicated:
-                replicated.setdefault(meshes[unit.name], []).append(_parameter_at(model, spec.name))
+                mesh = data_parallel(meshes[unit.name], unit.mesh)
+                replicated.setdefault(mesh, []).append(_parameter_at(model, spec.name))
         heads = [sharded[unit.name] for unit in units]
         if replicated:
             average_after_backward(heads, replicated)
         root, modules = units[-1], [at_path(model, path) for unit in units for path in unit.modules]
-        keep_record(modules, RootRecord(mesh=meshes[root.name], spec=root.mesh, replicated=replicated))
+        mesh, spec = meshes[root.name], root.mesh
+        record = RootRecord(
+            mesh=data_parallel(mesh, spec),
+            spec=spec.data_parallel,
+            tensor=tensor_parallel(mesh, spec),
+            replicated=replicated,
+        )
+        keep_record(modules, record)
 
 
 def _open_entry_points(model: nn.Module) -> None:

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2.config.choices import ModelChoices
 from composer_fsdp2.config.sharding import (
     LOW_PRECISION,
@@ -24,9 +23,9 @@ from composer_fsdp2.sharding.activations import caching_modules
 from composer_fsdp2.sharding.dtypes import dtype_name
 from composer_fsdp2.sharding.frozen import choose_frozen
 from composer_fsdp2.sharding.modules import ancestors_or_self, ignored_modules
-from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit, units_by_root
+from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit, SplitModule, units_by_root
 from composer_fsdp2.sharding.select import main_dtype, select_units
-from composer_fsdp2.sharding.ties import ParameterUse, join
+from composer_fsdp2.sharding.ties import ParameterUse
 from composer_fsdp2.sharding.units import UnitDraft
 
 _SHARDED_BY: dict[type, str] = {
@@ -36,7 +35,14 @@ _SHARDED_BY: dict[type, str] = {
 }
 
 
-def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoices) -> ShardingPlan:
+def decide_sharding(
+    model: nn.Module,
+    config: ShardingConfig,
+    choices: ModelChoices,
+    *,
+    split: tuple[SplitModule, ...] = (),
+    placements: Mapping[nn.Parameter, Placement] | None = None,
+) -> ShardingPlan:
     """Choose the FSDP units of ``model`` without touching it.
 
     Units are ordered bottom-up, the order in which ``fully_shard`` must run. Modules tied by a parameter share one
@@ -46,6 +52,8 @@ def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoi
         model: Any module tree that is not sharded (``refuse_sharded``); parameters may be on the meta device.
         config: The whole model's.
         choices: What the model's hooks, or the policy of ``config``, chose.
+        split: The modules that tensor parallelism splits before.
+        placements: Of their parameters, along the tensor axis.
     Raises:
         PlanError: a parameter cannot be sharded, there is nothing to shard, or what is to be frozen is nothing or all.
         ConfigError: the settings of a module that becomes a unit cannot be carried out.
@@ -58,7 +66,7 @@ def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoi
     selection = select_units(model, choices, low_precision=low_precision, ignored_modules=ignored.values())
     configs = _own_configs(selection.units, config)
     units = tuple(
-        _unit(unit, [selection.uses[i] for i in members], own)
+        _unit(unit, [selection.uses[i] for i in members], own, placements or {})
         for unit, members, own in zip(selection.units, selection.members, configs, strict=True)
     )
     _refuse_parameters(model, units)
@@ -83,6 +91,7 @@ def decide_sharding(model: nn.Module, config: ShardingConfig, choices: ModelChoi
         checkpointed=choices.checkpointed,
         caching=caching,
         frozen=frozen.names,
+        split=split,
         notes=notes,
     )
 
@@ -98,12 +107,6 @@ def refuse_sharded(model: nn.Module) -> None:
             name = next(name for kind, name in _SHARDED_BY.items() if isinstance(module, kind))
             where = f"module {path!r}" if path else "the model"
             raise PlanError(f"{where} is sharded already, by {name}; pass the model as it was built")
-        for attribute, parameter in own_parameters(module):
-            if isinstance(parameter, DTensor):
-                raise PlanError(
-                    f"parameter {join(path, attribute)} is a DTensor already (tensor parallelism?), which is not "
-                    "supported yet; pass the model as it was built"
-                )
 
 
 def _has_low_precision(precision: MixedPrecision) -> bool:
@@ -141,7 +144,9 @@ def _overridden(config: ShardingConfig, unit: UnitDraft) -> ShardingConfig:
     return replace(config, **changes) if changes else config
 
 
-def _unit(unit: UnitDraft, uses: list[ParameterUse], config: ShardingConfig) -> ShardUnit:
+def _unit(
+    unit: UnitDraft, uses: list[ParameterUse], config: ShardingConfig, placements: Mapping[nn.Parameter, Placement]
+) -> ShardUnit:
     """``config`` is the unit's own."""
     precision = config.mixed_precision
     if unit.is_root:
@@ -154,8 +159,8 @@ def _unit(unit: UnitDraft, uses: list[ParameterUse], config: ShardingConfig) -> 
     is_sharded = {use: use.parameter.dim() > 0 < use.parameter.numel() and use.parameter.dtype == dtype for use in uses}
     return ShardUnit(
         modules=unit.paths,
-        parameters=tuple(_spec(use) for use in uses if is_sharded[use]),
-        replicated=tuple(_spec(use) for use in uses if not is_sharded[use]),
+        parameters=tuple(_spec(use, placements) for use in uses if is_sharded[use]),
+        replicated=tuple(_spec(use, placements) for use in uses if not is_sharded[use]),
         mesh=config.mesh,
         is_root=unit.is_root,
         # A root's parameters are used again at once when backward begins: FSDP1 kept them, torch 2.7 does, and later
@@ -167,8 +172,13 @@ def _unit(unit: UnitDraft, uses: list[ParameterUse], config: ShardingConfig) -> 
     )
 
 
-def _spec(use: ParameterUse) -> ParameterSpec:
-    return ParameterSpec(names=use.names, shape=tuple(use.parameter.shape), dtype=dtype_name(use.parameter.dtype))
+def _spec(use: ParameterUse, placements: Mapping[nn.Parameter, Placement]) -> ParameterSpec:
+    return ParameterSpec(
+        names=use.names,
+        shape=tuple(use.parameter.shape),
+        dtype=dtype_name(use.parameter.dtype),
+        tensor_placement=placements.get(use.parameter),
+    )
 
 
 def _notes_of_settings(units: Sequence[UnitDraft]) -> Iterator[str]:

@@ -5,6 +5,9 @@
 meta device (composer/distributed/dist_strategy.py, 0.32.1). So do we, on every rank from rank 0's random state, so that
 all ranks draw the same values. Where rank 0 has values already and another rank has not, nothing is drawn: rank 0's
 values are sent.
+
+[Note: drawn in full] A parameter that a script split already (tensor parallelism) is drawn in full and cut then. Drawn
+as it lies, each of the ranks that split it would have the same numbers in its part, because all draw as rank 0.
 """
 
 import contextlib
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2._torch.private_names import own_buffers, own_parameters
 from composer_fsdp2.errors import PlanError
@@ -151,6 +155,8 @@ class Materializer:
                 or buffer that no unit holds.
         """
         for module, path in self.path_of.items():
+            if self.initialisation.from_rank_zero:
+                self._refuse_split(module, path)
             if not _owns_meta(module):
                 continue
             outside = [
@@ -171,11 +177,20 @@ class Materializer:
                     "of them, or build the model on the CPU"
                 )
 
-    def make_real(self, modules: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    def _refuse_split(self, module: nn.Module, path: str) -> None:
+        for name, parameter in own_parameters(module):
+            if isinstance(parameter, DTensor):
+                raise PlanError(
+                    f"parameter {join(path, name)} is split by tensor parallelism already, and rank 0, the only one "
+                    "with values, has its own part of it alone; give prepare_fully_shard the model before "
+                    "parallelize_module, and the layer plan as tensor_parallel"
+                )
+
+    def make_real(self, modules: Sequence[nn.Module], mesh: DeviceMesh, data_parallel: DeviceMesh) -> None:
         """Materialise, move and (if asked for) synchronise what the ``modules`` of one unit hold themselves.
 
-        Called on all ranks in the same order; broadcasts the unit's tensors over its ``mesh``, or from rank 0, if the
-        initialisation says so.
+        Called on all ranks in the same order; broadcasts the unit's tensors over its ``mesh`` (those that are split
+        already over its ``data_parallel`` axes), or from rank 0, if the initialisation says so.
         """
         for module in modules:
             if _owns_meta(module):
@@ -185,9 +200,10 @@ class Materializer:
                 self._move(tensor)
         if self.initialisation.broadcast:
             groups = [None] if self.initialisation.from_rank_zero else _groups_of(mesh)
+            of_split = groups if data_parallel is mesh else _groups_of(data_parallel)
             for tensor in _own_tensors(modules):
                 if tensor not in self.left_out:
-                    _broadcast(tensor, groups)
+                    _broadcast(tensor, of_split if isinstance(tensor, DTensor) else groups)
 
     def _move(self, tensor: torch.Tensor) -> None:
         """The tensor on the device, in the layout that ``fully_shard`` takes.
@@ -195,6 +211,9 @@ class Materializer:
         A parameter that is to be sharded becomes a new one: the optimizer and others hold the old one until all units
         are sharded, and with it would hold what is moved here.
         """
+        if isinstance(tensor, DTensor):
+            self._move_split(tensor)
+            return
         value = tensor.data.to(self.device).contiguous()
         if value.data_ptr() == tensor.data_ptr() and value.device == tensor.device:
             return
@@ -202,6 +221,11 @@ class Materializer:
             self._replace(tensor, value)
         else:
             tensor.data = value
+
+    def _move_split(self, tensor: DTensor) -> None:
+        local = tensor.to_local()
+        if local.device != self.device and isinstance(tensor, nn.Parameter):
+            self._replace(tensor, _laid_out_as(tensor, local.detach().to(self.device)))
 
     def _replace(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """At every place, so that ties hold."""
@@ -211,9 +235,9 @@ class Materializer:
             setattr(owner, attribute, real)
 
     def _fill(self, module: nn.Module) -> None:
-        for parameter in dict.fromkeys(parameter for _, parameter in own_parameters(module)):
-            if parameter.is_meta:
-                self._replace(parameter, torch.empty_like(parameter, device=self.device))
+        named = {parameter: name for name, parameter in own_parameters(module) if parameter.is_meta}
+        for parameter in named:
+            self._replace(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device))
         for name, buffer in own_buffers(module):
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=self.device))
@@ -221,6 +245,11 @@ class Materializer:
             initialize = self._initializer(module)
             assert initialize is not None, "check() ran before"
             initialize()
+        for parameter, name in named.items():
+            if isinstance(parameter, DTensor):  # [Note: drawn in full]
+                full: torch.Tensor = getattr(module, name).data
+                mesh, placements = parameter.device_mesh, parameter.placements
+                self._replace(parameter, distribute_tensor(full, mesh, placements, src_data_rank=None))
 
     def _initializer(self, module: nn.Module) -> Callable[[], object] | None:
         return self.initializers(module, self.path_of[module])
@@ -260,8 +289,15 @@ def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
 
 
+def _laid_out_as(like: DTensor, local: torch.Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def _broadcast(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> None:
     """From the first rank of each group, one group after the other; as bytes: gloo knows fewer dtypes than torch."""
-    if tensor.numel():
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.numel():
         for group in groups:
-            dist.broadcast(tensor.data.view(-1).view(torch.uint8), group=group, group_src=0)
+            dist.broadcast(local.detach().view(-1).view(torch.uint8), group=group, group_src=0)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composer_fsdp2.config.mesh import GROUPS_KEY, MeshSpec
+from composer_fsdp2.config.mesh import GROUPS_KEY, AxisRole, MeshSpec
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.sharding.agree import gather
 
@@ -51,6 +51,25 @@ def device_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ())
             mesh = device_mesh(spec) if isinstance(key, MeshSpec) else _mesh_of_table(spec, key, groups)
         made[key] = mesh
     return [made[key] for key in keys]
+
+
+def data_parallel(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh:
+    """The slice of a mesh that ``fully_shard`` gets: the axes along which ranks have different batches."""
+    return _slice(mesh, [spec.axes.index(axis) for axis in spec.data_parallel.axes])
+
+
+def tensor_parallel(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh | None:
+    """The slice along which ranks split layers between them, if there is one."""
+    axes = spec.axes_of(AxisRole.TENSOR)
+    return _slice(mesh, axes) if axes else None
+
+
+def _slice(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
+    if len(axes) == mesh.ndim:
+        return mesh
+    names = mesh.mesh_dim_names
+    assert names is not None, "device_meshes() takes and makes meshes with names where there are several axes"
+    return mesh[tuple(names[axis] for axis in axes)]
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -1,28 +1,38 @@
 """Along which axes of its mesh a tensor is split, and what a rank has of it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+
+
+def split_dimension(placement: Placement) -> int | None:
+    """Which dimension of a tensor a placement splits, if it splits it.
+
+    A parameter that is split by tensor parallelism and then sharded has a placement of its own for the two, which is a
+    ``Shard`` on torch 2.7, and none on 2.13.
+    """
+    dimension: int | None = getattr(placement, "dim", None)
+    return dimension
 
 
 def splitting_axes(tensor: torch.Tensor) -> tuple[int, ...]:
     """The axes of its mesh along which ranks hold different parts of a tensor; one rank, or replicas, split nothing."""
-    return _axes_with(Shard, tensor)
+    return _axes_with(lambda placement: split_dimension(placement) is not None, tensor)
 
 
 def replicating_axes(tensor: torch.Tensor) -> tuple[int, ...]:
     """The axes of its mesh along which ranks hold the same part of a tensor."""
-    return _axes_with(Replicate, tensor)
+    return _axes_with(lambda placement: placement.is_replicate(), tensor)
 
 
-def _axes_with(kind: type[Placement], tensor: torch.Tensor) -> tuple[int, ...]:
+def _axes_with(has: Callable[[Placement], bool], tensor: torch.Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     sizes = tensor.device_mesh.mesh.shape
     return tuple(
-        [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, kind) and sizes[axis] > 1]
+        [axis for axis, placement in enumerate(tensor.placements) if has(placement) and sizes[axis] > 1]
     )
 
 

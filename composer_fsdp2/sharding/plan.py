@@ -2,9 +2,14 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.parallel import BroadcastBatch
@@ -18,11 +23,16 @@ from composer_fsdp2.sharding.select import LeftOut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec(Value):
-    """One parameter under all of its names (more than one if it is tied), with its full shape and its dtype's name."""
+    """One parameter under all of its names (more than one if it is tied), with its full shape and its dtype's name.
+
+    ``tensor_placement``: how it lies along the mesh's tensor axis; None where it is no DTensor there, and the same on
+    each of these ranks.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
+    tensor_placement: Placement | None = None
 
     @property
     def name(self) -> str:
@@ -31,6 +41,22 @@ class ParameterSpec(Value):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def numel_of(self, tensor_degree: int) -> int:
+        """How many elements are left where the tensor axis has so many ranks."""
+        return self.numel // tensor_degree if isinstance(self.tensor_placement, Shard) else self.numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitModule(Value):
+    """A module whose parameters, inputs or outputs tensor parallelism lays out, and how, in torch's words.
+
+    ``parallelize``: the style itself; None where the script has carried it out already.
+    """
+
+    path: str
+    style: str
+    parallelize: ParallelStyle | None = field(default=None, compare=False, metadata={"json": False})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +93,8 @@ class ShardUnit(Value):
     def unsharded_bytes(self) -> int:
         """The size of its parameters on every rank while they are unsharded."""
         dtype = self.mixed_precision.param_dtype
-        return sum(each.numel * dtype_bytes(dtype or each.dtype) for each in self.parameters)
+        degree = self.mesh.tensor_degree
+        return sum(each.numel_of(degree) * dtype_bytes(dtype or each.dtype) for each in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +107,7 @@ class ShardingPlan(Value):
         checkpointed: The modules whose activations are recomputed or offloaded, children before parents.
         caching: The modules that fill no cache in forwards that need gradients.
         frozen: The names of the parameters that are not to be trained, from now on.
+        split: The modules that tensor parallelism splits.
     """
 
     config: ShardingConfig
@@ -90,6 +118,7 @@ class ShardingPlan(Value):
     checkpointed: tuple[str, ...]
     caching: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    split: tuple[SplitModule, ...] = ()
     notes: tuple[str, ...]
 
     @property
@@ -164,6 +193,7 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
     total = sum(unit.numel for unit in plan.units)
     yield f"{len(plan.units)} units, {total:,} parameters on {plan.mesh}"
     yield from (_unit_line(unit, plan.mesh) for unit in plan.units)
+    yield from _split_lines(plan)
     yield from (f"  tied: {' = '.join(names)}" for names in plan.tie_groups)
     for spec in plan.replicated:
         why = f"{spec.dtype} beside another dtype" if spec.shape else "a scalar"
@@ -207,6 +237,25 @@ def _batches_line(config: ShardingConfig) -> Iterator[str]:
         compared = "not compared" if config.check_data is False else "compared at first batches"
         how = _BATCH_WORDS[config.batches_are]
         yield f"  batches: each {config.data_block_size} ranks share one, {how}; {compared}"
+
+
+def _split_lines(plan: ShardingPlan) -> Iterator[str]:
+    """Modules that differ in the numbers of their layers alone are one line, and so are their parameters."""
+    placements = {
+        name: spec.tensor_placement for unit in plan.units for spec in unit.parameters for name in spec.names
+    }
+    alike: dict[tuple[str, str, str], int] = {}
+    for module in plan.split:
+        own = {name: placements.get(f"{module.path}.{name}") for name in ("weight", "bias")}
+        text = ", ".join(f"{name} {placement!r}" for name, placement in own.items() if placement is not None)
+        key = (_NUMBER.sub(".*", module.path), module.style, text)
+        alike[key] = alike.get(key, 0) + 1
+    for (path, style, text), count in alike.items():
+        several = f" ({count} modules)" if count > 1 else ""
+        yield f"  split over {plan.mesh.tensor_degree} ranks: {path or 'the model'}{several}: {text or style}"
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def _checkpointing_line(plan: ShardingPlan) -> Iterator[str]:

@@ -21,8 +21,9 @@ class RootRecord:
     """What is kept of one root and the units below it; without the mesh, if ``fully_shard`` sharded it without us.
 
     Args:
-        mesh: The root's.
+        mesh: The root's, as ``fully_shard`` got it.
         spec: What the mesh's axes are for.
+        tensor: The slice of the mesh's parent along which ranks split layers, if they do.
         replicated: By mesh, the parameters that lie unsharded on every rank of it, with averaged gradients.
         accumulation: What is put off until the last microbatch.
         guard: Meets the other ranks at a place, where ``collective_guard`` is on.
@@ -32,6 +33,7 @@ class RootRecord:
 
     mesh: DeviceMesh | None = None
     spec: MeshSpec = field(default_factory=MeshSpec)
+    tensor: DeviceMesh | None = None
     replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]] = field(default_factory=dict)
     accumulation: Accumulation = field(default_factory=Accumulation)
     guard: Callable[[str], None] | None = None

@@ -1,17 +1,18 @@
 """Gradient clipping of a sharded model: by norm with FSDP1's result, one for each root; adaptive, as unsharded."""
 
+import functools
 import math
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.parts import by_kind, local_tensor, multiply_each_, norm_of_each
 from composer_fsdp2.config.mesh import AxisRole
-from composer_fsdp2.sharding.placements import splitting_axes, splitting_axes_of_all
+from composer_fsdp2.sharding.placements import split_dimension, splitting_axes, splitting_axes_of_all
 from composer_fsdp2.sharding.root_record import mesh_of, record_of
 from composer_fsdp2.sharding.sharded import Unit, reshard, resting_parameters, sharded_roots
 from composer_fsdp2.training.guard import check_guard
@@ -57,30 +58,44 @@ class _Grads:
     """This rank's parts of a root's gradients, by device and dtype.
 
     Args:
-        split: Those of which ranks hold different parts.
+        split: Those of which ranks hold different parts; beside a tensor axis by the number of these parts, else
+            together, under 1.
         unsharded: The others.
         any_split, any_unsharded: Whether some rank may have such: by the parameters, whose gradients a rank may lack,
             because all ranks must communicate alike.
     """
 
-    split: _ByKind
+    split: dict[int, _ByKind]
     unsharded: _ByKind
     any_split: bool
     any_unsharded: bool
 
     @classmethod
     def below(cls, root: Unit) -> "_Grads":
-        split: list[torch.Tensor] = []
+        split: dict[int, list[torch.Tensor]] = {}
         unsharded: list[torch.Tensor] = []
         any_split = any_unsharded = False
         # After a forward without gradients a root shows gathered parameters, which have none.
+        has_tensor_axis = record_of(root).tensor is not None
         trainable = [parameter for parameter in resting_parameters(root) if parameter.requires_grad]
         for parameter, axes in zip(trainable, splitting_axes_of_all(trainable), strict=True):
             any_split |= bool(axes)
             any_unsharded |= not axes
             if (grad := parameter.grad) is not None:
-                (split if axes else unsharded).append(local_tensor(grad))
-        return cls(split=by_kind(split), unsharded=by_kind(unsharded), any_split=any_split, any_unsharded=any_unsharded)
+                # A parameter that is not sharded has no mesh, and no axes.
+                number = math.prod(_mesh(parameter).size(axis) for axis in axes) if has_tensor_axis else 1
+                (split.setdefault(number, []) if axes else unsharded).append(local_tensor(grad))
+        return cls(
+            split={number: by_kind(tensors) for number, tensors in split.items()},
+            unsharded=by_kind(unsharded),
+            any_split=any_split,
+            any_unsharded=any_unsharded,
+        )
+
+
+def _mesh(parameter: nn.Parameter) -> DeviceMesh:
+    assert isinstance(parameter, DTensor), "nothing else is split"
+    return parameter.device_mesh
 
 
 @torch.no_grad()
@@ -130,7 +145,7 @@ def _axes_that_divide_units(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(
         axis
         for axis in splitting_axes(parameter)
-        if parameter.dim() <= 1 or cast(Shard, parameter.placements[axis]).dim % parameter.dim() != 0
+        if parameter.dim() <= 1 or (split_dimension(parameter.placements[axis]) or 0) % parameter.dim() != 0
     )
 
 
@@ -163,7 +178,8 @@ def _adaptive_scale(weights: torch.Tensor, grad: torch.Tensor, threshold: float)
 def _scale(grads: _Grads, total: torch.Tensor, max_norm: float) -> None:
     # FSDP1's formula (torch/distributed/fsdp/fully_sharded_data_parallel.py, clip_grad_norm_).
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for (device, dtype), tensors in [*grads.split.items(), *grads.unsharded.items()]:
+    kinds = [kind for by_kind in (*grads.split.values(), grads.unsharded) for kind in by_kind.items()]
+    for (device, dtype), tensors in kinds:
         # It travels once for all of them, and is rounded to their dtype, as FSDP1 rounded it.
         multiply_each_(tensors, scale.to(device, dtype))
 
@@ -186,17 +202,24 @@ def _total_norm(grads: _Grads, norm_type: float, root: Unit) -> torch.Tensor:
     # Replicas agree on what is sharded, but not on what is unsharded.
     replicas = [axis for axis in all_axes if axis not in shard_axes] if grads.any_unsharded else []
     groups = [mesh.get_group(axis) for axis in (*shard_axes, *replicas)]
-    split, unsharded = _norm(grads.split, norm_type, device), _norm(grads.unsharded, norm_type, device)
+    tensor = record.tensor
+    groups += [] if tensor is None else [tensor.get_group()]
+    num_replicas = math.prod(map(mesh.size, replicas))
+    num_ranks = num_replicas * math.prod(map(mesh.size, shard_axes)) * (1 if tensor is None else tensor.size())
+    split = {number: _norm(of_number, norm_type, device) for number, of_number in grads.split.items()}
+    unsharded = _norm(grads.unsharded, norm_type, device)
     total: torch.Tensor
     if math.isinf(norm_type):
-        total = torch.maximum(split, unsharded)
+        total = functools.reduce(torch.maximum, split.values(), unsharded)
         for group in groups:
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
         return total
     # One number from every rank, also from one whose groups leave all or nothing unsharded.
-    num_replicas = math.prod(map(mesh.size, replicas))
-    num_ranks = num_replicas * math.prod(map(mesh.size, shard_axes))
-    power = split**norm_type / num_replicas + unsharded**norm_type / num_ranks
+    power = unsharded**norm_type / num_ranks
+    for number, norm in split.items():
+        # [Note: copies] Each element counts once. Beside a tensor axis some parameters have more parts than others.
+        copies = num_replicas if tensor is None else num_ranks // number
+        power = power + norm**norm_type / copies
     for group in groups:
         dist.all_reduce(power, group=group)
     total = power ** (1.0 / norm_type)

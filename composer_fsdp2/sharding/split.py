@@ -1,0 +1,61 @@
+"""Split the modules of a unit over the ranks of a tensor axis, just before the unit is sharded.
+
+[Note: split parameters] torch's styles put new parameters where the old ones stood. What was noted on the old ones is
+carried over: whether they are trained (torch 2.7 trains what was frozen), attributes, and ties, of which each side
+gets a parameter of its own, without an error.
+"""
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from composer_fsdp2._torch.private_names import own_parameters
+from composer_fsdp2.sharding.meshes import tensor_parallel
+from composer_fsdp2.sharding.plan import ShardUnit
+
+
+def split_unit(
+    unit: ShardUnit,
+    modules: Mapping[str, nn.Module],
+    styles: Mapping[nn.Module, ParallelStyle | None],
+    mesh: DeviceMesh,
+) -> None:
+    """Carry out the styles of a unit's modules; their values are full, and alike on the ranks that split them.
+
+    Args:
+        unit: As planned.
+        modules: Those of the whole model, by every path.
+        styles: Of the modules that the unit holds.
+        mesh: All axes.
+
+    Called on all ranks; rank 0 of each group along the tensor axis sends the others their parts.
+    """
+    along = tensor_parallel(mesh, unit.mesh)
+    if along is None:
+        return
+    for module, style in styles.items():
+        if style is not None:
+            _split(module, style, along)
+    for spec in unit.parameters:
+        if len(spec.names) > 1 and spec.tensor_placement is not None:
+            _tie(modules, spec.names)
+
+
+def _split(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """[Note: split parameters]."""
+    before = own_parameters(module)
+    parallelize_module(module, mesh, style)
+    for name, old in before:
+        new: nn.Parameter = getattr(module, name)
+        if new is not old:
+            new.requires_grad_(old.requires_grad)
+            vars(new).update(vars(old))
+
+
+def _tie(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> None:
+    """[Note: split parameters]; the plan knows that both sides are placed alike."""
+    (first, attribute), *others = ((modules[path], name) for path, _, name in (each.rpartition(".") for each in names))
+    for module, name in others:
+        setattr(module, name, getattr(first, attribute))
