@@ -7,10 +7,10 @@ from typing import Any
 from composer.utils import FSDP2Config, FSDPConfig, ParallelismConfig
 from composer.utils import dist as composer_dist
 
-from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.fsdp1.keys import KEYS, KeyGroup
 from composer_fsdp2.fsdp1.parsing import mesh_of
 from composer_fsdp2.fsdp1.read import FSDP2_DEFAULTS
+from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import translate
 
 from .seams import seam
@@ -63,23 +63,24 @@ for _name, _default in FSDP2_DEFAULTS.items():
 def parse_parallelism_config(
     original: Callable[..., Any], self: Any, parallelism_config: Any
 ) -> ParallelismConfig | None:
+    given = parallelism_config.get("tp") if isinstance(parallelism_config, Mapping) else parallelism_config
+    tensor = TensorParallel.read(getattr(given, "tp", given))  # before Composer makes an object of a misspelt key
     parsed = original(self, parallelism_config)
     if parsed is not None:
         if parsed.fsdp2 is not None:
-            _check_early(parsed.fsdp2)
+            _check_early(parsed.fsdp2, tensor)
             # A copy: it may be the user's own object, which serves the next Trainer too.
             parsed = dataclasses.replace(parsed, fsdp2=EveryKeyFSDP2Config.of(parsed.fsdp2))
-            _check_early(parsed.fsdp2)
+            _check_early(parsed.fsdp2, tensor)
         elif parsed.fsdp is not None:
-            _check_early(parsed.fsdp)
-        if parsed.tp is not None and parsed.tp.tensor_parallel_degree != 1:
-            raise _tensor_parallelism_error()
+            _check_early(parsed.fsdp, tensor)
     return parsed
 
 
-def _check_early(config: FSDPConfig | FSDP2Config) -> None:
+def _check_early(config: FSDPConfig | FSDP2Config, tensor: TensorParallel) -> None:
     """Bad keys and degrees in our words, before Composer's State asserts something about them in its own."""
-    translate(config, precision="fp32", world_size=composer_dist.get_world_size(), strict=False)
+    world_size = composer_dist.get_world_size()
+    translate(config, precision="fp32", world_size=world_size, strict=False, tensor_parallel_degree=tensor.degree)
 
 
 @seam(
@@ -104,18 +105,3 @@ _OURS = {key.name for key in KEYS if key.group == KeyGroup.OURS}
 def make_fsdp2_config(original: Callable[..., None], self: FSDP2Config, *args: Any, **given: Any) -> None:
     original(self, *args, **{key: value for key, value in given.items() if key not in _OURS})
     vars(self).update((key, value) for key, value in given.items() if key in _OURS)
-
-
-@seam(
-    "composer.distributed.dist_strategy",
-    "prepare_tp_module",
-    why="a model split by tensor parallelism cannot be sharded here yet; half of it would be changed by then",
-)
-def prepare_tp_module(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    raise _tensor_parallelism_error()
-
-
-def _tensor_parallelism_error() -> UnsupportedError:
-    return UnsupportedError(
-        "parallelism_config.tp (tensor parallelism) is not supported yet together with FSDP2; leave it out"
-    )

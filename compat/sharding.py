@@ -22,13 +22,14 @@ from composer_fsdp2.training.full_params import summon_full_params
 
 from .optimizers import update_own_parts
 from .seams import seam
+from .tensor import noted_config
 
 
 @seam("composer.distributed.dist_strategy", "prepare_fsdp_module", why="the drop-in itself")
 def prepare_fsdp_module(
     original: Callable[..., Any], model: nn.Module, optimizers: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[list[Any], dict[str, nn.Module]]:
-    made = prepare_fully_shard(model, optimizers, *args, **kwargs)
+    made = prepare_fully_shard(model, optimizers, *args, **kwargs, tensor_parallel=noted_config(model))
     if (optimizer := the_optimizer(optimizers)) is not None:
         update_own_parts(optimizer)
     return made
@@ -47,7 +48,7 @@ def parallelize(
     precision: Any = None,
 ) -> None:
     has_values = gather(not any(parameter.is_meta for parameter in composer_model.parameters()))
-    prepare_fully_shard(composer_model, optimizer, config, precision)
+    prepare_fully_shard(composer_model, optimizer, config, precision, tensor_parallel=noted_config(composer_model))
     if any(has_values) and not all(has_values):
         config.sync_module_states = True  # as Composer notes on it that rank 0's values went out
 

@@ -139,9 +139,7 @@ def plan_sharding(
     return replace(plan, notes=(*plan.notes, text))
 
 
-def _plan_split(
-    model: nn.Module, mesh: MeshSpec, layer_plan: Mapping[str, ParallelStyle] | None
-) -> TensorPlan:
+def _plan_split(model: nn.Module, mesh: MeshSpec, layer_plan: Mapping[str, ParallelStyle] | None) -> TensorPlan:
     """What is split along the tensor axis, by the plan or by the script before.
 
     Raises:
@@ -250,7 +248,11 @@ def _decide(
     tensor_parallel: Any,
 ) -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
     """What will be done, and the meshes that the configuration brings, of which the plan knows the numbers alone."""
-    given, tensor, world_size = GivenConfig.read(fsdp_config), TensorParallel.read(tensor_parallel), dist.get_world_size()
+    given, tensor, world_size = (
+        GivenConfig.read(fsdp_config),
+        TensorParallel.read(tensor_parallel),
+        dist.get_world_size(),
+    )
     refuse_sharded(model)
     along = split_mesh(model, world_size)
     degree = tensor.degree if along is None else along.size()

@@ -1,5 +1,6 @@
 """Meshes with a tensor axis: what a slice was cut from, and which shapes ``fully_shard`` takes beside one."""
 
+import inspect
 from typing import Any
 
 from torch.distributed import device_mesh as _device_mesh
@@ -22,5 +23,5 @@ def needs_even_shards() -> bool:
 
     torch 2.7 says so where it shards such a parameter; 2.13 has no such words, and pads.
     """
-    code = FSDPParam._init_sharded_param.__wrapped__.__code__ if hasattr(FSDPParam._init_sharded_param, "__wrapped__") else FSDPParam._init_sharded_param.__code__
+    code = inspect.unwrap(FSDPParam._init_sharded_param).__code__  # under torch.no_grad()
     return any(isinstance(text, str) and "FSDP+TP sharding does not support uneven" in text for text in code.co_consts)

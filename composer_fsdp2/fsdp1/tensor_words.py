@@ -25,11 +25,13 @@ class TensorParallel:
         degree: Over how many consecutive ranks layers are split; 1: none.
         layer_plan: By a module's path, torch's style.
         mesh: The slice that Composer's State cut from its mesh of all axes.
+        gathers_batches: The ranks of a group read different data, all of which each is to compute with.
     """
 
     degree: int = 1
     layer_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
+    gathers_batches: bool = False
 
     @classmethod
     def read(cls, source: object) -> TensorParallel:
@@ -38,14 +40,16 @@ class TensorParallel:
         Raises:
             ConfigError: unknown keys and wrong values, all of them.
         """
-        if source is None:
-            return cls()
+        if source is None or isinstance(source, TensorParallel):
+            return source or cls()
         if isinstance(source, Mapping):
             given = {str(key): value for key, value in source.items()}
         elif hasattr(source, "__dict__") and not isinstance(source, type):
             given = {key: value for key, value in vars(source).items() if key[0] != "_"}
         else:
-            raise ConfigError(f"{_PLACE} is {short(source)}; give a TPConfig, or a mapping of {' and '.join(_KEYS[:2])}")
+            raise ConfigError(
+                f"{_PLACE} is {short(source)}; give a TPConfig, or a mapping of {' and '.join(_KEYS[:2])}"
+            )
         degree, plan = given.get("tensor_parallel_degree", 1), given.get("layer_plan")
         problems = [f"unknown key {_PLACE}.{key}{did_you_mean(key, _KEYS)}" for key in given if key not in _KEYS]
         if type(degree) is not int or degree < 1:
@@ -71,8 +75,8 @@ def _problems_of_plan(plan: object) -> list[str]:
         return []
     if not isinstance(plan, Mapping) or not plan:
         return [
-            f"{_PLACE}.layer_plan is {short(plan)}; give a mapping from the paths of modules to torch's styles, such as "
-            "{'model.layers.*.mlp.up_proj': ColwiseParallel()}"
+            f"{_PLACE}.layer_plan is {short(plan)}; give a mapping from the paths of modules to torch's styles, such "
+            "as {'model.layers.*.mlp.up_proj': ColwiseParallel()}"
         ]
     return [
         f"{_PLACE}.layer_plan[{path!r}] is {short(style)}; give a style of torch.distributed.tensor.parallel"

@@ -1,8 +1,8 @@
 """What may be combined, and in which order: checked on the plan, before anything is touched.
 
 [Note: legal order] Freeze; note ties and the optimizer's parameters; split experts, then layers; slice the sequence;
-wrap for activation checkpointing; ``fully_shard`` bottom-up; tie again; the optimizer follows; last, the hooks that must
-run before a unit gathers, because ``fully_shard`` puts its own first.
+wrap for activation checkpointing; ``fully_shard`` bottom-up; tie again; the optimizer follows; last, the hooks that
+must run before a unit gathers, because ``fully_shard`` puts its own first.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,8 @@ def _of_tensor_axis(plan: ShardingPlan) -> Iterator[str]:
         if unit.mesh != plan.mesh:
             yield f"{where} has a mesh or process_group of its own, beside tensor parallelism; leave it out"
         if type(unit.reshard_after_forward) is int:
-            yield f"{where} reshards to {unit.reshard_after_forward} ranks, beside tensor parallelism; use true or false"
+            size = unit.reshard_after_forward
+            yield f"{where} reshards to {size} ranks, beside tensor parallelism; use true or false"
         if needs_even_shards() and unit.mesh.is_resolved:
             yield from _uneven(unit)
 

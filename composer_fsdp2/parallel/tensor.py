@@ -5,10 +5,9 @@ weight that is tied stays tied, and both of its sides are split alike; a dimensi
 is refused, with the module that has it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,10 +18,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composer_fsdp2._torch.meshes import parent_mesh
 from composer_fsdp2._torch.private_names import own_parameters
-from composer_fsdp2.config.text import and_more, did_you_mean
+from composer_fsdp2.config.text import did_you_mean
+from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.sharding.agree import agree
+from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, the_optimizer
 from composer_fsdp2.sharding.plan import SplitModule
-from composer_fsdp2.sharding.ties import ParameterUse, join, parameter_uses
+from composer_fsdp2.sharding.split import split_module, tie_again
+from composer_fsdp2.sharding.ties import join, parameter_uses, tie_groups
 
 # Of a module's own parameters by name.
 _Placements = dict[str, Placement]
@@ -80,9 +83,7 @@ def plan_split(model: nn.Module, layer_plan: Mapping[str, ParallelStyle], degree
     problems.extend(_problems_of_heads(model, styles, degree))
     if problems:
         raise PlanError("the layer plan of tensor parallelism does not fit the model:\n" + "\n".join(problems))
-    modules = tuple(
-        SplitModule(path=path, style=_text_of(style), parallelize=style) for path, style in styles.items()
-    )
+    modules = tuple(SplitModule(path=path, style=_text_of(style), parallelize=style) for path, style in styles.items())
     return TensorPlan(modules=modules, placements=placements)
 
 
@@ -110,6 +111,39 @@ def read_split(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
     paths = {path: None for use in uses for path, _ in use.owners}
     modules = tuple(SplitModule(path=path, style="parallelize_module, by the script") for path in paths)
     return TensorPlan(modules=modules, placements={p: p.placements[0] for p in uses.values()}), meshes[0]
+
+
+def split_model(
+    model: nn.Module, optimizers: Optimizers, layer_plan: Mapping[str, ParallelStyle], mesh: DeviceMesh
+) -> None:
+    """Split a model in place as a layer plan says, without sharding it; ``prepare_fully_shard`` takes it as it is then.
+
+    What ``torch.distributed.tensor.parallel.parallelize_module`` does, with ties kept, unknown paths refused, and an
+    optimizer that follows with its groups and state.
+
+    Args:
+        mesh: The slice of a mesh of all ranks along which to split.
+    Raises:
+        PlanError: as ``plan_split``; nothing has been changed then.
+
+    Called on all ranks.
+    """
+
+    def decide() -> TensorPlan:
+        check_optimizers(model, optimizers)
+        return plan_split(model, layer_plan, mesh.size())
+
+    plan = agree(decide, lambda decided: json_text(decided.modules))
+    optimizer = the_optimizer(optimizers)
+    rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
+    modules, ties = dict(model.named_modules(remove_duplicate=False)), tie_groups(model)
+    for each in plan.modules:
+        assert each.parallelize is not None, "plan_split keeps the style"
+        split_module(modules[each.path], each.parallelize, mesh)
+    for names in ties:
+        tie_again(modules, names)
+    if rebinding is not None:
+        rebinding.follow()
 
 
 def split_mesh(model: nn.Module, world_size: int) -> DeviceMesh | None:
@@ -168,7 +202,9 @@ def _placements(
         try:
             of_modules[modules[path]] = _placements_of(modules[path], style)
         except PlanError as error:
-            problems.append(f"{type(style).__name__} on {path or 'the model'!r} ({type(modules[path]).__name__}): {error}")
+            problems.append(
+                f"{type(style).__name__} on {path or 'the model'!r} ({type(modules[path]).__name__}): {error}"
+            )
     found: dict[nn.Parameter, Placement] = {}
     for use in parameter_uses(model):
         sides = {join(path, name): of_modules.get(modules[path], {}).get(name) for path, name in use.owners}

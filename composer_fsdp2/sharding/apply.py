@@ -247,11 +247,11 @@ def _keep_records(
         if replicated:
             average_after_backward(heads, replicated)
         root, modules = units[-1], [at_path(model, path) for unit in units for path in unit.modules]
-        mesh, spec = meshes[root.name], root.mesh
+        mesh = meshes[root.name]
         record = RootRecord(
-            mesh=data_parallel(mesh, spec),
-            spec=spec.data_parallel,
-            tensor=tensor_parallel(mesh, spec),
+            mesh=data_parallel(mesh, root.mesh),
+            spec=root.mesh.data_parallel,
+            tensor=tensor_parallel(mesh, root.mesh),
             replicated=replicated,
         )
         keep_record(modules, record)

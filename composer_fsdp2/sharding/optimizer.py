@@ -137,5 +137,10 @@ def _shard_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
             # As torch has it: of few rows the last ranks get none.
             shard = parts[place] if place < len(parts) else shard.narrow(dimension, 0, 0)
     return DTensor.from_local(
-        shard.to(local.device, copy=True).contiguous(), mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
+        shard.to(local.device, copy=True).contiguous(),
+        mesh,
+        new.placements,
+        run_check=False,
+        shape=new.shape,
+        stride=new.stride(),
     )

@@ -31,9 +31,7 @@ def _axes_with(has: Callable[[Placement], bool], tensor: torch.Tensor) -> tuple[
     if not isinstance(tensor, DTensor):
         return ()
     sizes = tensor.device_mesh.mesh.shape
-    return tuple(
-        [axis for axis, placement in enumerate(tensor.placements) if has(placement) and sizes[axis] > 1]
-    )
+    return tuple([axis for axis, placement in enumerate(tensor.placements) if has(placement) and sizes[axis] > 1])
 
 
 def splitting_axes_of_all(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, ...]]:

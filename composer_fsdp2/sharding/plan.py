@@ -241,9 +241,7 @@ def _batches_line(config: ShardingConfig) -> Iterator[str]:
 
 def _split_lines(plan: ShardingPlan) -> Iterator[str]:
     """Modules that differ in the numbers of their layers alone are one line, and so are their parameters."""
-    placements = {
-        name: spec.tensor_placement for unit in plan.units for spec in unit.parameters for name in spec.names
-    }
+    placements = {name: spec.tensor_placement for unit in plan.units for spec in unit.parameters for name in spec.names}
     alike: dict[tuple[str, str, str], int] = {}
     for module in plan.split:
         own = {name: placements.get(f"{module.path}.{name}") for name in ("weight", "bias")}

@@ -37,14 +37,14 @@ def split_unit(
         return
     for module, style in styles.items():
         if style is not None:
-            _split(module, style, along)
+            split_module(module, style, along)
     for spec in unit.parameters:
         if len(spec.names) > 1 and spec.tensor_placement is not None:
-            _tie(modules, spec.names)
+            tie_again(modules, spec.names)
 
 
-def _split(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    """[Note: split parameters]."""
+def split_module(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    """Carry out one style, and keep what was noted on the parameters ([Note: split parameters])."""
     before = own_parameters(module)
     parallelize_module(module, mesh, style)
     for name, old in before:
@@ -54,8 +54,11 @@ def _split(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
             vars(new).update(vars(old))
 
 
-def _tie(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> None:
-    """[Note: split parameters]; the plan knows that both sides are placed alike."""
+def tie_again(modules: Mapping[str, nn.Module], names: tuple[str, ...]) -> None:
+    """Have one parameter under all of its names, the first one's ([Note: split parameters]).
+
+    The plan knows that all of its sides are placed alike.
+    """
     (first, attribute), *others = ((modules[path], name) for path, _, name in (each.rpartition(".") for each in names))
     for module, name in others:
         setattr(module, name, getattr(first, attribute))
