@@ -94,8 +94,9 @@ def _is_of_ffn(layer_plan: Mapping[str, ParallelStyle]) -> bool:
 
 def _gathers_batches(style: ParallelStyle) -> bool:
     """From a part of the batch's rows on each rank to all of them."""
-    is_input = isinstance(style, PrepareModuleInput)
-    return is_input and (style.input_layouts, style.desired_input_layouts) == ((Shard(0),), (Replicate(),))
+    if not isinstance(style, PrepareModuleInput):
+        return False
+    return (style.input_layouts, style.desired_input_layouts) == ((Shard(0),), (Replicate(),))
 
 
 def _ffn_plan(model: nn.Module) -> dict[str, ParallelStyle]:

@@ -1,0 +1,344 @@
+"""Tensor and sequence parallelism beside one process: every loss, norm and parameter of ten steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import full_parameters
+from support.language import Language, batch, layer_plan, loss_of, sequence_plan
+from support.ranks import run_ranks
+from support.training import FULL
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from composer_fsdp2 import (
+    PlanError,
+    begin_microbatch,
+    clip_grad_adaptive_,
+    clip_grad_norm_,
+    prepare_fully_shard,
+    summon_full_params,
+)
+
+TENSOR = 2
+ATOL = 1e-12
+
+Optimizer = torch.optim.Optimizer
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def grouped(model: nn.Module) -> Optimizer:
+    """What Composer refuses beside tensor parallelism: groups, in another order than the model's."""
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    rest = [p for name, p in model.named_parameters() if "norm" not in name]
+    groups = [{"params": rest[::-1], "weight_decay": 0.1}, {"params": norms, "lr": 0.05}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def freeze_some(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in ("layers.0.mlp", "embedding")))
+
+
+def split_by_script(model: nn.Module, plan: Mapping[str, ParallelStyle], **options: Any) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // TENSOR, TENSOR), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], dict(plan), **options)
+
+
+def tensor_parallel(plan: Mapping[str, ParallelStyle]) -> dict[str, Any]:
+    return {"tensor_parallel_degree": TENSOR, "layer_plan": plan}
+
+
+def build(*, tied: bool = False) -> Language:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    return Language(tied=tied)
+
+
+def share(tokens: torch.Tensor) -> torch.Tensor:
+    """What this rank's group along the tensor axis trains on, of all ranks' batch."""
+    groups = dist.get_world_size() // TENSOR
+    return tokens.chunk(groups)[dist.get_rank() // TENSOR]
+
+
+def check_training(
+    config: dict[str, Any],
+    *,
+    plan: Callable[[], dict[str, ParallelStyle]] = layer_plan,
+    tied: bool = False,
+    make: Callable[[nn.Module], Optimizer] = sgd,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+    by_script: bool = False,
+    steps_before: int = 0,
+    num_microbatches: int = 1,
+    num_steps: int = 10,
+) -> None:
+    model = build(tied=tied)
+    prepare(model)
+    reference = copy.deepcopy(model)
+    theirs = make(reference)
+    if by_script:
+        split_by_script(model, plan())
+    ours = make(model)
+    for step in range(steps_before):
+        for each, optimizer in ((model, ours), (reference, theirs)):
+            loss_of(each, batch(100 + step, 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    prepare_fully_shard(
+        model, ours, FULL | config, device="cpu", tensor_parallel=None if by_script else tensor_parallel(plan())
+    )
+    num_sequences = 2 * num_microbatches * dist.get_world_size() // TENSOR
+    for step in range(num_steps):
+        tokens = batch(step, num_sequences)
+        expected = loss_of(reference, tokens)
+        expected.backward()
+        expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        loss = torch.zeros(())
+        for number, microbatch in enumerate(share(tokens).chunk(num_microbatches)):
+            begin_microbatch(model, is_last=number == num_microbatches - 1)
+            part = loss_of(model, microbatch) / num_microbatches
+            part.backward()
+            loss += part.detach()
+        dist.all_reduce(loss)
+        torch.testing.assert_close(loss / dist.get_world_size(), expected.detach(), rtol=0, atol=ATOL)
+        norm = clip_grad_norm_(model, 0.5)["model"]
+        torch.testing.assert_close(norm, expected_norm, rtol=0, atol=ATOL)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference)
+    if tied:
+        assert model.model.head.weight is model.model.embedding.weight
+
+
+def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
+    expected = dict(reference.named_parameters())
+    found = full_parameters(model)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name].detach(), rtol=0, atol=ATOL, msg=lambda text, n=name: n + text)
+
+
+def check_all_trainings() -> None:
+    recomputed = {"activation_checkpointing": True}
+    cases: dict[str, dict[str, Any]] = {
+        "layers": {"config": {}, "plan": lambda: layer_plan(ends=False)},
+        "layers, embedding and head": {"config": {}},
+        "with sequence parallelism": {"config": {}, "plan": sequence_plan},
+        "recomputed": {"config": recomputed},
+        "recomputed, not reentrant": {
+            "config": recomputed | {"activation_checkpointing_reentrant": False},
+            "num_steps": 3,
+        },
+        "sequence, recomputed": {"config": recomputed, "plan": sequence_plan, "num_steps": 3},
+        "tied": {"config": {}, "tied": True},
+        "tied, neither planned": {"config": {}, "tied": True, "plan": lambda: layer_plan(ends=False), "num_steps": 3},
+        "replicas": {"config": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},
+        "kept gathered": {"config": {"sharding_strategy": "SHARD_GRAD_OP"}, "num_steps": 3},
+        "several groups": {"config": {}, "make": grouped},
+        "frozen": {"config": {}, "prepare": freeze_some},
+        "microbatches": {"config": {}, "num_microbatches": 2},
+        "microbatches, reduced in the last": {
+            "config": {"gradient_sync": "last"},
+            "num_microbatches": 2,
+            "num_steps": 3,
+        },
+        "offloaded": {"config": {"cpu_offload": True}, "num_steps": 3},
+        "state from before": {"config": {}, "steps_before": 2, "num_steps": 3},
+        "state from before, tied": {"config": {}, "steps_before": 2, "tied": True, "num_steps": 3},
+        "split by the script": {"config": {}, "by_script": True, "num_steps": 3},
+        "split by the script, sequence": {"config": {}, "by_script": True, "plan": sequence_plan, "num_steps": 3},
+    }
+    for_each(lambda options: check_training(**options), {name: (options,) for name, options in cases.items()})
+
+
+def test_training_is_that_of_one_process():
+    """Whoever splits layers trains the model of one process: nothing is clipped by another norm, untied or unfrozen."""
+    run_ranks(check_all_trainings, 4)
+
+
+@pytest.mark.slow
+def test_training_with_replicas_shards_and_split_layers_on_eight_ranks():
+    """Three axes of more than one rank each."""
+    run_ranks(check_eight, 8)
+
+
+def check_eight() -> None:
+    config = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
+    for_each(
+        lambda options: check_training(config, **options),
+        {"layers": ({},), "sequence": ({"plan": sequence_plan},), "tied": ({"tied": True},)},
+    )
+
+
+# --- values from the start
+
+
+class Drawn(nn.Module):
+    """A layer with one initializer for all that it holds, which draws its own numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = DrawnDecoder()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+class DrawnDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear)
+
+    def param_init_fn(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+            nn.init.uniform_(module.bias)
+
+
+DRAWN_PLAN = {"model.layers.0": ColwiseParallel, "model.layers.1": RowwiseParallel}
+
+
+def drawn_plan() -> dict[str, ParallelStyle]:
+    return {path: style() for path, style in DRAWN_PLAN.items()}
+
+
+def drawn(device: str, seed: int = 3) -> Drawn:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return Drawn()
+
+
+def check_initialisation(start: str, *, by_script: bool) -> None:
+    """The values that sharding without split layers gives, from the same random state."""
+    rank = dist.get_rank()
+    config: dict[str, Any] = {"sync_module_states": start != "meta"}
+    expected = drawn("meta" if start == "meta" else "cpu")
+    torch.manual_seed(5)
+    prepare_fully_shard(expected, None, FULL | config, device="cpu")
+    if start == "mixed":
+        model = drawn("cpu" if rank == 0 else "meta")
+    else:  # "unlike": what rank 0 has goes out, of a split model what the first rank of each group of copies has
+        model = drawn(start if start == "meta" else "cpu", seed=3 + (rank // TENSOR if start == "unlike" else 0))
+    if by_script:
+        split_by_script(model, drawn_plan())
+    torch.manual_seed(5)
+    prepare_fully_shard(
+        model, None, FULL | config, device="cpu", tensor_parallel=None if by_script else tensor_parallel(drawn_plan())
+    )
+    wanted = full_parameters(expected)
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def check_initialisations() -> None:
+    names = [(start, by_script) for start in ("meta", "mixed", "unlike") for by_script in (False, True)]
+    cases = {f"{start}{', split by the script' * by_script}": (start, by_script) for start, by_script in names}
+    del cases["mixed, split by the script"]  # rank 0 has a part alone: refused, below
+    for_each(lambda start, by_script: check_initialisation(start, by_script=by_script), cases)
+    model = drawn("cpu" if dist.get_rank() == 0 else "meta")
+    split_by_script(model, drawn_plan(), src_data_rank=None)  # by itself torch would send, and wait for ever
+    with pytest.raises(PlanError, match="rank 0, the only one with values"):
+        prepare_fully_shard(model, None, FULL | {"sync_module_states": True}, device="cpu")
+
+
+def test_split_weights_start_with_the_values_of_an_unsplit_model():
+    """From the meta device each of the ranks that split a weight would draw the same numbers for its own part."""
+    run_ranks(check_initialisations, 4)
+
+
+# --- gradients and full parameters
+
+
+def check_gradients() -> None:
+    def clipped(clip: Callable[[nn.Module], object], reference_clip: Callable[[nn.Module], object]) -> None:
+        model = build()
+        reference = copy.deepcopy(model)
+        prepare_fully_shard(model, None, FULL, device="cpu", tensor_parallel=tensor_parallel(sequence_plan()))
+        tokens = batch(0, 4)
+        loss_of(model, share(tokens)).backward()
+        loss_of(reference, tokens).backward()
+        clip(model)
+        reference_clip(reference)
+        expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=0, atol=ATOL)
+
+    def adaptive(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            weights, grad = (
+                each.norm() if each.dim() <= 1 else each.norm(dim=tuple(range(1, each.dim())), keepdim=True)
+                for each in (parameter.detach(), parameter.grad)
+            )
+            parameter.grad.mul_((weights * 0.01 / grad).nan_to_num(nan=1.0).clamp(max=1.0))
+
+    for_each(
+        clipped,
+        {
+            "not at all": (lambda model: None, lambda model: None),
+            "by the largest": (
+                lambda model: clip_grad_norm_(model, 0.01, norm_type=torch.inf),
+                lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=torch.inf),
+            ),
+            "by another order": (
+                lambda model: clip_grad_norm_(model, 0.1, norm_type=3),
+                lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=3),
+            ),
+            "by value": (
+                lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+                lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+            ),
+            "adaptive": (lambda model: clip_grad_adaptive_(model, 0.01), adaptive),
+        },
+    )
+
+
+def test_gradients_are_clipped_as_in_one_process():
+    """By any norm: parameters that are split and those that are not have different numbers of copies."""
+    run_ranks(check_gradients, 4)
+
+
+def check_full_parameters() -> None:
+    model = build(tied=True)
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, None, FULL, device="cpu", tensor_parallel=tensor_parallel(layer_plan()))
+    expected = dict(reference.named_parameters())
+    with summon_full_params(model):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), expected[name].detach(), rtol=0, atol=0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, 2 * expected[name].detach(), rtol=0, atol=0)
+    assert model.model.head.weight is model.model.embedding.weight
+    loss_of(model, share(batch(0, 4))).backward()
+    with torch.no_grad():  # an eval between, and another step
+        loss_of(model, share(batch(1, 4)))
+    loss_of(model, share(batch(2, 4))).backward()
+
+
+def test_full_parameters_are_seen_and_written():
+    """Within summon_full_params a split weight is whole, and what is written into it stays."""
+    run_ranks(check_full_parameters, 4)
