@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from composer_fsdp2._torch.meshes import parent_mesh
+from composer_fsdp2._torch.slices import parent_mesh
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.sharding import ActivationCheckpointing, ShardingConfig

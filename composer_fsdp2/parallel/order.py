@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch.distributed.tensor import Shard
 
-from composer_fsdp2._torch.meshes import needs_even_shards
+from composer_fsdp2._torch.slices import needs_even_shards
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit

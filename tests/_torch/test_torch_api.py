@@ -33,6 +33,9 @@ OTHERS = {
     # Of the way back from an error before torch had one of its own (`reset_iter_state`).
     "_post_forward_indices",
     "_reshard_after_forward_event",
+    # Where meshes had no method for it (`_get_root_mesh`).
+    "_get_root_mesh",
+    "_mesh_resources",
 }
 
 
