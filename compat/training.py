@@ -22,7 +22,7 @@ from composer_fsdp2.training.clipping import clip_grad_adaptive_, clip_grad_norm
 from composer_fsdp2.training.guard import check_guard
 from composer_fsdp2.training.microbatches import begin_microbatch
 
-from . import auto_microbatch, monitors
+from . import auto_microbatch, batches, monitors
 from .optimizers import update_own_parts
 from .preflight import name_layers_to_freeze, refuse_copies
 from .seams import seam
@@ -60,7 +60,9 @@ def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> An
     auto_microbatch.before_event(self.state, event)
     if event in _MEETINGS:
         check_guard(self.state.model, _MEETINGS[event])
+    batches.before_event(self.state, event)
     result = original(self, event)
+    batches.after_event(self.state, event)
     auto_microbatch.after_event(self.state, event)
     return result
 

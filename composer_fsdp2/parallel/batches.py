@@ -79,43 +79,47 @@ def _block_of(size: int) -> tuple[tuple[int, ...], dist.ProcessGroup]:
 # Comparing
 
 
-def check_batch(
-    batch: Any, group: dist.ProcessGroup | None = None, *, what: str = "this batch", why: str = "", remedy: str = ""
-) -> None:
+def check_batch(batch: Any, group: dist.ProcessGroup | None = None, *, what: str = "this batch") -> None:
     """Raise on every rank of the world where ranks of one group have different batches.
 
     Args:
         batch: Of any structure; values, shapes and dtypes are compared, to the last bit.
         group: The ranks that share this rank's batch; None for all.
         what: The batch in a message's words.
-        why: How it may have come about, if something is known of it.
-        remedy: In the place of the usual ways out.
     Raises:
         ConfigError: names the ranks, what differs, and the ways out.
 
     Called on all ranks. Waits for the device, so not for every batch: the first of an epoch shows a loader that gives
     each rank its own.
     """
-    found = parts_of(batch)
-    digests = gather(digest_of(found), group)
-    is_same = len(set(digests)) == 1
-    parts = [] if is_same else gather(found, group)
-    agree(lambda: None if is_same else _refuse(parts, group, what, why, remedy), lambda _: "", ConfigError)
+    check_parts(parts_of(batch), group, what=what)
+
+
+def check_parts(
+    parts: list[Part], group: dist.ProcessGroup | None = None, *, what: str, ways_out: str | None = None
+) -> None:
+    """``check_batch`` of what ``parts_of`` found.
+
+    Args:
+        ways_out: In the place of those of a loader.
+    """
+    is_same = len(set(gather(digest_of(parts), group))) == 1
+    of_ranks = [] if is_same else gather(parts, group)
+    agree(lambda: None if is_same else _refuse(of_ranks, _ranks_of(group), what, ways_out), lambda _: "", ConfigError)
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
 
 
-def _refuse(parts: Sequence[Sequence[Part]], group: dist.ProcessGroup | None, what: str, why: str, remedy: str) -> None:
-    ranks = _ranks_of(group)
+def _refuse(parts: Sequence[Sequence[Part]], ranks: Sequence[int], what: str, ways_out: str | None) -> None:
     other = next(number for number, each in enumerate(parts) if each != parts[0])
-    size = len(ranks)
-    text = (
-        f"ranks {ranks[0]} and {ranks[other]} have different batches at {what}, and compute one together (each "
-        f"{size} ranks in a row do, {ranks[0]} to {ranks[-1]} among them): {_difference(parts[0], parts[other])}"
+    raise ConfigError(
+        f"ranks {ranks[0]} and {ranks[other]} compute one batch together (as each {len(ranks)} ranks in a row do) and "
+        f"have different ones at {what}: {_difference(parts[0], parts[other])}. "
+        f"{_ways_out(len(ranks)) if ways_out is None else ways_out}; check_data: false trains on all the same",
+        keys=("check_data", "broadcast_batch"),
     )
-    raise ConfigError(f"{text}. {why}{remedy or ways_out(size)}", keys=("check_data", "broadcast_batch"))
 
 
 def _difference(ours: Sequence[Part], theirs: Sequence[Part]) -> str:
@@ -131,13 +135,13 @@ def _difference(ours: Sequence[Part], theirs: Sequence[Part]) -> str:
     return f"{a.path}, {a.kind}, has other values"
 
 
-def ways_out(size: int) -> str:
+def _ways_out(size: int) -> str:
     """What gives the ranks of a group the same data."""
     return (
         f"Give the ranks of a group the same data: a DistributedSampler with num_replicas=world_size // {size} and "
         f"rank=rank // {size} (composer.utils.dist.get_sampler takes both); a StreamingDataset with replication={size} "
         f"(`replication: {size}` in the dataset section of an LLM Foundry YAML); or broadcast_batch: first or gather "
-        "in the fsdp section, whatever the loader reads. check_data: false trains on all the same"
+        "in the fsdp section, whatever the loader reads"
     )
 
 

@@ -290,7 +290,7 @@ def check_checks() -> None:
         with pytest.raises(ConfigError) as raised:
             check_batch(batch, group, what="the first batch")
         ranks = "" if rank in (2, 3) else "rank 2 could not go on: .*"
-        said = rf"^{ranks}ranks 2 and 3 have different batches at the first batch.*{words}"
+        said = rf"^{ranks}ranks 2 and 3 compute one batch together .* at the first batch: .*{words}"
         raised.match(rf"(?s){said}.*num_replicas=world_size // 2.*replication=2.*broadcast_batch.*check_data")
 
     for_each(check, cases)

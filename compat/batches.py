@@ -1,0 +1,230 @@
+"""A Trainer's batches: ranks that compute one together get the same, and it is compared before anything is trained.
+
+[Note: what is counted] A Trainer counts a batch's samples and tokens when its loader has given it, and sums them over
+all ranks. Batches are shared after that, so that each rank counts what its own loader read: under ``gather`` every
+sample once, though several ranks train on it; where ranks read the same data, or ``first`` drops what the others read,
+every sample as often as ranks read it, as under Composer's FSDP1.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from composer.core import DataSpec, Event, State
+from composer.utils import dist
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from composer_fsdp2.config.parallel import BroadcastBatch
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.parallel.batches import DataBlock, check_batch, check_parts, find_data_block, share_batch
+from composer_fsdp2.parallel.contents import Part, parts_of
+from composer_fsdp2.sharding.agree import agree
+from composer_fsdp2.sharding.root_record import find_kept, keep
+
+from .seams import seam
+
+# Where a batch has been counted, and nobody has used it: its last change of hands.
+_BATCHES = {
+    Event.AFTER_DATALOADER: "the first batch of fit, or of its epoch",
+    Event.EVAL_BATCH_START: "the first batch of an evaluation",
+    Event.PREDICT_BATCH_START: "the first batch of predict",
+}
+# After these, the next batch is a loader's first.
+_BEGINNINGS = {
+    Event.FIT_START: Event.AFTER_DATALOADER,
+    Event.EPOCH_START: Event.AFTER_DATALOADER,
+    Event.EVAL_START: Event.EVAL_BATCH_START,
+    Event.PREDICT_START: Event.PREDICT_BATCH_START,
+}
+_SAME_WHEN_READ = (
+    "They were the same when the loader gave them: an algorithm or microbatch_transforms that draws random numbers, as "
+    "MixUp does, made them different, since Composer seeds each rank with a number of its own. Leave it out, or do the "
+    "same in the dataset"
+)
+
+
+@dataclass(slots=True)
+class _Compared:
+    """Which batches of a model's are to be compared.
+
+    Args:
+        due: The events of loaders whose next batch is the first.
+        microbatches: What the forwards of a batch that is compared were given.
+    """
+
+    due: set[Event] = field(default_factory=set)
+    microbatches: list[list[Part]] | None = None
+
+
+def before_event(state: State, event: Event) -> None:
+    """Share and compare batches before anybody sees them. Called on all ranks before each event."""
+    block = find_data_block(state.model)
+    if block is None:
+        return
+    compared = _compared(state)
+    if event in _BEGINNINGS:
+        compared.due.add(_BEGINNINGS[event])
+    if event is Event.EVAL_START:
+        _begin_evaluation(state, block)
+    elif event in _BATCHES:
+        _take_batch(state, event, block, is_first=event in compared.due)
+    elif event is Event.BEFORE_TRAIN_BATCH and compared.microbatches is not None:
+        compared.microbatches.clear()  # of an attempt that ran out of memory
+    elif event is Event.AFTER_TRAIN_BATCH and compared.microbatches is not None:
+        parts, compared.microbatches = [part for each in compared.microbatches for part in each], None
+        check_parts(parts, block.group, what="the first batch's forward", ways_out=_SAME_WHEN_READ)
+
+
+def after_event(state: State, event: Event) -> None:
+    """Compare what algorithms made of a first batch. Called on all ranks after each event."""
+    block = find_data_block(state.model)
+    if block is None:
+        return
+    compared = _compared(state)
+    if event in compared.due and event in _BATCHES:
+        compared.due.remove(event)
+        if block.check and event is Event.AFTER_DATALOADER:
+            check_parts(parts_of(state.batch), block.group, what=_BATCHES[event], ways_out=_SAME_WHEN_READ)
+            compared.microbatches = []
+    elif event is Event.BEFORE_FORWARD and compared.microbatches is not None:
+        # Noted only: a rank may be out of memory here, with which the others then do not meet.
+        number = len(compared.microbatches)
+        compared.microbatches.append(parts_of(state.batch, f"microbatch {number}"))
+    elif event is Event.EVAL_END:
+        _end_evaluation()
+
+
+def _compared(state: State) -> _Compared:
+    if (compared := find_kept(state.model, _Compared)) is None:
+        keep(state.model, compared := _Compared())
+    return compared
+
+
+def _take_batch(state: State, event: Event, block: DataBlock, *, is_first: bool) -> None:
+    """Put the block's batch in the place of this rank's."""
+
+    def share() -> Any:
+        if event is Event.EVAL_BATCH_START and _evaluation is not None and _evaluation.state is state:
+            return _evaluation.share(state.batch)
+        return share_batch(state.batch, block.group, block.how)
+
+    # A loader's batches fit together or do not, which its first one shows; later, a rank that raises ends the run.
+    state.batch = agree(share, lambda _: "", ConfigError) if is_first else share()
+    if is_first and block.check and block.how is BroadcastBatch.OFF:
+        check_batch(state.batch, block.group, what=_BATCHES[event])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The padding of a sampler in evaluations
+
+
+class _SamplerOfBlocks(DistributedSampler[Any]):
+    """A DistributedSampler as an evaluation of Composer's asks it, in samples that all ranks together read.
+
+    A sampler repeats samples until every rank has the same number. Composer takes such a one from the last batch of
+    each of the world's last ranks: right where every rank has a batch of its own. Here each rank is told whether its
+    block's batch ends with one.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any], num_read: int, is_padded: bool) -> None:
+        self._sampler = sampler
+        self.dataset = range(num_read)  # type: ignore[assignment]
+        self.say(is_padded)
+
+    def say(self, is_padded: bool) -> None:
+        """Composer drops a sample on the last ``total_size - len(dataset)`` ranks of the world: on all, or on none."""
+        self.total_size = len(self.dataset) + (dist.get_world_size() if is_padded else 0)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        self._sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    """The evaluation that runs now, of a model whose ranks share batches."""
+
+    state: State
+    block: DataBlock
+    spec: DataSpec
+    own: DistributedSampler[Any] | None = None
+    shown: _SamplerOfBlocks | None = None
+
+    def show(self, sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
+        """What Composer is to see of the loader's sampler."""
+        num_samples, size = _length(sampler), len(self.block.ranks)
+        if num_samples is None:
+            return sampler
+        num_padded, world_size = sampler.total_size - num_samples, dist.get_world_size()
+        if sampler.num_replicas * size == world_size:  # the ranks of a block read the same
+            is_padded = sampler.rank >= sampler.num_replicas - num_padded
+            return _SamplerOfBlocks(sampler, num_samples * size, is_padded)
+        if sampler.num_replicas != world_size or self.block.how is BroadcastBatch.OFF:
+            return sampler
+        is_padded = self.block.how is BroadcastBatch.FIRST and self.block.ranks[0] >= world_size - num_padded
+        self.own, self.shown = sampler, _SamplerOfBlocks(sampler, num_samples, is_padded)
+        return self.shown
+
+    def share(self, batch: Any) -> Any:
+        """The block's batch; of gathered ones without the samples that a sampler repeated."""
+        counts = True
+        if self.block.how is BroadcastBatch.GATHER and self.own is not None and self._is_last(self.own):
+            assert self.shown is not None
+            num_samples = _length(self.own)
+            assert num_samples is not None
+            first_padded = dist.get_world_size() - (self.own.total_size - num_samples)
+            num_rows = int(self.spec.get_num_samples_in_batch(batch))
+            if dist.get_global_rank() >= first_padded:
+                counts = num_rows > 1
+                batch = self.spec.split_batch(batch, num_rows - 1)[0] if counts else batch
+            # Of a batch of padding alone Composer updates no metric.
+            self.shown.say(num_rows == 1 and self.block.ranks[0] >= first_padded)
+        return share_batch(batch, self.block.group, self.block.how, counts=counts)
+
+    def _is_last(self, sampler: DistributedSampler[Any]) -> bool:
+        loader = self.spec.dataloader
+        drops = isinstance(loader, DataLoader) and loader.drop_last
+        return not drops and int(self.state.eval_timestamp.batch) + 1 == len(loader)
+
+
+_evaluation: _Evaluation | None = None
+
+
+def _begin_evaluation(state: State, block: DataBlock) -> None:
+    global _evaluation
+    specs = [evaluator.dataloader for evaluator in state.evaluators]
+    spec = next((spec for spec in specs if spec.dataloader is state.dataloader), None)
+    _evaluation = None if spec is None else _Evaluation(state, block, spec)
+
+
+def _end_evaluation() -> None:
+    global _evaluation
+    _evaluation = None
+
+
+@seam(
+    "composer.trainer.trainer",
+    "_get_distributed_sampler",
+    why="an evaluation dropped a sampler's padding on some ranks of those that share a batch",
+)
+def get_distributed_sampler(
+    original: Callable[..., DistributedSampler[Any] | None], dataloader: DataLoader[Any]
+) -> DistributedSampler[Any] | None:
+    sampler = original(dataloader)
+    if sampler is None or _evaluation is None or _evaluation.spec.dataloader is not dataloader:
+        return sampler
+    return _evaluation.show(sampler)
+
+
+def _length(sampler: DistributedSampler[Any]) -> int | None:
+    """Of its dataset; None where it has none."""
+    try:
+        return len(sampler.dataset)  # type: ignore[arg-type]
+    except (AttributeError, TypeError):
+        return None

@@ -1,0 +1,529 @@
+"""check_data and broadcast_batch in a real Trainer: what ranks that share a batch train on, count, and refuse."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.cases import for_each
+from support.comparing import full_parameters
+from support.oracle import FSDP2
+from support.ranks import run_ranks
+from support.synchronisations import Synchronisations
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from composer_fsdp2 import ConfigError, ShardingConfig
+from composer_fsdp2.config.parallel import BroadcastBatch
+from composer_fsdp2.parallel.batches import start_data_blocks
+
+pytestmark = pytest.mark.composer
+
+NUM_SAMPLES, ROWS, TOKENS, LR = 24, 2, 4, 0.5
+OFF, FIRST, GATHER = BroadcastBatch
+
+
+class Samples(Dataset[Any]):
+    """Sample i is four tokens, and its number."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(0, 16, (num_samples, TOKENS), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {"input_ids": self.tokens[number], "number": number}
+
+
+def build_net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def build_model() -> Any:
+    from composer import ComposerModel
+    from torchmetrics import CatMetric
+
+    class Model(ComposerModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.seen = build_net(), CatMetric()
+
+        def forward(self, batch: Any) -> Any:
+            return self.net(batch["input_ids"])
+
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return loss_of(outputs, batch["input_ids"])
+
+        def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+            return self.forward(batch) if outputs is None else outputs
+
+        def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
+            return {} if is_train else {"seen": self.seen}
+
+        def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+            metric.update(batch["number"].float())
+
+    return Model()
+
+
+def record() -> Any:
+    """A callback that notes the samples of every microbatch, and the time after every batch."""
+    from composer import Callback
+
+    class Record(Callback):
+        def __init__(self) -> None:
+            self.microbatches: list[list[int]] = []
+            self.losses: list[float] = []
+
+        def before_forward(self, state: Any, logger: Any) -> None:
+            self.microbatches.append(state.batch["number"].tolist())
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            self.losses.append(float(state.total_loss_dict["loss/train/total"]))
+
+    return Record()
+
+
+def sampler(dataset: Any, *, replicated: bool, shuffle: bool = True, **options: Any) -> DistributedSampler[Any]:
+    """Of all ranks, or alike on ranks 0 and 1, 2 and 3."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    replicas = (world_size // 2, rank // 2) if replicated else (world_size, rank)
+    return DistributedSampler(dataset, *replicas, shuffle=shuffle, **options)
+
+
+def make(
+    how: BroadcastBatch | None,
+    *,
+    replicated: bool = False,
+    loader: Any = None,
+    duration: str = "1ep",
+    microbatch: int | str | None = ROWS,
+    check: bool | None = None,
+    model: Any = None,
+    callbacks: Any = (),
+    **options: Any,
+) -> Any:
+    """A Trainer whose ranks share batches by two. Called on all ranks."""
+    from composer import Trainer
+
+    model, dataset = build_model() if model is None else model, Samples()
+    if loader is None:
+        loader = DataLoader(dataset, batch_size=ROWS, sampler=sampler(dataset, replicated=replicated))
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=LR),
+        train_dataloader=loader,
+        max_duration=duration,
+        device="cpu",
+        device_train_microbatch_size=microbatch,
+        parallelism_config={"fsdp": {}},
+        callbacks=[record(), *callbacks],
+        progress_bar=False,
+        log_to_console=False,
+        seed=17,
+        **options,
+    )
+    share(trainer, how, check)
+    return trainer
+
+
+def share(trainer: Any, how: BroadcastBatch | None, check: bool | None = None) -> None:
+    """As tensor parallelism over two ranks does, without its layers."""
+    config = ShardingConfig(context_parallel_degree=2, broadcast_batch=how, check_data=check)
+    start_data_blocks(trainer.state.model, config)
+
+
+def recorded(trainer: Any) -> Any:
+    return next(callback for callback in trainer.state.callbacks if type(callback).__name__ == "Record")
+
+
+def samples_of(rank: int, num_replicas: int, epoch: int = 0) -> list[list[int]]:
+    """The batches that a DistributedSampler gives a rank in an epoch."""
+    own = DistributedSampler(Samples(), num_replicas, rank, shuffle=True)
+    own.set_epoch(epoch)
+    numbers = list(own)
+    return [numbers[at : at + ROWS] for at in range(0, len(numbers), ROWS)]
+
+
+def trained_by_blocks(how: BroadcastBatch, *, replicated: bool, epoch: int = 0) -> list[list[list[int]]]:
+    """By batch and block the samples that are to be trained on, on four ranks."""
+    if replicated:
+        of_blocks = [samples_of(block, 2, epoch) for block in range(2)]
+    else:
+        of_ranks = [samples_of(rank, 4, epoch) for rank in range(4)]
+        if how is FIRST:
+            of_blocks = [of_ranks[0], of_ranks[2]]
+        else:
+            of_blocks = [[a + b for a, b in zip(of_ranks[first], of_ranks[first + 1], strict=True)] for first in (0, 2)]
+    return [list(each) for each in zip(*of_blocks, strict=True)]
+
+
+def one_process(batches: list[list[list[int]]]) -> list[float]:
+    """The losses of one process that trains on all samples of each batch."""
+    net, dataset, losses = build_net(), Samples(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    for of_blocks in batches:
+        tokens = dataset.tokens[[number for block in of_blocks for number in block]]
+        optimizer.zero_grad()
+        loss = loss_of(net(tokens), tokens)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# --- what is trained on, and counted
+
+
+WAYS = {
+    "the same data": (OFF, True),
+    "first": (FIRST, False),
+    "gather": (GATHER, False),
+    "gather of the same": (GATHER, True),
+}
+
+
+def check_trained() -> None:
+    block = dist.get_rank() // 2
+
+    def check(how: BroadcastBatch, replicated: bool, microbatch: int | None) -> None:
+        batches = trained_by_blocks(how, replicated=replicated)[:3]
+        with FSDP2():
+            trainer = make(how, replicated=replicated, duration="3ba", microbatch=microbatch)
+            trainer.fit()
+        seen, losses = recorded(trainer).microbatches, recorded(trainer).losses
+        flat = [number for each in seen for number in each]
+        assert flat == [number for each in batches for number in each[block]], f"{seen}, not {batches}"
+        rows = len(batches[0][block])
+        assert len(seen) == 3 * (1 if microbatch == 4 or rows == 2 else 2), f"microbatches: {seen}"
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(one_process(batches)), rtol=1e-5, atol=1e-6)
+        time = trainer.state.timestamp
+        counted = [int(each.value) for each in (time.batch, time.sample, time.token)]
+        assert counted == [3, 3 * 4 * ROWS, 3 * 4 * ROWS * TOKENS], f"batches, samples, tokens: {counted}"
+        trainer.close()
+
+    cases: dict[str, tuple[BroadcastBatch, bool, int | None]] = {name: (*way, ROWS) for name, way in WAYS.items()}
+    cases |= {
+        "gather in one microbatch": (GATHER, False, 4),
+        "gather in microbatches of the loader": (GATHER, False, None),
+    }
+    for_each(check, cases)
+
+
+def test_ranks_that_share_a_batch_train_as_one_process_on_its_samples():
+    """In every way to share, the losses are those of one process, no sample is lost under gather, and each rank's
+    samples and tokens are counted as its loader gave them."""
+    run_ranks(check_trained, 4)
+
+
+def check_durations() -> None:
+    def check(how: BroadcastBatch, replicated: bool, duration: str, batches: int, epochs: int, samples: int) -> None:
+        options = {"train_subset_num_batches": 2} if duration == "subset" else {}
+        with FSDP2():
+            trainer = make(how, replicated=replicated, duration="2ep" if options else duration, **options)
+            trainer.fit()
+        time = trainer.state.timestamp
+        found = (int(time.batch), int(time.epoch), int(time.sample))
+        assert found == (batches, epochs, samples), f"batches, epochs, samples: {found}"
+        if how is GATHER and duration == "2ep":
+            flat = [number for each in recorded(trainer).microbatches for number in each]
+            both: list[Any] = [None] * 4
+            dist.all_gather_object(both, flat)
+            assert Counter(both[0] + both[2]) == dict.fromkeys(range(NUM_SAMPLES), 2), "each sample once an epoch"
+        trainer.close()
+
+    cases = {
+        "an epoch of the same data": (OFF, True, "1ep", 6, 1, 48),
+        "an epoch of first": (FIRST, False, "1ep", 3, 1, 24),
+        "two epochs of gather": (GATHER, False, "2ep", 6, 2, 48),
+        "samples": (GATHER, False, "16sp", 2, 0, 16),
+        "tokens": (GATHER, False, "64tok", 2, 0, 16),
+        "samples of the same data": (OFF, True, "16sp", 2, 0, 16),
+        "a subset": (GATHER, False, "subset", 4, 2, 32),
+    }
+    for_each(check, cases)
+
+
+def test_durations_are_in_what_loaders_read():
+    """An epoch is one pass of every loader; a duration in samples or tokens ends as it did before."""
+    run_ranks(check_durations, 4)
+
+
+# --- different data is an error
+
+
+def refused(trainer: Any, words: str, batches: int = 0) -> None:
+    """fit raises on this rank, after so many batches. Called on all ranks."""
+    before = copy.deepcopy(full_parameters(trainer.state.model))
+    with pytest.raises(ConfigError) as raised:
+        trainer.fit()
+    raised.match(rf"(?s)ranks \d and \d compute one batch together .*{words}.*check_data: false")
+    assert int(trainer.state.timestamp.batch) == batches
+    after = full_parameters(trainer.state.model)
+    same = [torch.equal(before[name], after[name]) for name in before]
+    assert all(same) if batches == 0 else not all(same)
+    trainer.close()
+
+
+class ChangesLater(DistributedSampler[Any]):
+    """From some epoch on of its own rank."""
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, self.rank = self.rank, dist.get_rank() % 2 if self.epoch >= 1 else 0
+        yield from list(super().__iter__())
+        self.rank = rank
+
+
+def check_refusals() -> None:
+    remedies = r"num_replicas=world_size // 2.*replication=2.*broadcast_batch: first or gather"
+    with FSDP2():
+        refused(make(OFF), rf"the first batch of fit.*batch\['input_ids'\], int64 \[2, 4\], has other.*{remedies}")
+        refused(make(OFF, duration="2ba", microbatch=1), remedies)
+        dataset = Samples()
+        rank = dist.get_rank()
+        odd = DataLoader(dataset, ROWS, sampler=DistributedSampler(dataset, 4, max(rank, 1) // 2 * 2 + (rank == 3)))
+        refused(make(OFF, loader=odd), remedies)  # ranks 0 and 1 have the same
+        later = ChangesLater(dataset, 2, 0, shuffle=False)
+        refused(make(OFF, loader=DataLoader(dataset, ROWS, sampler=later), duration="2ep"), "its epoch", batches=6)
+        trainer = make(OFF, check=False, duration="1ba")
+        trainer.fit()
+        trainer.close()
+
+
+def test_different_data_in_a_group_is_an_error_before_anything_is_trained():
+    """Finite losses of parts of different samples, on one group of ranks or later ones, cost a run."""
+    run_ranks(check_refusals, 4)
+
+
+def random_algorithm(event: str) -> Any:
+    from composer import Algorithm, Event
+
+    class Mixes(Algorithm):
+        def match(self, at: Any, state: Any) -> bool:
+            return at is Event(event)
+
+        def apply(self, at: Any, state: Any, logger: Any) -> None:
+            state.batch = {**state.batch, "input_ids": torch.randint(0, 16, state.batch["input_ids"].shape)}
+
+    return Mixes()
+
+
+def check_random() -> None:
+    words = "algorithm or microbatch_transforms that draws random numbers.*Composer seeds each rank"
+    for how in (OFF, FIRST, GATHER):
+        for event in ("after_dataloader", "before_forward"):
+            with FSDP2():
+                options = {"algorithms": [random_algorithm(event)], "replicated": how is OFF}
+                refused(make(how, duration="2ba", **options), words)
+
+
+def test_an_algorithm_that_draws_other_numbers_on_each_rank_is_an_error():
+    """MixUp under tensor parallelism would mix other samples on every rank of a group, and train on that."""
+    run_ranks(check_random, 2)
+
+
+def check_resumes(folder: str) -> None:
+    block = dist.get_rank() // 2
+
+    def check(how: BroadcastBatch, replicated: bool, name: str) -> None:
+        with FSDP2():
+            trainer = make(
+                how, replicated=replicated, duration="2ba", save_folder=f"{folder}/{name}", save_interval="2ba"
+            )
+            trainer.fit()
+            trainer.close()
+            resumed = make(how, replicated=replicated, duration="3ba", load_path=f"{folder}/{name}/ep0-ba2-rank0.pt")
+            resumed.fit()
+        batches = trained_by_blocks(how, replicated=replicated)[:3]
+        flat = [number for each in recorded(resumed).microbatches for number in each]
+        assert flat == batches[2][block], f"{flat}, not {batches[2][block]}"
+        loss = recorded(resumed).losses
+        torch.testing.assert_close(torch.tensor(loss), torch.tensor(one_process(batches)[2:]), rtol=1e-5, atol=1e-6)
+        resumed.close()
+
+    ways = {name: way for name, way in WAYS.items() if name != "gather of the same"}
+    for_each(check, {name: (*way, name.split()[-1]) for name, way in ways.items()})
+    with FSDP2():
+        resumed = make(OFF, duration="3ba", load_path=f"{folder}/data/ep0-ba2-rank0.pt")
+        with pytest.raises(ConfigError, match=r"the first batch of fit"):
+            resumed.fit()
+        assert int(resumed.state.timestamp.batch) == 2
+        resumed.close()
+
+
+def test_a_run_that_resumes_within_an_epoch_goes_on_with_the_next_samples(tmp_path: Path):
+    """And its data is compared again: what was the same before the restart need not be so after it."""
+    run_ranks(check_resumes, 4, str(tmp_path))
+
+
+# --- loaders that end, or are no DistributedSampler's
+
+
+class Stream(IterableDataset[Any]):
+    """Long, but on the last rank; every rank's numbers are its own."""
+
+    def __init__(self, ends_after: int) -> None:
+        self.ends_after = ends_after
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = dist.get_rank()
+        last = rank == dist.get_world_size() - 1
+        for number in range(self.ends_after if last else 1000):
+            yield {"input_ids": torch.full((TOKENS,), number % 16), "number": 1000 * rank + number}
+
+
+def check_ends() -> None:
+    for how, rows in ((FIRST, 2), (GATHER, 3)):
+        with FSDP2():
+            loader = DataLoader(Stream(ends_after=3), batch_size=ROWS, drop_last=False)
+            trainer = make(how, loader=loader, train_subset_num_batches=5, microbatch=4)
+            trainer.fit()
+            seen, time = recorded(trainer).microbatches, trainer.state.timestamp
+            assert (int(time.epoch), int(time.batch)) == (1, 2), time
+            assert seen[0] == ([0, 1] if how is FIRST else [0, 1, 1000, 1001]), seen
+            assert len(seen[1]) == rows, f"the last rank's second batch has one row: {seen}"
+            trainer.close()
+
+
+def test_loaders_that_end_at_different_batches_end_the_epoch_on_all_ranks():
+    """No rank waits for the batch of another whose data has ended, and a smaller last batch is no error."""
+    run_ranks(check_ends, 2)
+
+
+# --- evaluations and predictions
+
+
+def check_evaluations() -> None:
+    from composer import Evaluator
+
+    model = build_model()
+    with FSDP2():
+        trainer = make(OFF, replicated=True, duration="1ba", model=model)
+
+    def check(how: BroadcastBatch, replicated: bool, num_samples: int, rows: int) -> None:
+        share(trainer, how)
+        dataset = Samples(num_samples)
+        own = sampler(dataset, replicated=replicated, shuffle=False)
+        loader = DataLoader(dataset, batch_size=rows, sampler=own, drop_last=False)
+        with FSDP2():
+            trainer.eval(
+                Evaluator(label="all", dataloader=loader, metric_names=["seen"], device_eval_microbatch_size=2)
+            )
+        seen = Counter(trainer.state.eval_metrics["all"]["seen"].compute().int().reshape(-1).tolist())
+        read = range(num_samples)
+        expected = dict.fromkeys([number for number in read if number % 4 in (0, 2)] if how is FIRST else read, 2)
+        assert seen == expected, f"{num_samples} samples in batches of {rows}: {dict(seen)}, not {expected}"
+
+    cases = {
+        f"{name}, {num_samples} in batches of {rows}": (*way, num_samples, rows)
+        for name, way in WAYS.items()
+        for num_samples in (5, 6, 7, 8)
+        for rows in (1, 2)
+    }
+    for_each(check, cases)
+    trainer.close()
+
+
+def test_an_evaluation_sees_every_sample_as_often_as_ranks_compute_it():
+    """A sampler repeats samples so that all ranks have as many: dropped on some ranks of a group, they have batches of
+    different shapes; counted, they change a metric."""
+    run_ranks(check_evaluations, 4)
+
+
+def check_eval_refusals() -> None:
+    dataset = Samples()
+    with FSDP2():
+        trainer = make(
+            OFF,
+            replicated=True,
+            duration="1ba",
+            eval_interval="1ba",
+            eval_dataloader=DataLoader(dataset, ROWS, sampler=sampler(dataset, replicated=False)),
+        )
+        with pytest.raises(ConfigError, match="the first batch of an evaluation"):
+            trainer.fit()
+        trainer.close()
+        trainer = make(OFF, replicated=True, duration="1ba")
+        with pytest.raises(ConfigError, match="the first batch of predict"):
+            trainer.predict(DataLoader(dataset, ROWS, sampler=sampler(dataset, replicated=False)))
+        trainer.close()
+
+
+def test_different_data_in_an_evaluation_or_prediction_is_an_error():
+    """A metric of parts of different samples looks like any other."""
+    run_ranks(check_eval_refusals, 2)
+
+
+def check_predictions() -> None:
+    dataset, rank = Samples(8), dist.get_rank()
+    for how in (FIRST, GATHER):
+        with FSDP2():
+            trainer = make(how)
+            loader = DataLoader(dataset, ROWS, sampler=DistributedSampler(dataset, 2, rank, shuffle=False))
+            outputs = trainer.predict(loader)
+            assert [len(each) for each in outputs] == [2 if how is FIRST else 4] * 2
+            net = build_net()
+            expected = net(dataset.tokens[[0, 2] if how is FIRST else [0, 2, 1, 3]])
+            torch.testing.assert_close(outputs[0], expected)
+            trainer.close()
+
+
+def test_predictions_are_those_of_the_groups_rows():
+    """Every rank of a group returns the outputs of all rows that the group computes."""
+    run_ranks(check_predictions, 2)
+
+
+# --- beside the rest of a Trainer
+
+
+def check_waits() -> None:
+    with FSDP2():
+        trainer = make(OFF, replicated=True, duration="2ba")
+        trainer.fit()
+        with Synchronisations() as found:
+            trainer.fit(duration="1ba")
+        trainer.close()
+    waits = found.of_packages("composer_fsdp2", "composer_fsdp2.compat")
+    assert len(waits) > 0, "the first batch of a fit is compared"
+    with FSDP2():
+        trainer = make(OFF, replicated=True, duration="2ba", callbacks=[second_batch(found)])
+        trainer.fit()
+        trainer.close()
+    waits = found.of_packages("composer_fsdp2", "composer_fsdp2.compat")
+    assert not waits, waits
+
+
+def second_batch(found: Synchronisations) -> Any:
+    """Collect from the second batch on."""
+    from composer import Callback
+
+    class Second(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            if int(state.timestamp.batch) == 1:
+                found.found.clear()
+                found.__enter__()
+
+        def fit_end(self, state: Any, logger: Any) -> None:
+            found.__exit__(None, None, None)
+
+    return Second()
+
+
+def test_nothing_of_a_check_waits_after_the_first_batch():
+    """A comparison of each batch would make the host wait for the GPU in every step."""
+    run_ranks(check_waits, 2)
