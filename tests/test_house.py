@@ -119,8 +119,8 @@ ROOMS = {
     ),
     "compat": room(
         "optimizers pinned_copies remote seams algorithms auto_microbatch batches checkpoint_package "
-        "configuration full_state loading monitors preflight saving tensor sharding async_saving training checkpoint_saver "
-        "install __init__",
+        "configuration full_state loading monitors preflight saving tensor sharding async_saving training "
+        "checkpoint_saver install __init__",
         rooms="errors atomic config _torch sharding training parallel fsdp1 checkpoint prepare",
         packages="composer llmfoundry omegaconf torch torchmetrics",
     ),
