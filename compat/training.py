@@ -23,6 +23,7 @@ from composer_fsdp2.training.guard import check_guard
 from composer_fsdp2.training.microbatches import begin_microbatch
 
 from . import auto_microbatch, batches, monitors
+from .context import refuse_tasks, weigh_microbatch
 from .optimizers import update_own_parts
 from .preflight import name_layers_to_freeze, refuse_copies
 from .seams import seam
@@ -55,6 +56,7 @@ def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> An
     _free_parameters(self.state, event)
     if event is Event.FIT_START and is_sharded(self.state.model):
         name_layers_to_freeze(self.state)
+        refuse_tasks(self.state)
         for optimizer in self.state.optimizers:
             update_own_parts(optimizer)
     auto_microbatch.before_event(self.state, event)
@@ -154,6 +156,7 @@ def train_microbatch(
     is_final_microbatch: bool,
 ) -> dict[str, torch.Tensor]:
     begin_microbatch(self.state.model, is_last=is_final_microbatch)
+    weigh_microbatch(self)
     losses: dict[str, torch.Tensor] = original(self, use_grad_scaling, current_batch_size, is_final_microbatch)
     return losses
 

@@ -25,6 +25,7 @@ from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.batches import start_data_blocks
 from composer_fsdp2.parallel.order import refuse_illegal
+from composer_fsdp2.parallel.sequences import keep_context, plan_context, start_context
 from composer_fsdp2.parallel.tensor import TensorPlan, plan_split, read_split, split_mesh
 from composer_fsdp2.sharding.activations import caching_modules, turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.agree import agree, require_process_group
@@ -116,7 +117,8 @@ def plan_sharding(
         PlanError: the model is sharded already, a wrap function failed, the optimizer is another model's or holds
             nothing that is trained, a parameter cannot be sharded, or there is nothing to shard.
         ConfigError: a wrap function's dict has an unknown key or a wrong value.
-        UnsupportedError: gradients cannot keep a low dtype, and must.
+        UnsupportedError: gradients cannot keep a low dtype, and must; or context parallelism cannot divide the model's
+            attention.
 
     Every rank must call this with the same model; it does not communicate and needs no process group.
     """
@@ -125,6 +127,7 @@ def plan_sharding(
     split = _plan_split(model, config.mesh, tensor_parallel)
     choices = read_hooks(model, config, precision=precision)
     plan = decide_sharding(model, config, choices, split=split.modules, placements=split.placements)
+    plan = plan_context(model, plan)
     refuse_illegal(plan)
     refuse_frozen(model, optimizers, plan.frozen)
     key, cast = "keep_low_precision_grads", cast_gradients(model, plan)
@@ -186,7 +189,9 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _apply(model: nn.Module, plan: ShardingPlan, present: tuple[DeviceMesh, ...] = ()) -> None:
+    context = start_context(model, plan)
     apply_agreed_plan(model, plan, initializers(model), present=present)
+    keep_context(model, context)
     start_accumulation(model, plan.config.accumulation)
     start_data_blocks(model, plan.config)
     if plan.config.collective_guard is not None:

@@ -70,7 +70,7 @@ ROOMS = {
         packages="numpy torch",
     ),
     "parallel": room(
-        "__init__ contents joining batches order tensor",
+        "__init__ contents joining batches order tensor context attention causal_lm sequences",
         rooms="errors config _torch sharding training",
         packages="torch",
     ),
@@ -119,7 +119,7 @@ ROOMS = {
     ),
     "compat": room(
         "optimizers pinned_copies remote seams algorithms auto_microbatch batches checkpoint_package "
-        "configuration full_state loading monitors preflight saving tensor sharding async_saving training "
+        "configuration context full_state loading monitors preflight saving tensor sharding async_saving training "
         "checkpoint_saver install __init__",
         rooms="errors atomic config _torch sharding training parallel fsdp1 checkpoint prepare",
         packages="composer llmfoundry omegaconf torch torchmetrics",

@@ -16,8 +16,8 @@ from torch.distributed.tensor import parallel as _styles
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from composer_fsdp2._torch.slices import parent_mesh
 from composer_fsdp2._torch.private_names import own_parameters
+from composer_fsdp2._torch.slices import parent_mesh
 from composer_fsdp2.config.text import did_you_mean
 from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import PlanError

@@ -108,6 +108,7 @@ class ShardingPlan(Value):
         caching: The modules that fill no cache in forwards that need gradients.
         frozen: The names of the parameters that are not to be trained, from now on.
         split: The modules that tensor parallelism splits.
+        exchanging: The attention modules that exchange heads for sequence within the groups of a context axis.
     """
 
     config: ShardingConfig
@@ -119,6 +120,7 @@ class ShardingPlan(Value):
     caching: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     split: tuple[SplitModule, ...] = ()
+    exchanging: tuple[str, ...] = ()
     notes: tuple[str, ...]
 
     @property
@@ -206,6 +208,11 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
         yield f"  left out: {and_more(left.names)} [{left.reason}]: {unsharded}"
     if plan.frozen:
         yield f"  frozen: {and_more(plan.frozen)} [{', '.join(plan.config.freeze)}]"
+    if plan.exchanging:
+        yield (
+            f"  context parallelism: {plan.config.context_parallel_degree} ranks share a batch, each computes a part "
+            f"of every sequence; {and_more(plan.exchanging)} exchange heads for sequence"
+        )
     yield from _checkpointing_line(plan)
     yield from _batches_line(plan.config)
     accumulation, guard = plan.config.accumulation, plan.config.collective_guard

@@ -1,0 +1,224 @@
+"""Context parallelism in a Trainer: LLM Foundry's MPT, microbatches, labels and metrics of a part of each sequence.
+
+The parts, and Hugging Face's models, are ``composer_fsdp2/parallel``'s; see [Note: context parallelism] there.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from composer.core import State
+from torch import nn
+
+from composer_fsdp2.errors import UnsupportedError
+from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel, know
+from composer_fsdp2.parallel.context import ContextGroup, find_context, repeated_heads
+
+from .seams import seam
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a Trainer does with batches and outputs
+
+
+def weigh_microbatch(trainer: Any) -> None:
+    """Note by what the Trainer will multiply the loss of the microbatch that comes next."""
+    if (group := find_context(trainer.state.model)) is None:
+        return
+    spec, batch = trainer._train_data_spec, trainer.state.batch
+    if trainer.accumulate_train_batch_on_tokens:
+        group.weight = float(spec.get_num_tokens_in_batch(batch, token_type="loss_generating"))
+    else:
+        group.weight = float(spec.get_num_samples_in_batch(batch))
+
+
+_TASKS = ("generate", "icl_task")
+
+
+@seam(
+    "composer.models.huggingface",
+    "HuggingFaceModel.eval_forward",
+    why="under context parallelism outputs are of a part of each sequence, and the metrics' labels of the whole",
+)
+def eval_forward(original: Callable[..., Any], self: Any, batch: Any, outputs: Any = None) -> Any:
+    """With the labels of this rank's part; a metric adds up the parts of all ranks."""
+    group = find_context(self)
+    if group is None:
+        return original(self, batch, outputs)
+    if batch.get("mode") in _TASKS:
+        raise _no_tasks("this evaluation")
+    before, self.labels = self.labels, None
+    output = original(self, batch, outputs)
+    if self.labels is None:  # it shifts none where the model computes the loss itself
+        self.labels = before
+    else:
+        self.labels = group.shifted_labels(self.labels, is_shifted=True)
+    return output
+
+
+def refuse_tasks(state: State) -> None:
+    """Called on all ranks before a fit, once the model is sharded.
+
+    Raises:
+        UnsupportedError: an evaluator or a callback would need whole sequences on every rank; names them.
+    """
+    if find_context(state.model) is None:
+        return
+    evaluators = [each.label for each in state.evaluators if any(map(_is_of_tasks, each.metric_names))]
+    callbacks = [type(each).__name__ for each in state.callbacks if type(each).__name__ == "Generate"]
+    if found := [*map(repr, evaluators), *callbacks]:
+        raise _no_tasks(", ".join(found))
+
+
+def _is_of_tasks(metric: str) -> bool:
+    return metric.startswith("InContextLearning")
+
+
+def _no_tasks(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{KEY}: {what} generates or scores whole sequences, of which each rank computes a part; evaluate such tasks "
+        "in a run of their own without this key, from a checkpoint of this one",
+        keys=(KEY,),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LLM Foundry's MPT: what is known of a model
+
+_MPT = "llmfoundry.models.mpt.modeling_mpt"
+
+
+def _is_mpt(module: nn.Module) -> bool:
+    return any(cls.__name__ == "MPTForCausalLM" and cls.__module__ == _MPT for cls in type(module).__mro__)
+
+
+def _attentions(model: nn.Module) -> Mapping[str, AttentionFacts]:
+    return {path: _facts(module) for path, module in model.named_modules() if hasattr(module, "attn_fn")}
+
+
+def _facts(module: Any) -> AttentionFacts:
+    untested = {
+        "sliding_window_size": module.sliding_window_size != -1,
+        "reuse_kv_layer_idx": module.reuse_kv_layer_idx is not None,
+        "reuse_kv_x_layer_idx": module.reuse_kv_x_layer_idx is not None,
+        "attn_temperature_tuning": bool((module.attn_temperature_tuning or {}).get("attn_scale")),
+    }
+    problems = [f"its {name} was not tested; leave it out of attn_config" for name, is_on in untested.items() if is_on]
+    if module.attn_impl not in ("torch", "flash"):
+        problems.append(f"its attn_impl {module.attn_impl!r} is not known; set it to torch or flash")
+    return AttentionFacts(num_heads=module.n_heads, dropout=module.attn_dropout_p, problems=tuple(problems))
+
+
+def _problems(model: Any) -> Iterator[str]:
+    config = model.config
+    attention, ffn = config.attn_config, config.ffn_config
+    if attention.get("prefix_lm"):
+        yield "attn_config.prefix_lm was not tested; set it to false"
+    if attention.get("rope") and attention.get("rope_impl") != "hf":
+        yield f"rope_impl {attention.get('rope_impl')!r} was not tested; set attn_config.rope_impl: hf"
+    if str(ffn.get("ffn_type", "")).startswith("mb_"):
+        yield f"ffn_type {ffn['ffn_type']} balances experts over whole rows, which was not tested; leave the key out"
+    if not config.use_pad_tok_in_ffn:
+        yield "use_pad_tok_in_ffn: false was not tested; set it to true"
+    if config.use_cache:
+        yield "use_cache keeps keys and values of whole rows; set it to false"
+
+
+def _notes(model: nn.Module) -> Iterator[str]:
+    yield from ()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LLM Foundry's MPT: a part of its sequences
+
+
+def _start(whole: Any, model: Any, attentions: Sequence[Any], group: ContextGroup) -> None:
+    """Embeddings run on whole rows, so that positions are right by themselves; what they give is cut."""
+    transformer = model.transformer
+    model.forward = _padded_forward(model.forward, group)
+    model.generate = _refuse_generation
+    embedded = transformer.emb_drop.forward
+    transformer.emb_drop.forward = lambda x: group.part(embedded(x))
+    if transformer.rope:
+        transformer.rotary_embedding.forward = _rotary_of_part(transformer.rotary_embedding.forward, group)
+    for attention in attentions:
+        attention.attn_fn = _exchanged(attention.attn_fn, group)
+    for composer_model in whole.modules():
+        if getattr(composer_model, "model", None) is model and hasattr(composer_model, "loss_fn"):
+            composer_model.loss = functools.partial(_loss_of_part, composer_model, group)
+
+
+_FILL = {"input_ids": 0, "inputs_embeds": 0, "attention_mask": 0, "sequence_id": -1, "position_ids": 0}
+
+
+def _padded_forward(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def of_part(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            kwargs |= {"input_ids": args[0]}
+        if args[1:] or any(kwargs.get(name) is not None for name in ("past_key_values", "labels")):
+            raise UnsupportedError(
+                f"{KEY}: MPT takes its inputs by name, and neither past_key_values nor labels; train it as LLM "
+                "Foundry's ComposerMPTCausalLM, which computes the loss",
+                keys=(KEY,),
+            )
+        given = {name: each for name, each in kwargs.items() if each is not None}
+        padded = {name: group.padded(given[name], 1, fill) for name, fill in _FILL.items() if name in given}
+        return forward(**kwargs | padded)
+
+    return of_part
+
+
+def _rotary_of_part(forward: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
+    """Angles of this rank's places, of the positions of whole rows."""
+
+    @functools.wraps(forward)
+    def of_part(x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return forward(x=x, position_ids=group.part(position_ids))
+
+    return of_part
+
+
+def _exchanged(attend: Callable[..., Any], group: ContextGroup) -> Callable[..., Any]:
+    """An attention function of MPT: tensors are (batch, places, heads x features), masks and biases of whole rows."""
+
+    @functools.wraps(attend)
+    def exchanged(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, n_heads: int, kv_n_heads: int, **options: Any
+    ) -> Any:
+        query = query.unflatten(2, (n_heads, -1))
+        kv = [repeated_heads(each.unflatten(2, (kv_n_heads, -1)), group.size, 2) for each in (key, value)]
+        query, key, value = (group.to_heads(each, 2, 1) for each in (query, *kv))
+        for name, dim in (("attn_bias", 1), ("alibi_slopes", 0)):
+            each = options.get(name)
+            if each is not None and each.shape[dim] == n_heads:
+                options[name] = group.part(each, dim)
+        context, weights, cache = attend(
+            *(each.flatten(2) for each in (query, key, value)),
+            n_heads=query.shape[2],
+            kv_n_heads=key.shape[2],
+            **options,
+        )
+        return group.to_sequence(context.unflatten(2, (query.shape[2], -1)), 2, 1).flatten(2), weights, cache
+
+    return exchanged
+
+
+def _loss_of_part(model: Any, group: ContextGroup, outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """``ComposerMPTCausalLM.loss``: of the mean over all ranks' places, this rank's share."""
+    logits = outputs.logits
+    labels = group.shifted_labels(batch["labels"], is_shifted=not model.shift_labels)
+    losses = model.loss_fn(logits.view(-1, logits.shape[-1]), labels.view(-1))
+    return losses.sum() / group.items(labels, torch.promote_types(torch.float32, logits.dtype))
+
+
+def _refuse_generation(*args: Any, **kwargs: Any) -> None:
+    raise _no_tasks("generate")
+
+
+know(
+    KnownModel(
+        name="LLM Foundry's MPT", is_one=_is_mpt, attentions=_attentions, problems=_problems, notes=_notes,
+        start=_start,
+    )
+)  # fmt: skip

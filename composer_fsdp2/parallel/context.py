@@ -1,0 +1,142 @@
+"""Sequences that several ranks compute together: the ranks, the part that each has, and what they exchange.
+
+[Note: context parallelism] Ranks of a context group have the same rows, and each the same number of consecutive places
+of them. Embeddings, norms, MLPs and the head work on a place at a time, so on a part as on the whole. Attention alone
+does not: there the ranks exchange, by all-to-all, their places of all heads for all places of some heads, attend, and
+exchange back (Ulysses, arXiv 2309.14509). Parameters are sharded over all ranks, and their gradients averaged, as
+without it. So what is averaged must be the mean's gradient: each rank's loss is the sum over its own places, divided by
+the number of all places that are counted, times the number of ranks. Labels are shifted before they are cut, since the
+last place of a part is to predict the first of the next one.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composer_fsdp2.sharding.root_record import find_kept
+
+IGNORED_LABEL = -100  # torch's, Hugging Face's and LLM Foundry's
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ContextGroup:
+    """The ranks that share this rank's sequences.
+
+    Args:
+        size: How many they are.
+        index: Which of the parts of a sequence this rank has.
+        weight: What the mean of the batch that comes next will be multiplied by before its gradients are averaged over
+            ranks, such as its number of rows; the same on all ranks of the group.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+    weight: float = 1.0
+
+    def padded(self, tensor: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
+        """``tensor`` with so many more places at the end of ``dim`` that the ranks can divide it evenly."""
+        missing = -tensor.shape[dim] % self.size
+        if not missing:
+            return tensor
+        shape = [missing if each == dim else length for each, length in enumerate(tensor.shape)]
+        return torch.cat([tensor, tensor.new_full(shape, fill)], dim)
+
+    def part(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's part of a tensor whose ``dim`` the ranks can divide evenly."""
+        length = tensor.shape[dim] // self.size
+        return tensor.narrow(dim, self.index * length, length)
+
+    def shifted_labels(self, labels: torch.Tensor, *, is_shifted: bool = False) -> torch.Tensor:
+        """For each place of this rank's part the label that it is to predict, from the labels of whole rows.
+
+        Args:
+            is_shifted: Whether each label stands already at the place that is to predict it.
+        """
+        if not is_shifted:
+            labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+        return self.part(self.padded(labels, 1, IGNORED_LABEL)).contiguous()
+
+    def items(self, labels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """By what the sum of this rank's losses is to be divided, so that averaging over ranks gives the mean's.
+
+        Over all ranks of the world, whose batches may count different numbers of places, and have other weights.
+
+        Args:
+            labels: For each place of this rank's part, ``IGNORED_LABEL`` where it does not count.
+        Called on all ranks; one all-reduce of two numbers, for which the host does not wait.
+        """
+        numbers = torch.zeros(2, dtype=torch.float64, device=labels.device)
+        numbers[0] = (labels != IGNORED_LABEL).sum()
+        numbers[1] = self.weight
+        dist.all_reduce(numbers)
+        items = numbers[0] * self.weight / numbers[1]
+        return torch.where(items > 0, items, torch.ones_like(items)).to(dtype)
+
+    def to_heads(self, tensor: torch.Tensor, heads: int, sequence: int) -> torch.Tensor:
+        """From all heads of this rank's places to all places of some heads; ``heads`` and ``sequence`` are dims."""
+        return self._exchanged(tensor, heads, sequence)
+
+    def to_sequence(self, tensor: torch.Tensor, heads: int, sequence: int) -> torch.Tensor:
+        """Back, from all places of some heads to all heads of this rank's places."""
+        return self._exchanged(tensor, sequence, heads)
+
+    def _exchanged(self, tensor: torch.Tensor, divided: int, joined: int) -> torch.Tensor:
+        exchanged: torch.Tensor = _Exchange.apply(tensor, self, divided, joined)
+        return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """One dimension is divided over the ranks, and the parts of another joined; in backward the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ContextGroup, divided: int, joined: int) -> torch.Tensor:
+        ctx.arguments = group, divided, joined
+        return _exchange(tensor, group, divided, joined)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        group, divided, joined = ctx.arguments
+        return _exchange(gradients[0], group, joined, divided), None, None, None
+
+
+def _exchange(tensor: torch.Tensor, group: ContextGroup, divided: int, joined: int) -> torch.Tensor:
+    sent = torch.stack(tensor.chunk(group.size, divided)).contiguous()  # stack may keep the strides of its parts
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.group)
+    return torch.cat(received.unbind(), joined)
+
+
+def context_ranks(world_size: int, degree: int, tensor_degree: int = 1) -> list[list[int]]:
+    """The groups of a world: of the ranks that share a batch, which are consecutive, those with the same layers.
+
+    The ranks of the tensor axis are the innermost: with 2 of each, 0 and 1 split layers, 0 and 2 sequences.
+    """
+    size = degree * tensor_degree
+    blocks = range(0, world_size, size)
+    return [list(range(b + t, b + size, tensor_degree)) for b in blocks for t in range(tensor_degree)]
+
+
+def make_context_group(degree: int, tensor_degree: int = 1) -> ContextGroup:
+    """This rank's group. Called on all ranks; makes every group of the world."""
+    ranks = context_ranks(dist.get_world_size(), degree, tensor_degree)
+    group, _ = dist.new_subgroups_by_enumeration(ranks)
+    return ContextGroup(group=group, size=degree, index=dist.get_rank(group))
+
+
+def find_context(model: nn.Module) -> ContextGroup | None:
+    """That of a sharded model; None where every rank has whole sequences."""
+    return find_kept(model, ContextGroup)
+
+
+def repeated_heads(tensor: torch.Tensor, degree: int, dim: int) -> torch.Tensor:
+    """Key or value heads in such a number that the ranks can divide them evenly: of too few each one several times.
+
+    Every rank then has those of its query heads, as these are consecutive, too.
+    """
+    num_heads = tensor.shape[dim]
+    return tensor.repeat_interleave(math.lcm(num_heads, degree) // num_heads, dim) if num_heads % degree else tensor

@@ -1,0 +1,130 @@
+"""Which attention modules of a model exchange heads for sequence: planned, and started.
+
+See [Note: context parallelism].
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from composer_fsdp2.config.mesh import AxisRole
+from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.errors import PlanError, UnsupportedError
+from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel, know, known_models
+from composer_fsdp2.parallel.causal_lm import HUGGING_FACE
+from composer_fsdp2.parallel.context import ContextGroup, make_context_group
+from composer_fsdp2.sharding.modules import ancestors_or_self, at_path
+from composer_fsdp2.sharding.plan import ShardingPlan
+from composer_fsdp2.sharding.root_record import keep
+
+know(HUGGING_FACE)
+
+
+def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+    """The plan with the attention modules that exchange heads for sequence; as it is without a context axis.
+
+    Raises:
+        UnsupportedError: an attention that is not known, or cannot be divided; names each module and the way out.
+        PlanError: units whose gradients are not averaged over all ranks.
+
+    Every rank must call this with the same model; it does not communicate.
+    """
+    degree = plan.config.context_parallel_degree
+    if degree == 1:
+        return plan
+    _refuse_groups(plan)
+    found = _models(model)
+    if not found:
+        raise UnsupportedError(_unknown(model), keys=(KEY,))
+    heads_per = degree * _tensor_degree(plan.config)
+    problems: list[str] = []
+    notes: list[str] = []
+    attentions: list[str] = []
+    for path, kind in found.items():
+        module = at_path(model, path)
+        where = path or "the model"
+        facts = {f"{path}.{inner}" if path else inner: each for inner, each in kind.attentions(module).items()}
+        problems += [f"{where}: {text}" for text in kind.problems(module)]
+        problems += _problems_of_attentions(facts, heads_per)
+        notes += [f"{where}: {text}" for text in kind.notes(module)]
+        attentions += facts
+        if not facts:
+            problems.append(f"{where}: no attention in it is known to go through {kind.name}'s interface")
+    if problems:
+        raise UnsupportedError("\n".join(f"{KEY} {degree}: {text}" for text in problems), keys=(KEY,))
+    return replace(plan, exchanging=tuple(attentions), notes=(*plan.notes, *notes))
+
+
+def start_context(model: nn.Module, plan: ShardingPlan) -> ContextGroup | None:
+    """Make the model compute a part of its sequences, as the plan says; before it is wrapped or sharded.
+
+    Called on all ranks; makes the groups of ranks.
+    """
+    degree = plan.config.context_parallel_degree
+    if degree == 1:
+        return None
+    group = make_context_group(degree, _tensor_degree(plan.config))
+    for path, kind in _models(model).items():
+        inside = [each for each in plan.exchanging if path in ancestors_or_self(each)]
+        kind.start(model, at_path(model, path), [at_path(model, each) for each in inside], group)
+    return group
+
+
+def keep_context(model: nn.Module, group: ContextGroup | None) -> None:
+    """Keep the group with a model that was just sharded, for ``find_context``."""
+    if group is not None:
+        keep(model, group)
+
+
+def _tensor_degree(config: ShardingConfig) -> int:
+    return config.mesh.degree(AxisRole.TENSOR)
+
+
+def _models(model: nn.Module) -> dict[str, KnownModel]:
+    """The outermost modules of a known kind, by path."""
+    found: dict[str, KnownModel] = {}
+    for path, module in model.named_modules():
+        kind = next((kind for kind in known_models() if kind.is_one(module)), None)
+        if kind is not None and not any(above in found for above in ancestors_or_self(path)):
+            found[path] = kind
+    return found
+
+
+def _unknown(model: nn.Module) -> str:
+    kinds = " or ".join(kind.name for kind in reversed(known_models()))
+    return (
+        f"{KEY}: no attention of {type(model).__name__} is known that could exchange heads for sequence; it works with "
+        f"{kinds}. Leave the key out, or give the model an attention of these"
+    )
+
+
+def _problems_of_attentions(facts: Mapping[str, AttentionFacts], heads_per: int) -> list[str]:
+    """Those that several modules have are told once, of the first."""
+    found: dict[str, list[str]] = {}
+    for path, each in facts.items():
+        texts = [*each.problems]
+        if each.num_heads % heads_per:
+            texts.append(
+                f"its {each.num_heads} heads cannot be divided over {heads_per} ranks (context x tensor degree); the "
+                "product must divide them"
+            )
+        if each.dropout:
+            texts.append(
+                f"attention dropout of {each.dropout:g} would draw other numbers for each rank's heads than one "
+                "process; set it to 0"
+            )
+        for text in texts:
+            found.setdefault(text, []).append(path)
+    return [f"{paths[0]}{f' and {len(paths) - 1} more' if paths[1:] else ''}: {text}" for text, paths in found.items()]
+
+
+def _refuse_groups(plan: ShardingPlan) -> None:
+    for unit in plan.units:
+        if unit.mesh.is_grouped:
+            groups = " x ".join(map(str, unit.mesh.groups))
+            raise PlanError(
+                f"{KEY}: {unit.name or 'the model'} is sharded over groups of ranks ({groups}), and "
+                "its gradients averaged within a group only; leave process_group out, since each rank has a part "
+                "of a sequence only"
+            )

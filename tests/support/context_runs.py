@@ -1,0 +1,195 @@
+"""Runs under context parallelism, and of one process, through Composer's Trainer in float64: ``train(run)``.
+
+Imports Composer, Foundry and transformers only when called, so that collecting the tests stays cheap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.comparing import full_parameters
+
+VOCABULARY, LENGTH, ROWS, HEADS = 29, 13, 24, 4
+BATCH, MICROBATCH = 8, 4  # rows, of all ranks together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run.
+
+    Args:
+        kind: Of the model, by its name in ``build``.
+        degree: Of context parallelism; 0 is one process without it.
+        batches: After how many it ends.
+        by_tokens: Whether microbatches weigh by their tokens, not by their rows.
+    """
+
+    kind: str
+    degree: int
+    batches: int = 3
+    by_tokens: bool = False
+    save_folder: str | None = None
+    load_path: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run left behind, alike on all ranks."""
+
+    losses: list[float]
+    metrics: dict[str, float]
+    parameters: dict[str, torch.Tensor]
+
+
+def train(run: Run) -> Trained:
+    """Train, with clipping and an evaluation in between. Called on all ranks."""
+    from composer import Trainer
+    from composer.algorithms import GradientClipping
+    from composer.core import DataSpec, Evaluator
+    from support.scripts.train_with_trainer import Record
+
+    torch.set_default_dtype(torch.float64)
+    record, model = Record(), build(run.kind)
+    blocks = 1 if run.degree == 0 else dist.get_world_size() // run.degree
+    config = {
+        "context_parallel_degree": run.degree,
+        "mixed_precision": "FULL",
+        "activation_checkpointing": True,
+        "activation_checkpointing_reentrant": False,
+        "wrap_policy": {"transformer_layer_cls_to_wrap": [LAYERS.get(run.kind, "MPTBlock")]},
+        "activation_checkpointing_policy": [LAYERS.get(run.kind, "MPTBlock")],
+    }
+    rows = _rows(ROWS)
+    trainer = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
+        train_dataloader=DataSpec(_loader(rows, BATCH, blocks, run.degree), get_num_tokens_in_batch=_num_tokens),
+        eval_dataloader=Evaluator(
+            label="eval", dataloader=_loader(rows[:16], BATCH, blocks, run.degree), metric_names=METRICS
+        ),
+        eval_interval="2ba",
+        max_duration=f"{run.batches}ba",
+        device="cpu",
+        precision="fp32",
+        device_train_microbatch_size=MICROBATCH // blocks,
+        accumulate_train_batch_on_tokens=run.by_tokens,
+        parallelism_config={"fsdp": config} if run.degree else None,
+        algorithms=[GradientClipping("norm", 0.5)],
+        callbacks=[record],
+        save_folder=run.save_folder,
+        save_interval="2ba",
+        load_path=run.load_path,
+        progress_bar=False,
+        log_to_console=False,
+        seed=17,
+    )
+    trainer.fit()
+    metrics = {
+        f"{label}/{name}": float(metric.compute())
+        for label, found in {"train": trainer.state.train_metrics, **trainer.state.eval_metrics}.items()
+        for name, metric in found.items()
+    }
+    trained = Trained(losses=record.losses, metrics=metrics, parameters=full_parameters(trainer.state.model))
+    trainer.close()
+    return trained
+
+
+METRICS = ["LanguageCrossEntropy", "LanguagePerplexity", "TokenAccuracy"]
+LAYERS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}
+KINDS = ("llama", "qwen2", "mpt", "mpt-alibi", "mpt-rope", "mpt-gqa")
+
+
+def build(kind: str) -> Any:
+    torch.manual_seed(5)
+    return _hugging_face(kind) if kind in LAYERS else _mpt(kind)
+
+
+def _hugging_face(kind: str) -> Any:
+    """Of Llama LLM Foundry's ComposerHFCausalLM, of Qwen2 Composer's own class."""
+    import transformers
+    from composer.models import HuggingFaceModel
+
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": HEADS, "max_position_embeddings": 32, "tie_word_embeddings": kind == "qwen2",
+        "attn_implementation": "eager" if kind == "llama" else "sdpa",
+        "num_key_value_heads": 2 if kind == "llama" else 1,
+    }  # fmt: skip
+    if kind == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    else:
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
+    model.loss_function = loss_in_float64
+    return HuggingFaceModel(model, use_logits=True, metrics=_metrics(), eval_metrics=_metrics())
+
+
+def _metrics() -> list[Any]:
+    from composer.metrics import LanguageCrossEntropy, LanguagePerplexity
+    from llmfoundry.metrics.token_acc import TokenAccuracy
+
+    return [LanguageCrossEntropy(), LanguagePerplexity(), TokenAccuracy()]
+
+
+def _mpt(kind: str) -> Any:
+    from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
+
+    attentions: dict[str, dict[str, Any]] = {
+        "mpt": {"attn_uses_sequence_id": True},
+        "mpt-alibi": {"alibi": True},
+        "mpt-rope": {"rope": True, "rope_impl": "hf"},
+        "mpt-gqa": {"attn_type": "grouped_query_attention", "kv_n_heads": 2},
+    }
+    model = ComposerMPTCausalLM(
+        d_model=16, n_heads=HEADS, n_layers=2, expansion_ratio=2, max_seq_len=16, vocab_size=VOCABULARY,
+        learned_pos_emb=kind in ("mpt", "mpt-gqa"), norm_type="layernorm", loss_fn="torch_crossentropy",
+        init_device="cpu", attn_config={"attn_impl": "torch", **attentions[kind]},
+    )  # fmt: skip
+    return model.double()
+
+
+def loss_in_float64(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | None = None,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """transformers' ForCausalLMLoss without the cast to float32."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum")
+    return losses / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def _rows(number: int) -> list[dict[str, torch.Tensor]]:
+    """Of different lengths, padded on the right, with two sequences in each; some tokens are not to be learned."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(4, LENGTH + 1, (number,), generator=generator)
+    rows = []
+    for length in lengths.tolist():
+        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        places = torch.arange(LENGTH)
+        is_text = places < length
+        labels = torch.where(is_text & (tokens % 5 > 0), tokens, -100)
+        sequence = torch.where(is_text, (places >= length // 2).long(), -1)
+        rows.append({"input_ids": tokens, "labels": labels, "attention_mask": is_text, "sequence_id": sequence})
+    return rows
+
+
+def _loader(rows: Any, batch: int, blocks: int, degree: int) -> Any:
+    """The ranks of a block read the same rows; those of all blocks together are one process's."""
+    from composer.utils import dist as composer_dist
+    from torch.utils.data import DataLoader
+
+    rank = composer_dist.get_global_rank() // (degree or 1)
+    sampler = composer_dist.get_sampler(rows, num_replicas=blocks, rank=rank)
+    return DataLoader(rows, batch_size=batch // blocks, sampler=sampler)
+
+
+def _num_tokens(batch: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {"total": batch["input_ids"].numel(), "loss_generating": int((batch["labels"][:, 1:] != -100).sum())}
