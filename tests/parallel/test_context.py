@@ -1,0 +1,328 @@
+"""Sequences that ranks divide: the groups, the exchange, and a model's gradients beside one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import full
+from support.ranks import run_ranks
+from support.training import FULL
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn import functional as F
+
+from composer_fsdp2 import (
+    ConfigError,
+    PlanError,
+    ShardingConfig,
+    UnsupportedError,
+    plan_sharding,
+    prepare_fully_shard,
+    translate,
+)
+from composer_fsdp2.parallel.attention import AttentionFacts, KnownModel, know
+from composer_fsdp2.parallel.context import ContextGroup, context_ranks, find_context, repeated_heads
+
+VOCABULARY, WIDTH, HEADS, HEAD = 20, 16, 4, 4
+
+
+class Attention(nn.Module):
+    """Causal, with fewer heads of keys and values than of queries; any number of them, as under a layer plan."""
+
+    def __init__(self, num_kv_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout, self.kv_width = dropout, num_kv_heads * HEAD
+        self.query, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = nn.Linear(WIDTH, self.kv_width), nn.Linear(WIDTH, self.kv_width)
+        self.attend = attend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (each(x).unflatten(-1, (-1, HEAD)) for each in (self.query, self.key, self.value))
+        return self.out(self.attend(query, key, value).flatten(2))
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Of tensors (batch, places, heads, features)."""
+    key, value = (each.repeat_interleave(query.shape[2] // each.shape[2], 2) for each in (key, value))
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    def __init__(self, **attention: Any) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(**attention)
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Reader(nn.Module):
+    def __init__(self, num_kv_heads: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
+        self.layers = nn.ModuleList(Layer(num_kv_heads=num_kv_heads, dropout=dropout) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.loss(tokens, torch.arange(tokens.shape[1]), F.pad(labels[:, 1:], (0, 1), value=-100))
+
+    def loss(
+        self, tokens: torch.Tensor, places: torch.Tensor, targets: torch.Tensor, items: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        x = self.embedding(tokens) + self.places(places)
+        for layer in self.layers:
+            x = layer(x)
+        losses = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction="sum")
+        return losses / ((targets != -100).sum() if items is None else items)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Layer)
+
+    activation_checkpointing_fn = fsdp_wrap_fn
+
+
+def facts_of(model: nn.Module) -> dict[str, AttentionFacts]:
+    return {
+        path: AttentionFacts(num_heads=HEADS, dropout=module.dropout)
+        for path, module in model.named_modules()
+        if isinstance(module, Attention)
+    }
+
+
+def start(whole: nn.Module, model: nn.Module, attentions: Sequence[nn.Module], group: ContextGroup) -> None:
+    assert isinstance(model, Reader)
+    model.forward = functools.partial(forward_of_part, model, group)
+    for each in attentions:
+        assert isinstance(each, Attention)
+        each.attend = functools.partial(attend_exchanged, group)
+
+
+def forward_of_part(model: Reader, group: ContextGroup, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    padded = group.padded(tokens, 1, 0)
+    targets = group.shifted_labels(labels)
+    places = group.part(torch.arange(padded.shape[1]), 0)
+    return model.loss(group.part(padded), places, targets, group.items(targets, torch.float64))
+
+
+def attend_exchanged(group: ContextGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    key, value = (repeated_heads(each, group.size, 2) for each in (key, value))
+    exchanged = [group.to_heads(each, 2, 1) for each in (query, key, value)]
+    return group.to_sequence(attend(*exchanged), 2, 1)
+
+
+know(
+    KnownModel(
+        name="the test's Reader",
+        is_one=lambda module: isinstance(module, Reader),
+        attentions=facts_of,
+        problems=lambda model: iter(()),
+        notes=lambda model: iter(("its notes",)),
+        start=start,
+    )
+)
+
+
+class Holder(nn.Module):
+    """As Composer has it: the model is the child of what is trained."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.model = Reader(**options)
+
+
+def build(**options: Any) -> Holder:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    return Holder(**options)
+
+
+def batch(num_rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of which different numbers of places count."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(VOCABULARY, (num_rows, length), generator=generator)
+    ends = torch.arange(num_rows)[:, None] * 2 + 3
+    return tokens, torch.where(torch.arange(length) < ends, tokens, -100)
+
+
+def layer_plan() -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {}
+    for layer in ("model.layers.0", "model.layers.1"):
+        plan |= {f"{layer}.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+        plan |= {f"{layer}.attention.out": RowwiseParallel(), f"{layer}.up": ColwiseParallel()}
+        plan |= {f"{layer}.down": RowwiseParallel()}
+    return plan
+
+
+def check_gradients(degree: int, *, length: int = 12, num_kv_heads: int = 2, tensor: int = 1, **config: Any) -> None:
+    """Two backwards of different batches, beside one process."""
+    model = build(num_kv_heads=num_kv_heads)
+    reference = copy.deepcopy(model)
+    split = {"tensor_parallel_degree": tensor, "layer_plan": layer_plan()} if tensor > 1 else None
+    prepare_fully_shard(
+        model, None, FULL | config | {"context_parallel_degree": degree}, device="cpu", tensor_parallel=split
+    )
+    blocks = dist.get_world_size() // (degree * tensor)
+    for each in (length, length + 3):
+        tokens, labels = batch(4, each)
+        expected = reference.model(tokens, labels)
+        expected.backward()
+        block = dist.get_rank() // (degree * tensor)
+        loss = model.model(tokens.chunk(blocks)[block], labels.chunk(blocks)[block])
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total / dist.get_world_size(), expected.detach(), rtol=0, atol=1e-12)
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None, name
+        difference = float((full(ours.grad) - theirs.grad).abs().max())
+        assert difference <= 1e-12, f"{name}: {difference}"
+
+
+def check_all_gradients() -> None:
+    recomputed = {"activation_checkpointing": True}
+    cases: dict[str, tuple[int, dict[str, Any]]] = {
+        "2 of 4 ranks": (2, {}),
+        "all ranks": (4, {}),
+        "a length that they cannot divide": (4, {"length": 9}),
+        "one head of keys and values": (4, {"num_kv_heads": 1}),
+        "as many as of queries": (2, {"num_kv_heads": 4}),
+        "recomputed": (2, recomputed),
+        "recomputed, not reentrant": (4, recomputed | {"activation_checkpointing_reentrant": False}),
+        "replicas": (2, {"data_parallel_replicate_degree": 2}),
+        "NO_SHARD": (2, {"sharding_strategy": "NO_SHARD"}),
+        "layers split, too": (2, {"tensor": 2}),
+        "layers split, recomputed, replicas": (2, {"tensor": 2, **recomputed, "data_parallel_replicate_degree": 2}),
+    }
+    for_each(lambda degree, options: check_gradients(degree, **options), cases)
+
+
+def test_gradients_are_those_of_one_process():
+    """A part that is weighed by its own places, or stands at wrong ones, trains another model."""
+    run_ranks(check_all_gradients, 4)
+
+
+# --- groups and exchange
+
+
+def test_ranks_of_a_group_share_a_batch_and_the_same_layers():
+    """Ranks that divided a sequence with those that hold other parts of its layers would add up foreign numbers."""
+    assert context_ranks(8, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert context_ranks(8, 2, 2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert context_ranks(8, 4, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def check_weights() -> None:
+    model = build()
+    prepare_fully_shard(model, None, FULL | {"context_parallel_degree": 2}, device="cpu")
+    group, block = find_context(model), dist.get_rank() // 2
+    assert group is not None and group.size == 2 and group.index == dist.get_rank() % 2
+    assert find_context(Holder()) is None
+    labels = torch.full((2, 4), -100)
+    labels[:, : 1 + block] = 1  # 2 and 4 places in a part, 12 in all
+    assert group.items(labels, torch.float64) == 12 / 4
+    group.weight = 1.0 + block  # a Trainer multiplies by 1 on two ranks, by 2 on two
+    assert group.items(labels, torch.float64) == 12 * group.weight / 6
+    group.weight = 0.0 if block == 0 else 3.0  # a block without a place that counts is multiplied by 0
+    assert group.items(labels, torch.float64) == (12 * 3 / 6 if block else 1)
+    assert group.items(torch.full((2, 4), -100)) == 1
+
+
+def test_microbatches_weigh_as_the_trainer_says():
+    """A block with more rows, or tokens, would count for more, or for less, than in one process."""
+    run_ranks(check_weights, 4)
+
+
+def check_exchange() -> None:
+    group = find_context(_sharded())
+    assert group is not None
+    whole = torch.arange(2 * 8 * 4 * 3, dtype=torch.float64).view(2, 8, 4, 3)  # batch, places, heads, features
+    part = group.part(whole).clone().requires_grad_()
+    heads = group.to_heads(part, 2, 1)
+    assert torch.equal(heads, group.part(whole, 2))
+    assert torch.equal(group.to_sequence(heads, 2, 1), part)
+    (heads * (1 + group.index)).sum().backward()
+    assert part.grad is not None
+    assert torch.equal(part.grad[0, 0, :, 0], torch.arange(1.0, 5.0, dtype=torch.float64))
+    labels = torch.arange(7).expand(2, 7)
+    shifted = torch.tensor([1, 2, 3, 4, 5, 6, -100, -100])
+    assert torch.equal(group.shifted_labels(labels)[1], group.part(shifted, 0))
+    assert torch.equal(
+        group.shifted_labels(labels, is_shifted=True)[0], group.part(F.pad(labels[0], (0, 1), value=-100), 0)
+    )
+
+
+def _sharded() -> Holder:
+    model = build()
+    prepare_fully_shard(model, None, FULL | {"context_parallel_degree": 4}, device="cpu")
+    return model
+
+
+def test_heads_are_exchanged_for_places_and_back():
+    run_ranks(check_exchange, 4)
+
+
+# --- the plan
+
+
+def test_a_plan_names_what_exchanges():
+    """Ranks whose plans differ there would wait for each other in the first forward."""
+    plan = plan_sharding(Holder(), ShardingConfig(context_parallel_degree=2))
+    assert plan.exchanging == ("model.layers.0.attention", "model.layers.1.attention")
+    assert plan.digest != plan_sharding(Holder(), ShardingConfig()).digest
+    assert "2 ranks share a batch, each computes a part of every sequence" in plan.explain()
+    assert "model: its notes" in plan.notes
+
+
+def test_what_cannot_be_divided_is_refused_by_name():
+    """Found in the first forward it would be an error of torch's on some ranks, and a hang on the others."""
+    for model, config, error, text in (
+        (
+            Holder(),
+            {"context_parallel_degree": 3},
+            UnsupportedError,
+            "model.layers.0.attention and 1 more: its 4 heads",
+        ),
+        (Holder(dropout=0.1), {"context_parallel_degree": 2}, UnsupportedError, "attention dropout of 0.1"),
+        (
+            nn.Sequential(nn.Linear(2, 2)),
+            {"context_parallel_degree": 2},
+            UnsupportedError,
+            "no attention of Sequential",
+        ),
+        (Holder(), {"context_parallel_degree": 2, "process_group": "set2"}, PlanError, "leave process_group out"),
+    ):
+        config = translate(config, device="cpu", precision="fp32").config
+        assert config is not None
+        with pytest.raises(error, match=text):
+            plan_sharding(model, config)
+    for bad in (0, -1, 1.5, "2", True, None):
+        with pytest.raises(ConfigError, match=r"fsdp_config\.context_parallel_degree"):
+            translate({"context_parallel_degree": bad}, device="cpu")
+    plan = plan_sharding(Holder(), ShardingConfig(context_parallel_degree=4))
+    with pytest.raises(ConfigError, match="context_parallel_degree 4"):
+        plan.resolve(6)
+
+
+def check_nothing_touched() -> None:
+    model = build(dropout=0.1)
+    forward, parameters = model.model.forward, list(model.parameters())
+    with pytest.raises(UnsupportedError, match="set it to 0"):
+        prepare_fully_shard(model, None, {"context_parallel_degree": 2}, device="cpu")
+    with pytest.raises(ConfigError, match="context_parallel_degree"):
+        prepare_fully_shard(build(), None, {"context_parallel_degree": 4}, device="cpu")
+    assert model.model.forward == forward
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+
+
+def test_a_refusal_leaves_the_model_as_it_was():
+    run_ranks(check_nothing_touched, 2)
