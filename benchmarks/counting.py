@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Collectives", "StateBytes", "gathered_bytes"]
+__all__ = ["Collectives", "LiveBytes", "StateBytes", "gathered_bytes"]
 
 _NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 _SILENT = {"wait_tensor"}
@@ -103,6 +103,30 @@ class StateBytes(TorchDispatchMode):
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     yield "optimizer", _local(value)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Measures the bytes of all storages that the block made and that can still be reached: ``now``, and ``peak``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {id(tensor.untyped_storage()) for tensor in _tensors(args)}
+        for storage in (tensor.untyped_storage() for tensor in _tensors(result)):
+            if id(storage) not in given:
+                self._made[storage] = None
+        self.peak = max(self.peak, self.now)
+        return result
+
+    @property
+    def now(self) -> int:
+        return sum(storage.nbytes() for storage in self._made)
 
 
 def gathered_bytes(counts: dict[str, dict[str, int]]) -> int:

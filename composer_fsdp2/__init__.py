@@ -22,10 +22,12 @@ _FILES = {
     "checkpoint.verify.verification": "VerifyReport verify_checkpoint",
     "config.findings": "Finding Outcome",
     "config.mesh": "AxisRole MeshAxis MeshSpec",
+    "config.parallel": "TiledMLP",
     "config.sharding": "Accumulation ActivationCheckpointing GradientSync MixedPrecision Prefetch ShardingConfig",
     "errors": "CheckpointError ComposerFSDP2Error ConfigError IncompatibleVersionError PlanError RanksDivergedError "
     "UnsupportedError",
     "fsdp1.translate": "Translation translate",
+    "parallel.tiled_mlp": "tile_mlp",
     "prepare": "apply_activation_checkpointing apply_plan plan_sharding prepare_fully_shard",
     "sharding.plan": "ShardingPlan ShardUnit",
     "sharding.sharded": "reshard",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:  # and editors; with "as" it is an export to them
     from composer_fsdp2.config.mesh import AxisRole as AxisRole
     from composer_fsdp2.config.mesh import MeshAxis as MeshAxis
     from composer_fsdp2.config.mesh import MeshSpec as MeshSpec
+    from composer_fsdp2.config.parallel import TiledMLP as TiledMLP
     from composer_fsdp2.config.sharding import Accumulation as Accumulation
     from composer_fsdp2.config.sharding import ActivationCheckpointing as ActivationCheckpointing
     from composer_fsdp2.config.sharding import GradientSync as GradientSync
@@ -70,6 +73,7 @@ if TYPE_CHECKING:  # and editors; with "as" it is an export to them
     from composer_fsdp2.errors import UnsupportedError as UnsupportedError
     from composer_fsdp2.fsdp1.translate import Translation as Translation
     from composer_fsdp2.fsdp1.translate import translate as translate
+    from composer_fsdp2.parallel.tiled_mlp import tile_mlp as tile_mlp
     from composer_fsdp2.prepare import apply_activation_checkpointing as apply_activation_checkpointing
     from composer_fsdp2.prepare import apply_plan as apply_plan
     from composer_fsdp2.prepare import plan_sharding as plan_sharding

@@ -27,6 +27,7 @@ from composer_fsdp2.parallel.batches import start_data_blocks
 from composer_fsdp2.parallel.order import refuse_illegal
 from composer_fsdp2.parallel.sequences import keep_context, plan_context, start_context
 from composer_fsdp2.parallel.tensor import TensorPlan, plan_split, read_split, split_mesh
+from composer_fsdp2.parallel.tiled_mlp import apply_tiling, choose_tiled
 from composer_fsdp2.sharding.activations import caching_modules, turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.apply import apply_agreed_plan, check_plan
@@ -128,6 +129,7 @@ def plan_sharding(
     choices = read_hooks(model, config, precision=precision)
     plan = decide_sharding(model, config, choices, split=split.modules, placements=split.placements)
     plan = plan_context(model, plan)
+    plan = replace(plan, tiled=choose_tiled(model, config.tiled_mlp))
     refuse_illegal(plan)
     refuse_frozen(model, optimizers, plan.frozen)
     key, cast = "keep_low_precision_grads", cast_gradients(model, plan)
@@ -190,6 +192,8 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
 
 def _apply(model: nn.Module, plan: ShardingPlan, present: tuple[DeviceMesh, ...] = ()) -> None:
     context = start_context(model, plan)
+    if plan.config.tiled_mlp is not None:
+        apply_tiling(model, plan.tiled, plan.config.tiled_mlp.chunks)
     apply_agreed_plan(model, plan, initializers(model), present=present)
     keep_context(model, context)
     start_accumulation(model, plan.config.accumulation)

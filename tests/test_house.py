@@ -59,8 +59,8 @@ ROOMS = {
         packages="torch",
     ),
     "sharding": room(
-        "__init__ agree buffers dtypes modules activations placements optimizer root_record sharded ties frozen "
-        "hosts materialize meshes units select plan decide split apply",
+        "__init__ agree buffers classes dtypes modules activations placements optimizer root_record sharded ties "
+        "frozen hosts materialize meshes units select plan decide split apply",
         rooms="errors config _torch",
         packages="torch",
     ),
@@ -70,12 +70,12 @@ ROOMS = {
         packages="numpy torch",
     ),
     "parallel": room(
-        "__init__ contents joining batches order tensor context attention causal_lm sequences",
+        "__init__ contents joining batches order tensor tiled_mlp context attention causal_lm sequences",
         rooms="errors config _torch sharding training",
         packages="torch",
     ),
     "fsdp1": room(
-        "__init__ attributes objects parallel_words parsing policy_words children classes experts keys policies "
+        "__init__ attributes objects parsing policy_words parallel_words children experts keys policies "
         "tensor_words towers "
         "module_settings recomputed hooks read translate",
         rooms="errors config _torch sharding training",

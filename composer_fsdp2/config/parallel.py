@@ -1,6 +1,10 @@
-"""What ranks that compute one batch together do, as values."""
+"""How one step of a model is divided beyond its parameters, as values."""
 
 import enum
+from dataclasses import dataclass
+
+from composer_fsdp2.config.value import Value
+from composer_fsdp2.errors import ConfigError
 
 
 class BroadcastBatch(enum.Enum):
@@ -13,3 +17,21 @@ class BroadcastBatch(enum.Enum):
     OFF = False
     FIRST = "first"
     GATHER = "gather"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledMLP(Value):
+    """Which MLPs are computed in pieces of the sequence: those of ``classes``, by name, in ``chunks`` pieces.
+
+    Raises:
+        ConfigError: no class, or fewer than 2 chunks.
+    """
+
+    classes: tuple[str, ...]
+    chunks: int
+
+    def __post_init__(self) -> None:
+        if not self.classes:
+            raise ConfigError("classes is empty; name the classes of the model's MLPs, such as LlamaMLP")
+        if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 2:
+            raise ConfigError(f"chunks is {self.chunks!r}; give a whole number of pieces from 2 on")

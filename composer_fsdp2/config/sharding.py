@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_fsdp2.config.mesh import AxisRole, MeshSpec, divisors_text
-from composer_fsdp2.config.parallel import BroadcastBatch
+from composer_fsdp2.config.parallel import BroadcastBatch, TiledMLP
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.config.wrap import Wrap
 from composer_fsdp2.errors import ConfigError
@@ -125,6 +125,7 @@ class ShardingConfig(Value):
     context_parallel_degree: int = 1
     check_data: bool | None = None
     broadcast_batch: BroadcastBatch | None = None
+    tiled_mlp: TiledMLP | None = None
     ignored_modules: tuple[Any, ...] = ()
     shard_below_unwrapped: bool = False
 

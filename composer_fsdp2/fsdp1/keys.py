@@ -15,7 +15,7 @@ from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Aspect, Row, idle, takes_by, takes_if
 from composer_fsdp2.config.sharding import GradientDtype, GradientSync, MixedPrecision
-from composer_fsdp2.fsdp1.parallel_words import parse_broadcast_batch, parse_check_data
+from composer_fsdp2.fsdp1.parallel_words import TILED_KEYS, parse_broadcast_batch, parse_check_data, parse_tiled_mlp
 from composer_fsdp2.fsdp1.parsing import (
     DTYPE_KEYS,
     STATE_DICT_TYPES,
@@ -260,6 +260,7 @@ _MODULES = takes_by("a list of modules", parse_modules)
 _AUTO_UNITS = {"transformer_layer_cls_to_wrap": AUTO}
 _WRAP_POLICY = takes_by("a mapping of which modules become units, or null", parse_wrap_policy, (_AUTO_UNITS,))
 _CHECKPOINTED = takes_by("a list of class names, auto, or null", parse_checkpointed_classes, (AUTO,))
+_TILED_MLP = takes_by("a mapping of classes and chunks, or null", parse_tiled_mlp)
 _PREFIXES = takes_by("a list of prefixes of parameters' names, or null", parse_freeze)
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
@@ -485,6 +486,10 @@ _ROWS: tuple[Row, ...] = (
     Row(name="strict", capability="strict", takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_EXACT, target="",
         meaning="refuse what cannot be carried over (true), or warn and go on (false)",
         reason="true unless the configuration or the caller says otherwise"),
+    Row(name="tiled_mlp", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="tile_mlp, before the model is "
+        "sharded", takes=_TILED_MLP, neutral=(None,), nested=TILED_KEYS, sets="tiled_mlp", capability="tiled MLP",
+        meaning="the MLPs (classes: a list) that are computed in pieces of the sequence (chunks: how many)",
+        reason="one piece's activations are in memory at a time; each piece is computed once more in backward"),
     Row(name="trust_checkpoint", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,
         target="load_checkpoint(trust=True) for the Trainer's load_path",
         meaning="load entries of a checkpoint that are more than plain data, by running their pickle",

@@ -1,7 +1,14 @@
-"""The values of the keys that say how ranks compute together, each parsed once."""
+"""The keys of parallelism that take more than a number, and back to words."""
 
-from composer_fsdp2.config.parallel import BroadcastBatch
+from collections.abc import Mapping
+from typing import Any
+
+from composer_fsdp2.config.parallel import BroadcastBatch, TiledMLP
+from composer_fsdp2.config.text import did_you_mean, short
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.policy_words import class_names
+
+TILED_KEYS = _CLASSES, _CHUNKS = ("classes", "chunks")
 
 
 def parse_broadcast_batch(value: object) -> BroadcastBatch | None:
@@ -21,3 +28,28 @@ def parse_check_data(value: object) -> bool | None:
     if isinstance(value, bool | None):
         return value
     raise ConfigError(f"{value!r} ({type(value).__name__}); it is true, false or null")
+
+
+def parse_tiled_mlp(value: object) -> TiledMLP | None:
+    """Which MLPs are computed in pieces, and in how many."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{short(value)}; it is a mapping such as {{classes: [LlamaMLP], chunks: 8}}, or null")
+    given = {str(key): each for key, each in value.items()}
+    for key in given:
+        if key not in TILED_KEYS:
+            way_out = did_you_mean(key, TILED_KEYS, f"it takes {' and '.join(TILED_KEYS)}")
+            raise ConfigError(f"{short(given)}, with the unknown key {key}{way_out}")
+    missing = [key for key in TILED_KEYS if given.get(key) is None]
+    if missing:
+        raise ConfigError(f"{short(given)}, without {' and '.join(missing)}; give both {' and '.join(TILED_KEYS)}")
+    try:
+        return TiledMLP(classes=class_names(given[_CLASSES], _CLASSES, "class names"), chunks=given[_CHUNKS])
+    except ConfigError as error:
+        raise ConfigError(f"{short(given)}, in which {error}") from error
+
+
+def tiled_words(tiled: TiledMLP | None) -> dict[str, Any] | None:
+    """The value of ``tiled_mlp`` that means this."""
+    return None if tiled is None else {_CLASSES: list(tiled.classes), _CHUNKS: tiled.chunks}

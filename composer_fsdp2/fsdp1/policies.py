@@ -11,7 +11,7 @@ from torch import nn
 
 from composer_fsdp2.config.wrap import Wrap, WrapKind
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.fsdp1.classes import classes_named
+from composer_fsdp2.sharding.classes import classes_named
 
 # Attributes that hold the two ends of a language model: Llama's and its relatives', and TorchTitan's.
 _EMBEDDINGS, _OUTPUTS = ("embed_tokens", "tok_embeddings"), ("lm_head", "output")
@@ -84,7 +84,7 @@ def _asked_classes(model: nn.Module, wrap: Wrap) -> Iterator[_Asked]:
         "moe_experts": (bool(wrap.experts), wrap.experts),
     }
     for key, (is_given, names) in is_asked.items():
-        for cls in classes_named(model, names, key=f"wrap_policy.{key}") if is_given else ():
+        for cls in classes_named(model, names, key=f"fsdp_config.wrap_policy.{key}") if is_given else ():
             found = [module for module in model.modules() if isinstance(module, cls)]
             yield f"{key} names {cls.__name__}", cls.__name__, found
 

@@ -43,14 +43,14 @@ def parse_wrap_policy(value: object) -> Wrap:
 
 def _wrap_of(given: Mapping[str, Any]) -> Wrap:
     embeddings, output = _flag(given, "wrap_embeddings"), _flag(given, "wrap_lm_output")
-    experts = _names(given.get("moe_experts", ()), "moe_experts", "class names")
+    experts = class_names(given.get("moe_experts", ()), "moe_experts", "class names")
     if _SIZE in given:
         asked = {"wrap_embeddings": embeddings, "wrap_lm_output": output, "moe_experts": experts}
         beside = next((key for key, each in asked.items() if each), None)
         if beside is not None:
             raise ConfigError(f"{beside} stands beside {_SIZE}, which chooses by size alone; leave one of them out")
         return Wrap(kind=WrapKind.SIZE, min_num_params=_number(given[_SIZE]))
-    classes = None if _is_auto(given[_CLASSES]) else _names(given[_CLASSES], _CLASSES, f"class names, or {AUTO}")
+    classes = None if _is_auto(given[_CLASSES]) else class_names(given[_CLASSES], _CLASSES, f"class names, or {AUTO}")
     return Wrap(
         kind=WrapKind.ROOT if classes == () else WrapKind.CLASSES,
         classes=classes or (),
@@ -86,7 +86,7 @@ def _number(value: object) -> int:
     return number
 
 
-def _names(value: object, key: str, what: str) -> tuple[str, ...]:
+def class_names(value: object, key: str, what: str) -> tuple[str, ...]:
     """One name, or a list of them, each once."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, Sequence) or isinstance(names, bytes):
@@ -95,7 +95,8 @@ def _names(value: object, key: str, what: str) -> tuple[str, ...]:
         if not isinstance(name, str) or not name.isidentifier():
             raise ConfigError(f"{key} has {name!r}, which is no class name; give a list of {what}")
         if name == AUTO:
-            raise ConfigError(f"{key} has {AUTO} in a list; give it alone: {key}: {AUTO}")
+            way_out = f"give it alone: {key}: {AUTO}" if AUTO in what else f"give a list of {what}"
+            raise ConfigError(f"{key} has {AUTO} in a list; {way_out}")
     return tuple(dict.fromkeys(names))
 
 
@@ -117,7 +118,7 @@ def parse_checkpointed_classes(value: object) -> tuple[str, ...] | None:
     if _is_auto(value):
         return ()
     try:
-        names = _names(value, "the value", f"class names, or {AUTO}")
+        names = class_names(value, "the value", f"class names, or {AUTO}")
     except ConfigError as error:
         raise ConfigError(f"{short(value)}; {error}") from error
     if not names:

@@ -10,7 +10,7 @@ from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.fsdp1.children import hook_of, is_metric, wrapped_children
-from composer_fsdp2.fsdp1.classes import classes_named
+from composer_fsdp2.sharding.classes import classes_named
 from composer_fsdp2.sharding.modules import has_forward, outside_compilation
 from composer_fsdp2.sharding.ties import join
 
@@ -25,7 +25,7 @@ def choose_recomputed(model: nn.Module, config: ShardingConfig) -> tuple[tuple[s
     names = config.activation_checkpointing.classes
     if names is None:
         return tuple(select_checkpointed(model, below_unwrapped=config.shard_below_unwrapped)), ()
-    types = classes_named(model, names, key=_POLICY, otherwise=config.wrap.classes)
+    types = classes_named(model, names, key=f"fsdp_config.{_POLICY}", otherwise=config.wrap.classes)
     paths = select_checkpointed(
         model,
         lambda module: isinstance(module, types) and has_forward(module),

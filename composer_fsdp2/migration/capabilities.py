@@ -87,7 +87,7 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
     "pipeline parallelism": lambda run: _if(run.pipeline_parallel, run.pipeline_parallel != 1),
     "expert parallelism": lambda run: _if(run.expert_parallel, run.expert_parallel != 1),
     "expert patch": lambda run: _if(True, run.expert_patch),
-    "tiled MLP": lambda run: run.tiled_mlp,
+    "tiled MLP": lambda run: run.mlp_chunks,
     "compile": lambda run: _if(True, run.compile),
     "number of ranks": lambda run: _if("not known", run.num_ranks is None),
     "verbose": lambda run: _if(True, run.verbose),

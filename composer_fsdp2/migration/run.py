@@ -24,7 +24,7 @@ class RunConfig(Value):
         num_ranks, num_nodes: Of the run, where its file tells.
         tensor_parallel, context_parallel, pipeline_parallel, expert_parallel: Over how many ranks.
         expert_patch: Whether experts without tokens run on one token, so that all ranks run the same.
-        tiled_mlp: Into how many pieces of the sequence an MLP is cut.
+        tiled_chunks: Into how many pieces of the sequence MLPs are cut whose classes the file does not name.
         selective_checkpointing: Which of the checkpointed modules are recomputed: every n-th, or by operator.
         compile: Whether the model is compiled.
     """
@@ -44,7 +44,7 @@ class RunConfig(Value):
     pipeline_parallel: int = 1
     expert_parallel: int = 1
     expert_patch: bool = False
-    tiled_mlp: int | None = None
+    tiled_chunks: int | None = None
     selective_checkpointing: str | None = None
     compile: bool = False
 
@@ -52,6 +52,11 @@ class RunConfig(Value):
     def wrap(self) -> Wrap:
         """Which modules become units."""
         return self.config.wrap
+
+    @property
+    def mlp_chunks(self) -> int | None:
+        """Into how many pieces of the sequence MLPs are cut."""
+        return self.tiled_chunks if self.config.tiled_mlp is None else self.config.tiled_mlp.chunks
 
     def with_degrees(self) -> "RunConfig":
         """With the degree that was left open, where the number of ranks tells it; else as it is."""

@@ -121,7 +121,7 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     present = {use.names: use.parameter for use in parameter_uses(model)}
     named = [path for unit in plan.units for path in unit.modules]
-    named += [*map(str, plan.config.ignored_modules), *plan.checkpointed, *plan.caching]
+    named += [*map(str, plan.config.ignored_modules), *plan.checkpointed, *plan.caching, *plan.tiled]
     named += [each.path for each in plan.split]
     splits = any(each.parallelize is not None for each in plan.split)
     problems = [f"no module {path!r}" for path in dict.fromkeys(named) if path not in modules]

@@ -109,6 +109,7 @@ class ShardingPlan(Value):
         frozen: The names of the parameters that are not to be trained, from now on.
         split: The modules that tensor parallelism splits.
         exchanging: The attention modules that exchange heads for sequence within the groups of a context axis.
+        tiled: The MLPs that are computed in pieces of the sequence.
     """
 
     config: ShardingConfig
@@ -121,6 +122,7 @@ class ShardingPlan(Value):
     frozen: tuple[str, ...] = ()
     split: tuple[SplitModule, ...] = ()
     exchanging: tuple[str, ...] = ()
+    tiled: tuple[str, ...] = ()
     notes: tuple[str, ...]
 
     @property
@@ -215,6 +217,8 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
         )
     yield from _checkpointing_line(plan)
     yield from _batches_line(plan.config)
+    if plan.tiled and plan.config.tiled_mlp is not None:
+        yield f"  tiled: {len(plan.tiled)} MLPs in {plan.config.tiled_mlp.chunks} pieces, first {plan.tiled[0]}"
     accumulation, guard = plan.config.accumulation, plan.config.collective_guard
     if accumulation != Accumulation():
         kept = "" if accumulation.reshard_after_backward else ", parameters kept unsharded between them"

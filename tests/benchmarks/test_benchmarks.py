@@ -210,6 +210,16 @@ def test_votes_are_timed_and_counted(num_ranks: int):
     assert [messages["ring"] for messages in result["messages"].values()] == [6, 126, 1022, 2046]
 
 
+@pytest.mark.parametrize("rounds", [pytest.param(1, marks=ONCE)])
+def test_an_mlp_in_pieces_keeps_its_bars(rounds: int):
+    """The peak is below a third with 8 pieces, and each way's gradients are those of the whole."""
+    sizes = ("--width", "32", "--hidden", "128", "--tokens", "512", "--rounds", str(rounds))
+    result = benchmark("tiled_mlp.py", "--device", "cpu", *sizes)
+    assert all(bar["holds"] for bar in result["bars"]), result["bars"]
+    peaks = [each["peak_bytes"] for name, each in result["measured"].items() if "pieces" in name]
+    assert len(peaks) == 4 and peaks == sorted(peaks, reverse=True)
+
+
 def test_the_object_of_the_set_up():
     """Each size has its row, and the three parts of our time are all there."""
     result = benchmark("setup.py", "--modules", "20", "50", "--repeat", "1")

@@ -56,6 +56,7 @@ COMPOSER: Mapping[str, list[Any]] = {
     "context_parallel_degree": [1, 2],
     "check_data": [True, False, None],
     "broadcast_batch": [False, "first", "gather", None, "all"],
+    "tiled_mlp": [None, {"classes": ["LlamaMLP"], "chunks": 4}],
     "sharding_stratgy": ["FULL_SHARD"],
     "made_up": [1, "text"],
 }

@@ -103,7 +103,7 @@ FILES: dict[str, dict[str, Asked]] = {
         TRAIN: Asked(
             mesh=(-1, 4),
             recomputed=True,
-            others={"async_save": True, "context_parallel": 2, "tiled_mlp": 4},
+            others={"async_save": True, "context_parallel": 2, "mlp_chunks": 4},
             blocking=frozenset(["model_args.ulysses_size"]),
         ),
         REFERENCE: Asked(offload=True, others={"context_parallel": 2}, blocking=frozenset(["model_args.ulysses_size"])),

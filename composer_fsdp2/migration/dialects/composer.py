@@ -16,6 +16,7 @@ from composer_fsdp2.config.rows import Aspect, Row, idle, unknown_key
 from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision, ShardingConfig
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.keys import IGNORED_BY_COMPOSER, KEYS, KEYS_BY_NAME, KeyGroup
+from composer_fsdp2.fsdp1.parallel_words import tiled_words
 from composer_fsdp2.fsdp1.parsing import PRECISIONS, BackwardPrefetch, GivenPrecision, mixed_precision_of
 from composer_fsdp2.fsdp1.policy_words import checkpointed_words, freeze_words, wrap_policy_words
 from composer_fsdp2.fsdp1.translate import Translation, translate
@@ -359,9 +360,10 @@ _LACKS: tuple[Lack, ...] = (
         f"no {kind} parallelism") for kind in ("tensor", "pipeline", "context", "expert")),
     Lack(asked="expert patch", outcome=_UNNEEDED,
         reason="all experts of a layer are in one unit, which every rank gathers whatever its tokens choose"),
-    Lack(asked="tiled MLP", outcome=_APPROXIMATE,
-        reason="MLPs are computed in one piece: the same numbers, and more memory in long sequences",
-        hint="device_train_microbatch_size: auto finds microbatches that fit"),
+    Lack(asked="tiled MLP", when=lambda run: run.config.tiled_mlp is None, outcome=_APPROXIMATE, target="tiled_mlp",
+        reason="the file does not name the classes of the MLPs, so that they are computed in one piece: the same "
+        "numbers, and more memory in long sequences",
+        hint="set tiled_mlp: {classes: [the class of the model's MLPs], chunks: {value}}"),
     Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
         outcome=_EXACT, target="algorithms: {gradient_clipping: {clipping_type: norm, clipping_threshold: {value}}}",
         reason="Composer clips by an algorithm, which stands beside the section: LLM Foundry reads it there",
@@ -553,6 +555,7 @@ _WORDS: Mapping[str, Callable[[Any], Any]] = {
     "wrap_policy": lambda wrap: wrap_policy_words(replace(wrap, experts=())),
     "activation_checkpointing_policy": checkpointed_words,
     "freeze": freeze_words,
+    "tiled_mlp": tiled_words,
 }
 
 

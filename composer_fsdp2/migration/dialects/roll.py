@@ -12,6 +12,7 @@ from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.parallel import TiledMLP
 from composer_fsdp2.config.rows import (
     BOOL,
     INT,
@@ -53,6 +54,14 @@ _DTYPES = {
     **{name: dtype for short, dtype in DTYPES_BY_SHORT_NAME.items() for name in (short, dtype)},
     "half": "float16",
     "float": "float32",
+}
+# By model_type, the MLPs that it can tile (verl's tiled_mlp.py, of which ROLL has a copy).
+_MLPS = {
+    "llama": "LlamaMLP",
+    "qwen2": "Qwen2MLP",
+    "qwen2_5": "Qwen2MLP",
+    "qwen3": "Qwen3MLP",
+    "qwen3_moe": "Qwen3MoeMLP",
 }
 _PRECISIONS = {"bfloat16": "amp_bf16", "float16": "amp_fp16"}
 
@@ -231,6 +240,19 @@ def _ulysses(finding: Finding, worker: Worker) -> Finding:
     return finding
 
 
+def _tiling(finding: Finding, worker: Worker) -> Finding:
+    if finding.outcome is not Outcome.EXACT or worker["model_type"] in _MLPS:
+        return finding
+    return replace(
+        finding,
+        outcome=Outcome.APPROXIMATE,
+        target="",
+        reason="model_type does not say which MLPs these are, so that they are computed in one piece: the same "
+        "numbers, and more memory in long sequences",
+        hint=f"name the model (model_type: {', '.join(_MLPS)}), or the class in tiled_mlp",
+    )
+
+
 def _checkpointing(finding: Finding, worker: Worker) -> Finding:
     if worker["model_args.disable_gradient_checkpointing"]:
         return replace(finding, outcome=Outcome.UNNEEDED, target="", reason="activations are kept")
@@ -320,15 +342,16 @@ _ROWS: tuple[Row, ...] = (
         meaning="running experts without tokens on one token, so that all ranks issue the same collectives",
         reason="where no expert is a unit of its own all ranks gather the same without it: the same numbers, and more "
         "memory while a layer is gathered"),
-    Row(name="apply_tiled_mlp", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL, neutral=(False,),
-        capability="tiled MLP", meaning="computing MLPs in pieces of the sequence",
-        reason="MLPs are computed in one piece: the same numbers, and more memory in long sequences",
-        hint="device_train_microbatch_size: auto finds microbatches that fit"),
-    Row(name="tiled_num_shards", default=4, outcome=Outcome.APPROXIMATE, takes=POSITIVE_INT,
-        only_with="apply_tiled_mlp", meaning="into how many pieces an MLP's sequence is cut",
+    Row(name="apply_tiled_mlp", default=False, outcome=Outcome.EXACT, takes=BOOL, neutral=(False,),
+        target="tiled_mlp", capability="tiled MLP", decide=_tiling,
+        meaning="computing MLPs in pieces of the sequence",
+        reason="the same modules in as many pieces, each computed once more in backward"),
+    Row(name="tiled_num_shards", default=4, outcome=Outcome.EXACT, target="tiled_mlp", takes=POSITIVE_INT,
+        only_with="apply_tiled_mlp", decide=_tiling, meaning="into how many pieces an MLP's sequence is cut",
         reason="belongs to apply_tiled_mlp"),
-    Row(name="model_type", default=None, outcome=Outcome.APPROXIMATE, only_with="apply_tiled_mlp",
-        meaning="of which model the MLP class is replaced", reason="belongs to apply_tiled_mlp"),
+    Row(name="model_type", default=None, outcome=Outcome.EXACT, target="tiled_mlp", only_with="apply_tiled_mlp",
+        decide=_tiling, meaning="of which model the MLP class is replaced; by default of all that ROLL knows",
+        reason="names the class of the MLPs"),
     Row(name="async_save_ckpt", tells_default=True, default=True, outcome=Outcome.EXACT, target="async_save",
         takes=BOOL,
         aspect=Aspect.ASYNC_SAVE, decide=_async_save,
@@ -505,12 +528,13 @@ def _run(worker: Worker) -> RunConfig:
     param_dtype = _dtype(worker["param_dtype"], "bfloat16")
     reshard = worker["reshard_after_forward"]
     syncs = worker["reduce_scatter_during_grad_accumulation"] or not worker.is_training
-    is_training = worker.is_training
+    is_training, tiled = worker.is_training, _tiled(worker)
     return RunConfig(
         config=ShardingConfig(
             mesh=_mesh(worker),
             wrap=_wrap(worker),
             freeze=_prefixes(worker["model_args.freeze_module_prefix"]),
+            tiled_mlp=tiled,
             reshard_after_forward=True if reshard is None else reshard,
             mixed_precision=MixedPrecision(
                 param_dtype=param_dtype, reduce_dtype=_reduced_in(worker), cast_root_inputs=False
@@ -529,8 +553,20 @@ def _run(worker: Worker) -> RunConfig:
         context_parallel=worker["model_args.ulysses_size"] or 1,
         expert_parallel=worker["ep_size"],
         expert_patch=worker["apply_expert_patch"],
-        tiled_mlp=worker["tiled_num_shards"] if worker.is_on("apply_tiled_mlp") else None,
+        tiled_chunks=None if tiled is not None else _chunks(worker),
     )
+
+
+def _chunks(worker: Worker) -> int | None:
+    """None where MLPs are computed in one piece."""
+    is_tiled = worker.is_training and worker.is_on("apply_tiled_mlp") and worker["tiled_num_shards"] > 1
+    return worker["tiled_num_shards"] if is_tiled else None
+
+
+def _tiled(worker: Worker) -> TiledMLP | None:
+    """The MLPs that are tiled, where the file says of which model they are."""
+    chunks, cls = _chunks(worker), _MLPS.get(str(worker["model_type"]))
+    return None if chunks is None or cls is None else TiledMLP(classes=(cls,), chunks=chunks)
 
 
 def _prefixes(given: object) -> tuple[str, ...]:
@@ -592,6 +628,15 @@ def _wrap_policy(wrap: Wrap) -> dict[str, Any]:
         "moe_experts": list(wrap.experts),
     }
     return {key: value for key, value in policy.items() if value}
+
+
+def _tiles(run: RunConfig) -> tuple[int | None, str | None]:
+    """In how many pieces, and of which model the MLPs are; without one ROLL tiles all that it knows."""
+    classes = () if run.config.tiled_mlp is None else run.config.tiled_mlp.classes
+    if not {*classes} <= {*_MLPS.values()}:
+        return None, None
+    types = [name for name, cls in _MLPS.items() if cls in classes]
+    return run.mlp_chunks, types[0] if len(classes) == 1 else None
 
 
 def _with_degrees(run: RunConfig) -> RunConfig:
@@ -704,6 +749,9 @@ _LACKS: tuple[Lack, ...] = (
     Lack(asked="frozen parameters", outcome=_NEEDS_DECISION, target="model_args.freeze_module_prefix",
         reason="ROLL says it in model_args, outside of this section",
         hint="set model_args.freeze_module_prefix: {value}, by names of the transformers model"),
+    Lack(asked="tiled MLP", when=lambda run: _tiles(run)[0] is None, outcome=_APPROXIMATE,
+        reason=f"ROLL tiles {', '.join(dict.fromkeys(_MLPS.values()))} only: the same numbers, and more memory in long "
+        "sequences"),
     Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
         outcome=_APPROXIMATE, target="max_grad_norm",
         reason="ROLL says it at the top of the file, for all workers", hint="set max_grad_norm: {value} there"),
@@ -765,6 +813,7 @@ class RollDialect(Dialect):
         wrap_policy = _wrap_policy(run.wrap)
         is_open = config.mesh.has_replicas and config.mesh.shard_degree == -1
         gradients = config.accumulation.gradient_sync
+        chunks, model_type = _tiles(run)
         for aspect, key, value, is_needed in (
             (Aspect.MESH, "fsdp_size", max(config.mesh.shard_degree, 1), not is_open),
             (Aspect.PRECISION, "param_dtype", _word(param_dtype), True),
@@ -777,8 +826,9 @@ class RollDialect(Dialect):
             (Aspect.OTHER, "apply_expert_patch", True, run.expert_patch),
             (Aspect.OTHER, "ep_size", run.expert_parallel, run.expert_parallel != 1),
             (Aspect.OTHER, "save_only_model", True, run.save_only_model),
-            (Aspect.OTHER, "apply_tiled_mlp", True, run.tiled_mlp is not None),
-            (Aspect.OTHER, "tiled_num_shards", run.tiled_mlp, run.tiled_mlp is not None),
+            (Aspect.OTHER, "apply_tiled_mlp", True, chunks is not None),
+            (Aspect.OTHER, "tiled_num_shards", chunks, chunks is not None),
+            (Aspect.OTHER, "model_type", model_type, chunks is not None and model_type),
         ):
             if is_needed:
                 yield Setting(aspect=aspect, key=key, value=value)

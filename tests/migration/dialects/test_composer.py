@@ -360,7 +360,7 @@ BESIDE_SHARDING = {
     "context_parallel": 2,
     "expert_parallel": 2,
     "expert_patch": True,
-    "tiled_mlp": 4,
+    "tiled_chunks": 4,
     "max_grad_norm": 0.5,
     "save_only_model": True,
     "selective_checkpointing": "op",

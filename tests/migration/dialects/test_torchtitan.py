@@ -536,7 +536,7 @@ def test_a_run_is_written_into_a_file():
             Outcome.APPROXIMATE,
         ),
         (run_with(freeze=("vision",)), "(frozen parameters)", Outcome.UNSUPPORTED),
-        (run_with(tiled_mlp=4), "(tiled MLP)", Outcome.UNSUPPORTED),
+        (run_with(tiled_chunks=4), "(tiled MLP)", Outcome.UNSUPPORTED),
         (run_with(), "(gradient clipping)", Outcome.APPROXIMATE),
     ],
 )

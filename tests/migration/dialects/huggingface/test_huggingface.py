@@ -833,7 +833,7 @@ BESIDE_SHARDING: dict[str, Any] = {
     "selective_checkpointing": "2",
     "compile": True,
     "freeze": ("vision",),
-    "tiled_mlp": 4,
+    "tiled_chunks": 4,
     "expert_patch": True,
     "pipeline_parallel": 2,
     "expert_parallel": 2,
@@ -852,7 +852,7 @@ def test_what_accelerates_file_cannot_say_is_a_finding(name: str) -> None:
     assert all(each.outcome is not Outcome.EXACT for each in more)
     decisions = (
         "freeze",
-        "tiled_mlp",
+        "tiled_chunks",
         "expert_patch",
         *(each for each in BESIDE_SHARDING if each.endswith("_parallel")),
     )

@@ -24,7 +24,7 @@ from composer_fsdp2 import (
     prepare_fully_shard,
 )
 from composer_fsdp2.config.wrap import Wrap, WrapKind
-from composer_fsdp2.fsdp1.classes import classes_named
+from composer_fsdp2.sharding.classes import classes_named
 
 
 class SubBlock(Block):

@@ -15,7 +15,7 @@ def classes_named(
 
     Args:
         names: Empty for ``auto``: those that the model itself names, or else ``otherwise``.
-        key: Which gave them, for the errors.
+        key: Which gave them, as the errors call it.
     Raises:
         PlanError: no module is of such a class, or the model names none; lists the model's classes.
 
@@ -30,7 +30,7 @@ def classes_named(
         names = [name for name in of_model if name in own] or otherwise
         if not names:
             raise PlanError(
-                f"fsdp_config.{key} is auto, and {type(model).__name__} names no classes of its own "
+                f"{key} is auto, and {type(model).__name__} names no classes of its own "
                 f"(_no_split_modules); list them; it has {known}"
             )
     unknown = [name for name in names if name not in of_model]
@@ -52,4 +52,4 @@ def _own_names(model: nn.Module) -> Iterator[str]:
 
 def _unknown(name: str, key: str, model: nn.Module, known: str) -> str:
     near = did_you_mean(name, known.split(", "))
-    return f"fsdp_config.{key}: no module of {type(model).__name__} is a {name}{near}; it has {known}"
+    return f"{key}: no module of {type(model).__name__} is a {name}{near}; it has {known}"

@@ -1,0 +1,52 @@
+"""The keys of parallelism that take more than a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from composer_fsdp2.config.parallel import TiledMLP
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.parallel_words import parse_tiled_mlp, tiled_words
+from composer_fsdp2.fsdp1.translate import translate
+
+pytestmark = pytest.mark.any_torch
+
+
+def test_tiled_mlp_is_read_and_written():
+    """What a YAML, OmegaConf or a script says is one value, and its words mean it again."""
+    meant = TiledMLP(classes=("LlamaMLP",), chunks=8)
+    for written in (
+        {"classes": ["LlamaMLP", "LlamaMLP"], "chunks": 8},
+        {"classes": "LlamaMLP", "chunks": 8},
+        OmegaConf.create({"classes": ["LlamaMLP"], "chunks": 8}),
+    ):
+        config = translate({"tiled_mlp": written}, device="cpu").config
+        assert config is not None and config.tiled_mlp == meant, written
+    assert parse_tiled_mlp(tiled_words(meant)) == meant
+    assert parse_tiled_mlp(None) is None is tiled_words(None)
+
+
+BAD: tuple[tuple[Any, str], ...] = (
+    (8, "fsdp_config.tiled_mlp is 8; it is a mapping such as {classes: [LlamaMLP], chunks: 8}, or null"),
+    ({}, "without classes and chunks; give both classes and chunks"),
+    ({"classes": ["A"]}, "without chunks; give both"),
+    ({"classes": ["A"], "chunk": 4}, "with the unknown key chunk; did you mean chunks?"),
+    ({"classes": [], "chunks": 4}, "in which classes is empty; name the classes of the model's MLPs"),
+    ({"classes": "auto", "chunks": 4}, "in which classes has auto in a list; give a list of class names"),
+    ({"classes": {"A": 1}, "chunks": 4}, "in which classes is {'A': 1}; give a list of class names"),
+    ({"classes": ["A"], "chunks": 1}, "in which chunks is 1; give a whole number of pieces from 2 on"),
+    ({"classes": ["A"], "chunks": True}, "in which chunks is True; give a whole number"),
+    ({"classes": ["A"], "chunks": "4"}, "in which chunks is '4'; give a whole number"),
+    ({"classes": ["A"], "chunks": 4.0}, "in which chunks is 4.0; give a whole number"),
+)
+
+
+def test_bad_settings_of_tiled_mlp():
+    """A setting that says nothing sensible stops the run before it starts, and says what would do."""
+    for value, message in BAD:
+        with pytest.raises(ConfigError) as caught:
+            translate({"tiled_mlp": value}, device="cpu")
+        assert message in str(caught.value), str(caught.value)

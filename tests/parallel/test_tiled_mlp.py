@@ -1,0 +1,481 @@
+"""MLPs in pieces of the sequence: the gradients of one piece, its collectives, and less memory."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import assert_same, full
+from support.memory import HostMemory
+from support.models import Chain
+from support.ranks import run_ranks
+from support.training import FULL, HSDP_2X2, train_alike
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from composer_fsdp2 import (
+    ComposerFSDP2Error,
+    PlanError,
+    ShardingConfig,
+    TiledMLP,
+    plan_sharding,
+    prepare_fully_shard,
+    tile_mlp,
+)
+from composer_fsdp2._torch.repairs import repair_cpu_collectives
+
+WIDTH, HIDDEN, LENGTH, CHUNKS = 6, 16, 19, 4
+
+
+class SwiGLU(nn.Module):
+    """As Llama's, with a dropout in its midst."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.dropout(nn.functional.silu(self.gate(x)) * self.up(x)))
+
+
+class GELU(nn.Module):
+    """As GPT's, with biases, and a setting beside the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(hidden))) * scale
+
+
+class Layer(nn.Module):
+    """A norm, an MLP and a residual; the MLP gets its tensor by position or by name."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + (self.mlp(scale=0.5, hidden=normed) if isinstance(self.mlp, GELU) else self.mlp(normed))
+
+
+class Layers(nn.Sequential):
+    """With the hooks of Composer's models: layers are units, and recomputed."""
+
+    units: type[nn.Module] = Layer
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, self.units)
+
+    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Layer)
+
+
+class MLPUnits(Layers):
+    """The MLPs are units of their own."""
+
+    units = (SwiGLU, GELU)
+
+
+def net(cls: type[Layers] = Layers, *, frozen: str = "") -> nn.Module:
+    torch.manual_seed(0)
+    model = Chain(net=cls(nn.Linear(WIDTH, WIDTH), Layer(SwiGLU()), Layer(GELU()), Layer(SwiGLU())))
+    for name, parameter in model.named_parameters():
+        if frozen and frozen in name:
+            parameter.requires_grad_(False)
+    return model
+
+
+def sequences(seed: int, length: int = LENGTH, batch_size: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch_size, length, WIDTH, generator=generator, dtype=torch.float64)
+
+
+TILED: dict[str, Any] = {"tiled_mlp": {"classes": ["SwiGLU", "GELU"], "chunks": CHUNKS}}
+MLPS = ("net.1.mlp", "net.2.mlp", "net.3.mlp")
+
+
+# --- gradients
+
+
+def check_alike(cases: dict[str, tuple[Any, ...]]) -> None:
+    def check(cls: type[Layers], config: dict[str, Any], options: dict[str, Any]) -> None:
+        length = options.pop("length", LENGTH)
+        model = train_alike(
+            lambda: net(cls, **options), TILED | config, lambda seed: sequences(seed, length), num_steps=1
+        )
+        assert "forward" in vars(model.get_submodule("net.1").mlp)  # it was in pieces at all
+
+    for_each(check, cases)
+
+
+RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+ALIKE: dict[str, tuple[Any, ...]] = {
+    "layers are units": (Layers, {}, {}),
+    "recomputed": (Layers, RECOMPUTED, {}),
+    "recomputed, reentrant": (Layers, {"activation_checkpointing": True}, {}),
+    "offloaded activations": (Layers, {"activation_cpu_offload": True}, {}),
+    "MLPs are units": (MLPUnits, {}, {}),
+    "MLPs are units, recomputed": (MLPUnits, RECOMPUTED, {}),
+    "MLPs are units, reentrant": (MLPUnits, {"activation_checkpointing": True}, {}),
+    "kept for backward": (MLPUnits, {"sharding_strategy": "SHARD_GRAD_OP"}, {}),
+    "frozen weights": (Layers, {}, {"frozen": "mlp.gate"}),
+    "frozen MLP": (MLPUnits, {}, {"frozen": "net.3.mlp"}),
+    "frozen first layer, recomputed": (Layers, RECOMPUTED, {"frozen": "net.1"}),
+    "shorter than the pieces": (Layers, {}, {"length": 3}),
+    "one token": (Layers, RECOMPUTED, {"length": 1}),
+}
+
+
+def test_gradients_are_those_of_one_piece():
+    """In pieces a run learns what it learned before, whatever is recomputed, frozen or a unit of its own."""
+    run_ranks(check_alike, 2, ALIKE)
+
+
+def test_gradients_with_replicas():
+    """On a 2-D mesh as well."""
+    run_ranks(
+        check_alike, 4, {"2x2": (Layers, HSDP_2X2, {}), "2x2, MLPs are units": (MLPUnits, HSDP_2X2 | RECOMPUTED, {})}
+    )
+
+
+# --- collectives
+
+
+class Counting(TorchDispatchMode):
+    """The names of a block's collectives, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def check_collectives() -> dict[str, list[str]]:
+    def count(cls: type[Layers], config: dict[str, Any]) -> list[str]:
+        found = []
+        for tiled in ({}, TILED):
+            model = net(cls)
+            prepare_fully_shard(model, None, {**FULL, **config, **tiled}, device="cpu")
+            model(sequences(0).float()).sum().backward()  # the first step has collectives of its own
+            with Counting() as counting:
+                model(sequences(dist.get_rank()).float()).sum().backward()
+            found.append(counting.names)
+        assert found[0] == found[1], found
+        return found[1]
+
+    return for_each(count, {"layers": (Layers, {}), "MLPs": (MLPUnits, {}), "MLPs, recomputed": (MLPUnits, RECOMPUTED)})
+
+
+def test_as_many_gathers_and_reductions_as_in_one_piece():
+    """A piece is no call of the module: its parameters are gathered once in forward and once in backward."""
+    [counts, _] = run_ranks(check_collectives, 2)
+    kinds = ("_allgather_base_", "_reduce_scatter_base_")
+    gathers = {name: tuple(each.count(kind) for kind in kinds) for name, each in counts.items()}
+    # Three units and the root, which keeps what it gathered.
+    assert gathers == {"layers": (7, 4), "MLPs": (7, 4), "MLPs, recomputed": (7, 4)}, gathers
+
+
+# --- tensor parallelism
+
+
+def layer_plan(sequence: str) -> dict[str, ParallelStyle]:
+    """Of the layers 1 and 3: plain; or norms and residuals on parts of the sequence, which is gathered for the MLP as a
+    whole, or by its first projections, and given on as tensors or as DTensors."""
+    plan: dict[str, ParallelStyle] = {}
+    for path in ("net.1", "net.3"):
+        by_parts, is_local = Shard(1) if sequence else Replicate(), sequence != "DTensors"
+        inputs = {"input_layouts": by_parts} if sequence in ("projections", "DTensors") else {}
+        plan |= {f"{path}.mlp.{name}": ColwiseParallel(**inputs) for name in ("gate", "up")}
+        plan[f"{path}.mlp.down"] = RowwiseParallel(output_layouts=by_parts, use_local_output=is_local)
+        if sequence:
+            plan[path] = PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=by_parts, use_local_output=is_local
+            )
+            plan[f"{path}.norm"] = SequenceParallel()
+            plan[f"{path}.whole"] = PrepareModuleOutput(output_layouts=by_parts, desired_output_layouts=Replicate())
+        if sequence == "gathered":
+            plan[f"{path}.mlp"] = PrepareModuleInput(input_layouts=by_parts, desired_input_layouts=Replicate())
+    return plan
+
+
+class PlannedLayer(Layer):
+    """What it gives passes through a module of its own, for a plan to name."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__(mlp)
+        self.whole = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole(super().forward(x))
+
+
+def planned_net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (PlannedLayer(SwiGLU()), PlannedLayer(GELU()), PlannedLayer(SwiGLU()))
+    return Chain(net=nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers)).double()
+
+
+def check_tensor_parallel(cases: dict[str, tuple[Any, ...]]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    repair_cpu_collectives()  # gloo knows no average on torch 2.7
+
+    def check(sequence: str, is_tiled_first: bool, reentrant: bool | None) -> None:
+        model, reference = planned_net(), planned_net()
+        if is_tiled_first:
+            assert tile_mlp(model, classes=[SwiGLU, "GELU"], chunks=3) == list(MLPS)
+        parallelize_module(model, mesh["tp"], layer_plan(sequence))
+        if not is_tiled_first:
+            tile_mlp(model, classes=[SwiGLU, "GELU"], chunks=3)
+        for layer in model.net[1:]:
+            if reentrant is not None:
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=reentrant)
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        for step in range(2):
+            of_dp = [sequences(2 * step + index, 10) for index in range(2)]
+            (sum(reference(x).square().sum() for x in of_dp) / 2).backward()
+            model(of_dp[mesh.get_local_rank("dp")]).square().sum().backward()
+        whole = dict(reference.named_parameters())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(full(parameter.grad), whole[name].grad, rtol=1e-12, atol=1e-12, msg=name)
+
+    for_each(check, cases)
+
+
+TENSOR_PARALLEL: dict[str, tuple[Any, ...]] = {
+    "tensor parallel": ("", True, None),
+    "tensor parallel, tiled later, recomputed": ("", False, False),
+    "sequence parallel": ("gathered", True, None),
+    "sequence parallel, recomputed": ("gathered", False, False),
+    "sequence parallel, reentrant": ("gathered", True, True),
+    "gathered by the projections": ("projections", True, None),
+    "gathered by the projections, as DTensors": ("DTensors", True, False),
+}
+
+
+def test_gradients_under_tensor_parallelism():
+    """Pieces that come back as parts of the sequence would be put together in another order, without an error."""
+    run_ranks(check_tensor_parallel, 4, TENSOR_PARALLEL)
+
+
+# --- by itself
+
+
+def test_in_place_on_instances():
+    """No class is touched, names stay, and a model can still be copied, pickled and tiled once only."""
+    model = net()
+    names = list(model.state_dict())
+    classes = [type(module) for module in model.modules()]
+    assert tile_mlp(model, classes=["SwiGLU"], chunks=2) == ["net.1.mlp", "net.3.mlp"]
+    assert list(model.state_dict()) == names and [type(module) for module in model.modules()] == classes
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    with torch.no_grad():
+        model.net[1].mlp.down.weight.zero_()
+    x = sequences(0).float()
+    for each in copies:
+        assert not torch.equal(each(x), model(x)), "the copy computes with the model's own weights"
+        torch.testing.assert_close(each(x), net()(x))
+    with pytest.raises(PlanError, match=r"net\.1\.mlp \(SwiGLU\) is tiled already"):
+        tile_mlp(model, classes=["SwiGLU", "GELU"], chunks=2)
+    assert "forward" not in vars(model.net[2].mlp)
+
+
+def test_without_gradients():
+    """In eval nothing is kept, and the numbers are the same; a vector has no sequence to cut."""
+    model, tiled = net(), net()
+    tile_mlp(tiled, classes=["SwiGLU", "GELU"], chunks=CHUNKS)
+    x = sequences(0).float()
+    for each in (model.eval(), tiled.eval()):
+        each.requires_grad_(False)
+    torch.testing.assert_close(tiled(x), model(x))
+    with torch.no_grad():
+        torch.testing.assert_close(tiled(x), model(x))
+    with torch.inference_mode():
+        torch.testing.assert_close(tiled(x), model(x))
+        torch.testing.assert_close(tiled(x[0, 0]), model(x[0, 0]))
+        assert tiled(x[:, :0]).shape == (2, 0, WIDTH)
+
+
+def test_dropout_has_its_random_numbers_again():
+    """The gradient is that of the very elements that were dropped, and the next random number is as without it."""
+
+    def trained(tiled: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
+        torch.manual_seed(0)
+        mlp = SwiGLU(dropout=0.5).double()
+        x = sequences(1, 8)
+        torch.manual_seed(7)
+        if tiled:
+            tile_mlp(mlp, classes=[SwiGLU], chunks=4)
+            output = mlp(x)
+        else:
+            output = torch.cat([mlp(piece) for piece in x.chunk(4, 1)], 1)
+        output.square().sum().backward()
+        return [parameter.grad for parameter in mlp.parameters() if parameter.grad is not None], torch.rand(3)
+
+    (gradients, following), (expected, otherwise) = trained(True), trained(False)
+    torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(following, otherwise)
+
+
+def test_autocast_inside_the_pieces():
+    """Under autocast a piece is computed again in the dtype that it was computed in."""
+    tiled, model = net(), net()
+    tile_mlp(tiled, classes=["SwiGLU", "GELU"], chunks=CHUNKS)
+    for each in (tiled, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            each(sequences(0).float()).square().sum().backward()
+    for (name, parameter), other in zip(tiled.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=0.05, atol=0.05, msg=name)
+
+
+def peak_bytes(*, is_tiled: bool) -> int:
+    """Of forward and backward of one MLP, and no gradient of a weight in it."""
+    torch.manual_seed(0)
+    mlp = SwiGLU(width=32, hidden=128)
+    for parameter in mlp.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if is_tiled:
+        tile_mlp(mlp, classes=["SwiGLU"], chunks=8)
+    x = torch.randn(1, 2048, 32, requires_grad=True)
+    with HostMemory() as host:
+        mlp(x).sum().backward()
+    return host.peak_bytes
+
+
+def test_backward_peaks_below_a_third():
+    """What the feature is for: a sequence that did not fit does."""
+    tiled, untiled = peak_bytes(is_tiled=True), peak_bytes(is_tiled=False)
+    assert tiled < untiled / 3, f"{tiled:,} of {untiled:,} bytes"
+
+
+# --- refused
+
+
+class Routed(nn.Module):
+    """An MoE block, by the names of its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList([SwiGLU(), SwiGLU()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(expert(x) for expert in self.experts)
+
+
+class Normed(nn.Sequential):
+    """With statistics of all tokens."""
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.self_attn(x)
+
+
+class Two(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+
+class Cumulative(nn.Module):
+    """Changes the number of tokens."""
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        return x[..., ::2, :]
+
+
+REFUSED: dict[str, tuple[nn.Module, str]] = {
+    "Swiglu": (SwiGLU(), "tile_mlp.classes: no module of Chain is a Swiglu; did you mean SwiGLU?; it has Chain"),
+    "Routed": (Routed(), "mlp (Routed) routes tokens to experts (experts), so it is no token-wise MLP; name the class"),
+    "Normed": (Normed(nn.BatchNorm1d(WIDTH)), "mlp (Normed) has a norm whose statistics are of all tokens (0)"),
+    "Conv1d": (nn.Conv1d(WIDTH, WIDTH, 3), "mlp (Conv1d) has a convolution over tokens, so pieces of the sequence"),
+    "Attending": (Attending(), "mlp (Attending) has attention between tokens (self_attn)"),
+    "Two": (Two(), "mlp (Two) takes x, y; only a module that takes one tensor can be cut by"),
+    "ModuleList": (nn.ModuleList([SwiGLU()]), "mlp (ModuleList) has no forward; name the class of the MLPs in it"),
+}
+
+
+def test_what_is_no_token_wise_mlp_is_refused_by_name():
+    """Pieces of an MoE block, or under a batch norm, would train on other numbers without a word."""
+    for name, (mlp, message) in REFUSED.items():
+        model = Chain(net=Chain(first=SwiGLU(), mlp=mlp))
+        with pytest.raises(PlanError) as caught:
+            tile_mlp(model, classes=["SwiGLU", name], chunks=2)
+        assert message in str(caught.value), str(caught.value)
+        assert not any("forward" in vars(module) for module in model.modules())
+    experts = Routed()
+    assert tile_mlp(experts, classes=["SwiGLU"], chunks=2) == ["experts.0", "experts.1"]
+
+
+def test_calls_that_cannot_be_cut_are_errors():
+    """A second tensor would meet a piece of the first; fewer tokens would be put together in the wrong places."""
+    x = sequences(0)
+    model = Chain(attn=Cumulative(), mlp=GELU().double())
+    tile_mlp(model, classes=["Cumulative", "GELU"], chunks=2)
+    for call, message in (
+        (lambda: model.attn(x), "tiled_mlp: attn (Cumulative) made (2, 5, 6) of (2, 10, 6); an MLP gives one tensor"),
+        (lambda: model.attn(x, x), "attn (Cumulative) was called with (0: Tensor, 1: Tensor); only one tensor"),
+        (lambda: model.attn(x, other=x), "was called with (0: Tensor, other: Tensor)"),
+        (lambda: model.mlp(x, [x]), "was called with (0: Tensor, 1: list)"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            call()
+        assert message in str(caught.value), str(caught.value)
+    torch.testing.assert_close(model.mlp(x, 2.0), 2 * model.mlp(hidden=x))
+
+
+def check_refused_on_all_ranks() -> str:
+    model = net()
+    with pytest.raises(ComposerFSDP2Error) as caught:
+        prepare_fully_shard(model, None, {**FULL, "tiled_mlp": {"classes": ["SwiGLUE"], "chunks": 2}}, device="cpu")
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert_same(dict(model.named_parameters()), dict(net().named_parameters()))
+    return str(caught.value)
+
+
+def test_an_unknown_class_lists_the_models_on_every_rank():
+    """As for wrap_policy; nothing has been touched."""
+    for message in run_ranks(check_refused_on_all_ranks, 2):
+        assert "fsdp_config.tiled_mlp.classes: no module of Chain is a SwiGLUE; did you mean SwiGLU?" in message
+        assert "it has Chain, Dropout, GELU, Layer, LayerNorm, Layers, Linear, SwiGLU" in message
+
+
+def test_the_plan_says_which():
+    """Ranks that would tile other MLPs are told apart, and the report names what is tiled."""
+    config = ShardingConfig(tiled_mlp=TiledMLP(classes=("SwiGLU",), chunks=8))
+    plan, without = plan_sharding(net(), config), plan_sharding(net(), ShardingConfig())
+    assert plan.tiled == ("net.1.mlp", "net.3.mlp") and without.tiled == ()
+    assert plan.digest != without.digest
+    assert "  tiled: 2 MLPs in 8 pieces, first net.1.mlp" in plan.explain().splitlines()
+    assert plan.to_json()["config"]["tiled_mlp"] == {"classes": ["SwiGLU"], "chunks": 8}
