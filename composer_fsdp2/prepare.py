@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from composer_fsdp2._torch.slices import parent_mesh
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sharding import ActivationCheckpointing, ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ConfigError, PlanError, UnsupportedError
@@ -257,11 +258,8 @@ def _decide(
     tensor_parallel: Any,
 ) -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
     """What will be done, and the meshes that the configuration brings, of which the plan knows the numbers alone."""
-    given, tensor, world_size = (
-        GivenConfig.read(fsdp_config),
-        TensorParallel.read(tensor_parallel),
-        dist.get_world_size(),
-    )
+    given, tensor = GivenConfig.read(fsdp_config), TensorParallel.read(tensor_parallel)
+    world_size = dist.get_world_size()
     refuse_sharded(model)
     along = split_mesh(model, world_size)
     degree = tensor.degree if along is None else along.size()
@@ -277,6 +275,8 @@ def _decide(
     config = translation.config
     checkpointing = replace(config.activation_checkpointing, transformer_engine_seed=te_rng_seed)
     config = replace(config, activation_checkpointing=checkpointing)
+    if tensor.gathers_batches and config.broadcast_batch is None:
+        config = replace(config, broadcast_batch=BroadcastBatch.GATHER)
     plan = plan_sharding(
         model,
         config,

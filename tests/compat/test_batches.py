@@ -116,9 +116,10 @@ def make(
     check: bool | None = None,
     model: Any = None,
     callbacks: Any = (),
+    tensor: bool = False,
     **options: Any,
 ) -> Any:
-    """A Trainer whose ranks share batches by two. Called on all ranks."""
+    """A Trainer whose ranks share batches by two, with split layers if ``tensor``. Called on all ranks."""
     from composer import Trainer
 
     model, dataset = build_model() if model is None else model, Samples()
@@ -131,15 +132,27 @@ def make(
         max_duration=duration,
         device="cpu",
         device_train_microbatch_size=microbatch,
-        parallelism_config={"fsdp": {}},
+        parallelism_config=split_layers(how, check) if tensor else {"fsdp": {}},
         callbacks=[record(), *callbacks],
         progress_bar=False,
         log_to_console=False,
         seed=17,
         **options,
     )
-    share(trainer, how, check)
+    if not tensor:
+        share(trainer, how, check)
     return trainer
+
+
+def split_layers(how: BroadcastBatch | None, check: bool | None) -> dict[str, Any]:
+    """Tensor parallelism over two ranks, with the two keys where they are given."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    keys = {"broadcast_batch": None if how is None else how.value, "check_data": check}
+    plan = {"net.1": ColwiseParallel(output_layouts=Replicate())}
+    given = {key: value for key, value in keys.items() if value is not None}
+    return {"fsdp": given, "tp": {"layer_plan": plan, "tensor_parallel_degree": 2}}
 
 
 def share(trainer: Any, how: BroadcastBatch | None, check: bool | None = None) -> None:
@@ -201,10 +214,10 @@ WAYS = {
 def check_trained() -> None:
     block = dist.get_rank() // 2
 
-    def check(how: BroadcastBatch, replicated: bool, microbatch: int | None) -> None:
+    def check(how: BroadcastBatch, replicated: bool, microbatch: int | None, tensor: bool) -> None:
         batches = trained_by_blocks(how, replicated=replicated)[:3]
         with FSDP2():
-            trainer = make(how, replicated=replicated, duration="3ba", microbatch=microbatch)
+            trainer = make(how, replicated=replicated, duration="3ba", microbatch=microbatch, tensor=tensor)
             trainer.fit()
         seen, losses = recorded(trainer).microbatches, recorded(trainer).losses
         flat = [number for each in seen for number in each]
@@ -217,10 +230,14 @@ def check_trained() -> None:
         assert counted == [3, 3 * 4 * ROWS, 3 * 4 * ROWS * TOKENS], f"batches, samples, tokens: {counted}"
         trainer.close()
 
-    cases: dict[str, tuple[BroadcastBatch, bool, int | None]] = {name: (*way, ROWS) for name, way in WAYS.items()}
+    cases: dict[str, tuple[BroadcastBatch, bool, int | None, bool]] = {
+        f"{name}, {'split layers' * tensor}": (*way, ROWS, tensor)
+        for name, way in WAYS.items()
+        for tensor in (True, False)
+    }
     cases |= {
-        "gather in one microbatch": (GATHER, False, 4),
-        "gather in microbatches of the loader": (GATHER, False, None),
+        "gather in one microbatch": (GATHER, False, 4, True),
+        "gather in microbatches of the loader": (GATHER, False, None, False),
     }
     for_each(check, cases)
 
@@ -294,15 +311,17 @@ def check_refusals() -> None:
     with FSDP2():
         refused(make(OFF), rf"the first batch of fit.*batch\['input_ids'\], int64 \[2, 4\], has other.*{remedies}")
         refused(make(OFF, duration="2ba", microbatch=1), remedies)
+        refused(make(None, tensor=True), remedies)  # by default
         dataset = Samples()
         rank = dist.get_rank()
         odd = DataLoader(dataset, ROWS, sampler=DistributedSampler(dataset, 4, max(rank, 1) // 2 * 2 + (rank == 3)))
         refused(make(OFF, loader=odd), remedies)  # ranks 0 and 1 have the same
         later = ChangesLater(dataset, 2, 0, shuffle=False)
         refused(make(OFF, loader=DataLoader(dataset, ROWS, sampler=later), duration="2ep"), "its epoch", batches=6)
-        trainer = make(OFF, check=False, duration="1ba")
-        trainer.fit()
-        trainer.close()
+        for tensor in (True, False):
+            trainer = make(OFF, check=False, duration="1ba", tensor=tensor)
+            trainer.fit()
+            trainer.close()
 
 
 def test_different_data_in_a_group_is_an_error_before_anything_is_trained():
