@@ -1,0 +1,70 @@
+"""Batches of LLM Foundry's loaders, of ranks that share one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.foundry_runs import YAML, train
+from support.oracle import FSDP2
+from support.ranks import run_ranks
+from support.trainers import largest_difference
+
+from composer_fsdp2 import ConfigError
+from composer_fsdp2.parallel.contents import digest_of, parts_of
+from composer_fsdp2.parallel.joining import join_rows
+
+pytestmark = pytest.mark.foundry
+
+FFN = ("tp_config.strategy=ffn", "tp_config.tensor_parallel_degree=2")
+
+
+def check_yaml(folder: str) -> None:
+    alone = train(FSDP2, YAML, folder, "alone")
+    times: list[Any] = []
+    gathered = train(FSDP2, YAML, folder, "ffn", *FFN, after=lambda trainer: times.append(trainer.state.timestamp))
+    difference = largest_difference(gathered.losses, alone.losses)
+    assert difference <= 1e-5, f"{difference}: {gathered.losses}, {alone.losses}"
+    assert (int(times[0].sample), int(times[0].token)) == (4 * 16, 4 * 16 * 64), times
+    refused = [*FFN, "fsdp_config.broadcast_batch=false"]
+    with pytest.raises(ConfigError, match=r"`replication: 2` in the dataset section of an LLM Foundry YAML"):
+        train(FSDP2, YAML, folder, "refused", *refused)
+    same = train(FSDP2, YAML, folder, "same", *refused, "train_loader.dataset.replication=2", "max_duration=2ba")
+    default = train(FSDP2, YAML, folder, "default", *FFN, "train_loader.dataset.replication=2", "max_duration=2ba")
+    assert same.losses == default.losses and len(same.losses) == 2, f"{same.losses}, {default.losses}"
+
+
+def test_a_yaml_whose_ranks_read_different_data_trains_on_all_of_it(folder: str):
+    """tp_config's ffn strategy on global_train_batch_size samples a step, as without it; replication: n is right too."""
+    run_ranks(check_yaml, 2, folder)
+
+
+def collated(examples: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
+    """Of Foundry's finetuning loaders, which pad a batch to its own longest row."""
+    from llmfoundry.data.finetuning.collator import Seq2SeqFinetuningCollator
+    from llmfoundry.data.utils import LossGeneratingTokensCollatorWrapper, get_tokens_per_batch_func
+
+    collator = Seq2SeqFinetuningCollator(
+        tokenizer, max_seq_len=64, decoder_only_format=True, pad_to_longest=True
+    )
+    batch: dict[str, Any] = LossGeneratingTokensCollatorWrapper(collator, get_tokens_per_batch_func())(examples)
+    return batch
+
+
+def test_finetuning_batches_of_different_lengths_are_those_of_one_collator(folder: str):
+    """Prompts and answers padded on either side: a rank's rows keep their tokens, labels and counts."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/data/tokenizer")
+    lengths = [[(3, 2), (9, 4)], [(1, 1), (2, 3)], [(20, 9), (4, 4)]]
+    of_ranks = [
+        [{"turns": [{"input_ids": list(range(1, a + 1)), "labels": list(range(1, b + 1))}]} for a, b in of_rank]
+        for of_rank in lengths
+    ]
+    for side in ("left", "right"):
+        tokenizer.padding_side = side
+        joined = join_rows([collated(examples, tokenizer) for examples in of_ranks])
+        expected = collated([each for examples in of_ranks for each in examples], tokenizer)
+        assert len({collated(examples, tokenizer)["input_ids"].shape[1] for examples in of_ranks}) > 1
+        same = {key: digest_of(parts_of(joined[key])) == digest_of(parts_of(expected[key])) for key in expected}
+        assert all(same.values()) and joined.keys() == expected.keys(), f"{side}: {same}\n{joined}\n{expected}"
