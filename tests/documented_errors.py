@@ -621,6 +621,21 @@ def _() -> None:
     model(torch.ones(1, 4))
 
 
+@error("other-batches")
+def _() -> None:
+    from composer_fsdp2.parallel.batches import check_batch
+
+    batch = {"input_ids": torch.arange(6).reshape(2, 3) + dist.get_rank()}
+    check_batch(batch, what="the first batch of fit, or of its epoch")
+
+
+@error("cannot-gather")
+def _() -> None:
+    from composer_fsdp2.parallel.batches import share_batch
+
+    share_batch({"input_ids": torch.ones(2, 3 + dist.get_rank())}, how="gather")
+
+
 @error("ranks-diverged")
 def _() -> None:
     from composer_fsdp2 import prepare_fully_shard

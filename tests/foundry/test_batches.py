@@ -44,9 +44,7 @@ def collated(examples: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
     from llmfoundry.data.finetuning.collator import Seq2SeqFinetuningCollator
     from llmfoundry.data.utils import LossGeneratingTokensCollatorWrapper, get_tokens_per_batch_func
 
-    collator = Seq2SeqFinetuningCollator(
-        tokenizer, max_seq_len=64, decoder_only_format=True, pad_to_longest=True
-    )
+    collator = Seq2SeqFinetuningCollator(tokenizer, max_seq_len=64, decoder_only_format=True, pad_to_longest=True)
     batch: dict[str, Any] = LossGeneratingTokensCollatorWrapper(collator, get_tokens_per_batch_func())(examples)
     return batch
 
