@@ -220,6 +220,21 @@ def test_an_mlp_in_pieces_keeps_its_bars(rounds: int):
     assert len(peaks) == 4 and peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.skipif(not HAS_COMPOSER, reason="transformers is not installed")
+def test_what_a_divided_sequence_keeps_and_communicates():
+    """Long rows would not fit if a rank kept the whole of them; and the count sees what it should."""
+    sizes = {"sequence": 64, "width": 16, "layers": 1, "heads": 4}
+    found = benchmark("context.py", *(word for name, size in sizes.items() for word in (f"--{name}", str(size))))
+    kept = {int(degree): each for degree, each in found["kept_bytes"].items()}
+    logits_bytes = 64 * 512 * 4
+    assert kept[1] > logits_bytes and kept[2] / kept[1] < 0.55 and kept[4] / kept[1] < 0.3, kept
+    ours, by_hand = found["collectives"]["ours"], found["collectives"]["by hand"]
+    assert ours["alltoall_base_"] == {"calls": 4 * 2, "bytes": 4 * 2 * (64 // 2 * 16 * 4)}
+    for name in by_hand.keys() - {"allreduce_"}:
+        assert ours[name] == by_hand[name], name
+    assert ours.keys() == by_hand.keys() and ours["allreduce_"]["calls"] == by_hand["allreduce_"]["calls"] == 1
+
+
 def test_the_object_of_the_set_up():
     """Each size has its row, and the three parts of our time are all there."""
     result = benchmark("setup.py", "--modules", "20", "50", "--repeat", "1")

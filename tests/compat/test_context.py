@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from support.cases import for_each
-from support.context_runs import KINDS, Run, Trained, train
+from support.context_runs import KINDS, Run, Trained, build, train
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.trainers import largest_difference
+from torch import nn
+
+from composer_fsdp2 import ShardingConfig, UnsupportedError, plan_sharding, prepare_fully_shard
 
 pytestmark = pytest.mark.composer
 
@@ -61,3 +69,120 @@ def test_a_run_that_divides_sequences_is_that_of_one_process(tmp_path: Path):
     """Wrong positions, weights or labels would train another model, with losses that look right."""
     [alone] = run_ranks(check_alone, 1, KINDS)
     run_ranks(check_runs, 4, alone, str(tmp_path))
+
+
+# --- what is refused
+
+
+def plan_of(model: nn.Module, degree: int = 2) -> Any:
+    import composer_fsdp2.compat.context  # what knows MPT, as install() would import
+
+    del composer_fsdp2
+    holder = nn.Module()
+    holder.model = model
+    return plan_sharding(holder, ShardingConfig(context_parallel_degree=degree))
+
+
+def llama(kind: str = "LlamaForCausalLM", **changes: Any) -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, **changes)
+    return getattr(transformers, kind)(config)
+
+
+def changed(model: Any, name: str, value: Any, where: Callable[[Any], Any] = lambda model: model) -> Any:
+    setattr(where(model), name, value)
+    return model
+
+
+def refused_models() -> Iterator[tuple[Any, str]]:
+    import transformers
+
+    def attention(model: Any) -> Any:
+        return model.model.layers[0].self_attn
+
+    def mpt_attention(model: Any) -> Any:
+        return model.transformer.blocks[0].attn
+
+    sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    yield llama(attention_dropout=0.25), "model.model.layers.0.self_attn: attention dropout of 0.25"
+    qwen = transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True)
+    yield transformers.Qwen2ForCausalLM(qwen), "a sliding window or chunks of 4096 places"
+    mistral = transformers.MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    yield transformers.MistralForCausalLM(mistral), "set it to null in the model's configuration"
+    yield changed(llama(), "_attn_implementation", "flex_attention", lambda model: model.config), "'flex_attention'"
+    yield transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=4)), "in this release"
+    yield llama("LlamaModel"), "LlamaModel has no loss over shifted labels"
+    yield llama("LlamaForSequenceClassification"), "has no loss over shifted labels"
+    yield changed(llama(), "is_causal", False, attention), "it is not causal"
+    yield changed(llama(), "sinks", nn.Parameter(torch.zeros(4)), attention), "likely one for each head"
+    mpt = functools.partial(lambda: build("mpt").model)
+    yield changed(mpt(), "attn_dropout_p", 0.5, mpt_attention), "attention dropout of 0.5"
+    yield changed(mpt(), "sliding_window_size", 8, mpt_attention), "its sliding_window_size was not tested"
+    yield changed(mpt(), "reuse_kv_layer_idx", 0, mpt_attention), "its reuse_kv_layer_idx was not tested"
+    yield changed(mpt(), "attn_impl", "other", mpt_attention), "set it to torch or flash"
+    yield changed(mpt(), "use_cache", True, lambda model: model.config), "use_cache keeps keys and values"
+    for changes, text in (
+        ({"rope": True, "rope_impl": "dail"}, "attn_config.rope_impl: hf"),
+        ({"prefix_lm": True}, "prefix_lm was not tested"),
+    ):
+        yield changed(mpt(), "attn_config", changes, lambda model: model.config), text
+    yield changed(mpt(), "ffn_config", {"ffn_type": "mb_moe"}, lambda model: model.config), "balances experts"
+    yield changed(mpt(), "use_pad_tok_in_ffn", False, lambda model: model.config), "use_pad_tok_in_ffn: false"
+
+
+def check_refused_models() -> None:
+    for model, text in refused_models():
+        with pytest.raises(UnsupportedError) as raised:
+            plan_of(model)
+        assert text in str(raised.value), raised.value
+        assert raised.value.keys == ("context_parallel_degree",)
+    with pytest.raises(UnsupportedError, match="its 4 heads cannot be divided over 3 ranks"):
+        plan_of(llama(), 3)
+    plan = plan_of(changed(llama(), "output_router_logits", True, lambda model: model.config))
+    assert any("loss that balances experts" in note for note in plan.notes)
+    assert plan.exchanging == ("model.model.layers.0.self_attn",)
+
+
+def test_what_attention_cannot_divide_is_refused_by_name():
+    """Found in training it would be a wrong mask, other random numbers, or attention within a part, all silent."""
+    run_ranks(check_refused_models, 1)
+
+
+def check_refused_forwards() -> None:
+    """On all ranks alike, so that none waits for another."""
+    tokens = torch.zeros(1, 6, dtype=torch.long)
+    model, holder = llama(attn_implementation="sdpa"), nn.Module()
+    holder.model = model
+    prepare_fully_shard(holder, None, {"context_parallel_degree": 2}, device="cpu")
+    for options, text in (
+        ({"output_attentions": True}, "output_attentions is of whole rows"),
+        ({"logits_to_keep": 1}, "logits_to_keep is of whole rows"),
+        ({"past_key_values": []}, "generate, and evaluate tasks that generate, in a run of their own"),
+        ({"attention_mask": torch.ones(1, 1, 6, 6)}, "attention_mask has 4 dimensions"),
+        ({"token_type_ids": tokens}, "it is not known which part of it"),
+    ):
+        with pytest.raises(UnsupportedError, match=text):
+            model(input_ids=tokens, **options)
+    with pytest.raises(UnsupportedError, match="generate needs whole sequences"):
+        model.generate(tokens)
+    assert model(input_ids=tokens).logits.shape[1] == 3
+
+
+def test_what_a_forward_cannot_divide_is_refused():
+    """A part of a row, generated from, would be another text; and nobody would be told."""
+    run_ranks(check_refused_forwards, 2)
+
+
+def check_refused_tasks() -> None:
+    from support import context_runs
+
+    tasks = ["InContextLearningLMAccuracy"]
+    with FSDP2(), mock.patch.object(context_runs, "METRICS", tasks), pytest.raises(UnsupportedError, match="'eval'"):
+        train(Run(kind="mpt", degree=2))
+
+
+def test_tasks_in_context_are_refused_before_training():
+    """Their places in a row are not those of a part: the first evaluation would fail, or score other tokens."""
+    run_ranks(check_refused_tasks, 2)

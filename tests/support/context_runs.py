@@ -5,6 +5,7 @@ Imports Composer, Foundry and transformers only when called, so that collecting 
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +61,7 @@ def train(run: Run) -> Trained:
         "mixed_precision": "FULL",
         "activation_checkpointing": True,
         "activation_checkpointing_reentrant": False,
-        "wrap_policy": {"transformer_layer_cls_to_wrap": [LAYERS.get(run.kind, "MPTBlock")]},
-        "activation_checkpointing_policy": [LAYERS.get(run.kind, "MPTBlock")],
+        **(_POLICY if run.kind == "qwen2" else {}),  # the others have hooks
     }
     rows = _rows(ROWS)
     trainer = Trainer(
@@ -98,14 +98,14 @@ def train(run: Run) -> Trained:
     return trained
 
 
+_POLICY = {"wrap_policy": {"transformer_layer_cls_to_wrap": "auto"}, "activation_checkpointing_policy": "auto"}
 METRICS = ["LanguageCrossEntropy", "LanguagePerplexity", "TokenAccuracy"]
-LAYERS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}
 KINDS = ("llama", "qwen2", "mpt", "mpt-alibi", "mpt-rope", "mpt-gqa")
 
 
 def build(kind: str) -> Any:
     torch.manual_seed(5)
-    return _hugging_face(kind) if kind in LAYERS else _mpt(kind)
+    return _hugging_face(kind) if kind in ("llama", "qwen2") else _mpt(kind)
 
 
 def _hugging_face(kind: str) -> Any:
@@ -116,15 +116,25 @@ def _hugging_face(kind: str) -> Any:
     sizes = {
         "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": HEADS, "max_position_embeddings": 32, "tie_word_embeddings": kind == "qwen2",
-        "attn_implementation": "eager" if kind == "llama" else "sdpa",
         "num_key_value_heads": 2 if kind == "llama" else 1,
     }  # fmt: skip
     if kind == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        made = _by_foundry(transformers.LlamaConfig(**sizes))
     else:
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
-    model.loss_function = loss_in_float64
-    return HuggingFaceModel(model, use_logits=True, metrics=_metrics(), eval_metrics=_metrics())
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, attn_implementation="sdpa"))
+        made = HuggingFaceModel(model, use_logits=True, metrics=_metrics(), eval_metrics=_metrics())
+    made.model.loss_function = loss_in_float64
+    return made
+
+
+def _by_foundry(config: Any) -> Any:
+    """With random weights; its attention is eager, LLM Foundry's default."""
+    from llmfoundry.models.hf.hf_causal_lm import ComposerHFCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        made = ComposerHFCausalLM(tokenizer=None, pretrained_model_name_or_path=folder, pretrained=False)  # type: ignore[arg-type]
+    return made.double()
 
 
 def _metrics() -> list[Any]:
