@@ -43,6 +43,14 @@ class Options:
     heads: int
 
 
+class Holder(nn.Module):
+    """As Composer has it: the model is the child of what is trained."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = report.parser(__doc__)
     for name, default in (("sequence", 4096), ("width", 128), ("layers", 2), ("heads", 8)):
@@ -99,7 +107,7 @@ def kept_bytes(model: nn.Module, forward: Any) -> int:
     return sum(kept.values())
 
 
-def _loss(model: nn.Module, options: Options, degree: int) -> torch.Tensor:
+def _loss(model: Holder, options: Options, degree: int) -> torch.Tensor:
     tokens = _tokens(options, dist.get_rank() // degree)
     loss: torch.Tensor = model.model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
@@ -109,7 +117,7 @@ def _tokens(options: Options, seed: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (1, options.sequence), generator=torch.Generator().manual_seed(seed))
 
 
-def _step(model: nn.Module, options: Options) -> dict[str, dict[str, int]]:
+def _step(model: Holder, options: Options) -> dict[str, dict[str, int]]:
     """The collectives of the second step: in the first one roots are found."""
     _loss(model, options, BY_HAND).backward()
     with Collectives() as collectives:
@@ -117,8 +125,7 @@ def _step(model: nn.Module, options: Options) -> dict[str, dict[str, int]]:
     return collectives.counts
 
 
-def _model(options: Options) -> nn.Module:
-    """As Composer has it: the model is the child of what is trained."""
+def _model(options: Options) -> Holder:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -127,12 +134,10 @@ def _model(options: Options) -> nn.Module:
         num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.heads,
         max_position_embeddings=options.sequence, attn_implementation="sdpa",
     )  # fmt: skip
-    holder = nn.Module()
-    holder.model = LlamaForCausalLM(config)
-    return holder
+    return Holder(LlamaForCausalLM(config))
 
 
-def _ours(options: Options, degree: int) -> nn.Module:
+def _ours(options: Options, degree: int) -> Holder:
     model = _model(options)
     model.model.fsdp_wrap_fn = _is_layer
     prepare_fully_shard(model, None, {"context_parallel_degree": degree, "mixed_precision": "FULL"}, device="cpu")
@@ -147,7 +152,7 @@ def _is_layer(module: nn.Module) -> bool:
 # By hand
 
 
-def _composed_by_hand(options: Options) -> nn.Module:
+def _composed_by_hand(options: Options) -> Holder:
     """What an expert writes for this one model."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
