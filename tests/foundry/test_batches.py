@@ -16,16 +16,18 @@ from composer_fsdp2.parallel.joining import join_rows
 
 pytestmark = pytest.mark.foundry
 
+CONTEXT = ("fsdp_config.context_parallel_degree=2",)
 FFN = ("tp_config.strategy=ffn", "tp_config.tensor_parallel_degree=2")
 
 
 def check_yaml(folder: str) -> None:
     alone = train(FSDP2, YAML, folder, "alone")
-    times: list[Any] = []
-    gathered = train(FSDP2, YAML, folder, "ffn", *FFN, after=lambda trainer: times.append(trainer.state.timestamp))
-    difference = largest_difference(gathered.losses, alone.losses)
-    assert difference <= 1e-5, f"{difference}: {gathered.losses}, {alone.losses}"
-    assert (int(times[0].sample), int(times[0].token)) == (4 * 16, 4 * 16 * 64), times
+    for name, how in {"ffn": FFN, "sequences": CONTEXT}.items():
+        times: list[Any] = []
+        gathered = train(FSDP2, YAML, folder, name, *how, after=lambda trainer: times.append(trainer.state.timestamp))  # noqa: B023
+        difference = largest_difference(gathered.losses, alone.losses)
+        assert difference <= 1e-5, f"{name}, {difference}: {gathered.losses}, {alone.losses}"
+        assert (int(times[0].sample), int(times[0].token)) == (4 * 16, 4 * 16 * 64), f"{name}: {times}"
     refused = [*FFN, "fsdp_config.broadcast_batch=false"]
     with pytest.raises(ConfigError, match=r"`replication: 2` in the dataset section of an LLM Foundry YAML"):
         train(FSDP2, YAML, folder, "refused", *refused)
@@ -35,7 +37,7 @@ def check_yaml(folder: str) -> None:
 
 
 def test_a_yaml_whose_ranks_read_different_data_trains_on_all_of_it(folder: str):
-    """tp_config's ffn strategy on global_train_batch_size samples a step, as without it; replication: n is right too."""
+    """tp_config's ffn strategy, and divided sequences, on global_train_batch_size samples a step, as without them."""
     run_ranks(check_yaml, 2, folder)
 
 

@@ -15,9 +15,18 @@ from support.cases import for_each
 from support.examples import examples
 from support.ranks import run_ranks
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.utils.rnn import pad_sequence
 
-from composer_fsdp2 import ComposerFSDP2Error, ConfigError, plan_sharding, prepare_fully_shard, translate
+from composer_fsdp2 import (
+    ComposerFSDP2Error,
+    ConfigError,
+    MeshSpec,
+    ShardingConfig,
+    plan_sharding,
+    prepare_fully_shard,
+    translate,
+)
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.parallel.batches import check_batch, find_data_block, share_batch
 from composer_fsdp2.parallel.contents import digest_of, parts_of
@@ -339,17 +348,23 @@ def test_gathering_is_the_default_where_sequences_are_divided_and_only_there():
         assert (config.data_block_size, config.batches_are, config.check_data) == (size, how, check), keys
 
 
+def split_layers() -> dict[str, Any]:
+    return {"0": ColwiseParallel(), "1": RowwiseParallel()}
+
+
 def test_the_plan_says_who_shares_a_batch():
     """A run's report shows it, ranks that were told otherwise do not begin, and a key without effect is told of."""
     plans = {}
-    for how in (False, "first", "gather", None):
-        config = translate({"context_parallel_degree": 2, "broadcast_batch": how}, device="cpu").config
+    for how in (False, "first", "gather"):
+        config = translate({"broadcast_batch": how}, device="cpu", tensor_parallel_degree=2).config
         assert config is not None
-        plans[how] = plan_sharding(small(), config)
-        assert not plans[how].notes
+        plans[how] = plan_sharding(small(), config, tensor_parallel=split_layers())
+        assert not any("broadcast_batch" in note for note in plans[how].notes)
     assert "batches: each 2 ranks share one, that of the first of them; compared" in plans["first"].explain()
-    assert len({plans[how].digest for how in (False, "first", "gather")}) == 3
-    alone = plan_sharding(small(), translate({"broadcast_batch": "first", "check_data": True}, device="cpu").config)  # type: ignore[arg-type]
+    assert len({plan.digest for plan in plans.values()}) == 3
+    config = translate({"broadcast_batch": "first", "check_data": True}, device="cpu").config
+    assert config is not None
+    alone = plan_sharding(small(), config)
     assert alone.notes == (
         "check_data true and broadcast_batch first: no ranks share a batch (no tensor or context axis is above 1); "
         "nothing to do",
@@ -357,18 +372,27 @@ def test_the_plan_says_who_shares_a_batch():
     assert "batches:" not in alone.explain()
 
 
+def test_degrees_that_do_not_fit_the_world_are_refused():
+    """Some rank would be in no group, and the others would wait for it."""
+    config = ShardingConfig(mesh=MeshSpec.of_degrees(tensor=2), context_parallel_degree=3)
+    config.check_data_blocks(12)
+    with pytest.raises(
+        ConfigError,
+        match=r"world size 8 is not a multiple of the 6 ranks .* 2 x .* 3\); let the product be 1, 2, 4 or 8",
+    ):
+        config.check_data_blocks(8)
+
+
 def check_prepared() -> None:
     rank = dist.get_rank()
     model = small()
-    with pytest.raises(ConfigError, match=r"world size 4 is not a multiple of the 3 ranks that share one batch"):
-        prepare_fully_shard(model, None, {"context_parallel_degree": 3}, device="cpu")
     with pytest.raises(ComposerFSDP2Error, match="broadcast_batch is 'all'"):
         prepare_fully_shard(model, None, {"broadcast_batch": "all" if rank == 2 else "first"}, device="cpu")
     prepare_fully_shard(small(), None, {}, device="cpu")
     assert find_data_block(model) is None
     for how in ("first", False):
-        model = small()
-        prepare_fully_shard(model, None, {"context_parallel_degree": 2, "broadcast_batch": how}, device="cpu")
+        model, tensor = small(), {"tensor_parallel_degree": 2, "layer_plan": split_layers()}
+        prepare_fully_shard(model, None, {"broadcast_batch": how}, device="cpu", tensor_parallel=tensor)
         block = find_data_block(model)
         assert block is not None
         first = rank // 2 * 2
@@ -378,5 +402,5 @@ def check_prepared() -> None:
 
 
 def test_a_sharded_model_knows_which_ranks_share_its_batch():
-    """Degrees that do not fit are refused on every rank before the model is touched."""
+    """And a value that one rank alone was given is refused on all, before the model is touched."""
     run_ranks(check_prepared, 4)
