@@ -25,6 +25,8 @@ from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.batches import start_data_blocks
+from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches, start_idle_experts
+from composer_fsdp2.parallel.idle_towers import refuse_examples, start_idle_towers
 from composer_fsdp2.parallel.order import refuse_illegal
 from composer_fsdp2.parallel.sequences import keep_context, plan_context, start_context
 from composer_fsdp2.parallel.tensor import TensorPlan, plan_split, read_split, split_mesh
@@ -133,6 +135,8 @@ def plan_sharding(
     plan = replace(plan, tiled=choose_tiled(model, config.tiled_mlp))
     refuse_illegal(plan)
     refuse_frozen(model, optimizers, plan.frozen)
+    refuse_experts_of_batches(model, plan.expert_blocks)
+    refuse_examples(model, plan.tower_models)
     key, cast = "keep_low_precision_grads", cast_gradients(model, plan)
     if not cast:
         return plan
@@ -195,12 +199,15 @@ def _apply(model: nn.Module, plan: ShardingPlan, present: tuple[DeviceMesh, ...]
     context = start_context(model, plan)
     if plan.config.tiled_mlp is not None:
         apply_tiling(model, plan.tiled, plan.config.tiled_mlp.chunks)
+    modules = dict(model.named_modules(remove_duplicate=False))
     apply_agreed_plan(model, plan, initializers(model), present=present)
     keep_context(model, context)
     start_accumulation(model, plan.config.accumulation)
     start_data_blocks(model, plan.config)
     if plan.config.collective_guard is not None:
         start_guard(model, plan.config.collective_guard)
+    start_idle_experts(model, plan.expert_blocks, modules)
+    start_idle_towers(model, plan.tower_models, modules, plan.config.collective_guard)
 
 
 def apply_activation_checkpointing(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.parallel import ExpertBlock, TowerModel
 from composer_fsdp2.config.sharding import MixedPrecision, Prefetch
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ConfigError
@@ -50,6 +51,8 @@ class ModelChoices(Value):
         searched: Those of the others below which chosen modules become roots.
         chosen: The modules below direct children that are to be units of their own.
         checkpointed: The modules whose activations are recomputed or offloaded, children before parents.
+        expert_blocks: Where idle experts run in order.
+        tower_models: Where idle towers run on an example.
         notes: What the report says of these choices.
     """
 
@@ -58,4 +61,6 @@ class ModelChoices(Value):
     searched: tuple[str, ...] = ()
     chosen: Mapping[str, Choice] = field(default_factory=dict)
     checkpointed: tuple[str, ...] = ()
+    expert_blocks: tuple[ExpertBlock, ...] = ()
+    tower_models: tuple[TowerModel, ...] = ()
     notes: tuple[str, ...] = ()

@@ -35,3 +35,31 @@ class TiledMLP(Value):
             raise ConfigError("classes is empty; name the classes of the model's MLPs, such as LlamaMLP")
         if not isinstance(self.chunks, int) or isinstance(self.chunks, bool) or self.chunks < 2:
             raise ConfigError(f"chunks is {self.chunks!r}; give a whole number of pieces from 2 on")
+
+
+class IdleExperts(enum.Enum):
+    """What ranks do with experts that none of their tokens chose; the values are what a configuration says."""
+
+    IN_ORDER = "in_order"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertBlock(Value):
+    """A module that calls experts, by its path, and theirs in the order of registration."""
+
+    block: str
+    experts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerModel(Value):
+    """A module around parts that a batch may not enter, by its path.
+
+    Args:
+        towers: The paths of those parts, in the order of registration.
+        meetings: Those of the modules beside them before which ranks ask each other who enters a tower.
+    """
+
+    model: str
+    towers: tuple[str, ...]
+    meetings: tuple[str, ...]

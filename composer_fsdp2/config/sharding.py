@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_fsdp2.config.mesh import AxisRole, MeshSpec, divisors_text
-from composer_fsdp2.config.parallel import BroadcastBatch, TiledMLP
+from composer_fsdp2.config.parallel import BroadcastBatch, IdleExperts, TiledMLP
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.config.wrap import Wrap
 from composer_fsdp2.errors import ConfigError
@@ -106,6 +106,8 @@ class ShardingConfig(Value):
     ``context_parallel_degree``: over how many ranks the sequences of a batch are divided.
     ``check_data``: whether ranks that share a batch compare it; None: yes.
     ``broadcast_batch``: how they come to have the same one; None: as ``batches_are`` says.
+    ``idle_towers``: the paths of parts that a batch may not enter; empty for those that transformers' models have, None
+    where every batch enters all, or no unit lies in them.
     ``ignored_modules``: modules of the model, or their paths; a plan has the paths.
     ``shard_below_unwrapped``: what is chosen below a direct child with ``_fsdp_wrap = False`` is sharded, as under
     Composer's FSDP2; else such a child is left out with all below it, as under FSDP1.
@@ -126,6 +128,8 @@ class ShardingConfig(Value):
     check_data: bool | None = None
     broadcast_batch: BroadcastBatch | None = None
     tiled_mlp: TiledMLP | None = None
+    idle_experts: IdleExperts | None = None
+    idle_towers: tuple[str, ...] | None = None
     ignored_modules: tuple[Any, ...] = ()
     shard_below_unwrapped: bool = False
 

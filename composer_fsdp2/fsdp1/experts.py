@@ -2,7 +2,8 @@
 
 [Note: experts] A rank none of whose tokens choose an expert passes over it, unless the model runs every expert on every
 rank. As a unit of its own the expert is then gathered by some ranks only, together with another expert of equal size
-on the others: no error, and wrong gradients. Inside the unit around it, it is gathered by all.
+on the others: no error, and wrong gradients. Inside the unit around it, it is gathered by all; and so it is with
+``idle_experts``, under which every rank runs it ([Note: idle experts] in ``parallel/idle_experts.py``).
 """
 
 import re
@@ -10,15 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
+from composer_fsdp2.config.parallel import ExpertBlock
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.wrap import Wrap
 from composer_fsdp2.errors import UnsupportedError
-from composer_fsdp2.sharding.modules import ancestors_or_self
+from composer_fsdp2.sharding.modules import ancestors_or_self, has_forward
 
 _RUNS_EVERY_EXPERT = "runs_every_expert"
 # Their members are called one by one, by whoever holds them.
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _NUMBERED = re.compile(r".*experts?_?\d+")  # expert_0, of Switch Transformers
+_WRONG = "gather another one instead and train on wrong gradients, without an error"
 
 
 def refuse_experts(model: nn.Module, wrap: Wrap, units: Iterable[str]) -> None:
@@ -27,7 +30,7 @@ def refuse_experts(model: nn.Module, wrap: Wrap, units: Iterable[str]) -> None:
     Args:
         units: The paths of what the policy chose.
     Raises:
-        UnsupportedError: names the first of them, and the way out.
+        UnsupportedError: names the first of them, and the ways out.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     skipped = [path for path in units if _is_expert(path, modules, wrap) and not _all_run(path, modules)]
@@ -35,10 +38,10 @@ def refuse_experts(model: nn.Module, wrap: Wrap, units: Iterable[str]) -> None:
         kind = type(modules[skipped[0]]).__name__
         raise UnsupportedError(
             f"wrap_policy makes experts units of their own: {and_more(skipped)} ({kind}); a rank whose tokens choose "
-            "none of an expert would gather another one instead and train on wrong gradients, without an error. Leave "
-            "them in the unit of their layer, which is exact: no moe_experts, the layers' classes, or a larger "
-            f"min_num_params. Where the model runs every expert on every rank, set {_RUNS_EVERY_EXPERT} = True on the "
-            "module that holds them",
+            f"none of an expert would {_WRONG}. Set idle_experts: in_order, with which every rank runs each expert, on "
+            "no rows where it has no token; or leave them in the unit of their layer, which is exact too: no "
+            "moe_experts, the layers' classes, or a larger min_num_params. Where the model runs every expert on every "
+            f"rank, set {_RUNS_EVERY_EXPERT} = True on the module that holds them",
             keys=("wrap_policy",),
         )
 
@@ -51,16 +54,62 @@ def notes_of_siblings(model: nn.Module, units: Iterable[str]) -> Iterator[str]:
         yield (
             f"wrap_policy makes units of {and_more(found)} ({type(modules[found[0]]).__name__}), one of several of a "
             "class in a list inside a layer: a rank that passes over one, as over an expert without tokens, would "
-            "gather another instead and train on wrong gradients, without an error. Unless every rank runs all of "
-            "them, choose the layers' classes, or a larger min_num_params; if it does, "
+            f"{_WRONG}. Unless every rank runs all of them, set idle_experts: in_order, or choose the layers' classes, "
+            f"or a larger min_num_params; if it does, {_RUNS_EVERY_EXPERT} = True on the module that holds them ends "
+            "this note"
+        )
+
+
+def notes_of_hooks(model: nn.Module, units: Iterable[str]) -> Iterator[str]:
+    """Experts that the model's own hooks make units of: its author may know that all of them run."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = [path for path in units if _is_expert(path, modules, Wrap()) and not _all_run(path, modules)]
+    if found:
+        yield (
+            f"the model's hooks make experts units of their own: {and_more(found)} "
+            f"({type(modules[found[0]]).__name__}); a rank that passes over an expert without tokens would {_WRONG}. "
+            "Unless every rank runs all of them, set idle_experts: in_order; if it does, "
             f"{_RUNS_EVERY_EXPERT} = True on the module that holds them ends this note"
         )
 
 
+def expert_blocks(model: nn.Module, wrap: Wrap, units: Iterable[str]) -> tuple[ExpertBlock, ...]:
+    """The modules that call experts of which some are units, or hold some.
+
+    Args:
+        units: The paths of what is chosen, by whomever.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {expert for path in units for expert in _experts_around(path, modules, wrap)}
+    blocks: dict[str, list[str]] = {}
+    for path in modules:
+        if path in found:
+            blocks.setdefault(_caller(path, modules), []).append(path)
+    return tuple(ExpertBlock(block=block, experts=tuple(experts)) for block, experts in blocks.items())
+
+
+def _experts_around(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> Iterator[str]:
+    """The expert that a unit is, or is a part of; several, where an expert is made of experts."""
+    above = [each for each in ancestors_or_self(path)[-2::-1] if not _all_run(each, modules)]
+    experts = [each for each in above if _is_named_expert(each, modules, wrap)]
+    yield from experts[:1] or [each for each in above if _is_sibling(each, modules)][:1]
+    yield from (each for each in experts[1:] if _is_called_expert(each, modules))
+
+
+def _caller(expert: str, modules: Mapping[str, nn.Module]) -> str:
+    """The path of the module that calls an expert: the nearest around it that can be called, and is no list."""
+    above = ancestors_or_self(expert)[1:]
+    callers = (each for each in above if has_forward(modules[each]) and not isinstance(modules[each], nn.Sequential))
+    return next(callers, "")
+
+
 def _is_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
     """Whether a module is an expert or a part of one: of a class that is named so, or by its own or its list's name."""
-    above = ancestors_or_self(path)[:-1]
-    return any(type(modules[each]).__name__ in wrap.experts or _is_called_expert(each, modules) for each in above)
+    return any(_is_named_expert(each, modules, wrap) for each in ancestors_or_self(path)[:-1])
+
+
+def _is_named_expert(path: str, modules: Mapping[str, nn.Module], wrap: Wrap) -> bool:
+    return type(modules[path]).__name__ in wrap.experts or _is_called_expert(path, modules)
 
 
 def _is_called_expert(path: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -85,13 +134,12 @@ def _is_in_list(path: str, modules: Mapping[str, nn.Module]) -> bool:
 def _is_one_of_several(path: str, modules: Mapping[str, nn.Module]) -> bool:
     """Whether the module, or one that it lies in, has siblings of its class in a list that lies in a layer. Layers of a
     model, in a list of their own, all run."""
-    above = ancestors_or_self(path)[:-1]
-    return any(
-        _is_in_list(each, modules)
-        and _has_siblings(each, modules)
-        and any(_is_layer(outer, modules) for outer in ancestors_or_self(each)[1:-1])
-        for each in above
-    )
+    return any(_is_sibling(each, modules) for each in ancestors_or_self(path)[:-1])
+
+
+def _is_sibling(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    is_one_of_several = _is_in_list(path, modules) and _has_siblings(path, modules)
+    return is_one_of_several and any(_is_layer(outer, modules) for outer in ancestors_or_self(path)[1:-1])
 
 
 def _is_layer(path: str, modules: Mapping[str, nn.Module]) -> bool:

@@ -14,16 +14,17 @@ from typing import Any
 from torch import nn
 
 from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
+from composer_fsdp2.config.parallel import ExpertBlock, TowerModel
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.wrap import WrapKind
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.fsdp1.children import hook_of, is_metric, wrapped_children
-from composer_fsdp2.fsdp1.experts import notes_of_siblings, refuse_experts
+from composer_fsdp2.fsdp1.experts import expert_blocks, notes_of_hooks, notes_of_siblings, refuse_experts
 from composer_fsdp2.fsdp1.module_settings import read_overrides
 from composer_fsdp2.fsdp1.policies import Policy, read_policy
 from composer_fsdp2.fsdp1.recomputed import choose_recomputed
-from composer_fsdp2.fsdp1.towers import notes_of_towers
+from composer_fsdp2.fsdp1.towers import notes_of_towers, tower_models
 from composer_fsdp2.sharding.materialize import Initializers
 from composer_fsdp2.sharding.modules import has_forward, ignored_modules
 from composer_fsdp2.sharding.ties import join
@@ -43,8 +44,8 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
         precision: Composer's, for settings that say DEFAULT or PURE.
     Raises:
         PlanError: a hook raised, or returned something else than a bool or a dict; names the module. The policy names
-            a class that the model has not.
-        UnsupportedError: the policy makes an expert a unit.
+            a class that the model has not, or ``idle_towers`` a module.
+        UnsupportedError: the policy makes an expert a unit, which is not run by all ranks.
 
     Does not communicate.
     """
@@ -52,6 +53,8 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
     others = {name: child for name, child in model.named_children() if name not in roots}
     searched = [name for name, child in others.items() if config.shard_below_unwrapped and not is_metric(child)]
     chosen, notes = _choose_units(model, config, searched, precision)
+    blocks = () if config.idle_experts is None else expert_blocks(model, config.wrap, chosen)
+    of_towers = () if config.idle_towers is None else tower_models(model, [*chosen, *roots], config.idle_towers)
     checkpointed, more_notes = choose_recomputed(model, config)
     return ModelChoices(
         roots=tuple(roots),
@@ -59,7 +62,9 @@ def read_hooks(model: nn.Module, config: ShardingConfig, *, precision: str | Non
         searched=tuple(searched),
         chosen=chosen,
         checkpointed=checkpointed,
-        notes=(*notes, *more_notes),
+        expert_blocks=blocks,
+        tower_models=of_towers,
+        notes=(*notes, *_notes_of_idle(config, blocks, of_towers), *more_notes),
     )
 
 
@@ -87,16 +92,30 @@ def _choose_units(
         elif name in searched:
             reader.read_below_unwrapped(name, child, child)
     if policy is None:
-        return reader.choices, ()
+        return reader.choices, tuple(notes_of_hooks(model, reader.choices)) if config.idle_experts is None else ()
     units = [path for path in reader.meant if path in reader.choices]
-    refuse_experts(model, config.wrap, units)
-    notes = (
-        *policy.in_vain(reader.meant.values()),
-        *_notes_of_hooks(model, reader.against_policy),
-        *notes_of_siblings(model, units),
-        *notes_of_towers(model, config.wrap, units),
-    )
-    return reader.choices, notes
+    notes = [*policy.in_vain(reader.meant.values()), *_notes_of_hooks(model, reader.against_policy)]
+    if config.idle_experts is None:
+        refuse_experts(model, config.wrap, units)
+        notes += notes_of_siblings(model, units)
+    if config.idle_towers is None:
+        notes += notes_of_towers(model, config.wrap, units)
+    return reader.choices, tuple(notes)
+
+
+def _notes_of_idle(
+    config: ShardingConfig, blocks: Sequence[ExpertBlock], of_towers: Sequence[TowerModel]
+) -> Iterator[str]:
+    if config.idle_experts is not None and not blocks:
+        yield (
+            "idle_experts is given, and no expert is a unit of its own, so it does nothing: every rank gathers a "
+            "layer's experts with the layer"
+        )
+    if config.idle_towers is not None and not of_towers:
+        yield (
+            "idle_towers is given, and no unit lies in a part that a batch may not enter, so it does nothing: every "
+            "rank gathers such a part with the unit around it"
+        )
 
 
 def _notes_of_hooks(model: nn.Module, against: Sequence[str]) -> Iterator[str]:

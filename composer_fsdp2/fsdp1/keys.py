@@ -13,9 +13,17 @@ from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.parallel import IdleExperts
 from composer_fsdp2.config.rows import BOOL, INT, POSITIVE_INT, Aspect, Row, idle, takes_by, takes_if
 from composer_fsdp2.config.sharding import GradientDtype, GradientSync, MixedPrecision
-from composer_fsdp2.fsdp1.parallel_words import TILED_KEYS, parse_broadcast_batch, parse_check_data, parse_tiled_mlp
+from composer_fsdp2.fsdp1.parallel_words import (
+    TILED_KEYS,
+    parse_broadcast_batch,
+    parse_check_data,
+    parse_idle_experts,
+    parse_idle_towers,
+    parse_tiled_mlp,
+)
 from composer_fsdp2.fsdp1.parsing import (
     DTYPE_KEYS,
     STATE_DICT_TYPES,
@@ -261,6 +269,8 @@ _AUTO_UNITS = {"transformer_layer_cls_to_wrap": AUTO}
 _WRAP_POLICY = takes_by("a mapping of which modules become units, or null", parse_wrap_policy, (_AUTO_UNITS,))
 _CHECKPOINTED = takes_by("a list of class names, auto, or null", parse_checkpointed_classes, (AUTO,))
 _TILED_MLP = takes_by("a mapping of classes and chunks, or null", parse_tiled_mlp)
+_IDLE_EXPERTS = takes_by("in_order, or null", parse_idle_experts, tuple(each.value for each in IdleExperts))
+_IDLE_TOWERS = takes_by("auto, a list of modules' paths, or null", parse_idle_towers, (AUTO,))
 _PREFIXES = takes_by("a list of prefixes of parameters' names, or null", parse_freeze)
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
@@ -478,6 +488,21 @@ _ROWS: tuple[Row, ...] = (
         "replicas in the last one only)",
         reason="every is what FSDP1 did under Composer; last keeps unsharded gradients in memory, defer_replica does "
         "not"),
+    Row(name="idle_experts", capability="idle experts", default=None, group=KeyGroup.OURS, outcome=_EXACT,
+        target="hooks on each block of experts, after the model is sharded", takes=_IDLE_EXPERTS, neutral=(None,),
+        sets="idle_experts",
+        meaning="in_order: where experts are units of their own, every rank runs each of them once a forward, in the "
+        "order of registration, on no rows where none of its tokens chose it",
+        reason="all ranks gather the same experts in one order; no rows cost no floating point work, and their "
+        "gradients are exactly zero"),
+    Row(name="idle_towers", capability="idle towers", default=None, group=KeyGroup.OURS, outcome=_EXACT,
+        target="hooks on each tower and beside it, after the model is sharded", takes=_IDLE_TOWERS, neutral=(None,),
+        sets="idle_towers",
+        meaning="parts with units that a batch may not enter, as a vision tower: auto for those of transformers' "
+        "models, or a list of modules' paths; a rank whose batch does not enter one runs it on an example, where "
+        "another rank enters it",
+        reason="ranks ask each other, through small messages between their hosts, before each part that all run; the "
+        "example's gradients are exactly zero"),
     Row(name="reshard_after_backward", capability="reshard_after_backward",
         takes=BOOL, default=True, group=KeyGroup.OURS, outcome=_EXACT,
         target="set_reshard_after_backward", sets="accumulation.reshard_after_backward",

@@ -1,12 +1,12 @@
-"""The keys of parallelism that take more than a number, and back to words."""
+"""The values of the keys that say how ranks compute together, each parsed once, and back to words."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from composer_fsdp2.config.parallel import BroadcastBatch, TiledMLP
+from composer_fsdp2.config.parallel import BroadcastBatch, IdleExperts, TiledMLP
 from composer_fsdp2.config.text import did_you_mean, short
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.fsdp1.policy_words import class_names
+from composer_fsdp2.fsdp1.policy_words import AUTO, class_names
 
 TILED_KEYS = _CLASSES, _CHUNKS = ("classes", "chunks")
 
@@ -53,3 +53,37 @@ def parse_tiled_mlp(value: object) -> TiledMLP | None:
 def tiled_words(tiled: TiledMLP | None) -> dict[str, Any] | None:
     """The value of ``tiled_mlp`` that means this."""
     return None if tiled is None else {_CLASSES: list(tiled.classes), _CHUNKS: tiled.chunks}
+
+
+def parse_idle_experts(value: object) -> IdleExperts | None:
+    """What ranks do with experts that none of their tokens chose; None: they pass over them."""
+    if value is None:
+        return None
+    words = [each.value for each in IdleExperts]
+    if not isinstance(value, str) or value not in words:
+        raise ConfigError(f"{short(value)}{did_you_mean(value, words, f'it takes {words[0]}, or null')}")
+    return IdleExperts(value)
+
+
+def parse_idle_towers(value: object) -> tuple[str, ...] | None:
+    """The paths of parts that a batch may not enter; empty for ``auto``, None where the key says nothing."""
+    if value is None:
+        return None
+    if isinstance(value, str) and value == AUTO:
+        return ()
+    paths = [value] if isinstance(value, str) else value
+    if not isinstance(paths, Sequence) or isinstance(paths, bytes) or not paths:
+        raise ConfigError(f"{short(value)}; give {AUTO}, or a list of modules' paths, such as [model.visual]")
+    for path in paths:
+        if not isinstance(path, str) or not all(part and part == part.strip() for part in path.split(".")):
+            raise ConfigError(
+                f"{short(value)}, in which {path!r} is no path; give {AUTO}, or a list such as [model.visual]"
+            )
+        if path == AUTO:
+            raise ConfigError(f"{short(value)}, with {AUTO} in a list; give it alone")
+    return tuple(dict.fromkeys(paths))
+
+
+def idle_towers_words(towers: tuple[str, ...] | None) -> list[str] | str | None:
+    """The value of ``idle_towers`` that means this."""
+    return None if towers is None else list(towers) or AUTO

@@ -124,6 +124,8 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     named += [*map(str, plan.config.ignored_modules), *plan.checkpointed, *plan.caching, *plan.tiled]
     named += [each.path for each in plan.split]
     splits = any(each.parallelize is not None for each in plan.split)
+    named += [path for each in plan.expert_blocks for path in (each.block, *each.experts)]
+    named += [path for each in plan.tower_models for path in (each.model, *each.towers, *each.meetings)]
     problems = [f"no module {path!r}" for path in dict.fromkeys(named) if path not in modules]
     for spec in (spec for unit in plan.units for spec in (*unit.parameters, *unit.replicated)):
         parameter = present.get(spec.names)

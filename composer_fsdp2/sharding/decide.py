@@ -92,6 +92,8 @@ def decide_sharding(
         caching=caching,
         frozen=frozen.names,
         split=split,
+        expert_blocks=choices.expert_blocks,
+        tower_models=choices.tower_models,
         notes=notes,
     )
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.parallel import BroadcastBatch
+from composer_fsdp2.config.parallel import BroadcastBatch, ExpertBlock, TowerModel
 from composer_fsdp2.config.sharding import Accumulation, GradientSync, MixedPrecision, ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.value import Value, json_text
@@ -110,6 +110,8 @@ class ShardingPlan(Value):
         split: The modules that tensor parallelism splits.
         exchanging: The attention modules that exchange heads for sequence within the groups of a context axis.
         tiled: The MLPs that are computed in pieces of the sequence.
+        expert_blocks: Where every rank runs each expert once, without tokens on no rows.
+        tower_models: Where a rank whose batch does not enter a tower runs it on an example, if another rank enters it.
     """
 
     config: ShardingConfig
@@ -123,6 +125,8 @@ class ShardingPlan(Value):
     split: tuple[SplitModule, ...] = ()
     exchanging: tuple[str, ...] = ()
     tiled: tuple[str, ...] = ()
+    expert_blocks: tuple[ExpertBlock, ...] = ()
+    tower_models: tuple[TowerModel, ...] = ()
     notes: tuple[str, ...]
 
     @property
@@ -219,6 +223,7 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
     yield from _batches_line(plan.config)
     if plan.tiled and plan.config.tiled_mlp is not None:
         yield f"  tiled: {len(plan.tiled)} MLPs in {plan.config.tiled_mlp.chunks} pieces, first {plan.tiled[0]}"
+    yield from _idle_lines(plan)
     accumulation, guard = plan.config.accumulation, plan.config.collective_guard
     if accumulation != Accumulation():
         kept = "" if accumulation.reshard_after_backward else ", parameters kept unsharded between them"
@@ -278,3 +283,15 @@ def _checkpointing_line(plan: ShardingPlan) -> Iterator[str]:
     kind = " and ".join(word for word, is_on in words if is_on)
     kind += " by Transformer Engine" if mode.checkpoint and mode.transformer_engine else ""
     yield f"  activations {kind}: {len(plan.checkpointed)} modules, first {plan.checkpointed[0]}"
+
+
+def _idle_lines(plan: ShardingPlan) -> Iterator[str]:
+    if plan.expert_blocks:
+        blocks = and_more([each.block or "the model" for each in plan.expert_blocks])
+        num_experts = sum(len(each.experts) for each in plan.expert_blocks)
+        yield f"  idle experts: {num_experts} in {blocks} run in order on every rank, on no rows where it has no token"
+    for each in plan.tower_models:
+        yield (
+            f"  idle towers: {', '.join(each.towers)} run on an example where only other ranks' batches enter them; "
+            f"ranks ask each other before {', '.join((*each.meetings, 'the end'))} of {each.model or 'the model'}"
+        )

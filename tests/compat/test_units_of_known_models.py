@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comparing import full
+from support.known_models import IMAGE_TOKEN, IMAGES, TEXT, build, llava, qwen_vl
 from support.ranks import run_ranks
 from support.training import FULL, assert_close, named_parameters
 from torch import nn
@@ -20,56 +21,6 @@ from composer_fsdp2.fsdp1.towers import towers
 pytestmark = [pytest.mark.composer, pytest.mark.foundry]
 
 AUTO = Wrap(kind=WrapKind.CLASSES)
-TEXT: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 67,
-}
-IMAGES: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-
-
-def build(architecture: str, *, device: str = "meta", **config: Any) -> nn.Module:
-    """As a ComposerModel holds it."""
-    import transformers
-
-    model = nn.Module()
-    with torch.device(device):
-        config_class, model_class = (getattr(transformers, name) for name in architecture.split())
-        model.model = model_class(config_class(**config))
-    return model
-
-
-IMAGE_TOKEN = 66
-
-
-def qwen_vl(device: str = "meta") -> nn.Module:
-    return build(
-        "Qwen2_5_VLConfig Qwen2_5_VLForConditionalGeneration",
-        **TEXT,
-        rope_scaling={"type": "mrope", "mrope_section": [1, 1, 0]},
-        vision_config={"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 16},
-        image_token_id=IMAGE_TOKEN,
-        video_token_id=IMAGE_TOKEN - 2,
-        vision_start_token_id=IMAGE_TOKEN - 1,
-        device=device,
-    )
-
-
-def llava() -> nn.Module:
-    from transformers import CLIPVisionConfig, LlamaConfig
-
-    parts = {"vision_config": CLIPVisionConfig(**IMAGES), "text_config": LlamaConfig(**TEXT)}
-    return build("LlavaConfig LlavaForConditionalGeneration", **parts, image_token_index=66)
 
 
 def notes_of(model: nn.Module, wrap: Wrap) -> list[str]:
@@ -91,7 +42,7 @@ def test_units_in_a_tower_are_told(model_of: Any, tower: str, first: str, layer:
     for wrap in (AUTO, ends):
         [note] = notes_of(model, wrap)
         assert f"units in {tower} (" in note and f"does not enter: {tower}.{first} and 1 more. Unless" in note
-        assert note.endswith(f"for any batch: transformer_layer_cls_to_wrap: [{layer}]")
+        assert note.endswith(f"for any batch, too: transformer_layer_cls_to_wrap: [{layer}]")
     by_size = Wrap(kind=WrapKind.SIZE, min_num_params=1000)
     assert any(f"units in {tower} (" in note for note in notes_of(model, by_size))
     plan = plan_sharding(model, ShardingConfig(wrap=Wrap(kind=WrapKind.CLASSES, classes=(layer,))))

@@ -16,7 +16,7 @@ from composer_fsdp2.config.rows import Aspect, Row, idle, unknown_key
 from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision, ShardingConfig
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.keys import IGNORED_BY_COMPOSER, KEYS, KEYS_BY_NAME, KeyGroup
-from composer_fsdp2.fsdp1.parallel_words import tiled_words
+from composer_fsdp2.fsdp1.parallel_words import idle_towers_words, tiled_words
 from composer_fsdp2.fsdp1.parsing import PRECISIONS, BackwardPrefetch, GivenPrecision, mixed_precision_of
 from composer_fsdp2.fsdp1.policy_words import checkpointed_words, freeze_words, wrap_policy_words
 from composer_fsdp2.fsdp1.translate import Translation, translate
@@ -556,6 +556,7 @@ _WORDS: Mapping[str, Callable[[Any], Any]] = {
     "activation_checkpointing_policy": checkpointed_words,
     "freeze": freeze_words,
     "tiled_mlp": tiled_words,
+    "idle_towers": idle_towers_words,
 }
 
 

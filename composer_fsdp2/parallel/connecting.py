@@ -1,0 +1,82 @@
+"""Tensors that carry no value into a computation, and are reached by its backward all the same."""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of arguments or an output: itself, or in tuples, lists and mappings, which transformers' are."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+
+
+def connect(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``tensor``, whose backward also gives each of ``others``, which have no elements, its gradient: none."""
+    connected: torch.Tensor = _Connect.apply(tensor, *others)
+    return connected
+
+
+def no_rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor[:0]``, whose backward takes no pass over what the tensor's gradient is added up in.
+
+    The tensor must get a gradient from elsewhere.
+    """
+    rows: torch.Tensor = _NoRows.apply(tensor)
+    return rows
+
+
+def connect_first(output: Any, others: Sequence[torch.Tensor]) -> Any:
+    """The output with its first tensor of floating point numbers connected; a tuple or list is another one then."""
+    if is_floating(output):
+        return connect(output, others)
+    if isinstance(output, tuple | list):
+        first = next((number for number, each in enumerate(output) if is_floating(each)), None)
+        return of_same_type(output, [connect(each, others) if at == first else each for at, each in enumerate(output)])
+    if isinstance(output, MutableMapping):
+        for key in [key for key, each in output.items() if is_floating(each)][:1]:
+            output[key] = connect(output[key], others)
+    return output
+
+
+def of_same_type(sequence: Any, members: Sequence[Any]) -> Any:
+    """A tuple or list, also one with names, of other members."""
+    return type(sequence)(*members) if hasattr(sequence, "_fields") else type(sequence)(members)
+
+
+def is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+class _Connect(torch.autograd.Function):
+    """Adding sums of nothing would take a pass over the tensor, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.empty = [(other.shape, other.dtype, other.device) for other in others]
+        ctx.save_for_backward(tensor.new_empty(0))
+        return tensor.detach()  # a view, as the tensor itself becomes one, could not be written to afterwards
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Whatever is recomputed around it is recomputed here, before a hook in ``others`` gathers anything.
+        _ = ctx.saved_tensors
+        nothing = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.empty)
+        return gradient, *nothing
+
+
+class _NoRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()[:0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None

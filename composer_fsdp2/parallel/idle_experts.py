@@ -1,0 +1,225 @@
+"""``idle_experts``: experts without tokens run all the same, on no rows, so that ranks gather them in one order.
+
+[Note: idle experts] Where experts are units of their own, a rank gathers those that its tokens chose. Experts are of
+equal size, so ranks that chose others gather those together with them: no error, and wrong gradients. Here every rank
+runs each expert of a block once, in the order of registration. One that has no tokens gets no rows: that takes no
+floating point work, gives gradients of exactly zero, and cannot be NaN. What it returns is made part of the block's
+output, so that backward, which runs in the reversed order of forward, reaches it on every rank.
+
+The order of hooks decides. An expert's runs before the one with which ``fully_shard`` gathers it; those of the block
+run inside of its own, if it is a unit, too: backward gathers a unit once its output's gradient is there. Hence *after*
+``fully_shard``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from composer_fsdp2._torch.private_names import BatchNorm
+from composer_fsdp2.config.parallel import ExpertBlock
+from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
+from composer_fsdp2.parallel.connecting import connect_first, no_rows_of, of_same_type, tensors_in
+from composer_fsdp2.sharding.modules import at_path
+
+_WAY_OUT = (
+    "Leave the experts in the unit of their layer, which is exact too; or, if every rank calls all of them in one "
+    "order, set runs_every_expert = True on the module that holds them"
+)
+
+_IS_NOT_TOKEN_WISE = (
+    "it does not treat each token by itself, so idle_experts cannot run it where it has no token. Leave experts in the "
+    "unit of their layer, which is exact"
+)
+
+
+def refuse_experts_of_batches(model: nn.Module, blocks: Sequence[ExpertBlock]) -> None:
+    """Raise for experts with batch norms, whose statistics no rows would make NaN.
+
+    Raises:
+        PlanError: names the batch norm.
+    """
+    for path in (path for block in blocks for path in block.experts):
+        for inner, module in at_path(model, path).named_modules(prefix=path):
+            if isinstance(module, BatchNorm):
+                raise PlanError(f"{inner} is a {type(module).__name__}: {_IS_NOT_TOKEN_WISE}")
+
+
+def start_idle_experts(model: nn.Module, blocks: Sequence[ExpertBlock], before: Mapping[str, nn.Module]) -> None:
+    """Run the idle experts of a model that was just sharded, from now on.
+
+    Args:
+        before: The modules by their paths, before wrappers of checkpointing were put around some: what is recomputed
+            must run the block's hooks again, and not those of an expert that is recomputed by itself.
+    """
+    for block in blocks:
+        experts = {path: at_path(model, path) for path in block.experts}
+        _start(before[block.block], list(experts.values()), _Order(block.block, tuple(experts)))
+
+
+def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[RemovableHandle]:
+    """Have every rank run each of ``experts`` once in a forward of ``block``, those without tokens on no rows.
+
+    Where the experts are units of their own, call it for each block after ``fully_shard``::
+
+        for layer in model.layers:
+            for expert in layer.moe.experts:
+                fully_shard(expert)
+            fully_shard(layer)
+        fully_shard(model)
+        for layer in model.layers:
+            run_idle_experts(layer.moe, layer.moe.experts)
+
+    ``prepare_fully_shard`` does it for ``idle_experts: in_order``. See [Note: idle experts].
+
+    Args:
+        block: Calls the experts in its forward, in the order given here; it may pass over any of them.
+        experts: Each takes tokens as rows of its first argument, and treats every row by itself.
+    Returns:
+        The hooks' handles; without the hooks all is as before.
+
+    On all ranks alike; does not communicate.
+    """
+    kind = type(block).__name__
+    return _start(
+        block, list(experts), _Order(kind, tuple(f"{kind}'s expert {number}" for number in range(len(experts))))
+    )
+
+
+def _start(block: nn.Module, experts: Sequence[nn.Module], order: "_Order") -> list[RemovableHandle]:
+    order.experts = experts
+    order.were_units = [isinstance(expert, FSDPModule) for expert in experts]
+    return [
+        block.register_forward_pre_hook(order.begin, with_kwargs=True),
+        *(
+            expert.register_forward_pre_hook(order.before(number), prepend=True, with_kwargs=True)
+            for number, expert in enumerate(experts)
+        ),
+        block.register_forward_hook(order.end, prepend=True),
+    ]
+
+
+class _Order:
+    """One forward of a block after the other, and how far it is.
+
+    Args:
+        block: Its name.
+        names: Those of the experts.
+    """
+
+    def __init__(self, block: str, names: tuple[str, ...]) -> None:
+        self._block, self._names = block, names
+        self.experts: Sequence[nn.Module] = ()
+        self.were_units: list[bool] = []
+        self._next: int | None = None  # None: outside of the block's forward
+        self._is_idle = False  # while one runs on no rows
+        self._input: tuple[torch.Tensor, ...] = ()
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # the last that was no idle one
+        self._outputs: list[torch.Tensor] = []
+        self._checked: set[int] = set()
+
+    def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._next, self._call, self._outputs, self._is_idle = 0, None, [], False
+        self._input = tuple(tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point())[:1]
+        if self.were_units != [isinstance(expert, FSDPModule) for expert in self.experts]:
+            raise PlanError(
+                f"experts of {self._block} were sharded after run_idle_experts, so that each is gathered before the "
+                "idle ones in front of it; call it after fully_shard"
+            )
+
+    def before(self, number: int) -> Callable[..., None]:
+        """The hook of an expert."""
+
+        def run_those_in_front(expert: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._is_idle:
+                return
+            if self._next is None or number < self._next:
+                raise ComposerFSDP2Error(self._out_of_order(number))
+            self._run_idle(number, args, kwargs)
+            self._next, self._call = number + 1, (args, kwargs)
+
+        return run_those_in_front
+
+    def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        # Without any call a part of the input: it gets a gradient, of zeros.
+        last_args, last_kwargs = self._call or (tuple(each.reshape(-1, each.shape[-1])[:0] for each in self._input), {})
+        self._run_idle(len(self.experts), last_args, last_kwargs)
+        outputs = [each for each in self._outputs if each.requires_grad]
+        self._next, self._call, self._outputs, self._input = None, None, [], ()
+        # Also where none was idle: what is recomputed is recomputed before the last expert is gathered for backward.
+        return connect_first(output, outputs) if torch.is_grad_enabled() else None
+
+    def _run_idle(self, end: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the experts from the next one to that before ``end``, on no rows of these arguments."""
+        assert self._next is not None
+        if self._next == end:
+            return
+        num_rows = next((tensor.shape[0] for tensor in tensors_in((args, kwargs)) if tensor.dim()), 0)
+        if num_rows:
+            args, kwargs = _without_rows(args, num_rows), _without_rows(kwargs, num_rows)
+        for number in range(self._next, end):
+            self._is_idle = True
+            try:
+                self._outputs.extend(self._output_of(number, args, kwargs))
+            except Exception as error:
+                error.add_note(
+                    f"idle_experts: in_order ran {self._names[number]} on no rows, as no token of this rank chose it"
+                )
+                raise
+            finally:
+                self._is_idle = False
+        self._next = end
+
+    def _output_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+        expert, name = self.experts[number], self._names[number]
+        if number in self._checked:
+            return tensors_in(expert(*args, **kwargs))
+        with _NoRows(name):
+            output = expert(*args, **kwargs)
+        if any(tensor.numel() for tensor in tensors_in(output)):
+            raise ComposerFSDP2Error(f"{name} gives more than no rows for no rows: {_IS_NOT_TOKEN_WISE}")
+        self._checked.add(number)
+        return tensors_in(output)
+
+    def _out_of_order(self, number: int) -> str:
+        asked = (
+            f"idle_experts: in_order runs each expert of {self._block} once in a forward, in the order of registration"
+        )
+        if self._next is None:
+            return f"{asked}; {self._names[number]} was called outside of that module's forward. {_WAY_OUT}"
+        is_last = self._next == number + 1 and self._call is not None
+        how = "twice" if is_last else f"after {self._names[self._next - 1]}"
+        return f"{asked}; {self._names[number]} was called {how}. {_WAY_OUT}"
+
+
+class _NoRows(TorchFunctionMode):
+    """Raises for a number that is made of no rows and not finite, as a mean over rows: gradients would be NaN."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel():
+            is_of_no_rows = any(isinstance(each, torch.Tensor) and not each.numel() for each in args)
+            if is_of_no_rows and not bool(result.isfinite().all()):
+                raise ComposerFSDP2Error(f"{self._name} computes NaN or infinity of no rows: {_IS_NOT_TOKEN_WISE}")
+        return result
+
+
+def _without_rows(value: Any, num_rows: int) -> Any:
+    """The value with no rows of each tensor that has so many; still of the same graph."""
+    if isinstance(value, torch.Tensor):
+        return no_rows_of(value) if value.dim() and value.shape[0] == num_rows else value
+    if isinstance(value, tuple | list):
+        return of_same_type(value, [_without_rows(each, num_rows) for each in value])
+    if isinstance(value, dict):
+        return {key: _without_rows(each, num_rows) for key, each in value.items()}
+    return value

@@ -1,0 +1,493 @@
+"""Experts that a rank's tokens did not choose: all ranks gather the same ones, at no cost in arithmetic."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import full
+from support.models import tokens
+from support.ranks import run_ranks
+from support.training import FULL, assert_close, named_parameters
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from composer_fsdp2 import (
+    ComposerFSDP2Error,
+    PlanError,
+    RanksDivergedError,
+    UnsupportedError,
+    begin_microbatch,
+    plan_sharding,
+    prepare_fully_shard,
+    translate,
+)
+from composer_fsdp2._torch.repairs import repair_cpu_collectives
+from composer_fsdp2.parallel.idle_experts import run_idle_experts
+from composer_fsdp2.sharding.apply import check_plan
+
+WIDTH, NUM_EXPERTS = 6, 5
+EXPERTS = {"transformer_layer_cls_to_wrap": ["Layer"], "moe_experts": ["Expert"]}
+IN_ORDER = {"wrap_policy": EXPERTS, "idle_experts": "in_order"}
+GUARD = {"collective_guard": 60}
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Weighted(Expert):
+    """One that weights its rows itself, as Mixtral's did once."""
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * weights
+
+
+class Moe(nn.Module):
+    """Passes over the experts that no token chose, as transformers does of late."""
+
+    def __init__(self, expert: type[Expert] = Expert, order: Callable[[list[int]], list[int]] = sorted) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        self.experts = nn.ModuleList(expert() for _ in range(NUM_EXPERTS))
+        self.order = order
+        self.idle: list[int] = []
+        self.preferred: list[int] = []  # whatever the gate says
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x.reshape(-1, WIDTH)
+        scores = self.gate(rows)
+        scores = scores + 9 * torch.tensor([[float(number in self.preferred) for number in range(NUM_EXPERTS)]])
+        weights, chosen = scores.softmax(-1).topk(2)
+        result = torch.zeros_like(rows)
+        hit = set(chosen.flatten().tolist())
+        self.idle.append(NUM_EXPERTS - len(hit))
+        for number in self.order(list(hit)):
+            row, place = torch.where(chosen == number)
+            arguments = (rows[row], weights[row, place, None])
+            expert = self.experts[number]
+            output = expert(*arguments) if isinstance(expert, Weighted) else expert(arguments[0]) * arguments[1]
+            result = result.index_add(0, row, output)
+        return result.view_as(x), weights
+
+
+class Layer(nn.Module):
+    def __init__(self, moe: Moe) -> None:
+        super().__init__()
+        self.mix, self.moe = nn.Linear(WIDTH, WIDTH), moe
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(self.mix(x))
+        return x + self.moe(x)[0]
+
+
+class Decoder(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(Layer(Moe(**options)) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 11)
+        self.recomputed: type[nn.Module] | None = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
+        return self.recomputed is not None and isinstance(module, self.recomputed)
+
+
+class Model(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.decoder = Decoder(**options)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.decoder(ids)
+
+
+def build(recomputed: type[nn.Module] | None = None, **options: Any) -> Model:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model = Model(**options)
+    model.decoder.recomputed = recomputed
+    return model
+
+
+def batch(number: int, rank: int) -> torch.Tensor:
+    return tokens(100 * number + rank, batch_size=1, length=2)
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids).square().mean()
+
+
+def sharded(config: dict[str, Any], recomputed: type[nn.Module] | None = None, **options: Any) -> tuple[Model, Model]:
+    """A sharded model and the same unsharded."""
+    model = build(recomputed, **options)
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, None, FULL | GUARD | config, device="cpu")
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(named_parameters(model)[name].requires_grad)
+    return model, reference
+
+
+def largest_error(model: nn.Module, reference: nn.Module) -> float:
+    """Of any gradient; one that is missing is as wrong as it is large."""
+    ours = named_parameters(model)
+    errors = [0.0]
+    for name, parameter in reference.named_parameters():
+        if parameter.grad is not None:
+            ours_full = torch.zeros_like(parameter) if ours[name].grad is None else full(ours[name].grad)
+            errors.append((ours_full - parameter.grad).abs().max().item())
+    return max(errors)
+
+
+def check_training(config: dict[str, Any], num_microbatches: int = 1, **options: Any) -> None:
+    """Two steps, an evaluation in between, on every rank other experts."""
+    model, reference = sharded(config, **options)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(2):
+        for number in range(num_microbatches):
+            begin_microbatch(model, is_last=number == num_microbatches - 1)
+            at = step * num_microbatches + number
+            (loss_of(model, batch(at, rank)) / num_microbatches).backward()
+            for peer in range(world_size):
+                (loss_of(reference, batch(at, peer)) / num_microbatches / world_size).backward()
+        assert largest_error(model, reference) <= 1e-12, largest_error(model, reference)
+        assert (
+            max(parameter.grad.abs().max() for parameter in reference.parameters() if parameter.grad is not None) > 0.01
+        )
+        for each in (model, reference):
+            each.zero_grad()
+        with torch.no_grad():
+            assert_close("evaluation", model(batch(9, rank)), reference(batch(9, rank)), rtol=1e-12, atol=1e-14)
+    assert max(model.decoder.layers[0].moe.idle) > 0
+
+
+LINEAR = {"transformer_layer_cls_to_wrap": ["Linear", "Layer"]}
+RECOMPUTED = {"activation_checkpointing": True}
+
+
+def recomputing(kind: type[nn.Module], *, reentrant: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    section = {"activation_checkpointing": True, "activation_checkpointing_reentrant": reentrant}
+    return IN_ORDER | section, {"recomputed": kind}
+
+
+TOPOLOGIES = {
+    "experts": (IN_ORDER, {}),
+    "layers recomputed": recomputing(Layer, reentrant=False),
+    "layers recomputed, reentrant": recomputing(Layer, reentrant=True),
+    "microbatches, the last": (IN_ORDER | {"gradient_sync": "last"}, {"num_microbatches": 2}),
+}
+MORE = {
+    "blocks recomputed": recomputing(Moe, reentrant=False),
+    "blocks recomputed, reentrant": recomputing(Moe, reentrant=True),
+    "experts recomputed": recomputing(Expert, reentrant=False),
+    "experts recomputed, reentrant": recomputing(Expert, reentrant=True),
+    "kept after forward": (IN_ORDER | {"sharding_strategy": "SHARD_GRAD_OP"}, {}),
+    "blocks too": (IN_ORDER | {"wrap_policy": {**EXPERTS, "transformer_layer_cls_to_wrap": ["Layer", "Moe"]}}, {}),
+    "parts of experts": (IN_ORDER | {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Linear", "Layer"]}}, {}),
+    "by size": (IN_ORDER | {"wrap_policy": {"min_num_params": 100}}, {}),
+    "two arguments": (IN_ORDER | {"wrap_policy": {**EXPERTS, "moe_experts": ["Weighted"]}}, {"expert": Weighted}),
+    "prefetching": (IN_ORDER | {"forward_prefetch": True, "backward_prefetch_limit": 2}, {}),
+    "frozen below": (IN_ORDER | {"freeze": ["decoder.embed", "decoder.layers.0.moe.experts.1"]}, {}),
+    "microbatches": (IN_ORDER, {"num_microbatches": 2}),
+}
+
+
+def check_all(cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for_each(lambda config, options: check_training(config, **options), cases)
+
+
+def test_idle_experts_train_as_one_process_does():
+    """Ranks would gather different experts together, and train every parameter on gradients of others."""
+    run_ranks(check_all, 2, {**TOPOLOGIES, **MORE})
+    run_ranks(check_all, 4, TOPOLOGIES)
+
+
+PREFERRED = ([0, 1], [2, 3])  # by rank: as many, and others
+
+
+def check_without() -> tuple[float, list[bool]]:
+    """What the error that a falsely set attribute switches off is about: no guard, nothing that raises."""
+    model = build()
+    reference = copy.deepcopy(model)
+    for layer in model.decoder.layers:
+        layer.moe.runs_every_expert = True
+        layer.moe.preferred = PREFERRED[dist.get_rank()]
+    prepare_fully_shard(model, None, FULL | {"wrap_policy": EXPERTS}, device="cpu")
+    loss_of(model, batch(0, dist.get_rank())).backward()
+    for peer in range(2):
+        for layer in reference.decoder.layers:
+            layer.moe.preferred = PREFERRED[peer]
+        (loss_of(reference, batch(0, peer)) / 2).backward()
+    return largest_error(model, reference), [parameter.grad is None for parameter in model.parameters()]
+
+
+def test_what_happens_without_the_key():
+    """Why the key is there: no error, no hang, and other gradients."""
+    with pytest.raises(
+        UnsupportedError, match=r"makes experts units of their own: .* Set idle_experts: in_order, with which"
+    ):
+        plan_sharding(build(), translate({"wrap_policy": EXPERTS}, device="cpu").config)
+    for error, _ in run_ranks(check_without, 2, fresh=True):
+        assert error > 1e-3
+
+
+# --- what it costs
+
+
+class Arithmetic(TorchDispatchMode):
+    """Counts the numbers that go into anything but products, which torch's FlopCounterMode counts, and copies."""
+
+    MOVES = re.compile(
+        r"aten::(_?(reshape|view|unsafe_view)\w*|detach|alias|t|transpose|slice|select|split|chunk|expand|clone|copy_|"
+        r"(new_)?(empty|zeros|ones|full)\w*|index\w*|\w*mm|slice_backward|select_backward)"
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.MOVES.fullmatch(func._schema.name):
+            given = [each for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()]
+            self.count += sum(each.numel() for each in given)
+        return func(*args, **(kwargs or {}))
+
+
+def arithmetic_of(model: nn.Module) -> tuple[int, int]:
+    with FlopCounterMode(display=False) as products, Arithmetic() as others:
+        loss_of(model, batch(0, 0)).backward()
+    return products.get_total_flops(), others.count
+
+
+def test_idle_experts_cost_no_arithmetic():
+    """Running all experts on tokens that do not need them would cost what a mixture of experts is there to save."""
+    model = build()
+    without = arithmetic_of(model)
+    model.zero_grad()
+    assert min(without) > 0 and model.decoder.layers[0].moe.idle[0] > 0
+    for layer in model.decoder.layers:
+        run_idle_experts(layer.moe, layer.moe.experts)
+    assert arithmetic_of(model) == without
+    assert all(parameter.grad is not None for parameter in model.parameters())  # and they have run
+
+
+def test_what_a_block_returns_can_be_written_to():
+    """A model that adds its residual in place would stop, with an error about views."""
+    model = build()
+    expected = model(batch(0, 0)).detach()
+    for layer in model.decoder.layers:
+        run_idle_experts(layer.moe, layer.moe.experts)
+        layer.forward = partial(in_place, layer)
+    output = model(batch(0, 0))
+    assert torch.equal(output.detach(), expected)
+    output.square().mean().backward()
+
+
+def in_place(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    x = x + torch.tanh(layer.mix(x))
+    return layer.moe(x)[0].add_(x)
+
+
+def test_handles_end_it():
+    """Whoever shards by hand takes a model apart again."""
+    model = build()
+    moe = model.decoder.layers[0].moe
+    for handle in run_idle_experts(moe, moe.experts):
+        handle.remove()
+    loss_of(model, batch(0, 0)).backward()
+    assert any(expert.up.weight.grad is None for expert in moe.experts)
+
+
+# --- by hand
+
+
+def check_by_hand() -> None:
+    model = build()
+    reference = copy.deepcopy(model)
+    for layer in model.decoder.layers:
+        for expert in layer.moe.experts:
+            fully_shard(expert)
+        fully_shard(layer)
+    fully_shard(model)
+    for layer in model.decoder.layers:
+        run_idle_experts(layer.moe, layer.moe.experts)
+    repair_cpu_collectives()
+    loss_of(model, batch(0, dist.get_rank())).backward()
+    for peer in range(2):
+        (loss_of(reference, batch(0, peer)) / 2).backward()
+    assert largest_error(model, reference) <= 1e-12
+
+
+def check_hooks_before_sharding() -> None:
+    model = build()
+    moe = model.decoder.layers[0].moe
+    run_idle_experts(moe, moe.experts)
+    for expert in moe.experts:
+        fully_shard(expert)
+    with pytest.raises(PlanError, match=r"experts of Moe were sharded after run_idle_experts, .* call it after"):
+        model(batch(0, 0))
+
+
+def test_the_function_by_itself():
+    """A script that shards by hand has the same need; hooks in the other order would change nothing, in silence."""
+    run_ranks(check_by_hand, 2)
+    run_ranks(check_hooks_before_sharding, 2, fresh=True)
+
+
+# --- what cannot be run so
+
+
+def errors_of(model: nn.Module, error_type: type[Exception] = ComposerFSDP2Error) -> str:
+    for layer in model.decoder.layers:
+        run_idle_experts(layer.moe, layer.moe.experts)
+    with pytest.raises(error_type) as caught:
+        loss_of(model, batch(0, 0)).backward()
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+def descending(numbers: list[int]) -> list[int]:
+    return sorted(numbers, reverse=True)
+
+
+def twice(numbers: list[int]) -> list[int]:
+    return [number for number in sorted(numbers) for _ in range(2)]
+
+
+def test_another_order_is_an_error():
+    """Ranks would gather different experts again, behind the user's back."""
+    asked = (
+        "idle_experts: in_order runs each expert of Moe once in a forward, in the order of registration; Moe's expert"
+    )
+    text = errors_of(build(order=descending))
+    assert re.fullmatch(rf"{asked} (\d) was called after Moe's expert (\d)\. Leave the experts in the unit .*", text)
+    assert re.match(
+        rf"{asked} (\d) was called twice\. .* set runs_every_expert = True on", errors_of(build(order=twice))
+    )
+    model = build()
+    moe = model.decoder.layers[0].moe
+    run_idle_experts(moe, moe.experts)
+    with pytest.raises(ComposerFSDP2Error, match=r"expert 1 was called outside of that module's forward\. Leave"):
+        moe.experts[1](torch.zeros(2, WIDTH))
+
+
+def check_order_with_the_guard() -> None:
+    order = descending if dist.get_rank() else sorted
+    model, _ = sharded(IN_ORDER | {"collective_guard": 3}, order=order)
+    with pytest.raises(ComposerFSDP2Error) as caught:
+        loss_of(model, batch(0, dist.get_rank()))
+    assert isinstance(caught.value, RanksDivergedError) is (dist.get_rank() == 0)
+    told = "layers.0.moe.experts" if dist.get_rank() else "rank 1 has not come"
+    assert told in str(caught.value), caught.value
+
+
+def test_another_order_on_one_rank_ends_all_with_the_guard():
+    """The others would wait for the rank that raised until a process group gives up."""
+    run_ranks(check_order_with_the_guard, 2, fresh=True)
+
+
+class OverRows(Expert):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * x.mean()
+
+
+class Pooling(Expert):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sum(0, keepdim=True)
+
+
+class Scaled(Expert):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / x.abs().max()
+
+
+class Normed(Expert):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+def test_experts_that_do_not_work_token_by_token_are_named():
+    """NaN in the gradients of an expert, from the first step at which no token chose it."""
+    way_out = "it does not treat each token by itself, .* Leave experts in the unit of their layer"
+    text = errors_of(build(expert=OverRows))
+    assert re.match(rf"Moe's expert \d computes NaN or infinity of no rows: {way_out}", text)
+    text = errors_of(build(expert=Pooling))
+    assert re.match(rf"Moe's expert \d gives more than no rows for no rows: {way_out}", text)
+    section = {**IN_ORDER, "wrap_policy": {**EXPERTS, "moe_experts": ["Normed"]}}
+    with pytest.raises(PlanError, match=rf"decoder.layers.0.moe.experts.0.norm is a BatchNorm1d: {way_out}"):
+        plan_of(build(expert=Normed), section)
+    text = errors_of(build(expert=Scaled), RuntimeError)  # torch's own words, and whose they are
+    assert "idle_experts: in_order ran Moe's expert" in text and text.endswith("as no token of this rank chose it")
+
+
+# --- in a plan
+
+
+def plan_of(model: nn.Module, section: dict[str, Any]) -> Any:
+    return plan_sharding(model, translate(section, device="cpu").config)
+
+
+def test_the_plan_says_which_experts_run():
+    """Ranks with different keys find out before they hang; a user sees what was found."""
+    plan = plan_of(build(), IN_ORDER)
+    paths = [f"decoder.layers.1.moe.experts.{number}" for number in range(NUM_EXPERTS)]
+    assert [each.block for each in plan.expert_blocks] == ["decoder.layers.0.moe", "decoder.layers.1.moe"]
+    assert plan.expert_blocks[1].experts == tuple(paths) and not plan.notes
+    assert (
+        "  idle experts: 10 in decoder.layers.0.moe and 1 more run in order on every rank, on no rows" in plan.explain()
+    )
+    model = build()
+    model.decoder.layers[1].moe.runs_every_expert = True
+    other = plan_of(model, IN_ORDER)
+    assert [each.block for each in other.expert_blocks] == ["decoder.layers.0.moe"] and other.digest != plan.digest
+    del model.decoder.layers[1].moe.experts[3]
+    with pytest.raises(PlanError, match=r"no module 'decoder.layers.1.moe.experts.4'"):
+        check_plan_alone(model, plan)
+
+
+def check_plan_alone(model: nn.Module, plan: Any) -> None:
+    with patch("composer_fsdp2.sharding.apply.dist.get_world_size", return_value=2):
+        check_plan(model, plan)
+
+
+def test_a_key_that_does_nothing_is_told():
+    """Whoever sets it should know that no expert is a unit."""
+    [note] = plan_of(build(), {**IN_ORDER, "wrap_policy": {"transformer_layer_cls_to_wrap": ["Layer"]}}).notes
+    assert note.startswith("idle_experts is given, and no expert is a unit of its own, so it does nothing")
+
+
+def test_experts_that_the_models_hooks_make_units():
+    """Its author's words count; that ranks may pass over experts is told, and the key does for them what it does."""
+    model = build()
+    model.decoder.fsdp_wrap_fn = lambda module: isinstance(module, Expert)
+    [note] = plan_of(model, {}).notes
+    assert note.startswith(
+        "the model's hooks make experts units of their own: decoder.layers.0.moe.experts.0 and 9 more"
+    )
+    assert "set idle_experts: in_order" in note
+    plan = plan_of(model, {"idle_experts": "in_order"})
+    assert len(plan.expert_blocks) == 2 and not plan.notes
+    for layer in model.decoder.layers:
+        layer.moe.runs_every_expert = True
+    assert not plan_of(model, {}).notes

@@ -1,0 +1,373 @@
+"""Towers that only some ranks' batches enter: all ranks gather them in one order, whoever has an image or a sound."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import full
+from support.models import Block, tokens
+from support.ranks import run_ranks
+from support.training import FULL, named_parameters
+from torch import nn
+
+from composer_fsdp2 import (
+    ComposerFSDP2Error,
+    PlanError,
+    RanksDivergedError,
+    plan_sharding,
+    prepare_fully_shard,
+    translate,
+)
+from composer_fsdp2.training.control import Control
+
+WIDTH = 6
+TOWERS = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Block"]}, "idle_towers": ["model.vision", "model.sound"]}
+GUARD = {"collective_guard": 60}
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
+        self.sizes: list[int] = []
+
+    def forward(self, patches: torch.Tensor, *, sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the text reads, and what nothing does: it comes from a layer more."""
+        self.sizes.append(int(sizes.sum()))
+        x = self.project(patches[: int(sizes.sum())])
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return x, self.blocks[-1](x)
+
+
+class Text(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x if mask is None else x * mask
+
+
+class Multimodal(nn.Module):
+    """Enters its towers in the order in which the batch has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.vision, self.sound, self.text = Tower(), Tower(), Text()
+        self.head = nn.Linear(WIDTH, 11)
+        self.reads_at_the_end = False
+
+    def forward(self, ids: torch.Tensor, parts: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        x, mask = self.embed(ids), torch.ones(WIDTH)
+        features = torch.zeros(WIDTH)
+        if self.reads_at_the_end:
+            x = self.text(x, mask=mask)
+        for kind, patches in parts:
+            features = features + getattr(self, kind)(patches, sizes=torch.tensor([len(patches)]))[0].mean(0)
+        x = x + features if self.reads_at_the_end else self.text(x + features, mask=mask)
+        output = self.head(x)
+        return {"loss": output.square().mean(), "logits": output, "name": "of the batch"}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Multimodal()
+
+    def forward(self, *batch: Any) -> dict[str, Any]:
+        return self.model(*batch)
+
+
+Batch = tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]
+Batches = Callable[[int, int], Batch]  # by step and rank
+
+
+def batch_of(step: int, rank: int, parts: dict[str, int] | list[tuple[str, int]]) -> Batch:
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    given = parts.items() if isinstance(parts, dict) else parts
+    return tokens(10 * step + rank), [(kind, torch.randn(size, 3, generator=draw)) for kind, size in given]
+
+
+def an_image_on_the_first(step: int, rank: int) -> Batch:
+    return batch_of(step, rank, {} if rank else {"vision": 3})
+
+
+def in_turn(step: int, rank: int) -> Batch:
+    """Who has none, and of which tower, changes; in the last step nobody has anything."""
+    parts = [{"vision": 2 + rank}, {"sound": 4}, {}, {"vision": 2, "sound": 3}]
+    return batch_of(step, rank, {} if step == 2 else parts[(step + rank) % 4])
+
+
+def in_different_orders(step: int, rank: int) -> Batch:
+    """Two images and a sound before, between or after them."""
+    parts = [("vision", 2), ("vision", 3)]
+    parts.insert((rank + step) % 3, ("sound", 2))
+    return batch_of(step, rank, parts[: 3 - rank % 2])
+
+
+def build() -> Model:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    return Model()
+
+
+def sharded(section: dict[str, Any], change: Callable[[Model], object] = lambda model: None) -> tuple[Model, Model]:
+    model = build()
+    change(model)
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, None, FULL | GUARD | section, device="cpu")
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(named_parameters(model)[name].requires_grad)
+    return model, reference
+
+
+def check_step(model: Model, reference: Model, step: int, batches: Batches) -> None:
+    world_size = dist.get_world_size()
+    model(*batches(step, dist.get_rank()))["loss"].backward()
+    for rank in range(world_size):
+        loss = reference(*batches(step, rank))["loss"]
+        if loss.requires_grad:
+            (loss / world_size).backward()
+    ours = named_parameters(model)
+    for name, parameter in reference.named_parameters():
+        ours_full = torch.zeros_like(parameter) if ours[name].grad is None else full(ours[name].grad)
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        error = (ours_full - expected).abs().max().item()
+        assert error <= 1e-12, (step, name, error)
+    for each in (model, reference):
+        each.zero_grad()
+
+
+def check(section: dict[str, Any], batches: Batches, change: Callable[[Model], object] = lambda model: None) -> None:
+    model, reference = sharded(section, change)
+    for step in range(3):
+        check_step(model, reference, step, batches)
+        with torch.no_grad():
+            model(*batches(step, dist.get_rank()))
+
+
+def reading_at_the_end(model: Model) -> None:
+    model.model.reads_at_the_end = True
+
+
+def with_example(model: Model) -> None:
+    model.model.vision.example_inputs = {"patches": torch.ones(1, 3), "sizes": torch.tensor([1])}
+
+
+def recomputing_blocks(model: Model) -> None:
+    model.model.activation_checkpointing_fn = lambda module: isinstance(module, Block)
+
+
+def check_all(names: tuple[str, ...]) -> None:
+    recomputed = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+    by_size = {"wrap_policy": {"min_num_params": 60}}
+    cases: dict[str, tuple[Any, ...]] = {
+        "one image": (TOWERS, an_image_on_the_first),
+        "in turn": (TOWERS, in_turn),
+        "several, in different orders": (TOWERS, in_different_orders),
+        "after the text": (TOWERS, in_turn, reading_at_the_end),
+        "an example": (TOWERS, an_image_on_the_first, with_example),
+        "recomputed": (TOWERS | recomputed, in_turn, recomputing_blocks),
+        "embeddings too": (TOWERS | by_size, in_turn),
+        "text frozen": (TOWERS | {"freeze": ["model.text", "model.embed", "model.head"]}, an_image_on_the_first),
+        "a tower frozen": (TOWERS | {"freeze": ["model.vision"]}, in_turn),
+        "kept after forward": (TOWERS | {"sharding_strategy": "SHARD_GRAD_OP"}, in_turn),
+    }
+    for_each(check, {name: cases[name] for name in names or cases})
+
+
+def test_towers_train_as_in_one_process():
+    """A rank without an image would wait for the others, or abort, or train on other gradients."""
+    run_ranks(check_all, 2, ())
+    run_ranks(check_all, 4, ("in turn", "several, in different orders"))
+
+
+# --- what idle towers run on
+
+
+def check_examples() -> None:
+    """By rank what its vision tower got, as numbers of patches: its own, or an example."""
+    model, reference = sharded(TOWERS)
+
+    def after(step: int, batches: Batches) -> list[int]:
+        model.model.vision.sizes.clear()
+        check_step(model, reference, step, batches)
+        return list(model.model.vision.sizes)
+
+    # Nobody has seen an image; then rank 0 has one, in an evaluation, whose inputs need no gradients.
+    assert after(0, lambda step, rank: batch_of(step, rank, {})) == []
+    with torch.no_grad():
+        model(*batch_of(7, dist.get_rank(), {} if dist.get_rank() else {"vision": 5}))
+    assert model.model.vision.sizes == [5]  # rank 1's is as large, as it has seen none
+    assert (
+        after(1, lambda step, rank: batch_of(step, rank, {"vision": 2} if rank else {})) == [[5], [2]][dist.get_rank()]
+    )
+    assert (
+        after(2, lambda step, rank: batch_of(step, rank, {} if rank else {"vision": 4})) == [[4], [2]][dist.get_rank()]
+    )
+    assert after(3, lambda step, rank: batch_of(step, rank, {})) == []
+
+
+def test_an_example_is_the_smallest_that_the_rank_saw():
+    """Idle towers would cost as much as the largest images; and a rank that saw none would have nothing to run."""
+    run_ranks(check_examples, 2)
+
+
+def check_given() -> None:
+    model, reference = sharded(TOWERS, with_example)
+    check_step(model, reference, 0, an_image_on_the_first)
+    check_step(model, reference, 1, an_image_on_the_first)
+    assert model.model.vision.sizes == [[3, 3], [1, 1]][dist.get_rank()]
+
+
+def check_without_statistics() -> None:
+    """Of a batch norm, which would learn what a blank image is like."""
+
+    def change(model: Model) -> None:
+        model.model.vision.blocks[0] = nn.Sequential(model.model.vision.blocks[0], nn.BatchNorm1d(WIDTH))
+
+    model, _ = sharded(TOWERS, change)
+    norm = model.model.vision.blocks[0][1]
+    before = norm.running_mean.clone()
+    model(*an_image_on_the_first(0, dist.get_rank()))
+    assert torch.equal(norm.running_mean, before) is (dist.get_rank() == 1) and norm.training
+
+
+class Lock:
+    """Cannot be sent to another rank."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("stays here")
+
+
+def check_unsent() -> None:
+    model, _ = sharded(TOWERS)
+    original = model.model.vision.forward
+    model.model.vision.forward = lambda patches, *, sizes, lock=None: original(patches, sizes=sizes)
+    ids, parts = an_image_on_the_first(0, dist.get_rank())
+    model.model.forward = lambda ids, parts: [
+        model.model.vision(p, sizes=torch.tensor([3]), lock=Lock()) for _, p in parts
+    ]
+    with pytest.raises(
+        PlanError, match=r"what model.vision was called with cannot .* \(TypeError: stays here\); give each"
+    ):
+        model(ids, parts)
+
+
+def check_not_finite() -> None:
+    """Of an example; on the rank that runs it."""
+
+    def change(model: Model) -> None:
+        model.model.vision.project.forward = lambda patches: nn.functional.linear(
+            patches / patches.norm(), model.model.vision.project.weight
+        )
+
+    model, _ = sharded(TOWERS | {"collective_guard": 3}, change)
+    batch = an_image_on_the_first(0, dist.get_rank())
+    expected = ComposerFSDP2Error if dist.get_rank() else RanksDivergedError
+    with pytest.raises(
+        expected, match="model.vision gives NaN .* set example_inputs on" if dist.get_rank() else "did not meet"
+    ):
+        model(*batch)
+
+
+def check_absent() -> None:
+    """A rank with a batch less."""
+    model, _ = sharded(TOWERS | {"collective_guard": 3})
+    if dist.get_rank() == 0:
+        with pytest.raises(RanksDivergedError, match="rank 1 has not come") as caught:
+            model(*an_image_on_the_first(0, 0))
+        assert "Ranks must run the same" in str(caught.value)
+
+
+def test_examples_that_are_given_and_those_that_cannot_be_used():
+    """What a tower is run on must not change what it learns, and never leave the other ranks waiting."""
+    run_ranks(check_given, 2)
+    run_ranks(check_without_statistics, 2)
+    run_ranks(check_unsent, 2)
+    for check_failing in (check_not_finite, check_absent):
+        run_ranks(check_failing, 2, fresh=True)
+
+
+def check_questions() -> int:
+    model, _ = sharded(TOWERS)
+    batch = batch_of(0, dist.get_rank(), {})
+    with patch.object(Control, "_answer", autospec=True, side_effect=Control._answer) as asked:
+        model(*batch)["loss"].backward()
+    return sum(call.args[1].asker == "idle_towers" for call in asked.call_args_list)
+
+
+def test_text_alone_costs_two_messages():
+    """One before the text's part, one at the end: a model's decoding asks so at every token."""
+    assert run_ranks(check_questions, 2) == [2, 2]
+
+
+# --- in a plan
+
+
+def plan_of(model: nn.Module, section: dict[str, Any]) -> Any:
+    return plan_sharding(model, translate(section, device="cpu").config)
+
+
+def test_the_plan_says_which_towers_run():
+    """A user sees what was found, and ranks with other keys find out before they hang."""
+    plan = plan_of(build(), TOWERS)
+    [found] = plan.tower_models
+    assert (found.model, found.towers, found.meetings) == ("model", ("model.vision", "model.sound"), ("model.text",))
+    assert (
+        "  idle towers: model.vision, model.sound run on an example where only other ranks' batches enter them; ranks "
+        "ask each other before model.text, the end of model" in plan.explain()
+    )
+    other = plan_of(build(), {**TOWERS, "idle_towers": "model.vision"})
+    assert other.tower_models[0].meetings == ("model.sound", "model.text") and other.digest != plan.digest
+    by_size = plan_of(build(), {**TOWERS, "wrap_policy": {"min_num_params": 60}})
+    assert by_size.tower_models[0].meetings == ("model.embed", "model.text", "model.head")
+
+
+def test_towers_that_are_roots():
+    """Of a ComposerModel whose direct children they are; then it is the model that calls them."""
+    model = nn.Module()
+    inner = build().model
+    for name, child in inner.named_children():
+        model.add_module(name, child)
+    model.forward = inner.forward
+    [found] = plan_of(model, {"idle_towers": ["vision"]}).tower_models
+    assert (found.model, found.towers) == ("", ("vision",)) and "text" in found.meetings
+
+
+def test_keys_that_cannot_be_followed():
+    """A misspelt path would leave the run as it was, to hang at the first batch of text."""
+    for given, text in (
+        (["model.vison"], r"Model has no module 'model.vison'; did you mean model.vision\?"),
+        (["nothing"], "Model has no module 'nothing'; give the path of a module"),
+        (
+            ["model.vision.blocks"],
+            r"model.vision.blocks \(ModuleList\) cannot be called; give the paths of the modules in it",
+        ),
+        (
+            ["model.vision", "model.vision.project"],
+            "model.vision.project lies in model.vision; give the outer one alone",
+        ),
+    ):
+        with pytest.raises(PlanError, match=f"fsdp_config.idle_towers: {text}"):
+            plan_of(build(), {**TOWERS, "idle_towers": given})
+    model = build()
+    model.model.sound.example_inputs = 3
+    with pytest.raises(PlanError, match=r"example_inputs of model.sound is a int; give the arguments"):
+        plan_of(model, TOWERS)
+    [note] = plan_of(build(), {"idle_towers": ["model.vision"]}).notes
+    assert note.startswith(
+        "idle_towers is given, and no unit lies in a part that a batch may not enter, so it does nothing"
+    )
