@@ -776,6 +776,8 @@ SENSIBLE = {
     ),
     "activation_checkpointing_policy": st.sampled_from([None, "auto", ["Block"]]),
     "freeze": st.sampled_from([None, [], ["model.embed"]]),
+    "idle_experts": st.sampled_from([None, "in_order"]),
+    "idle_towers": st.sampled_from([None, "auto", ["model.visual"], "model.visual"]),
     "sharding_strategy": st.sampled_from([s.name for s in ShardingStrategy]),
     "backward_prefetch": st.sampled_from(["NONE", "BACKWARD_PRE", "BACKWARD_POST"]),
     "mixed_precision": st.sampled_from(["FULL", "DEFAULT", "PURE", {"param_dtype": "bf16"}]),

@@ -35,6 +35,8 @@ PLAIN: dict[str, st.SearchStrategy[Any]] = {
     ),
     "activation_checkpointing_policy": st.sampled_from([None, "auto", ["Block"]]),
     "freeze": st.sampled_from([None, [], ["model.embed"]]),
+    "idle_experts": st.sampled_from([None, "in_order"]),
+    "idle_towers": st.sampled_from([None, "auto", ["model.visual"], "model.visual"]),
     "sharding_strategy": st.sampled_from(
         ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "full_shard"]
     ),

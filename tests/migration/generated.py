@@ -53,6 +53,8 @@ COMPOSER: Mapping[str, list[Any]] = {
     ],
     "activation_checkpointing_policy": [["LlamaDecoderLayer", "B"], "auto", None],
     "freeze": [["model.visual"], "model.embed."],
+    "idle_experts": ["in_order", None],
+    "idle_towers": ["auto", ["model.visual"], None],
     "context_parallel_degree": [1, 2],
     "check_data": [True, False, None],
     "broadcast_batch": [False, "first", "gather", None, "all"],

@@ -156,6 +156,8 @@ PARTS = {
     "gradient_sync": ["accumulation"],
     "reshard_after_backward": ["accumulation"],
     "collective_guard": ["collective_guard"],
+    "idle experts": ["idle_experts"],
+    "idle towers": ["idle_towers"],
     "check_data": ["check_data"],
     "broadcast_batch": ["broadcast_batch"],
     "sync_module_states": ["sync_module_states"],
