@@ -651,6 +651,34 @@ def _() -> None:
         clip_grad_norm_(model, 1.0)
 
 
+class Experts(nn.Module):
+    """Goes through its experts from the last to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[0](self.experts[1](x))
+
+
+@error("expert-units")
+def _() -> None:
+    from composer_fsdp2 import prepare_fully_shard
+
+    policy = {"transformer_layer_cls_to_wrap": [], "moe_experts": ["Linear"]}
+    prepare_fully_shard(nn.Sequential(Experts()), None, {"wrap_policy": policy}, device="cpu")
+
+
+@error("expert-order")
+def _() -> None:
+    from composer_fsdp2.parallel.idle_experts import run_idle_experts
+
+    block = Experts()
+    run_idle_experts(block, block.experts)
+    block(torch.ones(1, 4))
+
+
 @error("gloo-timeout")
 def _() -> None:
     group = dist.new_group(timeout=timedelta(seconds=1))

@@ -70,8 +70,8 @@ ROOMS = {
         packages="numpy torch",
     ),
     "parallel": room(
-        "__init__ contents joining batches connecting idle_experts idle_towers order tensor tiled_mlp context attention "
-        "causal_lm sequences",
+        "__init__ contents joining batches connecting idle_experts idle_towers order tensor tiled_mlp context "
+        "attention causal_lm sequences",
         rooms="errors config _torch sharding training",
         packages="torch",
     ),
