@@ -1,0 +1,136 @@
+"""The language model of ``support.language`` through the real Trainer, alone, under FSDP1 or FSDP2, split or not.
+
+Imports Composer only when called, so that collecting the tests stays cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from support.comparing import full_parameters
+from support.language import Decoder, batch
+from torch import nn
+
+NUM_SAMPLES, GLOBAL_BATCH = 64, 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run leaves behind, the same on every rank."""
+
+    losses: list[float]  # of every batch, averaged over ranks
+    eval_loss: float
+    parameters: dict[str, torch.Tensor]  # full, by the model's own names
+    timestamp: dict[str, int]
+
+
+def composer_model(*, tied: bool = False) -> Any:
+    from composer import ComposerModel
+    from composer.metrics import LanguageCrossEntropy
+
+    class LanguageModel(ComposerModel):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(9)
+            self.model = Decoder(tied=tied)
+            self.metric = LanguageCrossEntropy()
+
+        def forward(self, batch: Any) -> torch.Tensor:
+            return self.model(batch[0][:, :-1])
+
+        def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+            return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[0][:, 1:].flatten())
+
+        def eval_forward(self, batch: Any, outputs: Any = None) -> torch.Tensor:
+            return outputs if outputs is not None else self.forward(batch)
+
+        def get_metrics(self, is_train: bool = False) -> dict[str, Any]:
+            return {} if is_train else {"loss": self.metric}
+
+        def update_metric(self, batch: Any, outputs: torch.Tensor, metric: Any) -> None:
+            metric.update(outputs, batch[0][:, 1:].contiguous())
+
+    return LanguageModel()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    """Matrices decayed, the rest at half the rate: what Composer refuses beside tensor parallelism."""
+    parameters = list(model.parameters())
+    rest = {"params": [p for p in parameters if p.ndim <= 1], "lr": 0.05}
+    matrices = {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1}
+    return torch.optim.SGD([matrices, rest], lr=0.1, momentum=0.9)
+
+
+def loader(num_samples: int, place: Mapping[str, int]) -> Any:
+    """Sequences in order, of which each of the readers has every so manieth."""
+    from composer.utils import dist
+    from torch.utils.data import DataLoader, TensorDataset
+
+    dataset = TensorDataset(batch(0, num_samples))
+    sampler = dist.get_sampler(dataset, **place)
+    return DataLoader(dataset, batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
+
+
+def train(
+    parallelism: Mapping[str, Any] | None,
+    *,
+    tensor_degree: int = 1,
+    tied: bool = False,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    clip: tuple[str, float] | None = ("norm", 0.5),
+    num_batches: int = 6,
+    microbatch: int | str | None = None,
+    dtype: torch.dtype = torch.float64,
+    algorithms: tuple[Any, ...] = (),
+    callbacks: tuple[Any, ...] = (),
+    **options: Any,
+) -> Run:
+    """Train on the same eight sequences a batch whatever the ranks, in two microbatches, with an eval every third.
+
+    The ranks of a group along the tensor axis read the same. Called on all ranks.
+    """
+    from composer import Trainer
+    from composer.algorithms import GradientClipping
+    from support.scripts.train_with_trainer import Record
+
+    torch.set_default_dtype(dtype)
+    model = composer_model(tied=tied)
+    num_readers = torch_dist.get_world_size() // tensor_degree
+    place = {"num_replicas": num_readers, "rank": torch_dist.get_rank() // tensor_degree}
+    trainer = Trainer(
+        model=model,
+        optimizers=make(model),
+        train_dataloader=loader(NUM_SAMPLES, place),
+        eval_dataloader=loader(16, place),
+        eval_interval="3ba",
+        max_duration=f"{num_batches}ba",
+        device="cpu",
+        device_train_microbatch_size=microbatch or GLOBAL_BATCH // num_readers // 2,
+        parallelism_config=None if parallelism is None else dict(parallelism),
+        algorithms=[*([GradientClipping(*clip)] if clip else []), *algorithms],
+        callbacks=[Record(), *callbacks],
+        progress_bar=False,
+        log_to_console=False,
+        seed=17,
+        **options,
+    )
+    trainer.fit()
+    record = next(each for each in trainer.state.callbacks if isinstance(each, Record))
+    time = trainer.state.timestamp
+    evaluated = trainer.state.eval_metrics["eval"]["loss"].compute()
+    run = Run(
+        losses=record.losses,
+        eval_loss=float(evaluated),
+        parameters=full_parameters(trainer.state.model),
+        timestamp={"ba": int(time.batch), "sp": int(time.sample), "tok": int(time.token)},
+    )
+    trainer.close()
+    return run
