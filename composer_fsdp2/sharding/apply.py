@@ -22,6 +22,7 @@ from composer_fsdp2._torch.backward import average_after_backward, keeps_what_co
 from composer_fsdp2._torch.private_names import keep_class_name, own_buffers
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 from composer_fsdp2._torch.slices import parent_mesh
+from composer_fsdp2._torch.strided import keep_strides
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.agree import agree
@@ -69,6 +70,8 @@ def apply_agreed_plan(
     initialisation = decide_initialisation(modules.values(), plan.config.sync_module_states)
     if plan.mesh.device_type == "cpu":
         repair_cpu_collectives()
+    if plan.split:
+        keep_strides()
     made = device_meshes([unit.mesh for unit in plan.units], [*present, *_parent_meshes(model)])
     meshes = {unit.name: mesh for unit, mesh in zip(plan.units, made, strict=True)}
     unit_modules = _unit_modules(plan, modules)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cases import for_each
 from support.language import layer_plan, sequence_plan
-from support.language_trainer import Run, grouped, sgd, train
+from support.language_trainer import Run, grouped, train
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
 from support.trainers import largest_difference
@@ -132,11 +132,11 @@ def test_a_checkpoint_of_split_layers_goes_on_anywhere(tmp_path: Path):
         "sharded alone": run_ranks(resume, 4, str(tmp_path), 1, num_batches)[0],
         "one process": run_ranks(resume_alone, 1, str(tmp_path), num_batches),
     }
-    for runs in resumed.values():
+    for name, runs in resumed.items():
         for run in runs:
-            assert largest_difference(run.losses, uninterrupted.losses[2:]) <= 1e-12
-            for name, value in run.parameters.items():
-                torch.testing.assert_close(value, uninterrupted.parameters[name], rtol=0, atol=1e-12)
+            assert largest_difference(run.losses, uninterrupted.losses[2:]) <= 1e-12, name
+            for each, value in run.parameters.items():
+                torch.testing.assert_close(value, uninterrupted.parameters[each], rtol=0, atol=1e-12)
 
 
 # --- beside Composer's own

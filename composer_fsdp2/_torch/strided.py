@@ -1,0 +1,61 @@
+"""What torch forgets of a parameter that is split by tensor parallelism and then sharded along the same dimension.
+
+Its parts lie in another order than those of a plain ``Shard``: torch calls it ``_StridedShard``. On torch 2.7 that is a
+subclass of ``Shard``, equal to one of the same dimension, and the rules of pointwise operations and reductions answer
+with a plain ``Shard``: the values of ``parameter * 2`` are right on each rank, and in another order for whoever puts
+them together. So an optimizer with weight decay had its momentum saved with rows exchanged, without an error. On 2.13 it
+is a class of its own, which the rules keep.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+_MARK = "_composer_fsdp2_repair"
+
+
+def forgets_strides() -> bool:
+    """Whether rules that ask for a ``Shard`` get a strided one, too, and nobody has mended them here."""
+    return issubclass(_StridedShard, Shard) and not hasattr(_rules()[0], _MARK)
+
+
+def keep_strides() -> None:
+    """Have the result of an operation on such a tensor laid out as the tensor is; idempotent, and local."""
+    if not forgets_strides():
+        return
+    from torch.distributed.tensor._ops import _math_ops, _pointwise_ops
+
+    pointwise, reduced = _rules()
+
+    def common_pointwise_strategy(args_schema: Any, followed_strategy: Any, linearity: bool) -> Any:
+        made = pointwise(args_schema, followed_strategy, linearity)
+        for each, like in zip(made.strategies, followed_strategy.strategies, strict=True):
+            spec = each.output_specs  # not `output_spec`, which is looked up once
+            each.output_specs = replace(spec, placements=_strided_as(like.output_spec.placements, spec.placements))
+        return made
+
+    def map_placements_after_reduction(placements: Any, *args: Any) -> Any:
+        return _strided_as(placements, reduced(placements, *args))
+
+    for function in (common_pointwise_strategy, map_placements_after_reduction):
+        setattr(function, _MARK, True)
+    _pointwise_ops.common_pointwise_strategy = common_pointwise_strategy
+    _math_ops.map_placements_after_reduction = map_placements_after_reduction  # type: ignore[assignment]
+
+
+def _rules() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from torch.distributed.tensor._ops import _math_ops, _pointwise_ops
+
+    return _pointwise_ops.common_pointwise_strategy, _math_ops.map_placements_after_reduction
+
+
+def _strided_as(like: tuple[Placement, ...], placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    return tuple(
+        _StridedShard(placement.dim, split_factor=given.split_factor)
+        if isinstance(given, _StridedShard) and isinstance(placement, Shard)
+        else placement
+        for given, placement in zip(like, placements, strict=True)
+    )

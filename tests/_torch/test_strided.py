@@ -1,0 +1,48 @@
+"""Values of a parameter that is split and sharded along one dimension keep their places."""
+
+from __future__ import annotations
+
+import torch
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+from composer_fsdp2._torch.strided import forgets_strides, keep_strides
+
+
+def check_places() -> tuple[bool, list[str], list[str]]:
+    """What torch puts together wrongly of such a tensor, before and after."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    full = torch.arange(24.0).view(8, 3)
+    split = distribute_tensor(full, mesh["tensor"], [Shard(0)]).to_local()
+    local = distribute_tensor(split, mesh["shard"], [Shard(0)]).to_local()
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False)
+    torch.testing.assert_close(tensor.full_tensor(), full)
+
+    def wrong() -> list[str]:
+        found = {
+            "twice": (tensor * 2, full * 2),
+            "sum": (tensor.add(tensor, alpha=0.1), full * 1.1),
+            "foreach": (torch._foreach_mul([tensor], 3)[0], full * 3),
+            "rows": (tensor.sum(1), full.sum(1)),
+            "columns": (tensor.sum(0), full.sum(0)),
+            "column beside rows": (tensor * tensor.sum(1, keepdim=True), full * full.sum(1, keepdim=True)),
+        }
+        return [name for name, (got, wanted) in found.items() if not torch.allclose(got.full_tensor(), wanted)]
+
+    is_needed, before = forgets_strides(), wrong()
+    keep_strides()
+    keep_strides()
+    # torch remembers what it decided of an operation on such tensors; ours is in force before there are any.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear() if is_needed else None
+    return is_needed, before, wrong()
+
+
+def test_what_is_computed_of_a_strided_tensor_is_put_together_in_its_order():
+    """On torch 2.7 a momentum with weight decay was saved with rows exchanged, and a resumed run trained on it."""
+    is_needed, before, after = run_ranks(check_places, 4, fresh=True)[0]
+    assert is_needed == torch.__version__.startswith("2.7.")
+    assert bool(before) == is_needed
+    assert after == []
