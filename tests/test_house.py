@@ -54,7 +54,8 @@ ROOMS = {
         rooms="errors",
     ),
     "_torch": room(
-        "api groups parts private_names slices strided repairs scaler collectives reset backward unit_parameters __init__",
+        "api groups parts private_names slices strided repairs scaler collectives reset backward unit_parameters "
+        "__init__",
         rooms="errors config",
         packages="torch",
     ),

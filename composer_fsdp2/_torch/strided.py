@@ -3,8 +3,8 @@
 Its parts lie in another order than those of a plain ``Shard``: torch calls it ``_StridedShard``. On torch 2.7 that is a
 subclass of ``Shard``, equal to one of the same dimension, and the rules of pointwise operations and reductions answer
 with a plain ``Shard``: the values of ``parameter * 2`` are right on each rank, and in another order for whoever puts
-them together. So an optimizer with weight decay had its momentum saved with rows exchanged, without an error. On 2.13 it
-is a class of its own, which the rules keep.
+them together. So an optimizer with weight decay had its momentum saved with rows exchanged, without an error. On 2.13
+it is a class of its own, which the rules keep.
 """
 
 from collections.abc import Callable
