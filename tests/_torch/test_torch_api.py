@@ -36,6 +36,9 @@ OTHERS = {
     # Where meshes had no method for it (`_get_root_mesh`).
     "_get_root_mesh",
     "_mesh_resources",
+    # Rules that are mended where they forget strides.
+    "_math_ops",
+    "_pointwise_ops",
 }
 
 
