@@ -17,6 +17,7 @@ from support.comparing import full_parameters
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.synchronisations import Synchronisations
+from support.trainers import on_gpu
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -348,7 +349,10 @@ def check_random() -> None:
         for event in ("after_dataloader", "before_forward"):
             with FSDP2():
                 options = {"algorithms": [random_algorithm(event)], "replicated": how is OFF}
-                refused(make(how, duration="2ba", **options), words)
+                trainer = make(how, duration="2ba", **options)
+                refused(trainer, words)
+                seen = recorded(trainer).microbatches
+                assert bool(seen) == (event == "before_forward"), f"a forward of other shapes would hang: {seen}"
 
 
 def test_an_algorithm_that_draws_other_numbers_on_each_rank_is_an_error():
@@ -422,6 +426,58 @@ def check_ends() -> None:
 def test_loaders_that_end_at_different_batches_end_the_epoch_on_all_ranks():
     """No rank waits for the batch of another whose data has ended, and a smaller last batch is no error."""
     run_ranks(check_ends, 2)
+
+
+def check_unjoinable() -> None:
+    def collate(samples: list[Any]) -> Any:
+        batch = torch.utils.data.default_collate(samples)
+        return batch | {"input_ids": batch["input_ids"][:, : 3 if dist.get_rank() == 3 else 4]}
+
+    loader = DataLoader(Samples(), ROWS, sampler=sampler(Samples(), replicated=False), collate_fn=collate)
+    with FSDP2():
+        trainer = make(GATHER, loader=loader)
+        with pytest.raises(ConfigError, match=r"batch has rows of 4 and 3 tokens and no attention_mask"):
+            trainer.fit()
+        trainer.close()
+
+
+def test_batches_that_one_group_cannot_join_are_an_error_on_all_ranks():
+    """The ranks of other groups would wait in their first forward."""
+    run_ranks(check_unjoinable, 4)
+
+
+def hungry_model(rank: int) -> Any:
+    """It is out of memory on one rank for more than one row."""
+    model = build_model()
+    forward = model.net.forward
+
+    def hungry(tokens: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == rank and len(tokens) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        result: torch.Tensor = forward(tokens)
+        return result
+
+    model.net.forward = hungry
+    return model
+
+
+def check_auto() -> None:
+    for how, replicated in ((OFF, True), (GATHER, False)):
+        with FSDP2(), on_gpu():
+            trainer = make(how, replicated=replicated, microbatch="auto", duration="3ba", model=hungry_model(1))
+            trainer.fit()
+        assert trainer.state.device_train_microbatch_size == 1
+        of_ranks = [samples_of(rank, 2) for rank in range(2)]
+        both = [[a + b] for a, b in zip(*of_ranks, strict=True)]
+        batches = ([[each] for each in samples_of(0, 1)] if replicated else both)[:3]
+        losses = torch.tensor(recorded(trainer).losses)
+        torch.testing.assert_close(losses, torch.tensor(one_process(batches)), rtol=1e-5, atol=1e-6)
+        trainer.close()
+
+
+def test_a_first_batch_that_is_repeated_in_smaller_microbatches_is_compared_once():
+    """With device_train_microbatch_size: auto a rank out of memory leaves no other waiting in a comparison."""
+    run_ranks(check_auto, 2)
 
 
 # --- evaluations and predictions
