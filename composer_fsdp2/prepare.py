@@ -292,6 +292,8 @@ def _decide(
         strict=translation.strict,
         tensor_parallel=tensor.layer_plan,
     )
+    if tensor.is_idle:
+        plan = replace(plan, notes=(*plan.notes, "tensor_parallel_degree is 1: no layer is split, as in Composer"))
     slices = (mesh for mesh in (given.mesh, tensor.mesh) if isinstance(mesh, DeviceMesh))
     present = tuple(mesh for each in slices for mesh in (each, parent_mesh(each)))
     return translation, plan.resolve(world_size), present

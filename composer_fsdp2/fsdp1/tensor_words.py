@@ -25,12 +25,14 @@ class TensorParallel:
         degree: Over how many consecutive ranks layers are split; 1: none.
         layer_plan: By a module's path, torch's style.
         mesh: The slice that Composer's State cut from its mesh of all axes.
+        is_idle: It was given, and asks for nothing.
         gathers_batches: The ranks of a group read different data, all of which each is to compute with.
     """
 
     degree: int = 1
     layer_plan: Mapping[str, ParallelStyle] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
+    is_idle: bool = False
     gathers_batches: bool = False
 
     @classmethod
@@ -59,7 +61,7 @@ class TensorParallel:
         if problems:
             raise ConfigError("\n".join(problems), keys=("tensor_parallel_degree", "layer_plan"))
         if degree == 1:
-            return cls()
+            return cls(is_idle="tensor_parallel_degree" in given or plan is not None)
         return cls(degree=degree, layer_plan=_by_path(plan), mesh=given.get("device_mesh"))
 
 

@@ -22,6 +22,7 @@ from composer_fsdp2.config.text import did_you_mean
 from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.agree import agree
+from composer_fsdp2.sharding.decide import refuse_sharded
 from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, the_optimizer
 from composer_fsdp2.sharding.plan import SplitModule
 from composer_fsdp2.sharding.split import split_module, tie_again
@@ -130,6 +131,7 @@ def split_model(
     """
 
     def decide() -> TensorPlan:
+        refuse_sharded(model)
         check_optimizers(model, optimizers)
         return plan_split(model, layer_plan, mesh.size())
 
@@ -245,10 +247,10 @@ def _placements_of(module: nn.Module, style: ParallelStyle) -> _Placements:
 
 
 def _problem_of_tie(sides: Mapping[str, Placement | None]) -> str:
-    told = ", ".join(f"{name} {'unsplit' if placement is None else placement!r}" for name, placement in sides.items())
+    told = {name: "unsplit" if placement is None else repr(placement) for name, placement in sides.items()}
     return (
-        f"one parameter, tied, would be split in several ways: {told}. Plan all of its modules, or none; an embedding "
-        "RowwiseParallel and a head ColwiseParallel are both Shard(dim=0)"
+        f"one parameter, tied, would be split in several ways: {', '.join(map(' '.join, told.items()))}. Plan all of "
+        "its modules, or none; an embedding RowwiseParallel and a head ColwiseParallel are both Shard(dim=0)"
     )
 
 

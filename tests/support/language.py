@@ -14,16 +14,18 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-VOCABULARY, WIDTH, HEAD = 24, 16, 4
+VOCABULARY, WIDTH, HIDDEN, HEAD = 24, 16, 32, 4
 NUM_TOKENS = 9  # of a sequence, the last of them only a label
 
 
 class Attention(nn.Module):
     """Whole heads of any number, so that each rank can have some."""
 
-    def __init__(self) -> None:
+    head_dim = HEAD
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         split = [
@@ -34,19 +36,19 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.gate, self.up, self.down = nn.Linear(width, hidden), nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.norm_1, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.norm_2, self.mlp = nn.LayerNorm(WIDTH), MLP()
+        self.norm_1, self.attention = nn.LayerNorm(width), Attention(width)
+        self.norm_2, self.mlp = nn.LayerNorm(width), MLP(width, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_1(x))
@@ -54,11 +56,11 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, *, tied: bool) -> None:
+    def __init__(self, *, tied: bool, vocabulary: int = VOCABULARY, width: int = WIDTH, hidden: int = HIDDEN) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Layer(width, hidden) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
 
@@ -77,9 +79,9 @@ class Decoder(nn.Module):
 class Language(nn.Module):
     """As Composer has it: the model is the child of what is trained."""
 
-    def __init__(self, *, tied: bool = False) -> None:
+    def __init__(self, *, tied: bool = False, **sizes: int) -> None:
         super().__init__()
-        self.model = Decoder(tied=tied)
+        self.model = Decoder(tied=tied, **sizes)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model(tokens)
