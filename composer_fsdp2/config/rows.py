@@ -85,6 +85,7 @@ class Aspect(enum.Enum):
     SYNC = "sync_module_states"
     WRAP = "wrap"
     FREEZE = "freeze"
+    CONTEXT = "context parallelism"
     STATE_DICT = "state_dict_type"
     ASYNC_SAVE = "async_save"
     OTHER = "other"  # each its own: no key of a dialect stands for another's

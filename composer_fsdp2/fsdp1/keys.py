@@ -468,7 +468,7 @@ _ROWS: tuple[Row, ...] = (
         "collective costs a small one more"),
     Row(name="context_parallel_degree", capability="context parallelism", takes=POSITIVE_INT, default=1,
         group=KeyGroup.OURS, outcome=_EXACT, target="attention that exchanges heads for sequence (Ulysses)",
-        neutral=(1,), sets="context_parallel_degree",
+        neutral=(1,), aspect=Aspect.CONTEXT, sets="context_parallel_degree",
         meaning="over how many ranks the sequences of a batch are divided; these ranks share one batch",
         reason="each rank computes all but attention on its part of the sequence; parameters are sharded over all "
         "ranks, as without it"),

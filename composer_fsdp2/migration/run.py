@@ -22,7 +22,7 @@ class RunConfig(Value):
         save_only_model: Whether they lack the optimizer.
         max_grad_norm: To which norm gradients are clipped.
         num_ranks, num_nodes: Of the run, where its file tells.
-        tensor_parallel, context_parallel, pipeline_parallel, expert_parallel: Over how many ranks.
+        tensor_parallel, pipeline_parallel, expert_parallel: Over how many ranks.
         expert_patch: Whether experts without tokens run on one token, so that all ranks run the same.
         tiled_chunks: Into how many pieces of the sequence MLPs are cut whose classes the file does not name.
         selective_checkpointing: Which of the checkpointed modules are recomputed: every n-th, or by operator.
@@ -40,7 +40,6 @@ class RunConfig(Value):
     num_ranks: int | None = None
     num_nodes: int | None = None
     tensor_parallel: int = 1
-    context_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
     expert_patch: bool = False
@@ -54,13 +53,18 @@ class RunConfig(Value):
         return self.config.wrap
 
     @property
+    def context_parallel(self) -> int:
+        """Over how many ranks sequences are divided."""
+        return self.config.context_parallel_degree
+
+    @property
     def mlp_chunks(self) -> int | None:
         """Into how many pieces of the sequence MLPs are cut."""
         return self.tiled_chunks if self.config.tiled_mlp is None else self.config.tiled_mlp.chunks
 
     def with_degrees(self) -> "RunConfig":
         """With the degree that was left open, where the number of ranks tells it; else as it is."""
-        model_ranks = self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.expert_parallel
+        model_ranks = self.tensor_parallel * self.pipeline_parallel * self.expert_parallel
         if self.num_ranks is None or model_ranks != 1:
             return self
         try:

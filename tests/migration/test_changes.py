@@ -46,20 +46,20 @@ actor_train:
 def test_a_refusal_is_told_once():
     """Three findings for one tensor parallelism look like three things to do."""
     migration = migrate_text(TITAN, "405b.toml")
-    assert blocking(migration) == ["tensor_parallel_degree", "context_parallel_degree", "model.converters"]
+    assert blocking(migration) == ["tensor_parallel_degree", "model.converters"]
     assert "tensor parallelism" not in [each.key for each in migration.sections[0].findings]
     detail = found(migration, "enable_async_tensor_parallel")
     assert detail.outcome is Outcome.UNNEEDED and "tensor_parallel_degree" in detail.reason
     refused = found(migration, "tensor_parallel_degree")
     assert "data_parallel_shard_degree" in refused.hint  # what to write instead
-    assert blocking(migrate_text(ROLL, "run.yaml")) == ["ep_size", "model_args.ulysses_size"]
+    assert blocking(migrate_text(ROLL, "run.yaml")) == ["ep_size"]
 
 
 def test_what_the_target_has_is_not_refused():
-    """ROLL's context parallelism is TorchTitan's, too; that composer_fsdp2 has none is nobody's concern there."""
+    """ROLL's context parallelism is TorchTitan's, too, by another way."""
     migration = migrate_text(ROLL.replace("ep_size: 4, efsdp_size: 2, ", ""), "run.yaml", to="torchtitan")
     kept = found(migration, "model_args.ulysses_size")
-    assert kept.outcome is Outcome.EXACT and kept.target == "parallelism.context_parallel_degree"
+    assert kept.outcome is Outcome.EXACT and kept.target == "parallelism.context_parallel_degree: 2"
     assert "context_parallel_degree = 2" in migration.after
     assert migration.exit_code == 0
 

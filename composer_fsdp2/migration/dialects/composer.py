@@ -356,8 +356,12 @@ _LACKS: tuple[Lack, ...] = (
         hint="set it to true if the model is created on rank 0 only"),
     Lack(asked="ignored_modules", outcome=_NEEDS_DECISION, target="ignored_modules",
         reason="a file cannot name modules", hint="set fsdp_config['ignored_modules'] in the script"),
+    Lack(asked="context parallelism", outcome=_EXACT, target="context_parallel_degree: {value}",
+        reason="the ranks of a sequence exchange heads for sequence (Ulysses), which gives the same numbers as other ways",
+        hint="the degree must divide the model's heads; a model whose attention does not go through transformers' "
+        "interface is refused before training, by name, as Qwen2.5-VL of transformers 4.51"),
     *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason="composer_fsdp2 shards data parallel runs; it has "
-        f"no {kind} parallelism") for kind in ("tensor", "pipeline", "context", "expert")),
+        f"no {kind} parallelism") for kind in ("tensor", "pipeline", "expert")),
     Lack(asked="expert patch", outcome=_UNNEEDED,
         reason="all experts of a layer are in one unit, which every rank gathers whatever its tokens choose"),
     Lack(asked="tiled MLP", when=lambda run: run.config.tiled_mlp is None, outcome=_APPROXIMATE, target="tiled_mlp",
@@ -557,6 +561,7 @@ _WORDS: Mapping[str, Callable[[Any], Any]] = {
     "freeze": freeze_words,
     "tiled_mlp": tiled_words,
     "idle_towers": idle_towers_words,
+    "context_parallel_degree": lambda degree: degree,
 }
 
 

@@ -51,7 +51,7 @@ _DTYPES = ("float32", "bfloat16")
 
 
 def _shard_degree(finding: Finding, file: File) -> Finding:
-    if finding.value != 1:
+    if finding.value != 1 or file.is_on("parallelism.context_parallel_degree"):
         return finding
     return replace(
         finding,
@@ -148,13 +148,13 @@ _RECOMPUTES = "activation_checkpoint.mode = selective or full"
 _ONE_MESH = "composer_fsdp2 shards over the data-parallel ranks only"
 
 
-def _belonging(only_with: str, *names: str, reason: str) -> tuple[Row, ...]:
+def _belonging(only_with: str, *names: str, reason: str, outcome: Outcome = Outcome.UNSUPPORTED) -> tuple[Row, ...]:
     """Keys that say more about a feature, and nothing without it."""
     return tuple(
         Row(
             name=name,
             meaning=f"a detail of {only_with}",
-            outcome=Outcome.UNSUPPORTED,
+            outcome=outcome,
             reason=reason,
             only_with=only_with,
         )
@@ -196,14 +196,14 @@ _ROWS: tuple[Row, ...] = (
         "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv",
         "parallelism.pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_expert_parallel_overlap",
         reason="belongs to pipeline parallelism"),
-    Row(name="parallelism.context_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
-        capability="context parallelism",
+    Row(name="parallelism.context_parallel_degree", default=1, outcome=Outcome.EXACT, takes=POSITIVE_INT,
+        target="context_parallel_degree", aspect=Aspect.CONTEXT, capability="context parallelism",
         neutral=(1,), aliases=("experimental.context_parallel_degree",),
         meaning="context parallelism, whose ranks shard parameters as well",
-        reason=f"{_ONE_MESH}; a whole sequence must fit one rank",
-        hint="context_parallel_degree = 1, with full activation checkpointing or a shorter seq_len"),
+        reason="the ranks of a sequence pass keys and values around"),
     *_belonging("parallelism.context_parallel_degree", "parallelism.context_parallel_rotate_method",
-        "parallelism.context_parallel_load_balancer", reason="belongs to context parallelism"),
+        "parallelism.context_parallel_load_balancer", outcome=Outcome.UNNEEDED,
+        reason="nothing is passed around where heads are exchanged"),
     Row(name="parallelism.expert_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
         capability="expert parallelism",
         neutral=(1,), meaning="expert parallelism; without experts in the model it does nothing",
@@ -537,12 +537,15 @@ def _run(file: File) -> RunConfig:
     option = file["activation_checkpoint.selective_ac_option"]
     has_pipeline = file.is_on("parallelism.pipeline_parallel_degree")
     replicas, shards = (file[f"parallelism.data_parallel_{axis}_degree"] for axis in ("replicate", "shard"))
+    context = file["parallelism.context_parallel_degree"]
+    shards *= context if shards > 0 else 1  # parameters are sharded over the ranks of a sequence, too
     wrap = _USUAL_WRAP if file.model not in _OWN_UNITS else _OWN_UNITS[file.model].wrap
     recomputed = ActivationCheckpointing(checkpoint=True, classes=wrap.classes, reentrant=False)
     return RunConfig(
         config=ShardingConfig(
             # DDP is what TorchTitan does with replicas of one rank each.
             mesh=MeshSpec.of_degrees(shard=shards, replicate=replicas if replicas > 1 else None),
+            context_parallel_degree=context,
             reshard_after_forward=reshard == "always" or (reshard == "default" and not has_pipeline),
             mixed_precision=MixedPrecision(
                 param_dtype=file["training.mixed_precision_param"],
@@ -562,7 +565,7 @@ def _run(file: File) -> RunConfig:
     )
 
 
-_PARALLELISMS = ("context_parallel", "expert_parallel", "tensor_parallel", "pipeline_parallel")
+_PARALLELISMS = ("expert_parallel", "tensor_parallel", "pipeline_parallel")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -575,6 +578,12 @@ _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
 def _is_without_shards(run: RunConfig) -> bool:
     mesh = run.config.mesh
     return not mesh.is_grouped and mesh.replicate_degree != -1 and mesh.shard_degree == 1
+
+
+def _own_shards(run: RunConfig) -> int:
+    """TorchTitan multiplies it by the context degree."""
+    degree = run.config.mesh.shard_degree
+    return degree if degree == -1 else max(degree // run.context_parallel, 1)
 
 
 def _casts_no_inputs(run: RunConfig) -> bool:
@@ -716,7 +725,8 @@ class TorchTitanDialect(Dialect):
         is_low = config.mixed_precision.param_dtype in LOW_PRECISION
         for key, value, is_needed in (
             ("parallelism.data_parallel_replicate_degree", mesh.replicate_degree, has_degrees),
-            ("parallelism.data_parallel_shard_degree", mesh.shard_degree, has_degrees),
+            ("parallelism.data_parallel_shard_degree", _own_shards(run), has_degrees),
+            ("parallelism.context_parallel_degree", run.context_parallel, run.context_parallel != 1),
             ("parallelism.fsdp_reshard_after_forward", freed if config.reshard_after_forward else "never", True),
             *((f"parallelism.{kind}_degree", degree, degree != 1) for kind, degree in parallel.items()),
             ("compile.enable", True, run.compile),

@@ -357,7 +357,6 @@ def test_experts_stay_in_their_layers_unit():
 BESIDE_SHARDING = {
     "tensor_parallel": 2,
     "pipeline_parallel": 2,
-    "context_parallel": 2,
     "expert_parallel": 2,
     "expert_patch": True,
     "tiled_chunks": 4,

@@ -335,7 +335,7 @@ def test_frozen_prefixes_have_commas_between_them():
 @pytest.mark.parametrize(
     ("config", "model_args", "key", "expected"),
     [
-        ({"fsdp_size": 4}, {"ulysses_size": 2}, "model_args.ulysses_size", Outcome.UNSUPPORTED),
+        ({"fsdp_size": 4}, {"ulysses_size": 2}, "model_args.ulysses_size", Outcome.EXACT),
         ({"ep_size": 2}, {}, "ep_size", Outcome.UNSUPPORTED),
         ({"ep_size": 2, "efsdp_size": 4}, {}, "efsdp_size", Outcome.UNSUPPORTED),
         ({"efsdp_size": 4}, {}, "efsdp_size", Outcome.UNNEEDED),
@@ -507,7 +507,7 @@ def test_meshes_that_roll_has_not(mesh: MeshSpec, expected: Outcome):
         (run_with(collective_guard=9.0), "(collective_guard)"),
         (run_with(accumulation=Accumulation(reshard_after_backward=False)), "(reshard_after_backward)"),
         (run_with(activation_checkpointing=ActivationCheckpointing(cpu_offload=True)), "(activation offloading)"),
-        (run_with(context_parallel=2), "(context parallelism)"),
+        (run_with(context_parallel_degree=2), "(context parallelism)"),
         (run_with(tensor_parallel=2), "(tensor parallelism)"),
         (run_with(max_grad_norm=0.5), "(gradient clipping)"),
     ],
@@ -676,7 +676,7 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
         [],
     ),
     "grouped products": (shape("{ulysses_size: 1}", config="moe_use_grouped_mm: true\napply_tiled_mlp: false"), []),
-    "Ulysses": (shape("{ulysses_size: 2}", config=POLICY, reference=INFER), ["model_args.ulysses_size"] * 2),
+    "Ulysses": (shape("{ulysses_size: 2}", config=POLICY, reference=INFER), []),
     "expert parallelism": (shape(config=f"ep_size: 8\nefsdp_size: 2\n{POLICY}"), ["ep_size"]),
     "misspelt": (shape(config="offload: true"), ["offload"]),
 }

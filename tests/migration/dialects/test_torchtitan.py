@@ -197,7 +197,24 @@ def test_activation_checkpointing(written: dict[str, Any], checkpoint: bool, exp
 # --- more than sharding
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline", "context", "expert"])
+def test_context_parallelism_is_carried_over():
+    """Its ranks shard parameters as well, in both; a degree that lacked them would be another mesh."""
+    reading = read(parallelism(context_parallel_degree=2, data_parallel_shard_degree=4))
+    assert reading.run is not None and reading.run.config.mesh.shard_degree == 8
+    found = finding(reading, "context_parallel_degree")
+    assert found.outcome is Outcome.EXACT and found.target == "context_parallel_degree"
+    written = {each.key: each.value for each in TorchTitanDialect().express(reading.run).settings}
+    assert written["parallelism.data_parallel_shard_degree"] == 4
+    assert written["parallelism.context_parallel_degree"] == 2
+    assert finding(read(parallelism(context_parallel_degree=1)), "context_parallel_degree").outcome is Outcome.UNNEEDED
+    detail = finding(
+        read(parallelism(context_parallel_degree=2, context_parallel_rotate_method="alltoall")),
+        "context_parallel_rotate_method",
+    )
+    assert detail.outcome is Outcome.UNNEEDED and "passed around" in detail.reason
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "expert"])
 def test_other_parallelism_is_unsupported(kind: str):
     """A run that needs it is not turned into one that runs out of memory without a word."""
     key = f"{kind}_parallel_degree"
@@ -212,7 +229,6 @@ def test_other_parallelism_is_unsupported(kind: str):
     [
         ("disable_loss_parallel", True, "tensor_parallel_degree"),
         ("pipeline_parallel_schedule", "Interleaved1F1B", "pipeline_parallel_degree"),
-        ("context_parallel_rotate_method", "alltoall", "context_parallel_degree"),
         ("expert_tensor_parallel_degree", 2, "expert_parallel_degree"),
     ],
 )
@@ -690,7 +706,7 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
     "v0.2.2 kept": (shape("gpt_oss", ONES, V2, KEPT, COMPILED.format("false")), []),
     "v0.2.2 context": (
         shape("llama3", "context_parallel_degree = 2\ncontext_parallel_rotate_method = 'alltoall'\n", V2, FULLY),
-        ["context_parallel_degree"],
+        [],
     ),
 }
 

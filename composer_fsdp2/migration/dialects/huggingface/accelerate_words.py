@@ -71,9 +71,10 @@ def degrees_of(run: RunConfig) -> dict[str, int]:
     if ranks and (replicate == -1) != (shard == -1) and not mesh.is_grouped and mesh.has_replicas:
         replicate = ranks // shard if replicate == -1 else replicate
         shard = ranks // replicate if shard == -1 else shard
-    if mesh.is_grouped or shard < 2 or replicate < 1 or _is_over_all_ranks(run):
+    if mesh.is_grouped or shard < 2 or replicate < 1 or _is_over_all_ranks(run) or shard % run.context_parallel:
         return {}
-    sizes = {"dp_replicate": replicate, "dp_shard": shard, "tp": others["tensor_parallel"]}
+    # Parameters are sharded over the ranks of a sequence, too.
+    sizes = {"dp_replicate": replicate, "dp_shard": shard // run.context_parallel, "tp": others["tensor_parallel"]}
     sizes["cp"] = others["context_parallel"]
     return {f"{DEGREES_PREFIX}{name}_size": size for name, size in sizes.items()}
 

@@ -35,6 +35,7 @@ def run_of(held: Held) -> RunConfig:
         ),
         accumulation=Accumulation(gradient_sync=GradientSync.LAST if accumulates(held) else GradientSync.EVERY),
         sync_module_states=settings["sync_module_states"],
+        context_parallel_degree=settings["cp_size"],
     )
     is_launcher, is_axolotl = not held.reader.is_trainer, held.reader.is_axolotl
     return RunConfig(
@@ -45,7 +46,6 @@ def run_of(held: Held) -> RunConfig:
         num_nodes=around.get("num_machines") if is_launcher else None,
         max_grad_norm=settings["gradient_clipping"] if is_launcher else _max_grad_norm(around),
         tensor_parallel=settings["tp_size"],
-        context_parallel=settings["cp_size"],
         expert_parallel=settings["ep_size"],
         save_only_model=is_axolotl and bool(around.get("save_only_model")),
         compile=is_axolotl and around.get("torch_compile") in (True, "auto"),

@@ -156,20 +156,23 @@ def test_files_of_its_examples_need_no_decision(shape: str) -> None:
 
 
 def test_other_axes_are_refused_once() -> None:
-    """A run over parts of sequences would train as plain FSDP; three findings said one thing."""
-    for sizes, asked in (
-        ({"cp": 4, "dp_shard": 2}, "cp"),
-        ({"cp": 8}, "cp"),  # parameters are sharded over the ranks of a sequence
-        ({"tp": 2, "dp_shard": 2, "dp_replicate": 2}, "tp"),
-    ):
-        (blocking,) = migrated(HEAD + FSDP2 + axes(**sizes) + AROUND).blocking
-        assert (blocking.key, blocking.outcome) == (
-            f"parallelism_config.parallelism_config_{asked}_size",
-            Outcome.UNSUPPORTED,
-        )
-    (blocking,) = migrated(HEAD + ZERO3 + axes(cp=2, dp_shard=2) + AROUND).blocking
-    assert blocking.key.endswith("cp_size")
-    assert run_of(HEAD + FSDP2 + axes(cp=8) + AROUND).config.mesh.shard_degree == 8
+    """A run whose layers are split would train as plain FSDP; three findings said one thing."""
+    (blocking,) = migrated(HEAD + FSDP2 + axes(tp=2, dp_shard=2, dp_replicate=2) + AROUND).blocking
+    assert (blocking.key, blocking.outcome) == (
+        "parallelism_config.parallelism_config_tp_size",
+        Outcome.UNSUPPORTED,
+    )
+
+
+def test_parts_of_sequences_are_carried_over() -> None:
+    """Parameters are sharded over the ranks of a sequence, too; without them it would be another mesh."""
+    for sizes in ({"cp": 4, "dp_shard": 2}, {"cp": 8}):
+        migration = migrated(HEAD + FSDP2 + axes(**sizes) + AROUND)
+        assert not migration.blocking and f"context_parallel_degree: {sizes['cp']}" in migration.after
+        run = run_of(HEAD + FSDP2 + axes(**sizes) + AROUND)
+        assert run.config.mesh.shard_degree == 8 and run.context_parallel == sizes["cp"]
+        words = {each.key: each.value for each in HuggingFaceDialect().express(run).settings}
+        assert words["parallelism_config"]["parallelism_config_dp_shard_size"] == 8 // sizes["cp"]
 
 
 def test_zero_stages_keep_what_they_mean() -> None:

@@ -161,8 +161,7 @@ def test_the_version_beside_the_section_is_axolotls_alone() -> None:
     ("keys", "asked"),
     [
         ("tensor_parallel_size: 2\ndp_shard_size: 2\ndp_replicate_size: 2\n", {"tensor_parallel_size"}),
-        ("dp_shard_size: 2\ncontext_parallel_size: 2\ntensor_parallel_size: 2\n",
-         {"tensor_parallel_size", "context_parallel_size"}),
+        ("dp_shard_size: 2\ncontext_parallel_size: 2\ntensor_parallel_size: 2\n", {"tensor_parallel_size"}),
         ("expert_parallel_size: 2\ndp_shard_size: 2\n", {"expert_parallel_size"}),
     ],
 )  # fmt: skip

@@ -626,7 +626,7 @@ def test_all_ranks_need_no_word_that_a_release_refuses(mesh: MeshSpec, num_ranks
 
 def test_other_axes_are_a_decision() -> None:
     """Left out, sequences would be whole on every rank: the run would not fit, and the report said that it does."""
-    run = run_with(Wrap(kind=WrapKind.CLASSES), context_parallel=2)
+    run = run_with(Wrap(kind=WrapKind.CLASSES), context_parallel_degree=2)
     (found,) = [each for each in DIALECT.express(run).findings if each.name == "(mesh)"]
     assert found.outcome is Outcome.NEEDS_DECISION
     assert "cp_size" in found.hint
@@ -837,7 +837,7 @@ BESIDE_SHARDING: dict[str, Any] = {
     "expert_patch": True,
     "pipeline_parallel": 2,
     "expert_parallel": 2,
-    "context_parallel": 2,
+    "context_parallel_degree": 2,
     "tensor_parallel": 2,
 }
 
@@ -854,6 +854,7 @@ def test_what_accelerates_file_cannot_say_is_a_finding(name: str) -> None:
         "freeze",
         "tiled_chunks",
         "expert_patch",
+        "context_parallel_degree",
         *(each for each in BESIDE_SHARDING if each.endswith("_parallel")),
     )
     assert any(each.outcome.blocks for each in more) == (name in decisions)
