@@ -154,6 +154,21 @@ def _() -> None:
         translated(process_group="node")
 
 
+@error("mask-of-a-part")
+def _() -> None:
+    scores, mask = torch.zeros(1, 2, 8, 8), torch.zeros(1, 1, 4, 4)
+    _ = scores + mask[:, :, :, :8]  # as eager attention of transformers does
+
+
+@error("unknown-attention")
+def _() -> None:
+    import composer_fsdp2.compat.context  # knows MPT, as under install()
+    from composer_fsdp2 import prepare_fully_shard
+
+    del composer_fsdp2
+    prepare_fully_shard(Stack(), None, {"context_parallel_degree": 2}, device="cpu")
+
+
 @error("tensor-parallelism")
 def _() -> None:
     with FSDP2():
