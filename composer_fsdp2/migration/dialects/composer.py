@@ -357,7 +357,7 @@ _LACKS: tuple[Lack, ...] = (
     Lack(asked="ignored_modules", outcome=_NEEDS_DECISION, target="ignored_modules",
         reason="a file cannot name modules", hint="set fsdp_config['ignored_modules'] in the script"),
     Lack(asked="context parallelism", outcome=_EXACT, target="context_parallel_degree: {value}",
-        reason="the ranks of a sequence exchange heads for sequence (Ulysses), which gives the same numbers as other ways",
+        reason="the ranks of a sequence exchange heads for sequence (Ulysses): the same numbers as by other ways",
         hint="the degree must divide the model's heads; a model whose attention does not go through transformers' "
         "interface is refused before training, by name, as Qwen2.5-VL of transformers 4.51"),
     *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason="composer_fsdp2 shards data parallel runs; it has "
