@@ -235,6 +235,15 @@ def test_what_a_divided_sequence_keeps_and_communicates():
     assert ours.keys() == by_hand.keys() and ours["allreduce_"]["calls"] == by_hand["allreduce_"]["calls"] == 1
 
 
+@pytest.mark.skipif(not HAS_COMPOSER, reason="transformers is not installed")
+def test_what_split_layers_communicate():
+    """A step of split layers sends what the same by hand sends, and clipping adds a number for each axis."""
+    found = benchmark("split.py", "--width", "16", "--layers", "1")
+    assert all(bar["holds"] for bar in found["bars"]), found["bars"]
+    # Two for each layer and direction, of a row of 64 tokens in float64.
+    assert found["collectives"]["composer_fsdp2"]["all_reduce"] == {"calls": 7, "bytes": 7 * 64 * 16 * 8}
+
+
 def test_the_object_of_the_set_up():
     """Each size has its row, and the three parts of our time are all there."""
     result = benchmark("setup.py", "--modules", "20", "50", "--repeat", "1")

@@ -1,0 +1,182 @@
+"""What a step communicates where layers are split over two ranks and sharded over two more: ours, and by hand.
+
+    python benchmarks/split.py
+    python benchmarks/split.py --width 256 --layers 8 --json
+
+Four ranks, a Llama by transformers with attention and feed-forward split (ColwiseParallel, RowwiseParallel). By hand it
+is ``parallelize_module`` and then ``fully_shard`` for each layer and the model. Counted are the collectives of a step
+with the gradients clipped, and those of a step without; gradients of both are compared. Exit code 0, or 1 if a bar does
+not hold.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import report
+import torch
+import torch.distributed as dist
+from counting import Collectives
+from launch import on_ranks
+from report import Bar, machine, markdown, mib
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2._torch.repairs import repair_cpu_collectives
+
+RANKS, TENSOR = 4, 2
+VOCABULARY, TOKENS = 512, 64
+OURS, BY_HAND, CLIPPED = "composer_fsdp2", "by hand", "composer_fsdp2, clipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Sizes of the model."""
+
+    width: int
+    layers: int
+    heads: int
+
+
+class Holder(nn.Module):
+    """As Composer has it: the model is the child of what is trained."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = report.parser(__doc__)
+    for name, default in (("width", 64), ("layers", 4), ("heads", 4)):
+        parser.add_argument(f"--{name}", type=report.count, default=default)
+    given = parser.parse_args(arguments)
+    import transformers.models.llama.modeling_llama  # noqa: F401  # once: the ranks are forked
+
+    options = asdict(Options(given.width, given.layers, given.heads))
+    found = on_ranks(measure, RANKS, "cpu", options, start_method="fork")
+    counts, difference = found["collectives"], found["gradient_difference"]
+    added = {name: each for name, each in counts[CLIPPED].items() if each != counts[OURS].get(name)}
+    bars = [
+        Bar("the collectives and bytes of the same by hand", _calls(counts[OURS]), counts[OURS] == counts[BY_HAND]),
+        Bar(
+            "clipping adds one all-reduce for each axis",
+            _calls(added),
+            added == {"allreduce_": {"calls": 2, "bytes": 16}},
+        ),
+        Bar("the gradients of the same by hand", f"{difference:.1e}", difference < 1e-12),
+    ]
+    return report.conclude(given, bars, summary=found, text=_text(counts))
+
+
+def measure(given: dict[str, int]) -> dict[str, Any]:
+    """The collectives of each way's second step, and how far gradients are apart. Called on all ranks."""
+    options = Options(**given)
+    torch.set_default_dtype(torch.float64)
+    ours, by_hand = _ours(options), _by_hand(options)
+    collectives = {
+        OURS: _step(ours),
+        BY_HAND: _step(by_hand),
+        CLIPPED: _step(ours, lambda model: clip_grad_norm_(model, 1.0)),
+    }
+    for model in (ours, by_hand):
+        model.zero_grad()
+        _loss(model).backward()
+    pairs = zip(ours.parameters(), by_hand.parameters(), strict=True)
+    difference = max(_largest(_full(one.grad) - _full(other.grad)) for one, other in pairs)
+    return {"collectives": collectives, "gradient_difference": difference}
+
+
+def _step(model: Holder, then: Callable[[nn.Module], object] = lambda model: None) -> dict[str, dict[str, int]]:
+    _loss(model).backward()  # in the first step roots are found
+    model.zero_grad()
+    with Collectives() as collectives:
+        _loss(model).backward()
+        then(model)
+    return collectives.counts
+
+
+def _loss(model: Holder) -> torch.Tensor:
+    """Of one row for each group along the tensor axis."""
+    generator = torch.Generator().manual_seed(dist.get_rank() // TENSOR)
+    tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=generator)
+    loss: torch.Tensor = model.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return tensor.abs().max().item()
+
+
+def _full(grad: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(grad, DTensor), "every parameter is sharded and trained"
+    return grad.full_tensor()
+
+
+def _model(options: Options) -> Holder:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=options.width, intermediate_size=3 * options.width,
+        num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.heads,
+        max_position_embeddings=TOKENS,
+    )  # fmt: skip
+    return Holder(LlamaForCausalLM(config))
+
+
+def _plan() -> dict[str, ParallelStyle]:
+    colwise = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan: dict[str, ParallelStyle] = {f"model.model.layers.*.{name}": ColwiseParallel() for name in colwise}
+    plan |= {f"model.model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    return plan
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("DecoderLayer")
+
+
+def _ours(options: Options) -> Holder:
+    model = _model(options)
+    model.model.fsdp_wrap_fn = _is_layer
+    split = {"tensor_parallel_degree": TENSOR, "layer_plan": _plan()}
+    prepare_fully_shard(model, None, {"mixed_precision": "FULL"}, device="cpu", tensor_parallel=split)
+    return model
+
+
+def _by_hand(options: Options) -> Holder:
+    """The loop of torch's documentation, with its gradients over gloo averaged."""
+    model = _model(options)
+    mesh = init_device_mesh("cpu", (RANKS // TENSOR, TENSOR), mesh_dim_names=("shard", "tensor"))
+    parallelize_module(model, mesh["tensor"], _plan())
+    repair_cpu_collectives()
+    for module in model.modules():
+        if _is_layer(module):
+            fully_shard(module, mesh=mesh["shard"])
+    fully_shard(model.model, mesh=mesh["shard"], reshard_after_forward=False)
+    return model
+
+
+def _calls(counts: dict[str, dict[str, int]]) -> str:
+    return ", ".join(f"{name} {each['calls']}" for name, each in sorted(counts.items()))
+
+
+def _text(counts: dict[str, dict[str, dict[str, int]]]) -> str:
+    names = list(dict.fromkeys(name for each in counts.values() for name in each))
+    rows = [
+        [
+            name,
+            *(f"{each[name]['calls']}, {mib(each[name]['bytes'])}" if name in each else "" for each in counts.values()),
+        ]
+        for name in names
+    ]
+    return "\n\n".join([machine(), markdown(["collectives of a step: calls, MiB", *counts], rows)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
