@@ -15,11 +15,11 @@ in the place of its floating point numbers. A rank that saw none gets it from th
 """
 
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +32,10 @@ from composer_fsdp2.parallel.connecting import connect, is_floating, of_same_typ
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.training.control import ANSWER_WITHIN, Question, control
+from composer_fsdp2.training.out_of_memory import vote_if_on
 
 EXAMPLE = "example_inputs"
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and those by name
 
 _QUESTION = Question(
     "idle_towers",
@@ -69,8 +71,7 @@ def start_idle_towers(
     limit = ANSWER_WITHIN if limit_s is None else timedelta(seconds=limit_s)
     for each in models:
         outer = before[each.model]
-        ask = partial(control().largest, _QUESTION, timeout=limit)
-        towers = _Towers(each, {path: at_path(model, path) for path in each.towers}, ask)
+        towers = _Towers(each, {path: at_path(model, path) for path in each.towers}, _asking(outer, limit))
         outer.register_forward_pre_hook(towers.begin, with_kwargs=True)
         for number, tower in enumerate(towers.modules):
             # Before the tower is gathered; what it returns is looked at before its unit's own hook does so.
@@ -82,6 +83,18 @@ def start_idle_towers(
         outer.register_forward_hook(towers.end, prepend=True)
 
 
+def _asking(model: nn.Module, limit: timedelta) -> Callable[[str, Sequence[int]], list[int]]:
+    """From where this rank is and its numbers to the largest of all ranks'. Called on all ranks together."""
+    largest, this = control().largest, weakref.ref(model)  # its hooks hold what is returned
+
+    def ask(where: str, numbers: Sequence[int]) -> list[int]:
+        if (found := this()) is not None:
+            vote_if_on(found, f"the question of idle towers before {where}")
+        return largest(_QUESTION, where, numbers, limit)
+
+    return ask
+
+
 class _Towers:
     """One forward after the other of the module around towers, on this rank.
 
@@ -90,7 +103,7 @@ class _Towers:
     """
 
     def __init__(
-        self, plan: TowerModel, towers: Mapping[str, nn.Module], ask: Callable[[object, Sequence[int]], list[int]]
+        self, plan: TowerModel, towers: Mapping[str, nn.Module], ask: Callable[[str, Sequence[int]], list[int]]
     ) -> None:
         self._model, self._names, self._ask = plan.model or "the model", plan.towers, ask
         self.modules = list(towers.values())
@@ -108,14 +121,16 @@ class _Towers:
         self._is_open, self._is_idle, self._unconnected = True, False, []
         self._device = next((tensor.device for tensor in tensors_in((args, kwargs))), self._device)
 
-    def before_tower(self, number: int) -> Callable[..., None]:
-        def meet(tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_tower(self, number: int) -> Callable[..., _Arguments | None]:
+        def meet(tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
             if not self._is_open or self._is_idle:
-                return
+                return None
             self._keep_example(number, args, kwargs)
             has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in((args, kwargs)))
             while (first := self._first(self._names[number], number, has_gradient)) and first[0] != number:
                 self._run_idle(*first)
+            is_alike = first is None or first[1] is has_gradient
+            return None if is_alike else _with_main(args, kwargs, _as_trained)
 
         return meet
 
@@ -124,14 +139,19 @@ class _Towers:
             reached = (each for each in tensors_in(output) if each.requires_grad)
             self._unconnected += [each.reshape(-1)[:0] for each in reached]
 
-    def before_meeting(self, path: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-        def meet(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before_meeting(self, path: str) -> Callable[..., _Arguments | None]:
+        def meet(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
             if not self._is_open or self._is_idle:
                 return None
             self._run_all_idle(path)
-            return self._connect_to_arguments(args, kwargs)
+            if not self._unconnected:
+                return None
+            # What it computes with, so that backward goes through it on all ranks: tokens with images in them need
+            # gradients where text alone may not.
+            connected = _with_main(args, kwargs, lambda tensor: connect(tensor, self._unconnected))
+            if connected is not None:
+                self._unconnected = []
+            return connected
 
         return meet
 
@@ -182,7 +202,9 @@ class _Towers:
 
     def _run_idle(self, number: int, has_gradient: bool) -> None:
         tower, name = self.modules[number], self._names[number]
-        args, kwargs = self._examples[number].arguments(self._device, has_gradient)
+        args, kwargs = self._examples[number].arguments(self._device)
+        if has_gradient:
+            args, kwargs = _with_main(args, kwargs, _as_trained) or (args, kwargs)
         self._is_idle = True
         try:
             with _without_statistics(tower):
@@ -200,21 +222,29 @@ class _Towers:
                 )
             self._checked.add(number)
 
-    def _connect_to_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """What the part computes with, so that backward goes through it on all ranks: tokens with images in them need
-        gradients where text alone may not. Masks and positions are no such tensors."""
-        places: list[int | str] = [number for number, each in enumerate(args) if is_floating(each)]
-        places += [key for key, each in kwargs.items() if is_floating(each) and not key.endswith(("mask", "positions"))]
-        if not self._unconnected or not places:
-            return None
-        given: dict[int | str, Any] = dict(enumerate(args))
-        given.update(kwargs)
-        place = next((each for each in places if given[each].requires_grad), places[0])
-        given[place] = connect(given[place], self._unconnected)
-        self._unconnected = []
-        return tuple(given[number] for number in range(len(args))), {key: given[key] for key in kwargs}
+
+def _with_main(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> _Arguments | None:
+    """The arguments with a change to the tensor that a part computes with; None where there is none.
+
+    Masks and positions are no such tensors.
+    """
+    places: list[int | str] = [number for number, each in enumerate(args) if is_floating(each)]
+    places += [key for key, each in kwargs.items() if is_floating(each) and not key.endswith(("mask", "positions"))]
+    if not places:
+        return None
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(kwargs)
+    place = next((each for each in places if given[each].requires_grad), places[0])
+    given[place] = change(given[place])
+    return tuple(given[number] for number in range(len(args))), {key: given[key] for key in kwargs}
+
+
+def _as_trained(tensor: torch.Tensor) -> torch.Tensor:
+    """What comes from a part that is trained, as on another rank: a unit whose inputs need no gradients ends its
+    backward later than one whose inputs do."""
+    return tensor.detach().requires_grad_()
 
 
 def _connect_to_all(output: Any, others: Sequence[torch.Tensor]) -> Any:
@@ -255,12 +285,11 @@ class _Like:
     stays_on_cpu: bool
     values: torch.Tensor | None = None
 
-    def made(self, device: torch.device, needs_gradient: bool) -> torch.Tensor:
+    def made(self, device: torch.device) -> torch.Tensor:
         device = torch.device("cpu") if self.stays_on_cpu else device
         if self.values is not None:
             return self.values.to(device)
-        zeros = torch.zeros(self.shape, dtype=self.dtype, device=device)
-        return zeros.requires_grad_(needs_gradient and self.dtype.is_floating_point)
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,9 +325,9 @@ class _Example:
         kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
         return _Example(args=_mapped(args, like), kwargs=_mapped(kwargs, like), num_elements=-1)  # none is preferred
 
-    def arguments(self, device: torch.device, needs_gradient: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, device: torch.device) -> _Arguments:
         def made(like: _Like) -> torch.Tensor:
-            return like.made(device, needs_gradient)
+            return like.made(device)
 
         return _mapped(self.args, made, _Like), _mapped(dict(self.kwargs), made, _Like)
 

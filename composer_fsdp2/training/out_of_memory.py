@@ -25,6 +25,7 @@ from composer_fsdp2._torch.groups import process_groups_of
 from composer_fsdp2._torch.private_names import own_buffers
 from composer_fsdp2._torch.reset import reset_after_error
 from composer_fsdp2.sharding.agree import device_of_group
+from composer_fsdp2.sharding.root_record import find_kept, keep
 from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.control import ANSWER_WITHIN, Question, control
 from composer_fsdp2.training.microbatches import begin_microbatch
@@ -52,6 +53,7 @@ class OutOfMemoryVote:
         _warm_up(model)
         self._stop: Callable[[], None] | None = None
         self._where: InFlight | str = "the first forward"
+        keep(model, self)
 
     def _voting_model(self) -> nn.Module:
         model = self._model()
@@ -124,6 +126,17 @@ class OutOfMemoryVote:
     def _cast(self, where: object, is_out: bool) -> bool:
         [anybody_is_out] = self._control.largest(_QUESTION, where, [int(is_out)], self._timeout)
         return bool(anybody_is_out)
+
+
+def vote_if_on(model: nn.Module, where: str) -> None:
+    """Vote that all is well before ranks ask each other something else in the midst of a step.
+
+    Raises:
+        PeerOutOfMemoryError, RanksDivergedError: as in ``OutOfMemoryVote.check``.
+    """
+    vote = find_kept(model, OutOfMemoryVote)
+    if vote is not None and vote.is_on:
+        vote.check(where)
 
 
 _QUESTION = Question(

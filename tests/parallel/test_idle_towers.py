@@ -26,9 +26,13 @@ from composer_fsdp2 import (
     translate,
 )
 from composer_fsdp2.training.control import Control
+from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 WIDTH = 6
-TOWERS = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Block"]}, "idle_towers": ["model.vision", "model.sound"]}
+TOWERS = {
+    "wrap_policy": {"transformer_layer_cls_to_wrap": ["Block"]},
+    "idle_towers": ["model.vision", "model.sound", "model.bridge"],
+}
 GUARD = {"collective_guard": 60}
 
 
@@ -66,6 +70,7 @@ class Multimodal(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
         self.vision, self.sound, self.text = Tower(), Tower(), Text()
+        self.bridge = Block(WIDTH)  # between them, as a projector: its inputs need gradients
         self.head = nn.Linear(WIDTH, 11)
         self.reads_at_the_end = False
 
@@ -75,7 +80,8 @@ class Multimodal(nn.Module):
         if self.reads_at_the_end:
             x = self.text(x, mask=mask)
         for kind, patches in parts:
-            features = features + getattr(self, kind)(patches, sizes=torch.tensor([len(patches)]))[0].mean(0)
+            tower = getattr(self, kind)
+            features = features + self.bridge(tower(patches, sizes=torch.tensor([len(patches)]))[0]).mean(0)
         x = x + features if self.reads_at_the_end else self.text(x + features, mask=mask)
         output = self.head(x)
         return {"loss": output.square().mean(), "logits": output, "name": "of the batch"}
@@ -181,7 +187,10 @@ def check_all(names: tuple[str, ...]) -> None:
         "an example": (TOWERS, an_image_on_the_first, with_example),
         "recomputed": (TOWERS | recomputed, in_turn, recomputing_blocks),
         "embeddings too": (TOWERS | by_size, in_turn),
-        "text frozen": (TOWERS | {"freeze": ["model.text", "model.embed", "model.head"]}, an_image_on_the_first),
+        "text frozen": (
+            TOWERS | {"freeze": ["model.text", "model.embed", "model.head", "model.bridge"]},
+            an_image_on_the_first,
+        ),
         "a tower frozen": (TOWERS | {"freeze": ["model.vision"]}, in_turn),
         "kept after forward": (TOWERS | {"sharding_strategy": "SHARD_GRAD_OP"}, in_turn),
     }
@@ -301,6 +310,29 @@ def test_examples_that_are_given_and_those_that_cannot_be_used():
         run_ranks(check_failing, 2, fresh=True)
 
 
+def check_out_of_memory() -> None:
+    """On one rank, before the towers; the other asks who enters one."""
+    model, reference = sharded(TOWERS)
+    votes = OutOfMemoryVote(model)
+    votes.start()
+    forward, failed = model.model.embed.forward, []
+
+    def fails_once(ids: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 0 and not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(ids)
+
+    model.model.embed.forward = fails_once
+    assert not votes.succeeded(lambda: model(*an_image_on_the_first(0, dist.get_rank()))["loss"].backward())
+    check_step(model, reference, 0, an_image_on_the_first)
+
+
+def test_ranks_that_run_out_of_memory_go_back_together():
+    """Automatic microbatching would end with an error about ranks at different operations."""
+    run_ranks(check_out_of_memory, 2)
+
+
 def check_questions() -> int:
     model, _ = sharded(TOWERS)
     batch = batch_of(0, dist.get_rank(), {})
@@ -325,13 +357,12 @@ def test_the_plan_says_which_towers_run():
     """A user sees what was found, and ranks with other keys find out before they hang."""
     plan = plan_of(build(), TOWERS)
     [found] = plan.tower_models
-    assert (found.model, found.towers, found.meetings) == ("model", ("model.vision", "model.sound"), ("model.text",))
-    assert (
-        "  idle towers: model.vision, model.sound run on an example where only other ranks' batches enter them; ranks "
-        "ask each other before model.text, the end of model" in plan.explain()
-    )
+    assert (found.model, found.towers, found.meetings) == ("model", (*TOWERS["idle_towers"],), ("model.text",))
+    text = "  idle towers: model.vision, model.sound, model.bridge run on an example where only other ranks' batches"
+    assert f"{text} enter them; ranks ask each other before model.text, the end of model" in plan.explain()
     other = plan_of(build(), {**TOWERS, "idle_towers": "model.vision"})
-    assert other.tower_models[0].meetings == ("model.sound", "model.text") and other.digest != plan.digest
+    assert other.tower_models[0].meetings == ("model.sound", "model.text", "model.bridge")
+    assert other.digest != plan.digest
     by_size = plan_of(build(), {**TOWERS, "wrap_policy": {"min_num_params": 60}})
     assert by_size.tower_models[0].meetings == ("model.embed", "model.text", "model.head")
 
