@@ -113,7 +113,6 @@ def test_an_image_on_one_rank_and_text_on_the_other():
     recomputed = {"activation_checkpointing": True, "activation_checkpointing_policy": "auto"}
     cases: dict[str, tuple[Any, ...]] = {
         "Qwen2.5-VL, tower in the root": (qwen_vl, IN_ROOT, on_the_first),
-        "Qwen2.5-VL": (qwen_vl, AUTO, on_the_first),
         "Qwen2.5-VL, in turn": (qwen_vl, AUTO, on_one_in_turn),
         "Qwen2.5-VL, all units": (qwen_vl, ALL_UNITS, on_one_in_turn),
         "Qwen2.5-VL, recomputed": (qwen_vl, AUTO | recomputed, on_one_in_turn),
@@ -123,6 +122,5 @@ def test_an_image_on_one_rank_and_text_on_the_other():
         "LLaVA, all units": (llava, ALL_UNITS, on_one_in_turn),
         "LLaVA, text frozen": (llava, LLAVA | {"freeze": ["model.language_model"]}, on_the_first),
         "LLaVA, tower frozen": (llava, LLAVA | {"freeze": ["model.vision_tower"]}, on_the_first),
-        "LLaVA, kept after forward": (llava, LLAVA | {"sharding_strategy": "SHARD_GRAD_OP"}, on_one_in_turn),
     }
     run_ranks(check_all, 2, cases)
