@@ -28,7 +28,7 @@ from support.oracle import FSDP1, FSDP2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 Raises = Callable[[], object]
@@ -169,10 +169,29 @@ def _() -> None:
     prepare_fully_shard(Stack(), None, {"context_parallel_degree": 2}, device="cpu")
 
 
-@error("tensor-parallelism")
+@error("tensor-parallel-plan")
 def _() -> None:
     with FSDP2():
         trainer({"fsdp": {}, "tp": {"tensor_parallel_degree": 2}})
+
+
+def split_stack(model: nn.Module, plan: dict[str, Any]) -> None:
+    from composer_fsdp2 import prepare_fully_shard
+
+    split = {"tensor_parallel_degree": 2, "layer_plan": plan}
+    prepare_fully_shard(model, None, {}, device="cpu", tensor_parallel=split)
+
+
+@error("tensor-parallel-path")
+def _() -> None:
+    split_stack(Stack(), {"block.0": ColwiseParallel()})
+
+
+@error("tensor-parallel-tie")
+def _() -> None:
+    model = Stack()
+    model.blocks[1].weight = model.blocks[0].weight
+    split_stack(model, {"blocks.0": ColwiseParallel()})
 
 
 # --- the configuration: Composer's
@@ -394,6 +413,23 @@ def _() -> None:
     model = Stack(width=3)
     parallelize_module(model, both["tp"], {"blocks.0": ColwiseParallel()})
     fully_shard(model, mesh=both["dp"])
+
+
+@error("tp-resharding")
+def _() -> None:
+    both = mesh(2, 1, names=("dp", "tp"))
+    model = Stack()
+    parallelize_module(model, both["tp"], {"blocks.0": ColwiseParallel()})
+    fully_shard(model, mesh=both["dp"], reshard_after_forward=1)
+    model(torch.zeros(1, 4))
+
+
+@error("tp-embeddings")
+def _() -> None:
+    for rows in (6, 8):
+        model = nn.Sequential(nn.Embedding(rows, 4))
+        parallelize_module(model, mesh(2), {"0": ColwiseParallel(output_layouts=Replicate())})
+        model(torch.arange(5)).sum().backward()
 
 
 # --- sharding: Composer
