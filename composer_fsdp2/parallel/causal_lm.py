@@ -87,6 +87,7 @@ def _takes_more(module: nn.Module) -> bool:
 
 
 def _problems(model: Any) -> Iterator[str]:
+    yield from (f"{text}; leave the key out" for text in _other_mixers(model))
     if not getattr(model, "_supports_attention_backend", False):
         yield (
             f"the attention of {type(model).__name__} does not go through transformers' interface in this release; "
@@ -97,6 +98,18 @@ def _problems(model: Any) -> Iterator[str]:
     elif "labels" not in inspect.signature(model.forward).parameters or not _takes_more(model):
         name = type(model).__name__
         yield f"{name}.forward takes no shift_labels and num_items_in_batch for its loss; leave the key out"
+
+
+def _other_mixers(model: nn.Module) -> Iterator[str]:
+    """What mixes places beside attention, as state-space models and convolutions do: on a part, in silence."""
+    attentions = set(_attention_modules(model).values())
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv1d):
+            yield f"{path} is a convolution over places"
+        if isinstance(module, nn.ModuleList) and not attentions.isdisjoint(module.modules()):
+            for number, layer in enumerate(module):
+                if attentions.isdisjoint(layer.modules()):
+                    yield f"{path}.{number} has no attention, and may mix places in another way"
 
 
 def _notes(model: Any) -> Iterator[str]:

@@ -124,7 +124,7 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     present = {use.names: use.parameter for use in parameter_uses(model)}
     named = [path for unit in plan.units for path in unit.modules]
-    named += [*map(str, plan.config.ignored_modules), *plan.checkpointed, *plan.caching, *plan.tiled]
+    named += [*map(str, plan.config.ignored_modules), *plan.checkpointed, *plan.caching, *plan.tiled, *plan.exchanging]
     named += [each.path for each in plan.split]
     splits = any(each.parallelize is not None for each in plan.split)
     named += [path for each in plan.expert_blocks for path in (each.block, *each.experts)]

@@ -117,6 +117,10 @@ def refused_models() -> Iterator[tuple[Any, str]]:
     yield llama("LlamaForSequenceClassification"), "has no loss over shifted labels"
     yield changed(llama(), "is_causal", False, attention), "it is not causal"
     yield changed(llama(), "sinks", nn.Parameter(torch.zeros(4)), attention), "likely one for each head"
+    yield changed(llama(), "mixer", nn.Conv1d(4, 4, 2), attention), "self_attn.mixer is a convolution over places"
+    hybrid = llama()
+    hybrid.model.layers.append(nn.Linear(16, 16))
+    yield hybrid, "model.layers.1 has no attention, and may mix places in another way"
     mpt = functools.partial(lambda: build("mpt").model)
     yield changed(mpt(), "attn_dropout_p", 0.5, mpt_attention), "attention dropout of 0.5"
     yield changed(mpt(), "sliding_window_size", 8, mpt_attention), "its sliding_window_size was not tested"

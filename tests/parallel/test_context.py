@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from composer_fsdp2 import (
     PlanError,
     ShardingConfig,
     UnsupportedError,
+    apply_plan,
     plan_sharding,
     prepare_fully_shard,
     translate,
@@ -314,6 +316,9 @@ def test_what_cannot_be_divided_is_refused_by_name():
 
 
 def check_nothing_touched() -> None:
+    planned, other = plan_sharding(Holder(), ShardingConfig(context_parallel_degree=2)), build()
+    with pytest.raises(PlanError, match=r"no module 'model\.layers\.0\.missing'"):
+        apply_plan(other, replace(planned, exchanging=("model.layers.0.missing",)))
     model = build(dropout=0.1)
     forward, parameters = model.model.forward, list(model.parameters())
     with pytest.raises(UnsupportedError, match="set it to 0"):
