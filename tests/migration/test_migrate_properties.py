@@ -158,6 +158,8 @@ PARTS = {
     "collective_guard": ["collective_guard"],
     "idle experts": ["idle_experts"],
     "idle towers": ["idle_towers"],
+    "context parallelism": ["context_parallel_degree"],
+    "tiled MLP": ["tiled_mlp"],
     "check_data": ["check_data"],
     "broadcast_batch": ["broadcast_batch"],
     "sync_module_states": ["sync_module_states"],
