@@ -86,6 +86,8 @@ class Aspect(enum.Enum):
     WRAP = "wrap"
     FREEZE = "freeze"
     CONTEXT = "context parallelism"
+    TILING = "tiled MLP"
+    EXPERTS = "idle experts"
     STATE_DICT = "state_dict_type"
     ASYNC_SAVE = "async_save"
     OTHER = "other"  # each its own: no key of a dialect stands for another's

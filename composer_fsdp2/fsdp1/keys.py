@@ -488,9 +488,9 @@ _ROWS: tuple[Row, ...] = (
         "replicas in the last one only)",
         reason="every is what FSDP1 did under Composer; last keeps unsharded gradients in memory, defer_replica does "
         "not"),
-    Row(name="idle_experts", capability="idle experts", default=None, group=KeyGroup.OURS, outcome=_EXACT,
-        target="hooks on each block of experts, after the model is sharded", takes=_IDLE_EXPERTS, neutral=(None,),
-        sets="idle_experts",
+    Row(name="idle_experts", capability="idle experts", aspect=Aspect.EXPERTS, default=None,
+        group=KeyGroup.OURS, outcome=_EXACT, sets="idle_experts", takes=_IDLE_EXPERTS, neutral=(None,),
+        target="hooks on each block of experts, after the model is sharded",
         meaning="in_order: where experts are units of their own, every rank runs each of them once a forward, in the "
         "order of registration, on no rows where none of its tokens chose it",
         reason="all ranks gather the same experts in one order; no rows cost no floating point work, and their "
@@ -512,7 +512,8 @@ _ROWS: tuple[Row, ...] = (
         meaning="refuse what cannot be carried over (true), or warn and go on (false)",
         reason="true unless the configuration or the caller says otherwise"),
     Row(name="tiled_mlp", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="tile_mlp, before the model is "
-        "sharded", takes=_TILED_MLP, neutral=(None,), nested=TILED_KEYS, sets="tiled_mlp", capability="tiled MLP",
+        "sharded", takes=_TILED_MLP, neutral=(None,), nested=TILED_KEYS, aspect=Aspect.TILING,
+        sets="tiled_mlp", capability="tiled MLP",
         meaning="the MLPs (classes: a list) that are computed in pieces of the sequence (chunks: how many)",
         reason="one piece's activations are in memory at a time; each piece is computed once more in backward"),
     Row(name="trust_checkpoint", takes=BOOL, default=False, group=KeyGroup.OURS, outcome=_EXACT,

@@ -90,7 +90,6 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
     "idle towers": lambda run: _if(
         ", ".join(run.config.idle_towers or ()) or "as the model says", run.config.idle_towers is not None
     ),
-    "expert patch": lambda run: _if(True, run.expert_patch),
     "tiled MLP": lambda run: run.mlp_chunks,
     "compile": lambda run: _if(True, run.compile),
     "number of ranks": lambda run: _if("not known", run.num_ranks is None),

@@ -216,10 +216,14 @@ class Dialect:
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """What became of each key where a section stays in this dialect: by default all words hold as before."""
-        return tuple(self._as_before(finding) for finding in reading.findings if finding.origin is Origin.KEY)
+        told = (finding for finding in reading.findings if finding.origin is Origin.KEY)
+        return tuple(self._as_before(finding, reading.rows.get(finding.key)) for finding in told)
 
-    def _as_before(self, finding: Finding) -> Finding:
-        if finding.outcome not in (Outcome.APPROXIMATE, Outcome.UNSUPPORTED) or not finding.known:
+    def _as_before(self, finding: Finding, row: Row | None) -> Finding:
+        """Only what no value of a key would settle, or this value does not, is left to decide."""
+        is_of_others = row is not None and row.outcome is finding.outcome and row.takes.fits(finding.value)
+        outcomes = (Outcome.APPROXIMATE, Outcome.UNSUPPORTED, *([Outcome.NEEDS_DECISION] if is_of_others else []))
+        if finding.outcome not in outcomes or not finding.known:
             return finding
         reason = f"{self.title.split()[0]}'s FSDP2 reads it, as before"
         return replace(finding, outcome=Outcome.EXACT, target="as it is", reason=reason, hint="")

@@ -22,8 +22,7 @@ class RunConfig(Value):
         save_only_model: Whether they lack the optimizer.
         max_grad_norm: To which norm gradients are clipped.
         num_ranks, num_nodes: Of the run, where its file tells.
-        tensor_parallel, pipeline_parallel, expert_parallel: Over how many ranks.
-        expert_patch: Whether experts without tokens run on one token, so that all ranks run the same.
+        tensor_parallel, pipeline_parallel, expert_parallel: Over how many ranks, beside those of the mesh.
         tiled_chunks: Into how many pieces of the sequence MLPs are cut whose classes the file does not name.
         selective_checkpointing: Which of the checkpointed modules are recomputed: every n-th, or by operator.
         compile: Whether the model is compiled.
@@ -42,7 +41,6 @@ class RunConfig(Value):
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
-    expert_patch: bool = False
     tiled_chunks: int | None = None
     selective_checkpointing: str | None = None
     compile: bool = False
@@ -54,7 +52,7 @@ class RunConfig(Value):
 
     @property
     def context_parallel(self) -> int:
-        """Over how many ranks sequences are divided."""
+        """Over how many ranks sequences are divided; parameters are sharded over these ranks as well."""
         return self.config.context_parallel_degree
 
     @property
@@ -64,8 +62,8 @@ class RunConfig(Value):
 
     def with_degrees(self) -> "RunConfig":
         """With the degree that was left open, where the number of ranks tells it; else as it is."""
-        model_ranks = self.tensor_parallel * self.pipeline_parallel * self.expert_parallel
-        if self.num_ranks is None or model_ranks != 1:
+        others = self.tensor_parallel * self.pipeline_parallel * self.expert_parallel
+        if self.num_ranks is None or others != 1:
             return self
         try:
             mesh = self.config.mesh.resolve(self.num_ranks)

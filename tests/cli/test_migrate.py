@@ -122,7 +122,7 @@ def test_nothing_is_written_that_needs_a_decision_unless_forced(folder: Path):
     before = files_in(folder)
     done = run(folder, "decide.yaml", "--write")
     assert done.returncode == 1 and "--force" in done.stdout and files_in(folder) == before
-    text = "fsdp_config:\n  limit_all_gathers: true\ntp_config: {tensor_parallel_degree: 2}\n"
+    text = "fsdp_config:\n  limit_all_gathers: true\ndeepspeed_config: {zero_optimization: {stage: 3}}\n"
     (folder / "decide.yaml").write_text(text)
     assert run(folder, "decide.yaml", "--write", "--force").returncode == 1
     assert files_in(folder)["decide.yaml.bak"] == text
@@ -200,7 +200,9 @@ def test_json_is_one_object_with_a_version(folder: Path):
     }
     counts = {"files": 5, "ready": 2, "needs_decision": 1, "unusable": 1, "unconfigured": 1, "changed": 2}
     assert report["summary"] == counts
-    (folder / "decide.yaml").write_text(GOOD + "  tensor_parallel: 2\ntp_config: {tensor_parallel_degree: 2}\n")
+    (folder / "decide.yaml").write_text(
+        GOOD + "  tensor_parallel: 2\ndeepspeed_config: {zero_optimization: {stage: 3}}\n"
+    )
     assert report_of(run(folder, ".", "--json"))["summary"] == counts  # it has another text, and is not written
     (section,) = files["good.yaml"]["sections"]
     assert {each["key"]: each["target"] for each in section["findings"]}["limit_all_gathers"] == "removed"

@@ -1,4 +1,4 @@
-"""The pair of ``yamls/composer``: the configuration of a script that makes Composer's Trainer itself."""
+"""The pairs of ``yamls/composer``: configurations of scripts that make Composer's Trainer themselves."""
 
 from __future__ import annotations
 
@@ -86,3 +86,41 @@ def test_right_side_plans_on_its_model():
     assert list(plan.checkpointed) == blocks
     assert {unit.mixed_precision.reduce_dtype for unit in plan.units} == {"float16"}
     assert {unit.mixed_precision.buffer_dtype for unit in plan.units} == {"float32"}
+
+
+# --- with layers split by the script's plan
+
+SPLIT_LEFT, SPLIT_RIGHT = (FOLDER / f"llama-tp-script-fsdp{version}.yaml" for version in (1, 2))
+
+
+def test_layers_split_by_a_script_stay_split():
+    """A script's own plan is Composer's word as before: the file needs no decision, and says the same."""
+    migration = migrate_text(SPLIT_LEFT.read_text(), SPLIT_LEFT.name)
+    assert migration.exit_code == 0 and migration.after == SPLIT_RIGHT.read_text(), migration.diff()
+    again = migrate_text(migration.after, SPLIT_RIGHT.name)
+    assert (again.exit_code, again.is_changed) == (0, False), again.diff()
+    before, after = (yaml.safe_load(path.read_text())["trainer"] for path in (SPLIT_LEFT, SPLIT_RIGHT))
+    assert before["parallelism_config"]["tp"] == after["parallelism_config"]["tp"] == {"tensor_parallel_degree": 2}
+    assert config_of(SPLIT_LEFT, "trainer") == config_of(SPLIT_RIGHT, "trainer")
+
+
+def test_right_side_plans_its_split_layers():
+    """Sixteen layers are units, on a mesh whose last axis splits what the script's plan names."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+    with torch.device("meta"):
+        inner = LlamaForCausalLM(LlamaConfig(num_hidden_layers=16, **sizes))
+    inner.fsdp_wrap_fn = lambda module: type(module).__name__ == "LlamaDecoderLayer"
+    model = torch.nn.ModuleDict({"model": inner})
+    degree = yaml.safe_load(SPLIT_RIGHT.read_text())["trainer"]["parallelism_config"]["tp"]["tensor_parallel_degree"]
+    given = section(SPLIT_RIGHT, "trainer")
+    config = translate(given, precision="amp_bf16", device="cpu", world_size=8, tensor_parallel_degree=degree).config
+    assert config is not None and config.mesh.shape == (4, 2)
+    mlp = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    layer_plan = {f"model.model.layers.*.mlp.{name}": style for name, style in mlp.items()}
+    plan = plan_sharding(model, config, tensor_parallel=layer_plan)
+    layers = [f"model.model.layers.{number}" for number in range(16)]
+    assert [unit.name for unit in plan.units] == [*layers, "model"]
+    assert sorted(each.path for each in plan.split) == sorted(f"{path}.mlp.{name}" for path in layers for name in mlp)

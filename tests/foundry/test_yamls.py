@@ -84,6 +84,8 @@ PAIRS = {
     "mpt/mpt-1b": mpt(64, 24, "wpe", recomputed=24),
     "mpt/mpt-3b": mpt(64, 32, "wpe", recomputed=32, forward_prefetch=2, backward_prefetch=2),
     "mpt/mpt-7b": mpt(32, 32, mesh=(4, 8), dtypes=(BF16, FP32, BF16), recomputed=32),
+    # Split over 2 ranks; the units' mesh without them.
+    "mpt/mpt-7b-tp": mpt(16, 32, recomputed=32),
     "mpt/mpt-13b": mpt(64, 40, "wpe", recomputed=40, offloads=True, backward_prefetch=0),
     "mpt/mpt-30b": mpt(256, 48, "wpe", "lm_head", recomputed=32),
     "mpt/mpt-70b": mpt(512, 80, "lm_head", reshard=False, mesh=(8, 64), recomputed=80),
@@ -199,6 +201,7 @@ class Foundry:
 
     model: dict[str, Any]
     fsdp: dict[str, Any]
+    tensor: dict[str, Any] | None
     precision: str
 
 
@@ -223,7 +226,7 @@ def as_foundry_reads(path: Path, num_ranks: int) -> Foundry:
 
     def process_init_device(model: Any, fsdp: Any, tp: Any) -> None:
         prepare(model, fsdp, tp)
-        read.update(model=model, fsdp=fsdp)
+        read.update(model=model, fsdp=fsdp, tensor=tp)
         raise _HasRead
 
     def validate_config(config: Any) -> None:
@@ -249,6 +252,7 @@ def test_foundry_reads_both_sides(name: str):
     before, after = (as_foundry_reads(side(name), PAIRS[name].num_ranks) for side in (left, right))
     assert before.precision == after.precision
     assert OmegaConf.create(before.model) == OmegaConf.create(after.model)
+    assert before.tensor == after.tensor and bool(before.tensor) == name.endswith("-tp")
 
 
 @pytest.mark.parametrize("name", PAIRS)

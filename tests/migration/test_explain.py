@@ -192,7 +192,7 @@ VALUES_ASKED: list[tuple[str, set[tuple[str, str]]]] = [
 def test_auto_is_a_word_of_the_keys_that_choose_modules():
     """It stands in files that migrate wrote, and is no name of a class."""
     told = {each.row.name: each.fates for each in explain("auto", dialect="composer")}
-    assert set(told) == {"activation_checkpointing_policy", "wrap_policy"}
+    assert set(told) == {"activation_checkpointing_policy", "idle_towers", "wrap_policy"}
     assert {fate.finding.outcome for fates in told.values() for fate in fates} == {Outcome.EXACT}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.mesh import AxisRole, MeshSpec
-from composer_fsdp2.config.rows import Aspect, Row, idle, unknown_key
+from composer_fsdp2.config.rows import POSITIVE_INT, Aspect, Row, idle, takes_if, undecided, unknown_key
 from composer_fsdp2.config.sharding import GradientDtype, MixedPrecision, ShardingConfig
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.keys import IGNORED_BY_COMPOSER, KEYS, KEYS_BY_NAME, KeyGroup
@@ -156,12 +156,46 @@ def _set_by_foundry(section: Section) -> dict[str, tuple[Any, str]]:
 # Keys beside the section: which releases took them was read in the Trainer's signature of mosaicml 0.11 to 0.32.1
 
 _BESIDE = "beside fsdp_config"
+_DEGREE = "tensor_parallel_degree"
+_TENSOR = takes_if(
+    "a mapping with tensor_parallel_degree",
+    lambda value: isinstance(value, Mapping) and POSITIVE_INT.fits(value.get(_DEGREE, 1)),
+)
+
+
+def _tensor_degree(section: Section, around: Given) -> int:
+    """Over how many ranks layers are split."""
+    given: Given = next((value for _, value in _given_beside(_ROWS_BY_NAME["tp_config"], section, around)), {})
+    return given.get(_DEGREE, 1) if _TENSOR.fits(given) else 1
+
+
+def _tensor(finding: Finding, section: Section) -> Finding:
+    given: Any = finding.value
+    if not _TENSOR.fits(given):
+        return undecided(finding, f"it takes {_TENSOR.text}, a number from 1 on")
+    if given.get(_DEGREE, 1) == 1:
+        return idle(finding, "one rank splits no layer; Composer turns it off")
+    if given.get("strategy") == "ffn":
+        return replace(
+            finding,
+            outcome=Outcome.APPROXIMATE,
+            reason="FSDP1 trained the ranks that split a layer apart, each on data of its own; here they train as one "
+            "process does, on what all of them read",
+            hint="broadcast_batch: first, if they read the same",
+        )
+    return finding
+
+
 # fmt: off
 _BESIDE_ROWS: tuple[Row, ...] = (
-    Row(name="tp_config", group=_BESIDE, aliases=("parallelism_config.tp",), outcome=Outcome.UNSUPPORTED,
-        reason="composer_fsdp2 has no tensor parallelism",
-        hint="without it the run needs more memory a rank; Composer 0.32.1's FSDP2 fails with it if there is an "
-        "optimizer"),
+    Row(name="tp_config", group=_BESIDE, aliases=("parallelism_config.tp",), outcome=Outcome.EXACT,
+        target="tp_config", takes=_TENSOR, decide=_tensor,
+        meaning="tensor parallelism: over how many ranks layers are split (tensor_parallel_degree), and by which layer "
+        "plan, LLM Foundry's strategy or a script's layer_plan",
+        reason="layers are split by the same plan, before the model is sharded",
+        hint="the ranks that split a layer must read one batch: they compare it, and broadcast_batch lets them share "
+        "what they read",
+        elsewhere="plain Composer 0.32.1's FSDP2 fails with it if there is an optimizer"),
     Row(name="deepspeed_config", group=_BESIDE, outcome=Outcome.UNSUPPORTED,
         reason="DeepSpeed instead of FSDP; Composer's Trainer has had no such argument since 0.28",
         hint="remove it; its ZeRO stage 3 is sharding_strategy FULL_SHARD, stage 2 SHARD_GRAD_OP"),
@@ -173,19 +207,26 @@ _BESIDE_ROWS: tuple[Row, ...] = (
         hint="device_train_microbatch_size: the batch of one rank divided by it"),
 )
 # fmt: on
+_ROWS_BY_NAME = {row.name: row for row in _BESIDE_ROWS}
 
 
 def _findings_beside(section: Section, around: Given) -> Iterator[Finding]:
     """For what stands beside the section and decides about parallelism, too."""
-    is_alone = section.path[-2:-1] == ("parallelism_config",)
     for row in _BESIDE_ROWS:
-        short_names = [alias.rpartition(".")[2] for alias in row.aliases] if is_alone else []
-        for key in (row.name, *short_names):
-            value = around.get(key)
-            if value is None or value == {}:
-                continue
+        for key, value in _given_beside(row, section, around):
             finding = row.usual(key, dict(value) if isinstance(value, Mapping) else value)
-            yield idle(finding) if row.is_neutral(value) else finding
+            finding = idle(finding) if row.is_neutral(value) else finding
+            yield finding if row.decide is None else row.decide(finding, section)
+
+
+def _given_beside(row: Row, section: Section, around: Given) -> Iterator[tuple[str, Any]]:
+    """The row's key as it stands there, and what it holds."""
+    is_alone = section.path[-2:-1] == ("parallelism_config",)
+    short_names = [alias.rpartition(".")[2] for alias in row.aliases] if is_alone else []
+    for key in (row.name, *short_names):
+        value = around.get(key)
+        if value is not None and value != {}:
+            yield key, value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,7 +380,8 @@ def _leaves_inputs_of_the_root(run: RunConfig) -> bool:
 
 # fmt: off
 _LACKS: tuple[Lack, ...] = (
-    Lack(asked="expert units", outcome=_APPROXIMATE, target="the units around them",
+    Lack(asked="expert units", when=lambda run: run.config.idle_experts is None, outcome=_APPROXIMATE,
+        target="the units around them",
         reason="experts stay in the unit around them, which every rank gathers whatever its tokens choose: the same "
         "numbers, and more memory while it is gathered"),
     Lack(asked="casting of inputs", when=lambda run: run.config.mixed_precision.cast_forward_inputs,
@@ -356,14 +398,13 @@ _LACKS: tuple[Lack, ...] = (
         hint="set it to true if the model is created on rank 0 only"),
     Lack(asked="ignored_modules", outcome=_NEEDS_DECISION, target="ignored_modules",
         reason="a file cannot name modules", hint="set fsdp_config['ignored_modules'] in the script"),
-    Lack(asked="context parallelism", outcome=_EXACT, target="context_parallel_degree: {value}",
-        reason="the ranks of a sequence exchange heads for sequence (Ulysses): the same numbers as by other ways",
-        hint="the degree must divide the model's heads; a model whose attention does not go through transformers' "
-        "interface is refused before training, by name, as Qwen2.5-VL of transformers 4.51"),
-    *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason="composer_fsdp2 shards data parallel runs; it has "
-        f"no {kind} parallelism") for kind in ("tensor", "pipeline", "expert")),
-    Lack(asked="expert patch", outcome=_UNNEEDED,
-        reason="all experts of a layer are in one unit, which every rank gathers whatever its tokens choose"),
+    Lack(asked="tensor parallelism", outcome=_NEEDS_DECISION, target="tp_config",
+        reason="which layers are split, and how, is a layer plan of the model, which stands beside the section and in "
+        "code",
+        hint="a script: parallelism_config['tp'] = {'tensor_parallel_degree': {value}, 'layer_plan': {path: style}}; "
+        "LLM Foundry: tp_config: {strategy: ffn, tensor_parallel_degree: {value}}, which splits MPT's feed-forwards"),
+    *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason=f"composer_fsdp2 has no {kind} parallelism")
+        for kind in ("pipeline", "expert")),
     Lack(asked="tiled MLP", when=lambda run: run.config.tiled_mlp is None, outcome=_APPROXIMATE, target="tiled_mlp",
         reason="the file does not name the classes of the MLPs, so that they are computed in one piece: the same "
         "numbers, and more memory in long sequences",
@@ -435,6 +476,7 @@ class ComposerDialect(Dialect):
             return Reading(run=None, findings=findings)
         aspects = {row.name: row.aspect for row in KEYS if row.aspect is not Aspect.OTHER}
         run = _run(effective.config, effective, known, around)
+        run = replace(run, tensor_parallel=_tensor_degree(section, around))
         return Reading(run=run, findings=findings, aspects=aspects, rows=KEYS_BY_NAME)
 
     def express(self, run: RunConfig) -> Expression:
@@ -556,12 +598,11 @@ def _run(config: ShardingConfig, translation: Translation, known: Given, around:
 
 # What these keys' fields are in a file; other systems have words for them, too.
 _WORDS: Mapping[str, Callable[[Any], Any]] = {
-    "wrap_policy": lambda wrap: wrap_policy_words(replace(wrap, experts=())),
+    "wrap_policy": wrap_policy_words,
     "activation_checkpointing_policy": checkpointed_words,
     "freeze": freeze_words,
     "tiled_mlp": tiled_words,
     "idle_towers": idle_towers_words,
-    "context_parallel_degree": lambda degree: degree,
 }
 
 
@@ -570,7 +611,12 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _fields_of_our_own(config: ShardingConfig) -> Iterator[tuple[str, Any, bool]]:
-    """The keys of composer_fsdp2 that set a field, its value, and whether a configuration without the key lacks it."""
+    """The keys of composer_fsdp2 that set a field, its value, and whether a configuration without the key lacks it.
+
+    Experts are units only where idle ones run as well.
+    """
+    if config.idle_experts is None:
+        config = replace(config, wrap=replace(config.wrap, experts=()))
     for row in KEYS:
         if row.group == KeyGroup.OURS and row.sets:
             field = attrgetter(row.sets)(config)

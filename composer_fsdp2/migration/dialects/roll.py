@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.parallel import TiledMLP
+from composer_fsdp2.config.parallel import IdleExperts, TiledMLP
 from composer_fsdp2.config.rows import (
     BOOL,
     INT,
@@ -217,6 +217,12 @@ def _experts(finding: Finding, worker: Worker) -> Finding:
     return idle(finding, "ROLL wraps experts with apply_expert_patch or ep_size only, so here it did not")
 
 
+def _patch(finding: Finding, worker: Worker) -> Finding:
+    if finding.asks and worker["wrap_policy.moe_experts"] is None:
+        return idle(finding, "no expert is a unit of its own, so that all ranks gather the same without it")
+    return finding
+
+
 def _mix(finding: Finding, worker: Worker) -> Finding:
     if worker.given.get("reduce_dtype") is None:
         return finding
@@ -236,12 +242,12 @@ def _async_save(finding: Finding, worker: Worker) -> Finding:
 def _ulysses(finding: Finding, worker: Worker) -> Finding:
     size, shards = worker["model_args.ulysses_size"], worker["fsdp_size"]
     if isinstance(size, int) and isinstance(shards, int) and shards < size:
-        return replace(finding, reason=f"{finding.reason}; ROLL itself fails with it, as fsdp_size {shards} is smaller")
+        return replace(finding, hint=f"ROLL itself fails with it, as fsdp_size {shards} is smaller")
     return finding
 
 
 def _tiling(finding: Finding, worker: Worker) -> Finding:
-    if finding.outcome is not Outcome.EXACT or worker["model_type"] in _MLPS:
+    if finding.outcome is not Outcome.EXACT or str(worker["model_type"]) in _MLPS:
         return finding
     return replace(
         finding,
@@ -337,13 +343,13 @@ _ROWS: tuple[Row, ...] = (
         aspect=Aspect.WRAP, decide=_experts, capability="expert units",
         meaning="the classes of experts that become units, where apply_expert_patch or ep_size is on",
         reason="experts become units"),
-    Row(name="apply_expert_patch", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL, neutral=(False,),
-        target="experts in the unit around them", capability="expert patch",
+    Row(name="apply_expert_patch", default=False, outcome=Outcome.EXACT, takes=BOOL, neutral=(False,),
+        target="idle_experts", aspect=Aspect.EXPERTS, capability="idle experts", decide=_patch,
         meaning="running experts without tokens on one token, so that all ranks issue the same collectives",
-        reason="where no expert is a unit of its own all ranks gather the same without it: the same numbers, and more "
-        "memory while a layer is gathered"),
+        reason="every rank runs each expert in one order, on no rows where it has no token, in the place of one row "
+        "times 0: the same numbers"),
     Row(name="apply_tiled_mlp", default=False, outcome=Outcome.EXACT, takes=BOOL, neutral=(False,),
-        target="tiled_mlp", capability="tiled MLP", decide=_tiling,
+        target="tiled_mlp", aspect=Aspect.TILING, capability="tiled MLP", decide=_tiling,
         meaning="computing MLPs in pieces of the sequence",
         reason="the same modules in as many pieces, each computed once more in backward"),
     Row(name="tiled_num_shards", default=4, outcome=Outcome.EXACT, target="tiled_mlp", takes=POSITIVE_INT,
@@ -384,9 +390,10 @@ _ROWS: tuple[Row, ...] = (
         meaning="whether ROLL loads a tokenizer beside the model", reason="no part of sharding"),
     Row(name="model_args.ulysses_size", default=1, outcome=Outcome.EXACT, target="context_parallel_degree",
         takes=takes_if(f"{POSITIVE_INT.text}, or null", lambda value: value is None or POSITIVE_INT.fits(value)),
-        neutral=(1, None), decide=_ulysses, aspect=Aspect.CONTEXT, capability="context parallelism",
+        neutral=(1, None), aspect=Aspect.CONTEXT, decide=_ulysses, capability="context parallelism",
         meaning="context parallelism: over how many ranks a sequence is divided",
-        reason="attention exchanges heads for sequence (Ulysses)"),
+        reason="attention exchanges heads for sequence, there as here, and these ranks take one batch; a model whose "
+        "attention cannot be divided so is refused when it is planned"),
     Row(name="model_args.freeze_module_prefix", default=None, outcome=Outcome.EXACT, target="freeze",
         neutral=(None, ""), aspect=Aspect.FREEZE, capability="frozen parameters",
         meaning="parameters that are not trained, by the beginning of their names",
@@ -527,14 +534,15 @@ def _run(worker: Worker) -> RunConfig:
     param_dtype = _dtype(worker["param_dtype"], "bfloat16")
     reshard = worker["reshard_after_forward"]
     syncs = worker["reduce_scatter_during_grad_accumulation"] or not worker.is_training
-    is_training, tiled = worker.is_training, _tiled(worker)
+    is_training, tiled, experts = worker.is_training, _tiled(worker), _wrap(worker).experts
     return RunConfig(
         config=ShardingConfig(
             mesh=_mesh(worker),
             wrap=_wrap(worker),
             freeze=_prefixes(worker["model_args.freeze_module_prefix"]),
-            tiled_mlp=tiled,
+            idle_experts=IdleExperts.IN_ORDER if experts and worker["apply_expert_patch"] else None,
             context_parallel_degree=worker["model_args.ulysses_size"] or 1,
+            tiled_mlp=tiled,
             reshard_after_forward=True if reshard is None else reshard,
             mixed_precision=MixedPrecision(
                 param_dtype=param_dtype, reduce_dtype=_reduced_in(worker), cast_root_inputs=False
@@ -551,7 +559,6 @@ def _run(worker: Worker) -> RunConfig:
         max_grad_norm=worker.top.get("max_grad_norm") if is_training else None,
         num_ranks=worker.num_ranks,
         expert_parallel=worker["ep_size"],
-        expert_patch=worker["apply_expert_patch"],
         tiled_chunks=None if tiled is not None else _chunks(worker),
     )
 
@@ -730,8 +737,7 @@ _LACKS: tuple[Lack, ...] = (
     Lack(asked="reshard_after_backward", outcome=_APPROXIMATE,
         reason="ROLL frees parameters after each backward: less memory, more communication"),
     Lack(asked="idle experts", outcome=_APPROXIMATE, target="apply_expert_patch",
-        reason="ROLL runs experts without tokens on one token, times 0: the same numbers where all of them are finite",
-        hint="apply_expert_patch: true beside wrap_policy.moe_experts"),
+        reason="ROLL runs experts without tokens on one token, times 0: the same numbers where all of them are finite"),
     Lack(asked="idle towers", outcome=_UNSUPPORTED,
         reason="ROLL runs a tower where the batch has something for it; ranks without would wait for the others",
         hint="name no class of the tower in wrap_policy: it is in the unit around it then"),
@@ -828,7 +834,7 @@ class RollDialect(Dialect):
             (Aspect.WRAP, "wrap_policy", wrap_policy, wrap_policy),
             (Aspect.GRADIENT_SYNC, "reduce_scatter_during_grad_accumulation", False, gradients is GradientSync.LAST),
             (Aspect.ASYNC_SAVE, "async_save_ckpt", run.async_save, True),
-            (Aspect.OTHER, "apply_expert_patch", True, run.expert_patch),
+            (Aspect.OTHER, "apply_expert_patch", True, config.idle_experts is not None),
             (Aspect.OTHER, "ep_size", run.expert_parallel, run.expert_parallel != 1),
             (Aspect.OTHER, "save_only_model", True, run.save_only_model),
             (Aspect.OTHER, "apply_tiled_mlp", True, chunks is not None),

@@ -178,11 +178,11 @@ _ROWS: tuple[Row, ...] = (
         decide=_reshard,
         meaning="whether parameters are freed between forward and backward; default: unless there is a pipeline",
         reason="the same argument of fully_shard"),
-    Row(name="parallelism.tensor_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
-        capability="tensor parallelism",
+    Row(name="parallelism.tensor_parallel_degree", default=1, outcome=Outcome.NEEDS_DECISION, takes=POSITIVE_INT,
+        capability="tensor parallelism", target="tp_config",
         neutral=(1,), aliases=("training.tensor_parallel_degree",), meaning="tensor parallelism",
-        reason=f"{_ONE_MESH}; parameters are sharded, layers are not",
-        hint="tensor_parallel_degree = 1 and a larger data_parallel_shard_degree, if a layer fits one rank"),
+        reason="which layers are split, and how, is a layer plan, which TorchTitan has in the code of its models",
+        hint="hand the plan to Composer's Trainer in parallelism_config['tp'], or set tensor_parallel_degree = 1"),
     *_belonging("parallelism.tensor_parallel_degree", "parallelism.disable_loss_parallel",
         "parallelism.enable_async_tensor_parallel", reason="belongs to tensor parallelism"),
     Row(name="parallelism.pipeline_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
@@ -196,14 +196,15 @@ _ROWS: tuple[Row, ...] = (
         "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv",
         "parallelism.pipeline_parallel_microbatch_size", "parallelism.pipeline_parallel_expert_parallel_overlap",
         reason="belongs to pipeline parallelism"),
-    Row(name="parallelism.context_parallel_degree", default=1, outcome=Outcome.EXACT, takes=POSITIVE_INT,
-        target="context_parallel_degree", aspect=Aspect.CONTEXT, capability="context parallelism",
+    Row(name="parallelism.context_parallel_degree", default=1, outcome=Outcome.APPROXIMATE, takes=POSITIVE_INT,
+        capability="context parallelism", target="context_parallel_degree", aspect=Aspect.CONTEXT,
         neutral=(1,), aliases=("experimental.context_parallel_degree",),
         meaning="context parallelism, whose ranks shard parameters as well",
-        reason="the ranks of a sequence pass keys and values around"),
+        reason="keys and values go around a ring there; here attention exchanges heads for sequence (Ulysses): the "
+        "same numbers up to rounding, and the degree must divide the number of heads"),
     *_belonging("parallelism.context_parallel_degree", "parallelism.context_parallel_rotate_method",
-        "parallelism.context_parallel_load_balancer", outcome=Outcome.UNNEEDED,
-        reason="nothing is passed around where heads are exchanged"),
+        "parallelism.context_parallel_load_balancer", outcome=Outcome.APPROXIMATE,
+        reason="belongs to context parallelism by a ring, which is even without it by heads"),
     Row(name="parallelism.expert_parallel_degree", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT,
         capability="expert parallelism",
         neutral=(1,), meaning="expert parallelism; without experts in the model it does nothing",
@@ -538,13 +539,14 @@ def _run(file: File) -> RunConfig:
     has_pipeline = file.is_on("parallelism.pipeline_parallel_degree")
     replicas, shards = (file[f"parallelism.data_parallel_{axis}_degree"] for axis in ("replicate", "shard"))
     context = file["parallelism.context_parallel_degree"]
-    shards *= context if shards > 0 else 1  # parameters are sharded over the ranks of a sequence, too
     wrap = _USUAL_WRAP if file.model not in _OWN_UNITS else _OWN_UNITS[file.model].wrap
     recomputed = ActivationCheckpointing(checkpoint=True, classes=wrap.classes, reentrant=False)
     return RunConfig(
         config=ShardingConfig(
             # DDP is what TorchTitan does with replicas of one rank each.
-            mesh=MeshSpec.of_degrees(shard=shards, replicate=replicas if replicas > 1 else None),
+            mesh=MeshSpec.of_degrees(
+                shard=shards if shards == -1 else shards * context, replicate=replicas if replicas > 1 else None
+            ),
             context_parallel_degree=context,
             reshard_after_forward=reshard == "always" or (reshard == "default" and not has_pipeline),
             mixed_precision=MixedPrecision(
@@ -580,10 +582,10 @@ def _is_without_shards(run: RunConfig) -> bool:
     return not mesh.is_grouped and mesh.replicate_degree != -1 and mesh.shard_degree == 1
 
 
-def _own_shards(run: RunConfig) -> int:
-    """TorchTitan multiplies it by the context degree."""
-    degree = run.config.mesh.shard_degree
-    return degree if degree == -1 else max(degree // run.context_parallel, 1)
+def _shards(run: RunConfig) -> int:
+    """Of a context axis's ranks, which shard parameters as well, one; 0 where its degree does not divide the shards."""
+    shards, context = run.config.mesh.shard_degree, run.context_parallel
+    return -1 if shards == -1 else 0 if shards % context else shards // context
 
 
 def _casts_no_inputs(run: RunConfig) -> bool:
@@ -603,6 +605,13 @@ _LACKS: tuple[Lack, ...] = (
     Lack(asked="mesh", when=_is_without_shards, outcome=_APPROXIMATE,
         target="parallelism.data_parallel_shard_degree = 1",
         reason="without shards TorchTitan uses DDP, and torch.autocast for mixed precision"),
+    Lack(asked="context parallelism", when=lambda run: not run.config.mesh.is_grouped and _shards(run) == 0,
+        outcome=_NEEDS_DECISION, target="parallelism.data_parallel_shard_degree",
+        reason="TorchTitan shards parameters over the ranks that share a sequence, and {value} does not divide the "
+        "{shard_degree} shards", hint="choose a degree that does"),
+    Lack(asked="context parallelism", when=lambda run: not run.config.mesh.is_grouped and _shards(run) != 0,
+        outcome=_APPROXIMATE, target="parallelism.context_parallel_degree",
+        reason="TorchTitan sends keys and values around a ring: the same numbers up to rounding"),
     Lack(asked="units", when=lambda run: run.wrap.classes != _CLASSES,
         outcome=_APPROXIMATE, target="parallelize.py of the model",
         reason="TorchTitan's models choose their units in code: the token embedding, each block, the last norm with "
@@ -669,8 +678,6 @@ _LACKS: tuple[Lack, ...] = (
         hint="set max_norm to the run's own, or to a large number for none"),
     Lack(asked="frozen parameters", outcome=_UNSUPPORTED, reason="TorchTitan trains all parameters",
         hint="freeze them in the model's code"),
-    Lack(asked="expert patch", outcome=_UNNEEDED,
-        reason="TorchTitan runs all experts of a layer in one grouped product, so that ranks do not diverge"),
     Lack(asked="tiled MLP", outcome=_UNSUPPORTED, reason="TorchTitan computes MLPs in one piece"),
     Lack(asked="model only", outcome=_APPROXIMATE, target="checkpoint.last_save_model_only",
         reason="TorchTitan leaves the optimizer out of the last checkpoint only"),
@@ -719,14 +726,13 @@ class TorchTitanDialect(Dialect):
     def settings(self, run: RunConfig) -> Iterator[Setting]:
         config, recomputes = run.config, run.config.activation_checkpointing.checkpoint
         selective = run.selective_checkpointing if recomputes else None
-        mesh, parallel = config.mesh, {kind: getattr(run, kind) for kind in _PARALLELISMS}
-        has_degrees = not mesh.is_grouped and mesh.replicate_degree != -1
+        mesh, parallel = config.mesh, {kind: getattr(run, kind) for kind in ("context_parallel", *_PARALLELISMS)}
+        shards, has_degrees = _shards(run), not mesh.is_grouped and mesh.replicate_degree != -1
         freed = "default" if run.pipeline_parallel == 1 else "always"
         is_low = config.mixed_precision.param_dtype in LOW_PRECISION
         for key, value, is_needed in (
             ("parallelism.data_parallel_replicate_degree", mesh.replicate_degree, has_degrees),
-            ("parallelism.data_parallel_shard_degree", _own_shards(run), has_degrees),
-            ("parallelism.context_parallel_degree", run.context_parallel, run.context_parallel != 1),
+            ("parallelism.data_parallel_shard_degree", shards, has_degrees and shards),
             ("parallelism.fsdp_reshard_after_forward", freed if config.reshard_after_forward else "never", True),
             *((f"parallelism.{kind}_degree", degree, degree != 1) for kind, degree in parallel.items()),
             ("compile.enable", True, run.compile),

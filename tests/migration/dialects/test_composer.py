@@ -198,11 +198,22 @@ def test_a_precision_that_is_none_is_a_decision():
 
 
 @pytest.mark.parametrize(
-    "text", ["tp_config: {tensor_parallel_degree: 2}\nfsdp_config: {}", "parallelism_config: {tp: {x: 1}, fsdp: {}}"]
+    ("text", "outcome", "degree"),
+    [
+        ("tp_config: {strategy: ffn, tensor_parallel_degree: 2}\nfsdp_config: {}", Outcome.APPROXIMATE, 2),
+        ("tp_config: {strategy: mine, tensor_parallel_degree: 4}\nfsdp_config: {}", Outcome.EXACT, 4),
+        ("parallelism_config: {tp: {tensor_parallel_degree: 2}, fsdp: {}}", Outcome.EXACT, 2),
+        ("parallelism_config: {tp: {tensor_parallel_degree: 1}, fsdp: {}}", Outcome.UNNEEDED, 1),
+        ("tp_config: {tensor_parallel_degree: two}\nfsdp_config: {}", Outcome.NEEDS_DECISION, 1),
+        ("tp_config: 2\nfsdp_config: {}", Outcome.NEEDS_DECISION, 1),
+    ],
 )
-def test_tensor_parallelism_beside_it_is_reported(text: str):
-    """The new run would not fit into memory, or fail with an optimizer."""
-    assert [each for each in read(text).findings if each.outcome is Outcome.UNSUPPORTED and "tensor" in each.reason]
+def test_tensor_parallelism_beside_it_is_read(text: str, outcome: Outcome, degree: int):
+    """Layers are split as before; a run that FSDP1 trained on other numbers is told of."""
+    reading = read(text)
+    (found,) = [each for each in reading.findings if each.key in ("tp", "tp_config")]
+    assert found.outcome is outcome and found.reason
+    assert reading.run is not None and reading.run.tensor_parallel == degree
 
 
 @pytest.mark.parametrize(
@@ -358,7 +369,6 @@ BESIDE_SHARDING = {
     "tensor_parallel": 2,
     "pipeline_parallel": 2,
     "expert_parallel": 2,
-    "expert_patch": True,
     "tiled_chunks": 4,
     "max_grad_norm": 0.5,
     "save_only_model": True,

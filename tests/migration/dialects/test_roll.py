@@ -19,6 +19,7 @@ from support.runs import run_with
 
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
+from composer_fsdp2.config.parallel import IdleExperts, TiledMLP
 from composer_fsdp2.config.rows import Row
 from composer_fsdp2.config.sharding import (
     Accumulation,
@@ -311,7 +312,11 @@ def test_experts_are_wrapped_with_the_patch_only():
     assert alone.run is not None and alone.run.wrap.experts == ()
     patched = read(policy | {"apply_expert_patch": True})
     assert patched.run is not None and patched.run.wrap.experts == ("Qwen3MoeMLP",)
-    assert outcome(patched, "apply_expert_patch") is Outcome.APPROXIMATE
+    assert patched.run.config.idle_experts is IdleExperts.IN_ORDER
+    assert outcome(patched, "apply_expert_patch") is Outcome.EXACT
+    without = read({"apply_expert_patch": True})
+    assert without.run is not None and without.run.config.idle_experts is None
+    assert outcome(without, "apply_expert_patch") is Outcome.UNNEEDED
 
 
 def test_embeddings_are_wrapped_against_the_guide():
@@ -341,6 +346,7 @@ def test_frozen_prefixes_have_commas_between_them():
         ({"efsdp_size": 4}, {}, "efsdp_size", Outcome.UNNEEDED),
         ({"apply_tiled_mlp": True}, {}, "apply_tiled_mlp", Outcome.APPROXIMATE),
         ({"apply_tiled_mlp": True, "tiled_num_shards": 8}, {}, "tiled_num_shards", Outcome.APPROXIMATE),
+        ({"apply_tiled_mlp": True, "model_type": "qwen3"}, {}, "apply_tiled_mlp", Outcome.EXACT),
         ({"tiled_num_shards": 8}, {}, "tiled_num_shards", Outcome.UNNEEDED),
         ({"model_type": "qwen3"}, {}, "model_type", Outcome.UNNEEDED),
         ({"moe_use_grouped_mm": True}, {}, "moe_use_grouped_mm", Outcome.APPROXIMATE),
@@ -680,6 +686,37 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
     "expert parallelism": (shape(config=f"ep_size: 8\nefsdp_size: 2\n{POLICY}"), ["ep_size"]),
     "misspelt": (shape(config="offload: true"), ["offload"]),
 }
+
+
+def test_what_is_divided_there_is_divided_here():
+    """Sequences and MLPs that were divided so that they fit, written as keys; what cannot be is told, not lost."""
+    for config, expected in (
+        ("apply_tiled_mlp: true\nmodel_type: qwen3", {"classes": ["Qwen3MLP"], "chunks": 4}),
+        ("apply_tiled_mlp: true\nmodel_type: qwen2_5\ntiled_num_shards: 8", {"classes": ["Qwen2MLP"], "chunks": 8}),
+        ("apply_tiled_mlp: true\nmodel_type: qwen3\ntiled_num_shards: 1", None),
+        ("apply_tiled_mlp: false\nmodel_type: qwen3", None),
+        ("apply_tiled_mlp: true", None),
+    ):
+        migration = migrate_text(shape("{ulysses_size: 2}", config=config), "run.yaml")
+        section = yaml.safe_load(migration.after)["actor_train"]["fsdp_config"]
+        assert (section.get("tiled_mlp"), section["context_parallel_degree"]) == (expected, 2), config
+    told = {each.key: each for each in migration.sections[0].findings}
+    assert told["apply_tiled_mlp"].outcome is Outcome.APPROXIMATE
+    assert "tiled_mlp: {classes: [" in told["apply_tiled_mlp"].hint
+
+
+def test_pieces_come_back():
+    """ROLL tiles the MLPs that it knows, by their model; those of others it does not."""
+    for classes, expected in (
+        (("Qwen3MLP",), {"apply_tiled_mlp": True, "tiled_num_shards": 8, "model_type": "qwen3"}),
+        (("LlamaMLP", "Qwen2MLP"), {"apply_tiled_mlp": True, "tiled_num_shards": 8}),
+        (("MPTMLP",), {}),
+        (("MPTMLP", "Qwen3MLP"), {}),
+    ):
+        expression = ROLL.express(run_with(tiled_mlp=TiledMLP(classes=classes, chunks=8)))
+        names = ("apply_tiled_mlp", "tiled_num_shards", "model_type")
+        assert {each.key: each.value for each in expression.settings if each.key in names} == expected
+        assert bool(expected) is not any(each.key == "tiled MLP" for each in expression.findings)
 
 
 def test_exit_1_has_a_reason():

@@ -197,45 +197,49 @@ def test_activation_checkpointing(written: dict[str, Any], checkpoint: bool, exp
 # --- more than sharding
 
 
-def test_context_parallelism_is_carried_over():
-    """Its ranks shard parameters as well, in both; a degree that lacked them would be another mesh."""
-    reading = read(parallelism(context_parallel_degree=2, data_parallel_shard_degree=4))
-    assert reading.run is not None and reading.run.config.mesh.shard_degree == 8
-    found = finding(reading, "context_parallel_degree")
-    assert found.outcome is Outcome.EXACT and found.target == "context_parallel_degree"
-    written = {each.key: each.value for each in TorchTitanDialect().express(reading.run).settings}
-    assert written["parallelism.data_parallel_shard_degree"] == 4
-    assert written["parallelism.context_parallel_degree"] == 2
-    assert finding(read(parallelism(context_parallel_degree=1)), "context_parallel_degree").outcome is Outcome.UNNEEDED
-    detail = finding(
-        read(parallelism(context_parallel_degree=2, context_parallel_rotate_method="alltoall")),
-        "context_parallel_rotate_method",
-    )
-    assert detail.outcome is Outcome.UNNEEDED and "passed around" in detail.reason
+PARALLELISMS = {
+    "tensor": Outcome.NEEDS_DECISION,
+    "pipeline": Outcome.UNSUPPORTED,
+    "context": Outcome.APPROXIMATE,
+    "expert": Outcome.UNSUPPORTED,
+}
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline", "expert"])
-def test_other_parallelism_is_unsupported(kind: str):
+@pytest.mark.parametrize("kind", PARALLELISMS)
+def test_other_parallelism_is_told(kind: str):
     """A run that needs it is not turned into one that runs out of memory without a word."""
     key = f"{kind}_parallel_degree"
     found = finding(read(parallelism(**{key: 2})), key)
-    assert found.outcome is Outcome.UNSUPPORTED and found.reason and found.hint
+    assert found.outcome is PARALLELISMS[kind] and found.reason and (found.hint or not found.outcome.blocks)
     assert getattr(run_of(parallelism(**{key: 2})), f"{kind}_parallel") == 2
     assert finding(read(parallelism(**{key: 1})), key).outcome is Outcome.UNNEEDED
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "degree"),
+    ("key", "value", "degree", "expected"),
     [
-        ("disable_loss_parallel", True, "tensor_parallel_degree"),
-        ("pipeline_parallel_schedule", "Interleaved1F1B", "pipeline_parallel_degree"),
-        ("expert_tensor_parallel_degree", 2, "expert_parallel_degree"),
+        ("disable_loss_parallel", True, "tensor_parallel_degree", Outcome.UNSUPPORTED),
+        ("pipeline_parallel_schedule", "Interleaved1F1B", "pipeline_parallel_degree", Outcome.UNSUPPORTED),
+        ("context_parallel_rotate_method", "alltoall", "context_parallel_degree", Outcome.APPROXIMATE),
+        ("expert_tensor_parallel_degree", 2, "expert_parallel_degree", Outcome.UNSUPPORTED),
     ],
 )
-def test_details_are_read_with_their_feature_only(key: str, value: object, degree: str):
+def test_details_are_read_with_their_feature_only(key: str, value: object, degree: str, expected: Outcome):
     """A schedule in a file without a pipeline stands in nobody's way."""
     assert finding(read(parallelism(**{key: value})), key).outcome is Outcome.UNNEEDED
-    assert finding(read(parallelism(**{key: value, degree: 2})), key).outcome is Outcome.UNSUPPORTED
+    assert finding(read(parallelism(**{key: value, degree: 2})), key).outcome is expected
+
+
+def test_the_ranks_of_a_sequence_shard_parameters_as_well():
+    """Its degrees multiply there; here the shard degree counts the ranks of a sequence, too."""
+    degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4, "context_parallel_degree": 2}
+    run = run_of(parallelism(**degrees))
+    assert run.config.mesh.shape == (2, 8) and run.config.context_parallel_degree == 2
+    written = {each.key: each.value for each in TorchTitanDialect().express(run).settings}
+    assert {f"parallelism.{key}": value for key, value in degrees.items()}.items() <= written.items()
+    odd = any_run_with(mesh=MeshSpec.of_degrees(shard=6, replicate=2), context_parallel_degree=4)
+    blocking = [each.key for each in TorchTitanDialect().express(odd).findings if each.outcome.blocks]
+    assert "context parallelism" in blocking
 
 
 @pytest.mark.parametrize(

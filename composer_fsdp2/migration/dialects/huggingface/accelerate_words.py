@@ -71,11 +71,11 @@ def degrees_of(run: RunConfig) -> dict[str, int]:
     if ranks and (replicate == -1) != (shard == -1) and not mesh.is_grouped and mesh.has_replicas:
         replicate = ranks // shard if replicate == -1 else replicate
         shard = ranks // replicate if shard == -1 else shard
-    if mesh.is_grouped or shard < 2 or replicate < 1 or _is_over_all_ranks(run) or shard % run.context_parallel:
+    context = others["context_parallel"]  # over whose ranks parameters are sharded as well
+    if mesh.is_grouped or shard < 2 or replicate < 1 or shard % context or _is_over_all_ranks(run):
         return {}
-    # Parameters are sharded over the ranks of a sequence, too.
-    sizes = {"dp_replicate": replicate, "dp_shard": shard // run.context_parallel, "tp": others["tensor_parallel"]}
-    sizes["cp"] = others["context_parallel"]
+    sizes = {"dp_replicate": replicate, "dp_shard": shard // context, "tp": others["tensor_parallel"]}
+    sizes["cp"] = context
     return {f"{DEGREES_PREFIX}{name}_size": size for name, size in sizes.items()}
 
 
@@ -284,9 +284,6 @@ OF_OTHERS: tuple[Lack, ...] = (
     Lack(asked="tiled MLP", outcome=_NEEDS_DECISION,
         reason="MLPs are computed in one piece: the same numbers, more memory in long sequences",
         hint="recompute activations, or use shorter microbatches"),
-    Lack(asked="expert patch", outcome=_NEEDS_DECISION,
-        reason="nothing makes ranks agree on which experts run; where an expert is a unit of its own, they would hang",
-        hint="keep all experts of a layer in one unit"),
     *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason=f"accelerate has no {kind} parallelism with FSDP2"
         ) for kind in ("pipeline", "expert")),
 )

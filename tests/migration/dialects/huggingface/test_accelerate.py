@@ -155,24 +155,31 @@ def test_files_of_its_examples_need_no_decision(shape: str) -> None:
     assert not again.is_changed and again.exit_code == 0
 
 
-def test_other_axes_are_refused_once() -> None:
-    """A run whose layers are split would train as plain FSDP; three findings said one thing."""
+def test_other_axes_are_told_of_once() -> None:
+    """A run over parts of layers would train as plain FSDP; three findings said one thing."""
     (blocking,) = migrated(HEAD + FSDP2 + axes(tp=2, dp_shard=2, dp_replicate=2) + AROUND).blocking
-    assert (blocking.key, blocking.outcome) == (
-        "parallelism_config.parallelism_config_tp_size",
-        Outcome.UNSUPPORTED,
-    )
+    assert blocking.key == "parallelism_config.parallelism_config_tp_size"
+    assert blocking.outcome is Outcome.NEEDS_DECISION and "layer plan" in blocking.reason
 
 
-def test_parts_of_sequences_are_carried_over() -> None:
-    """Parameters are sharded over the ranks of a sequence, too; without them it would be another mesh."""
+def test_the_ranks_of_a_sequence_shard_parameters_as_well() -> None:
+    """Parameters sharded over the other ranks alone would need more memory; a decision would ask what is clear."""
+    for head, sizes, words in (
+        (FSDP2, {"cp": 4, "dp_shard": 2}, {"context_parallel_degree": 4}),
+        (FSDP2, {"cp": 8}, {"context_parallel_degree": 8}),
+        (FSDP2, {"cp": 2, "dp_shard": 2, "dp_replicate": 2},
+         {"context_parallel_degree": 2, "data_parallel_shard_degree": 4, "data_parallel_replicate_degree": 2}),
+        (ZERO3, {"cp": 2, "dp_shard": 2}, {"context_parallel_degree": 2}),
+    ):  # fmt: skip
+        migration = migrated(HEAD + head + axes(**sizes) + AROUND)
+        assert migration.blocking == ()
+        section = yaml.safe_load(migration.after)["fsdp_config"]
+        assert {key: section.get(key) for key in words} == words
     for sizes in ({"cp": 4, "dp_shard": 2}, {"cp": 8}):
-        migration = migrated(HEAD + FSDP2 + axes(**sizes) + AROUND)
-        assert not migration.blocking and f"context_parallel_degree: {sizes['cp']}" in migration.after
-        run = run_of(HEAD + FSDP2 + axes(**sizes) + AROUND)
-        assert run.config.mesh.shard_degree == 8 and run.context_parallel == sizes["cp"]
-        words = {each.key: each.value for each in HuggingFaceDialect().express(run).settings}
-        assert words["parallelism_config"]["parallelism_config_dp_shard_size"] == 8 // sizes["cp"]
+        again = HuggingFaceDialect().express(run_of(HEAD + FSDP2 + axes(**sizes) + AROUND)).settings
+        (degrees,) = [each.value for each in again if each.key == "parallelism_config"]
+        assert degrees["parallelism_config_dp_shard_size"] == 8 // sizes["cp"]
+    assert run_of(HEAD + FSDP2 + axes(cp=8) + AROUND).config.mesh.shard_degree == 8
 
 
 def test_zero_stages_keep_what_they_mean() -> None:

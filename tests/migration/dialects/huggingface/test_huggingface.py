@@ -17,6 +17,7 @@ from support.runs import run_with
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.parallel import IdleExperts
 from composer_fsdp2.config.sharding import (
     Accumulation,
     ActivationCheckpointing,
@@ -834,7 +835,7 @@ BESIDE_SHARDING: dict[str, Any] = {
     "compile": True,
     "freeze": ("vision",),
     "tiled_chunks": 4,
-    "expert_patch": True,
+    "idle_experts": IdleExperts.IN_ORDER,
     "pipeline_parallel": 2,
     "expert_parallel": 2,
     "context_parallel_degree": 2,
@@ -853,7 +854,7 @@ def test_what_accelerates_file_cannot_say_is_a_finding(name: str) -> None:
     decisions = (
         "freeze",
         "tiled_chunks",
-        "expert_patch",
+        "idle_experts",
         "context_parallel_degree",
         *(each for each in BESIDE_SHARDING if each.endswith("_parallel")),
     )
