@@ -157,8 +157,6 @@ PARTS = {
     "reshard_after_backward": ["accumulation"],
     "collective_guard": ["collective_guard"],
     "idle experts": ["idle_experts"],
-    "context parallelism": ["context_parallel_degree"],
-    "tiled MLP": ["tiled_mlp"],
     "idle towers": ["idle_towers"],
     "context parallelism": ["context_parallel_degree"],
     "tiled MLP": ["tiled_mlp"],
