@@ -98,6 +98,8 @@ def check(architecture: str, skips: bool, section: dict[str, Any]) -> None:
         error = (full(ours[name].grad) - expected).abs().max().item()
         assert error <= 1e-12, (name, error)
     assert max(idle) > 0
+    if "activation_checkpointing" in section:  # of no matter to what generates
+        return
     model.eval(), reference.eval()
     prompt = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompts = torch.cat([tokens_of(dist.get_rank(), step) for step in range(2)])

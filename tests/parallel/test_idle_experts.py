@@ -201,7 +201,6 @@ MORE = {
     "blocks recomputed": recomputing(Moe, reentrant=False),
     "blocks recomputed, reentrant": recomputing(Moe, reentrant=True),
     "experts recomputed": recomputing(Expert, reentrant=False),
-    "experts recomputed, reentrant": recomputing(Expert, reentrant=True),
     "kept after forward": (IN_ORDER | {"sharding_strategy": "SHARD_GRAD_OP"}, {}),
     "blocks too": (IN_ORDER | {"wrap_policy": {**EXPERTS, "transformer_layer_cls_to_wrap": ["Layer", "Moe"]}}, {}),
     "parts of experts": (IN_ORDER | {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Linear", "Layer"]}}, {}),
@@ -209,7 +208,6 @@ MORE = {
     "two arguments": (IN_ORDER | {"wrap_policy": {**EXPERTS, "moe_experts": ["Weighted"]}}, {"expert": Weighted}),
     "prefetching": (IN_ORDER | {"forward_prefetch": True, "backward_prefetch_limit": 2}, {}),
     "frozen below": (IN_ORDER | {"freeze": ["decoder.embed", "decoder.layers.0.moe.experts.1"]}, {}),
-    "microbatches": (IN_ORDER, {"num_microbatches": 2}),
 }
 
 
