@@ -12,7 +12,7 @@ from support.language import layer_plan, sequence_plan
 from support.language_trainer import Run, grouped, train
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
-from support.trainers import largest_difference
+from support.trainers import largest_difference, on_gpu
 
 pytestmark = pytest.mark.composer
 
@@ -78,6 +78,75 @@ def test_a_trainer_splits_layers_and_trains_as_one_process():
         # Composer adds up what the ranks read, also where they read the same (A batch's samples are counted TENSOR
         # times, as under FSDP1).
         assert found.timestamp["sp"] == TENSOR * wanted.timestamp["sp"]
+
+
+# --- what reads and changes parameters beside the optimizer
+
+
+def watched(degree: int) -> tuple[dict[str, float], Run]:
+    """What OptimizerMonitor logs in the last batch, of a run that averages its weights."""
+    from composer.algorithms import EMA
+    from composer.callbacks import OptimizerMonitor
+    from composer.loggers import InMemoryLogger
+
+    logger = InMemoryLogger()
+    options: dict[str, Any] = {
+        "tied": True,
+        "num_batches": 3,
+        "clip": ("norm", 0.5),
+        "algorithms": (EMA(half_life="2ba", update_interval="1ba"),),
+        "callbacks": (OptimizerMonitor(log_optimizer_metrics=False, batch_log_interval=1),),
+        "loggers": [logger],
+    }
+    run = alone(options) if degree == 1 else under_tensor_parallelism(options, {"plan": sequence_plan})
+    norms = {name: float(values[-1][1]) for name, values in logger.data.items() if name.startswith("l2_norm")}
+    return norms, run
+
+
+def test_monitors_and_averages_see_split_layers_whole():
+    """A norm of a part would be logged as the parameter's, and an average of the weights would be one of parts."""
+    [(expected, run_alone)] = run_ranks(watched, 1, 1)
+    found, run = run_ranks(watched, 4, TENSOR)[0]
+    assert len(expected) > 30
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-9), name
+    assert_same(run, run_alone)
+
+
+def on_a_small_device() -> list[int]:
+    """device_train_microbatch_size auto, where more than two rows at once do not fit: the sizes that batches had."""
+    from composer import Callback
+
+    sizes: list[int] = []
+
+    class Sizes(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            sizes.append(state.device_train_microbatch_size)
+
+    class OutOfMemory(Callback):
+        """Rank 3 alone, the second of its group; a fake: there is no device here."""
+
+        def before_forward(self, state: Any, logger: Any) -> None:
+            if torch.distributed.get_rank() == 3 and len(state.batch[0]) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    with FSDP2(), on_gpu():
+        run = train(
+            split(),
+            tensor_degree=TENSOR,
+            microbatch="auto",
+            num_batches=2,
+            callbacks=(Sizes(), OutOfMemory()),
+        )
+    return [*sizes, *[int(1e15 * loss) for loss in run.losses]]
+
+
+def test_ranks_of_a_group_halve_their_microbatches_together():
+    """One rank that runs out of memory in the midst of split layers would leave the other at an all-reduce."""
+    found = run_ranks(on_a_small_device, 4)
+    assert found[0] == found[3]
+    assert found[0][:2] == [2, 2]
 
 
 # --- checkpoints
