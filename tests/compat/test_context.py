@@ -65,9 +65,14 @@ def assert_same_parameters(ours: Trained, theirs: Trained) -> None:
         assert difference <= 1e-12, f"{name}: {difference}"
 
 
-def test_a_run_that_divides_sequences_is_that_of_one_process(tmp_path: Path):
+FAST = ("llama", "mpt-alibi")
+SLOW = tuple(kind for kind in KINDS if kind not in FAST)
+
+
+@pytest.mark.parametrize("kinds", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=" ".join)
+def test_a_run_that_divides_sequences_is_that_of_one_process(kinds: tuple[str, ...], tmp_path: Path):
     """Wrong positions, weights or labels would train another model, with losses that look right."""
-    [alone] = run_ranks(check_alone, 1, KINDS)
+    [alone] = run_ranks(check_alone, 1, kinds)
     run_ranks(check_runs, 4, alone, str(tmp_path))
 
 
