@@ -415,15 +415,6 @@ def _() -> None:
     fully_shard(model, mesh=both["dp"])
 
 
-@error("tp-resharding")
-def _() -> None:
-    both = mesh(2, 1, names=("dp", "tp"))
-    model = Stack()
-    parallelize_module(model, both["tp"], {"blocks.0": ColwiseParallel()})
-    fully_shard(model, mesh=both["dp"], reshard_after_forward=1)
-    model(torch.zeros(1, 4))
-
-
 @error("tp-embeddings")
 def _() -> None:
     for rows in (6, 8):
