@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,14 @@ def _close_rank_pools() -> Iterator[None]:
     yield
     ranks.close_pools()
     warm.close_servers()
+
+
+@pytest.fixture(autouse=True)
+def _put_back_default_dtype() -> Iterator[None]:
+    """A test that builds its models in float64 leaves the next one with torch's own default; ranks reset theirs."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -273,7 +273,7 @@ BAD_INPUTS: dict[str, Case] = {
     "sharded by FSDP2": (sharded_by_fsdp2, none, {}, {}, PlanError, "'decoder.blocks.0' is sharded already, by FSDP2"),
     "wrapped by FSDP1": (wrapped_by_fsdp1, none, {}, {}, PlanError, "'decoder' is sharded already, by FSDP1"),
     "wrapped by DDP": (wrapped_by_ddp, none, {}, {}, PlanError, "DistributedDataParallel"),
-    "tensor parallel": (with_a_dtensor, none, {}, {}, PlanError, "decoder.head.weight is a DTensor already"),
+    "split along no axis of a mesh": (with_a_dtensor, none, {}, {}, PlanError, "make one mesh of all ranks"),
     "optimizer of another model": (Model, of_another_model, {}, {}, PlanError, "The same model must be passed"),
     "two optimizers": (Model, two_optimizers, {}, {}, NotImplementedError, "Only one optimizer"),
     "wrap function raises": (wrapping(KeyError("ffn")), sgd, {}, {}, PlanError, "KeyError for module 'net.inner'"),

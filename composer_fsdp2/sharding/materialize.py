@@ -237,7 +237,10 @@ class Materializer:
     def _fill(self, module: nn.Module) -> None:
         named = {parameter: name for name, parameter in own_parameters(module) if parameter.is_meta}
         for parameter in named:
-            self._replace(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device))
+            if isinstance(parameter, DTensor):  # [Note: drawn in full]
+                self._replace(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device))
+            else:
+                self._replace(parameter, torch.empty_like(parameter, device=self.device))
         for name, buffer in own_buffers(module):
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=self.device))

@@ -53,7 +53,7 @@ class OutOfMemoryVote:
         _warm_up(model)
         self._stop: Callable[[], None] | None = None
         self._where: InFlight | str = "the first forward"
-        keep(model, self)
+        keep(model, _LatestVote(weakref.ref(self)))
 
     def _voting_model(self) -> nn.Module:
         model = self._model()
@@ -128,13 +128,21 @@ class OutOfMemoryVote:
         return bool(anybody_is_out)
 
 
+@dataclass(frozen=True, slots=True)
+class _LatestVote:
+    """Weakly: while it is on, a vote reaches the units, by which it is kept."""
+
+    vote: weakref.ref[OutOfMemoryVote]
+
+
 def vote_if_on(model: nn.Module, where: str) -> None:
     """Vote that all is well before ranks ask each other something else in the midst of a step.
 
     Raises:
         PeerOutOfMemoryError, RanksDivergedError: as in ``OutOfMemoryVote.check``.
     """
-    vote = find_kept(model, OutOfMemoryVote)
+    latest = find_kept(model, _LatestVote)
+    vote = None if latest is None else latest.vote()
     if vote is not None and vote.is_on:
         vote.check(where)
 
