@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -20,11 +21,13 @@ from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ConfigError, PlanError, UnsupportedError
 from composer_fsdp2.fsdp1.attributes import open_fsdp1_attributes
 from composer_fsdp2.fsdp1.hooks import initializers, read_hooks
+from composer_fsdp2.fsdp1.module_settings import read_overrides
 from composer_fsdp2.fsdp1.read import GivenConfig
 from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.batches import start_data_blocks
+from composer_fsdp2.parallel.experts import plan_experts, start_experts
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches, start_idle_experts
 from composer_fsdp2.parallel.idle_towers import refuse_examples, start_idle_towers
 from composer_fsdp2.parallel.order import refuse_illegal
@@ -130,7 +133,10 @@ def plan_sharding(
     check_optimizers(model, optimizers)
     split = _plan_split(model, config.mesh, tensor_parallel)
     choices = read_hooks(model, config, precision=precision)
-    plan = decide_sharding(model, config, choices, split=split.modules, placements=split.placements)
+    experts = plan_experts(model, config, choices, partial(read_overrides, config=config, precision=precision))
+    placements = {**split.placements, **experts.placements}
+    plan = decide_sharding(model, config, experts.choices, split=split.modules, placements=placements)
+    plan = replace(plan, split_experts=experts.layers)
     plan = plan_context(model, plan)
     plan = replace(plan, tiled=choose_tiled(model, config.tiled_mlp))
     refuse_illegal(plan)
@@ -206,6 +212,7 @@ def _apply(model: nn.Module, plan: ShardingPlan, present: tuple[DeviceMesh, ...]
     start_data_blocks(model, plan.config)
     if plan.config.collective_guard is not None:
         start_guard(model, plan.config.collective_guard)
+    start_experts(plan.split_experts, modules)
     start_idle_experts(model, plan.expert_blocks, modules)
     start_idle_towers(model, plan.tower_models, modules, plan.config.collective_guard)
 

@@ -12,6 +12,8 @@ from composer_fsdp2.errors import ConfigError, GroupSizeError
 REPLICATE_AXIS = "data_parallel_replicate"
 SHARD_AXIS = "data_parallel_shard"
 TENSOR_AXIS = "tensor_parallel"
+# LLM Foundry's (llmfoundry/models/utils/config_moe_args.py, 0.22.0).
+EXPERT_AXIS = "expert_parallel"
 GROUPS_KEY = "process_group"
 
 
@@ -161,6 +163,12 @@ class MeshSpec(Value):
         return cls(axes=(*replicas, _shard(shard), *split), device_type=device_type)
 
     @classmethod
+    def of_experts(cls, degree: int, *, device_type: str = "cpu") -> "MeshSpec":
+        """All ranks: each ``degree`` consecutive ones split experts between them, which are sharded over the others."""
+        split = MeshAxis(name=EXPERT_AXIS, role=AxisRole.EXPERT, size=degree)
+        return cls(axes=(_shard(-1), split), device_type=device_type)
+
+    @classmethod
     def of_groups(
         cls, shard: RankGroups, replicate: RankGroups | None = None, *, device_type: str = "cpu"
     ) -> "MeshSpec":
@@ -190,9 +198,18 @@ class MeshSpec(Value):
         return self.degree(AxisRole.TENSOR)
 
     @property
+    def expert_degree(self) -> int:
+        return self.degree(AxisRole.EXPERT)
+
+    @property
+    def split_degree(self) -> int:
+        """Over how many ranks a parameter may be split before it is sharded."""
+        return self.tensor_degree * self.expert_degree
+
+    @property
     def data_parallel(self) -> "MeshSpec":
-        """The axes that ``fully_shard`` gets: those along which ranks have different batches."""
-        if not self.axes_of(AxisRole.TENSOR):
+        """The axes that ``fully_shard`` gets: those along which ranks shard or replicate a parameter."""
+        if all(axis.role in _DATA_PARALLEL for axis in self.axes):
             return self
         return replace(self, axes=tuple(axis for axis in self.axes if axis.role in _DATA_PARALLEL))
 

@@ -52,6 +52,21 @@ class ExpertBlock(Value):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SplitExperts(Value):
+    """A module whose experts, one after the other in the first dimension of its weights, ranks split between them.
+
+    Args:
+        module: Its path.
+        num_experts: Of all ranks; 0 where the module itself exchanges tokens and knows.
+        is_split: Whether its weights are DTensors already.
+    """
+
+    module: str
+    num_experts: int
+    is_split: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TowerModel(Value):
     """A module around parts that a batch may not enter, by its path.
 

@@ -472,6 +472,13 @@ _ROWS: tuple[Row, ...] = (
         meaning="over how many ranks the sequences of a batch are divided; these ranks share one batch",
         reason="each rank computes all but attention on its part of the sequence; parameters are sharded over all "
         "ranks, as without it"),
+    Row(name="expert_parallel_degree", capability="expert parallelism", takes=POSITIVE_INT, default=1,
+        group=KeyGroup.OURS, outcome=_EXACT, target="experts that lie on different ranks, to which tokens travel",
+        neutral=(1,), sets="expert_parallel_degree",
+        meaning="over how many ranks the experts of a layer are split, where one weight holds them all (torch_dmoe); "
+        "fully_shard shards each part over the other ranks",
+        reason="tokens travel to the ranks of their experts and back; everything else is sharded over all ranks, each "
+        "of which has its own batch"),
     Row(name="freeze", default=None, group=KeyGroup.OURS, outcome=_EXACT, target="requires_grad_(False), before the "
         "model is sharded", takes=_PREFIXES, neutral=(None,), aspect=Aspect.FREEZE, sets="freeze",
         capability="frozen parameters",

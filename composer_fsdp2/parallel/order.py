@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch.distributed.tensor import Shard
 
 from composer_fsdp2._torch.slices import needs_even_shards
+from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
@@ -24,6 +25,7 @@ def refuse_illegal(plan: ShardingPlan) -> None:
     Every rank must call this with the same plan; it does not communicate.
     """
     problems = [*_of_tensor_axis(plan)] if plan.split else []
+    problems += _of_expert_axis(plan)
     if problems:
         raise PlanError("\n".join(problems))
 
@@ -49,14 +51,37 @@ def _of_tensor_axis(plan: ShardingPlan) -> Iterator[str]:
             yield from _uneven(unit)
 
 
+def _of_expert_axis(plan: ShardingPlan) -> Iterator[str]:
+    units = {path: unit for unit in plan.units for path in unit.modules}
+    for each in plan.split_experts:
+        unit = units.get(each.module)
+        if unit is None or unit.modules != (each.module,) or not unit.mesh.axes_of(AxisRole.EXPERT):
+            yield (
+                f"{each.module}: its experts are to lie on different ranks, and it is no unit of its own, because it "
+                "is ignored, left out, or shares its weights; leave expert_parallel_degree out, or make it one"
+            )
+            continue
+        whole = [spec.name for spec in (*unit.parameters, *unit.replicated) if spec.tensor_placement is None]
+        if whole or unit.replicated:
+            names = and_more(whole or [spec.name for spec in unit.replicated])
+            yield f"{names} in {each.module}, whose other weights are split by experts; hold it in another module"
+        if type(unit.reshard_after_forward) is int:
+            size = unit.reshard_after_forward
+            yield f"{each.module} reshards to {size} ranks, beside expert parallelism; use true or false"
+        if needs_even_shards() and unit.mesh.is_resolved:
+            yield from _uneven(unit)
+
+
 def _uneven(unit: ShardUnit) -> Iterator[str]:
     mesh = unit.mesh
+    kind, way_out = "tensor", "pad them, leave the module out of the layer plan"
+    if mesh.expert_degree > 1:
+        kind, way_out = "expert", "use a larger expert_parallel_degree"
     for spec in unit.parameters:
         placement = spec.tensor_placement
-        num_parts = mesh.shard_degree * mesh.tensor_degree
+        num_parts = mesh.shard_degree * mesh.split_degree
         if isinstance(placement, Shard) and placement.dim == 0 and spec.shape[0] % num_parts:
             yield (
-                f"{spec.name} has {spec.shape[0]} rows, which this torch must divide evenly into {num_parts} (tensor "
-                f"{mesh.tensor_degree} x shard {mesh.shard_degree}); pad them, leave the module out of the layer plan, "
-                "or install torch 2.13"
+                f"{spec.name} has {spec.shape[0]} rows, which this torch must divide evenly into {num_parts} ({kind} "
+                f"{mesh.split_degree} x shard {mesh.shard_degree}); {way_out}, or install torch 2.13"
             )

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2._torch.slices import parent_mesh
+from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.config.text import did_you_mean
 from composer_fsdp2.config.value import json_text
 from composer_fsdp2.errors import PlanError
@@ -95,6 +96,7 @@ def read_split(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
         PlanError: parameters are DTensors of another kind than tensor parallelism makes, or of several meshes.
     """
     uses = {use: use.parameter for use in parameter_uses(model) if isinstance(use.parameter, DTensor)}
+    uses = {use: parameter for use, parameter in uses.items() if not is_of_experts(parameter)}
     meshes = list(dict.fromkeys(parameter.device_mesh for parameter in uses.values()))
     if not meshes:
         return TensorPlan(), None
@@ -112,6 +114,11 @@ def read_split(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
     paths = {path: None for use in uses for path, _ in use.owners}
     modules = tuple(SplitModule(path=path, style="parallelize_module, by the script") for path in paths)
     return TensorPlan(modules=modules, placements={p: p.placements[0] for p in uses.values()}), meshes[0]
+
+
+def is_of_experts(parameter: DTensor) -> bool:
+    """Whether a script has split it along an axis of experts, which it calls as LLM Foundry does."""
+    return parameter.device_mesh.mesh_dim_names == (EXPERT_AXIS,)
 
 
 def split_model(

@@ -42,7 +42,7 @@ from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit, units_by_root
 from composer_fsdp2.sharding.root_record import RootRecord, keep_record
 from composer_fsdp2.sharding.sharded import sharded_roots
-from composer_fsdp2.sharding.split import split_unit
+from composer_fsdp2.sharding.split import split_experts, split_unit
 from composer_fsdp2.sharding.ties import parameter_uses
 
 # Methods beside forward through which Composer and Hugging Face enter a root, and which then may call parts of it: an
@@ -70,7 +70,7 @@ def apply_agreed_plan(
     initialisation = decide_initialisation(modules.values(), plan.config.sync_module_states)
     if plan.mesh.device_type == "cpu":
         repair_cpu_collectives()
-    if plan.split:
+    if plan.split or plan.split_experts:
         keep_strides()
     made = device_meshes([unit.mesh for unit in plan.units], [*present, *_parent_meshes(model)])
     meshes = {unit.name: mesh for unit, mesh in zip(plan.units, made, strict=True)}
@@ -98,6 +98,7 @@ def apply_agreed_plan(
             outer = data_parallel(mesh, unit.mesh)
             materializer.make_real(unit_modules[unit.name], mesh, outer)
             split_unit(unit, modules, {module: styles.get(module) for module in unit_modules[unit.name]}, mesh)
+            split_experts(unit, modules, mesh)
             sharded[unit.name] = _shard(model, unit, outer, left_alone)
     buffer_dtypes = {unit.name: torch_dtype(unit.mixed_precision.buffer_dtype) for unit in plan.units}
     cast_buffers({module: buffer_dtypes[name] for name, inside in unit_modules.items() for module in inside})
@@ -125,8 +126,9 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     present = {use.names: use.parameter for use in parameter_uses(model)}
     named = [path for unit in plan.units for path in unit.modules]
     named += [*map(str, plan.config.ignored_modules), *plan.checkpointed, *plan.caching, *plan.tiled, *plan.exchanging]
-    named += [each.path for each in plan.split]
+    named += [*(each.path for each in plan.split), *(each.module for each in plan.split_experts)]
     splits = any(each.parallelize is not None for each in plan.split)
+    splits |= any(not each.is_split for each in plan.split_experts)
     named += [path for each in plan.expert_blocks for path in (each.block, *each.experts)]
     named += [path for each in plan.tower_models for path in (each.model, *each.towers, *each.meetings)]
     problems = [f"no module {path!r}" for path in dict.fromkeys(named) if path not in modules]

@@ -54,13 +54,19 @@ def device_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ())
 
 
 def data_parallel(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh:
-    """The slice of a mesh that ``fully_shard`` gets: the axes along which ranks have different batches."""
+    """The slice of a mesh that ``fully_shard`` gets: the axes along which ranks shard or replicate a parameter."""
     return _slice(mesh, [spec.axes.index(axis) for axis in spec.data_parallel.axes])
 
 
 def tensor_parallel(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh | None:
     """The slice along which ranks split layers between them, if there is one."""
     axes = spec.axes_of(AxisRole.TENSOR)
+    return _slice(mesh, axes) if axes else None
+
+
+def expert_parallel(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh | None:
+    """The slice along which ranks split experts between them, if there is one."""
+    axes = spec.axes_of(AxisRole.EXPERT)
     return _slice(mesh, axes) if axes else None
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from composer_fsdp2.config.mesh import MeshSpec
-from composer_fsdp2.config.parallel import BroadcastBatch, ExpertBlock, TowerModel
+from composer_fsdp2.config.parallel import BroadcastBatch, ExpertBlock, SplitExperts, TowerModel
 from composer_fsdp2.config.sharding import Accumulation, GradientSync, MixedPrecision, ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.value import Value, json_text
@@ -25,8 +25,8 @@ from composer_fsdp2.sharding.select import LeftOut
 class ParameterSpec(Value):
     """One parameter under all of its names (more than one if it is tied), with its full shape and its dtype's name.
 
-    ``tensor_placement``: how it lies along the mesh's tensor axis; None where it is no DTensor there, and the same on
-    each of these ranks.
+    ``tensor_placement``: how it lies along the mesh's tensor or expert axis; None where it is no DTensor there, and the
+    same on each of these ranks.
     """
 
     names: tuple[str, ...]
@@ -42,9 +42,9 @@ class ParameterSpec(Value):
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def numel_of(self, tensor_degree: int) -> int:
-        """How many elements are left where the tensor axis has so many ranks."""
-        return self.numel // tensor_degree if isinstance(self.tensor_placement, Shard) else self.numel
+    def numel_of(self, split_degree: int) -> int:
+        """How many elements are left where so many ranks split it."""
+        return self.numel // split_degree if isinstance(self.tensor_placement, Shard) else self.numel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class ShardUnit(Value):
     def unsharded_bytes(self) -> int:
         """The size of its parameters on every rank while they are unsharded."""
         dtype = self.mixed_precision.param_dtype
-        degree = self.mesh.tensor_degree
+        degree = self.mesh.split_degree
         return sum(each.numel_of(degree) * dtype_bytes(dtype or each.dtype) for each in self.parameters)
 
 
@@ -108,6 +108,7 @@ class ShardingPlan(Value):
         caching: The modules that fill no cache in forwards that need gradients.
         frozen: The names of the parameters that are not to be trained, from now on.
         split: The modules that tensor parallelism splits.
+        split_experts: The modules whose experts lie on different ranks.
         exchanging: The attention modules that exchange heads for sequence within the groups of a context axis.
         tiled: The MLPs that are computed in pieces of the sequence.
         expert_blocks: Where every rank runs each expert once, without tokens on no rows.
@@ -123,6 +124,7 @@ class ShardingPlan(Value):
     caching: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     split: tuple[SplitModule, ...] = ()
+    split_experts: tuple[SplitExperts, ...] = ()
     exchanging: tuple[str, ...] = ()
     tiled: tuple[str, ...] = ()
     expert_blocks: tuple[ExpertBlock, ...] = ()
@@ -202,6 +204,7 @@ def _explain(plan: ShardingPlan) -> Iterator[str]:
     yield f"{len(plan.units)} units, {total:,} parameters on {plan.mesh}"
     yield from (_unit_line(unit, plan.mesh) for unit in plan.units)
     yield from _split_lines(plan)
+    yield from _expert_lines(plan)
     yield from (f"  tied: {' = '.join(names)}" for names in plan.tie_groups)
     for spec in plan.replicated:
         why = f"{spec.dtype} beside another dtype" if spec.shape else "a scalar"
@@ -267,6 +270,18 @@ def _split_lines(plan: ShardingPlan) -> Iterator[str]:
     for (path, style, text), count in alike.items():
         several = f" ({count} modules)" if count > 1 else ""
         yield f"  split over {plan.mesh.tensor_degree} ranks: {path or 'the model'}{several}: {text or style}"
+
+
+def _expert_lines(plan: ShardingPlan) -> Iterator[str]:
+    degree = {unit.name: unit.mesh.expert_degree for unit in plan.units}
+    alike: dict[tuple[str, int, int], int] = {}
+    for each in plan.split_experts:
+        key = (_NUMBER.sub(".*", each.module), degree.get(each.module, 1), each.num_experts)
+        alike[key] = alike.get(key, 0) + 1
+    for (path, ranks, num_experts), count in alike.items():
+        several = f" ({count} modules)" if count > 1 else ""
+        how = f"{num_experts // ranks} of {num_experts} on each, tokens travel" if num_experts else "by the module itself"
+        yield f"  experts over {ranks} ranks: {path}{several}: {how}"
 
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")

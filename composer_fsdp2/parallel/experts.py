@@ -1,0 +1,386 @@
+"""Expert parallelism: the experts of a layer lie on different ranks, and tokens travel to them and back.
+
+[Note: split experts] Ranks along the expert axis split the experts between them, by the first dimension of the weights
+that hold them all; ``fully_shard`` shards each part over the other ranks, and everything else over all ranks, each of
+which has its own batch. An expert computes the tokens of all ranks along its axis, so its gradient is their sum, while
+``fully_shard`` averages over the other ranks alone: it is divided where the weight is used. Clipping, optimizers and
+checkpoints then meet the gradients of one process.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.func import functional_call
+
+from composer_fsdp2._torch.slices import parent_mesh
+from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
+from composer_fsdp2.config.mesh import EXPERT_AXIS, MeshSpec, divisors_text
+from composer_fsdp2.config.parallel import SplitExperts
+from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.errors import PlanError, UnsupportedError
+from composer_fsdp2.parallel.tensor import is_of_experts
+from composer_fsdp2.sharding.modules import ancestors_or_self
+from composer_fsdp2.sharding.ties import parameter_uses
+
+_KEY = "expert_parallel_degree"
+_MESH_KEYS = ("device_mesh", "mesh")
+# From a module's own settings and its path to what they change of its unit.
+_Read = Callable[[Mapping[str, Any], str], UnitOverrides]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """What is split by experts.
+
+    Args:
+        layers: The modules that are units with a mesh of their own.
+        choices: The model's, with these modules among them.
+        placements: Of the weights, along the expert axis.
+    """
+
+    layers: tuple[SplitExperts, ...]
+    choices: ModelChoices
+    placements: Mapping[nn.Parameter, Placement]
+
+
+def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices, read: _Read) -> ExpertPlan:
+    """Decide which weights are split by experts, without touching ``model``.
+
+    Those of every layer whose experts are stacked in one weight, where the degree is above 1; and what a script has
+    split already along an axis that it calls ``expert_parallel``, as LLM Foundry does for MegaBlocks.
+
+    Args:
+        config: The whole model's.
+        choices: What its hooks chose.
+        read: How a module's own settings are read.
+    Raises:
+        UnsupportedError: replicas, or another kind of parallelism, beside split experts.
+        PlanError: there are no such layers, the degree does not divide their experts, or a script's meshes do not fit.
+
+    Every rank must call this with the same model; it does not communicate.
+    """
+    split = _split_by_script(model)
+    if config.expert_parallel_degree == 1 and not split:
+        return ExpertPlan(layers=(), choices=choices, placements={})
+    _refuse_beside(config)
+    degree = _degree(config, split)
+    layers = _layers(model, config, choices, split)
+    problems = [*_problems_of_layers(model, layers, degree)]
+    if problems:
+        raise PlanError("\n".join(problems))
+    mesh = MeshSpec.of_experts(degree, device_type=config.mesh.device_type)
+    mesh = mesh.resolve(config.mesh.size) if config.mesh.is_resolved else mesh
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen = dict(choices.chosen)
+    placements: dict[nn.Parameter, Placement] = {}
+    for layer in layers:
+        module = modules[layer.module]
+        own = choices.chosen.get(layer.module, Choice(chosen_by=_KEY))
+        chosen[layer.module] = replace(own, overrides=_overrides(module, layer, own.overrides, mesh, read))
+        placements.update(dict.fromkeys(module.parameters(), Shard(0)))
+    return ExpertPlan(layers=layers, choices=replace(choices, chosen=chosen), placements=placements)
+
+
+def start_experts(layers: Sequence[SplitExperts], modules: Mapping[str, nn.Module]) -> None:
+    """Have tokens travel, in the layers of a sharded model whose experts lie on different ranks.
+
+    The instances get another ``forward``; no class is touched.
+
+    Args:
+        modules: By path, as they were before sharding.
+    """
+    for each in layers:
+        if each.num_experts:
+            layer = modules[each.module]
+            layer.forward = partial(_forward, layer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which modules
+
+
+def _split_by_script(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:
+    """The weights that are split by experts already, with the axis along which they are."""
+    split = {
+        each: each.device_mesh for each in model.parameters() if isinstance(each, DTensor) and is_of_experts(each)
+    }
+    for parameter, mesh in split.items():
+        parent = parent_mesh(mesh)
+        is_whole = parent.mesh.flatten().tolist() == list(range(dist.get_world_size()))
+        is_last = (parent.mesh_dim_names or ("",))[-1] == EXPERT_AXIS
+        if parent.ndim > 2:
+            raise UnsupportedError(f"HSDP + MoE is not supported: experts are split along {mesh}, of {parent}")
+        if not (is_whole and is_last and parent.ndim == 2) or list(parameter.placements) != [Shard(0)]:
+            raise PlanError(
+                f"a weight is split by experts already, {list(parameter.placements)} along {mesh}, of {parent}; make "
+                'one mesh of all ranks, as init_device_mesh("cuda", (shard, experts), mesh_dim_names=('
+                f'"weight_parallel", "{EXPERT_AXIS}")), and split the first dimension along mesh["{EXPERT_AXIS}"]'
+            )
+    return split
+
+
+def _refuse_beside(config: ShardingConfig) -> None:
+    beside = {
+        "HSDP + MoE is not supported. Leave the replicas (data_parallel_replicate_degree, HYBRID_SHARD, NO_SHARD) or "
+        "the experts' axis": config.mesh.has_replicas,
+        "process_group: groups of ranks are no mesh of all ranks, which splits experts; leave one of the two":
+            config.mesh.is_grouped,
+        "tensor parallelism: layers and experts cannot both be split yet; leave one of the two":
+            config.mesh.tensor_degree > 1,
+        "context_parallel_degree: sequences and experts cannot both be divided yet; leave one of the two":
+            config.context_parallel_degree > 1,
+    }
+    problems = [f"{_KEY} beside {text} out" for text, is_given in beside.items() if is_given]
+    if problems:
+        raise UnsupportedError("\n".join(problems), keys=(_KEY,))
+
+
+def _degree(config: ShardingConfig, split: Mapping[nn.Parameter, DeviceMesh]) -> int:
+    degrees = {mesh.size() for mesh in split.values()}
+    if config.expert_parallel_degree > 1:
+        degrees.add(config.expert_parallel_degree)
+    degree, *others = sorted(degrees)
+    if others:
+        raise PlanError(
+            f"experts are split over {degree} and over {others[0]} ranks ({_KEY} is {config.expert_parallel_degree}, "
+            "other weights are split already); use one degree"
+        )
+    return degree
+
+
+def _layers(
+    model: nn.Module, config: ShardingConfig, choices: ModelChoices, split: Mapping[nn.Parameter, DeviceMesh]
+) -> tuple[SplitExperts, ...]:
+    """The layers that exchange tokens by what is written here, and those of a script, which do so themselves."""
+    found: dict[str, SplitExperts] = {}
+    for path, module in model.named_modules():
+        num_experts, is_split = _num_experts(module), any(each in split for each in module.parameters())
+        if num_experts and (is_split or config.expert_parallel_degree > 1):
+            found[path] = SplitExperts(module=path, num_experts=num_experts, is_split=is_split)
+    for use in parameter_uses(model):
+        above = ancestors_or_self(use.owners[0][0])
+        if use.parameter in split and not any(path in found for path in above):
+            path = next((each for each in above if _own_mesh(choices, each) is not None), None)
+            if path is None:
+                raise PlanError(
+                    f"{use.name} is split by experts already, and no module around it has a mesh for the other ranks; "
+                    "have fsdp_wrap_fn give {'device_mesh': mesh['weight_parallel']} for the module that holds it"
+                )
+            found[path] = SplitExperts(module=path, num_experts=0, is_split=True)
+    if not found:
+        raise PlanError(
+            f"{_KEY} {config.expert_parallel_degree}: the model has no layer with all experts in one weight, as LLM "
+            "Foundry's torch_dmoe has (experts that are modules of their own cannot be split so); leave the key out, "
+            "and give such experts idle_experts: in_order where they are units"
+        )
+    return tuple(found.values())
+
+
+def _problems_of_layers(model: nn.Module, layers: Sequence[SplitExperts], degree: int) -> Iterator[str]:
+    modules = dict(model.named_modules())
+    for each in layers:
+        module, rest = modules[each.module], each.num_experts % degree
+        if rest:
+            yield (
+                f"{each.module} has {each.num_experts} experts, which {_KEY} {degree} does not divide; use "
+                f"{divisors_text(each.num_experts)}"
+            )
+        own = set(module.mlp.parameters(recurse=False)) if each.num_experts else set(module.parameters())
+        others = [
+            name
+            for name, parameter in module.named_parameters(prefix=each.module)
+            if parameter not in own
+            or (each.num_experts and (not parameter.dim() or parameter.shape[0] % each.num_experts))
+            or isinstance(parameter, DTensor) != each.is_split
+        ]
+        if others:
+            yield (
+                f"{and_more(others)}: not split by experts like the other weights of {each.module}, in whose first "
+                "dimension they stand one after the other; hold it in another module"
+            )
+
+
+def _num_experts(module: nn.Module) -> int:
+    """How many experts a layer as in LLM Foundry's ``torch_dmoe`` has (llmfoundry/models/layers/dmoe.py, 0.22.0); 0 for
+    any other module.
+
+    Its ``mlp`` holds all of them and computes rows by the one with a given number; the layer looks for each expert's.
+    """
+    weights = getattr(module, "mlp", None)
+    if not isinstance(weights, nn.Module):
+        return 0
+    num_experts = getattr(weights, "moe_num_experts", None)
+    is_known = _parameters_of(module) == ("x", "scores", "expert_weights", "top_experts")
+    is_known = is_known and _parameters_of(weights) == ("x", "expert_idx")
+    return num_experts if is_known and isinstance(num_experts, int) else 0
+
+
+def _parameters_of(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(module.forward).parameters)
+
+
+def _own_mesh(choices: ModelChoices, path: str) -> DeviceMesh | None:
+    given = choices.chosen[path].overrides.given if path in choices.chosen else {}
+    return next((given[key] for key in _MESH_KEYS if isinstance(given.get(key), DeviceMesh)), None)
+
+
+def _overrides(
+    module: nn.Module, layer: SplitExperts, given: UnitOverrides, mesh: MeshSpec, read: _Read
+) -> UnitOverrides:
+    """The module's own settings on the mesh of its experts.
+
+    A mesh in them is the rest of the one along which a script split the experts: what LLM Foundry gives.
+
+    Raises:
+        PlanError: it is another one.
+    """
+    settings = {key: value for key, value in given.given.items() if key not in _MESH_KEYS}
+    for key in given.given.keys() - settings.keys():
+        own = given.given[key]
+        axes = {parent_mesh(each.device_mesh) for each in module.parameters() if isinstance(each, DTensor)}
+        if not (isinstance(own, DeviceMesh) and own.ndim == 1 and axes == {parent_mesh(own)} and not _is_axis(own)):
+            raise PlanError(
+                f"{layer.module} has a {key} of its own, {own}, which is not the rest of a mesh along which its experts "
+                "are split; leave it out"
+            )
+    return replace(read(settings, layer.module), mesh=mesh)
+
+
+def _is_axis(mesh: DeviceMesh) -> bool:
+    return mesh.mesh_dim_names == (EXPERT_AXIS,)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def _forward(
+    layer: nn.Module, x: torch.Tensor, scores: torch.Tensor, expert_weights: torch.Tensor, top_experts: torch.Tensor
+) -> torch.Tensor:
+    """What the layer computes of this rank's tokens, by experts of all ranks along the axis.
+
+    Args:
+        x: [..., hidden].
+        scores: Of the router; not needed.
+        expert_weights, top_experts: [tokens, experts of a token].
+
+    Called on all ranks; three exchanges, two more in backward.
+    """
+    weights, group = _local_weights(layer.mlp)
+    rows, num_choices = x.reshape(-1, x.shape[-1]), top_experts.shape[-1]
+    num_experts = dist.get_world_size(group) * _num_local(layer.mlp, group)
+    chosen = top_experts.flatten()  # [tokens * choices]
+    order = chosen.argsort(stable=True)
+    tokens = order // num_choices
+    route = _Route.agree(torch.bincount(chosen, minlength=num_experts), group)
+    arrived = _Exchange.apply(rows[tokens], route.sent, route.received, group)
+    computed = _compute(layer.mlp, weights, arrived, route.counts)
+    back = _Exchange.apply(computed, route.received, route.sent, group)
+    weighted = back * expert_weights.flatten()[order].unsqueeze(-1)
+    return torch.zeros_like(rows).index_add(0, tokens, weighted.to(rows.dtype)).view(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """How many rows go where.
+
+    Args:
+        sent: From this rank to each along the axis.
+        received: On this rank from each.
+        counts: [ranks, own experts], of what is received.
+    """
+
+    sent: list[int]
+    received: list[int]
+    counts: torch.Tensor
+
+    @classmethod
+    def agree(cls, chosen: torch.Tensor, group: dist.ProcessGroup) -> "_Route":
+        """``chosen``: how many rows each expert of all ranks gets from this one. Waits for the device once."""
+        num_ranks = dist.get_world_size(group)
+        counts = torch.empty_like(chosen)
+        dist.all_to_all_single(counts, chosen, group=group)
+        counts = counts.view(num_ranks, -1)
+        sent, received = torch.stack([chosen.view(num_ranks, -1).sum(1), counts.sum(1)]).tolist()
+        return cls(sent, received, counts)
+
+
+def _compute(
+    experts: nn.Module, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Each row by its own of this rank's experts; rows come by the rank that sent them, and then by expert.
+
+    An expert without rows runs on none, so that all ranks' gradients take the same way.
+    """
+    num_ranks, num_local = counts.shape
+    numbers = torch.arange(num_local, device=rows.device).repeat(num_ranks).repeat_interleave(counts.flatten())
+    order = numbers.argsort(stable=True)
+    parts = rows[order].split(counts.sum(0).tolist())
+    # It cuts its weights into as many experts as it says it has.
+    experts.moe_num_experts, num_experts = num_local, experts.moe_num_experts
+    try:
+        computed = [functional_call(experts, dict(weights), (part, number)) for number, part in enumerate(parts)]
+    finally:
+        experts.moe_num_experts = num_experts
+    return torch.cat(computed)[order.argsort()]
+
+
+def _local_weights(experts: nn.Module) -> tuple[dict[str, torch.Tensor], dist.ProcessGroup]:
+    """This rank's part of each weight, whose gradient is the mean over ranks, and the ranks along the axis."""
+    weights: dict[str, torch.Tensor] = {}
+    group = None
+    for name, weight in experts.named_parameters():
+        assert isinstance(weight, DTensor), "its unit shows it as it was split"
+        group = weight.device_mesh.get_group()
+        weights[name] = _DividedGradient.apply(weight.to_local(), weight.device_mesh.size())
+    assert group is not None, "a layer without weights is no unit"
+    return weights, group
+
+
+def _num_local(experts: nn.Module, group: dist.ProcessGroup) -> int:
+    num_experts: int = experts.moe_num_experts
+    return num_experts // dist.get_world_size(group)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks of a group, so many to each; their gradients take the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.back = (received, sent, group)
+        return _exchanged(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchanged(grad, *ctx.back), None, None, None
+
+
+def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+class _DividedGradient(torch.autograd.Function):
+    """The same tensor, whose gradient is divided by a number ([Note: split experts])."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.number = number
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad / ctx.number, None
