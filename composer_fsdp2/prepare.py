@@ -27,7 +27,7 @@ from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.batches import start_data_blocks
-from composer_fsdp2.parallel.experts import plan_experts, start_experts
+from composer_fsdp2.parallel.experts import plan_experts, start_experts, with_experts
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches, start_idle_experts
 from composer_fsdp2.parallel.idle_towers import refuse_examples, start_idle_towers
 from composer_fsdp2.parallel.order import refuse_illegal
@@ -136,7 +136,7 @@ def plan_sharding(
     experts = plan_experts(model, config, choices, partial(read_overrides, config=config, precision=precision))
     placements = {**split.placements, **experts.placements}
     plan = decide_sharding(model, config, experts.choices, split=split.modules, placements=placements)
-    plan = replace(plan, split_experts=experts.layers)
+    plan = with_experts(plan, experts.layers) if experts.layers else plan
     plan = plan_context(model, plan)
     plan = replace(plan, tiled=choose_tiled(model, config.tiled_mlp))
     refuse_illegal(plan)

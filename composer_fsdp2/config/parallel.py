@@ -59,11 +59,13 @@ class SplitExperts(Value):
         module: Its path.
         num_experts: Of all ranks; 0 where the module itself exchanges tokens and knows.
         is_split: Whether its weights are DTensors already.
+        is_added: Whether it is a unit for its mesh alone: its values are drawn with those of the unit around it.
     """
 
     module: str
     num_experts: int
     is_split: bool = False
+    is_added: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError, UnsupportedError
 from composer_fsdp2.parallel.tensor import is_of_experts
 from composer_fsdp2.sharding.modules import ancestors_or_self
+from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
 from composer_fsdp2.sharding.ties import parameter_uses
 
 _KEY = "expert_parallel_degree"
@@ -82,13 +83,35 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
     mesh = mesh.resolve(config.mesh.size) if config.mesh.is_resolved else mesh
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen = dict(choices.chosen)
+    layers = tuple(replace(each, is_added=_is_added(choices, each.module)) for each in layers)
     placements: dict[nn.Parameter, Placement] = {}
     for layer in layers:
         module = modules[layer.module]
         own = choices.chosen.get(layer.module, Choice(chosen_by=_KEY))
-        chosen[layer.module] = replace(own, overrides=_overrides(module, layer, own.overrides, mesh, read))
+        chosen[layer.module] = replace(own, overrides=_overrides(layer, own.overrides, mesh, read))
         placements.update(dict.fromkeys(module.parameters(), Shard(0)))
     return ExpertPlan(layers=layers, choices=replace(choices, chosen=chosen), placements=placements)
+
+
+def with_experts(plan: ShardingPlan, layers: tuple[SplitExperts, ...]) -> ShardingPlan:
+    """The plan with these layers; units that were added for them stand before the unit around them, and are drawn with
+    it, so that a model on the meta device gets the values that it gets without."""
+    added = {each.module for each in layers if each.is_added}
+    names = {path for unit in plan.units if unit.name not in added for path in unit.modules}
+    inside: dict[str, list[ShardUnit]] = {}
+    for unit in plan.units:
+        around = next((path for path in ancestors_or_self(unit.name)[1:] if path in names), None)
+        if unit.name in added and around is not None:
+            inside.setdefault(around, []).append(unit)
+    moved = {unit.name for units in inside.values() for unit in units}
+    rest = (unit for unit in plan.units if unit.name not in moved)
+    units = tuple(each for unit in rest for each in (*_inside(unit, inside), unit))
+    return replace(plan, split_experts=layers, units=units)
+
+
+def _inside(unit: ShardUnit, inside: Mapping[str, list[ShardUnit]]) -> Iterator[ShardUnit]:
+    for path in unit.modules:
+        yield from inside.get(path, ())
 
 
 def start_experts(layers: Sequence[SplitExperts], modules: Mapping[str, nn.Module]) -> None:
@@ -229,14 +252,16 @@ def _parameters_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(module.forward).parameters)
 
 
+def _is_added(choices: ModelChoices, path: str) -> bool:
+    return path not in choices.chosen or any(key in choices.chosen[path].overrides.given for key in _MESH_KEYS)
+
+
 def _own_mesh(choices: ModelChoices, path: str) -> DeviceMesh | None:
     given = choices.chosen[path].overrides.given if path in choices.chosen else {}
     return next((given[key] for key in _MESH_KEYS if isinstance(given.get(key), DeviceMesh)), None)
 
 
-def _overrides(
-    module: nn.Module, layer: SplitExperts, given: UnitOverrides, mesh: MeshSpec, read: _Read
-) -> UnitOverrides:
+def _overrides(layer: SplitExperts, given: UnitOverrides, mesh: MeshSpec, read: _Read) -> UnitOverrides:
     """The module's own settings on the mesh of its experts.
 
     A mesh in them is the rest of the one along which a script split the experts: what LLM Foundry gives.
@@ -247,8 +272,7 @@ def _overrides(
     settings = {key: value for key, value in given.given.items() if key not in _MESH_KEYS}
     for key in given.given.keys() - settings.keys():
         own = given.given[key]
-        axes = {parent_mesh(each.device_mesh) for each in module.parameters() if isinstance(each, DTensor)}
-        if not (isinstance(own, DeviceMesh) and own.ndim == 1 and axes == {parent_mesh(own)} and not _is_axis(own)):
+        if not (layer.is_split and isinstance(own, DeviceMesh) and _is_rest_of(own, mesh.expert_degree)):
             raise PlanError(
                 f"{layer.module} has a {key} of its own, {own}, which is not the rest of a mesh along which its experts "
                 "are split; leave it out"
@@ -256,8 +280,10 @@ def _overrides(
     return replace(read(settings, layer.module), mesh=mesh)
 
 
-def _is_axis(mesh: DeviceMesh) -> bool:
-    return mesh.mesh_dim_names == (EXPERT_AXIS,)
+def _is_rest_of(mesh: DeviceMesh, degree: int) -> bool:
+    """Whether it holds the ranks that have the same experts, where so many in a row split them."""
+    ranks = range(dist.get_rank() % degree, dist.get_world_size(), degree)
+    return mesh.mesh.flatten().tolist() == list(ranks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,7 +313,10 @@ def _forward(
     computed = _compute(layer.mlp, weights, arrived, route.counts)
     back = _Exchange.apply(computed, route.received, route.sent, group)
     weighted = back * expert_weights.flatten()[order].unsqueeze(-1)
-    return torch.zeros_like(rows).index_add(0, tokens, weighted.to(rows.dtype)).view(x.shape)
+    # Not a view: what changes one in place, after a unit, takes the unit's hook from it.
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    out.view(rows.shape).index_add_(0, tokens, weighted.to(out.dtype))
+    return out
 
 
 @dataclass(frozen=True, slots=True)

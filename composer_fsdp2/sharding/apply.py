@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,7 @@ def apply_agreed_plan(
     made = device_meshes([unit.mesh for unit in plan.units], [*present, *_parent_meshes(model)])
     meshes = {unit.name: mesh for unit, mesh in zip(plan.units, made, strict=True)}
     unit_modules = _unit_modules(plan, modules)
+    drawn_together = _drawn_together(plan, modules)
     replicated = _parameters_named(model, {spec.name for spec in plan.replicated})
     left_alone = _parameters_named(model, plan.unsharded_names) - replicated
     device = device_of(meshes[plan.units[0].name])
@@ -96,6 +98,7 @@ def apply_agreed_plan(
         for unit in plan.units:
             mesh = meshes[unit.name]
             outer = data_parallel(mesh, unit.mesh)
+            materializer.fill(drawn_together.get(unit.name, ()))
             materializer.make_real(unit_modules[unit.name], mesh, outer)
             split_unit(unit, modules, {module: styles.get(module) for module in unit_modules[unit.name]}, mesh)
             split_experts(unit, modules, mesh)
@@ -209,6 +212,16 @@ def _unit_modules(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[
     ignored = map(str, plan.config.ignored_modules)
     skipped = {modules[path] for path in (*(children - units_at), *ignored)}
     return {unit.name: breadth_first([modules[path] for path in unit.modules], heads | skipped) for unit in plan.units}
+
+
+def _drawn_together(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
+    """By each unit that was added for its experts alone, the modules of the unit around it, its own among them."""
+    added = {each.module for each in plan.split_experts if each.is_added}
+    if not added:
+        return {}
+    others = tuple(unit for unit in plan.units if unit.name not in added)
+    around = _unit_modules(replace(plan, units=others), modules)
+    return {name: next((each for each in around.values() if modules[name] in each), []) for name in added}
 
 
 def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[nn.Parameter]) -> FSDPModule:

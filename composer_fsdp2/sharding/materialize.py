@@ -192,9 +192,7 @@ class Materializer:
         Called on all ranks in the same order; broadcasts the unit's tensors over its ``mesh`` (those that are split
         already over its ``data_parallel`` axes), or from rank 0, if the initialisation says so.
         """
-        for module in modules:
-            if _owns_meta(module):
-                self._fill(module)
+        self.fill(modules)
         for tensor in _own_tensors(modules):
             if tensor not in self.left_out:
                 self._move(tensor)
@@ -204,6 +202,12 @@ class Materializer:
             for tensor in _own_tensors(modules):
                 if tensor not in self.left_out:
                     _broadcast(tensor, of_split if isinstance(tensor, DTensor) else groups)
+
+    def fill(self, modules: Iterable[nn.Module]) -> None:
+        """Materialise what they hold themselves on the meta device, in this order; does not communicate."""
+        for module in modules:
+            if _owns_meta(module):
+                self._fill(module)
 
     def _move(self, tensor: torch.Tensor) -> None:
         """The tensor on the device, in the layout that ``fully_shard`` takes.

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full_parameters
-from support.experts import NUM_EXPERTS, MoELanguage, Weights
+from support.experts import NUM_EXPERTS, MoELanguage
 from support.language import batch, loss_of
 from support.ranks import run_ranks
 from support.training import FULL, HSDP_2X2, adamw, sgd
 from torch import nn
+from torch.distributed.checkpoint import save as save_directory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -25,9 +26,15 @@ from composer_fsdp2 import (
     begin_microbatch,
     clip_grad_adaptive_,
     clip_grad_norm_,
+    load_checkpoint,
+    plan_sharding,
     prepare_fully_shard,
+    save_monolithic,
     summon_full_params,
+    translate,
 )
+from composer_fsdp2._torch.slices import needs_even_shards
+from tests.checkpoint.test_load import composer_state
 
 ATOL = 1e-12
 
@@ -147,3 +154,261 @@ def test_training_is_that_of_one_process():
     """Whoever splits experts trains the model of one process, with another batch on every rank: no gradient is that of
     some ranks' tokens alone, or too large by the number of ranks."""
     run_ranks(check_all_trainings, 4)
+
+
+# --- values from the start
+
+
+def drawn(device: str, seed: int = 3) -> MoELanguage:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return MoELanguage()
+
+
+def check_initialisation(start: str, *, by_script: bool) -> None:
+    """The values that sharding without split experts gives, from the same random state."""
+    rank = dist.get_rank()
+    config: dict[str, Any] = {"sync_module_states": start != "meta"}
+    expected = drawn("meta" if start == "meta" else "cpu")
+    torch.manual_seed(5)
+    prepare_fully_shard(expected, None, FULL | config, device="cpu")
+    if start == "mixed":
+        model = drawn("cpu" if rank == 0 else "meta")
+    else:  # "unlike": what rank 0 has goes out
+        model = drawn(start if start == "meta" else "cpu", seed=3 + (rank if start == "unlike" else 0))
+    if by_script:
+        split_as_foundry(model, 2)
+    else:
+        config["expert_parallel_degree"] = 2
+    torch.manual_seed(5)
+    prepare_fully_shard(model, None, FULL | config, device="cpu")
+    wanted = full_parameters(expected)
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, wanted[name], rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def check_initialisations() -> None:
+    cases = {start: (start,) for start in ("meta", "mixed", "unlike")}
+    for_each(lambda start: check_initialisation(start, by_script=False), cases)
+    check_initialisation("meta", by_script=True)
+
+
+def test_split_experts_start_with_the_values_of_an_unsplit_model():
+    """From the meta device each rank would draw the same numbers for its own experts: all groups of experts alike."""
+    run_ranks(check_initialisations, 4)
+
+
+# --- gradients and full parameters
+
+
+def check_gradients() -> None:
+    def clipped(clip: Callable[[nn.Module], object], reference_clip: Callable[[nn.Module], object]) -> None:
+        model = build()
+        reference = copy.deepcopy(model)
+        prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2}, device="cpu")
+        tokens = batch(0, 8)
+        loss_of(model, tokens.chunk(4)[dist.get_rank()]).backward()
+        loss_of(reference, tokens).backward()
+        clip(model)
+        reference_clip(reference)
+        expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=0, atol=ATOL)
+
+    def adaptive(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            weights, grad = (
+                each.norm() if each.dim() <= 1 else each.norm(dim=tuple(range(1, each.dim())), keepdim=True)
+                for each in (parameter.detach(), parameter.grad)
+            )
+            parameter.grad.mul_((weights * 0.01 / grad).nan_to_num(nan=1.0).clamp(max=1.0))
+
+    for_each(
+        clipped,
+        {
+            "by the largest": (
+                lambda model: clip_grad_norm_(model, 0.01, norm_type=torch.inf),
+                lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=torch.inf),
+            ),
+            "by value": (
+                lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+                lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
+            ),
+            "adaptive": (lambda model: clip_grad_adaptive_(model, 0.01), adaptive),
+        },
+    )
+    check_full_parameters()
+
+
+def check_full_parameters() -> None:
+    model = build()
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2}, device="cpu")
+    expected = dict(reference.named_parameters())
+    with summon_full_params(model):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.detach(), expected[name].detach(), rtol=0, atol=0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, 2 * expected[name].detach(), rtol=0, atol=0)
+    with torch.no_grad():  # an eval between
+        loss_of(model, batch(1, 4))
+    loss_of(model, batch(2, 4)).backward()
+
+
+def test_gradients_are_clipped_and_parameters_seen_as_in_one_process():
+    """By any norm; and within summon_full_params a weight holds all experts, and what is written into it stays."""
+    run_ranks(check_gradients, 4)
+
+
+# --- checkpoints
+
+
+def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
+    loss_of(model, batch(number, 8).chunk(dist.get_world_size())[dist.get_rank()]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def prepared(degree: int | None, seed: int = 0) -> tuple[nn.Module, Optimizer]:
+    """None: not sharded."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(seed)
+    model = MoELanguage()
+    optimizer = adamw(model)
+    if degree is not None:
+        prepare_fully_shard(model, optimizer, FULL | {"expert_parallel_degree": degree}, device="cpu")
+    return model, optimizer
+
+
+def save_both(folder: str) -> dict[str, torch.Tensor]:
+    """After two steps at degree 2, as a directory and as one file; and what the third step gives."""
+    model, optimizer = prepared(2)
+    for number in range(2):
+        step(model, optimizer, number)
+    save_directory(composer_state(model, optimizer), checkpoint_id=f"{folder}/directory")
+    save_monolithic(composer_state(model, optimizer), f"{folder}/file.pt")
+    step(model, optimizer, 2)
+    return full_parameters(model)
+
+
+def go_on(folder: str, degrees: tuple[int | None, ...]) -> dict[str, dict[str, torch.Tensor]]:
+    def after(form: str, degree: int | None) -> dict[str, torch.Tensor]:
+        model, optimizer = prepared(degree, seed=7)
+        load_checkpoint(f"{folder}/{form}", model, optimizer)
+        step(model, optimizer, 2)
+        return full_parameters(model)
+
+    return for_each(after, {f"{form}, {n}": (form, n) for form in ("directory", "file.pt") for n in degrees})
+
+
+def test_a_checkpoint_of_split_experts_goes_on_anywhere(tmp_path: Path):
+    """At another degree, without one, or on one process: the weights, the optimizer's state and the next step."""
+    expected = run_ranks(save_both, 4, str(tmp_path))[0]
+    runs = run_ranks(go_on, 4, str(tmp_path), (4, 2, 1))[0] | run_ranks(go_on, 1, str(tmp_path), (None,))[0]
+    assert len(runs) == 8
+    for case, found in runs.items():
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=lambda t, n=name, c=case: c + n + t)
+
+
+# --- what is refused
+
+
+def without_stacked_experts(model: MoELanguage) -> None:
+    for layer in model.model.layers:
+        layer.moe = nn.Identity()
+
+
+def with_more_than_experts(model: MoELanguage) -> None:
+    model.model.layers[1].moe.experts.mlp.bias = nn.Parameter(torch.zeros(3))
+
+
+def with_shared_experts(model: MoELanguage) -> None:
+    first, second = (layer.moe.experts.mlp for layer in model.model.layers)
+    second.w1 = first.w1
+
+
+def with_a_mesh_of_its_own(model: MoELanguage) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model.model.layers[0].moe.experts._fsdp_kwargs_dict = {"device_mesh": mesh["b"]}
+
+
+def split_in_another_dimension(model: MoELanguage) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("weight_parallel", "expert_parallel"))
+    weights = model.model.layers[0].moe.experts.mlp
+    weights.w1 = nn.Parameter(distribute_tensor(weights.w1.detach(), mesh["expert_parallel"], [Shard(1)]))
+
+
+def split_by_unknown_layers(model: MoELanguage) -> None:
+    """A layer that would exchange tokens itself, and no mesh for its unit."""
+    split_as_foundry(model, 2)
+    for layer in model.model.layers:
+        layer.moe.experts.forward = lambda tokens: tokens
+        del layer.moe.experts._fsdp_kwargs_dict
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[MoELanguage], None], str]] = {
+    "not a number": ({"expert_parallel_degree": "two"}, lambda model: None, "expert_parallel_degree"),
+    "zero": ({"expert_parallel_degree": 0}, lambda model: None, "expert_parallel_degree"),
+    "no stacked experts": ({}, without_stacked_experts, "no layer with all experts in one weight"),
+    "replicas": (HSDP_2X2, lambda model: None, "HSDP [+] MoE is not supported"),
+    "groups": ({"process_group": "set2"}, lambda model: None, "process_group"),
+    "context parallelism": ({"context_parallel_degree": 2}, lambda model: None, "context_parallel_degree"),
+    "whole weights beside": ({}, with_more_than_experts, r"moe.experts.mlp.bias: not split by experts"),
+    "shared weights": ({}, with_shared_experts, "no unit of its own"),
+    "resharded to some ranks": ({"reshard_after_forward": 2}, lambda model: None, "use true or false"),
+    "a mesh of its own": ({}, with_a_mesh_of_its_own, "device_mesh of its own"),
+    "split in another dimension": ({"expert_parallel_degree": 1}, split_in_another_dimension, "first dimension"),
+    "split otherwise": ({"expert_parallel_degree": 4}, lambda model: split_as_foundry(model, 2), "use one degree"),
+    "split without a mesh": ({"expert_parallel_degree": 1}, split_by_unknown_layers, "mesh for the other ranks"),
+}
+
+
+def check_refusals() -> None:
+    def refused(config: dict[str, Any], prepare: Callable[[MoELanguage], None], says: str) -> None:
+        model = build()
+        prepare(model)
+        before = dict(model.named_parameters())
+        with pytest.raises(ComposerFSDP2Error, match=says):
+            prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2} | config, device="cpu")
+        assert all(parameter is before[name] for name, parameter in model.named_parameters())
+        assert all("forward" not in vars(layer.moe) for layer in model.model.layers)
+
+    for_each(refused, REFUSED)
+    for degree, says in (
+        (4, "has 6 experts, which expert_parallel_degree 4 does not divide; use 1, 2, 3 or 6"),
+        (3, "world size 4 is not a multiple of expert_parallel_degree 3; use 1, 2 or 4"),
+    ):
+        with pytest.raises(ComposerFSDP2Error, match=says):
+            prepare_fully_shard(build(num_experts=6), None, FULL | {"expert_parallel_degree": degree}, device="cpu")
+    model = build()
+    ignored = {"expert_parallel_degree": 2, "ignored_modules": [model.model.layers[0].moe]}
+    with pytest.raises(ComposerFSDP2Error, match=r"layers\.0\.moe\.experts: its experts .* no unit of its own"):
+        prepare_fully_shard(model, None, FULL | ignored, device="cpu")
+    # Fewer experts on a rank than ranks that shard them: 3 rows of each of 2, of which torch 2.7 wants as many anywhere.
+    few = {"num_experts": 2, "width": 3}
+    if needs_even_shards():
+        with pytest.raises(ComposerFSDP2Error, match="use a larger expert_parallel_degree"):
+            prepare_fully_shard(build(**few), None, FULL | {"expert_parallel_degree": 2}, device="cpu")
+    else:
+        check_training(2, {}, sizes=few, num_steps=2)
+
+
+def test_what_cannot_be_split_is_refused():
+    """By name, on every rank, before anything was touched."""
+    run_ranks(check_refusals, 4)
+
+
+def test_the_plan_says_which_experts_are_split():
+    """Whoever reads explain() sees where tokens travel."""
+    config = translate(FULL | {"expert_parallel_degree": 2}, device="cpu", world_size=4).config
+    assert config is not None
+    text = plan_sharding(build(), config).explain()
+    line = f"experts over 2 ranks: model.layers.*.moe.experts (2 modules): 2 of {NUM_EXPERTS} on each, tokens travel"
+    assert line in text
+    assert "expert_parallel 2" in text
