@@ -72,7 +72,7 @@ ROOMS = {
     ),
     "parallel": room(
         "__init__ contents joining batches connecting idle_experts idle_towers order tensor tiled_mlp context "
-        "attention causal_lm sequences experts",
+        "attention causal_lm sequences split_experts",
         rooms="errors config _torch sharding training",
         packages="torch",
     ),

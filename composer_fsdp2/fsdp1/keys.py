@@ -472,7 +472,7 @@ _ROWS: tuple[Row, ...] = (
         meaning="over how many ranks the sequences of a batch are divided; these ranks share one batch",
         reason="each rank computes all but attention on its part of the sequence; parameters are sharded over all "
         "ranks, as without it"),
-    Row(name="expert_parallel_degree", capability="expert parallelism", takes=POSITIVE_INT, default=1,
+    Row(name="expert_parallel_degree", capability="split experts", takes=POSITIVE_INT, default=1,
         group=KeyGroup.OURS, outcome=_EXACT, target="experts that lie on different ranks, to which tokens travel",
         neutral=(1,), sets="expert_parallel_degree",
         meaning="over how many ranks the experts of a layer are split, where one weight holds them all (torch_dmoe); "

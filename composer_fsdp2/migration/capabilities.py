@@ -86,6 +86,7 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
     "context parallelism": lambda run: _if(run.context_parallel, run.context_parallel != 1),
     "pipeline parallelism": lambda run: _if(run.pipeline_parallel, run.pipeline_parallel != 1),
     "expert parallelism": lambda run: _if(run.expert_parallel, run.expert_parallel != 1),
+    "split experts": lambda run: _if(run.config.expert_parallel_degree, run.config.expert_parallel_degree != 1),
     "idle experts": lambda run: run.config.idle_experts and run.config.idle_experts.value,
     "idle towers": lambda run: _if(
         ", ".join(run.config.idle_towers or ()) or "as the model says", run.config.idle_towers is not None

@@ -280,7 +280,9 @@ def _expert_lines(plan: ShardingPlan) -> Iterator[str]:
         alike[key] = alike.get(key, 0) + 1
     for (path, ranks, num_experts), count in alike.items():
         several = f" ({count} modules)" if count > 1 else ""
-        how = f"{num_experts // ranks} of {num_experts} on each, tokens travel" if num_experts else "by the module itself"
+        how = (
+            f"{num_experts // ranks} of {num_experts} on each, tokens travel" if num_experts else "by the module itself"
+        )
         yield f"  experts over {ranks} ranks: {path}{several}: {how}"
 
 

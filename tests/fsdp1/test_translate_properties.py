@@ -36,6 +36,7 @@ PLAIN: dict[str, st.SearchStrategy[Any]] = {
     "activation_checkpointing_policy": st.sampled_from([None, "auto", ["Block"]]),
     "freeze": st.sampled_from([None, [], ["model.embed"]]),
     "context_parallel_degree": st.sampled_from([1, 1, 2]),
+    "expert_parallel_degree": st.sampled_from([1, 1, 2]),
     "idle_experts": st.sampled_from([None, "in_order"]),
     "idle_towers": st.sampled_from([None, "auto", ["model.visual"], "model.visual"]),
     "sharding_strategy": st.sampled_from(

@@ -56,6 +56,7 @@ COMPOSER: Mapping[str, list[Any]] = {
     "idle_experts": ["in_order", None],
     "idle_towers": ["auto", ["model.visual"], None],
     "context_parallel_degree": [1, 2],
+    "expert_parallel_degree": [1, 2],
     "check_data": [True, False, None],
     "broadcast_batch": [False, "first", "gather", None, "all"],
     "tiled_mlp": [None, {"classes": ["LlamaMLP"], "chunks": 4}],

@@ -157,6 +157,7 @@ PARTS = {
     "reshard_after_backward": ["accumulation"],
     "collective_guard": ["collective_guard"],
     "idle experts": ["idle_experts"],
+    "split experts": ["expert_parallel_degree"],
     "idle towers": ["idle_towers"],
     "context parallelism": ["context_parallel_degree"],
     "tiled MLP": ["tiled_mlp"],

@@ -390,7 +390,7 @@ def check_refusals() -> None:
     ignored = {"expert_parallel_degree": 2, "ignored_modules": [model.model.layers[0].moe]}
     with pytest.raises(ComposerFSDP2Error, match=r"layers\.0\.moe\.experts: its experts .* no unit of its own"):
         prepare_fully_shard(model, None, FULL | ignored, device="cpu")
-    # Fewer experts on a rank than ranks that shard them: 3 rows of each of 2, of which torch 2.7 wants as many anywhere.
+    # One expert of 3 rows on each two ranks, of which torch 2.7 wants as many on both.
     few = {"num_experts": 2, "width": 3}
     if needs_even_shards():
         with pytest.raises(ComposerFSDP2Error, match="use a larger expert_parallel_degree"):

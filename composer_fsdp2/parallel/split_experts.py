@@ -34,6 +34,7 @@ from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
 from composer_fsdp2.sharding.ties import parameter_uses
 
 _KEY = "expert_parallel_degree"
+_NUMBER = "moe_num_experts"
 _MESH_KEYS = ("device_mesh", "mesh")
 # From a module's own settings and its path to what they change of its unit.
 _Read = Callable[[Mapping[str, Any], str], UnitOverrides]
@@ -134,9 +135,7 @@ def start_experts(layers: Sequence[SplitExperts], modules: Mapping[str, nn.Modul
 
 def _split_by_script(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:
     """The weights that are split by experts already, with the axis along which they are."""
-    split = {
-        each: each.device_mesh for each in model.parameters() if isinstance(each, DTensor) and is_of_experts(each)
-    }
+    split: dict[nn.Parameter, DeviceMesh] = {each: each.device_mesh for each in model.parameters() if isinstance(each, DTensor) and is_of_experts(each)}
     for parameter, mesh in split.items():
         parent = parent_mesh(mesh)
         is_whole = parent.mesh.flatten().tolist() == list(range(dist.get_world_size()))
@@ -153,17 +152,22 @@ def _split_by_script(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:
 
 
 def _refuse_beside(config: ShardingConfig) -> None:
+    mesh = config.mesh
     beside = {
-        "HSDP + MoE is not supported. Leave the replicas (data_parallel_replicate_degree, HYBRID_SHARD, NO_SHARD) or "
-        "the experts' axis": config.mesh.has_replicas,
-        "process_group: groups of ranks are no mesh of all ranks, which splits experts; leave one of the two":
-            config.mesh.is_grouped,
-        "tensor parallelism: layers and experts cannot both be split yet; leave one of the two":
-            config.mesh.tensor_degree > 1,
-        "context_parallel_degree: sequences and experts cannot both be divided yet; leave one of the two":
-            config.context_parallel_degree > 1,
+        "HSDP + MoE is not supported; without replicas (data_parallel_replicate_degree, HYBRID_SHARD, NO_SHARD) it is": (
+            mesh.has_replicas
+        ),
+        "beside process_group: groups of ranks are no mesh of all ranks, which splits experts; leave one of the two out": (
+            mesh.is_grouped
+        ),
+        "beside tensor parallelism: layers and experts cannot both be split yet; leave one of the two out": (
+            mesh.tensor_degree > 1
+        ),
+        "beside context_parallel_degree: sequences and experts cannot both be divided yet; leave one of the two out": (
+            config.context_parallel_degree > 1
+        ),
     }
-    problems = [f"{_KEY} beside {text} out" for text, is_given in beside.items() if is_given]
+    problems = [f"{_KEY}: {text}" for text, is_given in beside.items() if is_given]
     if problems:
         raise UnsupportedError("\n".join(problems), keys=(_KEY,))
 
@@ -218,7 +222,7 @@ def _problems_of_layers(model: nn.Module, layers: Sequence[SplitExperts], degree
                 f"{each.module} has {each.num_experts} experts, which {_KEY} {degree} does not divide; use "
                 f"{divisors_text(each.num_experts)}"
             )
-        own = set(module.mlp.parameters(recurse=False)) if each.num_experts else set(module.parameters())
+        own = set(module.get_submodule("mlp").parameters(recurse=False)) if each.num_experts else set(module.parameters())
         others = [
             name
             for name, parameter in module.named_parameters(prefix=each.module)
@@ -242,7 +246,7 @@ def _num_experts(module: nn.Module) -> int:
     weights = getattr(module, "mlp", None)
     if not isinstance(weights, nn.Module):
         return 0
-    num_experts = getattr(weights, "moe_num_experts", None)
+    num_experts = getattr(weights, _NUMBER, None)
     is_known = _parameters_of(module) == ("x", "scores", "expert_weights", "top_experts")
     is_known = is_known and _parameters_of(weights) == ("x", "expert_idx")
     return num_experts if is_known and isinstance(num_experts, int) else 0
@@ -274,8 +278,8 @@ def _overrides(layer: SplitExperts, given: UnitOverrides, mesh: MeshSpec, read: 
         own = given.given[key]
         if not (layer.is_split and isinstance(own, DeviceMesh) and _is_rest_of(own, mesh.expert_degree)):
             raise PlanError(
-                f"{layer.module} has a {key} of its own, {own}, which is not the rest of a mesh along which its experts "
-                "are split; leave it out"
+                f"{layer.module} has a {key} of its own, {own}, which is not the rest of a mesh along which its "
+                "experts are split; leave it out"
             )
     return replace(read(settings, layer.module), mesh=mesh)
 
@@ -302,15 +306,16 @@ def _forward(
 
     Called on all ranks; three exchanges, two more in backward.
     """
-    weights, group = _local_weights(layer.mlp)
+    experts = layer.get_submodule("mlp")
+    weights, group = _local_weights(experts)
     rows, num_choices = x.reshape(-1, x.shape[-1]), top_experts.shape[-1]
-    num_experts = dist.get_world_size(group) * _num_local(layer.mlp, group)
+    num_experts = dist.get_world_size(group) * _num_local(experts, group)
     chosen = top_experts.flatten()  # [tokens * choices]
     order = chosen.argsort(stable=True)
     tokens = order // num_choices
     route = _Route.agree(torch.bincount(chosen, minlength=num_experts), group)
     arrived = _Exchange.apply(rows[tokens], route.sent, route.received, group)
-    computed = _compute(layer.mlp, weights, arrived, route.counts)
+    computed = _compute(experts, weights, arrived, route.counts)
     back = _Exchange.apply(computed, route.received, route.sent, group)
     weighted = back * expert_weights.flatten()[order].unsqueeze(-1)
     # Not a view: what changes one in place, after a unit, takes the unit's hook from it.
@@ -356,11 +361,12 @@ def _compute(
     order = numbers.argsort(stable=True)
     parts = rows[order].split(counts.sum(0).tolist())
     # It cuts its weights into as many experts as it says it has.
-    experts.moe_num_experts, num_experts = num_local, experts.moe_num_experts
+    num_experts = getattr(experts, _NUMBER)
+    setattr(experts, _NUMBER, num_local)
     try:
         computed = [functional_call(experts, dict(weights), (part, number)) for number, part in enumerate(parts)]
     finally:
-        experts.moe_num_experts = num_experts
+        setattr(experts, _NUMBER, num_experts)
     return torch.cat(computed)[order.argsort()]
 
 
@@ -377,7 +383,7 @@ def _local_weights(experts: nn.Module) -> tuple[dict[str, torch.Tensor], dist.Pr
 
 
 def _num_local(experts: nn.Module, group: dist.ProcessGroup) -> int:
-    num_experts: int = experts.moe_num_experts
+    num_experts: int = getattr(experts, _NUMBER)
     return num_experts // dist.get_world_size(group)
 
 
