@@ -27,11 +27,11 @@ from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.batches import start_data_blocks
-from composer_fsdp2.parallel.split_experts import plan_experts, start_experts, with_experts
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches, start_idle_experts
 from composer_fsdp2.parallel.idle_towers import refuse_examples, start_idle_towers
 from composer_fsdp2.parallel.order import refuse_illegal
 from composer_fsdp2.parallel.sequences import keep_context, plan_context, start_context
+from composer_fsdp2.parallel.split_experts import plan_experts, start_experts, with_experts
 from composer_fsdp2.parallel.tensor import TensorPlan, plan_split, read_split, split_mesh
 from composer_fsdp2.parallel.tiled_mlp import apply_tiling, choose_tiled
 from composer_fsdp2.sharding.activations import caching_modules, turn_off_caches, wrap_activations

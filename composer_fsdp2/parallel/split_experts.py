@@ -135,8 +135,11 @@ def start_experts(layers: Sequence[SplitExperts], modules: Mapping[str, nn.Modul
 
 def _split_by_script(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:
     """The weights that are split by experts already, with the axis along which they are."""
-    split: dict[nn.Parameter, DeviceMesh] = {each: each.device_mesh for each in model.parameters() if isinstance(each, DTensor) and is_of_experts(each)}
+    split: dict[nn.Parameter, DeviceMesh] = {
+        each: each.device_mesh for each in model.parameters() if isinstance(each, DTensor) and is_of_experts(each)
+    }
     for parameter, mesh in split.items():
+        assert isinstance(parameter, DTensor), "chosen so"
         parent = parent_mesh(mesh)
         is_whole = parent.mesh.flatten().tolist() == list(range(dist.get_world_size()))
         is_last = (parent.mesh_dim_names or ("",))[-1] == EXPERT_AXIS
@@ -154,12 +157,10 @@ def _split_by_script(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:
 def _refuse_beside(config: ShardingConfig) -> None:
     mesh = config.mesh
     beside = {
-        "HSDP + MoE is not supported; without replicas (data_parallel_replicate_degree, HYBRID_SHARD, NO_SHARD) it is": (
+        "HSDP + MoE is not supported; leave data_parallel_replicate_degree, HYBRID_SHARD or NO_SHARD out": (
             mesh.has_replicas
         ),
-        "beside process_group: groups of ranks are no mesh of all ranks, which splits experts; leave one of the two out": (
-            mesh.is_grouped
-        ),
+        "beside process_group: groups of ranks are no mesh of all ranks; leave one of the two out": (mesh.is_grouped),
         "beside tensor parallelism: layers and experts cannot both be split yet; leave one of the two out": (
             mesh.tensor_degree > 1
         ),
@@ -222,7 +223,9 @@ def _problems_of_layers(model: nn.Module, layers: Sequence[SplitExperts], degree
                 f"{each.module} has {each.num_experts} experts, which {_KEY} {degree} does not divide; use "
                 f"{divisors_text(each.num_experts)}"
             )
-        own = set(module.get_submodule("mlp").parameters(recurse=False)) if each.num_experts else set(module.parameters())
+        own = (
+            set(module.get_submodule("mlp").parameters(recurse=False)) if each.num_experts else set(module.parameters())
+        )
         others = [
             name
             for name, parameter in module.named_parameters(prefix=each.module)
