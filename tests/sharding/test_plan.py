@@ -144,6 +144,7 @@ def test_a_plan_is_json():
         "names": ["decoder.embed.weight", "decoder.head.weight"],
         "shape": [11, 6],
         "dtype": "float32",
+        "tensor_placement": None,
     }
     assert read["config"]["mesh"]["axes"][0]["size"] == 4
     assert read["units"][0]["mixed_precision"]["param_dtype"] == "bfloat16"
