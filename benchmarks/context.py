@@ -11,7 +11,7 @@ bar does not hold.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import report
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from counting import Collectives
 from launch import on_ranks
+from llama import VOCABULARY, Holder, LlamaSizes, build, is_layer
 from report import Bar, machine, markdown, mib
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -30,25 +31,6 @@ RANKS = 4
 DEGREES = (1, 2, 4)
 BY_HAND = 2  # the degree of what is composed by hand
 MOST_KEPT = 0.3  # at degree 4, of what degree 1 keeps
-VOCABULARY = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Sizes of the model and of a row."""
-
-    sequence: int
-    width: int
-    layers: int
-    heads: int
-
-
-class Holder(nn.Module):
-    """As Composer has it: the model is the child of what is trained."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model: Any = model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, default in (("sequence", 4096), ("width", 128), ("layers", 2), ("heads", 8)):
         parser.add_argument(f"--{name}", type=report.count, default=default)
     given = parser.parse_args(arguments)
-    options = Options(given.sequence, given.width, given.layers, given.heads)
+    options = LlamaSizes(given.sequence, given.width, given.layers, given.heads)
     import transformers.models.llama.modeling_llama  # noqa: F401  # once: the ranks are forked
 
     found = on_ranks(measure, RANKS, "cpu", asdict(options), start_method="fork")
@@ -72,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(given: dict[str, int]) -> dict[str, Any]:
     """What each degree keeps on this rank, and the collectives of a step. Called on all ranks."""
-    options = Options(**given)
+    options = LlamaSizes(**given)
     kept = {}
     for degree in DEGREES:
         model = _ours(options, degree)
@@ -107,17 +89,17 @@ def kept_bytes(model: nn.Module, forward: Any) -> int:
     return sum(kept.values())
 
 
-def _loss(model: Holder, options: Options, degree: int) -> torch.Tensor:
+def _loss(model: Holder, options: LlamaSizes, degree: int) -> torch.Tensor:
     tokens = _tokens(options, dist.get_rank() // degree)
     loss: torch.Tensor = model.model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
 
 
-def _tokens(options: Options, seed: int) -> torch.Tensor:
+def _tokens(options: LlamaSizes, seed: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (1, options.sequence), generator=torch.Generator().manual_seed(seed))
 
 
-def _step(model: Holder, options: Options) -> dict[str, dict[str, int]]:
+def _step(model: Holder, options: LlamaSizes) -> dict[str, dict[str, int]]:
     """The collectives of the second step: in the first one roots are found."""
     _loss(model, options, BY_HAND).backward()
     with Collectives() as collectives:
@@ -125,38 +107,22 @@ def _step(model: Holder, options: Options) -> dict[str, dict[str, int]]:
     return collectives.counts
 
 
-def _model(options: Options) -> Holder:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=options.width, intermediate_size=3 * options.width,
-        num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.heads,
-        max_position_embeddings=options.sequence, attn_implementation="sdpa",
-    )  # fmt: skip
-    return Holder(LlamaForCausalLM(config))
-
-
-def _ours(options: Options, degree: int) -> Holder:
-    model = _model(options)
-    model.model.fsdp_wrap_fn = _is_layer
+def _ours(options: LlamaSizes, degree: int) -> Holder:
+    model = build(options)
+    model.model.fsdp_wrap_fn = is_layer
     prepare_fully_shard(model, None, {"context_parallel_degree": degree, "mixed_precision": "FULL"}, device="cpu")
     return model
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("DecoderLayer")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # By hand
 
 
-def _composed_by_hand(options: Options) -> Holder:
+def _composed_by_hand(options: LlamaSizes) -> Holder:
     """What an expert writes for this one model."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    model = _model(options)
+    model = build(options)
     groups = [dist.new_group(list(range(first, first + BY_HAND))) for first in range(0, RANKS, BY_HAND)]
     group, index = groups[dist.get_rank() // BY_HAND], dist.get_rank() % BY_HAND
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -171,7 +137,7 @@ def _composed_by_hand(options: Options) -> Holder:
     ALL_ATTENTION_FUNCTIONS.register("by_hand", exchanged)
     model.model.config._attn_implementation = "by_hand"
     for module in model.modules():
-        if _is_layer(module):
+        if is_layer(module):
             fully_shard(module)
     fully_shard(model.model)
     forward, length = model.model.forward, options.sequence // BY_HAND

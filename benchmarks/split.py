@@ -11,7 +11,7 @@ not hold.
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import report
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from counting import Collectives
 from launch import on_ranks
+from llama import VOCABULARY, Holder, LlamaSizes, build, is_layer
 from report import Bar, machine, markdown, mib
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,25 +31,8 @@ from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 
 RANKS, TENSOR = 4, 2
-VOCABULARY, TOKENS = 512, 64
+TOKENS = 64
 OURS, BY_HAND, CLIPPED = "composer_fsdp2", "by hand", "composer_fsdp2, clipped"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Sizes of the model."""
-
-    width: int
-    layers: int
-    heads: int
-
-
-class Holder(nn.Module):
-    """As Composer has it: the model is the child of what is trained."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model: Any = model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     import transformers.models.llama.modeling_llama  # noqa: F401  # once: the ranks are forked
 
-    options = asdict(Options(given.width, given.layers, given.heads))
+    options = asdict(LlamaSizes(TOKENS, given.width, given.layers, given.heads))
     found = on_ranks(measure, RANKS, "cpu", options, start_method="fork")
     counts, difference = found["collectives"], found["gradient_difference"]
     added = {name: each for name, each in counts[CLIPPED].items() if each != counts[OURS].get(name)}
@@ -76,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(given: dict[str, int]) -> dict[str, Any]:
     """The collectives of each way's second step, and how far gradients are apart. Called on all ranks."""
-    options = Options(**given)
+    options = LlamaSizes(**given)
     torch.set_default_dtype(torch.float64)
     ours, by_hand = _ours(options), _by_hand(options)
     collectives = {
@@ -118,18 +102,6 @@ def _full(grad: torch.Tensor | None) -> torch.Tensor:
     return grad.full_tensor()
 
 
-def _model(options: Options) -> Holder:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=options.width, intermediate_size=3 * options.width,
-        num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.heads,
-        max_position_embeddings=TOKENS,
-    )  # fmt: skip
-    return Holder(LlamaForCausalLM(config))
-
-
 def _plan() -> dict[str, ParallelStyle]:
     colwise = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan: dict[str, ParallelStyle] = {f"model.model.layers.*.{name}": ColwiseParallel() for name in colwise}
@@ -137,26 +109,22 @@ def _plan() -> dict[str, ParallelStyle]:
     return plan
 
 
-def _is_layer(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("DecoderLayer")
-
-
-def _ours(options: Options) -> Holder:
-    model = _model(options)
-    model.model.fsdp_wrap_fn = _is_layer
+def _ours(options: LlamaSizes) -> Holder:
+    model = build(options)
+    model.model.fsdp_wrap_fn = is_layer
     split = {"tensor_parallel_degree": TENSOR, "layer_plan": _plan()}
     prepare_fully_shard(model, None, {"mixed_precision": "FULL"}, device="cpu", tensor_parallel=split)
     return model
 
 
-def _by_hand(options: Options) -> Holder:
+def _by_hand(options: LlamaSizes) -> Holder:
     """The loop of torch's documentation, with its gradients over gloo averaged."""
-    model = _model(options)
+    model = build(options)
     mesh = init_device_mesh("cpu", (RANKS // TENSOR, TENSOR), mesh_dim_names=("shard", "tensor"))
     parallelize_module(model, mesh["tensor"], _plan())
     repair_cpu_collectives()
     for module in model.modules():
-        if _is_layer(module):
+        if is_layer(module):
             fully_shard(module, mesh=mesh["shard"])
     fully_shard(model.model, mesh=mesh["shard"], reshard_after_forward=False)
     return model

@@ -27,6 +27,7 @@ from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
 from composer_fsdp2.parallel.batches import start_data_blocks
+from composer_fsdp2.parallel.context import ContextGroup
 from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches, start_idle_experts
 from composer_fsdp2.parallel.idle_towers import refuse_examples, start_idle_towers
 from composer_fsdp2.parallel.order import refuse_illegal
@@ -202,11 +203,17 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _apply(model: nn.Module, plan: ShardingPlan, present: tuple[DeviceMesh, ...] = ()) -> None:
-    context = start_context(model, plan)
-    if plan.config.tiled_mlp is not None:
-        apply_tiling(model, plan.tiled, plan.config.tiled_mlp.chunks)
+    """The steps of [Note: legal order] in ``parallel/order.py``."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    apply_agreed_plan(model, plan, initializers(model), present=present)
+    context: ContextGroup | None = None
+
+    def divide() -> None:
+        nonlocal context
+        context = start_context(model, plan)
+        if plan.config.tiled_mlp is not None:
+            apply_tiling(model, plan.tiled, plan.config.tiled_mlp.chunks)
+
+    apply_agreed_plan(model, plan, initializers(model), present=present, before_wrapping=divide)
     keep_context(model, context)
     start_accumulation(model, plan.config.accumulation)
     start_data_blocks(model, plan.config)

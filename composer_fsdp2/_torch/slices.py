@@ -1,5 +1,6 @@
 """Meshes with a tensor axis: what a slice was cut from, and which shapes ``fully_shard`` takes beside one."""
 
+import functools
 import inspect
 from typing import Any
 
@@ -18,6 +19,7 @@ def parent_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return parent
 
 
+@functools.cache
 def needs_even_shards() -> bool:
     """Whether a parameter whose rows tensor parallelism splits must have a multiple of all ranks' number of rows.
 

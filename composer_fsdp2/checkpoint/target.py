@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2._torch.private_names import local_box
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.names import canonical
-from composer_fsdp2.sharding.placements import replicating_axes
+from composer_fsdp2.sharding.placements import laid_out_as, replicating_axes
 from composer_fsdp2.sharding.ties import tie_groups
 
 _EXTRA_STATE = "_extra_state"
@@ -51,10 +51,7 @@ class LocalBox(Box):
         """This rank's part as a tensor of the same layout; does not communicate."""
         if not isinstance(self.like, DTensor):
             return local
-        like = self.like
-        return DTensor.from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        return laid_out_as(self.like, local)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,8 @@ from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
 
+_EXPERTS = "expert_parallel_degree"
+
 
 def refuse_illegal(plan: ShardingPlan) -> None:
     """Raise for a plan that this torch cannot carry out, or that would train on wrong numbers.
@@ -31,24 +33,18 @@ def refuse_illegal(plan: ShardingPlan) -> None:
 
 
 def _of_tensor_axis(plan: ShardingPlan) -> Iterator[str]:
-    held = {name: spec for unit in plan.units for spec in unit.parameters for name in spec.names}
-    others = {name: spec for spec in plan.replicated for name in spec.names}
+    unsharded = {*plan.unsharded_names, *(name for spec in plan.replicated for name in spec.names)}
     for module in plan.split:
-        inside = [name for name in (*others, *plan.unsharded_names) if name.rpartition(".")[0] == module.path]
-        if inside and any(name not in held for name in inside):
+        if inside := sorted(name for name in unsharded if name.rpartition(".")[0] == module.path):
             yield (
-                f"{and_more(sorted(set(inside)))}: in the layer plan, and in no unit that shards it, so that its "
+                f"{and_more(inside)}: in the layer plan, and in no unit that shards it, so that its "
                 "gradients would be averaged over no rank; take it out of the plan, or out of ignored_modules"
             )
     for unit in plan.units:
-        where = unit.name or "the model"
         if unit.mesh != plan.mesh:
+            where = unit.name or "the model"
             yield f"{where} has a mesh or process_group of its own, beside tensor parallelism; leave it out"
-        if type(unit.reshard_after_forward) is int:
-            size = unit.reshard_after_forward
-            yield f"{where} reshards to {size} ranks, beside tensor parallelism; use true or false"
-        if needs_even_shards() and unit.mesh.is_resolved:
-            yield from _uneven(unit)
+        yield from _of_shape(unit, "tensor")
 
 
 def _of_expert_axis(plan: ShardingPlan) -> Iterator[str]:
@@ -65,23 +61,22 @@ def _of_expert_axis(plan: ShardingPlan) -> Iterator[str]:
         if whole or unit.replicated:
             names = and_more(whole or [spec.name for spec in unit.replicated])
             yield f"{names} in {each.module}, whose other weights are split by experts; hold it in another module"
-        if type(unit.reshard_after_forward) is int:
-            size = unit.reshard_after_forward
-            yield f"{each.module} reshards to {size} ranks, beside expert parallelism; use true or false"
-        if needs_even_shards() and unit.mesh.is_resolved:
-            yield from _uneven(unit)
+        yield from _of_shape(unit, "expert")
 
 
-def _uneven(unit: ShardUnit) -> Iterator[str]:
-    mesh = unit.mesh
-    kind, way_out = "tensor", "pad them, leave the module out of the layer plan"
-    if mesh.expert_degree > 1:
-        kind, way_out = "expert", "use a larger expert_parallel_degree"
+def _of_shape(unit: ShardUnit, kind: str) -> Iterator[str]:
+    """What ``fully_shard`` cannot do with a unit whose parameters are split along an axis of this kind."""
+    mesh, size = unit.mesh, unit.reshard_after_forward
+    if type(size) is int:
+        yield f"{unit.name or 'the model'} reshards to {size} ranks, beside {kind} parallelism; use true or false"
+    if not needs_even_shards() or not mesh.is_resolved:
+        return
+    ways_out = {"tensor": "pad them, leave the module out of the layer plan", "expert": f"use a larger {_EXPERTS}"}
     for spec in unit.parameters:
         placement = spec.tensor_placement
         num_parts = mesh.shard_degree * mesh.split_degree
         if isinstance(placement, Shard) and placement.dim == 0 and spec.shape[0] % num_parts:
             yield (
                 f"{spec.name} has {spec.shape[0]} rows, which this torch must divide evenly into {num_parts} ({kind} "
-                f"{mesh.split_degree} x shard {mesh.shard_degree}); {way_out}, or install torch 2.13"
+                f"{mesh.split_degree} x shard {mesh.shard_degree}); {ways_out[kind]}, or install torch 2.13"
             )

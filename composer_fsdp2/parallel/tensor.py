@@ -95,6 +95,8 @@ def read_split(model: nn.Module) -> tuple[TensorPlan, DeviceMesh | None]:
     Raises:
         PlanError: parameters are DTensors of another kind than tensor parallelism makes, or of several meshes.
     """
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return TensorPlan(), None
     uses = {use: use.parameter for use in parameter_uses(model) if isinstance(use.parameter, DTensor)}
     uses = {use: parameter for use, parameter in uses.items() if not is_of_experts(parameter)}
     meshes = list(dict.fromkeys(parameter.device_mesh for parameter in uses.values()))

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -52,7 +52,12 @@ _ENTRY_POINTS = ("eval_forward", "generate")
 
 
 def apply_agreed_plan(
-    model: nn.Module, plan: ShardingPlan, initializers: Initializers, *, present: Sequence[DeviceMesh] = ()
+    model: nn.Module,
+    plan: ShardingPlan,
+    initializers: Initializers,
+    *,
+    present: Sequence[DeviceMesh] = (),
+    before_wrapping: Callable[[], object] = lambda: None,
 ) -> None:
     """Shard ``model`` in place as ``plan`` says: checkpointing wrappers, values, ``fully_shard`` bottom-up, checks.
 
@@ -60,6 +65,8 @@ def apply_agreed_plan(
         plan: Made or checked for this very model, and compared across ranks.
         initializers: How modules on the meta device get their values.
         present: Meshes that are taken where they equal the plan's; see ``device_meshes``.
+        before_wrapping: What is to be done to the modules before they are wrapped and sharded; called once nothing that
+            could be refused is left.
 
     Called on all ranks. Makes the meshes' process groups, and broadcasts parameters and buffers if the plan says
     ``sync_module_states``.
@@ -73,7 +80,8 @@ def apply_agreed_plan(
         repair_cpu_collectives()
     if plan.split or plan.split_experts:
         keep_strides()
-    made = device_meshes([unit.mesh for unit in plan.units], [*present, *_parent_meshes(model)])
+        present = [*present, *_parent_meshes(model)]
+    made = device_meshes([unit.mesh for unit in plan.units], present)
     meshes = {unit.name: mesh for unit, mesh in zip(plan.units, made, strict=True)}
     unit_modules = _unit_modules(plan, modules)
     drawn_together = _drawn_together(plan, modules)
@@ -86,6 +94,7 @@ def apply_agreed_plan(
         lambda _: json.dumps(_describe_buffers(model, unit_modules) if initialisation.broadcast else []),
     )
 
+    before_wrapping()
     freeze(_parameters_named(model, plan.frozen))
     turn_off_caches(model, plan.caching)
     wrap_activations(model, list(plan.checkpointed), plan.config.activation_checkpointing)

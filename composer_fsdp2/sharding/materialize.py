@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composer_fsdp2._torch.private_names import own_buffers, own_parameters
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.placements import laid_out_as
 from composer_fsdp2.sharding.ties import join
 
 # From a module and its path to what gives its own tensors their first values; None where nothing does.
@@ -229,7 +230,7 @@ class Materializer:
     def _move_split(self, tensor: DTensor) -> None:
         local = tensor.to_local()
         if local.device != self.device and isinstance(tensor, nn.Parameter):
-            self._replace(tensor, _laid_out_as(tensor, local.detach().to(self.device)))
+            self._replace(tensor, laid_out_as(tensor, local.detach().to(self.device)))
 
     def _replace(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """At every place, so that ties hold."""
@@ -294,12 +295,6 @@ def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup | None]:
     if mesh.size() == dist.get_world_size():
         return [None]
     return [mesh.get_group(axis) for axis in reversed(range(mesh.ndim))]
-
-
-def _laid_out_as(like: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def _broadcast(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup | None]) -> None:

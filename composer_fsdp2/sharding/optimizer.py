@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2._torch.private_names import own_parameters
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError, UnsupportedError
-from composer_fsdp2.sharding.placements import split_dimension
+from composer_fsdp2.sharding.placements import laid_out_as, split_dimension
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -125,22 +125,15 @@ def _shard_like(value: Any, old: nn.Parameter, new: nn.Parameter) -> Any:
     mesh, local = new.device_mesh, new.to_local()
     # Every rank holds the full state already (of what the script split: its part of it), so each keeps its part of
     # that and nothing is sent.
-    held = value.to_local() if isinstance(value, DTensor) else value
-    axes = mesh.ndim - (value.device_mesh.ndim if isinstance(value, DTensor) else 0)
+    shard, num_axes = value, mesh.ndim
+    if isinstance(value, DTensor):
+        shard, num_axes = value.to_local(), mesh.ndim - value.device_mesh.ndim
     # Innermost first: a tensor axis split the parameter before it was sharded.
-    shard = held
-    for axis in reversed(range(axes)):
+    for axis in reversed(range(num_axes)):
         dimension = split_dimension(new.placements[axis])
         if dimension is not None:
             parts = shard.chunk(mesh.size(axis), dimension)
             place = mesh.get_local_rank(axis)
             # As torch has it: of few rows the last ranks get none.
             shard = parts[place] if place < len(parts) else shard.narrow(dimension, 0, 0)
-    return DTensor.from_local(
-        shard.to(local.device, copy=True).contiguous(),
-        mesh,
-        new.placements,
-        run_check=False,
-        shape=new.shape,
-        stride=new.stride(),
-    )
+    return laid_out_as(new, shard.to(local.device, copy=True).contiguous())

@@ -27,7 +27,7 @@ from composer_fsdp2._torch.unit_parameters import (
 )
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
-from composer_fsdp2.sharding.placements import splitting_axes
+from composer_fsdp2.sharding.placements import laid_out_as, splitting_axes
 from composer_fsdp2.sharding.root_record import record_of
 from composer_fsdp2.sharding.sharded import Unit
 from composer_fsdp2.training.guard import check_guard
@@ -254,17 +254,11 @@ def _gather(tensor: DTensor, options: _Options) -> torch.Tensor | None:
     if not axes:
         return local.to("cpu", copy=True) if options.offload_to_cpu else local.to(mesh.device_type)
     if local.device.type != mesh.device_type:  # offloaded: the ranks exchange what lies on the mesh's device
-        tensor = _like(tensor, local.to(mesh.device_type))
+        tensor = laid_out_as(tensor, local.to(mesh.device_type))
     full = tensor.full_tensor()
     if options.rank0_only and any(mesh.get_local_rank(axis) for axis in axes):
         return None
     return full.cpu() if options.offload_to_cpu else full
-
-
-def _like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 class _FullParameter:
@@ -330,7 +324,7 @@ class _FullParameter:
             if written is self.full:  # a parameter that replaced it says nothing about its gradient
                 shard.grad = None
         elif shard.grad is None:
-            shard.grad = _like(self.shard, self._part(grad).to(self.local.device, copy=True))
+            shard.grad = laid_out_as(self.shard, self._part(grad).to(self.local.device, copy=True))
         else:
             cast(DTensor, shard.grad).to_local().copy_(self._part(grad))
         return ""

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support.cases import for_each
 from support.comparing import full_parameters
 from support.examples import examples
-from support.language import Language, Layer, batch, layer_plan, loss_of
+from support.language import MLP, Language, Layer, batch, layer_plan, loss_of
 from support.ranks import run_ranks
 from support.training import FULL
 from torch import nn
@@ -38,6 +38,7 @@ from torch.distributed.tensor.parallel import (
 
 from composer_fsdp2 import (
     ComposerFSDP2Error,
+    PlanError,
     apply_plan,
     clip_grad_norm_,
     plan_sharding,
@@ -399,3 +400,38 @@ def test_a_plan_says_where_each_parameter_lies():
     assert "model.layers.*.mlp.up (2 modules): weight Shard(dim=0), bias Shard(dim=0)" in text
     assert "model.layers.*.mlp.down (2 modules): weight Shard(dim=1), bias Replicate()" in text
     assert "tensor_parallel 2" in text
+
+
+# --- what is found out late
+
+
+class WithoutInitializer(nn.Module):
+    """A parameter of its own on the meta device, which nothing fills: found out where values are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(MLP(16, 32), Scale())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+
+def check_untouched_by_a_late_refusal() -> None:
+    with torch.device("meta"):
+        model = WithoutInitializer()
+    before = [(state_of(model), sorted(vars(module))) for module in model.modules()]
+    config = FULL | {"tiled_mlp": {"classes": ["MLP"], "chunks": 2}}
+    with pytest.raises(PlanError, match="has no reset_parameters"):
+        prepare_fully_shard(model, None, config, device="cpu")
+    assert [(state_of(model), sorted(vars(module))) for module in model.modules()] == before
+
+
+def test_a_model_whose_values_nobody_gives_is_not_divided_either():
+    """Who catches the error, and builds that part on the CPU, would have its MLPs cut twice."""
+    run_ranks(check_untouched_by_a_late_refusal, 2)
