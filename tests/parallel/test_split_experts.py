@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
+from support.clips import CLIPS, Clip, assert_same_gradients, check_summoned
 from support.comparing import full_parameters
 from support.experts import NUM_EXPERTS, MoELanguage
 from support.language import batch, loss_of
@@ -19,18 +20,16 @@ from support.training import FULL, HSDP_2X2, adamw, sgd
 from torch import nn
 from torch.distributed.checkpoint import save as save_directory
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from composer_fsdp2 import (
     ComposerFSDP2Error,
     begin_microbatch,
-    clip_grad_adaptive_,
     clip_grad_norm_,
     load_checkpoint,
     plan_sharding,
     prepare_fully_shard,
     save_monolithic,
-    summon_full_params,
     translate,
 )
 from composer_fsdp2._torch.slices import needs_even_shards
@@ -203,7 +202,7 @@ def test_split_experts_start_with_the_values_of_an_unsplit_model():
 
 
 def check_gradients() -> None:
-    def clipped(clip: Callable[[nn.Module], object], reference_clip: Callable[[nn.Module], object]) -> None:
+    def clipped(clip: Clip, reference_clip: Clip) -> None:
         model = build()
         reference = copy.deepcopy(model)
         prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2}, device="cpu")
@@ -212,33 +211,9 @@ def check_gradients() -> None:
         loss_of(reference, tokens).backward()
         clip(model)
         reference_clip(reference)
-        expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter.grad, DTensor)
-            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=0, atol=ATOL)
+        assert_same_gradients(model, reference, atol=ATOL)
 
-    def adaptive(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            weights, grad = (
-                each.norm() if each.dim() <= 1 else each.norm(dim=tuple(range(1, each.dim())), keepdim=True)
-                for each in (parameter.detach(), parameter.grad)
-            )
-            parameter.grad.mul_((weights * 0.01 / grad).nan_to_num(nan=1.0).clamp(max=1.0))
-
-    for_each(
-        clipped,
-        {
-            "by the largest": (
-                lambda model: clip_grad_norm_(model, 0.01, norm_type=torch.inf),
-                lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=torch.inf),
-            ),
-            "by value": (
-                lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
-                lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
-            ),
-            "adaptive": (lambda model: clip_grad_adaptive_(model, 0.01), adaptive),
-        },
-    )
+    for_each(clipped, {name: CLIPS[name] for name in ("by the largest", "by value", "adaptive")})
     check_full_parameters()
 
 
@@ -246,15 +221,7 @@ def check_full_parameters() -> None:
     model = build()
     reference = copy.deepcopy(model)
     prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2}, device="cpu")
-    expected = dict(reference.named_parameters())
-    with summon_full_params(model):
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.detach(), expected[name].detach(), rtol=0, atol=0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(2)
-    for name, value in full_parameters(model).items():
-        torch.testing.assert_close(value, 2 * expected[name].detach(), rtol=0, atol=0)
+    check_summoned(model, reference)
     with torch.no_grad():  # an eval between
         loss_of(model, batch(1, 4))
     loss_of(model, batch(2, 4)).backward()

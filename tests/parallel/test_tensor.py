@@ -10,22 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
+from support.clips import CLIPS, Clip, assert_same_gradients, check_summoned
 from support.comparing import full_parameters
 from support.language import Language, batch, layer_plan, loss_of, sequence_plan
 from support.ranks import run_ranks
 from support.training import FULL
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from composer_fsdp2 import (
     PlanError,
     begin_microbatch,
-    clip_grad_adaptive_,
     clip_grad_norm_,
     prepare_fully_shard,
-    summon_full_params,
 )
 
 TENSOR = 2
@@ -271,7 +269,7 @@ def test_split_weights_start_with_the_values_of_an_unsplit_model():
 
 
 def check_gradients() -> None:
-    def clipped(clip: Callable[[nn.Module], object], reference_clip: Callable[[nn.Module], object]) -> None:
+    def clipped(clip: Clip, reference_clip: Clip) -> None:
         model = build()
         reference = copy.deepcopy(model)
         prepare_fully_shard(model, None, FULL, device="cpu", tensor_parallel=tensor_parallel(sequence_plan()))
@@ -280,38 +278,9 @@ def check_gradients() -> None:
         loss_of(reference, tokens).backward()
         clip(model)
         reference_clip(reference)
-        expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter.grad, DTensor)
-            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=0, atol=ATOL)
+        assert_same_gradients(model, reference, atol=ATOL)
 
-    def adaptive(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            weights, grad = (
-                each.norm() if each.dim() <= 1 else each.norm(dim=tuple(range(1, each.dim())), keepdim=True)
-                for each in (parameter.detach(), parameter.grad)
-            )
-            parameter.grad.mul_((weights * 0.01 / grad).nan_to_num(nan=1.0).clamp(max=1.0))
-
-    for_each(
-        clipped,
-        {
-            "not at all": (lambda model: None, lambda model: None),
-            "by the largest": (
-                lambda model: clip_grad_norm_(model, 0.01, norm_type=torch.inf),
-                lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=torch.inf),
-            ),
-            "by another order": (
-                lambda model: clip_grad_norm_(model, 0.1, norm_type=3),
-                lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=3),
-            ),
-            "by value": (
-                lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
-                lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01),
-            ),
-            "adaptive": (lambda model: clip_grad_adaptive_(model, 0.01), adaptive),
-        },
-    )
+    for_each(clipped, CLIPS)
 
 
 def test_gradients_are_clipped_as_in_one_process():
@@ -323,15 +292,7 @@ def check_full_parameters() -> None:
     model = build(tied=True)
     reference = copy.deepcopy(model)
     prepare_fully_shard(model, None, FULL, device="cpu", tensor_parallel=tensor_parallel(layer_plan()))
-    expected = dict(reference.named_parameters())
-    with summon_full_params(model):
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.detach(), expected[name].detach(), rtol=0, atol=0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(2)
-    for name, value in full_parameters(model).items():
-        torch.testing.assert_close(value, 2 * expected[name].detach(), rtol=0, atol=0)
+    check_summoned(model, reference)
     assert model.model.head.weight is model.model.embedding.weight
     loss_of(model, share(batch(0, 4))).backward()
     with torch.no_grad():  # an eval between, and another step
