@@ -262,3 +262,13 @@ def test_it_is_what_composer_trained_under_fsdp1(tmp_path: Path):
         assert largest_difference(ours[name].losses, theirs["unclipped"].losses[2:]) <= 1e-6
     assert largest_difference(ours["clipped"].losses, expected.losses) <= 1e-6
     assert largest_difference(theirs["clipped"].losses, expected.losses) > 1e-4  # FSDP1's defect, which is not ours
+
+
+def refuse_without_a_section() -> None:
+    with FSDP2(), pytest.raises(ValueError, match="requires FSDP to be enabled"):
+        train({"tp": {"tensor_parallel_degree": TENSOR, "layer_plan": layer_plan()}}, tensor_degree=TENSOR)
+
+
+def test_split_layers_without_an_fsdp_section_are_refused():
+    """In Composer's words, which name the section to add: nothing would shard the model, nor average its gradients."""
+    run_ranks(refuse_without_a_section, 4)
