@@ -26,23 +26,19 @@ from composer_fsdp2.fsdp1.read import GivenConfig
 from composer_fsdp2.fsdp1.recomputed import CheckFn, select_checkpointed
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 from composer_fsdp2.fsdp1.translate import Translation, translate
-from composer_fsdp2.parallel.batches import start_data_blocks
-from composer_fsdp2.parallel.context import ContextGroup
-from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches, start_idle_experts
-from composer_fsdp2.parallel.idle_towers import refuse_examples, start_idle_towers
-from composer_fsdp2.parallel.order import refuse_illegal
-from composer_fsdp2.parallel.sequences import keep_context, plan_context, start_context
-from composer_fsdp2.parallel.split_experts import plan_experts, start_experts, with_experts
+from composer_fsdp2.parallel.idle_experts import refuse_experts_of_batches
+from composer_fsdp2.parallel.idle_towers import refuse_examples
+from composer_fsdp2.parallel.order import carry_out, refuse_illegal
+from composer_fsdp2.parallel.sequences import plan_context
+from composer_fsdp2.parallel.split_experts import plan_experts, with_experts
 from composer_fsdp2.parallel.tensor import TensorPlan, plan_split, read_split, split_mesh
-from composer_fsdp2.parallel.tiled_mlp import apply_tiling, choose_tiled
+from composer_fsdp2.parallel.tiled_mlp import choose_tiled
 from composer_fsdp2.sharding.activations import caching_modules, turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.agree import agree, require_process_group
-from composer_fsdp2.sharding.apply import apply_agreed_plan, check_plan
+from composer_fsdp2.sharding.apply import check_plan
 from composer_fsdp2.sharding.decide import cast_gradients, decide_sharding, refuse_sharded
 from composer_fsdp2.sharding.optimizer import Optimizers, Rebinding, check_optimizers, refuse_frozen, the_optimizer
 from composer_fsdp2.sharding.plan import ShardingPlan
-from composer_fsdp2.training.guard import start_guard
-from composer_fsdp2.training.microbatches import start_accumulation
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +89,7 @@ def prepare_fully_shard(
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)
     rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
-    _apply(model, plan, present)
+    carry_out(model, plan, initializers(model), present=present)
     open_fsdp1_attributes(model)
     if rebinding is not None:
         rebinding.follow()
@@ -199,29 +195,7 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
     """
     require_process_group("apply_plan")
     agree(lambda: check_plan(model, plan), lambda _: plan.fingerprint)
-    _apply(model, plan)
-
-
-def _apply(model: nn.Module, plan: ShardingPlan, present: tuple[DeviceMesh, ...] = ()) -> None:
-    """The steps of [Note: legal order] in ``parallel/order.py``."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    context: ContextGroup | None = None
-
-    def divide() -> None:
-        nonlocal context
-        context = start_context(model, plan)
-        if plan.config.tiled_mlp is not None:
-            apply_tiling(model, plan.tiled, plan.config.tiled_mlp.chunks)
-
-    apply_agreed_plan(model, plan, initializers(model), present=present, before_wrapping=divide)
-    keep_context(model, context)
-    start_accumulation(model, plan.config.accumulation)
-    start_data_blocks(model, plan.config)
-    if plan.config.collective_guard is not None:
-        start_guard(model, plan.config.collective_guard)
-    start_experts(plan.split_experts, modules)
-    start_idle_experts(model, plan.expert_blocks, modules)
-    start_idle_towers(model, plan.tower_models, modules, plan.config.collective_guard)
+    carry_out(model, plan, initializers(model))
 
 
 def apply_activation_checkpointing(

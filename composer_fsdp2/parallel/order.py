@@ -1,19 +1,41 @@
-"""What may be combined, and in which order: checked on the plan, before anything is touched.
+"""What may be combined, and in which order it is done: checked on the plan, then carried out.
 
-[Note: legal order] Freeze; note ties and the optimizer's parameters; split experts, then layers; slice the sequence;
-wrap for activation checkpointing; ``fully_shard`` bottom-up; tie again; the optimizer follows; last, the hooks that
-must run before a unit gathers, because ``fully_shard`` puts its own first.
+[Note: legal order] Each step stands where it does because the next ones build on it.
+
+1. Ties and the optimizer's parameters are noted, by ``Rebinding``: what follows exchanges parameters.
+2. Sequences are divided and MLPs tiled: both give instances another forward, which a wrapper would hide.
+3. Parameters are frozen, before checkpointing asks which there are.
+4. Checkpointing is wrapped around blocks, so that the unit's gather surrounds the recomputation. A block that the
+   script compiled stays inside of both.
+5. Each unit, bottom-up: values, layers split, experts split, tied again, ``fully_shard``. A part is sharded, never the
+   other way round, and the whole of one unit alone is in memory.
+6. The optimizer follows.
+7. Hooks that must run before a unit gathers, as ``fully_shard`` puts its own first: tokens travel, idle experts and
+   towers run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from composer_fsdp2._torch.slices import needs_even_shards
 from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.batches import start_data_blocks
+from composer_fsdp2.parallel.context import ContextGroup
+from composer_fsdp2.parallel.idle_experts import start_idle_experts
+from composer_fsdp2.parallel.idle_towers import start_idle_towers
+from composer_fsdp2.parallel.sequences import keep_context, start_context
+from composer_fsdp2.parallel.split_experts import start_experts
+from composer_fsdp2.parallel.tiled_mlp import apply_tiling
+from composer_fsdp2.sharding.apply import apply_agreed_plan
+from composer_fsdp2.sharding.materialize import Initializers
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
+from composer_fsdp2.training.guard import start_guard
+from composer_fsdp2.training.microbatches import start_accumulation
 
 _EXPERTS = "expert_parallel_degree"
 
@@ -30,6 +52,38 @@ def refuse_illegal(plan: ShardingPlan) -> None:
     problems += _of_expert_axis(plan)
     if problems:
         raise PlanError("\n".join(problems))
+
+
+def carry_out(
+    model: nn.Module, plan: ShardingPlan, initializers: Initializers, *, present: Sequence[DeviceMesh] = ()
+) -> None:
+    """Do to ``model`` what the plan says, in the one order that is right ([Note: legal order]).
+
+    Args:
+        plan: Made or checked for this very model, compared across ranks, and not refused by ``refuse_illegal``.
+        initializers: How modules on the meta device get their values.
+        present: Meshes that are taken where they equal the plan's.
+
+    Called on all ranks, by ``prepare_fully_shard`` and ``apply_plan``. Makes process groups; may broadcast parameters.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    context: ContextGroup | None = None
+
+    def divide() -> None:
+        nonlocal context
+        context = start_context(model, plan)
+        if plan.config.tiled_mlp is not None:
+            apply_tiling(model, plan.tiled, plan.config.tiled_mlp.chunks)
+
+    apply_agreed_plan(model, plan, initializers, present=present, before_wrapping=divide)
+    keep_context(model, context)
+    start_accumulation(model, plan.config.accumulation)
+    start_data_blocks(model, plan.config)
+    if plan.config.collective_guard is not None:
+        start_guard(model, plan.config.collective_guard)
+    start_experts(plan.split_experts, modules)
+    start_idle_experts(model, plan.expert_blocks, modules)
+    start_idle_towers(model, plan.tower_models, modules, plan.config.collective_guard)
 
 
 def _of_tensor_axis(plan: ShardingPlan) -> Iterator[str]:
