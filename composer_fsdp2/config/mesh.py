@@ -163,10 +163,15 @@ class MeshSpec(Value):
         return cls(axes=(*replicas, _shard(shard), *split), device_type=device_type)
 
     @classmethod
-    def of_experts(cls, degree: int, *, device_type: str = "cpu") -> "MeshSpec":
-        """All ranks: each ``degree`` consecutive ones split experts between them, which are sharded over the others."""
+    def of_experts(cls, degree: int, *, tensor: int = 1, device_type: str = "cpu") -> "MeshSpec":
+        """All ranks: each ``degree`` consecutive ones split experts between them, which are sharded over the others.
+
+        With ``tensor`` above 1 each of these stands for so many consecutive ranks, which split other layers, and all of
+        which have its experts.
+        """
         split = MeshAxis(name=EXPERT_AXIS, role=AxisRole.EXPERT, size=degree)
-        return cls(axes=(_shard(-1), split), device_type=device_type)
+        alike = () if tensor == 1 else (MeshAxis(name=TENSOR_AXIS, role=AxisRole.TENSOR, size=tensor),)
+        return cls(axes=(_shard(-1), split, *alike), device_type=device_type)
 
     @classmethod
     def of_groups(
@@ -203,8 +208,8 @@ class MeshSpec(Value):
 
     @property
     def split_degree(self) -> int:
-        """Over how many ranks a parameter may be split before it is sharded."""
-        return self.tensor_degree * self.expert_degree
+        """Over how many ranks a parameter may be split before it is sharded: experts are not split by layers too."""
+        return self.expert_degree if self.axes_of(AxisRole.EXPERT) else self.tensor_degree
 
     @property
     def data_parallel(self) -> "MeshSpec":

@@ -33,6 +33,7 @@ from composer_fsdp2.parallel.split_experts import start_experts
 from composer_fsdp2.parallel.tiled_mlp import apply_tiling
 from composer_fsdp2.sharding.apply import apply_agreed_plan
 from composer_fsdp2.sharding.materialize import Initializers
+from composer_fsdp2.sharding.modules import ancestors_or_self
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
 from composer_fsdp2.training.guard import start_guard
 from composer_fsdp2.training.microbatches import start_accumulation
@@ -95,6 +96,8 @@ def _of_tensor_axis(plan: ShardingPlan) -> Iterator[str]:
                 "gradients would be averaged over no rank; take it out of the plan, or out of ignored_modules"
             )
     for unit in plan.units:
+        if unit.mesh.axes_of(AxisRole.EXPERT):
+            continue
         if unit.mesh != plan.mesh:
             where = unit.name or "the model"
             yield f"{where} has a mesh or process_group of its own, beside tensor parallelism; leave it out"
@@ -104,6 +107,8 @@ def _of_tensor_axis(plan: ShardingPlan) -> Iterator[str]:
 def _of_expert_axis(plan: ShardingPlan) -> Iterator[str]:
     units = {path: unit for unit in plan.units for path in unit.modules}
     for each in plan.split_experts:
+        if inside := [split.path for split in plan.split if each.module in ancestors_or_self(split.path)]:
+            yield f"{and_more(inside)}: in the layer plan, and split by experts; take it out of the plan"
         unit = units.get(each.module)
         if unit is None or unit.modules != (each.module,) or not unit.mesh.axes_of(AxisRole.EXPERT):
             yield (

@@ -74,13 +74,13 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
     split = _split_by_script(model)
     if config.expert_parallel_degree == 1 and not split:
         return ExpertPlan(layers=(), choices=choices, placements={})
-    _refuse_beside(config)
+    _refuse_beside(config, is_split=bool(split))
     degree = _degree(config, split)
     layers = _layers(model, config, choices, split)
     problems = [*_problems_of_layers(model, layers, degree)]
     if problems:
         raise PlanError("\n".join(problems))
-    mesh = MeshSpec.of_experts(degree, device_type=config.mesh.device_type)
+    mesh = MeshSpec.of_experts(degree, tensor=config.mesh.tensor_degree, device_type=config.mesh.device_type)
     mesh = mesh.resolve(config.mesh.size) if config.mesh.is_resolved else mesh
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen = dict(choices.chosen)
@@ -154,18 +154,16 @@ def _split_by_script(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:
     return split
 
 
-def _refuse_beside(config: ShardingConfig) -> None:
+def _refuse_beside(config: ShardingConfig, *, is_split: bool) -> None:
     mesh = config.mesh
     beside = {
         "HSDP + MoE is not supported; leave data_parallel_replicate_degree, HYBRID_SHARD or NO_SHARD out": (
             mesh.has_replicas
         ),
         "beside process_group: groups of ranks are no mesh of all ranks; leave one of the two out": (mesh.is_grouped),
-        "beside tensor parallelism: layers and experts cannot both be split yet; leave one of the two out": (
-            mesh.tensor_degree > 1
-        ),
-        "beside context_parallel_degree: sequences and experts cannot both be divided yet; leave one of the two out": (
-            config.context_parallel_degree > 1
+        "experts that a script split already, beside tensor parallelism, whose consecutive ranks would have different "
+        f"ones; leave one of the two out, or pass the experts unsplit and give {_KEY}": (
+            is_split and mesh.tensor_degree > 1
         ),
     }
     problems = [f"{_KEY}: {text}" for text, is_given in beside.items() if is_given]

@@ -104,6 +104,8 @@ RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentr
 def runs_split(folder: str) -> dict[str, Trained]:
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "glu": (split(4), {}),
+        "glu, sequences divided too": (split(2, context_parallel_degree=2), {}),
+        "glu, sequences and experts over all": (split(4, context_parallel_degree=4), {}),
         "glu, saved": (split(2, state_dict_type="sharded"), {"save_folder": f"{folder}/sharded"}),
         "mlp, saved in full": (
             split(2, state_dict_type="full", **RECOMPUTED),
@@ -140,7 +142,7 @@ def test_a_trainer_splits_experts_and_trains_as_one_process(tmp_path: Path):
     runs = run_ranks(runs_split, 4, str(tmp_path))[0]
     runs |= run_ranks(resume, 4, str(tmp_path), [("sharded", 4), ("sharded", 1), ("full", 4)])[0]
     runs |= run_ranks(resume, 1, str(tmp_path), [("full", None)])[0]
-    assert len(runs) == 7
+    assert len(runs) == 9
     for name, found in runs.items():
         assert_same(found, expected[name.split(",")[0]], name)
 

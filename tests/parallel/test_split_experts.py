@@ -20,7 +20,8 @@ from support.training import FULL, HSDP_2X2, adamw, sgd
 from torch import nn
 from torch.distributed.checkpoint import save as save_directory
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from composer_fsdp2 import (
     ComposerFSDP2Error,
@@ -36,6 +37,11 @@ from composer_fsdp2._torch.slices import needs_even_shards
 from tests.checkpoint.test_load import composer_state
 
 ATOL = 1e-12
+LAYERS: dict[str, ParallelStyle] = {
+    "model.embedding": RowwiseParallel(input_layouts=Replicate()),
+    "model.layers.*.mix": ColwiseParallel(output_layouts=Replicate()),
+    "model.head": ColwiseParallel(output_layouts=Replicate()),
+}
 
 Optimizer = torch.optim.Optimizer
 
@@ -73,6 +79,7 @@ def check_training(
     make: Callable[[nn.Module], Optimizer] = sgd,
     prepare: Callable[[nn.Module], None] = lambda model: None,
     by_script: bool = False,
+    layer_plan: dict[str, ParallelStyle] | None = None,
     steps_before: int = 0,
     num_microbatches: int = 1,
     num_steps: int = 4,
@@ -91,8 +98,10 @@ def check_training(
             loss_of(each, batch(100 + step, 2)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    prepare_fully_shard(model, ours, FULL | config, device="cpu")
-    world_size, rank = dist.get_world_size(), dist.get_rank()
+    split = None if layer_plan is None else {"tensor_parallel_degree": 2, "layer_plan": layer_plan}
+    prepare_fully_shard(model, ours, FULL | config, device="cpu", tensor_parallel=split)
+    share = 1 if split is None else 2
+    world_size, rank = dist.get_world_size() // share, dist.get_rank() // share  # batches
     for step in range(num_steps):
         tokens = batch(step, 2 * num_microbatches * world_size)
         expected = loss_of(reference, tokens)
@@ -105,7 +114,7 @@ def check_training(
             part.backward()
             loss += part.detach()
         dist.all_reduce(loss)
-        torch.testing.assert_close(loss / world_size, expected.detach(), rtol=0, atol=ATOL)
+        torch.testing.assert_close(loss / world_size / share, expected.detach(), rtol=0, atol=ATOL)
         torch.testing.assert_close(clip_grad_norm_(model, 0.5)["model"], expected_norm, rtol=0, atol=ATOL)
         for optimizer in (ours, theirs):
             optimizer.step()
@@ -142,6 +151,8 @@ def check_all_trainings() -> None:
             "num_steps": 2,
         },
         "state from before": {"degree": 2, "config": {}, "make": adamw, "steps_before": 2, "num_steps": 2},
+        "layers split too": {"degree": 2, "config": {}, "layer_plan": LAYERS},
+        "layers split too, recomputed": {"degree": 2, "config": recomputed, "layer_plan": LAYERS, "num_steps": 2},
         "many experts without tokens": {"degree": 4, "config": {}, "sizes": {"num_experts": 64}, "num_steps": 2},
         "split by the script": {"degree": 2, "config": {}, "by_script": True, "num_steps": 2},
         "split by the script, all ranks": {"degree": 4, "config": {}, "by_script": True, "num_steps": 2},
@@ -165,7 +176,7 @@ def drawn(device: str, seed: int = 3) -> MoELanguage:
         return MoELanguage()
 
 
-def check_initialisation(start: str, *, by_script: bool) -> None:
+def check_initialisation(start: str, *, by_script: bool = False, layers: bool = False) -> None:
     """The values that sharding without split experts gives, from the same random state."""
     rank = dist.get_rank()
     config: dict[str, Any] = {"sync_module_states": start != "meta"}
@@ -181,7 +192,8 @@ def check_initialisation(start: str, *, by_script: bool) -> None:
     else:
         config["expert_parallel_degree"] = 2
     torch.manual_seed(5)
-    prepare_fully_shard(model, None, FULL | config, device="cpu")
+    split = {"tensor_parallel_degree": 2, "layer_plan": LAYERS} if layers else None
+    prepare_fully_shard(model, None, FULL | config, device="cpu", tensor_parallel=split)
     wanted = full_parameters(expected)
     for name, value in full_parameters(model).items():
         torch.testing.assert_close(value, wanted[name], rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
@@ -189,8 +201,9 @@ def check_initialisation(start: str, *, by_script: bool) -> None:
 
 def check_initialisations() -> None:
     cases = {start: (start,) for start in ("meta", "mixed", "unlike")}
-    for_each(lambda start: check_initialisation(start, by_script=False), cases)
+    for_each(check_initialisation, cases)
     check_initialisation("meta", by_script=True)
+    check_initialisation("meta", layers=True)
 
 
 def test_split_experts_start_with_the_values_of_an_unsplit_model():
@@ -235,20 +248,23 @@ def test_gradients_are_clipped_and_parameters_seen_as_in_one_process():
 # --- checkpoints
 
 
-def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
-    loss_of(model, batch(number, 8).chunk(dist.get_world_size())[dist.get_rank()]).backward()
+def step(model: nn.Module, optimizer: Optimizer, number: int, share: int = 1) -> None:
+    """``share``: how many ranks have the same batch."""
+    loss_of(model, batch(number, 8).chunk(dist.get_world_size() // share)[dist.get_rank() // share]).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def prepared(degree: int | None, seed: int = 0) -> tuple[nn.Module, Optimizer]:
-    """None: not sharded."""
+def prepared(degree: int | None, seed: int = 0, layers: bool = False) -> tuple[nn.Module, Optimizer]:
+    """None: not sharded. ``layers``: split over two ranks, too."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
     model = MoELanguage()
     optimizer = adamw(model)
     if degree is not None:
-        prepare_fully_shard(model, optimizer, FULL | {"expert_parallel_degree": degree}, device="cpu")
+        split = {"tensor_parallel_degree": 2, "layer_plan": LAYERS} if layers else None
+        config = FULL | {"expert_parallel_degree": degree}
+        prepare_fully_shard(model, optimizer, config, device="cpu", tensor_parallel=split)
     return model, optimizer
 
 
@@ -263,20 +279,42 @@ def save_both(folder: str) -> dict[str, torch.Tensor]:
     return full_parameters(model)
 
 
-def go_on(folder: str, degrees: tuple[int | None, ...]) -> dict[str, dict[str, torch.Tensor]]:
-    def after(form: str, degree: int | None) -> dict[str, torch.Tensor]:
-        model, optimizer = prepared(degree, seed=7)
+Case = tuple[str, int | None, bool]  # a form, the degree, whether layers are split beside the experts
+
+
+def go_on(folder: str, cases: dict[str, Case]) -> dict[str, dict[str, torch.Tensor]]:
+    """And what is saved then goes back to degree 2."""
+
+    def after(form: str, degree: int | None, layers: bool) -> dict[str, torch.Tensor]:
+        model, optimizer = prepared(degree, seed=7, layers=layers)
         load_checkpoint(f"{folder}/{form}", model, optimizer)
-        step(model, optimizer, 2)
+        if degree in (1, 4) or layers:
+            again = f"{folder}/{form} of {degree}, {layers}"
+            if form == "directory":
+                save_directory(composer_state(model, optimizer), checkpoint_id=again)
+            else:
+                save_monolithic(composer_state(model, optimizer), again)
+            model, optimizer = prepared(2, seed=8)
+            layers = False
+            load_checkpoint(again, model, optimizer)
+        step(model, optimizer, 2, share=2 if layers else 1)
         return full_parameters(model)
 
-    return for_each(after, {f"{form}, {n}": (form, n) for form in ("directory", "file.pt") for n in degrees})
+    return for_each(after, cases)
 
 
 def test_a_checkpoint_of_split_experts_goes_on_anywhere(tmp_path: Path):
-    """At another degree, without one, or on one process: the weights, the optimizer's state and the next step."""
+    """At another degree, without one, beside split layers, or on one process, and back again: the weights, the
+    optimizer's state and the next step."""
     expected = run_ranks(save_both, 4, str(tmp_path))[0]
-    runs = run_ranks(go_on, 4, str(tmp_path), (4, 2, 1))[0] | run_ranks(go_on, 1, str(tmp_path), (None,))[0]
+    forms = ("directory", "file.pt")
+    sharded = [(form, degree, degree == 2) for form in forms for degree in (4, 2, 1)]
+    alone: list[Case] = [(form, None, False) for form in forms]
+    runs = {
+        str(case): found
+        for cases, ranks in ((sharded, 4), (alone, 1))
+        for case, found in run_ranks(go_on, ranks, str(tmp_path), {str(case): case for case in cases})[0].items()
+    }
     assert len(runs) == 8
     for case, found in runs.items():
         for name, value in expected.items():
@@ -325,13 +363,29 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[MoELanguage], None], str]] = 
     "no stacked experts": ({}, without_stacked_experts, "no layer with all experts in one weight"),
     "replicas": (HSDP_2X2, lambda model: None, "HSDP [+] MoE is not supported"),
     "groups": ({"process_group": "set2"}, lambda model: None, "process_group"),
-    "context parallelism": ({"context_parallel_degree": 2}, lambda model: None, "context_parallel_degree"),
     "whole weights beside": ({}, with_more_than_experts, r"moe.experts.mlp.bias: not split by experts"),
     "shared weights": ({}, with_shared_experts, "no unit of its own"),
     "resharded to some ranks": ({"reshard_after_forward": 2}, lambda model: None, "use true or false"),
     "a mesh of its own": ({}, with_a_mesh_of_its_own, "device_mesh of its own"),
     "split in another dimension": ({"expert_parallel_degree": 1}, split_in_another_dimension, "first dimension"),
     "split otherwise": ({"expert_parallel_degree": 4}, lambda model: split_as_foundry(model, 2), "use one degree"),
+    "in the layer plan": (
+        {
+            "layer_plan": LAYERS
+            | {
+                "model.layers.*.moe.experts": PrepareModuleInput(
+                    input_layouts=(Replicate(), None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+                )
+            }
+        },
+        lambda model: None,
+        "in the layer plan, and split by experts; take it out of the plan",
+    ),
+    "split by the script, beside layers": (
+        {"layer_plan": LAYERS},
+        lambda model: split_as_foundry(model, 2),
+        "whose consecutive ranks would have different",
+    ),
     "split without a mesh": ({"expert_parallel_degree": 1}, split_by_unknown_layers, "mesh for the other ranks"),
 }
 
@@ -340,9 +394,12 @@ def check_refusals() -> None:
     def refused(config: dict[str, Any], prepare: Callable[[MoELanguage], None], says: str) -> None:
         model = build()
         prepare(model)
+        config = {"expert_parallel_degree": 2} | config
+        layers = config.pop("layer_plan", None)
+        layers = layers and {"tensor_parallel_degree": 2, "layer_plan": layers}
         before = dict(model.named_parameters())
         with pytest.raises(ComposerFSDP2Error, match=says):
-            prepare_fully_shard(model, None, FULL | {"expert_parallel_degree": 2} | config, device="cpu")
+            prepare_fully_shard(model, None, FULL | config, device="cpu", tensor_parallel=layers)
         assert all(parameter is before[name] for name, parameter in model.named_parameters())
         assert all("forward" not in vars(layer.moe) for layer in model.model.layers)
 
