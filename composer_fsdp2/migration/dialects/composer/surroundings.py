@@ -1,0 +1,49 @@
+"""What stands around a section and decides of it: the arguments of a Trainer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.fsdp1.parsing import PRECISIONS
+from composer_fsdp2.migration.dialect import Section
+
+Given = Mapping[str, Any]
+# Composer's default for a GPU, on which nearly all of these files were trained.
+_DEFAULT_PRECISION = "amp_bf16"
+# What Composer called them until 0.12 (composer/trainer/trainer.py, 0.13.5).
+_OLD_PRECISIONS = {"fp16": "amp_fp16", "amp": "amp_fp16", "bf16": "amp_bf16"}
+
+
+def around_of(section: Section) -> Given:
+    """The mapping that the section lies in, with what it inherits from those around it; a Trainer's other arguments."""
+    values: Any = section.around
+    found = dict(values)
+    for key in section.path[:-1]:
+        values = values[key]
+        if isinstance(values, Mapping):
+            found |= values
+    return found
+
+
+def precision_of(around: Given) -> tuple[str, Finding | None]:
+    """Given beside the section or above it; a finding if that is not a precision."""
+    given = around.get("precision", _DEFAULT_PRECISION)
+    given = given.lower() if isinstance(given, str) else given
+    if isinstance(given, str) and given in PRECISIONS:
+        return given, None
+    is_old = isinstance(given, str) and given in _OLD_PRECISIONS
+    finding = Finding(
+        key="precision",
+        value=given,
+        outcome=Outcome.NEEDS_DECISION,
+        reason="mixed_precision depends on it, and Composer has no such precision",
+        hint=f"say {_OLD_PRECISIONS[given]}" if is_old else f"say one of {', '.join(PRECISIONS)}",
+    )
+    return _DEFAULT_PRECISION, finding
+
+
+def clipping_of(around: Given) -> Given:
+    """The arguments of Composer's gradient clipping, as LLM Foundry takes them; empty if there is none."""
+    algorithms = around.get("algorithms")
+    clipping = algorithms.get("gradient_clipping") if isinstance(algorithms, Mapping) else None
+    return clipping if isinstance(clipping, Mapping) else {}

@@ -1,0 +1,66 @@
+"""Keys that cannot be read: unknown ones, and sections that contradict themselves."""
+
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.rows import unknown_key
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME
+from composer_fsdp2.fsdp1.translate import translate
+from composer_fsdp2.migration.dialects.composer.surroundings import Given
+
+
+def contradictions_of(known: Given, precision: str, error: ConfigError) -> list[Finding]:
+    """A finding for each key: its own where it can be read alone, else what is wrong with it, or with all together."""
+    findings: list[Finding] = []
+    is_told = False
+    for name, value in known.items():
+        try:
+            findings += _alone(name, known, precision)
+        except ConfigError as own:
+            is_told = True
+            findings.append(_wrong(name, value, str(own)))
+    if not is_told:  # each key is right, and they contradict each other
+        told = next((each.key for each in findings if each.key in error.keys), findings[0].key)
+        findings = [_wrong(told, each.value, str(error)) if each.key == told else each for each in findings]
+    return findings
+
+
+def _alone(name: str, known: Given, precision: str) -> tuple[Finding, ...]:
+    """The finding of a key, read with no other key of the file but those that it needs.
+
+    Raises:
+        ConfigError: it is wrong in itself.
+    """
+
+    def read(*names: str) -> tuple[Finding, ...]:
+        given = {each: known[each] for each in names} | {"strict": False}
+        return translate(given, precision=precision, device="cpu").findings[:1]
+
+    try:
+        return read(name)
+    except ConfigError as error:
+        needed = [each for each in error.keys if each in known and each != name]
+        if not needed:
+            raise
+        return read(name, *needed)
+
+
+def _wrong(name: str, value: Any, reason: str) -> Finding:
+    return Finding(key=name, value=value, outcome=Outcome.NEEDS_DECISION, reason=reason)
+
+
+def unknown_keys(given: Given) -> list[Finding]:
+    reason = "no version of Composer knew this key; FSDPConfig took it and did nothing with it"
+    return [
+        unknown_key(name, value, KEYS_BY_NAME, reason, hint="") if isinstance(name, str) else _no_text(name, value)
+        for name, value in given.items()
+        if name not in KEYS_BY_NAME
+    ]
+
+
+def _no_text(name: object, value: Any) -> Finding:
+    reason = "YAML does not read this key as text, so that no argument of Composer's FSDPConfig can have it as its name"
+    return Finding(
+        key=str(name), value=value, outcome=Outcome.NEEDS_DECISION, reason=reason, hint="remove it", known=False
+    )

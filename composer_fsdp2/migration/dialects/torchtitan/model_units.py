@@ -1,0 +1,37 @@
+"""Which modules are units: TorchTitan's models choose them in their parallelize.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from composer_fsdp2.migration.run import Wrap, WrapKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """A model's units, as a run asks for them, and in words."""
+
+    wrap: Wrap
+    told: str
+
+
+CLASSES = ("TransformerBlock",)
+USUAL_WRAP = Wrap(kind=WrapKind.CLASSES, classes=CLASSES, embeddings=True, output=True)
+USUAL_UNITS = (
+    "the token embedding, each block, the last norm together with the output (which default leaves gathered; here it "
+    "is freed like the others), and the rest (in v0.1.0 each block, and the rest)"
+)
+OWN_UNITS = {
+    "flux": Units(
+        wrap=Wrap(kind=WrapKind.CLASSES, classes=("DoubleStreamBlock", "SingleStreamBlock")),
+        told="each block, the four layers before them, the last one, and the rest; the four and the last one stay with "
+        "the rest here",
+    ),
+    "llama3-siglip2": Units(
+        wrap=replace(USUAL_WRAP, classes=(*CLASSES, "TransformerLayer")),
+        told=f"each layer of the encoder, {USUAL_UNITS}",
+    ),
+    "transformers_modeling_backend": Units(
+        wrap=replace(USUAL_WRAP, classes=()), told=f"{USUAL_UNITS}; blocks are the layers of transformers' model"
+    ),
+}
