@@ -1,6 +1,7 @@
-"""Composer's EMA for a model sharded by ``fully_shard``: each rank averages its own shards.
+"""Composer's EMA and SAM for a model sharded by ``fully_shard``: each rank averages and moves its own shards.
 
-Under FSDP1 Composer gathered the full model for each update, and every rank kept full averages.
+Under FSDP1 Composer gathered the full model for each update of EMA, and every rank kept full averages; SAM climbed by
+the norm of each rank's part of the gradient.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from composer.algorithms.ema.ema import EMAParameters
+from composer.algorithms.sam.sam import SAMOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +20,7 @@ from composer_fsdp2.checkpoint.target import LocalBox
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.sharded import is_sharded, reshard
+from composer_fsdp2.training.clipping import norm_of_gradients
 
 from .seams import seam
 
@@ -108,3 +111,14 @@ def get_model_context_manager(original: Callable[..., Any], model: nn.Module) ->
     """``get_model_context_manager`` of EMA, which averages shards here."""
     context: AbstractContextManager[Any] = contextlib.nullcontext() if is_sharded(model) else original(model)
     return context
+
+
+@seam(
+    "composer.algorithms.sam.sam",
+    "SAMOptimizer._grad_norm",
+    why="torch cannot put norms of parameters on different meshes together: split layers, unsharded modules",
+)
+def grad_norm(original: Callable[..., torch.Tensor], self: SAMOptimizer) -> torch.Tensor:
+    """``SAMOptimizer._grad_norm``, of the full gradients. Called on all ranks."""
+    parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+    return norm_of_gradients(parameters) if any(isinstance(each, DTensor) for each in parameters) else original(self)

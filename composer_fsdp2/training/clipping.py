@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +137,33 @@ def clip_grad_adaptive_(model: nn.Module, threshold: float) -> None:
                 square.sqrt().to(grad.device, grad.dtype) for square in (weights_squared, grad_squared)
             )
             grad.mul_(_adaptive_scale(weights_norm, grad_norm, threshold))
+
+
+@torch.no_grad()
+def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """The 2-norm of the full gradients of all ``parameters`` together, for what divides by it itself, as SAM does.
+
+    A plain scalar, the same on all ranks, whatever meshes the parameters lie on. Gradients that are unsharded, and that
+    nobody averages, count as in ``clip_grad_norm_``, with the mean of their squares.
+
+    Called on all ranks with the same parameters, some of which are sharded; one all-reduce for each axis of each mesh.
+    """
+    by_place: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        # Also without a gradient here: all ranks must communicate alike.
+        grads = by_place.setdefault((mesh, splitting_axes(parameter)), [])
+        if parameter.grad is not None:
+            grads.append(local_tensor(parameter.grad))
+    first = next(mesh for mesh, _ in by_place if mesh is not None)
+    parts = []
+    for (mesh, axes), grads in by_place.items():
+        square = _norm(by_kind(grads), 2.0, torch.device(first.device_type)) ** 2
+        if mesh is None:
+            parts.append(LocalValues(values=square, mesh=first, axes=tuple(range(first.ndim)), op="avg"))
+        else:
+            parts.append(LocalValues(values=square, mesh=mesh, axes=axes))
+    return torch.stack(reduce_parts(parts)).sum().sqrt()
 
 
 def _axes_that_divide_units(parameter: nn.Parameter) -> tuple[int, ...]:

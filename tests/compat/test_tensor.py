@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.cases import for_each
+from support.checkpoints.corruptions import flip
+from support.commands import run_forked
+from support.comparing import assert_same as assert_same_values
+from support.comparing import full_parameters
 from support.language import layer_plan, sequence_plan
-from support.language_trainer import Run, grouped, train
+from support.language_trainer import Run, composer_model, grouped, train
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
-from support.trainers import largest_difference, on_gpu
+from support.saved import read
+from support.trainers import largest_difference, on_gpu, optimizer_state
+
+from composer_fsdp2 import load_checkpoint
 
 pytestmark = pytest.mark.composer
 
@@ -33,30 +45,46 @@ def alone(options: dict[str, Any]) -> Run:
         return train(None, **options)
 
 
-def under_tensor_parallelism(options: dict[str, Any], parallelism: dict[str, Any]) -> Run:
-    with FSDP2():
-        return train(split(**parallelism), tensor_degree=TENSOR, **options)
+def under_tensor_parallelism(options: dict[str, Any], parallelism: dict[str, Any], version: str = "1") -> Run:
+    """``version``: that of Composer's FSDP_VERSION, or FSDP2Config for an object."""
+    from composer.utils import FSDP2Config
+
+    given = split(**parallelism)
+    if version == "FSDP2Config":
+        given["fsdp"], version = FSDP2Config(**given["fsdp"]), "1"
+    with FSDP2(), mock.patch.dict(os.environ, FSDP_VERSION=version):
+        return train(given, tensor_degree=TENSOR, **options)
 
 
-RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "several groups, norm clipped": ({"make": grouped}, {}),
-    "tied, sequence, recomputed": (
-        {"tied": True},
-        {"plan": sequence_plan, "config": {"activation_checkpointing": True}},
-    ),
-    "adaptive clipping, replicas": (
-        {"clip": ("adaptive", 0.02)},
-        {"config": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},
-    ),
-}
+Case = tuple[dict[str, Any], dict[str, Any], str]
+
+
+def runs() -> dict[str, Case]:
+    from composer.algorithms import SAM
+
+    replicas = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
+    return {
+        "several groups, norm clipped": ({"make": grouped, "num_microbatches": 2}, {}, "1"),
+        "tied, sequence, recomputed": (
+            {"tied": True},
+            {"plan": sequence_plan, "config": {"activation_checkpointing": True}},
+            "FSDP2Config",
+        ),
+        "adaptive clipping, replicas": ({"clip": ("adaptive", 0.02)}, {"config": replicas}, "2"),
+        "SAM": (
+            {"make": grouped, "clip": None, "algorithms": (SAM(rho=0.5),), "num_batches": 3, "num_microbatches": 2},
+            {},
+            "1",
+        ),
+    }
 
 
 def runs_alone() -> list[Run]:
-    return [alone(options) for options, _ in RUNS.values()]
+    return [alone(options) for options, *_ in runs().values()]
 
 
-def runs_split() -> list[Run]:
-    return list(for_each(under_tensor_parallelism, RUNS).values())
+def runs_split() -> dict[str, Run]:
+    return for_each(under_tensor_parallelism, runs())
 
 
 def assert_same(found: Run, expected: Run, *, atol: float = 1e-12) -> None:
@@ -68,9 +96,10 @@ def assert_same(found: Run, expected: Run, *, atol: float = 1e-12) -> None:
 
 
 def test_a_trainer_splits_layers_and_trains_as_one_process():
-    """With what Composer refuses beside it: several groups, ties; and clipped by the right norm."""
+    """With what Composer refuses beside it: several groups, ties; clipped, and by SAM climbed, by the right norm; in
+    each form of Composer's configurations, of which its own FSDP2 raises beside split layers."""
     [expected] = run_ranks(runs_alone, 1)
-    for name, found, wanted in zip(RUNS, run_ranks(runs_split, 4)[0], expected, strict=True):
+    for (name, found), wanted in zip(run_ranks(runs_split, 4)[0].items(), expected, strict=True):
         try:
             assert_same(found, wanted)
         except AssertionError as error:
@@ -135,7 +164,7 @@ def on_a_small_device() -> list[int]:
         run = train(
             split(),
             tensor_degree=TENSOR,
-            microbatch="auto",
+            num_microbatches="auto",
             num_batches=2,
             callbacks=(Sizes(), OutOfMemory()),
         )
@@ -151,61 +180,172 @@ def test_ranks_of_a_group_halve_their_microbatches_together():
 
 # --- checkpoints
 
+NUM_BATCHES = 4
+FORMS: dict[str, dict[str, Any]] = {
+    "sharded": {"state_dict_type": "sharded"},
+    "full": {"state_dict_type": "full"},
+    "async": {"state_dict_type": "sharded", "async_save": True},
+}
 
-def save_and_go_on(folder: str, form: str, num_batches: int) -> Run:
-    """Saves after every second batch."""
-    config = {"state_dict_type": form}
-    options = {"save_folder": f"{folder}/{form}", "save_interval": "2ba", "num_batches": num_batches, "make": grouped}
-    with FSDP2():
-        return train(split(config), tensor_degree=TENSOR, **options)
+
+def save_in_each_form(folder: str) -> dict[str, Run]:
+    """Of one run each, after every second batch."""
+
+    def save(form: str) -> Run:
+        options = {"save_folder": f"{folder}/{form}", "save_interval": "2ba", "make": grouped}
+        with FSDP2():
+            return train(split(FORMS[form]), tensor_degree=TENSOR, keep_optimizer=True, **options)
+
+    return for_each(save, {form: (form,) for form in FORMS})
 
 
-def saved(folder: str, form: str) -> str:
-    """What the Trainer wrote after two batches."""
-    [path] = [path for path in Path(folder, form).iterdir() if path.name.startswith("ep0-ba2")]
+@pytest.fixture(scope="module")
+def saved_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """Their folder, and what each of them had in the end."""
+    folder = tmp_path_factory.mktemp("saved")
+    found = run_ranks(save_in_each_form, 4, str(folder))[0]
+    for run in found.values():
+        same_in_bits(run, found["full"])
+    return folder, found["full"]
+
+
+def same_in_bits(found: Any, expected: Run) -> None:
+    assert_same_values(found.parameters, expected.parameters)
+    assert_same_values(found.optimizer, expected.optimizer)
+
+
+def saved(folder: str | Path, form: str, batch: int = 2) -> str:
+    """What the Trainer wrote after so many batches."""
+    [path] = [path for path in Path(folder, form).iterdir() if path.name.startswith(f"ep0-ba{batch}")]
     return str(path)
 
 
-def resume(folder: str, degree: int, num_batches: int) -> list[Run]:
-    runs = []
-    for form in ("sharded", "full"):
-        parallelism = {"fsdp": FULL | {"state_dict_type": form}} if degree == 1 else split({"state_dict_type": form})
+def resume(folder: str, degree: int) -> dict[str, Run]:
+    def resumed(form: str) -> Run:
+        parallelism = {"fsdp": FULL | FORMS[form]} if degree == 1 else split(FORMS[form])
         with FSDP2():
-            runs.append(
-                train(
-                    parallelism,
-                    tensor_degree=degree,
-                    num_batches=num_batches,
-                    make=grouped,
-                    load_path=saved(folder, form),
-                )
-            )
-    return runs
+            return train(parallelism, tensor_degree=degree, make=grouped, load_path=saved(folder, form))
+
+    return for_each(resumed, {form: (form,) for form in ("async", "full")})
 
 
-def save_both(folder: str, num_batches: int) -> list[Run]:
-    return [save_and_go_on(folder, form, num_batches) for form in ("sharded", "full")]
-
-
-def resume_alone(folder: str, num_batches: int) -> Run:
+def resume_alone(path: str) -> Run:
     with FSDP2():
-        return train(None, num_batches=num_batches, make=grouped, load_path=saved(folder, "full"))
+        return train(None, make=grouped, load_path=path)
 
 
-def test_a_checkpoint_of_split_layers_goes_on_anywhere(tmp_path: Path):
-    """Sharded and full, with the optimizer's groups: on the same ranks, without split layers, on one process."""
-    num_batches = 4
-    [uninterrupted, _] = run_ranks(save_both, 4, str(tmp_path), num_batches)[0]
+def test_a_checkpoint_of_split_layers_goes_on_anywhere(saved_runs: tuple[Path, Run]):
+    """Sharded, in the background, and full, with the optimizer's groups: on the same ranks, without split layers, on
+    one process."""
+    folder, uninterrupted = saved_runs
     resumed = {
-        "split": run_ranks(resume, 4, str(tmp_path), TENSOR, num_batches)[0],
-        "sharded alone": run_ranks(resume, 4, str(tmp_path), 1, num_batches)[0],
-        "one process": run_ranks(resume_alone, 1, str(tmp_path), num_batches),
+        "split": run_ranks(resume, 4, str(folder), TENSOR)[0],
+        "sharded alone": run_ranks(resume, 4, str(folder), 1)[0],
+        "one process": {"full": run_ranks(resume_alone, 1, saved(folder, "full"))[0]},
     }
     for name, runs in resumed.items():
-        for run in runs:
+        for run in runs.values():
             assert largest_difference(run.losses, uninterrupted.losses[2:]) <= 1e-12, name
             for each, value in run.parameters.items():
                 torch.testing.assert_close(value, uninterrupted.parameters[each], rtol=0, atol=1e-12)
+
+
+# --- the commands
+
+TESTS = Path(__file__).parents[1]
+MODELS = """
+import torch
+from support.language_trainer import composer_model
+
+
+def unsplit():
+    torch.set_default_dtype(torch.float64)
+    return composer_model()
+"""
+
+
+def commands(folder: Path, of: dict[str, list[Any]]) -> dict[str, Any]:
+    """What ``composer-fsdp2 checkpoint`` said of each; all of it is to be well, but of what is damaged."""
+    path = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+    arguments = {name: ["checkpoint", *each] for name, each in of.items()}
+    ended = run_forked(arguments, folder, variables=dict.fromkeys(of, path))
+    for name, each in ended.items():
+        assert each.code == ("damaged" in name), f"{name}: {each.out}{each.err}"
+    return ended
+
+
+def damaged(path: str, folder: Path) -> Path:
+    """A copy of a sharded checkpoint, one bit of which is another: of a weight of which each rank has a part."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    copy = Path(shutil.copytree(path, folder / "damaged"))
+    places = FileSystemReader(path).read_metadata().storage_data
+    place = next(place for index, place in places.items() if index.fqn.endswith(f"model.{SPLIT}") and index.offset[1])
+    flip(copy / place.relative_path, place.offset + place.length // 2)
+    return copy
+
+
+SPLIT = "model.layers.0.mlp.down.weight"
+CONVERTED = {"from sharded": "whole.pt", "from full": "parts", "weights": "weights"}
+
+
+def load_alone(paths: dict[str, str]) -> dict[str, Loaded]:
+    """Into a model that is not split."""
+
+    def load(path: str) -> Loaded:
+        torch.set_default_dtype(torch.float64)
+        model = composer_model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7)
+        optimizer = None if path.endswith("weights") else grouped(model)
+        load_checkpoint(path, model, optimizer)
+        state = {} if optimizer is None else optimizer_state(model, optimizer)
+        return Loaded(full_parameters(model), state)
+
+    return for_each(load, {name: (path,) for name, path in paths.items()})
+
+
+@dataclass(frozen=True)
+class Loaded:
+    parameters: dict[str, torch.Tensor]
+    optimizer: dict[str, dict[str, Any]]
+
+
+def test_every_command_sees_split_layers_whole(saved_runs: tuple[Path, Run], tmp_path: Path):
+    """inspect tells the shapes of the model; convert writes the values that were trained, and the optimizer's; verify
+    finds what differs, and one bit of a part."""
+    folder, run = saved_runs
+    (tmp_path / "models.py").write_text(MODELS)
+    sharded, full = (saved(folder, form, NUM_BATCHES) for form in ("sharded", "full"))
+    bad = damaged(sharded, tmp_path)
+    ended = commands(
+        tmp_path,
+        {
+            "inspect sharded": ["inspect", "--json", "--model", "models.py:unsplit", sharded],
+            "inspect full": ["inspect", "--json", "--model", "models.py:unsplit", full],
+            "from sharded": ["convert", sharded, CONVERTED["from sharded"], "--to", "monolithic"],
+            "from full": ["convert", full, CONVERTED["from full"], "--to", "dcp"],
+            "weights": ["convert", sharded, CONVERTED["weights"], "--to", "safetensors"],
+            "verify full": ["verify", full],
+            "verify damaged": ["verify", bad],
+        },
+    )
+    shapes = {name: list(value.shape) for name, value in run.parameters.items()}
+    for form in ("sharded", "full"):
+        report = json.loads(ended[f"inspect {form}"].out)
+        prefix = "state.model."
+        told = {each["name"]: each["shape"] for each in report["tensors"] if each["name"].startswith(prefix)}
+        assert told == {f"{prefix}{name}": shape for name, shape in shapes.items()}
+    assert SPLIT in ended["verify damaged"].out
+    again = {
+        name: ["verify", path, "--against", sharded if name != "from full" else full]
+        for name, path in CONVERTED.items()
+    }
+    commands(tmp_path, again)
+    [loaded] = run_ranks(load_alone, 1, {name: str(tmp_path / path) for name, path in CONVERTED.items()})
+    for name, each in loaded.items():
+        same_in_bits(each, replace(run, optimizer={}) if name == "weights" else run)
 
 
 # --- beside Composer's own
@@ -220,10 +360,16 @@ def under_fsdp1(folder: str) -> dict[str, Run]:
         with FSDP1():
             config = {"state_dict_type": "sharded"}
             parallelism = split(config, body_plan)
-            return train(parallelism, tensor_degree=TENSOR, dtype=torch.float32, num_batches=4, **options)
+            return train(parallelism, tensor_degree=TENSOR, dtype=torch.float32, **options)
 
     saving = {"save_folder": f"{folder}/sharded", "save_interval": "2ba"}
-    return {"unclipped": fit(clip=None, make=adamw, **saving), "clipped": fit()}
+    return {"unclipped": fit(clip=None, make=adamw, **saving), "clipped": fit(num_batches=3)}
+
+
+def of_one_process(path: str) -> Run:
+    """What a converted checkpoint of FSDP1 goes on with, in a model that is not split."""
+    with FSDP2():
+        return train(None, dtype=torch.float32, clip=None, make=adamw, load_path=path)
 
 
 def under_fsdp2(folder: str) -> dict[str, Run]:
@@ -231,12 +377,12 @@ def under_fsdp2(folder: str) -> dict[str, Run]:
         config = {"state_dict_type": "sharded"}
         with FSDP2():
             parallelism = split(config, body_plan) if degree > 1 else {"fsdp": FULL | config}
-            return train(parallelism, tensor_degree=degree, dtype=torch.float32, num_batches=4, **options)
+            return train(parallelism, tensor_degree=degree, dtype=torch.float32, **options)
 
     loading = {"clip": None, "make": adamw, "load_path": saved(folder, "sharded")}
     return {
-        "unclipped": fit(clip=None, make=adamw),
-        "clipped": fit(),
+        "unclipped": fit(clip=None, make=adamw, num_batches=2),
+        "clipped": fit(num_batches=3),
         "resumed": fit(**loading),
         "resumed, not split": fit(degree=1, **loading),
     }
@@ -244,7 +390,7 @@ def under_fsdp2(folder: str) -> dict[str, Run]:
 
 def alone_in_fp32() -> Run:
     with FSDP2():
-        return train(None, dtype=torch.float32, num_batches=4)
+        return train(None, dtype=torch.float32, num_batches=3)
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -257,9 +403,21 @@ def test_it_is_what_composer_trained_under_fsdp1(tmp_path: Path):
     theirs = run_ranks(under_fsdp1, 4, str(tmp_path))[0]
     ours = run_ranks(under_fsdp2, 4, str(tmp_path))[0]
     [expected] = run_ranks(alone_in_fp32, 1)
-    assert largest_difference(ours["unclipped"].losses, theirs["unclipped"].losses) <= 1e-6
-    for name in ("resumed", "resumed, not split"):
-        assert largest_difference(ours[name].losses, theirs["unclipped"].losses[2:]) <= 1e-6
+    assert largest_difference(ours["unclipped"].losses, theirs["unclipped"].losses[:2]) <= 1e-6
+    old = saved(tmp_path, "sharded")
+    ended = commands(
+        tmp_path, {"inspect": ["inspect", "--json", old], "convert": ["convert", old, "whole.pt", "--to", "monolithic"]}
+    )
+    assert {tuple(each["shape"]) for each in json.loads(ended["inspect"].out)["tensors"] if SPLIT in each["name"]} == {
+        (16, 32),
+        (),
+    }
+    assert_same_values(
+        torch.load(tmp_path / "whole.pt", weights_only=False)["state"]["model"], read(old)["state"]["model"]
+    )
+    [converted] = run_ranks(of_one_process, 1, str(tmp_path / "whole.pt"))
+    for run in (ours["resumed"], ours["resumed, not split"], converted):
+        assert largest_difference(run.losses, theirs["unclipped"].losses[2:]) <= 1e-6
     assert largest_difference(ours["clipped"].losses, expected.losses) <= 1e-6
     assert largest_difference(theirs["clipped"].losses, expected.losses) > 1e-4  # FSDP1's defect, which is not ours
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support.foundry_runs import YAML, train
 from support.oracle import FSDP2
 from support.ranks import run_ranks
@@ -17,17 +21,48 @@ from composer_fsdp2.parallel.joining import join_rows
 pytestmark = pytest.mark.foundry
 
 CONTEXT = ("fsdp_config.context_parallel_degree=2",)
+GLU = "model.ffn_config.ffn_type=mptglu"
 FFN = ("tp_config.strategy=ffn", "tp_config.tensor_parallel_degree=2")
 
 
+def ffn_split(model: Any) -> set[str]:
+    """Which projections of the feed-forwards are laid out along a tensor axis."""
+    parameters = {name: value for name, value in model.named_parameters() if ".ffn." in name}
+    assert len(parameters) == 3 * 2 * 3, list(parameters)  # layers, weights and biases, projections
+    return {name.split(".")[-2] for name, value in parameters.items() if value.device_mesh.ndim == 2}
+
+
+@contextlib.contextmanager
+def told() -> Iterator[list[str]]:
+    """What the shim logs of split layers."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("composer_fsdp2.compat.tensor")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
 def check_yaml(folder: str) -> None:
-    alone = train(FSDP2, YAML, folder, "alone")
+    alone = train(FSDP2, YAML, folder, "alone", GLU)
     for name, how in {"ffn": FFN, "sequences": CONTEXT}.items():
         times: list[Any] = []
-        gathered = train(FSDP2, YAML, folder, name, *how, after=lambda trainer: times.append(trainer.state.timestamp))  # noqa: B023
+        split: list[set[str]] = []
+
+        def look(trainer: Any) -> None:
+            times.append(trainer.state.timestamp)  # noqa: B023
+            split.append(ffn_split(trainer.state.model))  # noqa: B023
+
+        with told() as messages:
+            gathered = train(FSDP2, YAML, folder, name, GLU, *how, after=look)
         difference = largest_difference(gathered.losses, alone.losses)
         assert difference <= 1e-5, f"{name}, {difference}: {gathered.losses}, {alone.losses}"
         assert (int(times[0].sample), int(times[0].token)) == (4 * 16, 4 * 16 * 64), f"{name}: {times}"
+        assert split == [{"up_proj", "gate_proj", "down_proj"} if how is FFN else set()], f"{name}: {split}"
+        if how is FFN and dist.get_rank() == 0:
+            assert len(messages) == 1 and "FSDP1 trained the ranks" in messages[0], messages
+            assert "gate_proj is split as well" in messages[0], messages
     refused = [*FFN, "fsdp_config.broadcast_batch=false"]
     with pytest.raises(ConfigError, match=r"`replication: 2` in the dataset section of an LLM Foundry YAML"):
         train(FSDP2, YAML, folder, "refused", *refused)
@@ -37,7 +72,8 @@ def check_yaml(folder: str) -> None:
 
 
 def test_a_yaml_whose_ranks_read_different_data_trains_on_all_of_it(folder: str):
-    """tp_config's ffn strategy, and divided sequences, on global_train_batch_size samples a step, as without them."""
+    """tp_config's ffn strategy, and divided sequences, on global_train_batch_size samples a step, as without them; of a
+    GLU the strategy splits the gate too, which FSDP1's plan left whole, and the log says so."""
     run_ranks(check_yaml, 2, folder)
 
 

@@ -25,6 +25,7 @@ from composer_fsdp2 import (
     clip_grad_norm_,
     prepare_fully_shard,
 )
+from composer_fsdp2.training.clipping import norm_of_gradients
 
 TENSOR = 2
 ATOL = 1e-12
@@ -276,6 +277,8 @@ def check_gradients() -> None:
         tokens = batch(0, 4)
         loss_of(model, share(tokens)).backward()
         loss_of(reference, tokens).backward()
+        norm = torch.stack([parameter.grad.norm() for parameter in reference.parameters()]).norm()
+        torch.testing.assert_close(norm_of_gradients(model.parameters()), norm, rtol=0, atol=ATOL)
         clip(model)
         reference_clip(reference)
         assert_same_gradients(model, reference, atol=ATOL)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as torch_dist
 from support.comparing import full_parameters
 from support.language import Decoder, batch
+from support.trainers import full_optimizer_state
 from torch import nn
 
 NUM_SAMPLES, GLOBAL_BATCH = 64, 8
@@ -26,6 +27,7 @@ class Run:
     eval_loss: float
     parameters: dict[str, torch.Tensor]  # full, by the model's own names
     timestamp: dict[str, int]
+    optimizer: dict[str, dict[str, Any]]  # its state, full, by the parameter's own name, if asked for
 
 
 def composer_model(*, tied: bool = False) -> Any:
@@ -86,34 +88,40 @@ def train(
     tied: bool = False,
     make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     clip: tuple[str, float] | None = ("norm", 0.5),
-    num_batches: int = 6,
-    microbatch: int | str | None = None,
+    num_batches: int = 4,
+    num_microbatches: int | str = 1,
     dtype: torch.dtype = torch.float64,
     algorithms: tuple[Any, ...] = (),
     callbacks: tuple[Any, ...] = (),
+    keep_optimizer: bool = False,
     **options: Any,
 ) -> Run:
-    """Train on the same eight sequences a batch whatever the ranks, in two microbatches, with an eval every third.
+    """Train on the same eight sequences a batch whatever the ranks, with an eval every third and a falling learning
+    rate.
 
     The ranks of a group along the tensor axis read the same. Called on all ranks.
     """
     from composer import Trainer
     from composer.algorithms import GradientClipping
+    from composer.optim import CosineAnnealingScheduler
     from support.scripts.train_with_trainer import Record
 
     torch.set_default_dtype(dtype)
     model = composer_model(tied=tied)
     num_readers = torch_dist.get_world_size() // tensor_degree
     place = {"num_replicas": num_readers, "rank": torch_dist.get_rank() // tensor_degree}
+    # Or "auto".
+    size = GLOBAL_BATCH // num_readers // num_microbatches if isinstance(num_microbatches, int) else num_microbatches
     trainer = Trainer(
         model=model,
         optimizers=make(model),
+        schedulers=CosineAnnealingScheduler(t_max="8ba"),
         train_dataloader=loader(NUM_SAMPLES, place),
         eval_dataloader=loader(16, place),
         eval_interval="3ba",
         max_duration=f"{num_batches}ba",
         device="cpu",
-        device_train_microbatch_size=microbatch or GLOBAL_BATCH // num_readers // 2,
+        device_train_microbatch_size=size,
         parallelism_config=None if parallelism is None else dict(parallelism),
         algorithms=[*([GradientClipping(*clip)] if clip else []), *algorithms],
         callbacks=[Record(), *callbacks],
@@ -131,6 +139,7 @@ def train(
         eval_loss=float(evaluated),
         parameters=full_parameters(trainer.state.model),
         timestamp={"ba": int(time.batch), "sp": int(time.sample), "tok": int(time.token)},
+        optimizer=full_optimizer_state(trainer) if keep_optimizer else {},
     )
     trainer.close()
     return run

@@ -37,7 +37,7 @@ def _tensor(finding: Finding, section: Section) -> Finding:
             finding,
             outcome=Outcome.APPROXIMATE,
             reason="FSDP1 trained the ranks that split a layer apart, each on data of its own; here they train as one "
-            "process does, on what all of them read",
+            "process does, on what all of them read; the gate_proj of a GLU is split as well",
             hint="broadcast_batch: first, if they read the same",
         )
     return finding
