@@ -194,8 +194,14 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
     some ranks have no values of their own).
     """
     require_process_group("apply_plan")
-    agree(lambda: check_plan(model, plan), lambda _: plan.fingerprint)
+    agree(partial(_check, model, plan), lambda _: plan.fingerprint)
     carry_out(model, plan, initializers(model))
+
+
+def _check(model: nn.Module, plan: ShardingPlan) -> None:
+    """What was planned for any number of ranks, or changed since, is looked at for those that there are."""
+    check_plan(model, plan)
+    refuse_illegal(plan.resolve(dist.get_world_size()))
 
 
 def apply_activation_checkpointing(
@@ -268,6 +274,7 @@ def _decide(
             f"{blocking}\n{_OR_NOT_STRICT}", keys=tuple(finding.key for finding in translation.blocking)
         )
     config = translation.config
+    config.check_data_blocks(world_size)
     checkpointing = replace(config.activation_checkpointing, transformer_engine_seed=te_rng_seed)
     config = replace(config, activation_checkpointing=checkpointing)
     if tensor.gathers_batches and config.broadcast_batch is None:

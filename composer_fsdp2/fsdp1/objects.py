@@ -38,7 +38,7 @@ def device_mesh(mesh: object, device_type: str, tensor_degree: int = 1) -> MeshS
     if mesh.device_type != device_type:
         raise ConfigError(f"{mesh} on {mesh.device_type}, but the model's device is {device_type}")
     if mesh.get_coordinate() is None:
-        raise ConfigError(f"{mesh}, which does not hold this rank, {dist.get_rank()}")
+        raise ConfigError(f"{mesh}, which does not hold this rank, {dist.get_rank()}; give one of all ranks")
     *replicas, shard = range(mesh.ndim)
     if tensor_degree > 1:
         first = dist.get_rank() % tensor_degree

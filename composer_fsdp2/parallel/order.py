@@ -49,7 +49,8 @@ def refuse_illegal(plan: ShardingPlan) -> None:
 
     Every rank must call this with the same plan; it does not communicate.
     """
-    problems = [*_of_tensor_axis(plan)] if plan.split else []
+    problems = [*_of_nesting(plan)]
+    problems += _of_tensor_axis(plan) if plan.split else ()
     problems += _of_expert_axis(plan)
     if problems:
         raise PlanError("\n".join(problems))
@@ -85,6 +86,19 @@ def carry_out(
     start_experts(plan.split_experts, modules)
     start_idle_experts(model, plan.expert_blocks, modules)
     start_idle_towers(model, plan.tower_models, modules, plan.config.collective_guard)
+
+
+def _of_nesting(plan: ShardingPlan) -> Iterator[str]:
+    """A unit that came before those inside it would take their parameters, too."""
+    taken: dict[str, str] = {}
+    for unit in plan.units:
+        around = next((taken[each] for path in unit.modules for each in ancestors_or_self(path) if each in taken), None)
+        if around is not None:
+            yield (
+                f"unit {unit.name} comes after {around or 'the model'}, which it lies in; leave the units in the order "
+                "of plan_sharding, bottom-up"
+            )
+        taken |= dict.fromkeys(unit.modules, unit.name)
 
 
 def _of_tensor_axis(plan: ShardingPlan) -> Iterator[str]:

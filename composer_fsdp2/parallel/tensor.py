@@ -5,7 +5,7 @@ weight that is tied stays tied, and both of its sides are split alike; a dimensi
 is refused, with the module that has it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
@@ -189,12 +189,21 @@ def _styles_by_path(
     for pattern, style in layer_plan.items():
         matches = list(dict.fromkeys(first_path[module] for module in _matching(model, pattern)))
         if not matches:
-            problems.append(f"no module {pattern!r}{did_you_mean(pattern, known)}")
+            problems.append(f"no module {pattern!r}{_nearest(pattern, known)}")
         for path in matches:
             other = chosen.setdefault(path, (pattern, style))
             if other[0] != pattern:
                 problems.append(f"two styles for {path!r}, of {other[0]!r} and {pattern!r}; keep one")
     return {path: chosen[path][1] for path in known if path in chosen}
+
+
+def _nearest(pattern: str, known: Collection[str]) -> str:
+    """As the end of a message: often a path was written as of the model's child."""
+    inside = next((path for path in known if fnmatch(path, f"*.{pattern}")), None)
+    if inside is not None:
+        return f"; did you mean {inside}?"
+    first = next((path for path in known if path), "")
+    return did_you_mean(pattern, known, f"paths begin at the model that is trained, such as {first!r}")
 
 
 def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +12,9 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.ranks import run_ranks
+from support.reader import Holder, batch, build, layer_plan
 from support.training import FULL
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
 
 from composer_fsdp2 import (
@@ -29,140 +27,7 @@ from composer_fsdp2 import (
     prepare_fully_shard,
     translate,
 )
-from composer_fsdp2.parallel.attention import AttentionFacts, KnownModel, know
-from composer_fsdp2.parallel.context import ContextGroup, context_ranks, find_context, repeated_heads
-
-VOCABULARY, WIDTH, HEADS, HEAD = 20, 16, 4, 4
-
-
-class Attention(nn.Module):
-    """Causal, with fewer heads of keys and values than of queries; any number of them, as under a layer plan."""
-
-    def __init__(self, num_kv_heads: int, dropout: float) -> None:
-        super().__init__()
-        self.dropout, self.kv_width = dropout, num_kv_heads * HEAD
-        self.query, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.key, self.value = nn.Linear(WIDTH, self.kv_width), nn.Linear(WIDTH, self.kv_width)
-        self.attend = attend
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (each(x).unflatten(-1, (-1, HEAD)) for each in (self.query, self.key, self.value))
-        return self.out(self.attend(query, key, value).flatten(2))
-
-
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Of tensors (batch, places, heads, features)."""
-    key, value = (each.repeat_interleave(query.shape[2] // each.shape[2], 2) for each in (key, value))
-    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
-
-
-class Layer(nn.Module):
-    def __init__(self, **attention: Any) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(**attention)
-        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm(x))
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class Reader(nn.Module):
-    def __init__(self, num_kv_heads: int = 2, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embedding, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
-        self.layers = nn.ModuleList(Layer(num_kv_heads=num_kv_heads, dropout=dropout) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.loss(tokens, torch.arange(tokens.shape[1]), F.pad(labels[:, 1:], (0, 1), value=-100))
-
-    def loss(
-        self, tokens: torch.Tensor, places: torch.Tensor, targets: torch.Tensor, items: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        x = self.embedding(tokens) + self.places(places)
-        for layer in self.layers:
-            x = layer(x)
-        losses = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction="sum")
-        return losses / ((targets != -100).sum() if items is None else items)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, Layer)
-
-    activation_checkpointing_fn = fsdp_wrap_fn
-
-
-def facts_of(model: nn.Module) -> dict[str, AttentionFacts]:
-    return {
-        path: AttentionFacts(num_heads=HEADS, dropout=module.dropout)
-        for path, module in model.named_modules()
-        if isinstance(module, Attention)
-    }
-
-
-def start(whole: nn.Module, model: nn.Module, attentions: Sequence[nn.Module], group: ContextGroup) -> None:
-    assert isinstance(model, Reader)
-    model.forward = functools.partial(forward_of_part, model, group)
-    for each in attentions:
-        assert isinstance(each, Attention)
-        each.attend = functools.partial(attend_exchanged, group)
-
-
-def forward_of_part(model: Reader, group: ContextGroup, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    padded = group.padded(tokens, 1, 0)
-    targets = group.shifted_labels(labels)
-    places = group.part(torch.arange(padded.shape[1]), 0)
-    return model.loss(group.part(padded), places, targets, group.items(targets, torch.float64))
-
-
-def attend_exchanged(group: ContextGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    key, value = (repeated_heads(each, group.size, 2) for each in (key, value))
-    exchanged = [group.to_heads(each, 2, 1) for each in (query, key, value)]
-    return group.to_sequence(attend(*exchanged), 2, 1)
-
-
-know(
-    KnownModel(
-        name="the test's Reader",
-        is_one=lambda module: isinstance(module, Reader),
-        attentions=facts_of,
-        problems=lambda model: iter(()),
-        notes=lambda model: iter(("its notes",)),
-        start=start,
-    )
-)
-
-
-class Holder(nn.Module):
-    """As Composer has it: the model is the child of what is trained."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.model = Reader(**options)
-
-
-def build(**options: Any) -> Holder:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    return Holder(**options)
-
-
-def batch(num_rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of which different numbers of places count."""
-    generator = torch.Generator().manual_seed(length)
-    tokens = torch.randint(VOCABULARY, (num_rows, length), generator=generator)
-    ends = torch.arange(num_rows)[:, None] * 2 + 3
-    return tokens, torch.where(torch.arange(length) < ends, tokens, -100)
-
-
-def layer_plan() -> dict[str, ParallelStyle]:
-    plan: dict[str, ParallelStyle] = {}
-    for layer in ("model.layers.0", "model.layers.1"):
-        plan |= {f"{layer}.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
-        plan |= {f"{layer}.attention.out": RowwiseParallel(), f"{layer}.up": ColwiseParallel()}
-        plan |= {f"{layer}.down": RowwiseParallel()}
-    return plan
+from composer_fsdp2.parallel.context import context_ranks, find_context
 
 
 def check_gradients(degree: int, *, length: int = 12, num_kv_heads: int = 2, tensor: int = 1, **config: Any) -> None:

@@ -1,0 +1,232 @@
+"""What can be combined: each row of the two tables of legality that is carried out, beside one process.
+
+Two steps of clipped gradients in float64, to 1e-12, on the torch that runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.cases import for_each
+from support.experts import MoELanguage
+from support.language import MLP, Language, Layer, layer_plan, sequence_plan
+from support.legality import (
+    TENSOR,
+    Carried,
+    Refused,
+    check_carried,
+    check_refused,
+    split_by_script,
+    wrap,
+)
+from support.ranks import run_ranks
+from support.reader import Holder, mean_of
+from support.reader import layer_plan as reader_plan
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from composer_fsdp2 import apply_activation_checkpointing, plan_sharding, summon_full_params, translate
+from composer_fsdp2._torch.slices import needs_even_shards
+
+split = partial(Carried, plan=layer_plan, num_shared=TENSOR)
+
+
+def scaled(dtype: torch.dtype, *, shape: tuple[int, ...] = (16,), trained: bool = True) -> Callable[[], Language]:
+    """A parameter more in each layer, of another dtype or shape."""
+
+    def build() -> Language:
+        model = Language()
+        for layer in model.model.layers:
+            layer.scale = nn.Parameter(torch.full(shape, 1.25, dtype=dtype), requires_grad=trained)
+            layer.mlp.scale = layer.scale
+            layer.mlp.forward = ScaledMLP.forward.__get__(layer.mlp)
+            del layer.scale
+        return model
+
+    return build
+
+
+class ScaledMLP(MLP):
+    scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return MLP.forward(self, x) * self.scale
+
+
+def not_contiguous() -> Language:
+    model = Language()
+    weight = model.model.head.weight.detach()
+    model.model.head.weight = nn.Parameter(weight.t().contiguous().t())
+    return model
+
+
+def tied(**sizes: int) -> Callable[[], Language]:
+    return partial(Language, tied=True, **sizes)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+
+
+def recomputed(model: Any) -> None:
+    apply_activation_checkpointing(model)
+
+
+def mesh_of(*shape: int) -> Callable[[nn.Module], Any]:
+    return lambda model: init_device_mesh("cpu", shape)
+
+
+AC = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+
+SHARDED: dict[str, Carried] = {
+    # C1: what needs no other axis.
+    "a ModuleList as a unit": Carried(prepare=wrap(lambda decoder: {decoder.layers: True})),
+    "scalar parameters": Carried(build=scaled(torch.float64, shape=())),
+    "parameters that are not contiguous": Carried(build=not_contiguous),
+    "rows that the ranks do not divide": Carried(build=partial(Language, vocabulary=29)),
+    "fewer rows than ranks": Carried(build=scaled(torch.float64, shape=(1, 1, 1))),
+    "two dtypes in one unit, both trained": Carried(build=scaled(torch.float32)),
+    "bfloat16 that is frozen beside what is trained": Carried(build=scaled(torch.bfloat16, trained=False)),
+    "an integer that is a factor of the ranks": Carried(config={"reshard_after_forward": 2}),
+    "replicas on a mesh without names": Carried(config={"device_mesh": mesh_of(2, 2)}),
+    "a tie between two units": Carried(
+        build=tied(), prepare=wrap(lambda decoder: {decoder.embedding: True, decoder.head: True})
+    ),
+    "parameters that no unit holds": Carried(
+        config={"ignored_modules": lambda model: [model.model.norm]}, num_shared=4
+    ),
+    "recomputed": Carried(config=AC),
+    "recomputed by the script, before": Carried(prepare=recomputed),
+}
+
+OTHER_AXES: dict[str, Carried] = {
+    # C1 and G: a tensor axis.
+    "split by the script along a slice of the mesh": Carried(
+        prepare=split_by_script("tensor", "shard", "tensor"), num_shared=TENSOR
+    ),
+    "layers, then parameters, clipped and stepped over two meshes with foreach": split(optimizer=adamw),
+    "sequence parallelism": split(plan=sequence_plan),
+    "a tie, split alike on both sides": split(build=tied()),
+    "split and recomputed": split(config=AC),
+    "split and tiled": split(config={"tiled_mlp": {"classes": ["MLP"], "chunks": 2}}),
+    # G: a context axis.
+    "divided sequences": Carried(config={"context_parallel_degree": 2}, build=Holder, loss=mean_of, num_shared=2),
+    "a length that the ranks do not divide": Carried(
+        config={"context_parallel_degree": 4}, build=Holder, loss=mean_of, num_shared=4
+    ),
+    "divided sequences of split layers": Carried(
+        config={"context_parallel_degree": 2} | AC, build=Holder, plan=reader_plan, loss=mean_of, num_shared=4
+    ),
+    # Experts.
+    "split experts": Carried(config={"expert_parallel_degree": 2}, build=MoELanguage),
+    "split experts beside split layers": split(
+        config={"expert_parallel_degree": 2},
+        plan=lambda: {"model.layers.*.mix": ColwiseParallel(output_layouts=Replicate())},
+        build=MoELanguage,
+    ),
+}
+
+# Refused by a torch that shards evenly beside another axis (test_refused.py).
+IF_UNEVEN: dict[str, Carried] = {
+    "rows that the ranks of both axes do not divide": split(build=partial(Language, vocabulary=22)),
+    "the same, tied": split(build=tied(vocabulary=22)),
+    "rows of an expert that the other ranks do not divide": Carried(
+        config={"expert_parallel_degree": 2}, build=partial(MoELanguage, num_experts=2, width=3)
+    ),
+}
+
+
+def check_all_carried() -> None:
+    tables = [SHARDED, OTHER_AXES, {} if needs_even_shards() else IF_UNEVEN]
+    for_each(check_carried, {name: (row,) for table in tables for name, row in table.items()})
+
+
+def test_what_can_be_combined_trains_as_one_process_does():
+    """One row each, of what torch takes alone, or where the library finds the way."""
+    run_ranks(check_all_carried, 4)
+
+
+# --- rows whose outcome torch decides before the library is asked
+
+
+def check_first_axis() -> str:
+    """torch 2.7 splits along the last axis alone, by its own words; later ones along any."""
+    model = Language()
+    try:
+        split_by_script("tensor", "tensor", "shard")(model)
+    except RuntimeError as error:
+        return str(error)
+    check_refused(Refused(says=("the model is split along", "the tensor axis last"), build=lambda: model))
+    return "refused by us"
+
+
+def test_layers_split_along_an_axis_that_is_not_the_last():
+    """Where torch takes it, the ranks that split a layer are not those that we take for such."""
+    [outcome] = set(run_ranks(check_first_axis, 4))
+    assert ("innermost" if torch.__version__.startswith("2.7") else "refused by us") in outcome
+
+
+def check_outside_forward() -> None:
+    """Nobody is asked there: torch's error is in troubleshooting.md, and what it says to do works."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Language()
+    reference = copy.deepcopy(model)
+    Carried().shard(model)
+    x = torch.randn(2, 3, 16)
+    with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
+        model.model.layers[0].mlp(x)
+    with summon_full_params(model):
+        ours = model.model.layers[0].mlp(x)
+    torch.testing.assert_close(ours, reference.model.layers[0].mlp(x), rtol=0, atol=1e-12)
+
+
+def test_a_part_that_is_called_outside_of_its_unit():
+    """Torch raises at once, and within summon_full_params the part can be called."""
+    run_ranks(check_outside_forward, 2)
+
+
+# --- rows that are carried out, and told of
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
+
+
+def with_experts() -> Language:
+    model = Language()
+    for layer in model.model.layers:
+        layer.mlp.experts = nn.ModuleList(Expert() for _ in range(3))
+    return model
+
+
+TOLD: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]] = {
+    "experts as units by the model's hooks": (
+        with_experts,
+        {},
+        ("model.layers.0.mlp.experts.0", "set idle_experts: in_order"),
+    ),
+}
+
+
+def test_what_depends_on_the_data_is_told_of():
+    """What only batches can decide is no error, and names the key that makes it right for any."""
+    for name, (build, config, says) in TOLD.items():
+        model = build()
+        model.model.fsdp_wrap_fn = lambda module: isinstance(module, Layer | Expert)
+        translated = translate({"mixed_precision": "FULL"} | config, device="cpu").config
+        assert translated is not None
+        notes = "\n".join(plan_sharding(model, translated).notes)
+        assert all(text in notes for text in says), f"{name}: {notes}"

@@ -1,0 +1,352 @@
+"""What cannot be combined: each row of the two tables of legality that is refused, on every torch.
+
+By a message that names the module or the key and a way out, on every rank, before anything was touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.experts import MoELanguage
+from support.language import MLP, Language, layer_plan
+from support.legality import TENSOR, Refused, check_refused, only, split_by_script, with_plan, wrap
+from support.ranks import run_ranks
+from support.reader import Holder
+from support.reader import layer_plan as reader_plan
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, SequenceParallel
+
+from composer_fsdp2 import (
+    apply_activation_checkpointing,
+    apply_plan,
+    plan_sharding,
+    prepare_fully_shard,
+    tile_mlp,
+    translate,
+)
+from composer_fsdp2._torch.slices import needs_even_shards
+from composer_fsdp2.parallel.tensor import split_model
+from composer_fsdp2.sharding.plan import ShardingPlan
+
+CONTEXT, EXPERTS = {"context_parallel_degree": 2}, {"expert_parallel_degree": 2}
+
+
+def tied() -> Language:
+    return Language(tied=True)
+
+
+def sharded_child(model: nn.Module) -> None:
+    fully_shard(model.model.layers[0], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def sharded_root(model: nn.Module) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def sharded_by_us(model: nn.Module) -> None:
+    prepare_fully_shard(model, None, {"mixed_precision": "FULL"}, device="cpu")
+
+
+def after_sharding(model: nn.Module) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    split_model(model, None, layer_plan(), mesh["tensor"])
+
+
+def first_layer(settings: Any) -> Any:
+    return wrap(lambda decoder: {decoder.layers[0]: settings})
+
+
+def apply_changed(model: nn.Module, *, plan: dict[str, Any] | None = None, **changes: Any) -> None:
+    """A plan for any world size, or one that a script changed, is looked at again where it is carried out."""
+    degree = TENSOR if plan else 1
+    config = translate({"mixed_precision": "FULL"}, device="cpu", tensor_parallel_degree=degree).config
+    assert config is not None
+    apply_plan(model, replace(plan_sharding(model, config, tensor_parallel=plan), **changes))
+
+
+def root_before_child(model: nn.Module) -> None:
+    config = translate({"mixed_precision": "FULL"}, device="cpu").config
+    assert config is not None
+    plan: ShardingPlan = plan_sharding(model, config)
+    apply_plan(model, replace(plan, units=plan.units[::-1]))
+
+
+def meshes(*shape: int, names: tuple[str, ...] = ("a", "b", "c")) -> Any:
+    return lambda model: prepare_fully_shard(
+        model,
+        None,
+        {"device_mesh": init_device_mesh("cpu", shape, mesh_dim_names=names[: len(shape)])},
+        device="cpu",
+    )
+
+
+split = partial(Refused, plan=layer_plan)
+
+SPLIT: dict[str, Refused] = {
+    # The degree.
+    "degree does not divide the ranks": split(
+        says=("world size 4 is not a multiple of tensor_parallel_degree 3", "1, 2 or 4"), degree=3
+    ),
+    "degree does not divide the ranks of a replica": split(
+        says=("data_parallel_replicate_degree 2 x tensor_parallel_degree 4", "1, 2 or 4"),
+        config={"data_parallel_replicate_degree": 2},
+        degree=4,
+    ),
+    "degrees make too many ranks": split(
+        says=("data_parallel_shard_degree 4 x tensor_parallel_degree 2 makes 8 ranks",),
+        config={"data_parallel_shard_degree": 4},
+    ),
+    # The layer plan.
+    "a path that matches nothing": split(
+        says=("no module 'model.embeding'", "did you mean model.embedding"),
+        plan=with_plan(model__embeding=ColwiseParallel()),
+    ),
+    "a style on a container": split(
+        says=("ColwiseParallel on 'model.layers'", "nn.Linear and nn.Embedding"),
+        plan=only(model__layers=ColwiseParallel()),
+    ),
+    "one style for the whole model": split(
+        says=("ColwiseParallel on 'the model'", "nn.Linear and nn.Embedding"), plan=lambda: ColwiseParallel()
+    ),
+    "an input of a list": split(
+        says=("on 'model.layers'", "never called"),
+        plan=only(model__layers=PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())),
+    ),
+    "a sequence style on a container": split(
+        says=("SequenceParallel on 'model.layers.0'", "single layer"),
+        plan=lambda: {"model.layers.0": SequenceParallel()},
+    ),
+    "a module in two styles": split(
+        says=("two styles for 'model.layers.0.mlp.up'", "keep one"),
+        plan=lambda: layer_plan() | {"model.layers.0.mlp.up": ColwiseParallel()},
+    ),
+    "hidden width that the ranks do not divide": split(
+        says=("model.layers.0.mlp.up.weight has 31 in dimension 0", "leave the module out"),
+        build=lambda: Language(hidden=31),
+    ),
+    "heads that the ranks do not divide": split(
+        says=("model.layers.0.attention.query has 3 heads of 4",), build=lambda: Language(width=12)
+    ),
+    "a tie with one side planned": split(
+        says=("one parameter, tied", "model.head.weight unsplit"), build=tied, plan=with_plan(model__head=None)
+    ),
+    "a tie split in two ways": split(
+        says=("one parameter, tied", "Shard(dim=1)", "Shard(dim=0)"),
+        build=tied,
+        plan=with_plan(model__embedding=ColwiseParallel()),
+    ),
+    "split and ignored": split(
+        says=("model.norm.bias and 1 more", "no unit"),
+        config={"ignored_modules": lambda model: [model.model.norm]},
+        plan=lambda: layer_plan() | {"model.norm": SequenceParallel()},
+    ),
+    # What fully_shard cannot do beside it.
+    "an integer for reshard_after_forward": split(
+        says=("an integer for reshard_after_forward", "true or false"), config={"reshard_after_forward": 2}
+    ),
+    "an integer of a unit": split(
+        says=("model.layers.0 reshards to 2", "true or false"), prepare=first_layer({"reshard_after_forward": 2})
+    ),
+    "process_group": split(says=("process_group", "data_parallel_shard_degree"), config={"process_group": "set2"}),
+    "a unit's own group": split(
+        says=("model.layers.0 has a mesh or process_group of its own", "leave it out"),
+        prepare=first_layer({"process_group": "self"}),
+    ),
+    "NO_SHARD": split(says=("NO_SHARD", "SHARD_GRAD_OP"), config={"sharding_strategy": "NO_SHARD"}),
+    "load_monolith_rank0_only": split(
+        says=("load_monolith_rank0_only is not compatible with tensor parallelism (TP)",),
+        config={"load_monolith_rank0_only": True},
+    ),
+    "two wrong keys at once": split(
+        says=("NO_SHARD", "process_group"), config={"sharding_strategy": "NO_SHARD", "process_group": "set2"}
+    ),
+    # The order, and meshes.
+    "sharded, then split": split(
+        says=("sharded already, by FSDP2",), prepare=sharded_child, do=after_sharding, plan=None
+    ),
+    "sharded before": split(says=("sharded already, by FSDP2",), prepare=sharded_child),
+    "split, and a layer plan": split(
+        says=("split by parallelize_module already", "leave the plan out"),
+        prepare=split_by_script("tensor", "shard", "tensor"),
+    ),
+    "split along a mesh of its own": split(
+        says=("the model is split along", "one mesh of all ranks"),
+        plan=None,
+        prepare=split_by_script("tensor", "tensor", shape=(4,)),
+    ),
+}
+
+
+SHARDED: dict[str, Refused] = {
+    # C1: rows that need no other axis.
+    "fully_shard twice": Refused(
+        says=("module 'model.layers.0' is sharded already, by FSDP2", "as it was built"), prepare=sharded_child
+    ),
+    "prepared twice": Refused(says=("'model' is sharded already, by FSDP2", "as it was built"), prepare=sharded_by_us),
+    "the root sharded by hand, before its children": Refused(
+        says=("the model is sharded already, by FSDP2", "as it was built"), prepare=sharded_root
+    ),
+    "a plan with a root before its child": Refused(
+        says=("unit model.layers.1 comes after model, which it lies in", "bottom-up"), do=root_before_child
+    ),
+    "an integer that is no factor of the ranks": Refused(
+        says=("reshard_after_forward 3 does not divide the 4 ranks", "1, 2 or 4"), config={"reshard_after_forward": 3}
+    ),
+    "an integer of a unit that is no factor": Refused(
+        says=("model.layers.0", "reshard_after_forward 3 does not divide", "1, 2 or 4"),
+        prepare=first_layer({"reshard_after_forward": 3}),
+    ),
+    "a mesh of three axes": Refused(says=("device_mesh", "3 axes"), do=meshes(2, 2, 1)),
+    "a mesh of some of the ranks": Refused(
+        says=("device_mesh", "does not hold this rank", "one of all ranks"), do=meshes(2)
+    ),
+    "recomputed after sharding": Refused(
+        says=("'model' is sharded already", "before sharding"),
+        prepare=sharded_by_us,
+        do=apply_activation_checkpointing,
+    ),
+    # A model's plan was made without a world size.
+    "a plan for no world size, with an integer beside split layers": Refused(
+        says=("model.layers.0 reshards to 2", "true or false"),
+        prepare=first_layer({"reshard_after_forward": 2}),
+        do=partial(apply_changed, plan=layer_plan()),
+    ),
+}
+
+
+def reader(**options: Any) -> Any:
+    return partial(Holder, **options)
+
+
+CONTEXTS: dict[str, Refused] = {
+    "heads that the context ranks do not divide": Refused(
+        says=("model.layers.0.attention and 1 more: its 6 heads", "4 ranks (context x tensor degree)"),
+        config={"context_parallel_degree": 4},
+        build=reader(width=24),
+    ),
+    "heads that context and tensor ranks do not divide together": Refused(
+        says=("its 6 heads cannot be divided over 4 ranks (context x tensor degree)",),
+        config=CONTEXT,
+        plan=reader_plan,
+        build=reader(width=24),
+    ),
+    "more context and tensor ranks than there are": Refused(
+        says=("world size 4 is not a multiple of the 8 ranks", "let the product be 1, 2 or 4"),
+        config={"context_parallel_degree": 4},
+        plan=reader_plan,
+        build=reader(width=32),
+    ),
+    "attention dropout": Refused(
+        says=("attention dropout of 0.1", "set it to 0"), config=CONTEXT, build=reader(dropout=0.1)
+    ),
+    "an attention that nobody knows": Refused(
+        says=("no attention of Language is known", "Leave the key out"), config=CONTEXT
+    ),
+    "context and groups of ranks": Refused(
+        says=("context_parallel_degree", "leave process_group out"),
+        config=CONTEXT | {"process_group": "set2"},
+        build=Holder,
+    ),
+}
+
+
+def two_experts() -> MoELanguage:
+    return MoELanguage(num_experts=2, width=3)
+
+
+PARTS: dict[str, Refused] = {
+    "experts that the ranks do not divide": Refused(
+        says=("has 6 experts, which expert_parallel_degree 4 does not divide", "1, 2, 3 or 6"),
+        config={"expert_parallel_degree": 4},
+        build=lambda: MoELanguage(num_experts=6),
+    ),
+    "replicas beside split experts": Refused(
+        says=("HSDP + MoE is not supported", "data_parallel_replicate_degree"),
+        config=EXPERTS | {"data_parallel_replicate_degree": 2},
+        build=MoELanguage,
+    ),
+    "experts in the layer plan, too": Refused(
+        says=("model.layers.0.moe.experts.mlp", "split by experts", "take it out of the plan"),
+        config=EXPERTS,
+        plan=lambda: {"model.layers.0.moe.experts.mlp": SequenceParallel()},
+        build=MoELanguage,
+    ),
+    "split experts without any": Refused(
+        says=("expert_parallel_degree 2", "no layer with all experts in one weight"), config=EXPERTS
+    ),
+    "an integer beside split experts": Refused(
+        says=("reshards to 2 ranks, beside expert parallelism", "true or false"),
+        config=EXPERTS | {"reshard_after_forward": 2},
+        build=MoELanguage,
+    ),
+    "an MLP that is tiled twice": Refused(
+        says=("model.layers.0.mlp (MLP) is tiled already",),
+        config={"tiled_mlp": {"classes": ["MLP"], "chunks": 2}},
+        prepare=lambda model: tile_mlp(model, classes=[MLP], chunks=2),
+    ),
+    "a layer with attention, tiled": Refused(
+        says=("model.layers.0 (Layer) has attention between tokens", "leave it out"),
+        config={"tiled_mlp": {"classes": ["Layer"], "chunks": 2}},
+    ),
+}
+
+ON_ONE_RANK: dict[str, Refused] = {
+    "split on one rank alone": Refused(says=("ranks 0 and 1 decided differently",), plan=layer_plan, wrong_rank=1),
+    "a wrong path on one rank": Refused(
+        says=("no module 'model.embeding'", "did you mean model.embedding"),
+        plan=with_plan(model__embeding=ColwiseParallel()),
+        wrong_rank=2,
+    ),
+    "divided sequences on one rank, of an unknown attention": Refused(
+        says=("no attention of Language is known",), config=CONTEXT, wrong_rank=3
+    ),
+    "divided sequences on one rank": Refused(
+        says=("ranks 0 and 2 decided differently",), config=CONTEXT, build=Holder, wrong_rank=2
+    ),
+    "split experts on one rank": Refused(
+        says=("ranks 0 and 1 decided differently",), config=EXPERTS, build=MoELanguage, wrong_rank=1
+    ),
+    "tiled on one rank": Refused(
+        says=("ranks 0 and 3 decided differently",),
+        config={"tiled_mlp": {"classes": ["MLP"], "chunks": 2}},
+        wrong_rank=3,
+    ),
+    "checked on one rank": Refused(
+        says=("ranks 0 and 1 decided differently",), config={"check_data": True}, wrong_rank=1
+    ),
+}
+
+# Only on a torch that shards evenly beside another axis; the others carry them out (test_carried_out.py).
+IF_EVEN: dict[str, Refused] = {
+    "rows that the ranks of both axes do not divide": split(
+        says=("22 rows, which this torch must divide evenly into 4", "install torch 2.13"),
+        build=lambda: Language(vocabulary=22),
+    ),
+    "the same, planned for no world size": Refused(
+        says=("22 rows, which this torch must divide evenly into 4", "install torch 2.13"),
+        build=lambda: Language(vocabulary=22),
+        do=partial(apply_changed, plan=layer_plan()),
+    ),
+    "rows of an expert that the other ranks do not divide": Refused(
+        says=("use a larger expert_parallel_degree",), config=EXPERTS, build=two_experts
+    ),
+}
+
+
+def check_all_refused() -> None:
+    torch.set_default_dtype(torch.float64)
+    tables = [SPLIT, SHARDED, CONTEXTS, PARTS, ON_ONE_RANK, IF_EVEN if needs_even_shards() else {}]
+    for_each(check_refused, {name: (row,) for table in tables for name, row in table.items()})
+
+
+def test_what_cannot_be_combined_is_refused_before_anything_is_touched():
+    """One row each: an error on all ranks in our words, instead of torch's from within, or of wrong numbers."""
+    run_ranks(check_all_refused, 4)

@@ -1,0 +1,193 @@
+"""Rows of the tables of legality: what is refused on every rank before anything is touched, and what is carried out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.comparing import full_parameters
+from support.language import Language, Layer, batch, layer_plan, loss_of
+from support.training import FULL
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from composer_fsdp2 import ComposerFSDP2Error, clip_grad_norm_, prepare_fully_shard
+
+TENSOR = 2
+VOCABULARY = 20  # of the smallest model
+Plan = Callable[[], Any]
+Prepare = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is combined.
+
+    Args:
+        config: A function is called with the model.
+        plan: The layer plan; None without tensor parallelism.
+        build: Makes the model, as in one process.
+        prepare: What the script does to the model before.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    degree: Any = TENSOR
+    build: Callable[[], nn.Module] = Language
+    prepare: Prepare = lambda model: None
+
+    def shard(self, model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None, is_wrong: bool = True) -> None:
+        """What a script calls; without the row's words, where it is wrong on other ranks alone."""
+        given = FULL | self.config if is_wrong else FULL
+        config = {key: value(model) if callable(value) else value for key, value in given.items()}
+        tensor = None
+        if self.plan is not None and is_wrong:
+            tensor = {"tensor_parallel_degree": self.degree, "layer_plan": self.plan()}
+        prepare_fully_shard(model, optimizer, config, device="cpu", tensor_parallel=tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Row):
+    """One row that is refused.
+
+    Args:
+        says: Parts of the message: what is wrong, and the way out.
+        do: What is done instead of sharding.
+        wrong_rank: The only rank that combines this, where the others shard the model as it is.
+    """
+
+    says: tuple[str, ...]
+    do: Prepare | None = None
+    wrong_rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried(Row):
+    """One row that is carried out, and then trains as one process does.
+
+    Args:
+        loss: Of a model and this rank's tokens.
+        num_shared: How many consecutive ranks share a batch.
+        optimizer: Made before sharding; over all parameters.
+    """
+
+    loss: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of
+    num_shared: int = 1
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(
+        parameters, lr=0.1, weight_decay=0.1
+    )
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """What a refusal must leave alone: parameters, their values, classes, hooks and forwards of modules."""
+    parameters = [(name, id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()]
+    hooks = [
+        (path, type(module), len(module._forward_pre_hooks), len(module._forward_hooks), sorted(vars(module)))
+        for path, module in model.named_modules()
+    ]
+    return [parameters, hooks]
+
+
+def check_refused(row: Refused) -> None:
+    torch.manual_seed(0)
+    model = row.build()
+    row.prepare(model)
+    before = state_of(model)
+    is_wrong = row.wrong_rank in (None, dist.get_rank())
+    with pytest.raises(ComposerFSDP2Error) as caught:
+        row.do(model) if row.do else row.shard(model, is_wrong=is_wrong)
+    missing = [text for text in row.says if text not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+    assert state_of(model) == before
+
+
+def check_carried(row: Carried) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = row.build()
+    reference = copy.deepcopy(model)
+    row.prepare(model)
+    optimizer = row.optimizer(model.parameters())
+    row.shard(model, optimizer=optimizer)
+    assert_steps_are_those_of_one_process(model, reference, row, optimizer)
+
+
+def assert_steps_are_those_of_one_process(
+    model: nn.Module, reference: nn.Module, row: Carried, optimizer: torch.optim.Optimizer
+) -> None:
+    """Two steps of clipped gradients, on batches of which each block of ranks has a part."""
+    groups = dist.get_world_size() // row.num_shared
+    theirs = row.optimizer(reference.parameters())
+    for step in range(2):
+        tokens = batch(step, 2 * groups) % VOCABULARY
+        row.loss(reference, tokens).backward()
+        row.loss(model, tokens.chunk(groups)[dist.get_rank() // row.num_shared]).backward()
+        norm = clip_grad_norm_(model, 0.1)["model"]
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        torch.testing.assert_close(norm, expected, rtol=0, atol=_tolerance(*reference.parameters()), check_dtype=False)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    assert_same_parameters(model, reference)
+
+
+def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
+    wanted = dict(reference.named_parameters())
+    tolerance = _tolerance(*wanted.values())
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(
+            value, wanted[name].detach(), rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def _tolerance(*parameters: torch.Tensor) -> float:
+    """That of the lowest dtype, in which a sum over ranks is rounded."""
+    trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    return 1e-12 if trained == {torch.float64} else 1e-7
+
+
+# --- layer plans
+
+
+def with_plan(**changes: ParallelStyle | None) -> Plan:
+    """The layer plan with entries changed, or left out; double underscores are dots."""
+
+    def make() -> dict[str, Any]:
+        plan: dict[str, Any] = layer_plan() | {key.replace("__", "."): style for key, style in changes.items()}
+        return {key: style for key, style in plan.items() if style is not None}
+
+    return make
+
+
+def only(**styles: Any) -> Plan:
+    return lambda: {key.replace("__", "."): style for key, style in styles.items()}
+
+
+# --- what scripts do before
+
+
+def wrap(select: Callable[[Any], Any]) -> Prepare:
+    """Have ``fsdp_wrap_fn`` answer this for the modules that ``select`` gives of the model's child, by module."""
+
+    def prepare(model: Any) -> None:
+        answers: dict[nn.Module, Any] = select(model.model)
+        model.model.fsdp_wrap_fn = lambda module: answers.get(module, isinstance(module, Layer))
+
+    return prepare
+
+
+def split_by_script(*names: str, shape: tuple[int, ...] = (2, 2)) -> Prepare:
+    """Split along the last of the names, in a mesh of the others."""
+
+    def split(model: nn.Module) -> None:
+        along, *axes = names
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(axes))
+        parallelize_module(model, mesh[along] if len(shape) > 1 else mesh, layer_plan())
+
+    return split
