@@ -88,6 +88,18 @@ def _takes_more(module: nn.Module) -> bool:
 
 def _problems(model: Any) -> Iterator[str]:
     yield from (f"{text}; leave the key out" for text in _other_mixers(model))
+    for path, module in model.named_modules():
+        kind = getattr(module, "rope_type", None)
+        if kind == "longrope" or "dynamic" in str(kind):
+            yield (
+                f"{path} turns by angles of rope_type {kind!r}, which depend on the length of what it sees, a part of "
+                "a sequence; leave the key out, or rope_scaling of this type"
+            )
+    if getattr(model, "_loss_function", None) is not None:
+        yield (
+            f"{type(model).__name__} was given a loss_function of its own, which would get the labels of a part; leave "
+            "that out, or the key"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         yield (
             f"the attention of {type(model).__name__} does not go through transformers' interface in this release; "
@@ -292,6 +304,8 @@ def _refuse_arguments(given: Mapping[str, Any], name: str) -> None:
         f"the model got {key}, and it is not known which part of it belongs to a part of a row" for key in other
     ]
     problems += [f"{key} is of whole rows" for key in ("output_attentions", "logits_to_keep") if given.get(key)]
+    if given.get("num_items_in_batch") is not None:
+        problems.append("num_items_in_batch is counted over all ranks of each forward")
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() != 2:
         problems.append(f"attention_mask has {mask.dim()} dimensions, where (rows, places) is understood")

@@ -28,8 +28,9 @@ _FILL = {
     "special_tokens_mask": 1,
 }
 _TOKENS, _MASK = "input_ids", "attention_mask"
-# Places of a batch in a batch, which would be those of other rows afterwards (LLM Foundry's in-context learning tasks).
-_OF_ROWS = ("choice_groupings",)
+# Places of a batch in a batch, which would be those of other rows afterwards (LLM Foundry's in-context learning tasks;
+# where packed rows begin, which flash attention is told).
+_OF_ROWS = ("choice_groupings", "cu_seq_lens_q", "cu_seq_lens_k")
 
 _OTHERWISE = (
     "set broadcast_batch: first, under which the ranks of a group take its first rank's batch, or give these ranks the "
@@ -84,7 +85,7 @@ def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | Non
     if found := [key for key in _OF_ROWS if key in first]:
         raise _cannot(f"{path}[{found[0]!r}]", "says places of rows, which others take")
     values = _padded(values, path)
-    joined = {key: _join([value[key] for value in values], rows, f"{path}[{key!r}]") for key in first}
+    joined = {key: _join_member([value[key] for value in values], rows, f"{path}[{key!r}]") for key in first}
     if type(first) is dict:
         return joined
     try:
@@ -94,6 +95,14 @@ def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | Non
     except TypeError:
         return joined
     return like
+
+
+def _join_member(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:
+    """A list in a mapping has a value for each row, also where these have as many rows: Composer splits it so."""
+    kind = type(values[0])
+    if kind in (list, tuple) and all(type(v) is kind and len(v) == n for v, n in zip(values, rows, strict=True)):
+        return kind(each for value in values for each in value)
+    return _join(values, rows, path)
 
 
 def _join_sequences(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:

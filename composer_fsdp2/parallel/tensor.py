@@ -248,6 +248,12 @@ def _placements_of(module: nn.Module, style: ParallelStyle) -> _Placements:
             fitting = next((each for of_class, each in by_class.items() if isinstance(module, of_class)), None)
             if fitting is None:
                 raise PlanError("it splits nn.Linear and nn.Embedding; give the paths of such modules")
+            # A parametrization keeps its own in modules inside of this one.
+            if others := [name for name, _ in module.named_parameters() if name not in fitting]:
+                raise PlanError(
+                    f"beside weight and bias it has {', '.join(others)}, of which the style does not say how it is "
+                    "split; leave the module out of the plan"
+                )
             return {name: fitting[name] for name in own}
     if isinstance(style, SequenceParallel):
         if next(module.children(), None) is not None:

@@ -101,6 +101,9 @@ def changed(model: Any, name: str, value: Any, where: Callable[[Any], Any] = lam
     return model
 
 
+FACTORS = {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+
+
 def refused_models() -> Iterator[tuple[Any, str]]:
     import transformers
 
@@ -123,6 +126,9 @@ def refused_models() -> Iterator[tuple[Any, str]]:
     yield changed(llama(), "is_causal", False, attention), "it is not causal"
     yield changed(llama(), "sinks", nn.Parameter(torch.zeros(4)), attention), "likely one for each head"
     yield changed(llama(), "mixer", nn.Conv1d(4, 4, 2), attention), "self_attn.mixer is a convolution over places"
+    for kind in ({"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", "factor": 2.0} | FACTORS):
+        yield llama(rope_scaling=kind), "which depend on the length of what it sees, a part of a sequence"
+    yield changed(llama(), "loss_function", nn.functional.cross_entropy), "was given a loss_function of its own"
     hybrid = llama()
     hybrid.model.layers.append(nn.Linear(16, 16))
     yield hybrid, "model.layers.1 has no attention, and may mix places in another way"
@@ -168,6 +174,7 @@ def check_refused_forwards() -> None:
     for options, text in (
         ({"output_attentions": True}, "output_attentions is of whole rows"),
         ({"logits_to_keep": 1}, "logits_to_keep is of whole rows"),
+        ({"num_items_in_batch": 100}, "num_items_in_batch is counted over all ranks"),
         ({"past_key_values": []}, "generate, and evaluate tasks that generate, in a run of their own"),
         ({"attention_mask": torch.ones(1, 1, 6, 6)}, "attention_mask has 4 dimensions"),
         ({"token_type_ids": tokens}, "it is not known which part of it"),

@@ -189,6 +189,13 @@ def test_text_of_different_lengths_is_padded_as_one_collator_would():
     assert join_rows(boolean)["attention_mask"].tolist() == [[True, True, False], [True, True, True]]
 
 
+def test_a_list_in_a_mapping_keeps_a_value_for_each_row():
+    """As many images as channels are not taken for parts of the batch, whose rows would be put together."""
+    images = [[torch.full((3, 2), float(3 * rank + row)) for row in range(3)] for rank in range(2)]
+    joined = join_rows([{"input_ids": torch.ones(3, 4), "images": each} for each in images])["images"]
+    assert [(list(each.shape), float(each[0, 0])) for each in joined] == [([3, 2], float(n)) for n in range(6)]
+
+
 @examples(60)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=4),
@@ -257,6 +264,7 @@ def check_cannot_gather() -> None:
         "images": (torch.ones(2, 3, 4 + rank), r"batch has rows that do not fit together \(float32 \[2, 3, 4\], "),
         "dtypes": (torch.ones(2, dtype=torch.int64 if rank else torch.int32), r"\(int32 \[2\], int64 \[2\]\)"),
         "keys": ({"x": ids[:, :3]} | ({"pixels": mask} if rank else {}), r"batch has 'pixels' on some ranks only"),
+        "packed": ({"x": ids[:, :3], "cu_seq_lens_q": ids[0]}, r"batch\['cu_seq_lens_q'\] says places of rows"),
         "numbers": ({"x": ids[:, :3], "scale": rank}, r"batch\['scale'\] is 0 on one rank and 1 on another"),
         "types": ([ids] if rank else (ids,), r"batch is of different types: list, tuple"),
         "lengths": ((ids[:, :3],) * (1 + rank), r"batch has 1 and 2 values"),

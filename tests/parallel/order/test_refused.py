@@ -43,6 +43,14 @@ def tied() -> Language:
     return Language(tied=True)
 
 
+def with_scale(model: nn.Module) -> None:
+    model.model.layers[0].mlp.up.scale = nn.Parameter(torch.ones(1))
+
+
+def parametrized(model: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up)
+
+
 def sharded_child(model: nn.Module) -> None:
     fully_shard(model.model.layers[0], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
@@ -127,6 +135,12 @@ SPLIT: dict[str, Refused] = {
     "a module in two styles": split(
         says=("two styles for 'model.layers.0.mlp.up'", "keep one"),
         plan=lambda: layer_plan() | {"model.layers.0.mlp.up": ColwiseParallel()},
+    ),
+    "a linear layer with more parameters": split(
+        says=("on 'model.layers.0.mlp.up' (Linear)", "it has scale", "leave the module out"), prepare=with_scale
+    ),
+    "a parametrized linear layer": split(
+        says=("on 'model.layers.0.mlp.up'", "it has parametrizations.weight.original0"), prepare=parametrized
     ),
     "hidden width that the ranks do not divide": split(
         says=("model.layers.0.mlp.up.weight has 31 in dimension 0", "leave the module out"),
