@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +24,9 @@ from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
 from support.saved import read
 from support.trainers import largest_difference, on_gpu, optimizer_state
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 
-from composer_fsdp2 import load_checkpoint
+from composer_fsdp2 import ComposerFSDP2Error, load_checkpoint
 
 pytestmark = pytest.mark.composer
 
@@ -430,3 +432,40 @@ def refuse_without_a_section() -> None:
 def test_split_layers_without_an_fsdp_section_are_refused():
     """In Composer's words, which name the section to add: nothing would shard the model, nor average its gradients."""
     run_ranks(refuse_without_a_section, 4)
+
+
+BAD_VALUES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a path that matches nothing": ({}, {"layer_plan": {"model.haed": None}}, "layer_plan['model.haed'] is None"),
+    "a style on a container": (
+        {},
+        {"layer_plan": {"model.layers": SequenceParallel()}},
+        "SequenceParallel on 'model.layers'",
+    ),
+    "the plan of another model": ({}, {"layer_plan": {"layers.*.mlp.up": ColwiseParallel()}}, "did you mean model."),
+    "an unknown attention": ({"context_parallel_degree": 2}, {}, "context_parallel_degree: no attention"),
+    "a degree in quotes": ({"context_parallel_degree": "2"}, {}, "context_parallel_degree is '2'"),
+    "no stacked experts": ({"expert_parallel_degree": 2}, {}, "expert_parallel_degree 2"),
+    "a misspelt class": ({"tiled_mlp": {"classes": ["MPL"], "chunks": 2}}, {}, "did you mean MLP?"),
+    "a misspelt word": ({"idle_experts": "inorder"}, {}, "did you mean in_order?"),
+    "a tower that is not there": ({"idle_towers": ["model.layrs"]}, {}, "did you mean model.layers?"),
+    "a batch from nowhere": ({"broadcast_batch": "all"}, {}, "broadcast_batch is 'all'"),
+    "a number for a flag": ({"check_data": 1}, {}, "check_data is 1"),
+}
+
+
+def refuse_bad_value(section: dict[str, Any], tensor: dict[str, Any], says: str) -> None:
+    parallelism = {
+        "fsdp": FULL | section,
+        "tp": {"tensor_parallel_degree": TENSOR, "layer_plan": layer_plan()} | tensor,
+    }
+    with FSDP2(), pytest.raises(ComposerFSDP2Error, match=re.escape(says)):
+        train(parallelism, tensor_degree=TENSOR)
+
+
+def refuse_bad_values() -> None:
+    for_each(refuse_bad_value, BAD_VALUES)
+
+
+def test_bad_values_are_errors_of_the_trainer_on_every_rank():
+    """Composer hands the mappings on as they are: what its Trainer says is what prepare_fully_shard says."""
+    run_ranks(refuse_bad_values, 4)

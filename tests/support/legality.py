@@ -191,3 +191,22 @@ def split_by_script(*names: str, shape: tuple[int, ...] = (2, 2)) -> Prepare:
         parallelize_module(model, mesh[along] if len(shape) > 1 else mesh, layer_plan())
 
     return split
+
+
+# --- experts that are modules
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
+
+
+def with_experts() -> Language:
+    model = Language()
+    for layer in model.model.layers:
+        layer.mlp.experts = nn.ModuleList(Expert() for _ in range(3))
+    return model

@@ -18,10 +18,12 @@ from support.language import MLP, Language, Layer, layer_plan, sequence_plan
 from support.legality import (
     TENSOR,
     Carried,
+    Expert,
     Refused,
     check_carried,
     check_refused,
     split_by_script,
+    with_experts,
     wrap,
 )
 from support.ranks import run_ranks
@@ -113,6 +115,7 @@ OTHER_AXES: dict[str, Carried] = {
     ),
     "layers, then parameters, clipped and stepped over two meshes with foreach": split(optimizer=adamw),
     "sequence parallelism": split(plan=sequence_plan),
+    "sequence parallelism without split layers": Carried(plan=sequence_plan, degree=1),
     "a tie, split alike on both sides": split(build=tied()),
     "split and recomputed": split(config=AC),
     "split and tiled": split(config={"tiled_mlp": {"classes": ["MLP"], "chunks": 2}}),
@@ -194,22 +197,6 @@ def test_a_part_that_is_called_outside_of_its_unit():
 
 
 # --- rows that are carried out, and told of
-
-
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.up(x)
-
-
-def with_experts() -> Language:
-    model = Language()
-    for layer in model.model.layers:
-        layer.mlp.experts = nn.ModuleList(Expert() for _ in range(3))
-    return model
 
 
 TOLD: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, ...]]] = {

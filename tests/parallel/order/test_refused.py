@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.experts import MoELanguage
 from support.language import MLP, Language, layer_plan
-from support.legality import TENSOR, Refused, check_refused, only, split_by_script, with_plan, wrap
+from support.legality import TENSOR, Refused, check_refused, only, split_by_script, with_experts, with_plan, wrap
 from support.ranks import run_ranks
 from support.reader import Holder
 from support.reader import layer_plan as reader_plan
@@ -300,6 +300,15 @@ PARTS: dict[str, Refused] = {
         says=("reshards to 2 ranks, beside expert parallelism", "true or false"),
         config=EXPERTS | {"reshard_after_forward": 2},
         build=MoELanguage,
+    ),
+    "experts as units, which some ranks pass over": Refused(
+        says=("wrap_policy makes experts units", "model.layers.0.mlp.experts.0", "Set idle_experts: in_order"),
+        config={"wrap_policy": {"transformer_layer_cls_to_wrap": ["Layer"], "moe_experts": ["Expert"]}},
+        build=with_experts,
+    ),
+    "towers that are no part of the model": Refused(
+        says=("idle_towers", "no module 'model.layrs'", "did you mean model.layers?"),
+        config={"idle_towers": ["model.layrs"]},
     ),
     "an MLP that is tiled twice": Refused(
         says=("model.layers.0.mlp (MLP) is tiled already",),
