@@ -23,12 +23,20 @@ from torch.utils.hooks import RemovableHandle
 from composer_fsdp2._torch.private_names import BatchNorm
 from composer_fsdp2.config.parallel import ExpertBlock
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
+from composer_fsdp2.parallel.asking import Ask, asking
 from composer_fsdp2.parallel.connecting import connect_first, no_rows_of, of_same_type, tensors_in
 from composer_fsdp2.sharding.modules import at_path
+from composer_fsdp2.training.control import Question
 
 _WAY_OUT = (
     "Leave the experts in the unit of their layer, which is exact too; or, if every rank calls all of them in one "
     "order, set runs_every_expert = True on the module that holds them"
+)
+
+_QUESTION = Question(
+    "idle_experts",
+    "In their first forward ranks must run the same blocks of experts in the same order: look for a branch on the rank "
+    "or on the data, or a forward on some ranks only",
 )
 
 _IS_NOT_TOKEN_WISE = (
@@ -49,16 +57,26 @@ def refuse_experts_of_batches(model: nn.Module, blocks: Sequence[ExpertBlock]) -
                 raise PlanError(f"{inner} is a {type(module).__name__}: {_IS_NOT_TOKEN_WISE}")
 
 
-def start_idle_experts(model: nn.Module, blocks: Sequence[ExpertBlock], before: Mapping[str, nn.Module]) -> None:
-    """Run the idle experts of a model that was just sharded, from now on.
+def start_idle_experts(
+    model: nn.Module,
+    blocks: Sequence[ExpertBlock],
+    before: Mapping[str, nn.Module],
+    limit_s: float | None = None,
+) -> None:
+    """Run the idle experts of a model that was just sharded, from now on. Called on all ranks.
+
+    In the first forward of each block ranks ask each other before each expert whether it comes in order on all of them.
 
     Args:
         before: The modules by their paths, before wrappers of checkpointing were put around some: what is recomputed
             must run the block's hooks again, and not those of an expert that is recomputed by itself.
+        limit_s: For how many seconds ranks wait for each other's answers; None: for as long as for other votes.
     """
     for block in blocks:
         experts = {path: at_path(model, path) for path in block.experts}
-        _start(before[block.block], list(experts.values()), _Order(block.block, tuple(experts)))
+        outer = before[block.block]
+        order = _Order(block.block, tuple(experts), asking(outer, _QUESTION, limit_s))
+        _start(outer, list(experts.values()), order)
 
 
 def run_idle_experts(block: nn.Module, experts: Sequence[nn.Module]) -> list[RemovableHandle]:
@@ -109,10 +127,11 @@ class _Order:
     Args:
         block: Its name.
         names: Those of the experts.
+        ask: For the first forward; None: no other rank is told where an expert comes out of order.
     """
 
-    def __init__(self, block: str, names: tuple[str, ...]) -> None:
-        self._block, self._names = block, names
+    def __init__(self, block: str, names: tuple[str, ...], ask: Ask | None = None) -> None:
+        self._block, self._names, self._ask = block, names, ask
         self.experts: Sequence[nn.Module] = ()
         self.were_units: list[bool] = []
         self._next: int | None = None  # None: outside of the block's forward
@@ -137,9 +156,13 @@ class _Order:
         def run_those_in_front(expert: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_idle:
                 return
-            if self._next is None or number < self._next:
+            if self._next is None:
+                raise ComposerFSDP2Error(self._out_of_order(number))
+            if number < self._next:
+                self._agree(number)
                 raise ComposerFSDP2Error(self._out_of_order(number))
             self._run_idle(number, args, kwargs)
+            self._agree()
             self._next, self._call = number + 1, (args, kwargs)
 
         return run_those_in_front
@@ -148,6 +171,8 @@ class _Order:
         # Without any call a part of the input: it gets a gradient, of zeros.
         last_args, last_kwargs = self._call or (tuple(each.reshape(-1, each.shape[-1])[:0] for each in self._input), {})
         self._run_idle(len(self.experts), last_args, last_kwargs)
+        self._agree()
+        self._ask = None
         outputs = [each for each in self._outputs if each.requires_grad]
         self._next, self._call, self._outputs, self._input = None, None, [], ()
         # Also where none was idle: what is recomputed is recomputed before the last expert is gathered for backward.
@@ -162,7 +187,8 @@ class _Order:
         if num_rows:
             args, kwargs = _without_rows(args, num_rows), _without_rows(kwargs, num_rows)
         for number in range(self._next, end):
-            self._is_idle = True
+            self._agree()
+            self._next, self._is_idle = number + 1, True
             try:
                 self._outputs.extend(self._output_of(number, args, kwargs))
             except Exception as error:
@@ -172,7 +198,23 @@ class _Order:
                 raise
             finally:
                 self._is_idle = False
-        self._next = end
+
+    def _agree(self, number: int | None = None) -> None:
+        """Ask the other ranks, each of which is at the same place, whether it called an expert out of order.
+
+        Args:
+            number: Of the expert that this rank called so.
+        Raises:
+            ComposerFSDP2Error: another rank did.
+        """
+        if self._ask is None:
+            return
+        place = self._names[self._next] if self._next in range(len(self._names)) else f"the end of {self._block}"
+        [found] = self._ask(place, [0 if number is None else number + 1])
+        if found and number is None:
+            raise ComposerFSDP2Error(
+                f"{self._asked}; another rank called {self._names[found - 1]} twice, or after a later one. {_WAY_OUT}"
+            )
 
     def _output_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
         expert, name = self.experts[number], self._names[number]
@@ -185,10 +227,14 @@ class _Order:
         self._checked.add(number)
         return tensors_in(output)
 
-    def _out_of_order(self, number: int) -> str:
-        asked = (
+    @property
+    def _asked(self) -> str:
+        return (
             f"idle_experts: in_order runs each expert of {self._block} once in a forward, in the order of registration"
         )
+
+    def _out_of_order(self, number: int) -> str:
+        asked = self._asked
         if self._next is None:
             return f"{asked}; {self._names[number]} was called outside of that module's forward. {_WAY_OUT}"
         is_last = self._next == number + 1 and self._call is not None

@@ -15,11 +15,9 @@ in the place of its floating point numbers. A rank that saw none gets it from th
 """
 
 import pickle
-import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,11 +26,11 @@ from torch import nn
 from composer_fsdp2._torch.private_names import BatchNorm
 from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
+from composer_fsdp2.parallel.asking import Ask, asking
 from composer_fsdp2.parallel.connecting import connect, is_floating, of_same_type, tensors_in
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.modules import at_path
-from composer_fsdp2.training.control import ANSWER_WITHIN, Question, control
-from composer_fsdp2.training.out_of_memory import vote_if_on
+from composer_fsdp2.training.control import Question
 
 EXAMPLE = "example_inputs"
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional ones, and those by name
@@ -68,10 +66,9 @@ def start_idle_towers(
         before: The modules by their paths, before wrappers of checkpointing were put around some.
         limit_s: For how many seconds ranks wait for each other's answers; None: for as long as for other votes.
     """
-    limit = ANSWER_WITHIN if limit_s is None else timedelta(seconds=limit_s)
     for each in models:
         outer = before[each.model]
-        towers = _Towers(each, {path: at_path(model, path) for path in each.towers}, _asking(outer, limit))
+        towers = _Towers(each, {path: at_path(model, path) for path in each.towers}, asking(outer, _QUESTION, limit_s))
         outer.register_forward_pre_hook(towers.begin, with_kwargs=True)
         for number, tower in enumerate(towers.modules):
             # Before the tower is gathered; what it returns is looked at before its unit's own hook does so.
@@ -83,18 +80,6 @@ def start_idle_towers(
         outer.register_forward_hook(towers.end, prepend=True)
 
 
-def _asking(model: nn.Module, limit: timedelta) -> Callable[[str, Sequence[int]], list[int]]:
-    """From where this rank is and its numbers to the largest of all ranks'. Called on all ranks together."""
-    largest, this = control().largest, weakref.ref(model)  # its hooks hold what is returned
-
-    def ask(where: str, numbers: Sequence[int]) -> list[int]:
-        if (found := this()) is not None:
-            vote_if_on(found, f"the question of idle towers before {where}")
-        return largest(_QUESTION, where, numbers, limit)
-
-    return ask
-
-
 class _Towers:
     """One forward after the other of the module around towers, on this rank.
 
@@ -102,9 +87,7 @@ class _Towers:
         modules: The towers.
     """
 
-    def __init__(
-        self, plan: TowerModel, towers: Mapping[str, nn.Module], ask: Callable[[str, Sequence[int]], list[int]]
-    ) -> None:
+    def __init__(self, plan: TowerModel, towers: Mapping[str, nn.Module], ask: Ask) -> None:
         self._model, self._names, self._ask = plan.model or "the model", plan.towers, ask
         self.modules = list(towers.values())
         self._examples: dict[int, _Example] = {}

@@ -84,7 +84,7 @@ def carry_out(
     if plan.config.collective_guard is not None:
         start_guard(model, plan.config.collective_guard)
     start_experts(plan.split_experts, modules)
-    start_idle_experts(model, plan.expert_blocks, modules)
+    start_idle_experts(model, plan.expert_blocks, modules, plan.config.collective_guard)
     start_idle_towers(model, plan.tower_models, modules, plan.config.collective_guard)
 
 

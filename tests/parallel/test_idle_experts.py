@@ -389,9 +389,36 @@ def test_another_order_is_an_error():
         moe.experts[1](torch.zeros(2, WIDTH))
 
 
+def check_order_without_the_guard() -> None:
+    """On one rank another order, or an expert twice, in the first block or the second."""
+
+    def check(order: Any, block: int) -> None:
+        model, _ = sharded(IN_ORDER | {"collective_guard": None})
+        if dist.get_rank():
+            model.decoder.layers[block].moe.order = order
+        with pytest.raises(ComposerFSDP2Error) as caught:
+            loss_of(model, batch(0, dist.get_rank()))
+        told = "was called" if dist.get_rank() else "another rank called"
+        assert re.search(
+            rf"each expert of decoder.layers.{block}.moe once .*; .*{told}.* Leave the experts in the unit of their",
+            str(caught.value),
+        ), caught.value
+
+    for_each(check, {f"{order.__name__}, {block}": (order, block) for order in (descending, twice) for block in (0, 1)})
+
+
+def test_another_order_on_one_rank_ends_all():
+    """The others would wait for the rank that raised until a process group gives up."""
+    run_ranks(check_order_without_the_guard, 2, fresh=True)
+
+
 def check_order_with_the_guard() -> None:
-    order = descending if dist.get_rank() else sorted
-    model, _ = sharded(IN_ORDER | {"collective_guard": 3}, order=order)
+    """Ranks do not ask each other once a first forward went well."""
+    model, _ = sharded(IN_ORDER | {"collective_guard": 3})
+    loss_of(model, batch(0, dist.get_rank())).backward()
+    if dist.get_rank():
+        for layer in model.decoder.layers:
+            layer.moe.order = descending
     with pytest.raises(ComposerFSDP2Error) as caught:
         loss_of(model, batch(0, dist.get_rank()))
     assert isinstance(caught.value, RanksDivergedError) is (dist.get_rank() == 0)
@@ -399,8 +426,8 @@ def check_order_with_the_guard() -> None:
     assert told in str(caught.value), caught.value
 
 
-def test_another_order_on_one_rank_ends_all_with_the_guard():
-    """The others would wait for the rank that raised until a process group gives up."""
+def test_another_order_in_a_later_batch_ends_all_with_the_guard():
+    """Where the order depends on tokens, a first forward may say nothing of it."""
     run_ranks(check_order_with_the_guard, 2, fresh=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from support.cases import for_each
 from support.clips import CLIPS, Clip, assert_same_gradients, check_summoned
 from support.comparing import full_parameters
 from support.experts import NUM_EXPERTS, MoELanguage
-from support.language import batch, loss_of
+from support.language import VOCABULARY, WIDTH, batch, loss_of
 from support.ranks import run_ranks
 from support.training import FULL, HSDP_2X2, adamw, sgd
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint import save as save_directory
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
@@ -101,6 +103,20 @@ def check_training(
     split = None if layer_plan is None else {"tensor_parallel_degree": 2, "layer_plan": layer_plan}
     prepare_fully_shard(model, ours, FULL | config, device="cpu", tensor_parallel=split)
     share = 1 if split is None else 2
+    compare_training(model, reference, ours, theirs, num_steps, num_microbatches=num_microbatches, share=share)
+
+
+def compare_training(
+    model: nn.Module,
+    reference: nn.Module,
+    ours: Optimizer,
+    theirs: Optimizer,
+    num_steps: int,
+    *,
+    num_microbatches: int = 1,
+    share: int = 1,
+) -> None:
+    """With clipping. ``share``: how many ranks have the same batch."""
     world_size, rank = dist.get_world_size() // share, dist.get_rank() // share  # batches
     for step in range(num_steps):
         tokens = batch(step, 2 * num_microbatches * world_size)
@@ -164,6 +180,118 @@ def test_training_is_that_of_one_process():
     """Whoever splits experts trains the model of one process, with another batch on every rank: no gradient is that of
     some ranks' tokens alone, or too large by the number of ranks."""
     run_ranks(check_all_trainings, 4)
+
+
+# --- in bf16
+
+
+def check_bf16() -> None:
+    """Gradients of one step and the losses of more, beside the same run without split experts."""
+    torch.set_default_dtype(torch.float32)
+    found: dict[int, tuple[list[float], dict[str, torch.Tensor]]] = {}
+    for degree in (1, 2, 4):
+        torch.manual_seed(0)
+        model = MoELanguage()
+        optimizer = sgd(model)
+        prepare_fully_shard(model, optimizer, {"expert_parallel_degree": degree}, precision="amp_bf16", device="cpu")
+        seen: list[torch.dtype] = []
+        experts = model.model.layers[0].moe.experts
+        experts.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].dtype))
+        losses: list[float] = []
+        gradients: dict[str, torch.Tensor] = {}
+        for number in range(3):
+            loss = loss_of(model, batch(number, 8).chunk(4)[dist.get_rank()])
+            loss.backward()
+            gradients = gradients or {name: each.grad.full_tensor() for name, each in model.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert seen[0] == torch.bfloat16 and all(each.dtype == torch.float32 for each in gradients.values())
+        found[degree] = losses, gradients
+    losses, gradients = found.pop(1)
+    for degree, (ours, of_ours) in found.items():
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses), rtol=2**-8, atol=0)
+        for name, expected in gradients.items():
+            error = ((of_ours[name] - expected).norm() / expected.norm()).item()
+            assert error < 2**-7, (degree, name, error)
+
+
+def test_bf16_is_that_of_the_run_without_split_experts():
+    """Under mixed precision tokens travel in bf16, and nothing beyond its roundings changes."""
+    run_ranks(check_bf16, 4)
+
+
+# --- a layer that exchanges tokens itself
+
+
+class OwnExperts(nn.Module):
+    """What a script has that splits its experts and sends tokens by itself; the caller says which expert each has."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.weight = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, WIDTH) / 4)
+        if mesh is not None:
+            self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh["expert_parallel"], [Shard(0)]))
+            self._fsdp_kwargs_dict = {"device_mesh": mesh["weight_parallel"]}
+
+    def forward(self, x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        rows, expert = x.reshape(-1, WIDTH), expert.flatten()
+        if self.mesh is None:
+            return torch.einsum("nd,nde->ne", rows, self.weight[expert]).view(x.shape)
+        group = self.mesh["expert_parallel"].get_group()
+        num_ranks, weight = group.size(), self.weight.to_local()
+        weight = weight / num_ranks + (weight * (1 - 1 / num_ranks)).detach()  # its gradient is the mean of ranks'
+        order = expert.argsort(stable=True)
+        sent = torch.bincount(expert * num_ranks // NUM_EXPERTS, minlength=num_ranks)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        there, here = received.tolist(), sent.tolist()
+        numbers = expert.new_empty(sum(there))
+        dist.all_to_all_single(numbers, expert[order], there, here, group=group)
+        arrived = all_to_all_single_autograd(rows[order], there, here, group)
+        computed = torch.einsum("nd,nde->ne", arrived, weight[numbers % len(weight)])
+        back = all_to_all_single_autograd(computed, here, there, group)
+        return back[order.argsort()].view(x.shape)
+
+
+class OwnDecoder(nn.Module):
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.experts = nn.ModuleList(OwnExperts(mesh) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, experts in enumerate(self.experts):
+            x = x + experts(x, (tokens * (number + 3)) % NUM_EXPERTS)
+        return self.head(x)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> object:
+        return getattr(module, "_fsdp_kwargs_dict", False)
+
+
+def own_language(mesh: DeviceMesh | None) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(OrderedDict(model=OwnDecoder(mesh)))
+
+
+def check_own_layer(degree: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    mesh = init_device_mesh("cpu", (4 // degree, degree), mesh_dim_names=("weight_parallel", "expert_parallel"))
+    model, reference = own_language(mesh), own_language(None)
+    ours, theirs = sgd(model), sgd(reference)
+    prepare_fully_shard(model, ours, FULL, device="cpu")
+    compare_training(model, reference, ours, theirs, 3)
+
+
+def check_own_layers() -> None:
+    for_each(check_own_layer, {"two ranks": (2,), "all ranks": (4,)})
+
+
+def test_a_layer_that_exchanges_tokens_itself_trains_as_one_process():
+    """Weights that are split along the script's own mesh are sharded over the rest of it, and left to the layer."""
+    run_ranks(check_own_layers, 4)
 
 
 # --- values from the start
