@@ -28,7 +28,7 @@ from support.oracle import FSDP1, FSDP2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 Raises = Callable[[], object]
@@ -192,6 +192,47 @@ def _() -> None:
     model = Stack()
     model.blocks[1].weight = model.blocks[0].weight
     split_stack(model, {"blocks.0": ColwiseParallel()})
+
+
+class StackedExperts(nn.Module):
+    """As LLM Foundry's torch_dmoe holds them."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.mlp = ExpertWeights(num_experts)
+
+    def forward(self, x: Any, scores: Any, expert_weights: Any, top_experts: Any) -> Any: ...
+
+
+class ExpertWeights(nn.Module):
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.moe_num_experts = num_experts
+        self.w1 = nn.Parameter(torch.ones(num_experts * 2, 4))
+
+    def forward(self, x: Any, expert_idx: int) -> Any: ...
+
+
+def split_experts(layer: nn.Module, **section: Any) -> None:
+    from composer_fsdp2 import prepare_fully_shard
+
+    model = nn.ModuleDict({"experts": layer})
+    prepare_fully_shard(model, None, {"expert_parallel_degree": 2} | section, device="cpu")
+
+
+@error("experts-and-replicas")
+def _() -> None:
+    split_experts(StackedExperts(), sharding_strategy="HYBRID_SHARD", data_parallel_replicate_degree=2)
+
+
+@error("experts-not-stacked")
+def _() -> None:
+    split_experts(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
+
+
+@error("experts-degree")
+def _() -> None:
+    split_experts(StackedExperts(3))
 
 
 # --- the configuration: Composer's
@@ -397,6 +438,14 @@ def _() -> None:
     model = Stack()
     parallelize_module(model, mesh(2, names=("tp",)), {"blocks.0": ColwiseParallel()})
     fully_shard(model, mesh=mesh(2, names=("dp",)))
+
+
+@error("experts-without-a-mesh")
+def _() -> None:
+    along = mesh(1, 2, names=("weight_parallel", "expert_parallel"))["expert_parallel"]
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), along, [Shard(0)]))
+    split_experts(layer)
 
 
 @error("tp-not-innermost")

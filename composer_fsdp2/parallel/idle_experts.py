@@ -11,6 +11,7 @@ run inside of its own, if it is a unit, too: backward gathers a unit once its ou
 ``fully_shard``.
 """
 
+import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,9 +40,9 @@ _QUESTION = Question(
     "or on the data, or a forward on some ranks only",
 )
 
+_LEAVE = "Leave experts in the unit of their layer, which is exact"
 _IS_NOT_TOKEN_WISE = (
-    "it does not treat each token by itself, so idle_experts cannot run it where it has no token. Leave experts in the "
-    "unit of their layer, which is exact"
+    f"it does not treat each token by itself, so idle_experts cannot run it where it has no token. {_LEAVE}"
 )
 
 
@@ -159,7 +160,7 @@ class _Order:
             if self._next is None:
                 raise ComposerFSDP2Error(self._out_of_order(number))
             if number < self._next:
-                self._agree(number)
+                self._agree(_Problem.OUT_OF_ORDER, number)
                 raise ComposerFSDP2Error(self._out_of_order(number))
             self._run_idle(number, args, kwargs)
             self._agree()
@@ -192,6 +193,8 @@ class _Order:
             try:
                 self._outputs.extend(self._output_of(number, args, kwargs))
             except Exception as error:
+                if not _has_units_below(self.experts[number]):
+                    self._agree(_Problem.FAILS, number)
                 error.add_note(
                     f"idle_experts: in_order ran {self._names[number]} on no rows, as no token of this rank chose it"
                 )
@@ -199,22 +202,27 @@ class _Order:
             finally:
                 self._is_idle = False
 
-    def _agree(self, number: int | None = None) -> None:
-        """Ask the other ranks, each of which is at the same place, whether it called an expert out of order.
+    def _agree(self, problem: "_Problem | None" = None, number: int = 0) -> None:
+        """Ask the other ranks, each of which is at the same place, whether all is well.
 
         Args:
-            number: Of the expert that this rank called so.
+            problem: This rank's, with an expert of this number.
         Raises:
-            ComposerFSDP2Error: another rank did.
+            ComposerFSDP2Error: another rank has one, and this one has none.
         """
         if self._ask is None:
             return
         place = self._names[self._next] if self._next in range(len(self._names)) else f"the end of {self._block}"
-        [found] = self._ask(place, [0 if number is None else number + 1])
-        if found and number is None:
-            raise ComposerFSDP2Error(
-                f"{self._asked}; another rank called {self._names[found - 1]} twice, or after a later one. {_WAY_OUT}"
-            )
+        kinds = len(_Problem)
+        [found] = self._ask(place, [0 if problem is None else number * kinds + problem.value])
+        if not found or problem is not None:
+            return
+        name, kind = self._names[(found - 1) // kinds], _Problem((found - 1) % kinds + 1)
+        texts = {
+            _Problem.OUT_OF_ORDER: f"{self._asked}; another rank called {name} twice, or after a later one. {_WAY_OUT}",
+            _Problem.FAILS: f"{name} failed on no rows on another rank, whose error says how. {_LEAVE}",
+        }
+        raise ComposerFSDP2Error(texts[kind])
 
     def _output_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
         expert, name = self.experts[number], self._names[number]
@@ -240,6 +248,16 @@ class _Order:
         is_last = self._next == number + 1 and self._call is not None
         how = "twice" if is_last else f"after {self._names[self._next - 1]}"
         return f"{asked}; {self._names[number]} was called {how}. {_WAY_OUT}"
+
+
+class _Problem(enum.Enum):
+    OUT_OF_ORDER = 1
+    FAILS = 2
+
+
+def _has_units_below(expert: nn.Module) -> bool:
+    """Whether other ranks may be waiting inside of it, where this one failed."""
+    return any(isinstance(each, FSDPModule) for each in expert.modules() if each is not expert)
 
 
 class _NoRows(TorchFunctionMode):

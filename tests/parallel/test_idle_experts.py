@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import random
 import re
 from collections.abc import Callable
 from functools import partial
@@ -61,27 +63,35 @@ class Weighted(Expert):
 class Moe(nn.Module):
     """Passes over the experts that no token chose, as transformers does of late."""
 
-    def __init__(self, expert: type[Expert] = Expert, order: Callable[[list[int]], list[int]] = sorted) -> None:
+    def __init__(
+        self,
+        expert: type[Expert] = Expert,
+        order: Callable[[list[int]], list[int]] = sorted,
+        num_experts: int = NUM_EXPERTS,
+        num_choices: int = 2,
+    ) -> None:
         super().__init__()
-        self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
-        self.experts = nn.ModuleList(expert() for _ in range(NUM_EXPERTS))
-        self.order = order
+        self.gate = nn.Linear(WIDTH, num_experts, bias=False)
+        self.experts = nn.ModuleList(expert() for _ in range(num_experts))
+        self.order, self.num_choices, self.experts_weigh = order, num_choices, issubclass(expert, Weighted)
+        self.is_passed_over = False  # no token goes to any expert
         self.idle: list[int] = []
         self.preferred: list[int] = []  # whatever the gate says
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.reshape(-1, WIDTH)
         scores = self.gate(rows)
-        scores = scores + 9 * torch.tensor([[float(number in self.preferred) for number in range(NUM_EXPERTS)]])
-        weights, chosen = scores.softmax(-1).topk(2)
+        num_experts = len(self.experts)
+        scores = scores + 9 * torch.tensor([[float(number in self.preferred) for number in range(num_experts)]])
+        weights, chosen = scores.softmax(-1).topk(self.num_choices)
         result = torch.zeros_like(rows)
-        hit = set(chosen.flatten().tolist())
-        self.idle.append(NUM_EXPERTS - len(hit))
+        hit = set() if self.is_passed_over else set(chosen.flatten().tolist())
+        self.idle.append(num_experts - len(hit))
         for number in self.order(list(hit)):
             row, place = torch.where(chosen == number)
             arguments = (rows[row], weights[row, place, None])
             expert = self.experts[number]
-            output = expert(*arguments) if isinstance(expert, Weighted) else expert(arguments[0]) * arguments[1]
+            output = expert(*arguments) if self.experts_weigh else expert(arguments[0]) * arguments[1]
             result = result.index_add(0, row, output)
         return result.view_as(x), weights
 
@@ -464,6 +474,91 @@ def test_experts_that_do_not_work_token_by_token_are_named():
         plan_of(build(expert=Normed), section)
     text = errors_of(build(expert=Scaled), RuntimeError)  # torch's own words, and whose they are
     assert "idle_experts: in_order ran Moe's expert" in text and text.endswith("as no token of this rank chose it")
+
+
+# --- drawn models
+
+CLASSES: tuple[type[Expert], ...] = (Expert, Expert, Expert, Weighted, Weighted, OverRows, Pooling)
+
+
+def drawn_case(seed: int) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """A section, the model's options, and for each of four ranks what its tokens choose."""
+    draw = random.Random(seed)
+    num_experts = draw.randint(2, 6)
+    kind = draw.choice([None, Layer, Moe, Expert])
+    expert = draw.choice(CLASSES)
+    section, _ = recomputing(kind or Layer, reentrant=draw.random() < 0.5)
+    section |= {
+        "wrap_policy": {**EXPERTS, "moe_experts": [expert.__name__]},
+        "activation_checkpointing": kind is not None,
+        "sharding_strategy": draw.choice(["FULL_SHARD", "SHARD_GRAD_OP"]),
+    }
+    frozen = [f"decoder.layers.{draw.randint(0, 1)}.moe.experts.{draw.randrange(num_experts)}" for _ in range(2)]
+    section |= draw.choice([{}, {}, {"freeze": frozen}, {"freeze": ["decoder.embed", "decoder.layers.0"]}])
+    order = draw.choice([sorted] * 6 + [descending, twice])
+    options = {"expert": expert, "order": order, "num_experts": num_experts}
+    options |= {"num_choices": draw.randint(1, num_experts), "recomputed": kind}
+    routes = [
+        {
+            "preferred": draw.sample(range(num_experts), draw.randint(0, num_experts)),
+            "is_passed_over": draw.random() < 0.15,
+        }
+        for _ in range(4)
+    ]
+    return section, options, routes
+
+
+def set_route(model: Model, route: dict[str, Any]) -> None:
+    for module in model.modules():
+        if isinstance(module, Moe):
+            vars(module).update(route)
+
+
+def check_drawn(seed: int) -> str:
+    """Exact in two steps, or refused on every rank by a message that names an expert."""
+    section, options, routes = drawn_case(seed)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    model, reference = sharded(section, **options)
+    set_route(model, routes[rank])
+    for step in range(2):
+        if text := refusal(model, batch(step, rank)):
+            assert re.search(r"decoder\.layers\.\d\.moe\.experts\.\d", text), text
+            # Of two arguments the second is not known where a rank calls no expert at all.
+            no_call = options["expert"] is Weighted and any(each["is_passed_over"] for each in routes[:world_size])
+            assert options["order"] is not sorted or options["expert"] in (OverRows, Pooling) or no_call, text
+            return "refused"
+        for peer in range(world_size):
+            set_route(reference, routes[peer])
+            (loss_of(reference, batch(step, peer)) / world_size).backward()
+        error = largest_error(model, reference)
+        assert error <= 1e-12, error
+        model.zero_grad()
+        reference.zero_grad()
+    return "exact"
+
+
+def refusal(model: nn.Module, ids: torch.Tensor) -> str:
+    """Of a step, or "": by ranks that diverged is none."""
+    try:
+        loss_of(model, ids).backward()
+    except RanksDivergedError:
+        raise
+    except (ComposerFSDP2Error, TypeError) as refused:
+        return "\n".join([str(refused), *getattr(refused, "__notes__", ())])
+    return ""
+
+
+def check_all_drawn(seeds: list[int]) -> list[str]:
+    return list(for_each(check_drawn, {f"seed {seed}": (seed,) for seed in seeds}).values())
+
+
+def test_drawn_models_are_refused_or_exact():
+    """Whatever its experts are, whoever is routed where, and whatever is frozen or recomputed: no wrong gradient."""
+    number = int(os.environ.get("MORE_EXAMPLES", "1")) * 6
+    for world_size, first in ((2, 0), (4, 1000)):
+        outcomes = run_ranks(check_all_drawn, world_size, list(range(first, first + number)), timeout_s=600)
+        assert all(each == outcomes[0] for each in outcomes)
+        assert {"exact", "refused"} == set(outcomes[0]), outcomes[0]
 
 
 # --- in a plan
