@@ -212,7 +212,8 @@ class _Order:
         """
         if self._ask is None:
             return
-        place = self._names[self._next] if self._next in range(len(self._names)) else f"the end of {self._block}"
+        assert self._next is not None
+        place = (*self._names, f"the end of {self._block}")[self._next]
         kinds = len(_Problem)
         [found] = self._ask(place, [0 if problem is None else number * kinds + problem.value])
         if not found or problem is not None:
