@@ -90,6 +90,7 @@ def check_training(
     if by_script:
         split_by_script(model, plan())
     ours = make(model)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (ours, theirs)]
     for step in range(steps_before):
         for each, optimizer in ((model, ours), (reference, theirs)):
             loss_of(each, batch(100 + step, 2)).backward()
@@ -114,8 +115,9 @@ def check_training(
         torch.testing.assert_close(loss / dist.get_world_size(), expected.detach(), rtol=0, atol=ATOL)
         norm = clip_grad_norm_(model, 0.5)["model"]
         torch.testing.assert_close(norm, expected_norm, rtol=0, atol=ATOL)
-        for optimizer in (ours, theirs):
+        for optimizer, scheduler in zip((ours, theirs), schedulers, strict=True):
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
     assert_same_parameters(model, reference)
     if tied:
@@ -132,23 +134,21 @@ def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
 
 def check_all_trainings() -> None:
     recomputed = {"activation_checkpointing": True}
+    replicas = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
     cases: dict[str, dict[str, Any]] = {
-        "layers": {"config": {}, "plan": lambda: layer_plan(ends=False)},
+        "layers": {"config": {}, "plan": lambda: layer_plan(ends=False), "num_steps": 3},
         "layers, embedding and head": {"config": {}},
         "with sequence parallelism": {"config": {}, "plan": sequence_plan},
-        "recomputed": {"config": recomputed},
-        "recomputed, not reentrant": {
+        "recomputed, several groups": {"config": recomputed, "make": grouped},
+        "sequence, recomputed, not reentrant": {
             "config": recomputed | {"activation_checkpointing_reentrant": False},
+            "plan": sequence_plan,
             "num_steps": 3,
         },
-        "sequence, recomputed": {"config": recomputed, "plan": sequence_plan, "num_steps": 3},
-        "tied": {"config": {}, "tied": True},
+        "replicas, tied": {"config": replicas, "tied": True},
         "tied, neither planned": {"config": {}, "tied": True, "plan": lambda: layer_plan(ends=False), "num_steps": 3},
-        "replicas": {"config": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}},
         "kept gathered": {"config": {"sharding_strategy": "SHARD_GRAD_OP"}, "num_steps": 3},
-        "several groups": {"config": {}, "make": grouped},
-        "frozen": {"config": {}, "prepare": freeze_some},
-        "microbatches": {"config": {}, "num_microbatches": 2},
+        "frozen, microbatches": {"config": {}, "prepare": freeze_some, "num_microbatches": 2},
         "microbatches, reduced in the last": {
             "config": {"gradient_sync": "last"},
             "num_microbatches": 2,

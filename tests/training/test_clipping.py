@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from composer_fsdp2 import clip_grad_adaptive_, clip_grad_norm_, prepare_fully_shard
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.training.clipping import norm_of_gradients
 
 
 class Thin(nn.Module):
@@ -424,3 +425,28 @@ def check_dtypes() -> None:
 def test_ranks_without_rows_send_numbers_of_the_others_dtype():
     """A head of fewer rows than ranks, in float64: ranks that sent 4 bytes where others sent 8 ended the run."""
     run_ranks(check_dtypes, 4)
+
+
+def check_norm_beside_unsharded() -> float:
+    """What SAM divides by, of a module that is not sharded too, whose gradient is rank 1's alone."""
+    torch.manual_seed(0)
+    model = Chain(**{name: nn.Linear(6, 6) for name in ("a", "b", "rest")})
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, None, FULL | {"ignored_modules": [model.rest]}, device="cpu")
+    for name in ("a", "b"):
+        model.get_submodule(name)(features(0)).sum().backward()
+    if dist.get_rank() == 1:
+        model.rest(features(0)).sum().backward()
+    norm = norm_of_gradients(model.parameters())
+    for name in ("a", "b", "rest"):
+        reference.get_submodule(name)(features(0)).sum().backward()
+    squares = {name: float((value.grad**2).sum()) for name, value in reference.named_parameters()}
+    expected = sum(square / (2 if "rest" in name else 1) for name, square in squares.items()) ** 0.5
+    assert float(norm) == pytest.approx(expected, rel=1e-6), f"{norm}, not {expected}"
+    return float(norm)
+
+
+def test_the_norm_of_gradients_is_one_number_beside_modules_that_are_not_sharded():
+    """Ranks that climb by different norms, as SAM would, train parts of different models."""
+    first, second = run_ranks(check_norm_beside_unsharded, 2)
+    assert first == second
