@@ -449,6 +449,17 @@ def test_a_checkpoint_of_split_experts_goes_on_anywhere(tmp_path: Path):
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=lambda t, n=name, c=case: c + n + t)
 
 
+def check_products() -> None:
+    model, _ = prepared(2)
+    weight = model.model.layers[0].moe.experts.mlp.w1
+    assert torch.equal((weight * 2).full_tensor(), weight.full_tensor() * 2)
+
+
+def test_what_is_computed_of_split_experts_is_put_together_in_order():
+    """torch 2.7 exchanges their rows; so a momentum with weight decay would be saved."""
+    run_ranks(check_products, 4, fresh=True)
+
+
 # --- what is refused
 
 
