@@ -19,6 +19,7 @@ from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.batches import DataBlock, check_batch, check_parts, find_data_block, share_batch
 from composer_fsdp2.parallel.contents import Part, parts_of
+from composer_fsdp2.parallel.draws import draw_alike
 from composer_fsdp2.sharding.agree import agree
 from composer_fsdp2.sharding.root_record import find_kept, keep
 
@@ -111,6 +112,8 @@ def _take_batch(state: State, event: Event, block: DataBlock, *, is_first: bool)
 
     # A loader's batches fit together or do not, which its first one shows; later, a rank that raises ends the run.
     state.batch = agree(share, lambda _: "", ConfigError) if is_first else share()
+    if is_first or block.how is not BroadcastBatch.OFF:  # loaders that read other data may have drawn other numbers
+        draw_alike(block)
     if is_first and block.check and block.how is BroadcastBatch.OFF:
         check_batch(state.batch, block.group, what=_BATCHES[event])
 

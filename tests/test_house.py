@@ -71,7 +71,7 @@ ROOMS = {
         packages="numpy torch",
     ),
     "parallel": room(
-        "__init__ contents joining batches connecting asking idle_experts idle_towers tensor tiled_mlp context "
+        "__init__ contents joining batches draws connecting asking idle_experts idle_towers tensor tiled_mlp context "
         "attention causal_lm sequences split_experts order",
         rooms="errors config _torch sharding training",
         packages="torch",

@@ -39,12 +39,14 @@ class DataBlock:
         group: Theirs, over gloo: batches lie in host memory, and nobody waits for a device.
         how: What is done with each batch.
         check: Whether the batches are compared, once for each loader and epoch.
+        tensor_degree: How many of the ranks in a row split layers.
     """
 
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
     how: BroadcastBatch
     check: bool
+    tensor_degree: int
 
 
 def start_data_blocks(model: nn.Module, config: ShardingConfig) -> None:
@@ -52,7 +54,8 @@ def start_data_blocks(model: nn.Module, config: ShardingConfig) -> None:
     if (size := config.data_block_size) > 1:
         ranks, group = _block_of(size)
         how, check = config.batches_are, config.check_data is not False
-        keep(model, DataBlock(ranks=ranks, group=group, how=how, check=check))
+        degree = config.mesh.tensor_degree
+        keep(model, DataBlock(ranks=ranks, group=group, how=how, check=check, tensor_degree=degree))
 
 
 def find_data_block(model: nn.Module) -> DataBlock | None:

@@ -24,8 +24,9 @@ from composer_fsdp2._torch.slices import needs_even_shards
 from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.batches import start_data_blocks
+from composer_fsdp2.parallel.batches import find_data_block, start_data_blocks
 from composer_fsdp2.parallel.context import ContextGroup
+from composer_fsdp2.parallel.draws import draw_alike
 from composer_fsdp2.parallel.idle_experts import start_idle_experts
 from composer_fsdp2.parallel.idle_towers import start_idle_towers
 from composer_fsdp2.parallel.sequences import keep_context, start_context
@@ -81,6 +82,8 @@ def carry_out(
     keep_context(model, context)
     start_accumulation(model, plan.config.accumulation)
     start_data_blocks(model, plan.config)
+    if (block := find_data_block(model)) is not None:
+        draw_alike(block)
     if plan.config.collective_guard is not None:
         start_guard(model, plan.config.collective_guard)
     start_experts(plan.split_experts, modules)

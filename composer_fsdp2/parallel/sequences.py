@@ -3,7 +3,7 @@
 See [Note: context parallelism].
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -47,7 +47,7 @@ def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         facts = {f"{path}.{inner}" if path else inner: each for inner, each in kind.attentions(module).items()}
         problems += [f"{where}: {text}" for text in kind.problems(module)]
         problems += _problems_of_attentions(facts, heads_per)
-        notes += [f"{where}: {text}" for text in kind.notes(module)]
+        notes += [f"{where}: {text}" for text in (*kind.notes(module), *_notes_of_losses(model, path))]
         attentions += facts
         if not facts:
             problems.append(f"{where}: no attention in it is known to go through {kind.name}'s interface")
@@ -89,6 +89,22 @@ def _models(model: nn.Module) -> dict[str, KnownModel]:
         if kind is not None and not any(above in found for above in ancestors_or_self(path)):
             found[path] = kind
     return found
+
+
+# Whose ``loss`` is that of the model in it, or is replaced by one of a part.
+_KNOWN_LOSSES = ("composer.models.huggingface", "llmfoundry.")
+
+
+def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
+    """What is around the model, as a ComposerModel is, may compute with its outputs and with labels of whole rows."""
+    for above in ancestors_or_self(path)[1:]:
+        around = type(at_path(model, above))
+        written_in = getattr(getattr(around, "loss", None), "__module__", None)
+        if written_in is not None and not written_in.startswith(_KNOWN_LOSSES):
+            yield (
+                f"{KEY}: {around.__name__}.loss is written in {written_in}: it gets logits of a part of each sequence, "
+                "and labels of the whole; have it return the loss of the model's outputs, which the model divides right"
+            )
 
 
 def _unknown(model: nn.Module) -> str:

@@ -145,6 +145,40 @@ def test_monitors_and_averages_see_split_layers_whole():
     assert_same(run, run_alone)
 
 
+def copies_after_dropping(how: str) -> dict[str, torch.Tensor]:
+    """What a rank holds of the parameters that its group along the tensor axis has in copies, after steps with dropout.
+
+    Under ``gather`` the ranks read other data, and here draw random numbers as they do.
+    """
+    from composer import Callback, Event
+
+    class Dropping(Callback):
+        def run_event(self, event: Event, state: Any, logger: Any) -> None:
+            if event is Event.FIT_START:
+                state.model.model.layers[0].register_forward_hook(lambda _, args, out: drop(out))
+            if event is Event.BATCH_END and how == "gather":
+                torch.rand(torch.distributed.get_rank() + 1)
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x, 0.3)
+
+    config = {"broadcast_batch": how}
+    degree = TENSOR if how == "false" else 1
+    with FSDP2():
+        parallelism = split(config if degree == 1 else None)
+        run = train(parallelism, tensor_degree=degree, callbacks=(Dropping(),), num_batches=3)
+    return {name: value for name, value in run.parameters.items() if "norm" in name}
+
+
+def test_ranks_that_split_layers_draw_the_same_numbers():
+    """Composer seeds each rank with its own number, so that a dropout between split layers made their copies differ."""
+    for how in ("false", "gather"):
+        copies = run_ranks(copies_after_dropping, 4, how)
+        for rank in (1, 3):
+            for name, value in copies[rank].items():
+                torch.testing.assert_close(value, copies[rank - 1][name], rtol=0, atol=0, msg=f"{how}: {name}")
+
+
 def on_a_small_device() -> list[int]:
     """device_train_microbatch_size auto, where more than two rows at once do not fit: the sizes that batches had."""
     from composer import Callback

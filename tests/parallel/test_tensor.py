@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.clips import CLIPS, Clip, assert_same_gradients, check_summoned
 from support.comparing import full_parameters
-from support.language import Language, batch, layer_plan, loss_of, sequence_plan
+from support.language import MLP, Language, batch, layer_plan, loss_of, sequence_plan
 from support.ranks import run_ranks
 from support.training import FULL
 from torch import nn
@@ -306,3 +306,35 @@ def check_full_parameters() -> None:
 def test_full_parameters_are_seen_and_written():
     """Within summon_full_params a split weight is whole, and what is written into it stays."""
     run_ranks(check_full_parameters, 4)
+
+
+# --- random numbers
+
+
+class Dropping(MLP):
+    """Drops what every rank holds whole, after what is split."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3, self.training)
+
+
+def check_draws() -> None:
+    model = build()
+    for each in model.model.layers:
+        each.mlp.__class__ = Dropping
+    reference = copy.deepcopy(model)
+    torch.manual_seed(dist.get_rank())  # as Composer seeds ranks
+    prepare_fully_shard(model, None, FULL, device="cpu", tensor_parallel=tensor_parallel(layer_plan()))
+    state, tokens = torch.get_rng_state(), batch(0, 2)
+    loss = loss_of(model, tokens)
+    loss.backward()
+    torch.set_rng_state(state)
+    expected = loss_of(reference, tokens)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=ATOL)
+    assert_same_gradients(model, reference, atol=ATOL)
+
+
+def test_a_dropout_drops_the_same_on_the_ranks_that_split_a_layer():
+    """Else what each of them holds whole gets a gradient of its own, and the copies drift apart in silence."""
+    run_ranks(check_draws, TENSOR)
