@@ -81,6 +81,13 @@ def _problems_of_attention(module: Any) -> Iterator[str]:
         yield "its forward hands no further arguments to the attention function; leave the key out"
 
 
+def _parameters_of(function: Callable[..., Any]) -> set[str]:
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of another language
+        return set()
+
+
 def _takes_more(module: nn.Module) -> bool:
     kinds = [each.kind for each in inspect.signature(module.forward).parameters.values()]
     return inspect.Parameter.VAR_KEYWORD in kinds
@@ -95,10 +102,18 @@ def _problems(model: Any) -> Iterator[str]:
                 f"{path} turns by angles of rope_type {kind!r}, which depend on the length of what it sees, a part of "
                 "a sequence; leave the key out, or rope_scaling of this type"
             )
-    if getattr(model, "_loss_function", None) is not None:
+    own_loss = getattr(model, "_loss_function", None)
+    if own_loss is not None and not {"shift_labels", "num_items_in_batch"} <= _parameters_of(own_loss):
         yield (
-            f"{type(model).__name__} was given a loss_function of its own, which would get the labels of a part; leave "
-            "that out, or the key"
+            f"{type(model).__name__} was given a loss_function of its own without the parameters shift_labels and "
+            "num_items_in_batch, which takes the mean of a part; give it both, as transformers' ForCausalLMLoss has "
+            "them, or leave the key out"
+        )
+    written_in = type(model).forward.__module__
+    if not written_in.startswith("transformers."):
+        yield (
+            f"{type(model).__name__}.forward is written in {written_in}, so that it is not known how it computes its "
+            "loss: of a part it may take the mean; give a model of transformers itself, or leave the key out"
         )
     if not getattr(model, "_supports_attention_backend", False):
         yield (

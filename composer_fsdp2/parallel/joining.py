@@ -1,11 +1,12 @@
 """The rows of several batches one after another, as one batch: what one loader would have given for all of them.
 
-A row is what lies along dimension 0 of every tensor, or in one place of a list. Batches of text that were padded to
-different lengths are padded to the longest, as their collator would have.
+A row is what lies along dimension 0 of a tensor with as many, or in one place of a list. Batches of text that were
+padded to different lengths are padded to the longest, as their collator would have.
 """
 
 import copy
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.contents import parts_of
+from composer_fsdp2.parallel.contents import digest_of, parts_of
 
 # What Hugging Face's and LLM Foundry's collators put in places that attention_mask leaves out; the token there is read
 # from the batch.
@@ -31,6 +32,8 @@ _TOKENS, _MASK = "input_ids", "attention_mask"
 # Places of a batch in a batch, which would be those of other rows afterwards (LLM Foundry's in-context learning tasks;
 # where packed rows begin, which flash attention is told).
 _OF_ROWS = ("choice_groupings", "cu_seq_lens_q", "cu_seq_lens_k")
+# Pieces of pictures and sounds, of which rows have any number, in the order of rows.
+_OF_MEDIA = re.compile(r"(pixel|image|video|audio|patch)\w*('\])?$")
 
 _OTHERWISE = (
     "set broadcast_batch: first, under which the ranks of a group take its first rank's batch, or give these ranks the "
@@ -52,7 +55,7 @@ def _join(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:
     if len({type(value) for value in values}) > 1:
         raise _cannot(path, f"is of different types: {', '.join(sorted({type(v).__name__ for v in values}))}")
     if isinstance(first, torch.Tensor) and first.ndim:
-        return _join_tensors(values, path)
+        return _join_tensors(values, rows, path)
     if isinstance(first, Mapping):
         return _join_mappings(values, rows, path)
     if isinstance(first, list | tuple) and not isinstance(first, PackedSequence):
@@ -68,7 +71,9 @@ def _join(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:
     return first
 
 
-def _join_tensors(tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
+def _join_tensors(tensors: Sequence[torch.Tensor], rows: Sequence[int | None], path: str) -> torch.Tensor:
+    if any(len(tensor) != number for tensor, number in zip(tensors, rows, strict=True)) and not _OF_MEDIA.search(path):
+        return _of_no_rows(tensors, rows, path)
     kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in tensors}
     if len(kinds) > 1 or tensors[0].layout is not torch.strided:
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)
@@ -76,6 +81,17 @@ def _join_tensors(tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
     joined = torch.cat(list(tensors))
     # As the loader's own: a copy to the device from other memory waits for it.
     return joined.pin_memory() if any(tensor.is_pinned() for tensor in tensors) else joined
+
+
+def _of_no_rows(tensors: Sequence[torch.Tensor], rows: Sequence[int | None], path: str) -> torch.Tensor:
+    """A tensor that is the batch's as a whole, such as the positions that all rows have: once, if all have the same."""
+    if len({digest_of(parts_of(tensor)) for tensor in tensors}) > 1:
+        raise _cannot(
+            path,
+            f"has {_listed(map(len, tensors))} in dimension 0, where batches have {_listed(rows)} rows, and "
+            "is not the same on all ranks",
+        )
+    return tensors[0]
 
 
 def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | None], path: str) -> Any:
@@ -189,7 +205,7 @@ def _pad_token(values: Iterable[Mapping[Any, Any]]) -> int:
     return next((int(tokens[0]) for tokens in found if tokens.numel()), 0)
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _listed(numbers: Iterable[object]) -> str:
     return " and ".join(map(str, dict.fromkeys(numbers)))
 
 

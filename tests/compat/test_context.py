@@ -101,6 +101,17 @@ def changed(model: Any, name: str, value: Any, where: Callable[[Any], Any] = lam
     return model
 
 
+class Averaging(nn.Module):
+    """As a ComposerModel whose loss is computed from the logits."""
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(outputs.logits, batch["labels"])
+
+
+def own_forward(self: Any, input_ids: Any = None, labels: Any = None, **options: Any) -> Any:
+    """One that averages the losses of the labels that it gets."""
+
+
 FACTORS = {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
 
 
@@ -129,6 +140,9 @@ def refused_models() -> Iterator[tuple[Any, str]]:
     for kind in ({"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", "factor": 2.0} | FACTORS):
         yield llama(rope_scaling=kind), "which depend on the length of what it sees, a part of a sequence"
     yield changed(llama(), "loss_function", nn.functional.cross_entropy), "was given a loss_function of its own"
+    own = llama()
+    own.__class__ = type("OwnLoss", (type(own),), {"forward": own_forward})
+    yield own, "OwnLoss.forward is written in "
     hybrid = llama()
     hybrid.model.layers.append(nn.Linear(16, 16))
     yield hybrid, "model.layers.1 has no attention, and may mix places in another way"
@@ -158,6 +172,10 @@ def check_refused_models() -> None:
     plan = plan_of(changed(llama(), "output_router_logits", True, lambda model: model.config))
     assert any("loss that balances experts" in note for note in plan.notes)
     assert plan.exchanging == ("model.model.layers.0.self_attn",)
+    holder = Averaging()
+    holder.model = llama()
+    [note] = plan_sharding(holder, ShardingConfig(context_parallel_degree=2)).notes
+    assert "Averaging.loss is written in" in note
 
 
 def test_what_attention_cannot_divide_is_refused_by_name():

@@ -243,6 +243,11 @@ def check_gather() -> None:
     assert alone["x"].tolist() == [first + 1], f"a rank without rows adds some: {alone}"
     nobody = share_batch({"x": torch.tensor([rank])}, group, "gather", counts=False)
     assert nobody["x"].tolist() == [first], f"nobody's rows: {nobody}"
+    weights, pieces = torch.ones(3), torch.full((5 - rank % 2, 2), rank)
+    whole = {"x": torch.full((2, 3), rank), "class_weights": weights, "pixel_values": pieces, "grids": [rank, rank]}
+    of_all = share_batch(whole, group, "gather")
+    assert is_same(of_all["class_weights"], weights), "what is of no row, and the same on all, is there once"
+    assert of_all["pixel_values"][:, 0].tolist() == [first] * 5 + [first + 1] * 4, "pictures have any number of pieces"
     uneven = share_batch({"x": torch.full((1 + rank % 2,), rank)}, group, "gather")
     assert uneven["x"].tolist() == [first, first + 1, first + 1], f"of unequal last batches: {uneven}"
 
@@ -265,6 +270,10 @@ def check_cannot_gather() -> None:
         "dtypes": (torch.ones(2, dtype=torch.int64 if rank else torch.int32), r"\(int32 \[2\], int64 \[2\]\)"),
         "keys": ({"x": ids[:, :3]} | ({"pixels": mask} if rank else {}), r"batch has 'pixels' on some ranks only"),
         "packed": ({"x": ids[:, :3], "cu_seq_lens_q": ids[0]}, r"batch\['cu_seq_lens_q'\] says places of rows"),
+        "of no row": (
+            {"x": ids[:, :3] * rank, "position_ids": ids[:1, :3] * rank},
+            r"batch\['position_ids'\] has 1 in dimension 0, where batches have 2 rows, and is not the same",
+        ),
         "numbers": ({"x": ids[:, :3], "scale": rank}, r"batch\['scale'\] is 0 on one rank and 1 on another"),
         "types": ([ids] if rank else (ids,), r"batch is of different types: list, tuple"),
         "lengths": ((ids[:, :3],) * (1 + rank), r"batch has 1 and 2 values"),
