@@ -23,6 +23,8 @@ class RunConfig(Value):
         max_grad_norm: To which norm gradients are clipped.
         num_ranks, num_nodes: Of the run, where its file tells.
         tensor_parallel, pipeline_parallel, expert_parallel: Over how many ranks, beside those of the mesh.
+        has_expert_axis: Whether the ranks of experts are not among those that share a batch's shards, but an axis of
+            their own.
         tiled_chunks: Into how many pieces of the sequence MLPs are cut whose classes the file does not name.
         selective_checkpointing: Which of the checkpointed modules are recomputed: every n-th, or by operator.
         compile: Whether the model is compiled.
@@ -41,6 +43,7 @@ class RunConfig(Value):
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
+    has_expert_axis: bool = False
     tiled_chunks: int | None = None
     selective_checkpointing: str | None = None
     compile: bool = False

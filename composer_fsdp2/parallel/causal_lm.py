@@ -192,7 +192,7 @@ def _attend_exchanged(
     options.pop("position_ids", None)
     mask = attention_mask
     if attention_mask is not None and attention_mask.dim() == 4:
-        mask = _additive(attention_mask, query.dtype)
+        mask = additive_mask(attention_mask, query.dtype)
     seen = _WithFewerHeads(module, query.shape[1] // key.shape[1])
     output, _ = exchange.attend(seen, query, key, value, mask, **options)
     return group.to_sequence(output, 2, 1), None
@@ -215,7 +215,7 @@ def _functions() -> Any:
 # Masks
 
 
-def _mask(given: torch.Tensor | None, name: str, length: int, device: torch.device) -> torch.Tensor | None:
+def mask_of_rows(given: torch.Tensor | None, name: str, length: int, device: torch.device) -> torch.Tensor | None:
     """What attention is told of a whole row, in a form that a model hands on as it is; None for nothing but causal.
 
     Args:
@@ -232,7 +232,7 @@ def _mask(given: torch.Tensor | None, name: str, length: int, device: torch.devi
     return (given != 0).to(torch.int8)[:, None, None, :]
 
 
-def _additive(places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive_mask(places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The causal mask to add to scores, made once for all layers: it stays with what all layers get."""
     made: dict[torch.dtype, torch.Tensor] = vars(places).setdefault("_additive", {})
     if dtype not in made:
@@ -268,7 +268,7 @@ def _start(whole: nn.Module, model: Any, attentions: Sequence[Any], group: Conte
         config._attn_implementation = _OURS
         module.config = config
     model.forward = _forward_of_part(model, name, group)
-    model.generate = functools.partial(_refuse_generation, "generate")
+    model.generate = functools.partial(refuse_generation, "generate")
 
 
 def _forward_of_part(model: nn.Module, name: str, group: ContextGroup) -> Callable[..., Any]:
@@ -299,7 +299,7 @@ def _arguments_of_part(given: dict[str, Any], name: str, group: ContextGroup, dt
         given
         | part
         | {
-            "attention_mask": _mask(padded.get("attention_mask"), name, length, rows.device),
+            "attention_mask": mask_of_rows(padded.get("attention_mask"), name, length, rows.device),
             "position_ids": group.part(group.padded(positions, positions.dim() - 1, 0), positions.dim() - 1),
             "use_cache": False,
         }
@@ -313,7 +313,7 @@ def _arguments_of_part(given: dict[str, Any], name: str, group: ContextGroup, dt
 def _refuse_arguments(given: Mapping[str, Any], name: str) -> None:
     """Raise for what would be wrong of a part: on all ranks, as they have the same batch."""
     if any(given.get(name) is not None for name in _GENERATING):
-        _refuse_generation("a forward with past_key_values")
+        refuse_generation("a forward with past_key_values")
     other = [key for key, value in given.items() if isinstance(value, torch.Tensor) and key not in _KNOWN_ARGUMENTS]
     problems = [
         f"the model got {key}, and it is not known which part of it belongs to a part of a row" for key in other
@@ -334,7 +334,7 @@ def _is_packed(positions: torch.Tensor | None) -> bool:
     return positions is not None and bool((positions.diff(dim=-1) < 0).any())
 
 
-def _refuse_generation(what: str, *args: Any, **kwargs: Any) -> None:
+def refuse_generation(what: str, *args: Any, **kwargs: Any) -> None:
     raise UnsupportedError(
         f"{KEY}: {what} needs whole sequences on every rank; generate, and evaluate tasks that generate, in a run of "
         "their own without this key, from a checkpoint of this one",

@@ -14,11 +14,13 @@ from composer_fsdp2.errors import PlanError, UnsupportedError
 from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel, know, known_models
 from composer_fsdp2.parallel.causal_lm import HUGGING_FACE
 from composer_fsdp2.parallel.context import ContextGroup, make_context_group
+from composer_fsdp2.parallel.qwen_vl import QWEN_VL
 from composer_fsdp2.sharding.modules import ancestors_or_self, at_path
 from composer_fsdp2.sharding.plan import ShardingPlan
 from composer_fsdp2.sharding.root_record import keep
 
 know(HUGGING_FACE)
+know(QWEN_VL)
 
 
 def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:

@@ -50,6 +50,7 @@ class Pair:
         dtypes: Of parameters in forward, of gradients while they are reduced, and of buffers.
         recomputed: How many modules are.
         keys: How the recomputation goes on, and what is gathered ahead.
+        split_experts: The units of experts over 8 ranks, each of them sharded over the others.
     """
 
     num_ranks: int
@@ -63,6 +64,7 @@ class Pair:
     offloads: bool = False
     forward_prefetch: int = 0
     backward_prefetch: int | None = None
+    split_experts: tuple[str, ...] = ()
 
 
 def mpt(num_ranks: int, num_layers: int, *others: str, **known: Any) -> Pair:
@@ -90,6 +92,13 @@ PAIRS = {
     "mpt/mpt-30b": mpt(256, 48, "wpe", "lm_head", recomputed=32),
     "mpt/mpt-70b": mpt(512, 80, "lm_head", reshard=False, mesh=(8, 64), recomputed=80),
     "dbrx/dbrx-like-torch": mpt(512, 40, "lm_head", reshard=False, mesh=(8, 64), recomputed=40),
+    "dbrx/dbrx-like-experts": mpt(
+        64,
+        40,
+        "lm_head",
+        recomputed=40,
+        split_experts=tuple(f"model.transformer.blocks.{number}.ffn.experts" for number in range(40)),
+    ),
     "dbrx/dbrx-like-megablocks": mpt(128, 40, "lm_head", dtypes=(BF16, FP32, BF16), recomputed=40),
     "dbrx/dbrx-instruct": Pair(
         num_ranks=64, blocks={"model.transformer.blocks": 40}, others=("model",), recomputed=40, offloads=True
@@ -374,7 +383,7 @@ def test_each_block_is_a_unit(name: str, planned: Any):
     pair, plan = PAIRS[name], planned(name).plan
     assert {parameter.device.type for parameter in planned(name).model.parameters()} == {"meta"}
     held = [unit.name for unit in plan.units if unit.parameters]
-    assert sorted(held) == sorted([*block_paths(pair), *pair.others])
+    assert sorted(held) == sorted([*block_paths(pair), *pair.others, *pair.split_experts])
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -393,8 +402,9 @@ def test_units_are_as_configured(name: str, planned: Any):
     blocks = [unit for unit in plan.units if unit.name in block_paths(pair)]
     assert {unit.reshard_after_forward for unit in blocks} == {pair.reshard}
     assert {unit.reshard_after_forward for unit in plan.units if unit.is_root} == {False}
-    shapes = {unit.mesh.shape for unit in plan.units}
+    shapes = {unit.mesh.shape for unit in plan.units if unit.name not in pair.split_experts}
     assert shapes == {pair.mesh or (pair.num_ranks,)}
+    assert {units.mesh.shape for units in plan.units if units.name in pair.split_experts} <= {(pair.num_ranks // 8, 8)}
     precisions = [unit.mixed_precision for unit in blocks]
     dtypes = {(each.param_dtype, each.reduce_dtype, each.buffer_dtype) for each in precisions}
     assert {tuple(map(torch_dtype, each)) for each in dtypes} == {pair.dtypes}
@@ -438,7 +448,7 @@ def test_frozen_weights_are_apart_from_adapters(planned: Any):
         assert bool(names & trained) == (".lora_" in unit.name), unit.name
 
 
-@pytest.mark.parametrize("name", [name for name in PAIRS if name.startswith("dbrx/")])
+@pytest.mark.parametrize("name", [name for name in PAIRS if name.startswith("dbrx/") and not PAIRS[name].split_experts])
 def test_experts_are_in_their_blocks(name: str, planned: Any):
     """All experts of a block lie in its unit, stacked: every rank gathers them, whichever its tokens go to."""
     units = {unit.name: unit for unit in planned(name).plan.units}

@@ -50,10 +50,11 @@ def test_a_refusal_is_told_once():
     assert blocking(migration) == ["tensor_parallel_degree", "model.converters"]
     assert "tensor parallelism" not in [each.key for each in migration.sections[0].findings]
     detail = found(migration, "enable_async_tensor_parallel")
-    assert detail.outcome is Outcome.UNNEEDED and "tensor_parallel_degree" in detail.reason
+    assert not detail.outcome.blocks and "split layers" in detail.reason
     refused = found(migration, "tensor_parallel_degree")
     assert "layer_plan" in refused.hint  # what to write instead
-    assert blocking(migrate_text(ROLL, "run.yaml")) == ["ep_size"]
+    told = [each.key for each in migrate_text(ROLL, "run.yaml").sections[0].findings]
+    assert told.count("ep_size") == 1 and "expert parallelism" not in told
 
 
 def test_what_the_target_has_is_not_refused():

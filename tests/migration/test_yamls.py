@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import nn
 
-from composer_fsdp2 import UnsupportedError, plan_sharding, translate
+from composer_fsdp2 import plan_sharding, translate
 from composer_fsdp2.config.findings import Origin
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.migration.dialect import Section
@@ -533,8 +533,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], tuple[str, ...]
 def test_right_side_plans_on_its_model(name: str, place: str, right_place: str):
     """What a file says becomes the units of the model that it trains, and what is recomputed of it, without any hook.
 
-    Experts are units where idle ones run, too, of the trained model. transformers 4.51.3 has Qwen2.5-VL's
-    attention outside of the interface by which sequences are divided, which is an error before anything is changed.
+    Experts are units where idle ones run, too, of the trained model.
     """
     config = right_config(name, right_place)
     build, blocks, ends = MODELS[name]
@@ -542,11 +541,9 @@ def test_right_side_plans_on_its_model(name: str, place: str, right_place: str):
         inner = build()
     model = nn.Module()
     model.model = inner
-    if config.context_parallel_degree > 1 and not getattr(inner, "_supports_attention_backend", False):
-        with pytest.raises(UnsupportedError, match="does not go through transformers' interface"):
-            plan_sharding(model, config)
-        config = replace(config, context_parallel_degree=1)
     plan = plan_sharding(model, config)
+    layers = range(28) if config.context_parallel_degree > 1 else ()
+    assert plan.exchanging == tuple(f"model.model.layers.{number}.self_attn" for number in layers)
     tiled = () if config.tiled_mlp is None else tuple(f"model.model.layers.{number}.mlp" for number in range(28))
     assert plan.tiled == tiled
     if config.idle_experts is None:

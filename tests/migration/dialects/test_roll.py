@@ -341,8 +341,8 @@ def test_frozen_prefixes_have_commas_between_them():
     ("config", "model_args", "key", "expected"),
     [
         ({"fsdp_size": 4}, {"ulysses_size": 2}, "model_args.ulysses_size", Outcome.EXACT),
-        ({"ep_size": 2}, {}, "ep_size", Outcome.UNSUPPORTED),
-        ({"ep_size": 2, "efsdp_size": 4}, {}, "efsdp_size", Outcome.UNSUPPORTED),
+        ({"ep_size": 2}, {}, "ep_size", Outcome.APPROXIMATE),
+        ({"ep_size": 2, "efsdp_size": 4}, {}, "efsdp_size", Outcome.APPROXIMATE),
         ({"efsdp_size": 4}, {}, "efsdp_size", Outcome.UNNEEDED),
         ({"apply_tiled_mlp": True}, {}, "apply_tiled_mlp", Outcome.APPROXIMATE),
         ({"apply_tiled_mlp": True, "tiled_num_shards": 8}, {}, "tiled_num_shards", Outcome.APPROXIMATE),
@@ -683,7 +683,7 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
     ),
     "grouped products": (shape("{ulysses_size: 1}", config="moe_use_grouped_mm: true\napply_tiled_mlp: false"), []),
     "Ulysses": (shape("{ulysses_size: 2}", config=POLICY, reference=INFER), []),
-    "expert parallelism": (shape(config=f"ep_size: 8\nefsdp_size: 2\n{POLICY}"), ["ep_size"]),
+    "expert parallelism": (shape(config=f"ep_size: 8\nefsdp_size: 2\n{POLICY}"), []),
     "misspelt": (shape(config="offload: true"), ["offload"]),
 }
 
@@ -735,3 +735,20 @@ def test_each_worker_gets_its_own_section_in_its_place():
     assert "cpu_offload" not in actor and reference["cpu_offload"] is True
     assert actor["data_parallel_replicate_degree"] == -1 and "data_parallel_replicate_degree" not in reference
     assert not {"strategy_args"} & (after["actor_train"].keys() | after["reference"].keys())
+
+
+def test_experts_over_ranks_become_shards_that_are_gathered_one_at_a_time():
+    """ROLL's experts are modules, to which no key of composer_fsdp2 sends tokens: what is done instead is told."""
+    policy = "wrap_policy: {moe_experts: [Qwen3MoeMLP]}"
+    for words, asked, place in (
+        (f"ep_size: 4, efsdp_size: 2, {policy}", "in_order", "one is gathered at a time"),
+        ("ep_size: 4, efsdp_size: 2", None, "wrap_policy.moe_experts"),
+    ):
+        text = f"actor_train:\n  strategy_args:\n    strategy_name: fsdp2_train\n    strategy_config: {{{words}}}\n"
+        migration = migrate_text(text, "run.yaml")
+        assert migration.exit_code == 0, str(migration)
+        told = next(each for each in migration.sections[0].findings if each.key == "ep_size")
+        assert told.outcome is Outcome.APPROXIMATE and place in told.reason + told.hint
+        assert "expert_parallel_degree: 4" in told.hint and "torch_dmoe" in told.hint
+        section = yaml.safe_load(migration.after)["actor_train"]["fsdp_config"]
+        assert section.get("idle_experts") == asked and "expert_parallel_degree" not in section

@@ -201,7 +201,7 @@ PARALLELISMS = {
     "tensor": Outcome.NEEDS_DECISION,
     "pipeline": Outcome.UNSUPPORTED,
     "context": Outcome.APPROXIMATE,
-    "expert": Outcome.UNSUPPORTED,
+    "expert": Outcome.APPROXIMATE,
 }
 
 
@@ -218,10 +218,12 @@ def test_other_parallelism_is_told(kind: str):
 @pytest.mark.parametrize(
     ("key", "value", "degree", "expected"),
     [
-        ("disable_loss_parallel", True, "tensor_parallel_degree", Outcome.UNSUPPORTED),
+        ("disable_loss_parallel", True, "tensor_parallel_degree", Outcome.EXACT),
+        ("disable_loss_parallel", False, "tensor_parallel_degree", Outcome.APPROXIMATE),
+        ("enable_async_tensor_parallel", True, "tensor_parallel_degree", Outcome.APPROXIMATE),
         ("pipeline_parallel_schedule", "Interleaved1F1B", "pipeline_parallel_degree", Outcome.UNSUPPORTED),
         ("context_parallel_rotate_method", "alltoall", "context_parallel_degree", Outcome.APPROXIMATE),
-        ("expert_tensor_parallel_degree", 2, "expert_parallel_degree", Outcome.UNSUPPORTED),
+        ("expert_tensor_parallel_degree", 2, "expert_parallel_degree", Outcome.APPROXIMATE),
     ],
 )
 def test_details_are_read_with_their_feature_only(key: str, value: object, degree: str, expected: Outcome):
@@ -699,7 +701,7 @@ SHAPES: dict[str, tuple[str, list[str]]] = {
     ),
     "v0.1.0 pipeline": (
         shape("deepseek_v2", "pipeline_parallel_degree = 2\nexpert_parallel_degree = 2\n", V1, KEPT),
-        ["pipeline_parallel_degree", "expert_parallel_degree"],
+        ["pipeline_parallel_degree"],
     ),
     "v0.2.0 dense": (shape("llama3", ONES, V2, EVERY_SECOND, COMPILED.format("false"), LINEAR), []),
     "v0.2.0 experts": (shape("llama4", ONES + EXPERTS, V2, BY_OPERATOR, LINEAR), []),
@@ -722,3 +724,17 @@ def test_exit_1_has_a_reason():
         assert [each.key for each in migration.blocking] == expected, name
         assert all(each.reason and each.hint for each in migration.blocking), name
         assert migrate_text(text, f"{name}.toml", to="torchtitan").exit_code == 0, name
+
+
+def test_experts_over_ranks_become_shards():
+    """The experts of TorchTitan's own models do not come along; what becomes of them, and where a degree is taken, is
+    told, and the file is written."""
+    migration = migrate_text("[parallelism]\nexpert_parallel_degree = 4\nexpert_tensor_parallel_degree = 1\n", "m.toml")
+    assert migration.exit_code == 0, str(migration)
+    told = {each.key: each for each in migration.sections[0].findings}
+    degree = told["expert_parallel_degree"]
+    assert (
+        degree.outcome is Outcome.APPROXIMATE and "torch_dmoe" in degree.hint and "more communication" in degree.reason
+    )
+    assert told["expert_tensor_parallel_degree"].outcome is not Outcome.UNSUPPORTED
+    assert "expert_parallel_degree:" not in migration.after

@@ -12,6 +12,10 @@ def _leaves_inputs_of_the_root(run: RunConfig) -> bool:
     return mixed_precision.param_dtype is not None and not mixed_precision.cast_root_inputs
 
 
+_STACKED = (
+    "expert_parallel_degree: {value}, with which tokens travel, is for LLM Foundry's torch_dmoe, where one weight "
+    "holds all of a layer's experts"
+)
 # fmt: off
 LACKS: tuple[Lack, ...] = (
     Lack(asked="expert units", when=lambda run: run.config.idle_experts is None, outcome=_APPROXIMATE,
@@ -37,8 +41,21 @@ LACKS: tuple[Lack, ...] = (
         "code",
         hint="a script: parallelism_config['tp'] = {'tensor_parallel_degree': {value}, 'layer_plan': {path: style}}; "
         "LLM Foundry: tp_config: {strategy: ffn, tensor_parallel_degree: {value}}, which splits MPT's feed-forwards"),
-    *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason=f"composer_fsdp2 has no {kind} parallelism")
-        for kind in ("pipeline", "expert")),
+    Lack(asked="pipeline parallelism", outcome=_UNSUPPORTED, reason="composer_fsdp2 has no pipeline parallelism"),
+    Lack(asked="expert parallelism", when=lambda run: run.has_expert_axis, outcome=_UNSUPPORTED,
+        reason="the ranks of the experts are an axis beside the shards there, and composer_fsdp2 has none for experts "
+        "that are modules of their own",
+        hint=f"train without it: experts are sharded like all other parameters; {_STACKED}"),
+    Lack(asked="expert parallelism", when=lambda run: not run.has_expert_axis and run.config.idle_experts is not None,
+        outcome=_APPROXIMATE, target="wrap_policy.moe_experts, idle_experts: in_order",
+        reason="experts stay where they are sharded, and one is gathered at a time, on every rank in one order, while "
+        "no token travels: the same numbers, more communication", hint=_STACKED),
+    Lack(asked="expert parallelism", when=lambda run: not run.has_expert_axis and run.config.idle_experts is None,
+        outcome=_APPROXIMATE, target="experts in the units of their layers",
+        reason="experts are sharded like all other parameters, and a layer is gathered with all of its own, while no "
+        "token travels: the same numbers, more communication",
+        hint="if they do not fit, name their class in wrap_policy.moe_experts, with idle_experts: in_order, which "
+        f"gathers one at a time; {_STACKED}"),
     Lack(asked="tiled MLP", when=lambda run: run.config.tiled_mlp is None, outcome=_APPROXIMATE, target="tiled_mlp",
         reason="the file does not name the classes of the MLPs, so that they are computed in one piece: the same "
         "numbers, and more memory in long sequences",

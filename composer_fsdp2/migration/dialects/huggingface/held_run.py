@@ -47,6 +47,7 @@ def run_of(held: Held) -> RunConfig:
         max_grad_norm=settings["gradient_clipping"] if is_launcher else _max_grad_norm(around),
         tensor_parallel=settings["tp_size"],
         expert_parallel=settings["ep_size"],
+        has_expert_axis=settings["ep_size"] != 1,
         save_only_model=is_axolotl and bool(around.get("save_only_model")),
         compile=is_axolotl and around.get("torch_compile") in (True, "auto"),
     )

@@ -22,7 +22,6 @@ _RESHARD = takes_if(
     "true, false, null or a group size",
     lambda value: value is None or isinstance(value, bool) or POSITIVE_INT.fits(value),
 )
-_ONE_MESH = "composer_fsdp2 shards over the data-parallel ranks only"
 # fmt: off
 ROWS: tuple[Row, ...] = (
     Row(name="strategy_name", default="fsdp2_train", outcome=Outcome.EXACT, target="fully_shard",
@@ -95,13 +94,16 @@ ROWS: tuple[Row, ...] = (
         capability="model only", takes=BOOL, neutral=(False,), meaning="checkpoints without the optimizer",
         reason="what a checkpoint holds is decided outside of the sharding section there",
         hint="set save_weights_only: true beside save_folder"),
-    Row(name="ep_size", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT, neutral=(1,),
-        capability="expert parallelism",
+    Row(name="ep_size", default=1, outcome=Outcome.APPROXIMATE, takes=POSITIVE_INT, neutral=(1,),
+        target="shards of experts, over the ranks of the mesh", capability="expert parallelism",
         meaning="expert parallelism: over how many ranks a layer's experts are divided",
-        reason=f"{_ONE_MESH}; experts are sharded like all other parameters",
-        hint="ep_size: 1 trains the same model with more gathering of experts, if its experts fit one rank by one"),
-    Row(name="efsdp_size", default=1, outcome=Outcome.UNSUPPORTED, takes=POSITIVE_INT, only_with="ep_size",
-        meaning="over how many ranks an expert is sharded", reason="belongs to expert parallelism"),
+        reason="ROLL's experts are modules of a transformers model, whose tokens travel by a patch of ROLL's; here "
+        "they are sharded like all other parameters, and gathered where they run: the same numbers, more communication",
+        hint="with wrap_policy.moe_experts one expert is gathered at a time, else all of a layer's; the fsdp_config "
+        "key expert_parallel_degree, with which tokens travel, is for LLM Foundry's torch_dmoe"),
+    Row(name="efsdp_size", default=1, outcome=Outcome.APPROXIMATE, takes=POSITIVE_INT, only_with="ep_size",
+        target="shards of experts, over the ranks of the mesh", meaning="over how many ranks an expert is sharded",
+        reason="experts are sharded over as many ranks as all other parameters"),
     Row(name="moe_use_grouped_mm", default=False, outcome=Outcome.APPROXIMATE, takes=BOOL, neutral=(False,),
         meaning="one grouped matrix product for all experts of a layer",
         reason="a kernel of the model (transformers 5.2 and later) and no part of sharding: the same numbers up to "

@@ -24,7 +24,7 @@ def run_of(worker: Worker) -> RunConfig:
             mesh=_mesh(worker),
             wrap=_wrap(worker),
             freeze=_prefixes(worker["model_args.freeze_module_prefix"]),
-            idle_experts=IdleExperts.IN_ORDER if experts and worker["apply_expert_patch"] else None,
+            idle_experts=IdleExperts.IN_ORDER if experts else None,
             context_parallel_degree=worker["model_args.ulysses_size"] or 1,
             tiled_mlp=tiled,
             reshard_after_forward=True if reshard is None else reshard,

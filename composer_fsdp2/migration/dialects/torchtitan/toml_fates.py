@@ -82,6 +82,12 @@ def of_converters(finding: Finding, file: File) -> Finding:
     )
 
 
+def of_loss(finding: Finding, file: File) -> Finding:
+    if finding.value is True:
+        return replace(finding, outcome=Outcome.EXACT, reason="logits are whole there as here")
+    return finding
+
+
 def of_async_mode(finding: Finding, file: File) -> Finding:
     if finding.value == "async_with_pinned_mem":
         return replace(
