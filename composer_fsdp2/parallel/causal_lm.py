@@ -95,6 +95,22 @@ def _takes_more(module: nn.Module) -> bool:
 
 def _problems(model: Any) -> Iterator[str]:
     yield from (f"{text}; leave the key out" for text in _other_mixers(model))
+    yield from problems_of_rotations(model)
+    yield from problems_of_losses(model)
+    if not getattr(model, "_supports_attention_backend", False):
+        yield (
+            f"the attention of {type(model).__name__} does not go through transformers' interface in this release; "
+            "leave the key out"
+        )
+    if getattr(model, "loss_type", None) != "ForCausalLM":
+        yield f"{type(model).__name__} has no loss over shifted labels; give a ...ForCausalLM, or leave the key out"
+    elif "labels" not in inspect.signature(model.forward).parameters or not _takes_more(model):
+        name = type(model).__name__
+        yield f"{name}.forward takes no shift_labels and num_items_in_batch for its loss; leave the key out"
+
+
+def problems_of_rotations(model: nn.Module) -> Iterator[str]:
+    """What transformers' dynamic_rope_update decides by the largest position that it sees."""
     for path, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
         if kind == "longrope" or "dynamic" in str(kind):
@@ -102,6 +118,10 @@ def _problems(model: Any) -> Iterator[str]:
                 f"{path} turns by angles of rope_type {kind!r}, which depend on the length of what it sees, a part of "
                 "a sequence; leave the key out, or rope_scaling of this type"
             )
+
+
+def problems_of_losses(model: Any) -> Iterator[str]:
+    """A loss that is not known to be a sum over a number that it is given may be the mean of a part, in silence."""
     own_loss = getattr(model, "_loss_function", None)
     if own_loss is not None and not {"shift_labels", "num_items_in_batch"} <= _parameters_of(own_loss):
         yield (
@@ -115,16 +135,6 @@ def _problems(model: Any) -> Iterator[str]:
             f"{type(model).__name__}.forward is written in {written_in}, so that it is not known how it computes its "
             "loss: of a part it may take the mean; give a model of transformers itself, or leave the key out"
         )
-    if not getattr(model, "_supports_attention_backend", False):
-        yield (
-            f"the attention of {type(model).__name__} does not go through transformers' interface in this release; "
-            "leave the key out"
-        )
-    if getattr(model, "loss_type", None) != "ForCausalLM":
-        yield f"{type(model).__name__} has no loss over shifted labels; give a ...ForCausalLM, or leave the key out"
-    elif "labels" not in inspect.signature(model.forward).parameters or not _takes_more(model):
-        name = type(model).__name__
-        yield f"{name}.forward takes no shift_labels and num_items_in_batch for its loss; leave the key out"
 
 
 def _other_mixers(model: nn.Module) -> Iterator[str]:

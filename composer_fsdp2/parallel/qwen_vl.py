@@ -17,7 +17,13 @@ from torch.nn import functional as F
 
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel
-from composer_fsdp2.parallel.causal_lm import additive_mask, mask_of_rows, refuse_generation
+from composer_fsdp2.parallel.causal_lm import (
+    additive_mask,
+    mask_of_rows,
+    problems_of_losses,
+    problems_of_rotations,
+    refuse_generation,
+)
 from composer_fsdp2.parallel.context import IGNORED_LABEL, ContextGroup, repeated_heads
 
 _CLASS, _FILE = "Qwen2_5_VLForConditionalGeneration", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
@@ -44,6 +50,8 @@ def _problems(model: Any) -> Iterator[str]:
         yield f"its attention is {name!r}, which was not tested; give the model attn_implementation: sdpa"
     if config.use_sliding_window:
         yield "a sliding window was not tested; set use_sliding_window: false in the model's configuration"
+    yield from problems_of_rotations(model)
+    yield from problems_of_losses(model)
 
 
 def _start(whole: nn.Module, model: Any, attentions: Sequence[Any], group: ContextGroup) -> None:

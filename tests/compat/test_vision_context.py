@@ -23,6 +23,9 @@ pytestmark = pytest.mark.composer
 
 SECTION = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen2_5_VLDecoderLayer"]}}
 RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_policy": ["Qwen2_5_VLDecoderLayer"]}
+# In the last step one pair of ranks has no image.
+TOWER_UNITS = {"wrap_policy": {"transformer_layer_cls_to_wrap": "auto"}, "idle_towers": "auto"}
+FROZEN = RECOMPUTED | {"freeze": ["model.visual"], "tiled_mlp": {"classes": ["Qwen2MLP"], "chunks": 3}}
 
 
 def batch(step: int, number: int, num_places: int, padding: str) -> dict[str, torch.Tensor]:
@@ -75,6 +78,8 @@ def check(section: dict[str, Any], degree: int, num_places: int, padding: str) -
     torch.manual_seed(0)
     model = with_exact_norms(qwen_vl("cpu"))
     reference = copy.deepcopy(model)
+    if "freeze" in section:
+        reference.model.visual.requires_grad_(False)
     keys = FULL | SECTION | section | {"context_parallel_degree": degree}
     prepare_fully_shard(model, None, keys, device="cpu")
     num_batches = dist.get_world_size() // degree
@@ -133,5 +138,7 @@ def test_texts_and_images_over_ranks_train_as_in_one_process():
             "padded on the left": ({}, 2, 16, "left"),
             "recomputed": (RECOMPUTED, 2, 16, "right"),
             "four ranks a sequence": ({}, 4, 18, ""),
+            "blocks of the tower are units": (TOWER_UNITS, 2, 16, ""),
+            "frozen tower, tiled": (FROZEN, 2, 16, "right"),
         },
     )
