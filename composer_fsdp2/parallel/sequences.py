@@ -110,7 +110,7 @@ def _notes_of_losses(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def _unknown(model: nn.Module) -> str:
-    kinds = " or ".join(kind.name for kind in reversed(known_models()))
+    kinds = ", ".join(kind.name for kind in reversed(known_models()))
     return (
         f"{KEY}: no attention of {type(model).__name__} is known that could exchange heads for sequence; it works with "
         f"{kinds}. Leave the key out, or give the model an attention of these"
