@@ -79,6 +79,7 @@ bench: venv ## what sharding, checkpoints, migrating and starting cost, against 
 	-$(PY) benchmarks/tiled_mlp.py
 	-$(PY) benchmarks/context.py
 	-$(PY) benchmarks/split.py
+	-$(PY) benchmarks/experts.py
 	-$(PY) benchmarks/many_ranks.py
 	-$(PY) benchmarks/migrate.py
 	-$(PY) benchmarks/start.py

@@ -24,6 +24,7 @@ from report import Bar, machine, markdown, mib
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 from composer_fsdp2 import prepare_fully_shard
 
@@ -68,25 +69,25 @@ def measure(given: dict[str, int]) -> dict[str, Any]:
 
 def kept_bytes(model: nn.Module, forward: Any) -> int:
     """The bytes of all storages that autograd keeps of a forward for its backward, without those of parameters."""
-    of_parameters: set[int] = set()
-    kept: dict[int, int] = {}
+    of_parameters, kept = WeakIdKeyDictionary(), WeakIdKeyDictionary()  # by storage: addresses are used again
 
     def note_parameters(module: nn.Module, *_: Any) -> None:
-        of_parameters.update(p.untyped_storage().data_ptr() for p in module.parameters(recurse=False))
+        of_parameters.update({p.untyped_storage(): None for p in module.parameters(recurse=False)})
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in of_parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage not in of_parameters:
+            kept[storage] = storage.nbytes()
         return tensor
 
     handles = [module.register_forward_pre_hook(note_parameters) for module in model.modules()]
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = forward()  # holds what is kept, so that no storage gets another's address
+        loss = forward()
+    num_bytes: int = sum(kept.values())  # of what the loss holds
     loss.backward()
     for handle in handles:
         handle.remove()
-    return sum(kept.values())
+    return num_bytes
 
 
 def _loss(model: Holder, options: LlamaSizes, degree: int) -> torch.Tensor:

@@ -15,6 +15,8 @@ __all__ = [
     "Bar",
     "add_device",
     "add_revision",
+    "calls_text",
+    "collectives_table",
     "conclude",
     "count",
     "folder",
@@ -124,3 +126,21 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.2f} MiB"
+
+
+def calls_text(counts: Mapping[str, Mapping[str, int]]) -> str:
+    """How often each collective of ``counting.Collectives`` was called."""
+    return ", ".join(f"{name} {each['calls']}" for name, each in sorted(counts.items()))
+
+
+def collectives_table(counts: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    """A column for each way of making a step."""
+    names = list(dict.fromkeys(name for each in counts.values() for name in each))
+    rows = [
+        [
+            name,
+            *(f"{each[name]['calls']}, {mib(each[name]['bytes'])}" if name in each else "" for each in counts.values()),
+        ]
+        for name in names
+    ]
+    return markdown(["collectives of a step: calls, MiB", *counts], rows)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from counting import Collectives
 from launch import on_ranks
 from llama import VOCABULARY, Holder, LlamaSizes, build, is_layer
-from report import Bar, machine, markdown, mib
+from report import Bar, calls_text, collectives_table, machine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,15 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts, difference = found["collectives"], found["gradient_difference"]
     added = {name: each for name, each in counts[CLIPPED].items() if each != counts[OURS].get(name)}
     bars = [
-        Bar("the collectives and bytes of the same by hand", _calls(counts[OURS]), counts[OURS] == counts[BY_HAND]),
+        Bar("the collectives and bytes of the same by hand", calls_text(counts[OURS]), counts[OURS] == counts[BY_HAND]),
         Bar(
             "clipping adds one all-reduce for each axis",
-            _calls(added),
+            calls_text(added),
             added == {"allreduce_": {"calls": 2, "bytes": 16}},
         ),
         Bar("the gradients of the same by hand", f"{difference:.1e}", difference < 1e-12),
     ]
-    return report.conclude(given, bars, summary=found, text=_text(counts))
+    return report.conclude(given, bars, summary=found, text=f"{machine()}\n\n{collectives_table(counts)}")
 
 
 def measure(given: dict[str, int]) -> dict[str, Any]:
@@ -128,22 +128,6 @@ def _by_hand(options: LlamaSizes) -> Holder:
             fully_shard(module, mesh=mesh["shard"])
     fully_shard(model.model, mesh=mesh["shard"], reshard_after_forward=False)
     return model
-
-
-def _calls(counts: dict[str, dict[str, int]]) -> str:
-    return ", ".join(f"{name} {each['calls']}" for name, each in sorted(counts.items()))
-
-
-def _text(counts: dict[str, dict[str, dict[str, int]]]) -> str:
-    names = list(dict.fromkeys(name for each in counts.values() for name in each))
-    rows = [
-        [
-            name,
-            *(f"{each[name]['calls']}, {mib(each[name]['bytes'])}" if name in each else "" for each in counts.values()),
-        ]
-        for name in names
-    ]
-    return "\n\n".join([machine(), markdown(["collectives of a step: calls, MiB", *counts], rows)])
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ _WAY_OUT = (
     "order, set runs_every_expert = True on the module that holds them"
 )
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 _QUESTION = Question(
     "idle_experts",
     "In their first forward ranks must run the same blocks of experts in the same order: look for a branch on the rank "
@@ -138,7 +140,8 @@ class _Order:
         self._next: int | None = None  # None: outside of the block's forward
         self._is_idle = False  # while one runs on no rows
         self._input: tuple[torch.Tensor, ...] = ()
-        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # the last that was no idle one
+        self._call: _Arguments | None = None  # of the last that was no idle one
+        self._of_before: _Arguments | None = None  # the same of the last forward that had one, without rows
         self._outputs: list[torch.Tensor] = []
         self._checked: set[int] = set()
 
@@ -169,9 +172,9 @@ class _Order:
         return run_those_in_front
 
     def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        # Without any call a part of the input: it gets a gradient, of zeros.
-        last_args, last_kwargs = self._call or (tuple(each.reshape(-1, each.shape[-1])[:0] for each in self._input), {})
-        self._run_idle(len(self.experts), last_args, last_kwargs)
+        if self._call is not None:
+            self._of_before = _kept(self._call)
+        self._run_idle(len(self.experts), *(self._call or self._without_call()))
         self._agree()
         self._ask = None
         outputs = [each for each in self._outputs if each.requires_grad]
@@ -179,14 +182,23 @@ class _Order:
         # Also where none was idle: what is recomputed is recomputed before the last expert is gathered for backward.
         return connect_first(output, outputs) if torch.is_grad_enabled() else None
 
+    def _without_call(self) -> _Arguments:
+        """What experts run on where no token of this rank goes to any: a part of the input, which gets a gradient, of
+        zeros, and whatever else they were given before."""
+        rows = tuple(each.reshape(-1, each.shape[-1])[:0] for each in self._input)
+        if self._of_before is None or not rows:
+            return rows, {}
+        args, kwargs = self._of_before
+        if args:
+            return (*rows, *args[1:]), kwargs
+        return args, kwargs | dict(zip(kwargs, rows, strict=False))
+
     def _run_idle(self, end: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the experts from the next one to that before ``end``, on no rows of these arguments."""
         assert self._next is not None
         if self._next == end:
             return
-        num_rows = next((tensor.shape[0] for tensor in tensors_in((args, kwargs)) if tensor.dim()), 0)
-        if num_rows:
-            args, kwargs = _without_rows(args, num_rows), _without_rows(kwargs, num_rows)
+        args, kwargs = _without_rows((args, kwargs))
         for number in range(self._next, end):
             self._agree()
             self._next, self._is_idle = number + 1, True
@@ -197,6 +209,7 @@ class _Order:
                     self._agree(_Problem.FAILS, number)
                 error.add_note(
                     f"idle_experts: in_order ran {self._names[number]} on no rows, as no token of this rank chose it"
+                    + (self._unknown if end == len(self.experts) and not (self._call or self._of_before) else "")
                 )
                 raise
             finally:
@@ -242,6 +255,10 @@ class _Order:
             f"idle_experts: in_order runs each expert of {self._block} once in a forward, in the order of registration"
         )
 
+    @property
+    def _unknown(self) -> str:
+        return f" or another expert of {self._block} yet, whose arguments would tell what it takes. {_LEAVE}"
+
     def _out_of_order(self, number: int) -> str:
         asked = self._asked
         if self._next is None:
@@ -279,12 +296,31 @@ class _NoRows(TorchFunctionMode):
         return result
 
 
-def _without_rows(value: Any, num_rows: int) -> Any:
-    """The value with no rows of each tensor that has so many; still of the same graph."""
+def _without_rows(arguments: _Arguments) -> _Arguments:
+    """With no rows of each tensor that has as many as the first; still of the same graph."""
+    num_rows = next((tensor.shape[0] for tensor in tensors_in(arguments) if tensor.dim()), 0)
+
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        return no_rows_of(tensor) if num_rows and tensor.dim() and tensor.shape[0] == num_rows else tensor
+
+    changed: _Arguments = _with_tensors(arguments, of)
+    return changed
+
+
+def _kept(arguments: _Arguments) -> _Arguments:
+    """Without rows, and of no graph, so that no forward's activations are kept for the next."""
+    kept: _Arguments = _with_tensors(
+        _without_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)
+    )
+    return kept
+
+
+def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value with each of its tensors changed."""
     if isinstance(value, torch.Tensor):
-        return no_rows_of(value) if value.dim() and value.shape[0] == num_rows else value
+        return change(value)
     if isinstance(value, tuple | list):
-        return of_same_type(value, [_without_rows(each, num_rows) for each in value])
+        return of_same_type(value, [_with_tensors(each, change) for each in value])
     if isinstance(value, dict):
-        return {key: _without_rows(each, num_rows) for key, each in value.items()}
+        return {key: _with_tensors(each, change) for key, each in value.items()}
     return value

@@ -244,6 +244,20 @@ def test_what_split_layers_communicate():
     assert found["collectives"]["composer_fsdp2"]["all_reduce"] == {"calls": 7, "bytes": 7 * 64 * 16 * 8}
 
 
+@pytest.mark.parametrize("experts", [pytest.param(4, marks=ONCE)])
+def test_what_split_experts_communicate(experts: int):
+    """A step of experts on other ranks sends what the same by hand sends."""
+    found = benchmark("experts.py", "--width", "8", "--layers", "1", "--experts", str(experts))
+    assert all(bar["holds"] for bar in found["bars"]), found["bars"]
+    # Numbers of rows and rows there and back; and rows in backward. Experts, layer and model are gathered once, those
+    # that are given back between forward and backward twice.
+    counts = found["collectives"]["composer_fsdp2"]
+    calls = {name: each["calls"] for name, each in counts.items()}
+    assert calls == {"_allgather_base_": 5, "alltoall_base_": 5, "_reduce_scatter_base_": 3}
+    # A row for each of two choices of 64 tokens leaves the rank or comes back, four times; others' may be more.
+    assert counts["alltoall_base_"]["bytes"] >= 4 * (2 * 64) * 8 * 8
+
+
 def test_the_object_of_the_set_up():
     """Each size has its row, and the three parts of our time are all there."""
     result = benchmark("setup.py", "--modules", "20", "50", "--repeat", "1")

@@ -231,6 +231,37 @@ def test_idle_experts_train_as_one_process_does():
     run_ranks(check_all, 4, TOPOLOGIES)
 
 
+def check_passed_over(reentrant: bool | None) -> None:
+    """Experts of two arguments, where a rank with no token for any of them has seen what they take, and where not."""
+    section, options = (IN_ORDER, {}) if reentrant is None else recomputing(Layer, reentrant=reentrant)
+    section |= {"wrap_policy": {**EXPERTS, "moe_experts": ["Weighted"]}}
+    model, reference = sharded(section, expert=Weighted, **options)
+    for step in range(2):
+        for peer in range(2):
+            is_passed_over = bool(step and peer)
+            for each in (reference, model) if peer == dist.get_rank() else (reference,):
+                set_route(each, {"is_passed_over": is_passed_over})
+            (loss_of(reference, batch(step, peer)) / 2).backward()
+        loss_of(model, batch(step, dist.get_rank())).backward()
+        assert largest_error(model, reference) <= 1e-12
+        for each in (model, reference):
+            each.zero_grad()
+
+
+def test_ranks_without_a_token_for_any_expert_of_several_arguments():
+    """What they were given in an earlier batch is what they run on, without its rows; a first batch has none."""
+    run_ranks(check_all_passed_over, 2)
+    model = build(expert=Weighted)
+    set_route(model, {"is_passed_over": True})
+    text = errors_of(model, TypeError)
+    assert "missing 1 required positional argument: 'weights'" in text
+    assert text.endswith("arguments would tell what it takes. Leave experts in the unit of their layer, which is exact")
+
+
+def check_all_passed_over() -> None:
+    for_each(check_passed_over, {str(reentrant): (reentrant,) for reentrant in (None, False, True)})
+
+
 PREFERRED = ([0, 1], [2, 3])  # by rank: as many, and others
 
 
