@@ -185,10 +185,11 @@ def _by_hand(sizes: Sizes) -> Holder:
     model = _build(sizes)
     mesh = init_device_mesh("cpu", (RANKS // EXPERT, EXPERT), mesh_dim_names=("shard", "expert"))
     repair_cpu_collectives()
-    for layer in filter(_is_layer, model.modules()):
-        _split(layer.experts, mesh["expert"])
-        fully_shard(layer.experts, mesh=mesh["shard"])
-        fully_shard(layer)
+    for layer in model.modules():
+        if isinstance(layer, Layer):
+            _split(layer.experts, mesh["expert"])
+            fully_shard(layer.experts, mesh=mesh["shard"])
+            fully_shard(layer)
     fully_shard(model.model, reshard_after_forward=False)
     return model
 
