@@ -29,11 +29,12 @@ _FILL = {
     "special_tokens_mask": 1,
 }
 _TOKENS, _MASK = "input_ids", "attention_mask"
+_BATCH = "batch"  # the path of the whole
 # Places of a batch in a batch, which would be those of other rows afterwards (LLM Foundry's in-context learning tasks;
 # where packed rows begin, which flash attention is told).
 _OF_ROWS = ("choice_groupings", "cu_seq_lens_q", "cu_seq_lens_k")
-# Pieces of pictures and sounds, of which rows have any number, in the order of rows.
-_OF_MEDIA = re.compile(r"(pixel|image|video|audio|patch)\w*('\])?$")
+# Pieces of pictures and sounds, of which rows have any number, in the order of rows (the later ones of Qwen's models).
+_OF_MEDIA = re.compile(r"(pixel|image|video|audio|patch|second_per_grid|input_feature|feature_attention)\w*('\])?$")
 
 _OTHERWISE = (
     "set broadcast_batch: first, under which the ranks of a group take its first rank's batch, or give these ranks the "
@@ -47,7 +48,7 @@ def join_rows(batches: Sequence[Any]) -> Any:
     Raises:
         ConfigError: they cannot be put together; names the place, and what to do.
     """
-    return batches[0] if len(batches) == 1 else _join(batches, [_num_rows(batch) for batch in batches], "batch")
+    return batches[0] if len(batches) == 1 else _join(batches, [_num_rows(batch) for batch in batches], _BATCH)
 
 
 def _join(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:
@@ -114,7 +115,8 @@ def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | Non
 
 
 def _join_member(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:
-    """A list in a mapping has a value for each row, also where these have as many rows: Composer splits it so."""
+    """A list in a mapping or a pair has a value for each row, also where these have as many rows: Composer splits it
+    so."""
     kind = type(values[0])
     if kind in (list, tuple) and all(type(v) is kind and len(v) == n for v, n in zip(values, rows, strict=True)):
         return kind(each for value in values for each in value)
@@ -122,17 +124,24 @@ def _join_member(values: Sequence[Any], rows: Sequence[int | None], path: str) -
 
 
 def _join_sequences(values: Sequence[Any], rows: Sequence[int | None], path: str) -> Any:
-    first = values[0]
-    if all(_is_of_rows(value, number) for value, number in zip(values, rows, strict=True)):
+    first, is_batch = values[0], path == _BATCH
+    if all(_is_of_rows(value, None if is_batch else number) for value, number in zip(values, rows, strict=True)):
         return type(first)(each for value in values for each in value)
     if len({len(value) for value in values}) > 1:
         raise _cannot(path, f"has {' and '.join(str(len(value)) for value in values)} values")
-    joined = [_join(each, rows, f"{path}[{number}]") for number, each in enumerate(zip(*values, strict=True))]
+    # (x, y) as Composer splits it: a list in it has a value for each row.
+    is_pair = is_batch and all(isinstance(each, torch.Tensor | list | tuple) for each in first)
+    join = _join_member if is_pair else _join
+    joined = [join(each, rows, f"{path}[{number}]") for number, each in enumerate(zip(*values, strict=True))]
     return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
 
 
 def _is_of_rows(value: Sequence[Any], rows: int | None) -> bool:
-    """Whether each of its values belongs to one row, as Composer splits a list; else each is a part of the batch."""
+    """Whether each of its values belongs to one row, as Composer splits a list; else each is a part of the batch.
+
+    Args:
+        rows: Of the batch around it; None where it is the batch, or nothing says how many.
+    """
     if rows is None:
         return not any(isinstance(each, torch.Tensor | Mapping | list | tuple) for each in value)
     has_all_rows = bool(value) and all(_num_rows(each) == rows for each in value)

@@ -78,22 +78,22 @@ def rank_zero_rng() -> Iterator[None]:
 
     Of torch, of Python's random and, if anybody uses it, of NumPy's, since an initialisation may draw from any.
     """
-    sources = _random_sources()
+    sources = random_sources()
     own = {name: read() for name, (read, _) in sources.items()}
     sent = [own if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(sent)
     assert sent[0] is not None
-    _set_random(sources, sent[0])
+    set_random(sources, sent[0])
     try:
         yield
     finally:
-        _set_random(sources, own)
+        set_random(sources, own)
 
 
 RandomSources: TypeAlias = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
 
 
-def _random_sources() -> RandomSources:
+def random_sources() -> RandomSources:
     """How to read and set the state of each generator that is in use here."""
     sources: RandomSources = {
         "torch": (torch.get_rng_state, torch.set_rng_state),
@@ -106,7 +106,7 @@ def _random_sources() -> RandomSources:
     return sources
 
 
-def _set_random(sources: RandomSources, states: Mapping[str, Any]) -> None:
+def set_random(sources: RandomSources, states: Mapping[str, Any]) -> None:
     for name, (_, write) in sources.items():
         if name in states:  # one rank may have imported what another has not
             write(states[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from support.cases import for_each
@@ -145,7 +147,7 @@ def test_monitors_and_averages_see_split_layers_whole():
     assert_same(run, run_alone)
 
 
-def copies_after_dropping(how: str) -> dict[str, torch.Tensor]:
+def copies_after_dropping(how: str, source: str) -> dict[str, torch.Tensor]:
     """What a rank holds of the parameters that its group along the tensor axis has in copies, after steps with dropout.
 
     Under ``gather`` the ranks read other data, and here draw random numbers as they do.
@@ -157,10 +159,13 @@ def copies_after_dropping(how: str) -> dict[str, torch.Tensor]:
             if event is Event.FIT_START:
                 state.model.model.layers[0].register_forward_hook(lambda _, args, out: drop(out))
             if event is Event.BATCH_END and how == "gather":
-                torch.rand(torch.distributed.get_rank() + 1)
+                number = torch.distributed.get_rank() + 1
+                _ = torch.rand(number), numpy.random.rand(number), [random.random() for _ in range(number)]
 
     def drop(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.dropout(x, 0.3)
+        if source == "torch":
+            return torch.nn.functional.dropout(x, 0.3)
+        return x * (numpy.random.rand() if source == "numpy" else random.random())
 
     config = {"broadcast_batch": how}
     degree = TENSOR if how == "false" else 1
@@ -171,12 +176,13 @@ def copies_after_dropping(how: str) -> dict[str, torch.Tensor]:
 
 
 def test_ranks_that_split_layers_draw_the_same_numbers():
-    """Composer seeds each rank with its own number, so that a dropout between split layers made their copies differ."""
-    for how in ("false", "gather"):
-        copies = run_ranks(copies_after_dropping, 4, how)
+    """Composer seeds each rank with its own number, so that a dropout between split layers made their copies differ;
+    GyroDropout draws of numpy."""
+    for how, source in (("false", "torch"), ("gather", "torch"), ("false", "numpy"), ("gather", "random")):
+        copies = run_ranks(copies_after_dropping, 4, how, source)
         for rank in (1, 3):
             for name, value in copies[rank].items():
-                torch.testing.assert_close(value, copies[rank - 1][name], rtol=0, atol=0, msg=f"{how}: {name}")
+                assert torch.equal(value, copies[rank - 1][name]), f"{how}, {source}: {name}"
 
 
 def on_a_small_device() -> list[int]:

@@ -196,6 +196,29 @@ def test_a_list_in_a_mapping_keeps_a_value_for_each_row():
     assert [(list(each.shape), float(each[0, 0])) for each in joined] == [([3, 2], float(n)) for n in range(6)]
 
 
+def test_a_batch_of_as_many_parts_as_rows_is_no_list_of_rows():
+    """Of two images and their boxes, ranks took the first one's images alone, or put boxes of other images together."""
+    for counts in ((3, 1), (2, 2)):  # boxes in each image
+        targets = [
+            [{"boxes": torch.full((n, 4), float(2 * rank + row))} for row, n in enumerate(counts)] for rank in range(2)
+        ]
+        images, found = join_rows([(torch.full((2, 3), float(rank)), targets[rank]) for rank in range(2)])
+        assert images[:, 0].tolist() == [0, 0, 1, 1]
+        assert is_same(found, [*targets[0], *targets[1]])
+
+
+def test_what_videos_and_sounds_have_is_that_of_all_ranks():
+    """A number for each video, not for each row, was there once where ranks had the same, and else refused."""
+    names = ("second_per_grid_ts", "input_features", "feature_attention_mask")
+    for name in names:
+        joined = join_rows(
+            [{"input_ids": torch.full((2, 3), rank), name: torch.ones(3 - rank, 5)} for rank in range(2)]
+        )
+        assert len(joined[name]) == 5
+        same = join_rows([{"input_ids": torch.full((2, 3), rank), name: torch.ones(1)} for rank in range(2)])
+        assert len(same[name]) == 2
+
+
 @examples(60)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=4),
