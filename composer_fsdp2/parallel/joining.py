@@ -97,12 +97,19 @@ def _of_no_rows(tensors: Sequence[torch.Tensor], rows: Sequence[int | None], pat
 
 def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | None], path: str) -> Any:
     first = values[0]
-    if odd := {key for value in values for key in value.keys() ^ first.keys()}:
-        raise _cannot(path, f"has {', '.join(sorted(map(repr, odd)))} on some ranks only")
+    have = {key: [value.get(key) is not None for value in values] for value in values for key in value}
+    odd = [key for key, of_ranks in have.items() if any(of_ranks) and not all(of_ranks)]
+    if others := [key for key in odd if not _OF_MEDIA.search(str(key))]:
+        raise _cannot(path, f"has {', '.join(sorted(map(repr, others)))} on some ranks only")
     if found := [key for key in _OF_ROWS if key in first]:
         raise _cannot(f"{path}[{found[0]!r}]", "says places of rows, which others take")
     values = _padded(values, path)
-    joined = {key: _join_member([value[key] for value in values], rows, f"{path}[{key!r}]") for key in first}
+    joined = {}
+    for key, of_ranks in have.items():
+        # Of rows without pictures there is nothing to join.
+        taken = [number for number, has in enumerate(of_ranks) if has or key not in odd]
+        own = [values[number].get(key) for number in taken]
+        joined[key] = _join_member(own, [rows[number] for number in taken], f"{path}[{key!r}]")
     if type(first) is dict:
         return joined
     try:

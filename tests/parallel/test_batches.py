@@ -271,6 +271,10 @@ def check_gather() -> None:
     of_all = share_batch(whole, group, "gather")
     assert is_same(of_all["class_weights"], weights), "what is of no row, and the same on all, is there once"
     assert of_all["pixel_values"][:, 0].tolist() == [first] * 5 + [first + 1] * 4, "pictures have any number of pieces"
+    text = {"x": torch.full((2, 3), rank), "pixel_values": None}
+    mixed = share_batch(text if rank % 2 else text | {"pixel_values": pieces, "image_sizes": weights}, group, "gather")
+    assert is_same(mixed["pixel_values"], torch.full((5, 2), first)), "text on one rank, pictures on the other"
+    assert is_same(mixed["image_sizes"], weights) and mixed["x"][:, 0].tolist() == [first] * 2 + [first + 1] * 2
     uneven = share_batch({"x": torch.full((1 + rank % 2,), rank)}, group, "gather")
     assert uneven["x"].tolist() == [first, first + 1, first + 1], f"of unequal last batches: {uneven}"
 
@@ -291,7 +295,7 @@ def check_cannot_gather() -> None:
         ),
         "images": (torch.ones(2, 3, 4 + rank), r"batch has rows that do not fit together \(float32 \[2, 3, 4\], "),
         "dtypes": (torch.ones(2, dtype=torch.int64 if rank else torch.int32), r"\(int32 \[2\], int64 \[2\]\)"),
-        "keys": ({"x": ids[:, :3]} | ({"pixels": mask} if rank else {}), r"batch has 'pixels' on some ranks only"),
+        "keys": ({"x": ids[:, :3]} | ({"weights": mask} if rank else {}), r"batch has 'weights' on some ranks only"),
         "packed": ({"x": ids[:, :3], "cu_seq_lens_q": ids[0]}, r"batch\['cu_seq_lens_q'\] says places of rows"),
         "of no row": (
             {"x": ids[:, :3] * rank, "position_ids": ids[:1, :3] * rank},
