@@ -80,6 +80,8 @@ def one(key: str, dialect: str) -> Explanation:
         ("load_fsdp_monolith_rank0_only", {"composer"}),
         ("deepspeed_config", {"composer"}),
         ("trainer.parallelism_config.tp", {"composer"}),
+        ("parallelism_config.tp.layer_plan", {"composer"}),
+        ("tp_config.strategy", {"composer"}),
     ],
 )
 def test_a_key_is_found_as_the_user_has_it(asked: str, dialects: set[str]):

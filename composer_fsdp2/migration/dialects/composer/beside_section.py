@@ -31,7 +31,7 @@ def _tensor(finding: Finding, section: Section) -> Finding:
     if not _TENSOR.fits(given):
         return undecided(finding, f"it takes {_TENSOR.text}, a number from 1 on")
     if given.get(_DEGREE, 1) == 1:
-        return idle(finding, "one rank splits no layer; Composer turns it off")
+        return idle(finding, "one rank, as where no degree is given, splits no layer; Composer turns it off")
     if given.get("strategy") == "ffn":
         return replace(
             finding,
@@ -46,6 +46,7 @@ def _tensor(finding: Finding, section: Section) -> Finding:
 # fmt: off
 BESIDE_ROWS: tuple[Row, ...] = (
     Row(name="tp_config", group=BESIDE, aliases=("parallelism_config.tp",), outcome=Outcome.EXACT,
+        nested=("tensor_parallel_degree", "layer_plan", "strategy"),
         target="tp_config", takes=_TENSOR, decide=_tensor,
         meaning="tensor parallelism: over how many ranks layers are split (tensor_parallel_degree), and by which layer "
         "plan, LLM Foundry's strategy or a script's layer_plan",
