@@ -17,7 +17,7 @@ from support.examples import examples
 from support.language import Language, layer_plan, loss_of
 from support.legality import TENSOR, Carried, assert_steps_are_those_of_one_process, state_of
 from support.ranks import run_ranks
-from support.reader import Holder, mean_of
+from support.reader import HEAD, Holder, mean_of
 from support.reader import layer_plan as reader_plan
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -92,9 +92,10 @@ def drawn_reader(draw: random.Random) -> Drawn:
     plan: Plan = {}
     for part in draw.sample(parts, draw.randint(1, 2)):
         plan |= part
+    width = draw.choice((16, 16, 32, 24))
     options = {
-        "width": draw.choice((16, 16, 32, 24)),
-        "num_kv_heads": draw.choice((1, 2, 4)),
+        "width": width,
+        "num_kv_heads": draw.choice([each for each in (1, 2, 3, 4) if not width // HEAD % each]),
         "dropout": draw.choice((0.0,) * 5 + (0.1,)),
     }
     row = Carried(
