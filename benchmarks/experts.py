@@ -11,28 +11,25 @@ are compared. Exit code 0, or 1 if a bar does not hold.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import beside
 import report
 import torch
 import torch.distributed as dist
-from counting import Collectives
 from launch import on_ranks
-from report import Bar, calls_text, collectives_table, machine
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 
 RANKS, EXPERT = 4, 2
 VOCABULARY, TOKENS, CHOICES = 512, 64, 2
-OURS, BY_HAND, CLIPPED = "composer_fsdp2", "by hand", "composer_fsdp2, clipped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,57 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"argument --experts: {EXPERT} ranks do not divide {given.experts}")
     options = asdict(Sizes(given.width, given.layers, given.experts))
     found = on_ranks(measure, RANKS, "cpu", options, start_method="fork")
-    counts, difference = found["collectives"], found["gradient_difference"]
-    added = {name: each for name, each in counts[CLIPPED].items() if each != counts[OURS].get(name)}
-    bars = [
-        Bar("the collectives and bytes of the same by hand", calls_text(counts[OURS]), counts[OURS] == counts[BY_HAND]),
-        Bar("clipping adds one all-reduce", calls_text(added), added == {"allreduce_": {"calls": 1, "bytes": 8}}),
-        Bar("the gradients of the same by hand", f"{difference:.1e}", difference < 1e-12),
-    ]
-    return report.conclude(given, bars, summary=found, text=f"{machine()}\n\n{collectives_table(counts)}")
+    return beside.conclude(given, found, axes_clipped=1)
 
 
 def measure(given: dict[str, int]) -> dict[str, Any]:
-    """The collectives of each way's second step, and how far gradients are apart. Called on all ranks."""
     sizes = Sizes(**given)
     torch.set_default_dtype(torch.float64)
-    ours, by_hand = _ours(sizes), _by_hand(sizes)
-    collectives = {
-        OURS: _step(ours),
-        BY_HAND: _step(by_hand),
-        CLIPPED: _step(ours, lambda model: clip_grad_norm_(model, 1.0)),
-    }
-    for model in (ours, by_hand):
-        model.zero_grad()
-        _loss(model).backward()
-    pairs = zip(ours.parameters(), by_hand.parameters(), strict=True)
-    difference = torch.stack([_largest(_local(one.grad) - _local(other.grad)) for one, other in pairs]).max()
-    dist.all_reduce(difference, dist.ReduceOp.MAX)
-    return {"collectives": collectives, "gradient_difference": difference.item()}
-
-
-def _step(model: nn.Module, then: Callable[[nn.Module], object] = lambda model: None) -> dict[str, dict[str, int]]:
-    _loss(model).backward()  # in the first step roots are found
-    model.zero_grad()
-    with Collectives() as collectives:
-        _loss(model).backward()
-        then(model)
-    return collectives.counts
+    return beside.compare(_ours(sizes), _by_hand(sizes), _loss)
 
 
 def _loss(model: nn.Module) -> torch.Tensor:
     """Of one row, another on each rank."""
     tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(dist.get_rank()))
     return functional.cross_entropy(model(tokens)[0], tokens[0])
-
-
-def _local(grad: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(grad, DTensor), "every parameter is sharded and trained"
-    return grad.to_local()  # both ways have the same part on a rank
-
-
-def _largest(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.abs().max() if tensor.numel() else torch.zeros(())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,29 +10,25 @@ not hold.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import beside
 import report
 import torch
 import torch.distributed as dist
-from counting import Collectives
 from launch import on_ranks
 from llama import VOCABULARY, Holder, LlamaSizes, build, is_layer
-from report import Bar, calls_text, collectives_table, machine
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 
 RANKS, TENSOR = 4, 2
 TOKENS = 64
-OURS, BY_HAND, CLIPPED = "composer_fsdp2", "by hand", "composer_fsdp2, clipped"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,45 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = asdict(LlamaSizes(TOKENS, given.width, given.layers, given.heads))
     found = on_ranks(measure, RANKS, "cpu", options, start_method="fork")
-    counts, difference = found["collectives"], found["gradient_difference"]
-    added = {name: each for name, each in counts[CLIPPED].items() if each != counts[OURS].get(name)}
-    bars = [
-        Bar("the collectives and bytes of the same by hand", calls_text(counts[OURS]), counts[OURS] == counts[BY_HAND]),
-        Bar(
-            "clipping adds one all-reduce for each axis",
-            calls_text(added),
-            added == {"allreduce_": {"calls": 2, "bytes": 16}},
-        ),
-        Bar("the gradients of the same by hand", f"{difference:.1e}", difference < 1e-12),
-    ]
-    return report.conclude(given, bars, summary=found, text=f"{machine()}\n\n{collectives_table(counts)}")
+    return beside.conclude(given, found, axes_clipped=2)
 
 
 def measure(given: dict[str, int]) -> dict[str, Any]:
-    """The collectives of each way's second step, and how far gradients are apart. Called on all ranks."""
     options = LlamaSizes(**given)
     torch.set_default_dtype(torch.float64)
-    ours, by_hand = _ours(options), _by_hand(options)
-    collectives = {
-        OURS: _step(ours),
-        BY_HAND: _step(by_hand),
-        CLIPPED: _step(ours, lambda model: clip_grad_norm_(model, 1.0)),
-    }
-    for model in (ours, by_hand):
-        model.zero_grad()
-        _loss(model).backward()
-    pairs = zip(ours.parameters(), by_hand.parameters(), strict=True)
-    difference = max(_largest(_full(one.grad) - _full(other.grad)) for one, other in pairs)
-    return {"collectives": collectives, "gradient_difference": difference}
-
-
-def _step(model: Holder, then: Callable[[nn.Module], object] = lambda model: None) -> dict[str, dict[str, int]]:
-    _loss(model).backward()  # in the first step roots are found
-    model.zero_grad()
-    with Collectives() as collectives:
-        _loss(model).backward()
-        then(model)
-    return collectives.counts
+    return beside.compare(_ours(options), _by_hand(options), _loss)
 
 
 def _loss(model: Holder) -> torch.Tensor:
@@ -91,15 +55,6 @@ def _loss(model: Holder) -> torch.Tensor:
     tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=generator)
     loss: torch.Tensor = model.model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return tensor.abs().max().item()
-
-
-def _full(grad: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(grad, DTensor), "every parameter is sharded and trained"
-    return grad.full_tensor()
 
 
 def _plan() -> dict[str, ParallelStyle]:

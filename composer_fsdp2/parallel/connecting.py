@@ -1,9 +1,12 @@
 """Tensors that carry no value into a computation, and are reached by its backward all the same."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+
+# Of a forward: by place, and by name.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -33,6 +36,25 @@ def no_rows_of(tensor: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def without_rows(arguments: Arguments) -> Arguments:
+    """With no rows of each tensor that has as many as the first; still of the same graph."""
+    num_rows = next((tensor.shape[0] for tensor in tensors_in(arguments) if tensor.dim()), 0)
+
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        return no_rows_of(tensor) if num_rows and tensor.dim() and tensor.shape[0] == num_rows else tensor
+
+    changed: Arguments = _with_tensors(arguments, of)
+    return changed
+
+
+def kept_without_rows(arguments: Arguments) -> Arguments:
+    """Without rows, and of no graph, so that no forward's activations are kept for the next."""
+    kept: Arguments = _with_tensors(
+        without_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)
+    )
+    return kept
+
+
 def connect_first(output: Any, others: Sequence[torch.Tensor]) -> Any:
     """The output with its first tensor of floating point numbers connected; a tuple or list is another one then."""
     if is_floating(output):
@@ -49,6 +71,17 @@ def connect_first(output: Any, others: Sequence[torch.Tensor]) -> Any:
 def of_same_type(sequence: Any, members: Sequence[Any]) -> Any:
     """A tuple or list, also one with names, of other members."""
     return type(sequence)(*members) if hasattr(sequence, "_fields") else type(sequence)(members)
+
+
+def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value with each of its tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple | list):
+        return of_same_type(value, [_with_tensors(each, change) for each in value])
+    if isinstance(value, dict):
+        return {key: _with_tensors(each, change) for key, each in value.items()}
+    return value
 
 
 def is_floating(value: Any) -> bool:

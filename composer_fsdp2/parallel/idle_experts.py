@@ -25,7 +25,7 @@ from composer_fsdp2._torch.private_names import BatchNorm
 from composer_fsdp2.config.parallel import ExpertBlock
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.asking import Ask, asking
-from composer_fsdp2.parallel.connecting import connect_first, no_rows_of, of_same_type, tensors_in
+from composer_fsdp2.parallel.connecting import Arguments, connect_first, kept_without_rows, tensors_in, without_rows
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.training.control import Question
 
@@ -33,8 +33,6 @@ _WAY_OUT = (
     "Leave the experts in the unit of their layer, which is exact too; or, if every rank calls all of them in one "
     "order, set runs_every_expert = True on the module that holds them"
 )
-
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _QUESTION = Question(
     "idle_experts",
@@ -140,8 +138,8 @@ class _Order:
         self._next: int | None = None  # None: outside of the block's forward
         self._is_idle = False  # while one runs on no rows
         self._input: tuple[torch.Tensor, ...] = ()
-        self._call: _Arguments | None = None  # of the last that was no idle one
-        self._of_before: _Arguments | None = None  # the same of the last forward that had one, without rows
+        self._call: Arguments | None = None  # of the last that was no idle one
+        self._of_before: Arguments | None = None  # the same of the last forward that had one, without rows
         self._outputs: list[torch.Tensor] = []
         self._checked: set[int] = set()
 
@@ -173,7 +171,7 @@ class _Order:
 
     def end(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._call is not None:
-            self._of_before = _kept(self._call)
+            self._of_before = kept_without_rows(self._call)
         self._run_idle(len(self.experts), *(self._call or self._without_call()))
         self._agree()
         self._ask = None
@@ -182,7 +180,7 @@ class _Order:
         # Also where none was idle: what is recomputed is recomputed before the last expert is gathered for backward.
         return connect_first(output, outputs) if torch.is_grad_enabled() else None
 
-    def _without_call(self) -> _Arguments:
+    def _without_call(self) -> Arguments:
         """What experts run on where no token of this rank goes to any: a part of the input, which gets a gradient, of
         zeros, and whatever else they were given before."""
         rows = tuple(each.reshape(-1, each.shape[-1])[:0] for each in self._input)
@@ -198,7 +196,7 @@ class _Order:
         assert self._next is not None
         if self._next == end:
             return
-        args, kwargs = _without_rows((args, kwargs))
+        args, kwargs = without_rows((args, kwargs))
         for number in range(self._next, end):
             self._agree()
             self._next, self._is_idle = number + 1, True
@@ -294,33 +292,3 @@ class _NoRows(TorchFunctionMode):
             if is_of_no_rows and not bool(result.isfinite().all()):
                 raise ComposerFSDP2Error(f"{self._name} computes NaN or infinity of no rows: {_IS_NOT_TOKEN_WISE}")
         return result
-
-
-def _without_rows(arguments: _Arguments) -> _Arguments:
-    """With no rows of each tensor that has as many as the first; still of the same graph."""
-    num_rows = next((tensor.shape[0] for tensor in tensors_in(arguments) if tensor.dim()), 0)
-
-    def of(tensor: torch.Tensor) -> torch.Tensor:
-        return no_rows_of(tensor) if num_rows and tensor.dim() and tensor.shape[0] == num_rows else tensor
-
-    changed: _Arguments = _with_tensors(arguments, of)
-    return changed
-
-
-def _kept(arguments: _Arguments) -> _Arguments:
-    """Without rows, and of no graph, so that no forward's activations are kept for the next."""
-    kept: _Arguments = _with_tensors(
-        _without_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)
-    )
-    return kept
-
-
-def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The value with each of its tensors changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple | list):
-        return of_same_type(value, [_with_tensors(each, change) for each in value])
-    if isinstance(value, dict):
-        return {key: _with_tensors(each, change) for key, each in value.items()}
-    return value

@@ -85,31 +85,35 @@ def _join_tensors(tensors: Sequence[torch.Tensor], rows: Sequence[int | None], p
 
 
 def _of_no_rows(tensors: Sequence[torch.Tensor], rows: Sequence[int | None], path: str) -> torch.Tensor:
-    """A tensor that is the batch's as a whole, such as the positions that all rows have: once, if all have the same."""
-    if len({digest_of(parts_of(tensor)) for tensor in tensors}) > 1:
+    """A tensor that is the batch's as a whole, such as a mask that all rows have: once, if all have the same.
+
+    A vector of whole numbers is likelier places in the batch, as offsets are, which would be those of one rank's rows.
+    """
+    first = tensors[0]
+    is_places = first.ndim == 1 and not first.is_floating_point() and first.dtype != torch.bool
+    if is_places or len({digest_of(parts_of(tensor)) for tensor in tensors}) > 1:
+        why = "may say places of rows" if is_places else "is not the same on all ranks"
         raise _cannot(
-            path,
-            f"has {_listed(map(len, tensors))} in dimension 0, where batches have {_listed(rows)} rows, and "
-            "is not the same on all ranks",
+            path, f"has {_listed(map(len, tensors))} in dimension 0, where batches have {_listed(rows)} rows, and {why}"
         )
-    return tensors[0]
+    return first
 
 
 def _join_mappings(values: Sequence[Mapping[Any, Any]], rows: Sequence[int | None], path: str) -> Any:
     first = values[0]
-    have = {key: [value.get(key) is not None for value in values] for value in values for key in value}
-    odd = [key for key, of_ranks in have.items() if any(of_ranks) and not all(of_ranks)]
+    keys = dict.fromkeys(key for value in values for key in value)
+    having = {key: [rank for rank, value in enumerate(values) if value.get(key) is not None] for key in keys}
+    odd = [key for key, ranks in having.items() if 0 < len(ranks) < len(values)]
     if others := [key for key in odd if not _OF_MEDIA.search(str(key))]:
         raise _cannot(path, f"has {', '.join(sorted(map(repr, others)))} on some ranks only")
     if found := [key for key in _OF_ROWS if key in first]:
         raise _cannot(f"{path}[{found[0]!r}]", "says places of rows, which others take")
     values = _padded(values, path)
     joined = {}
-    for key, of_ranks in have.items():
-        # Of rows without pictures there is nothing to join.
-        taken = [number for number, has in enumerate(of_ranks) if has or key not in odd]
-        own = [values[number].get(key) for number in taken]
-        joined[key] = _join_member(own, [rows[number] for number in taken], f"{path}[{key!r}]")
+    for key, ranks in having.items():
+        taken = ranks or range(len(values))  # of rows without pictures there is nothing to join
+        own = [values[rank].get(key) for rank in taken]
+        joined[key] = _join_member(own, [rows[rank] for rank in taken], f"{path}[{key!r}]")
     if type(first) is dict:
         return joined
     try:

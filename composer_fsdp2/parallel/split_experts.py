@@ -160,7 +160,7 @@ def _refuse_beside(config: ShardingConfig, *, is_split: bool) -> None:
         "HSDP + MoE is not supported; leave data_parallel_replicate_degree, HYBRID_SHARD or NO_SHARD out": (
             mesh.has_replicas
         ),
-        "beside process_group: groups of ranks are no mesh of all ranks; leave one of the two out": (mesh.is_grouped),
+        "beside process_group: groups of ranks are no mesh of all ranks; leave one of the two out": mesh.is_grouped,
         "experts that a script split already, beside tensor parallelism, whose consecutive ranks would have different "
         f"ones; leave one of the two out, or pass the experts unsplit and give {_KEY}": (
             is_split and mesh.tensor_degree > 1

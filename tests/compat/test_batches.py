@@ -356,8 +356,23 @@ def check_random() -> None:
 
 
 def test_an_algorithm_that_draws_other_numbers_on_each_rank_is_an_error():
-    """MixUp under tensor parallelism would mix other samples on every rank of a group, and train on that."""
+    """MixUp where sequences are divided would mix other samples on every rank of a group, and train on that."""
     run_ranks(check_random, 2)
+
+
+def check_random_beside_split_layers() -> None:
+    for how in (OFF, GATHER):
+        for event in ("after_dataloader", "before_forward"):
+            with FSDP2():
+                options = {"algorithms": [random_algorithm(event)], "replicated": how is OFF}
+                trainer = make(how, duration="2ba", tensor=True, **options)
+                trainer.fit()
+                trainer.close()
+
+
+def test_an_algorithm_draws_the_same_numbers_on_the_ranks_that_split_a_layer():
+    """Else MixUp could not be used with tensor parallelism at all."""
+    run_ranks(check_random_beside_split_layers, 2)
 
 
 def check_resumes(folder: str) -> None:

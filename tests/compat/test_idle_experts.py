@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.comparing import full
 from support.known_models import mixture
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
 from support.trainers import build_model, fit, largest_difference
-from support.training import FULL, named_parameters
+from support.training import FULL, assert_gradients
 from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
@@ -92,11 +91,7 @@ def check(architecture: str, skips: bool, section: dict[str, Any]) -> None:
         loss(model, dist.get_rank(), step).backward()
         for rank in range(world_size):
             (loss(reference, rank, step) / world_size).backward()
-    ours = named_parameters(model)
-    for name, parameter in reference.named_parameters():
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        error = (full(ours[name].grad) - expected).abs().max().item()
-        assert error <= 1e-12, (name, error)
+    assert_gradients(model, reference)
     assert max(idle) > 0
     if "activation_checkpointing" in section:  # of no matter to what generates
         return

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.comparing import full, full_parameters
+from support.comparing import full_parameters
 from support.known_models import IMAGE_TOKEN, llava, qwen_vl
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.trainers import largest_difference
-from support.training import FULL, named_parameters
-from torch import nn
+from support.training import FULL, assert_gradients, named_parameters
 
 from composer_fsdp2 import UnsupportedError, prepare_fully_shard
 
@@ -89,20 +88,11 @@ def check(kind: Any, section: dict[str, Any], images: Images, num_steps: int = 3
             of_rank = loss(reference, kind, step, rank, images) / world_size
             if of_rank.requires_grad:  # not of text alone, where that is frozen
                 of_rank.backward()
-        compare(model, reference)
+        assert_gradients(model, reference)
         for each in (model, reference):
             each.zero_grad()
         with torch.no_grad():
             loss(model, kind, step, dist.get_rank(), images)
-
-
-def compare(model: nn.Module, reference: nn.Module) -> None:
-    ours = named_parameters(model)
-    for name, parameter in reference.named_parameters():
-        ours_full = torch.zeros_like(parameter) if ours[name].grad is None else full(ours[name].grad)
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        error = (ours_full - expected).abs().max().item()
-        assert error <= 1e-12, (name, error)
 
 
 def check_all(cases: dict[str, tuple[Any, ...]]) -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.comparing import full
 from support.known_models import IMAGE_TOKEN, qwen_vl
 from support.ranks import run_ranks
-from support.training import FULL, named_parameters
+from support.training import FULL, assert_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -92,18 +91,9 @@ def check(section: dict[str, Any], degree: int, num_places: int, padding: str) -
         total = loss.detach().clone()
         dist.all_reduce(total)
         assert abs(total.item() / dist.get_world_size() - expected.item()) <= 1e-12
-        compare(model, reference)
+        assert_gradients(model, reference)
         for each in (model, reference):
             each.zero_grad()
-
-
-def compare(model: nn.Module, reference: nn.Module) -> None:
-    ours = named_parameters(model)
-    for name, parameter in reference.named_parameters():
-        ours_full = torch.zeros_like(parameter) if ours[name].grad is None else full(ours[name].grad)
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        error = (ours_full - expected).abs().max().item()
-        assert error <= 1e-12, (name, error)
 
 
 def check_all(cases: dict[str, tuple[Any, ...]]) -> None:

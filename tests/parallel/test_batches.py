@@ -297,6 +297,10 @@ def check_cannot_gather() -> None:
         "dtypes": (torch.ones(2, dtype=torch.int64 if rank else torch.int32), r"\(int32 \[2\], int64 \[2\]\)"),
         "keys": ({"x": ids[:, :3]} | ({"weights": mask} if rank else {}), r"batch has 'weights' on some ranks only"),
         "packed": ({"x": ids[:, :3], "cu_seq_lens_q": ids[0]}, r"batch\['cu_seq_lens_q'\] says places of rows"),
+        "offsets": (
+            {"x": ids[:, :3] * rank, "offsets": torch.tensor([0, 3, 6])},
+            r"batch\['offsets'\] has 3 in dimension 0, where batches have 2 rows, and may say places of rows",
+        ),
         "of no row": (
             {"x": ids[:, :3] * rank, "position_ids": ids[:1, :3] * rank},
             r"batch\['position_ids'\] has 1 in dimension 0, where batches have 2 rows, and is not the same",

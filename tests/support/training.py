@@ -30,6 +30,17 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {own_name(name): parameter for name, parameter in model.named_parameters()}
 
 
+def assert_gradients(model: nn.Module, reference: nn.Module, *, atol: float = 1e-12) -> None:
+    """Those of the reference on the whole batch, zero where there is none. Called on all ranks."""
+    ours = named_parameters(model)
+    for name, parameter in reference.named_parameters():
+        found, expected = (
+            torch.zeros_like(parameter) if p.grad is None else full(p.grad) for p in (ours[name], parameter)
+        )
+        error = (found - expected).abs().max().item()
+        assert error <= atol, (name, error)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
