@@ -76,6 +76,11 @@ ROOMS = {
         rooms="errors config _torch sharding training",
         packages="torch",
     ),
+    "estimate": room(
+        "__init__ events step",
+        rooms="errors config _torch sharding",
+        packages="torch",
+    ),
     "fsdp1": room(
         "__init__ attributes objects parsing policy_words parallel_words children experts keys policies "
         "tensor_words towers "
@@ -105,7 +110,7 @@ ROOMS = {
     ),
     "__init__": room(
         "__init__",
-        rooms="errors config _torch sharding training parallel fsdp1 checkpoint prepare",
+        rooms="errors config _torch sharding training parallel estimate fsdp1 checkpoint prepare",
     ),
     "migration": room(
         "__init__ paths processes run capabilities dialect documents/edits documents/json documents/toml "
@@ -134,10 +139,15 @@ ROOMS = {
         rooms="errors atomic config _torch sharding training parallel fsdp1 checkpoint prepare",
         packages="composer llmfoundry omegaconf torch torchmetrics",
     ),
+    "preflight": room(
+        "__init__ run",
+        rooms="errors config _torch sharding parallel estimate fsdp1 prepare migration compat",
+        packages="omegaconf torch",
+    ),
     "cli": room(
         "__init__ explain lazy migrate models run train checkpoint checkpoint_convert checkpoint_inspect "
         "checkpoint_verify main",
-        rooms="errors config checkpoint __init__ migration compat",
+        rooms="errors atomic config estimate checkpoint __init__ migration compat preflight",
         packages="rich torch typer",
     ),
     "__main__": room(

@@ -1,0 +1,59 @@
+"""One microbatch as FSDP2's hooks see it: a value that a trace of the model gives, and that a replay reads."""
+
+import enum
+from dataclasses import dataclass
+
+from composer_fsdp2.config.value import Value
+
+
+class Moment(enum.Enum):
+    """What comes next in a microbatch. The first four are the hooks of ``fully_shard`` around a unit."""
+
+    PRE_FORWARD = "pre_forward"
+    POST_FORWARD = "post_forward"
+    PRE_BACKWARD = "pre_backward"
+    POST_BACKWARD = "post_backward"
+    GRADIENT = "gradient"  # autograd has put down (or added to) the unsharded gradient of one parameter
+    END = "end"  # of backward; units whose inputs need no gradient reduce theirs here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent(Value):
+    """One moment, and what the model's own computation does from it to the next one.
+
+    Args:
+        unit: The name of the unit whose hook runs; of a gradient's event, of the unit that holds the parameter.
+        parameter: The first name of the parameter whose gradient is there.
+        live_bytes: Activations alive right after it: every storage that the computation made and that is neither
+            state (parameters, gradients, buffers) nor the replay's.
+        peak_bytes: The largest sum of them until the next event; at least ``live_bytes``.
+        loss_bytes: How much of ``peak_bytes`` belongs to the output layer and the loss (logits and what is made of
+            them).
+        flops: Floating-point operations until the next event.
+        recomputed_flops: Those of them that activation checkpointing does a second time.
+    """
+
+    moment: Moment
+    unit: str
+    parameter: str | None = None
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    loss_bytes: int = 0
+    flops: int = 0
+    recomputed_flops: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchTrace(Value):
+    """All moments of one microbatch, in the order in which the CPU comes by them.
+
+    Args:
+        is_assumed: The order is that of the plan's units, because no model was traced.
+        host_bytes: The most that offloaded activations take of the host's memory.
+        notes: What was assumed while tracing, in whole sentences.
+    """
+
+    events: tuple[StepEvent, ...]
+    is_assumed: bool = False
+    host_bytes: int = 0
+    notes: tuple[str, ...] = ()

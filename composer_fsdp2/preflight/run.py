@@ -1,0 +1,52 @@
+"""A user's run as ``plan`` needs it: the model on the meta device, its plan, and how one microbatch is computed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.fsdp1.translate import Translation
+from composer_fsdp2.sharding.plan import ShardingPlan
+
+# Of a model (or a copy of it with fewer blocks), the rows of a microbatch and the tokens of a row: the loss. It makes
+# its own inputs, so that it can be called on fake tensors.
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerChoice:
+    """The optimizer's name as Composer, Foundry or torch have it (``decoupled_adamw``, ``AdamW``), and its options."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightRun:
+    """Everything that a file says of one training step, for a number of ranks.
+
+    Args:
+        model: On the meta device; its direct children are the roots, as Composer has it.
+        plan: For ``world_size`` ranks.
+        loss: Computes one microbatch's loss.
+        microbatch_size: Rows of a microbatch on one rank. May be below 1: ranks that share a batch.
+        num_microbatches: Of a batch, on one rank.
+        sequence_length: In tokens.
+        optimizer: None where the file names none.
+        findings: What was replaced so that the model could be built, and what was assumed; with the place in the file.
+    """
+
+    model: nn.Module
+    translation: Translation
+    plan: ShardingPlan
+    world_size: int
+    loss: Loss
+    precision: str
+    microbatch_size: int
+    num_microbatches: int
+    sequence_length: int
+    optimizer: OptimizerChoice | None
+    findings: tuple[Finding, ...]
