@@ -140,7 +140,7 @@ ROOMS = {
         packages="composer llmfoundry omegaconf torch torchmetrics",
     ),
     "preflight": room(
-        "__init__ run",
+        "__init__ preflight_run",
         rooms="errors config _torch sharding parallel estimate fsdp1 prepare migration compat",
         packages="omegaconf torch",
     ),
