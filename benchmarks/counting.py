@@ -4,14 +4,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from composer_fsdp2._torch.groups import groups_of, state_of
+
 __all__ = ["Collectives", "LiveBytes", "StateBytes", "gathered_bytes"]
 
 _NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+_INTO = torch.ops.aten.copy_.default
+_COPIES = {_INTO, torch.ops.aten._to_copy.default}
 _SILENT = {"wait_tensor"}
 # A storage that was seen as several of these counts as the first.
 _KINDS = ("parameters", "gradients", "optimizer", "communication")
@@ -27,6 +33,7 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, dict[str, int]] = {}
+        self.calls: list[tuple[str, int, int]] = []  # operator, bytes, ranks of the group
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -35,8 +42,10 @@ class Collectives(TorchDispatchMode):
             return NotImplemented  # Its own dispatch comes first, so that what that sends is seen here.
         if _is_collective(func):
             count = self.counts.setdefault(func.overloadpacket.__name__, {"calls": 0, "bytes": 0})
+            num_bytes = max((sum(tensor.nbytes for tensor in _tensors(arg)) for arg in args), default=0)
             count["calls"] += 1
-            count["bytes"] += max((sum(tensor.nbytes for tensor in _tensors(arg)) for arg in args), default=0)
+            count["bytes"] += num_bytes
+            self.calls.append((func.overloadpacket.__name__, num_bytes, _group_size(args)))
         return func(*args, **(kwargs or {}))
 
 
@@ -46,6 +55,10 @@ class StateBytes(TorchDispatchMode):
 
     A storage counts from the operator after which it can be reached as one of these until it is freed. Activations
     and temporary tensors do not count. ``peak`` is the largest sum after any operator, ``at_peak`` its parts.
+
+    What FSDP2 keeps out of the modules' sight is looked up in its own objects: gathered parameters before they stand
+    in their modules, what is kept of them between forward and backward, gradients that were put off in the dtype they
+    are reduced in, and those that wait for their reduction over replicas.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -58,6 +71,8 @@ class StateBytes(TorchDispatchMode):
         # FSDP1 hands out views of these and keeps the gradient on them.
         flat = (getattr(module, "_flat_param", None) for module in model.modules())
         self._flat: list[Any] = list({id(each): each for each in flat if each is not None}.values())
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._groups = list({id(group): group for unit in units for group in groups_of(state_of(unit))}.values())
         self._kind_of = WeakIdKeyDictionary()
         self._look()
 
@@ -67,9 +82,11 @@ class StateBytes(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if _is_collective(func):
-            for tensor in _tensors(args):
+        if _is_collective(func) or func.namespace == "fsdp":  # what copies in and out of a collective's buffers
+            for tensor in _tensors((*args, *(kwargs or {}).values())):
                 self._note("communication", tensor)
+        if func in _COPIES and self._kind_of.get(args[func is _INTO].untyped_storage()) == "communication":
+            self._note("communication", result)  # reduced over one rank, or cast to the parameter's dtype
         self._look()
         return result
 
@@ -81,6 +98,18 @@ class StateBytes(TorchDispatchMode):
             sums[kind] += storage.nbytes()
         if sum(sums.values()) > self.peak:
             self.peak, self.at_peak = sum(sums.values()), sums
+
+    def _kept_by_fsdp2(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                for tensor in parameter.all_gather_outputs:
+                    yield "parameters", tensor
+                if (tensor := getattr(parameter, "_sharded_post_forward_param_data", None)) is not None:
+                    yield "parameters", tensor
+                if (tensor := parameter.unsharded_accumulated_grad) is not None:
+                    yield "gradients", _local(tensor)
+            if group._partial_reduce_output is not None:
+                yield "communication", group._partial_reduce_output
 
     def _note(self, kind: str, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -99,6 +128,7 @@ class StateBytes(TorchDispatchMode):
                     yield "parameters", tensor
             if (tensor := getattr(flat, "_saved_grad_shard", None)) is not None:
                 yield "gradients", tensor
+        yield from self._kept_by_fsdp2()
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
@@ -136,6 +166,14 @@ def gathered_bytes(counts: dict[str, dict[str, int]]) -> int:
 
 def _is_collective(func: Any) -> bool:
     return func.namespace in _NAMESPACES and func.overloadpacket.__name__ not in _SILENT
+
+
+def _group_size(args: Iterable[Any]) -> int:
+    """Of the process group among an operator's arguments; 0 without one."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return int(dist.ProcessGroup.unbox(arg).size())
+    return 0
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -26,6 +26,9 @@ _FILES = {
     "config.sharding": "Accumulation ActivationCheckpointing GradientSync MixedPrecision Prefetch ShardingConfig",
     "errors": "CheckpointError ComposerFSDP2Error ConfigError IncompatibleVersionError PlanError RanksDivergedError "
     "UnsupportedError",
+    "estimate.optimizers": "OptimizerState optimizer_state",
+    "estimate.replay": "estimate_step",
+    "estimate.step": "StepEstimate",
     "fsdp1.translate": "Translation translate",
     "parallel.tiled_mlp": "tile_mlp",
     "prepare": "apply_activation_checkpointing apply_plan plan_sharding prepare_fully_shard",
@@ -71,6 +74,10 @@ if TYPE_CHECKING:  # and editors; with "as" it is an export to them
     from composer_fsdp2.errors import PlanError as PlanError
     from composer_fsdp2.errors import RanksDivergedError as RanksDivergedError
     from composer_fsdp2.errors import UnsupportedError as UnsupportedError
+    from composer_fsdp2.estimate.optimizers import OptimizerState as OptimizerState
+    from composer_fsdp2.estimate.optimizers import optimizer_state as optimizer_state
+    from composer_fsdp2.estimate.replay import estimate_step as estimate_step
+    from composer_fsdp2.estimate.step import StepEstimate as StepEstimate
     from composer_fsdp2.fsdp1.translate import Translation as Translation
     from composer_fsdp2.fsdp1.translate import translate as translate
     from composer_fsdp2.parallel.tiled_mlp import tile_mlp as tile_mlp

@@ -40,6 +40,7 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     "torch.distributed.distributed_c10d": ("PrefixStore", "_get_default_store"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.storage": ("_dtype_to_storage_type_map",),
+    "torch.utils._pytree": ("tree_flatten", "tree_unflatten"),
     "torch.utils._foreach_utils": ("_group_tensors_by_device_and_dtype",),
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3"),
     "torch": (
@@ -57,6 +58,7 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
 _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{_FULLY_SHARD}._fsdp_state", "FSDPState"): ("_comm_ctx", "_device_handle", "_is_root", "_modules",
         "_modules_to_run_forward", "_root_post_backward_final_callback", "_state_ctx", "_training_state"),
+    ("torch.autograd.variable", "Variable"): ("_execution_engine",),
     (f"{_FULLY_SHARD}._fsdp_state", "FSDPStateContext"): ("all_states", "is_last_backward", "iter_forward_root",
         "post_backward_final_callback_queued"),
     (f"{_FULLY_SHARD}._fsdp_param_group", "FSDPParamGroup"): ("_all_gather_result", "_partial_reduce_output",

@@ -49,11 +49,13 @@ class MicrobatchTrace(Value):
 
     Args:
         is_assumed: The order is that of the plan's units, because no model was traced.
+        frozen: The first names of the model's parameters that need no gradient.
         host_bytes: The most that offloaded activations take of the host's memory.
         notes: What was assumed while tracing, in whole sentences.
     """
 
     events: tuple[StepEvent, ...]
     is_assumed: bool = False
+    frozen: tuple[str, ...] = ()
     host_bytes: int = 0
     notes: tuple[str, ...] = ()

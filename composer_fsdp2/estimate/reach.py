@@ -1,0 +1,40 @@
+"""Which ranks a collective of one rank reaches, and over which link, from a mesh's numbers alone."""
+
+import math
+from collections.abc import Sequence
+
+from composer_fsdp2.config.mesh import AxisRole, MeshSpec
+from composer_fsdp2.estimate.step import Link
+
+
+def members(mesh: MeshSpec, role: AxisRole, rank: int, world_size: int) -> tuple[int, ...]:
+    """The ranks that lie with ``rank`` along the axes of ``role``, itself among them, in the order of the axis.
+
+    Args:
+        mesh: Resolved.
+    """
+    axes = mesh.axes_of(role)
+    if not axes:
+        return (rank,)
+    if mesh.is_grouped:
+        found = [groups.members(rank, world_size) for axis in axes if (groups := mesh.axes[axis].groups) is not None]
+        return found[0] if found else (rank,)
+    ranks: tuple[int, ...] = (rank,)
+    for axis in axes:
+        stride = math.prod(mesh.shape[axis + 1 :])
+        place = rank // stride % mesh.shape[axis]
+        ranks = tuple(each + (step - place) * stride for each in ranks for step in range(mesh.shape[axis]))
+    return tuple(sorted(ranks))
+
+
+def place_in(mesh: MeshSpec, role: AxisRole, rank: int, world_size: int) -> int:
+    """The number of ``rank`` among those along the axes of ``role``."""
+    return members(mesh, role, rank, world_size).index(rank)
+
+
+def link_of(ranks: Sequence[int], gpus_per_node: int) -> Link:
+    """Whether all lie on one node, ranks being numbered node by node as every launcher does."""
+    if len(ranks) < 2:
+        return Link.NONE
+    first, last = min(ranks), max(ranks)
+    return Link.INTRA if first // gpus_per_node == last // gpus_per_node else Link.INTER

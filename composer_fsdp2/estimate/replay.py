@@ -1,0 +1,298 @@
+"""One training step of a plan, replayed: what a rank's memory holds at each moment, and what it sends."""
+
+from collections.abc import Iterator, Sequence
+
+from composer_fsdp2._torch.ways import recomputation_is_no_forward, skips_groups_of_one
+from composer_fsdp2.config.sharding import GradientSync
+from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
+from composer_fsdp2.estimate.fully_shard import Root, Syncing, TorchWays
+from composer_fsdp2.estimate.ledger import Ledger
+from composer_fsdp2.estimate.optimizers import OptimizerState, optimizer_state
+from composer_fsdp2.estimate.reach import link_of, members
+from composer_fsdp2.estimate.step import CollectiveCall, Kind, MemorySample, Phase, StepEstimate
+from composer_fsdp2.estimate.unit_sizes import UnitSizes, unit_sizes
+from composer_fsdp2.sharding.dtypes import dtype_bytes
+from composer_fsdp2.sharding.modules import ancestors_or_self
+from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, units_by_root
+
+
+def estimate_step(
+    plan: ShardingPlan,
+    trace: MicrobatchTrace | None = None,
+    *,
+    world_size: int,
+    optimizer: OptimizerState | None = None,
+    num_microbatches: int = 1,
+    rank: int = 0,
+    gpus_per_node: int = 8,
+) -> StepEstimate:
+    """What one training step takes of a rank's memory and sends, without running it.
+
+    A replay of what ``fully_shard`` and this package do in the order in which the CPU asks for memory; equal to what
+    real steps count to the byte (tests/estimate/test_replay.py). It models neither the allocator's fragmentation nor
+    what NCCL and CUDA take for themselves.
+
+    Args:
+        plan: What ``plan_sharding`` gave.
+        trace: One microbatch of the model, with its activations. None: the units run in the order of the plan, and
+            activations are not counted.
+        world_size: The number of ranks.
+        optimizer: What it keeps; None is AdamW.
+        num_microbatches: Of the step, each with a forward and a backward.
+        rank: Whose memory; ranks differ where a parameter's rows do not divide evenly.
+        gpus_per_node: Which groups of ranks lie on one node.
+    Raises:
+        ConfigError: the plan does not fit ``world_size``.
+
+    Does not communicate, and needs no process group.
+    """
+    plan = plan.resolve(world_size)
+    trace = assumed_trace(plan) if trace is None else trace
+    replay = _Replay(plan, trace, optimizer or optimizer_state("AdamW"), world_size, rank, gpus_per_node)
+    for number in range(num_microbatches):
+        replay.microbatch(number, is_last=number == num_microbatches - 1)
+    replay.optimizer_step()
+    return replay.result()
+
+
+class _Replay:
+    """The state of one step while it is replayed."""
+
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        trace: MicrobatchTrace,
+        optimizer: OptimizerState,
+        world_size: int,
+        rank: int,
+        gpus_per_node: int,
+    ) -> None:
+        self.plan, self.trace, self.optimizer = plan, trace, optimizer
+        self.world_size, self.rank, self.gpus_per_node = world_size, rank, gpus_per_node
+        self.ledger = Ledger()
+        self.samples: list[MemorySample] = []
+        self.calls: list[CollectiveCall] = []
+        self.phase = Phase.FORWARD
+        self.frozen = {*plan.frozen, *trace.frozen}
+        self.sizes = {
+            unit.name: unit_sizes(unit, rank=rank, world_size=world_size, frozen=self.frozen) for unit in plan.units
+        }
+        self.unsharded = tuple(_unsharded(plan))
+        self.is_at = [unit.name for unit in plan.units]
+        self.roots = [self._root([unit.name for unit in units]) for units in units_by_root(plan.units).values()]
+        self.root_of = {unit.sizes.name: root for root in self.roots for unit in root.units}
+        self.parameters = self._keep_parameters()
+        self.optimizer_bytes = self._keep_optimizer()
+        self._unsharded_gradients: set[str] = set()
+
+    def _root(self, bottom_up: Sequence[str]) -> Root:
+        units = [self.sizes[name] for name in _outer_first(bottom_up)]
+        ways = TorchWays(
+            skips_groups_of_one=skips_groups_of_one(), recomputation_is_no_forward=recomputation_is_no_forward()
+        )
+        return Root(units, self.ledger, self._send, ways)
+
+    # What is there before the step
+
+    def _keep_parameters(self) -> int:
+        num_bytes = sum(
+            each.shard_elements * each.own_bytes for each in self.sizes.values() if not each.is_offloaded
+        ) + sum(spec.numel * dtype_bytes(spec.dtype) for spec in self.unsharded)
+        self.ledger.take(Kind.PARAMETERS, num_bytes)
+        return num_bytes
+
+    def _keep_optimizer(self) -> int:
+        num_bytes = sum(self._state_of(each) for each in self.sizes.values() if not each.is_offloaded) + sum(
+            self.optimizer.state_bytes(spec.numel, dtype_bytes(spec.dtype))
+            for spec in self.unsharded
+            if spec.name not in self.frozen
+        )
+        self.ledger.take(Kind.OPTIMIZER, num_bytes)
+        return num_bytes
+
+    def _state_of(self, sizes: UnitSizes) -> int:
+        trained = [each for each in sizes.parameters if each.is_trained]
+        return sum(self.optimizer.state_bytes(each.own_shard, sizes.own_bytes) for each in trained)
+
+    # The step
+
+    def microbatch(self, number: int, *, is_last: bool) -> None:
+        sync = self.plan.config.accumulation
+        for root in self.roots:
+            root.syncing = Syncing(
+                reduces=is_last or sync.gradient_sync is not GradientSync.LAST,
+                all_reduces=is_last or sync.gradient_sync is not GradientSync.DEFER_REPLICA,
+                reshards_after_backward=is_last or sync.reshard_after_backward,
+            )
+        self.phase = Phase.FORWARD
+        for place, event in enumerate(self.trace.events):
+            if event.moment is Moment.PRE_BACKWARD:
+                self.phase = Phase.BACKWARD
+            self.ledger.mark()
+            self._run(event)
+            self._sample(number, place, event)
+
+    def _run(self, event: StepEvent) -> None:
+        root = self.root_of.get(event.unit)
+        match event.moment:
+            case Moment.END:
+                for each in self.roots:
+                    each.end()
+                    self._average_replicated(each)
+            case Moment.GRADIENT if root is None or not self._is_sharded(event):
+                self._take_unsharded_gradient(event.parameter or "")
+            case Moment.GRADIENT:
+                assert root is not None
+                root.gradient(event.unit, event.parameter or "")
+            case moment:
+                assert root is not None, f"the trace names no unit of the plan: {event.unit}"
+                _HOOKS[moment](root, event.unit)
+
+    def _is_sharded(self, event: StepEvent) -> bool:
+        return any(each.name == event.parameter for each in self.sizes[event.unit].parameters)
+
+    def _take_unsharded_gradient(self, name: str) -> None:
+        spec = next((spec for spec in self.unsharded if name in spec.names), None)
+        if spec is not None and spec.name not in self._unsharded_gradients:
+            self._unsharded_gradients.add(spec.name)
+            self.ledger.take(Kind.GRADIENTS, spec.numel * dtype_bytes(spec.dtype))
+
+    def _average_replicated(self, root: Root) -> None:
+        """One all-reduce for each axis of each mesh, in a backward that reduces the others; the buffer is kept."""
+        if not (root.syncing.reduces and root.syncing.all_reduces):
+            return
+        by_mesh: dict[object, list[ParameterSpec]] = {}
+        meshes = {}
+        for unit in self.plan.units:
+            if unit.name in root.by_name:
+                for spec in unit.replicated:
+                    if spec.name not in self.frozen:
+                        meshes[unit.mesh.data_parallel] = unit.mesh
+                        by_mesh.setdefault(unit.mesh.data_parallel, []).append(spec)
+        for key, specs in by_mesh.items():
+            mesh = meshes[key]  # type: ignore[index]
+            widest = max(4, *(dtype_bytes(spec.dtype) for spec in specs))
+            num_bytes = (sum(spec.numel for spec in specs) + len(specs)) * widest
+            self.ledger.take(Kind.COMMUNICATION, num_bytes)
+            for axis in mesh.data_parallel.axes:
+                self._send("all_reduce", specs[0].name, num_bytes, members(mesh, axis.role, self.rank, self.world_size))
+            self.ledger.give_back(Kind.COMMUNICATION, num_bytes)
+
+    def optimizer_step(self) -> None:
+        self.phase = Phase.OPTIMIZER
+        self.ledger.mark()
+        event = StepEvent(moment=Moment.END, unit="")
+        self._sample(-1, -1, event)
+
+    # What is written down
+
+    def _sample(self, microbatch: int, place: int, event: StepEvent) -> None:
+        """The larger of two: while the hook runs, beside what is alive; and from then on, with the state left as is."""
+        activations = max(event.peak_bytes, event.live_bytes)
+        if self.ledger.largest_total + event.live_bytes > self.ledger.total + activations:
+            held, activations = self.ledger.largest, event.live_bytes
+        else:
+            held = self.ledger.now
+        loss = min(event.loss_bytes, activations)
+        label = "optimizer step" if place < 0 else f"{event.moment.value} {event.parameter or event.unit}".strip()
+        self.samples.append(
+            MemorySample(
+                phase=self.phase,
+                microbatch=microbatch,
+                event=place,
+                unit=event.unit,
+                label=label,
+                bytes_by_kind=(*held[:-2], activations - loss, loss),
+            )
+        )
+
+    def _send(self, op: str, unit: str, num_bytes: int, ranks: Sequence[int]) -> None:
+        self.calls.append(
+            CollectiveCall(
+                op=op,
+                phase=self.phase,
+                unit=unit,
+                num_bytes=num_bytes,
+                ranks=len(ranks),
+                link=link_of(ranks, self.gpus_per_node),
+                sample=len(self.samples),
+            )
+        )
+
+    def result(self) -> StepEstimate:
+        offloaded = [each for each in self.sizes.values() if each.is_offloaded]
+        host = sum(each.shard_elements * each.own_bytes + self._state_of(each) for each in offloaded)
+        host += sum(sum(p.padded_shard for p in each.parameters if p.is_trained) * each.own_bytes for each in offloaded)
+        return StepEstimate(
+            parameters_bytes=self.parameters,
+            gradients_bytes=self.samples[-1].bytes_of(Kind.GRADIENTS),
+            optimizer_bytes=self.optimizer_bytes,
+            host_bytes=host + self.trace.host_bytes,
+            timeline=tuple(self.samples),
+            calls=tuple(self.calls),
+            notes=(
+                *self.trace.notes,
+                *(("The order of the units is the plan's: no model was traced.",) * self.trace.is_assumed),
+            ),
+        )
+
+
+_HOOKS = {
+    Moment.PRE_FORWARD: Root.pre_forward,
+    Moment.POST_FORWARD: Root.post_forward,
+    Moment.PRE_BACKWARD: Root.pre_backward,
+    Moment.POST_BACKWARD: Root.post_backward,
+}
+
+
+def _unsharded(plan: ShardingPlan) -> Iterator[ParameterSpec]:
+    """What lies in full on every rank, as far as the plan has its sizes."""
+    yield from plan.replicated
+
+
+def _outer_first(bottom_up: Sequence[str]) -> list[str]:
+    """The order of ``named_modules``: each unit before those below it, those beside each other in their own order."""
+    names = set(bottom_up)
+    below: dict[str | None, list[str]] = {}
+    for name in bottom_up:
+        above = next((path for path in ancestors_or_self(name)[1:] if path in names and path != name), None)
+        below.setdefault(above, []).append(name)
+    ordered: list[str] = []
+    waiting = list(reversed(below.get(None, [])))
+    while waiting:
+        name = waiting.pop()
+        ordered.append(name)
+        waiting.extend(reversed(below.get(name, [])))
+    return ordered
+
+
+def assumed_trace(plan: ShardingPlan) -> MicrobatchTrace:
+    """The units in the order of the plan, each root around those below it, the root's own gradients last."""
+    forward: list[StepEvent] = []
+    backward: list[StepEvent] = []
+
+    def event(moment: Moment, unit: str, parameter: str | None = None) -> StepEvent:
+        return StepEvent(moment=moment, unit=unit, parameter=parameter)
+
+    for units in units_by_root(plan.units).values():
+        *inner, root = units
+        forward.append(event(Moment.PRE_FORWARD, root.name))
+        for unit in inner:
+            forward += [event(Moment.PRE_FORWARD, unit.name), event(Moment.POST_FORWARD, unit.name)]
+        forward.append(event(Moment.POST_FORWARD, root.name))
+        of_root = [event(Moment.PRE_BACKWARD, root.name)]
+        for unit in reversed(inner):
+            of_root.append(event(Moment.PRE_BACKWARD, unit.name))
+            of_root += [
+                event(Moment.GRADIENT, unit.name, spec.name)
+                for spec in reversed(unit.parameters)
+                if spec.name not in plan.frozen
+            ]
+            of_root.append(event(Moment.POST_BACKWARD, unit.name))
+        of_root += [
+            event(Moment.GRADIENT, root.name, spec.name)
+            for spec in reversed(root.parameters)
+            if spec.name not in plan.frozen
+        ]
+        backward = of_root + backward
+    return MicrobatchTrace(events=(*forward, *backward, event(Moment.END, "")), is_assumed=True)

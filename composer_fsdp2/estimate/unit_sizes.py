@@ -1,0 +1,129 @@
+"""What the parameters of one unit weigh on one rank: sharded, gathered, as gradients."""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Shard
+
+from composer_fsdp2.config.mesh import AxisRole, MeshSpec
+from composer_fsdp2.estimate.reach import members
+from composer_fsdp2.sharding.dtypes import dtype_bytes
+from composer_fsdp2.sharding.plan import ParameterSpec, ShardUnit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSizes:
+    """One parameter on one rank, in elements.
+
+    Args:
+        full: Of the gathered parameter; of the rank's part, where tensor or expert parallelism has split it before.
+        padded_shard: Of the storage that every rank holds: ``fully_shard`` pads the first dimension.
+        own_shard: Of what is in it, which the optimizer's state is as large as.
+    """
+
+    name: str
+    full: int
+    padded_shard: int
+    own_shard: int
+    is_trained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSizes:
+    """One unit on one rank.
+
+    Args:
+        shard_ranks: Over which its parameters are sharded.
+        replica_ranks: Which hold the same shards; () where it has no axis of replicas.
+        stays_gathered: Between forward and backward; torch has it so of every root.
+        ranks_after_forward: Over how many of ``shard_ranks`` it is sharded in between, if it is.
+        param_bytes, reduce_bytes, own_bytes: Of an element: gathered, reduced, and kept.
+    """
+
+    name: str
+    is_root: bool
+    parameters: tuple[ParameterSizes, ...]
+    shard_ranks: tuple[int, ...]
+    replica_ranks: tuple[int, ...]
+    stays_gathered: bool
+    ranks_after_forward: int
+    param_bytes: int
+    reduce_bytes: int
+    own_bytes: int
+    is_cast: bool
+    is_offloaded: bool
+    forward_prefetch: tuple[str, ...]
+    backward_prefetch: tuple[str, ...] | None
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.shard_ranks)
+
+    @property
+    def shard_elements(self) -> int:
+        return sum(each.padded_shard for each in self.parameters)
+
+    @property
+    def gathered_elements(self) -> int:
+        """Of all ranks' storages together, padding included."""
+        return self.shard_elements * self.num_ranks
+
+
+def unit_sizes(unit: ShardUnit, *, rank: int, world_size: int, frozen: Collection[str]) -> UnitSizes:
+    """The sizes of a unit whose mesh is resolved, for one rank."""
+    shard_ranks = members(unit.mesh, AxisRole.SHARD, rank, world_size)
+    place, num_ranks = shard_ranks.index(rank), len(shard_ranks)
+    sizes = tuple(
+        _parameter_sizes(spec, unit.mesh, place, num_ranks, rank, world_size, spec.name not in frozen)
+        for spec in unit.parameters
+    )
+    reshard = unit.reshard_after_forward
+    own_dtype = unit.parameters[0].dtype if unit.parameters else "float32"
+    param_dtype = unit.mixed_precision.param_dtype or own_dtype
+    reduce_dtype = unit.mixed_precision.reduce_dtype or param_dtype
+    return UnitSizes(
+        name=unit.name,
+        is_root=unit.is_root,
+        parameters=sizes,
+        shard_ranks=shard_ranks,
+        replica_ranks=members(unit.mesh, AxisRole.REPLICATE, rank, world_size) if unit.mesh.has_replicas else (),
+        stays_gathered=unit.is_root or reshard is False or (reshard == 1 and reshard is not True),
+        ranks_after_forward=num_ranks if isinstance(reshard, bool) else reshard,
+        param_bytes=dtype_bytes(param_dtype),
+        reduce_bytes=dtype_bytes(reduce_dtype),
+        own_bytes=dtype_bytes(own_dtype),
+        is_cast=param_dtype != own_dtype,
+        is_offloaded=unit.cpu_offload and unit.mesh.device_type != "cpu",
+        forward_prefetch=unit.forward_prefetch,
+        backward_prefetch=unit.backward_prefetch,
+    )
+
+
+def _parameter_sizes(
+    spec: ParameterSpec, mesh: MeshSpec, place: int, num_ranks: int, rank: int, world_size: int, is_trained: bool
+) -> ParameterSizes:
+    rows, *rest = shape_before_sharding(spec, mesh, rank, world_size)
+    row = math.prod(rest)
+    padded_rows = -(-rows // num_ranks)
+    own_rows = max(0, min(rows - place * padded_rows, padded_rows))
+    return ParameterSizes(
+        name=spec.name,
+        full=rows * row,
+        padded_shard=padded_rows * row,
+        own_shard=own_rows * row,
+        is_trained=is_trained,
+    )
+
+
+def shape_before_sharding(spec: ParameterSpec, mesh: MeshSpec, rank: int, world_size: int) -> tuple[int, ...]:
+    """What a rank has of a parameter once tensor or expert parallelism has split it, and before it is sharded."""
+    placement = spec.tensor_placement
+    if not isinstance(placement, Shard):
+        return spec.shape
+    role = AxisRole.EXPERT if mesh.axes_of(AxisRole.EXPERT) else AxisRole.TENSOR
+    ranks = members(mesh, role, rank, world_size)
+    length = spec.shape[placement.dim]
+    piece = -(-length // len(ranks))
+    own = max(0, min(length - ranks.index(rank) * piece, piece))
+    return (*spec.shape[: placement.dim], own, *spec.shape[placement.dim + 1 :])

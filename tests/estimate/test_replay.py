@@ -1,0 +1,216 @@
+"""The replay of a step beside real ``fully_shard``: every collective, and the peak of the state to the byte."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import Model, ModelWithScalar
+from support.ranks import run_ranks
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from composer_fsdp2 import apply_plan, begin_microbatch, estimate_step, plan_sharding, translate
+from composer_fsdp2.estimate.events import MicrobatchTrace, StepEvent
+from composer_fsdp2.estimate.moments import listen
+from composer_fsdp2.estimate.step import Kind, StepEstimate
+from composer_fsdp2.sharding.plan import ShardingPlan
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, an ``fsdp_config``, and the ranks of the world."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 4
+    microbatches: int = 1
+    tied: bool = False
+    frozen: tuple[str, ...] = ()
+    scalar: bool = False
+    width: int = 8
+    precision: str = "fp32"
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        model = (
+            ModelWithScalar() if self.scalar else Model(num_blocks=2, tied=self.tied, width=self.width, vocabulary=24)
+        )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in self.frozen))
+        return model
+
+    def plan(self, model: nn.Module) -> ShardingPlan:
+        translation = translate(self.config, precision=self.precision, device="cpu", world_size=self.ranks)
+        assert translation.config is not None, translation.explain()
+        return plan_sharding(model, translation.config, precision=translation.precision).resolve(self.ranks)
+
+
+def tokens() -> torch.Tensor:
+    return torch.arange(6).view(2, 3)
+
+
+def record(model: nn.Module, plan: ShardingPlan) -> MicrobatchTrace:
+    events: list[StepEvent] = []
+    with listen(
+        model, plan, lambda moment, unit, name: events.append(StepEvent(moment=moment, unit=unit, parameter=name))
+    ):
+        model(tokens()).square().sum().backward()
+    frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    for parameter in model.parameters():
+        parameter.grad = None
+    return MicrobatchTrace(events=tuple(events), frozen=frozen)
+
+
+def measure(model: nn.Module, case: Case) -> tuple[Counter[tuple[str, int, int]], Any]:
+    """Two steps with one counter, the second of which counts: a first one has no optimizer's state yet."""
+    from counting import Collectives, StateBytes
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=True)
+    state = StateBytes(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        state.peak = 0
+        with Collectives() as sent, state:
+            for microbatch in range(case.microbatches):
+                begin_microbatch(model, is_last=microbatch == case.microbatches - 1)
+                model(tokens()).square().sum().backward()
+            optimizer.step()
+    return Counter((_OPS[op], num_bytes, ranks) for op, num_bytes, ranks in sent.calls), state
+
+
+_OPS = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
+}
+
+
+def predicted(estimate: StepEstimate) -> Counter[tuple[str, int, int]]:
+    return Counter((call.op, call.num_bytes, call.ranks) for call in estimate.calls)
+
+
+def compare(case: Case, rank: int = 0) -> str:
+    """What differs between the replay and the real thing; "" if nothing does. Called on all ranks."""
+    model = case.model()
+    model(tokens())
+    plan = case.plan(model)
+    trace = record(model, plan)
+    estimate = estimate_step(plan, trace, world_size=case.ranks, num_microbatches=case.microbatches, rank=rank)
+    apply_plan(model, plan)
+    sent, state = measure(model, case)
+    problems = []
+    if (expected := predicted(estimate)) != sent:
+        problems.append(f"sent {sorted((sent - expected).items())}, not {sorted((expected - sent).items())}")
+    if estimate.peak_bytes != state.peak:
+        by_kind = dict(zip(Kind, estimate.peak.bytes_by_kind, strict=True))
+        problems.append(f"{estimate.peak.label}: {by_kind}, but measured were {state.peak}: {state.at_peak}")
+    return "; ".join(problems)
+
+
+@contextmanager
+def world_of(ranks: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def cases() -> dict[str, Case]:
+    strategies: dict[str, dict[str, Any]] = {
+        "full": {},
+        "grad op": {"sharding_strategy": "SHARD_GRAD_OP"},
+        "int": {"reshard_after_forward": 2},
+        "hsdp": {
+            "sharding_strategy": "HYBRID_SHARD",
+            "data_parallel_replicate_degree": 2,
+            "data_parallel_shard_degree": 2,
+        },
+        "none": {"sharding_strategy": "NO_SHARD"},
+    }
+    dtypes: dict[str, dict[str, Any]] = {
+        "fp32": {"mixed_precision": "FULL"},
+        "bf16": {"mixed_precision": "PURE"},
+        "mixed": {"mixed_precision": "DEFAULT"},
+    }
+    sync: dict[str, tuple[dict[str, Any], int]] = {
+        "one": ({}, 1),
+        "every": ({}, 3),
+        "last": ({"gradient_sync": "last"}, 3),
+        "keep": ({"reshard_after_backward": False}, 2),
+        "last and keep": ({"gradient_sync": "last", "reshard_after_backward": False}, 2),
+        "defer": ({"gradient_sync": "defer_replica"}, 3),
+    }
+    found = {}
+    for (strategy, a), (dtype, b), (when, (c, number)) in itertools.product(
+        strategies.items(), dtypes.items(), sync.items()
+    ):
+        if when == "defer" and strategy not in ("hsdp", "none"):
+            continue
+        found[f"{strategy}, {dtype}, {when}"] = Case(
+            config={**a, **b, **c}, microbatches=number, precision="fp32" if dtype == "fp32" else "amp_bf16"
+        )
+    more = {
+        "tied": Case(tied=True),
+        "frozen": Case(frozen=("embed", "blocks.0", "fc_in")),
+        "scalar": Case(scalar=True),
+        "scalar, hsdp": Case(scalar=True, config=strategies["hsdp"]),
+        "uneven": Case(width=6),
+        "uneven, 7": Case(width=10, ranks=7),
+        "one rank": Case(ranks=1),
+        "prefetch": Case(config={"forward_prefetch_limit": 2, "backward_prefetch_limit": 2}),
+        "no prefetch": Case(config={"backward_prefetch": "NONE"}),
+        "offload": Case(config={"cpu_offload": True}),
+        "offload, bf16": Case(config={"cpu_offload": True, "mixed_precision": "PURE"}, precision="amp_bf16"),
+        "recomputed": Case(config={"activation_checkpointing": True}),
+        "recomputed, reentrant": Case(
+            config={"activation_checkpointing": True, "activation_checkpointing_reentrant": True}
+        ),
+    }
+    return found | more
+
+
+def test_every_configuration_is_replayed_to_the_byte():
+    """A memory prediction that is off by a unit says that a run fits which does not."""
+    wrong = {}
+    for name, case in cases().items():
+        with world_of(case.ranks):
+            if problem := compare(case):
+                wrong[name] = problem
+    assert not wrong, f"{len(wrong)} of {len(cases())}\n" + "\n".join(
+        f"{name}: {problem}" for name, problem in wrong.items()
+    )
+
+
+GLOO = {
+    name: cases()[name] for name in ("full, bf16, every", "grad op, fp32, one", "hsdp, mixed, defer", "int, bf16, last")
+} | {
+    "two ranks": Case(ranks=2, config={"mixed_precision": "PURE"}, precision="amp_bf16"),
+    "two ranks, uneven": Case(ranks=2, width=7),
+    "two ranks, tied": Case(ranks=2, tied=True),
+    "two ranks, scalar": Case(ranks=2, scalar=True, microbatches=2),
+}
+
+
+def on_ranks(names: tuple[str, ...]) -> None:
+    problems = {name: compare(GLOO[name], rank=dist.get_rank()) for name in names}
+    assert not any(problems.values()), problems
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_real_ranks_take_and_send_what_was_predicted(ranks: int):
+    """The fake group above sends nothing; what gloo's ranks do is the same, on each of them."""
+    run_ranks(on_ranks, ranks, tuple(name for name, case in GLOO.items() if case.ranks == ranks))
