@@ -77,7 +77,7 @@ ROOMS = {
         packages="torch",
     ),
     "estimate": room(
-        "__init__ events step reach unit_sizes moments ledger optimizers fully_shard replay",
+        "__init__ events step reach unit_sizes moments ledger optimizers fully_shard replay suggest",
         rooms="errors config _torch sharding",
         packages="torch",
     ),

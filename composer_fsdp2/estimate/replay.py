@@ -1,9 +1,11 @@
 """One training step of a plan, replayed: what a rank's memory holds at each moment, and what it sends."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from composer_fsdp2._torch.ways import recomputation_is_no_forward, skips_groups_of_one
 from composer_fsdp2.config.sharding import GradientSync
+from composer_fsdp2.config.value import Value
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
 from composer_fsdp2.estimate.fully_shard import Root, Syncing, TorchWays
 from composer_fsdp2.estimate.ledger import Ledger
@@ -46,13 +48,65 @@ def estimate_step(
 
     Does not communicate, and needs no process group.
     """
+    return _replayed(plan, trace, world_size, optimizer, num_microbatches, rank, gpus_per_node).result()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSample(Value):
+    """What all but activations takes of a rank's memory around one event.
+
+    Args:
+        microbatch, event: As in a ``MemorySample``.
+        meanwhile_bytes: The most while the event's hook runs, beside the activations that are alive.
+        afterwards_bytes: From then on, beside the activations' own peak.
+    """
+
+    microbatch: int
+    event: int
+    meanwhile_bytes: int
+    afterwards_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateOfStep(Value):
+    """A step without its activations: of its ``calls`` each is issued at the sample of its number."""
+
+    samples: tuple[StateSample, ...]
+    calls: tuple[CollectiveCall, ...]
+    host_bytes: int
+
+
+def state_of_step(
+    plan: ShardingPlan,
+    trace: MicrobatchTrace | None = None,
+    *,
+    world_size: int,
+    optimizer: OptimizerState | None = None,
+    num_microbatches: int = 1,
+    rank: int = 0,
+    gpus_per_node: int = 8,
+) -> StateOfStep:
+    """What ``estimate_step`` adds a trace's activations to, which are the only part that depends on their bytes."""
+    replay = _replayed(plan, trace, world_size, optimizer, num_microbatches, rank, gpus_per_node)
+    return StateOfStep(samples=tuple(replay.states), calls=tuple(replay.calls), host_bytes=replay.host_bytes())
+
+
+def _replayed(
+    plan: ShardingPlan,
+    trace: MicrobatchTrace | None,
+    world_size: int,
+    optimizer: OptimizerState | None,
+    num_microbatches: int,
+    rank: int,
+    gpus_per_node: int,
+) -> "_Replay":
     plan = plan.resolve(world_size)
     trace = assumed_trace(plan) if trace is None else trace
     replay = _Replay(plan, trace, optimizer or optimizer_state("AdamW"), world_size, rank, gpus_per_node)
     for number in range(num_microbatches):
         replay.microbatch(number, is_last=number == num_microbatches - 1)
     replay.optimizer_step()
-    return replay.result()
+    return replay
 
 
 class _Replay:
@@ -71,6 +125,7 @@ class _Replay:
         self.world_size, self.rank, self.gpus_per_node = world_size, rank, gpus_per_node
         self.ledger = Ledger()
         self.samples: list[MemorySample] = []
+        self.states: list[StateSample] = []
         self.calls: list[CollectiveCall] = []
         self.phase = Phase.FORWARD
         self.frozen = {*plan.frozen, *trace.frozen}
@@ -186,8 +241,16 @@ class _Replay:
 
     # What is written down
 
-    def _sample(self, microbatch: int, place: int, event: StepEvent) -> None:
+    def _sample(self, number: int, place: int, event: StepEvent) -> None:
         """The larger of two: while the hook runs, beside what is alive; and from then on, with the state left as is."""
+        self.states.append(
+            StateSample(
+                microbatch=number,
+                event=place,
+                meanwhile_bytes=self.ledger.largest_total,
+                afterwards_bytes=self.ledger.total,
+            )
+        )
         activations = max(event.peak_bytes, event.live_bytes)
         if self.ledger.largest_total + event.live_bytes > self.ledger.total + activations:
             held, activations = self.ledger.largest, event.live_bytes
@@ -198,7 +261,7 @@ class _Replay:
         self.samples.append(
             MemorySample(
                 phase=self.phase,
-                microbatch=microbatch,
+                microbatch=number,
                 event=place,
                 unit=event.unit,
                 label=label,
@@ -219,15 +282,20 @@ class _Replay:
             )
         )
 
-    def result(self) -> StepEstimate:
+    def host_bytes(self) -> int:
+        """What is offloaded: parameters, their gradients, and what the optimizer keeps."""
         offloaded = [each for each in self.sizes.values() if each.is_offloaded]
         host = sum(each.shard_elements * each.own_bytes + self._state_of(each) for each in offloaded)
-        host += sum(sum(p.padded_shard for p in each.parameters if p.is_trained) * each.own_bytes for each in offloaded)
+        return host + sum(
+            sum(p.padded_shard for p in each.parameters if p.is_trained) * each.own_bytes for each in offloaded
+        )
+
+    def result(self) -> StepEstimate:
         return StepEstimate(
             parameters_bytes=self.parameters,
             gradients_bytes=self.samples[-1].bytes_of(Kind.GRADIENTS),
             optimizer_bytes=self.optimizer_bytes,
-            host_bytes=host + self.trace.host_bytes,
+            host_bytes=self.host_bytes() + self.trace.host_bytes,
             timeline=tuple(self.samples),
             calls=tuple(self.calls),
             notes=(
