@@ -113,22 +113,27 @@ ROOMS = {
         rooms="errors config _torch sharding training parallel estimate fsdp1 checkpoint prepare",
     ),
     "migration": room(
-        "__init__ paths processes run capabilities dialect documents/edits documents/json documents/toml "
+        "__init__ paths wish processes run capabilities dialect documents/edits documents/json documents/toml "
         "documents/yaml_text documents/yaml documents/__init__ interpolation dialects/fingerprints "
         "dialects/composer/surroundings dialects/composer/set_by_foundry dialects/composer/beside_section "
         "dialects/composer/unsaid dialects/composer/unread dialects/composer/composer_lacks "
-        "dialects/composer/composer_words dialects/composer/composer dialects/composer/__init__ "
+        "dialects/composer/composer_words dialects/composer/composer_wishes "
+        "dialects/composer/composer dialects/composer/__init__ "
         "dialects/roll/roll_words dialects/roll/worker dialects/roll/worker_fates dialects/roll/worker_keys "
-        "dialects/roll/worker_findings dialects/roll/worker_run dialects/roll/roll_lacks dialects/roll/roll "
+        "dialects/roll/worker_findings dialects/roll/worker_run dialects/roll/roll_lacks dialects/roll/roll_wishes "
+        "dialects/roll/roll "
         "dialects/roll/__init__ dialects/torchtitan/model_units dialects/torchtitan/toml_file "
         "dialects/torchtitan/toml_fates dialects/torchtitan/toml_keys dialects/torchtitan/toml_findings "
-        "dialects/torchtitan/toml_run dialects/torchtitan/torchtitan_lacks dialects/torchtitan/torchtitan "
+        "dialects/torchtitan/toml_run dialects/torchtitan/torchtitan_lacks "
+        "dialects/torchtitan/torchtitan_wishes dialects/torchtitan/torchtitan "
         "dialects/torchtitan/__init__ dialects/huggingface/places dialects/huggingface/readers "
         "dialects/huggingface/accelerate_words dialects/huggingface/values dialects/huggingface/held "
         "dialects/huggingface/fates dialects/huggingface/table dialects/huggingface/given_keys "
         "dialects/huggingface/reading dialects/huggingface/held_run dialects/huggingface/held_findings "
-        "dialects/huggingface/rewriting dialects/huggingface/huggingface dialects/huggingface/axolotl "
-        "dialects/huggingface/__init__ dialects/__init__ explain targets changes references migrate files report",
+        "dialects/huggingface/rewriting dialects/huggingface/wishes "
+        "dialects/huggingface/huggingface dialects/huggingface/axolotl "
+        "dialects/huggingface/__init__ dialects/__init__ explain targets changes references migrate "
+        "fulfil files report",
         rooms="errors atomic config fsdp1",
         packages="omegaconf yaml",
     ),

@@ -16,6 +16,7 @@ from composer_fsdp2.config.rows import Aspect, Row
 from composer_fsdp2.migration.capabilities import Lack, lacking
 from composer_fsdp2.migration.paths import Path, Settings, value_at, walk, without_path
 from composer_fsdp2.migration.run import RunConfig
+from composer_fsdp2.migration.wish import Answer, NoWord, Wish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +214,10 @@ class Dialect:
         """A section of this very dialect in its FSDP2 words, with as few changes as possible; nothing by default, for
         systems that train with FSDP2 already."""
         return []
+
+    def answers(self, wish: Wish, section: Section, reading: Reading) -> Iterator[Answer]:
+        """Where a file of this dialect would say what is wished for."""
+        yield NoWord(reason=f"no file of {self.title.split(':')[0]} is changed here")
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """What became of each key where a section stays in this dialect: by default all words hold as before."""

@@ -141,8 +141,7 @@ def migrate_text(
     document = open_document(text, name, suffix)
     file = _File.of(document)
     target = TARGETS[to]
-    found = _sections(file, dialect, at)
-    sections = [(DIALECTS[of], Section.at(path, file.values_for(of))) for of, path in found]
+    sections = _sections_of(file, dialect, at)
     _check(file, sections, target)
     changes = [change_section(document, of, section, target) for of, section in sections]
     paths = [section.path for _, section in sections]
@@ -173,6 +172,19 @@ def migrate_text(
         suffix=suffix,
         is_new_file=whole is not None,
     )
+
+
+def find_sections(
+    text: str, name: str = "<text>", *, dialect: str | None = None, at: str | None = None, suffix: str = ""
+) -> tuple[Document, list[tuple[Dialect, Section]]]:
+    """The document of a text, and what ``migrate_text`` would take for its sections, with the same arguments."""
+    document = open_document(text, name, suffix)
+    return document, _sections_of(_File.of(document), dialect, at)
+
+
+def _sections_of(file: "_File", dialect: str | None, at: str | None) -> list[tuple[Dialect, Section]]:
+    found = _sections(file, dialect, at)
+    return [(DIALECTS[of], Section.at(path, file.values_for(of))) for of, path in found]
 
 
 def _suffix(name: str, target: Dialect, is_new_file: bool) -> str:

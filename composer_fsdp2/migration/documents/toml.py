@@ -241,7 +241,7 @@ def _edit_table(
         last = max(own, key=lambda key: own[key].start) if own else ""
         prefix = own[last].prefix if own else ""
         added = [_line(prefix, *each) for each in additions]
-        if last in texts:
+        if last in texts and not texts[last]:  # its line goes
             texts[last] += added
         elif own or path in document.headers or not path:
             edits.append(_insertion(document, path, own.get(last), added, newline))

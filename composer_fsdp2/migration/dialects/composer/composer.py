@@ -28,6 +28,7 @@ from composer_fsdp2.migration.dialects.composer.beside_section import (
     tensor_degree,
 )
 from composer_fsdp2.migration.dialects.composer.composer_lacks import LACKS
+from composer_fsdp2.migration.dialects.composer.composer_wishes import answers_to
 from composer_fsdp2.migration.dialects.composer.composer_words import (
     WORDS,
     fields_of_our_own,
@@ -41,6 +42,7 @@ from composer_fsdp2.migration.dialects.composer.unsaid import implicit_findings
 from composer_fsdp2.migration.dialects.fingerprints import is_hugging_face
 from composer_fsdp2.migration.paths import Path, value_at
 from composer_fsdp2.migration.run import RunConfig
+from composer_fsdp2.migration.wish import Answer, Wish
 
 _PLACES = ("fsdp_config", "parallelism_config.fsdp", "parallelism_config.fsdp2")
 _ELSEWHERE = {row.name: row.elsewhere for row in KEYS if row.elsewhere} | {
@@ -143,6 +145,9 @@ class ComposerDialect(Dialect):
             if new != [(name, value)]:
                 replacements[name] = new
         return [MappingEdit(path=section.path, replacements=replacements)] if replacements else []
+
+    def answers(self, wish: Wish, section: Section, reading: Reading) -> Iterator[Answer]:
+        yield from answers_to(wish, section)
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """The reading's: it is about this very target."""

@@ -45,8 +45,10 @@ from composer_fsdp2.migration.dialects.huggingface.readers import A1, A2, AD, NO
 from composer_fsdp2.migration.dialects.huggingface.reading import held_by
 from composer_fsdp2.migration.dialects.huggingface.rewriting import rewritten
 from composer_fsdp2.migration.dialects.huggingface.table import ROWS, SEQUENCE_DTYPE
+from composer_fsdp2.migration.dialects.huggingface.wishes import answers_to
 from composer_fsdp2.migration.paths import Path, merged, nested
 from composer_fsdp2.migration.run import RunConfig
+from composer_fsdp2.migration.wish import Answer, Wish
 
 # A file that says it already has this finding at its own key.
 _TRAINER_FSDP2 = Finding(
@@ -169,6 +171,9 @@ class HuggingFaceDialect(Dialect):
         if reading.run is None or keeps_all or held.reader.is_fsdp2:
             return []
         return rewritten(section, held, reading.run)
+
+    def answers(self, wish: Wish, section: Section, reading: Reading) -> Iterator[Answer]:
+        yield from answers_to(wish, section, reading.details)
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """The reading's, and what Hugging Face's FSDP2 has no word for or does otherwise than its FSDP1."""

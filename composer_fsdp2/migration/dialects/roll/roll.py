@@ -8,6 +8,7 @@ from composer_fsdp2.config.rows import Aspect, Row
 from composer_fsdp2.config.sharding import GradientSync
 from composer_fsdp2.migration.dialect import Dialect, Expression, Frame, Question, Reading, Section, Setting, deciding
 from composer_fsdp2.migration.dialects.roll.roll_lacks import LACKS, has_open_replicas, tiles_of
+from composer_fsdp2.migration.dialects.roll.roll_wishes import answers_to
 from composer_fsdp2.migration.dialects.roll.roll_words import STRATEGIES, word_of
 from composer_fsdp2.migration.dialects.roll.worker import Worker
 from composer_fsdp2.migration.dialects.roll.worker_findings import findings_of, problem_of
@@ -15,6 +16,7 @@ from composer_fsdp2.migration.dialects.roll.worker_keys import BY_NAME, ROWS
 from composer_fsdp2.migration.dialects.roll.worker_run import run_of
 from composer_fsdp2.migration.paths import Path, merged, nested
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from composer_fsdp2.migration.wish import Answer, Wish
 
 
 def _wrap_policy(wrap: Wrap) -> dict[str, Any]:
@@ -96,6 +98,9 @@ class RollDialect(Dialect):
         ):
             if is_needed:
                 yield Setting(aspect=aspect, key=key, value=value)
+
+    def answers(self, wish: Wish, section: Section, reading: Reading) -> Iterator[Answer]:
+        yield from answers_to(wish, section)
 
     def keeps(self, key: str) -> bool:
         return True

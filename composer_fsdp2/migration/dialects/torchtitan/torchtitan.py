@@ -23,8 +23,10 @@ from composer_fsdp2.migration.dialects.torchtitan.toml_findings import findings_
 from composer_fsdp2.migration.dialects.torchtitan.toml_keys import BY_NAME, NAMES, ROWS
 from composer_fsdp2.migration.dialects.torchtitan.toml_run import PARALLELISMS, run_of
 from composer_fsdp2.migration.dialects.torchtitan.torchtitan_lacks import LACKS, shards_of
+from composer_fsdp2.migration.dialects.torchtitan.torchtitan_wishes import answers_to
 from composer_fsdp2.migration.paths import Path, merged, nested
 from composer_fsdp2.migration.run import RunConfig
+from composer_fsdp2.migration.wish import Answer, Wish
 
 OWN_WORDS = (
     "model.flavor",
@@ -114,6 +116,9 @@ class TorchTitanDialect(Dialect):
             MappingEdit(path=tuple(table.split(".")), replacements=gone.get(table, {}), additions=come.get(table, ()))
             for table in dict.fromkeys((*gone, *come))
         ]
+
+    def answers(self, wish: Wish, section: Section, reading: Reading) -> Iterator[Answer]:
+        yield from answers_to(wish, File.of(section, NAMES))
 
     def defaults(self, row: Row) -> Mapping[str, Any]:
         """TOML has no null: a default of None decides nothing."""
