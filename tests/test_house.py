@@ -54,8 +54,8 @@ ROOMS = {
         rooms="errors",
     ),
     "_torch": room(
-        "api groups parts passing ways private_names slices strided repairs scaler collectives reset backward "
-        "unit_parameters __init__",
+        "api fake groups live parts passing ways private_names slices strided repairs scaler collectives reset "
+        "backward unit_parameters __init__",
         rooms="errors config",
         packages="torch",
     ),
@@ -77,7 +77,7 @@ ROOMS = {
         packages="torch",
     ),
     "estimate": room(
-        "__init__ events step reach unit_sizes moments ledger optimizers fully_shard replay suggest",
+        "__init__ events step reach unit_sizes moments ledger optimizers fully_shard replay blocks expansion trace suggest",
         rooms="errors config _torch sharding",
         packages="torch",
     ),

@@ -40,6 +40,13 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     "torch.distributed.distributed_c10d": ("PrefixStore", "_get_default_store"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.storage": ("_dtype_to_storage_type_map",),
+    "torch.ops.aten": (
+        "_local_scalar_dense",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    "torch._subclasses.fake_tensor": ("FakeTensorMode",),
+    "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch.utils._pytree": ("tree_flatten", "tree_unflatten"),
     "torch.utils._foreach_utils": ("_group_tensors_by_device_and_dtype",),
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3"),
@@ -58,6 +65,7 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
 _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{_FULLY_SHARD}._fsdp_state", "FSDPState"): ("_comm_ctx", "_device_handle", "_is_root", "_modules",
         "_modules_to_run_forward", "_root_post_backward_final_callback", "_state_ctx", "_training_state"),
+    ("torch.storage", "UntypedStorage"): ("_cdata",),
     ("torch.autograd.variable", "Variable"): ("_execution_engine",),
     (f"{_FULLY_SHARD}._fsdp_state", "FSDPStateContext"): ("all_states", "is_last_backward", "iter_forward_root",
         "post_backward_final_callback_queued"),
@@ -96,11 +104,16 @@ def require_known_torch() -> None:
 def _missing_in_modules() -> Iterator[str]:
     for path, names in _IN_MODULES.items():
         try:
-            module = importlib.import_module(path)
+            module = module_at(path)
         except ImportError:
             yield path
         else:
             yield from (f"{path}.{name}" for name in names if not hasattr(module, name))
+
+
+def module_at(path: str) -> object:
+    """A module; or the namespace of operators, which is none."""
+    return torch.ops.aten if path == "torch.ops.aten" else importlib.import_module(path)
 
 
 def _missing_in_classes() -> Iterator[str]:

@@ -12,6 +12,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
 
 
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """The same nested value, its floating point tensors in ``dtype``."""
+    leaves, form = tree_flatten(value)
+    cast = [each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in leaves]
+    return tree_unflatten(cast, form)
+
+
 def after_gradients_of(value: Any, then: Callable[[], None]) -> Any:
     """The same nested value; ``then`` is called where the gradients of all its tensors are there."""
     leaves, form = tree_flatten(value)

@@ -19,6 +19,10 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 Listener = Callable[[Moment, str, str | None], None]
 
 
+def _silence(moment: Moment, unit: str, parameter: str | None) -> None:
+    pass
+
+
 @dataclass(slots=True, eq=False)
 class _Unit:
     """Where one unit is in its step, as ``fully_shard`` keeps it."""
@@ -30,7 +34,9 @@ class _Unit:
 
 
 @contextlib.contextmanager
-def listen(model: nn.Module, plan: ShardingPlan, tell: Listener) -> Iterator[None]:
+def listen(
+    model: nn.Module, plan: ShardingPlan, tell: Listener, *, blocks: Sequence[str] = (), tell_block: Listener = _silence
+) -> Iterator[None]:
     """Call ``tell`` at each moment at which ``fully_shard`` would do something, in the block.
 
     The hooks stand where its own stand: before and after a unit's forward, where the first gradient of its outputs is
@@ -40,6 +46,8 @@ def listen(model: nn.Module, plan: ShardingPlan, tell: Listener) -> Iterator[Non
     Args:
         model: The model that the plan was made for, or a copy with fewer blocks: units that it lacks are passed over.
             Checkpointing wrappers may stand around modules. Nothing is sharded, and no hook is left behind.
+        blocks: The paths of modules whose forward and backward ``tell_block`` is told of, as if they were units: their
+            forward begins before that of a unit of the same module, and all else of theirs comes after.
     """
     handles: list[RemovableHandle] = []
     ends = _Ends(tell)
@@ -47,6 +55,8 @@ def listen(model: nn.Module, plan: ShardingPlan, tell: Listener) -> Iterator[Non
         modules = [module for path in unit.modules if (module := _found(model, path)) is not None]
         if len(modules) == len(unit.modules):
             handles += _hooks_of(_Unit(unit.name, modules), tell, ends)
+    for path in blocks:
+        handles += _hooks_of(_Unit(path, [at_path(model, path)]), tell_block, ends)
     for name, unit_name, parameter in _trained(model, plan):
         tell_gradient = partial(_tell_gradient, tell, unit_name, name)
         handles.append(parameter.register_post_accumulate_grad_hook(tell_gradient))

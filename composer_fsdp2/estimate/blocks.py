@@ -1,0 +1,124 @@
+"""The blocks that a model repeats, and a copy of the model with the first few of each kind."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from composer_fsdp2.sharding.modules import ancestors_or_self, is_at_or_under
+from composer_fsdp2.sharding.plan import ShardingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockList:
+    """One list of blocks, in the order in which they run.
+
+    Args:
+        path: Of the ``nn.ModuleList``.
+        names: Of its children.
+        present: The names of those that are in the copy.
+        kept: For each of ``names``, the one of ``present`` that stands for it.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    present: tuple[str, ...]
+    kept: Mapping[str, str]
+
+    def block(self, name: str) -> str:
+        return f"{self.path}.{name}"
+
+
+def find_blocks(model: nn.Module, plan: ShardingPlan, *, num_kept: int) -> tuple[BlockList, ...]:
+    """The outermost lists of modules, and which of their children are alike.
+
+    Alike are children of one class, whose parameters have the same names, shapes and dtypes, are trained alike, lie in
+    units with the same dtypes, and are recomputed alike. The first ``num_kept`` of a kind stand for all.
+    """
+    settings = _settings_below(plan)
+    found: list[BlockList] = []
+    for path, module in model.named_modules():
+        is_inside = any(is_at_or_under(path, each.path) for each in found)
+        if isinstance(module, nn.ModuleList) and not is_inside:
+            kinds: dict[object, list[str]] = {}
+            for name, child in module.named_children():
+                kinds.setdefault(_kind(child, settings.get(f"{path}.{name}", ())), []).append(name)
+            kept = {name: each for alike in kinds.values() for name, each in _standing_for(alike, num_kept)}
+            names = tuple(name for name, _ in module.named_children())
+            first = {name for alike in kinds.values() for name in alike[:num_kept]}
+            present = tuple(name for name in names if name in first)
+            found.append(BlockList(path=path, names=names, present=present, kept=kept))
+    return tuple(found)
+
+
+def _standing_for(alike: Sequence[str], num_kept: int) -> Iterator[tuple[str, str]]:
+    """By each name the one that stands for it: of the first ones, which the copy has, the last for the last, and the
+    one before for those in between. The first block's input and the last one's output are others than those between.
+    """
+    present = alike[:num_kept]
+    between = present[-2] if len(present) > 1 else present[0]
+    for place, name in enumerate(alike):
+        if name == alike[-1]:
+            yield name, present[-1]
+        else:
+            yield name, present[place] if place < len(present) - 1 else between
+
+
+def _kind(block: nn.Module, settings: object) -> object:
+    parameters = tuple(
+        (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for name, parameter in block.named_parameters(remove_duplicate=False)
+    )
+    return type(block), parameters, settings
+
+
+def _settings_below(plan: ShardingPlan) -> dict[str, tuple[object, ...]]:
+    """For each module, what the plan does at and below it, by path from there."""
+    found: dict[str, list[object]] = {}
+    units = [(path, unit.mixed_precision) for unit in plan.units for path in unit.modules]
+    for path, what in (*units, *((path, "recomputed") for path in plan.checkpointed)):
+        for above in ancestors_or_self(path):
+            found.setdefault(above, []).append((path.removeprefix(above), what))
+    return {path: tuple(each) for path, each in found.items()}
+
+
+def copy_with(
+    model: nn.Module, lists: tuple[BlockList, ...], replacement: Callable[[str, torch.Tensor], torch.Tensor]
+) -> nn.Module:
+    """A copy of ``model`` with the kept blocks, every tensor of its modules replaced, and ties as they were.
+
+    The model itself is as before once this returns.
+    """
+    with _shortened(model, lists):
+        tensors = {id(tensor): (name, tensor) for name, tensor in _held_tensors(model)}
+        memo: dict[int, object] = {key: replacement(name, tensor) for key, (name, tensor) in tensors.items()}
+        return copy.deepcopy(model, memo)
+
+
+def _held_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and what modules hold as plain attributes."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for path, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}", value
+
+
+@contextlib.contextmanager
+def _shortened(model: nn.Module, lists: tuple[BlockList, ...]) -> Iterator[None]:
+    before: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+    for each in lists:
+        module = model.get_submodule(each.path)
+        before.append((module, dict(module._modules)))
+        for name in set(each.names) - set(each.present):
+            del module._modules[name]
+    try:
+        yield
+    finally:
+        for module, children in before:
+            module._modules.clear()
+            module._modules.update(children)

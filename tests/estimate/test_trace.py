@@ -1,0 +1,192 @@
+"""What a microbatch keeps and takes, traced without data, beside what a real one does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.models import Model
+from torch import nn
+
+from composer_fsdp2 import plan_sharding, translate
+from composer_fsdp2.estimate.blocks import copy_with, find_blocks
+from composer_fsdp2.estimate.events import MicrobatchTrace, StepEvent
+from composer_fsdp2.estimate.trace import run_traced, trace_microbatch
+from composer_fsdp2.sharding.dtypes import torch_dtype
+from composer_fsdp2.sharding.plan import ShardingPlan
+
+ROWS, TOKENS = 2, 12
+
+
+class Holder(nn.Module):
+    """As Composer has it: the model is the child of what is trained."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        return self.model(**inputs)
+
+
+def loss_of_ours(model: nn.Module, rows: int, tokens: int) -> Any:
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    logits = model(ids)
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()), logits
+
+
+def loss_of_theirs(model: nn.Module, rows: int, tokens: int) -> Any:
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    outputs = model(input_ids=ids, labels=ids)
+    return outputs.loss, outputs
+
+
+def ours(num_blocks: int) -> nn.Module:
+    return Model(num_blocks=num_blocks, width=16, vocabulary=40)
+
+
+def llama(num_blocks: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=num_blocks, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return with_hooks(Holder(LlamaForCausalLM(config)), "LlamaDecoderLayer")
+
+
+def gpt2(num_blocks: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=32, n_layer=num_blocks, n_head=4, resid_pdrop=0.1, attn_pdrop=0.0
+    )
+    return with_hooks(Holder(GPT2LMHeadModel(config)), "GPT2Block")
+
+
+def t5(num_blocks: int) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=num_blocks, num_heads=4, decoder_start_token_id=0
+    )
+    return with_hooks(Holder(T5ForConditionalGeneration(config)), "T5Block")
+
+
+def with_hooks(model: Any, block: str) -> nn.Module:
+    model.model.fsdp_wrap_fn = model.model.activation_checkpointing_fn = lambda module: type(module).__name__ == block
+    return model
+
+
+OURS = {"ours": (ours, loss_of_ours)}
+THEIRS = {"llama": (llama, loss_of_theirs), "gpt2": (gpt2, loss_of_theirs), "t5": (t5, loss_of_theirs)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    precision: str = "fp32"
+    every: int | None = None  # which of the blocks are recomputed
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def plan(self, model: nn.Module) -> ShardingPlan:
+        config = {"mixed_precision": "PURE", "activation_checkpointing_reentrant": False, **self.config}
+        if self.every is not None:
+            config["activation_checkpointing"] = True
+            child: Any = next(model.children())
+            blocks = [
+                module for module in model.modules() if child.fsdp_wrap_fn(module) or type(module).__name__ == "Block"
+            ]
+            for number, block in enumerate(blocks):
+                block._activation_checkpointing = number % self.every == 0
+        translation = translate(config, precision=self.precision, device="cpu", world_size=4)
+        assert translation.config is not None
+        return plan_sharding(model, translation.config, precision=translation.precision).resolve(4)
+
+
+SETTINGS = {
+    f"{precision}, {name}": Setting(precision=precision, every=every)
+    for precision in ("fp32", "amp_bf16")
+    for name, every in {"nothing recomputed": None, "all recomputed": 1, "every second recomputed": 2}.items()
+} | {"reentrant": Setting(every=1, config={"activation_checkpointing_reentrant": True})}
+
+
+def real(model: nn.Module, plan: ShardingPlan, loss: Any, precision: str) -> list[StepEvent]:
+    """The same counted on tensors with data, of all blocks."""
+    dtypes = {n: u.mixed_precision.param_dtype for u in plan.units for spec in u.parameters for n in spec.names}
+    lists = find_blocks(model, plan, num_kept=99)
+
+    def unsharded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            buffer_dtype = torch_dtype(plan.config.mixed_precision.buffer_dtype)
+            return tensor.detach().clone().to(buffer_dtype if tensor.is_floating_point() else None)
+        made = tensor.detach().to(torch_dtype(dtypes.get(name)) or tensor.dtype).clone()
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+
+    events, _ = run_traced(
+        copy_with(model, lists, unsharded), plan, loss, rows=ROWS, tokens=TOKENS, precision=precision, lists=lists
+    )
+    return events
+
+
+def differences(first: MicrobatchTrace, second: MicrobatchTrace) -> list[str]:
+    """Where two traces part, event by event."""
+    if len(first.events) != len(second.events):
+        return [f"{len(first.events)} events, not {len(second.events)}"]
+    return [f"{a} != {b}" for a, b in zip(first.events, second.events, strict=True) if a != b]
+
+
+def check_expansion(build: Any, loss: Any, settings: dict[str, Setting], *sizes: int) -> None:
+    wrong = {}
+    for name, setting in settings.items():
+        for num_blocks in sizes:
+            model = build(num_blocks)
+            plan = setting.plan(model)
+            trace = partial(trace_microbatch, model, plan, loss, rows=ROWS, tokens=TOKENS, precision=setting.precision)
+            if found := differences(trace(), trace(num_blocks=num_blocks)):
+                wrong[f"{name}, {num_blocks} blocks"] = f"{len(found)}: " + "\n   ".join(found[:3])
+    assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
+
+
+def check_real(build: Any, loss: Any) -> None:
+    wrong = {}
+    for name, setting in SETTINGS.items():
+        model = build(5)
+        plan = setting.plan(model)
+        traced = trace_microbatch(model, plan, loss, rows=ROWS, tokens=TOKENS, precision=setting.precision)
+        measured = real(model, plan, loss, setting.precision)
+        moments = [event for event in measured if event.unit is not None]
+        for what in ("live_bytes", "peak_bytes"):
+            largest = max(getattr(e, what) for e in traced.events), max(getattr(e, what) for e in moments)
+            if largest[0] != largest[1]:
+                wrong[f"{name}, {what}"] = largest
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_three_blocks_stand_for_all(name: str):
+    """What three blocks keep and take is what six do, at each moment: else a large model's memory is guessed."""
+    check_expansion(*OURS[name], SETTINGS, 1, 2, 4, 6)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_traced_is_what_a_real_run_keeps(name: str):
+    """Tensors without data keep what tensors with data do, to the byte."""
+    check_real(*OURS[name])
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_three_blocks_of_a_known_model_stand_for_all(name: str):
+    """As above, with blocks that differ (T5's first) and with caches of keys and values."""
+    pytest.importorskip("transformers", reason="needs transformers' models")
+    settings = ("amp_bf16, nothing recomputed", "fp32, every second recomputed")
+    check_expansion(*THEIRS[name], {name: SETTINGS[name] for name in settings}, 6)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_traced_is_what_a_known_model_keeps(name: str):
+    """Llama, GPT-2 and T5 by transformers, as people train them."""
+    pytest.importorskip("transformers", reason="needs transformers' models")
+    check_real(*THEIRS[name])
