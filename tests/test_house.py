@@ -77,7 +77,8 @@ ROOMS = {
         packages="torch",
     ),
     "estimate": room(
-        "__init__ events step reach unit_sizes moments ledger optimizers fully_shard replay blocks expansion trace suggest",
+        "__init__ events step reach unit_sizes moments ledger optimizers fully_shard replay blocks expansion trace "
+        "suggest",
         rooms="errors config _torch sharding",
         packages="torch",
     ),
