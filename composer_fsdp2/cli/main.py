@@ -22,6 +22,7 @@ _PASS_THROUGH = {
 app = lazy_typer(
     Verb(name="run", file="run", settings=_PASS_THROUGH),
     Verb(name="train", file="train", settings=_PASS_THROUGH),
+    Verb(name="compare", file="compare"),
     Verb(name="migrate", file="migrate"),
     Verb(name="explain", file="explain"),
     Verb(name="checkpoint", file="checkpoint"),

@@ -1,0 +1,378 @@
+"""One rank of a compared run: the user's own file, watched from its first ``fit`` to the last batch that counts.
+
+Nothing of the file is edited. What the Trainer is given in place of its own settings, and why, is noted as an
+``Override``, and all of them stand in the report.
+"""
+
+import contextlib
+import functools
+import hashlib
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from composer import Trainer
+from composer.callbacks import CheckpointSaver
+from composer.core import Engine, Event, State
+from composer.utils import dist, ensure_tuple, reproducibility
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from composer_fsdp2.comparing.counted import CollectiveCounter
+from composer_fsdp2.comparing.job import Engine as Sharding
+from composer_fsdp2.comparing.job import Job
+from composer_fsdp2.comparing.kept_tensors import KeptTensors, keep_tensors
+from composer_fsdp2.comparing.run_record import BatchRecord, Fingerprint, Override, RunRecord
+from composer_fsdp2.comparing.whole_tensors import fingerprints, full_tensors, gradient_squares
+from composer_fsdp2.config.text import short
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.translate import Translation
+from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.root_record import find_kept
+
+from .install import fsdp2
+from .install import train_from_yaml as train_on_fsdp2
+from .scripts import run_file
+
+_COUNTED_BATCH = 2  # of those that are compared; the first makes what later ones find
+_NOT_ON_THE_CPU = (
+    "FSDP1 was told that the current CUDA device is the CPU, and meta tensors were filled there: without a GPU it "
+    "raises otherwise"
+)
+
+
+class _Compared(BaseException):
+    """All batches are there; what the script does after its fit is left out."""
+
+
+def run_job(job: Job) -> None:
+    """Run the job's file until its batches are compared; rank 0 writes the record. Called on all ranks."""
+    watch = _Watch(job)
+    sharding = fsdp2() if job.engine is Sharding.FSDP2 else _fsdp1(watch)
+    _seed(job.seed)
+    with sharding, watch.over_trainers(), contextlib.suppress(_Compared):
+        _train(job)
+    if not watch.is_done:
+        raise ConfigError(f"{job.file} ended without Trainer.fit; there is nothing to compare")
+
+
+def _train(job: Job) -> None:
+    if not job.is_yaml:
+        run_file(job.file, job.arguments)
+    elif job.engine is Sharding.FSDP2:
+        train_on_fsdp2(job.file, job.arguments)
+    else:
+        from llmfoundry.command_utils import train_from_yaml
+
+        train_from_yaml(job.file, list(job.arguments))
+
+
+@contextlib.contextmanager
+def _fsdp1(watch: "_Watch") -> Iterator[None]:
+    """Composer as it is. Where there is no GPU it still asks for one, and FSDP1 takes any device."""
+    if torch.cuda.is_available():
+        yield
+        return
+    to_empty = nn.Module.to_empty
+
+    @functools.wraps(to_empty)
+    def to_empty_on_cpu(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        return to_empty(self, device="cpu", recurse=recurse)
+
+    watch.notes.append(_NOT_ON_THE_CPU)
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(nn.Module, "to_empty", to_empty_on_cpu),
+    ):
+        yield
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    reproducibility.seed_all(seed)
+
+
+class _Watch:
+    """What one rank sees of its run."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.notes: list[str] = []
+        self.is_done = False
+        self._overrides: dict[str, Override] = {}
+        self._state: State | None = None
+        self._start: tuple[Fingerprint, ...] = ()
+        self._first_batch, self._first_sample = 1, 0
+        self._batches: list[dict[str, Any]] = []
+        self._batch: dict[str, Any] = {}
+        self._counter = CollectiveCounter()
+        self._counting = contextlib.ExitStack()
+        self._began = self._aside = 0.0
+
+    # --- in place of Composer's own
+
+    @contextlib.contextmanager
+    def over_trainers(self) -> Iterator[None]:
+        """Every Trainer that is made in the block gets our settings, and the first that fits is watched."""
+        # Outside of the shim's own replacements, which read the arguments by the original's signature: hence `wraps`.
+        originals = {"__init__": Trainer.__init__, "fit": Trainer.fit, "eval": Trainer.eval}
+        replacements: dict[str, Callable[..., Any]] = {"__init__": self._init, "fit": self._fit, "eval": self._eval}
+        with contextlib.ExitStack() as stack:
+            for name, original in originals.items():
+                stack.enter_context(mock.patch.object(Trainer, name, _around(original, replacements[name])))
+            stack.enter_context(
+                mock.patch.object(Engine, "run_event", _around(Engine.run_event, self._run_event))
+            )
+            yield
+
+    def _init(self, original: Callable[..., Any], trainer: Trainer, **given: Any) -> None:
+        original(trainer, **{**given, **self._in_place_of(given)})
+
+    def _eval(self, original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        self._note("Trainer.eval", "called", "left out", "it changes no weights")
+
+    def _fit(self, original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._state is None:
+            self._state = trainer.state
+            if trainer.state.evaluators:
+                self._note("eval_interval", "evaluations", "none", "they change no weights")
+            for evaluator in trainer.state.evaluators:
+                evaluator.eval_interval = _never
+            original(trainer, *args, **kwargs)
+            self._finish()  # the run is shorter than what was to be compared
+        raise _Compared
+
+    def _run_event(self, original: Callable[..., Any], engine: Engine, event: Event | str) -> Any:
+        event = Event(event)
+        if engine.state is not self._state or self.is_done:
+            return original(engine, event)
+        if event is Event.AFTER_TRAIN_BATCH:
+            self._measure_gradients(engine.state)
+        result = original(engine, event)
+        match event:
+            case Event.FIT_START:
+                self._begin(engine.state)
+            case Event.AFTER_DATALOADER:
+                self._batch = {"digest": _digest(engine.state.batch)}
+            case Event.BATCH_START:
+                self._begin_batch()
+            case Event.BATCH_END:
+                self._end_batch(engine.state)
+        return result
+
+    # --- settings
+
+    def _in_place_of(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of Trainer that are others than given."""
+        used: dict[str, Any] = {}
+
+        def use(name: str, value: Any, why: str) -> None:
+            if given.get(name) != value:
+                self._note(name, short(given.get(name)), short(value), why)
+            used[name] = value
+
+        for name, value, why in _SETTINGS:
+            if given.get(name) not in (None, False, value):
+                use(name, value, why)
+        if self.job.load_path:
+            use("load_path", self.job.load_path, "--load-path")
+        if given.get("seed") is None:
+            use("seed", self.job.seed, "each run would draw another")
+        if given.get("device_train_microbatch_size") == "auto":
+            use("device_train_microbatch_size", 1, "which size is found depends on the memory that each run leaves")
+        if self.job.is_deterministic and torch.cuda.is_available() and not given.get("deterministic_mode"):
+            use("deterministic_mode", True, "kernels that add in any order give another result in each run")
+        callbacks = ensure_tuple(given.get("callbacks"))
+        if any(_saves(callback) for callback in callbacks):
+            names = ", ".join(type(callback).__name__ for callback in callbacks if _saves(callback))
+            self._note("callbacks", names, "left out", "the comparison saves nothing")
+            used["callbacks"] = [callback for callback in callbacks if not _saves(callback)]
+        return used
+
+    def _note(self, name: str, given: str, used: str, why: str) -> None:
+        self._overrides[name] = Override(name=name, given=given, used=used, why=why)
+
+    # --- what is measured
+
+    def _begin(self, state: State) -> None:
+        """Before the first batch: the same random numbers on both, and what there is before it."""
+        _check_sharded(state.model, self.job)
+        self._start = fingerprints(state.model, state.optimizers)
+        self._first_batch, self._first_sample = state.timestamp.batch.value + 1, state.timestamp.sample.value
+        _seed(self.job.seed + dist.get_global_rank())
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def _begin_batch(self) -> None:
+        self._batch |= {"is_counted": len(self._batches) + 1 == min(_COUNTED_BATCH, self.job.batches)}
+        _synchronize()
+        self._began, self._aside = time.perf_counter(), 0.0
+        if self._batch["is_counted"]:
+            self._counting.enter_context(self._counter)
+
+    def _measure_gradients(self, state: State) -> None:
+        """All gradients are there, unscaled and not yet clipped."""
+        self._counting.close()
+        _synchronize()
+        began = time.perf_counter()
+        self._batch["squares"] = gradient_squares(state.model)
+        self._batch["memory_bytes"] = _memory_bytes()
+        self._aside = time.perf_counter() - began
+
+    def _end_batch(self, state: State) -> None:
+        _synchronize()
+        loss = (getattr(state, "total_loss_dict", None) or {}).get("loss/train/total", math.nan)
+        self._batch |= {
+            "seconds": time.perf_counter() - self._began - self._aside,
+            "loss": float(loss),
+            "samples": int(state.timestamp.sample.value),
+            "memory_bytes": max(self._batch.get("memory_bytes", 0), _memory_bytes()),
+        }
+        self._batches.append(self._batch)
+        if dist.get_global_rank() == 0:
+            with self.job.progress_path.open("a") as progress:
+                progress.write(f"{len(self._batches)} {loss}\n")
+        if len(self._batches) == self.job.batches:
+            self._finish()
+            raise _Compared
+
+    def _finish(self) -> None:
+        """Compare what the run ends with, and write the record. Called on all ranks."""
+        state = self._state
+        assert state is not None
+        if not self._batches:
+            raise ConfigError(
+                f"{self.job.file} trained no batch: it is at batch {state.timestamp.batch.value} of max_duration "
+                f"{state.max_duration}; give max_duration=... a later end"
+            )
+        self.is_done = True
+        tensors = full_tensors(state.model, state.optimizers, self.notes)
+        path, is_first = Path(self.job.reference), dist.get_global_rank() == 0
+        apart: dict[str, Any] = {}
+        makes_reference = gather(self.job.makes_reference)[0]
+        if makes_reference or not is_first:
+            keep_tensors(path, tensors, is_writing=is_first)
+        else:
+            apart = dict(zip(("distances", "missing", "added"), KeptTensors(path).distances(tensors), strict=True))
+        of_ranks = gather(self._batches)
+        if is_first:
+            self._record(state, of_ranks, apart).write(self.job.record_path)
+        dist.barrier()
+
+    def _record(self, state: State, of_ranks: list[list[dict[str, Any]]], apart: dict[str, Any]) -> RunRecord:
+        translation = find_kept(state.model, Translation)
+        on_gpu = torch.cuda.is_available()
+        return RunRecord(
+            title=self.job.title,
+            engine=self.job.engine.value,
+            device=torch.cuda.get_device_name() if on_gpu else "CPU",
+            num_ranks=dist.get_world_size(),
+            precision=state.precision.value,
+            num_units=_num_units(state.model, self.job.engine),
+            memory_is="the most that CUDA's allocator gave out so far" if on_gpu else "the process's RssAnon",
+            first_batch=self._first_batch,
+            batches=tuple(self._batch_record(number, of_ranks) for number in range(len(self._batches))),
+            collectives=self._counter.counts,
+            start=self._start,
+            overrides=tuple(self._overrides.values()),
+            translation=translation.explain() if translation else "",
+            findings=tuple(finding.to_json() for finding in translation.findings) if translation else (),
+            notes=tuple(self.notes),
+            **apart,
+        )
+
+    def _batch_record(self, number: int, of_ranks: list[list[dict[str, Any]]]) -> BatchRecord:
+        each = [batches[number] for batches in of_ranks]
+        return BatchRecord(
+            batch=self._first_batch + number,
+            digests=tuple(batch["digest"] for batch in each),
+            loss=each[0]["loss"],
+            gradient_norm=math.sqrt(sum(batch["squares"] for batch in each)),
+            seconds=max(batch["seconds"] for batch in each),
+            memory_bytes=max(batch["memory_bytes"] for batch in each),
+            samples=each[0]["samples"] - (of_ranks[0][number - 1]["samples"] if number else self._first_sample),
+            is_counted=each[0]["is_counted"],
+        )
+
+
+# Of Trainer's arguments: what takes their place, and why.
+_SETTINGS: tuple[tuple[str, Any, str], ...] = (
+    ("save_folder", None, "the comparison saves nothing"),
+    ("autoresume", False, "each run begins where the first did"),
+    ("loggers", None, "nothing is logged to services"),
+    ("progress_bar", False, "the output goes to a file"),
+    ("profiler", None, "it takes time and memory"),
+)
+
+
+def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return replaced
+
+
+def _never(state: State, event: Event) -> bool:
+    return False
+
+
+def _saves(callback: Any) -> bool:
+    """Whether a callback writes checkpoints: Composer's, and LLM Foundry's, which is not imported for it."""
+    names = {kind.__name__ for kind in type(callback).__mro__}
+    return isinstance(callback, CheckpointSaver) or bool(names & {"HuggingFaceCheckpointer", "MonolithicCheckpointSaver"})
+
+
+def _check_sharded(model: nn.Module, job: Job) -> None:
+    if not _num_units(model, job.engine):
+        other = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+        raise ConfigError(
+            f"{job.file}: on {dist.get_world_size()} ranks nothing is sharded by {job.engine.value}"
+            + ("; the file asks for FSDP2 itself" if other else "; it needs an fsdp_config, and at least two ranks")
+        )
+
+
+_UNITS: Mapping[Sharding, Any] = {Sharding.FSDP1: FullyShardedDataParallel, Sharding.FSDP2: FSDPModule}
+
+
+def _num_units(model: nn.Module, sharding: Sharding) -> int:
+    return sum(isinstance(module, _UNITS[sharding]) for module in model.modules())
+
+
+def _digest(batch: Any) -> str:
+    """Of every value in a batch, and of where it lies in it."""
+    digest = hashlib.sha256()
+    _add_to(digest, batch)
+    return digest.hexdigest()[:16]
+
+
+def _add_to(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            digest.update(str(key).encode())
+            _add_to(digest, each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _add_to(digest, each)
+    else:
+        digest.update(repr(value).encode())
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _memory_bytes() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))

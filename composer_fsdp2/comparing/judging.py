@@ -1,0 +1,254 @@
+"""The verdict on a comparison: how far FSDP2 is from FSDP1 in each quantity, how far FSDP1 is from itself, and why."""
+
+import enum
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from composer_fsdp2.comparing.run_record import BatchRecord, CollectiveCount, Fingerprint, RunRecord, TensorDistance
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.config.value import Value
+
+TOLERANCE = 1e-6  # relative
+_PARAMETER = "parameter"
+
+
+class Verdict(enum.Enum):
+    """What a comparison comes to."""
+
+    SAME = "same"
+    DIFFERENT = "different"
+    INTERRUPTED = "interrupted"
+    UNUSABLE = "unusable"
+
+    @property
+    def exit_code(self) -> int:
+        return {Verdict.SAME: 0, Verdict.DIFFERENT: 1}.get(self, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity(Value):
+    """One quantity.
+
+    Args:
+        distance: Of FSDP2 from FSDP1, the largest, relative; infinite where one of them is no number or has nothing.
+        floor: Of FSDP1 from itself.
+        limit: What ``distance`` may be.
+        worst: Where it is largest.
+    """
+
+    name: str
+    distance: float
+    floor: float
+    limit: float
+    worst: str
+
+    @property
+    def is_same(self) -> bool:
+        return self.distance <= self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement(Value):
+    """The verdict, what it is made of, and what is known of the causes, in whole sentences."""
+
+    verdict: Verdict
+    quantities: tuple[Quantity, ...]
+    causes: tuple[str, ...]
+
+
+def judge(first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], *, tolerance: float = TOLERANCE) -> Judgement:
+    """Compare FSDP2, and every repetition of FSDP1, with the first run."""
+    quantities = tuple(_quantities(first, fsdp2, again, tolerance))
+    causes = tuple(_causes(first, fsdp2, again, {each.name: each for each in quantities}))
+    is_same = all(quantity.is_same for quantity in quantities)
+    return Judgement(
+        verdict=Verdict.SAME if is_same else Verdict.DIFFERENT,
+        quantities=quantities,
+        causes=causes or (() if is_same else ("no cause was recognized: see where each quantity is worst",)),
+    )
+
+
+def relative(value: float, of: float) -> float:
+    """The difference to ``of``, relative to it; infinite where one of them is no number."""
+    if not (math.isfinite(value) and math.isfinite(of)):
+        return math.inf
+    return 0.0 if value == of else (abs(value - of) / abs(of) if of else math.inf)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How far apart
+
+# How far apart, and where.
+_Apart = tuple[float, str]
+
+
+def _quantities(
+    first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], tolerance: float
+) -> Iterator[Quantity]:
+    for name, apart in _MEASURES.items():
+        distance, worst = apart(first, fsdp2)
+        floor = max((apart(first, each)[0] for each in again), default=0.0)
+        limit = 0.0 if name == DATA else max(tolerance, 2 * floor)
+        yield Quantity(name=name, distance=distance, floor=floor, limit=limit, worst=worst)
+
+
+def _data(first: RunRecord, other: RunRecord) -> _Apart:
+    """The share of batches that are others."""
+    places = [
+        f"batch {ours.batch} of rank {rank}"
+        for theirs, ours in _pairs(first, other)
+        for rank, digests in enumerate(zip(theirs.digests, ours.digests, strict=True))
+        if digests[0] != digests[1]
+    ]
+    if len(first.batches) != len(other.batches):
+        return math.inf, f"{len(other.batches)} batches, {len(first.batches)} on {first.title}"
+    return len(places) / max(1, len(first.batches) * first.num_ranks), and_more(places) if places else ""
+
+
+def _start(first: RunRecord, other: RunRecord) -> _Apart:
+    theirs, ours = _by_key(first.start), _by_key(other.start)
+    worst: _Apart = (0.0, "")
+    for key in (*theirs, *(key for key in ours if key not in theirs)):
+        name = f"{key[0]} of {key[1]}"
+        if key not in ours or key not in theirs:
+            return math.inf, f"{name}, which {(first if key not in ours else other).title} alone has"
+        worst = max(worst, (_apart(theirs[key], ours[key]), name), key=lambda each: each[0])
+    return worst if worst[0] else (0.0, "")
+
+
+def _apart(theirs: Fingerprint, ours: Fingerprint) -> float:
+    """Of two tensors of which the sums and the sums of squares are known."""
+    if theirs.size != ours.size:
+        return math.inf
+    width = math.sqrt(theirs.size * theirs.squares)  # what a sum can be at most
+    of_sums = abs(ours.total - theirs.total) / width if width else (0.0 if ours.total == theirs.total else math.inf)
+    return max(of_sums, relative(ours.squares, theirs.squares) / 2)
+
+
+def _losses(first: RunRecord, other: RunRecord) -> _Apart:
+    return _worst_batch((ours.batch, relative(ours.loss, theirs.loss)) for theirs, ours in _pairs(first, other))
+
+
+def _norms(first: RunRecord, other: RunRecord) -> _Apart:
+    pairs = _pairs(first, other)
+    return _worst_batch((ours.batch, relative(ours.gradient_norm, theirs.gradient_norm)) for theirs, ours in pairs)
+
+
+def _worst_batch(apart: Iterable[tuple[int, float]]) -> _Apart:
+    batch, distance = max(apart, key=lambda each: each[1], default=(0, math.inf))
+    return distance, f"batch {batch}" if distance else ""
+
+
+def _parameters(first: RunRecord, other: RunRecord) -> _Apart:
+    return _worst_tensor(other, is_parameter=True)
+
+
+def _optimizer(first: RunRecord, other: RunRecord) -> _Apart:
+    return _worst_tensor(other, is_parameter=False)
+
+
+def _worst_tensor(other: RunRecord, *, is_parameter: bool) -> _Apart:
+    """Of those after the last batch, which the run itself has compared with the first one's."""
+    lonely = [name for name in (*other.missing, *other.added) if name.startswith(_PARAMETER + " ") == is_parameter]
+    if lonely:
+        who = f"which {other.title} {'lacks' if lonely[0] in other.missing else 'alone has'}"
+        return math.inf, f"{and_more(lonely)}, {who}"
+    tensors = [each for each in other.distances if (each.kind == _PARAMETER) == is_parameter]
+    worst = max(tensors, key=lambda each: each.distance, default=None)
+    return (worst.distance, title_of(worst) if worst.distance else "") if worst else (0.0, "")
+
+
+def title_of(tensor: TensorDistance | Fingerprint) -> str:
+    return f"{tensor.kind} of {tensor.name}"
+
+
+DATA, START, LOSSES, NORMS = "data", "state before the first batch", "losses", "gradient norms before clipping"
+PARAMETERS, OPTIMIZER = "parameters after the last batch", "optimizer state after the last batch"
+_MEASURES = {
+    DATA: _data,
+    START: _start,
+    LOSSES: _losses,
+    NORMS: _norms,
+    PARAMETERS: _parameters,
+    OPTIMIZER: _optimizer,
+}
+
+
+def _pairs(first: RunRecord, other: RunRecord) -> list[tuple[BatchRecord, BatchRecord]]:
+    return list(zip(first.batches, other.batches, strict=False))
+
+
+def _by_key(prints: Iterable[Fingerprint]) -> dict[tuple[str, str], Fingerprint]:
+    return {(each.kind, each.name): each for each in prints}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Why
+
+
+def _causes(
+    first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], found: Mapping[str, Quantity]
+) -> Iterator[str]:
+    for each in again:
+        if (apart := _data(first, each))[0]:
+            yield f"the data of {each.title} are not those of {first.title} ({apart[1]}): the file draws others each time"
+    if not found[DATA].is_same:
+        yield f"the two did not train on the same data: {found[DATA].worst} is the first that differs"
+    if not found[START].is_same:
+        yield _of_start(first, fsdp2, found[START])
+    if not found[NORMS].is_same and (scale := _scale(first, fsdp2)):
+        yield f"FSDP2's gradients are {scale:.6g} times FSDP1's in every batch: the gradient scale differs"
+    yield from _of_dtypes(first, fsdp2)
+    if any(not found[name].is_same for name in (LOSSES, NORMS)) and found[DATA].is_same and found[START].is_same:
+        yield _of_first_batch(first, fsdp2, found)
+
+
+def _of_start(first: RunRecord, fsdp2: RunRecord, start: Quantity) -> str:
+    kinds = {run.title: {each.kind for each in run.start if each.kind != _PARAMETER} for run in (first, fsdp2)}
+    theirs, ours = kinds[first.title], kinds[fsdp2.title]
+    if theirs and not ours:
+        return (
+            f"the optimizer state is lost: before the first batch {first.title} has {', '.join(sorted(theirs))}, "
+            f"{fsdp2.title} has none"
+        )
+    return f"the two did not begin alike: {start.worst}"
+
+
+def _scale(first: RunRecord, fsdp2: RunRecord) -> float:
+    """What FSDP2's gradient norm is of FSDP1's, where that is one number in all batches; else 0."""
+    pairs = [(ours.gradient_norm, theirs.gradient_norm) for theirs, ours in _pairs(first, fsdp2)]
+    ratios = [ours / theirs for ours, theirs in pairs if theirs and math.isfinite(ours) and math.isfinite(theirs)]
+    if len(ratios) < len(pairs) or not ratios or abs(ratios[0] - 1) < 1e-3:
+        return 0.0
+    # Only the first batch's are of the same weights; later ones drift apart with them.
+    middle = statistics.median(ratios)
+    return ratios[0] if abs(ratios[0] / middle - 1) < 0.1 else 0.0
+
+
+def _of_dtypes(first: RunRecord, fsdp2: RunRecord) -> Iterator[str]:
+    what = {"all_gather": "parameters are gathered", "reduce_scatter": "gradients are reduced"}
+    for op, told in what.items():
+        theirs, ours = (_dtypes(run.collectives, op) for run in (first, fsdp2))
+        if theirs and ours and theirs != ours:
+            yield f"{told} in {' and '.join(theirs)} on FSDP1, in {' and '.join(ours)} on FSDP2 ({op}'s dtype)"
+
+
+def _dtypes(counts: Iterable[CollectiveCount], op: str) -> list[str]:
+    return sorted({each.dtype for each in counts if each.op == op})
+
+
+def _of_first_batch(first: RunRecord, fsdp2: RunRecord, found: Mapping[str, Quantity]) -> str:
+    for theirs, ours in _pairs(first, fsdp2):
+        for what, name in (("loss", LOSSES), ("gradient_norm", NORMS)):
+            pair = getattr(ours, what), getattr(theirs, what)
+            if (distance := relative(*pair)) > found[name].limit:
+                told = "the loss" if what == "loss" else "the gradient norm"
+                where = "forward" if what == "loss" else "backward or the reduction of gradients"
+                before = "" if ours is fsdp2.batches[0] else ", or the step before it"
+                return (
+                    f"{told} of batch {ours.batch} is the first number that differs ({pair[0]:.9g}, FSDP1 "
+                    f"{pair[1]:.9g}, {distance:.1e}): look at the {where}{before}"
+                )
+    raise AssertionError("a quantity differs in some batch")

@@ -1,0 +1,102 @@
+"""The first run's last tensors, in one file, and how far those of another run are from them."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from composer_fsdp2.comparing.run_record import TensorDistance
+from composer_fsdp2.comparing.whole_tensors import Key
+
+
+# [Note: rounding alone] Some gradients are zero but for rounding, as that of attention's key bias, to which softmax is
+# blind. Optimizers that divide by a gradient's own size, or take its sign, make full steps of them, in any direction.
+# What lies so far below the model's largest gradient is counted and told, not judged.
+_ROUNDING = 1e-6  # of the largest: some steps of fp32
+# An optimizer's tensors that tell how large gradients were, and how to read that.
+_SIZES: tuple[tuple[str, Callable[[torch.Tensor], torch.Tensor]], ...] = (
+    ("exp_avg_sq", torch.sqrt),  # of Adam and its kin
+    ("exp_avg", torch.abs),  # of Lion, which has no other
+)
+
+
+def keep_tensors(path: Path, tensors: Iterable[tuple[Key, torch.Tensor]], *, is_writing: bool) -> None:
+    """Write all tensors; the ranks that do not write go through them with the one that does."""
+    if not is_writing:
+        for _ in tensors:
+            pass
+        return
+    index, unfinished, largest = [], path.with_suffix(".unfinished"), dict.fromkeys(dict(_SIZES), 0.0)
+    with unfinished.open("wb") as file:
+        for (kind, name), tensor in tensors:
+            index.append([kind, name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), file.tell()])
+            file.write(tensor.contiguous().numpy())
+            if kind in largest and tensor.numel():
+                largest[kind] = max(largest[kind], float(dict(_SIZES)[kind](tensor).max()))
+    path.with_suffix(".json").write_text(json.dumps({"tensors": index, "largest": largest}))
+    unfinished.rename(path)
+
+
+class KeptTensors:
+    """What ``keep_tensors`` wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        index = json.loads(path.with_suffix(".json").read_text())
+        self._entries = {(kind, name): (dtype, size, start) for kind, name, dtype, size, start in index["tensors"]}
+        self._largest: dict[str, float] = index["largest"]
+
+    def __getitem__(self, key: Key) -> torch.Tensor:
+        dtype, size, start = self._entries[key]
+        kind: torch.dtype = getattr(torch, dtype)
+        with self._path.open("rb") as file:
+            file.seek(start)
+            data = bytearray(file.read(size * kind.itemsize))
+        return torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+
+    def distances(
+        self, tensors: Iterable[tuple[Key, torch.Tensor]]
+    ) -> tuple[tuple[TensorDistance, ...], tuple[str, ...], tuple[str, ...]]:
+        """How far each is from the one that was kept; and the names of those that only the first run or this one has."""
+        found, added, seen = [], [], set()
+        for key, tensor in tensors:
+            seen.add(key)
+            if key in self._entries and self._entries[key][1] == tensor.numel():
+                found.append(_distance(key, self[key], tensor, self._is_rounding(key)))
+            else:
+                added.append(title_of(key))
+        missing = tuple(title_of(key) for key in self._entries if key not in seen)
+        return tuple(found), missing, tuple(added)
+
+    def _is_rounding(self, key: Key) -> torch.Tensor | None:
+        """Which elements of a tensor come from gradients that are rounding alone; None where that is not known."""
+        for kind, size in _SIZES:
+            sizes_of = (kind, key[1])
+            if sizes_of in self._entries:
+                is_like = self._entries[sizes_of][1] == self._entries[key][1]
+                return size(self[sizes_of]) <= _ROUNDING * self._largest[kind] if is_like else None
+        return None
+
+
+def title_of(key: Key) -> str:
+    """``exp_avg of model.weight``."""
+    return f"{key[0]} of {key[1]}"
+
+
+def _distance(key: Key, kept: torch.Tensor, tensor: torch.Tensor, is_rounding: torch.Tensor | None) -> TensorDistance:
+    difference = tensor.double() - kept.double()
+    num_rounding, of_rounding = 0, 0.0
+    if is_rounding is not None and is_rounding.any():
+        apart = difference[is_rounding]
+        num_rounding, of_rounding = int((apart != 0).sum()), float(apart.abs().max())
+        difference[is_rounding] = 0.0
+    norm, of_kept = float(difference.norm()), float(kept.double().norm())
+    return TensorDistance(
+        kind=key[0],
+        name=key[1],
+        distance=norm / of_kept if of_kept else (0.0 if norm == 0 else float("inf")),
+        largest=float(difference.abs().max()) if difference.numel() else 0.0,
+        num_rounding=num_rounding,
+        largest_rounding=of_rounding,
+    )
