@@ -27,16 +27,16 @@ from composer_fsdp2.comparing.counted import CollectiveCounter
 from composer_fsdp2.comparing.job import Engine as Sharding
 from composer_fsdp2.comparing.job import Job
 from composer_fsdp2.comparing.kept_tensors import KeptTensors, keep_tensors
-from composer_fsdp2.comparing.run_record import BatchRecord, Fingerprint, Override, RunRecord
+from composer_fsdp2.comparing.predicting import predict
+from composer_fsdp2.comparing.run_record import BatchRecord, Fingerprint, Override, Prediction, RunRecord
 from composer_fsdp2.comparing.whole_tensors import fingerprints, full_tensors, gradient_squares
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.translate import Translation
 from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.plan import ShardingPlan
 from composer_fsdp2.sharding.root_record import find_kept
 
-from .install import fsdp2
-from .install import train_from_yaml as train_on_fsdp2
 from .scripts import run_file
 
 _COUNTED_BATCH = 2  # of those that are compared; the first makes what later ones find
@@ -51,11 +51,14 @@ class _Compared(BaseException):
 
 
 def run_job(job: Job) -> None:
-    """Run the job's file until its batches are compared; rank 0 writes the record. Called on all ranks."""
+    """Run the job's file until its batches are compared; rank 0 writes the record.
+
+    Called on all ranks, within ``fsdp2()`` where the job is FSDP2's.
+    """
     watch = _Watch(job)
-    sharding = fsdp2() if job.engine is Sharding.FSDP2 else _fsdp1(watch)
     _seed(job.seed)
-    with sharding, watch.over_trainers(), contextlib.suppress(_Compared):
+    around = contextlib.nullcontext() if job.engine is Sharding.FSDP2 else _fsdp1(watch)
+    with around, watch.over_trainers(), contextlib.suppress(_Compared):
         _train(job)
     if not watch.is_done:
         raise ConfigError(f"{job.file} ended without Trainer.fit; there is nothing to compare")
@@ -64,8 +67,6 @@ def run_job(job: Job) -> None:
 def _train(job: Job) -> None:
     if not job.is_yaml:
         run_file(job.file, job.arguments)
-    elif job.engine is Sharding.FSDP2:
-        train_on_fsdp2(job.file, job.arguments)
     else:
         from llmfoundry.command_utils import train_from_yaml
 
@@ -86,7 +87,7 @@ def _fsdp1(watch: "_Watch") -> Iterator[None]:
 
     watch.notes.append(_NOT_ON_THE_CPU)
     with (
-        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
+        mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
         mock.patch.object(nn.Module, "to_empty", to_empty_on_cpu),
     ):
         yield
@@ -125,9 +126,7 @@ class _Watch:
         with contextlib.ExitStack() as stack:
             for name, original in originals.items():
                 stack.enter_context(mock.patch.object(Trainer, name, _around(original, replacements[name])))
-            stack.enter_context(
-                mock.patch.object(Engine, "run_event", _around(Engine.run_event, self._run_event))
-            )
+            stack.enter_context(mock.patch.object(Engine, "run_event", _around(Engine.run_event, self._run_event)))
             yield
 
     def _init(self, original: Callable[..., Any], trainer: Trainer, **given: Any) -> None:
@@ -149,20 +148,22 @@ class _Watch:
 
     def _run_event(self, original: Callable[..., Any], engine: Engine, event: Event | str) -> Any:
         event = Event(event)
-        if engine.state is not self._state or self.is_done:
+        if self._state is None or engine.state is not self._state or self.is_done:
             return original(engine, event)
         if event is Event.AFTER_TRAIN_BATCH:
-            self._measure_gradients(engine.state)
+            self._measure_gradients(self._state)
         result = original(engine, event)
         match event:
             case Event.FIT_START:
-                self._begin(engine.state)
+                self._begin(self._state)
             case Event.AFTER_DATALOADER:
-                self._batch = {"digest": _digest(engine.state.batch)}
+                self._batch = {"digest": _digest(self._state.batch), "microbatches": 0}
+            case Event.AFTER_BACKWARD:
+                self._batch["microbatches"] += 1
             case Event.BATCH_START:
                 self._begin_batch()
             case Event.BATCH_END:
-                self._end_batch(engine.state)
+                self._end_batch(self._state)
         return result
 
     # --- settings
@@ -177,7 +178,7 @@ class _Watch:
             used[name] = value
 
         for name, value, why in _SETTINGS:
-            if given.get(name) not in (None, False, value):
+            if given.get(name) and given[name] != value:
                 use(name, value, why)
         if self.job.load_path:
             use("load_path", self.job.load_path, "--load-path")
@@ -282,8 +283,21 @@ class _Watch:
             overrides=tuple(self._overrides.values()),
             translation=translation.explain() if translation else "",
             findings=tuple(finding.to_json() for finding in translation.findings) if translation else (),
+            prediction=self._prediction(state),
             notes=tuple(self.notes),
             **apart,
+        )
+
+    def _prediction(self, state: State) -> Prediction:
+        plan, counted = find_kept(state.model, ShardingPlan), [batch for batch in self._batches if batch["is_counted"]]
+        if plan is None or not counted:
+            return Prediction(reason="the plan is of FSDP2" if counted else "no batch was counted")
+        return predict(
+            plan,
+            state.optimizers,
+            self._counter.counts,
+            num_ranks=dist.get_world_size(),
+            num_microbatches=counted[0]["microbatches"],
         )
 
     def _batch_record(self, number: int, of_ranks: list[list[dict[str, Any]]]) -> BatchRecord:
@@ -325,7 +339,9 @@ def _never(state: State, event: Event) -> bool:
 def _saves(callback: Any) -> bool:
     """Whether a callback writes checkpoints: Composer's, and LLM Foundry's, which is not imported for it."""
     names = {kind.__name__ for kind in type(callback).__mro__}
-    return isinstance(callback, CheckpointSaver) or bool(names & {"HuggingFaceCheckpointer", "MonolithicCheckpointSaver"})
+    return isinstance(callback, CheckpointSaver) or bool(
+        names & {"HuggingFaceCheckpointer", "MonolithicCheckpointSaver"}
+    )
 
 
 def _check_sharded(model: nn.Module, job: Job) -> None:

@@ -138,11 +138,17 @@ ROOMS = {
         rooms="errors atomic config fsdp1",
         packages="omegaconf yaml",
     ),
+    "comparing": room(
+        "__init__ job run_record counted whole_tensors kept_tensors predicting judging throughput provenance drawing "
+        "launching outcome comparison",
+        rooms="errors config _torch sharding estimate checkpoint",
+        packages="torch",
+    ),
     "compat": room(
-        "optimizers pinned_copies remote seams algorithms auto_microbatch batches checkpoint_package "
+        "optimizers pinned_copies remote scripts seams algorithms auto_microbatch batches checkpoint_package "
         "configuration context full_state loading monitors preflight saving tensor sharding async_saving training "
-        "checkpoint_saver install __init__",
-        rooms="errors atomic config _torch sharding training parallel fsdp1 checkpoint prepare",
+        "checkpoint_saver comparing install __init__",
+        rooms="errors atomic config _torch sharding training parallel fsdp1 checkpoint prepare comparing",
         packages="composer llmfoundry omegaconf torch torchmetrics",
     ),
     "preflight": room(
@@ -151,9 +157,9 @@ ROOMS = {
         packages="omegaconf torch",
     ),
     "cli": room(
-        "__init__ explain lazy migrate models run train checkpoint checkpoint_convert checkpoint_inspect "
-        "checkpoint_verify main",
-        rooms="errors atomic config estimate checkpoint __init__ migration compat preflight",
+        "__init__ compare compare_rank explain lazy migrate models run train checkpoint checkpoint_convert "
+        "checkpoint_inspect checkpoint_verify main",
+        rooms="errors atomic config estimate checkpoint __init__ migration comparing compat preflight",
         packages="rich torch typer",
     ),
     "__main__": room(
@@ -221,7 +227,8 @@ def test_wheel_holds_everything_under_one_name(source_archive: Path, tmp_path: P
     missing = {module.replace(".", "/") for module in modules()} - {name.removesuffix(".py") for name in contents}
     assert missing == set()
     assert "composer_fsdp2/py.typed" in contents
-    assert {f"composer_fsdp2/migration/{verb}.schema.json" for verb in ("migrate", "explain")} <= set(contents)
+    schemas = {"migration/migrate", "migration/explain", "comparing/compare"}
+    assert {f"composer_fsdp2/{name}.schema.json" for name in schemas} <= set(contents)
     [metadata] = [text.decode() for name, text in contents.items() if name.endswith(".dist-info/METADATA")]
     assert f"\nVersion: {composer_fsdp2.__version__}\n" in metadata
 

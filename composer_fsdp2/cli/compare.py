@@ -36,7 +36,9 @@ def compare(
     batches: int = typer.Option(10, "--batches", min=1, help="How many batches to train."),
     repeat: int = typer.Option(1, "--repeat", min=1, help="How often FSDP1 is run again, for the noise."),
     seed: int = typer.Option(17, "--seed", min=0, help="Of random numbers, where the file gives none."),
-    tolerance: float = typer.Option(1e-6, "--tolerance", min=0.0, help="The largest relative distance that is no difference."),
+    tolerance: float = typer.Option(
+        1e-6, "--tolerance", min=0.0, help="The largest relative distance that is no difference."
+    ),
     load_path: str = typer.Option("", "--load-path", metavar="CHECKPOINT", help="Begin from this checkpoint."),
     deterministic: bool = typer.Option(
         True, "--deterministic/--any-kernels", help="On GPUs, only kernels whose results repeat."
@@ -85,8 +87,11 @@ def _compare(options: Options, as_json: bool) -> None:
     try:
         with _progress(options) as show:
             outcome = compare(options, show)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         print(f"composer-fsdp2: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:  # before the first run
+        print("composer-fsdp2: interrupted", file=sys.stderr)
         sys.exit(2)
     if as_json:
         print(json.dumps(outcome.to_json(), indent=2))

@@ -4,17 +4,15 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from composer_fsdp2.comparing.drawing import draw
 from composer_fsdp2.comparing.job import Engine, Job, is_yaml
 from composer_fsdp2.comparing.judging import Verdict, judge
-from composer_fsdp2.comparing.launching import RunFailedError, run_ranks
+from composer_fsdp2.comparing.launching import Interruptions, RunFailedError, run_ranks
 from composer_fsdp2.comparing.outcome import Outcome
 from composer_fsdp2.comparing.provenance import hashes, versions
 from composer_fsdp2.comparing.run_record import RunRecord
@@ -59,17 +57,18 @@ def compare(options: Options, show: Show) -> Outcome:
         ConfigError: the options cannot be used; nothing was started.
     """
     _check(options)
-    with _work_folder(options.output) as work, _terminated_as_interrupted():
+    with Interruptions() as interruptions, _work_folder(options.output) as work:
         runs: list[RunRecord] = []
         verdict, error = Verdict.UNUSABLE, ""
         try:
             for title in titles(options):
-                runs.append(_run(options, title, work, show))
+                runs.append(_run(options, title, work, show, interruptions))
             verdict = Verdict.SAME
         except RunFailedError as problem:
             error = str(problem).replace(str(work), str(options.output or work))
         except KeyboardInterrupt:
             verdict = Verdict.INTERRUPTED
+        interruptions.hold()
         outcome = _outcome(options, runs, verdict, error, work)
         _write(outcome, work)
         shutil.rmtree(work / "tensors", ignore_errors=True)
@@ -98,7 +97,7 @@ def _outcome(options: Options, runs: list[RunRecord], verdict: Verdict, error: s
     return replace(outcome, verdict=judgement.verdict, judgement=judgement, picture=picture)
 
 
-def _run(options: Options, title: str, work: Path, show: Show) -> RunRecord:
+def _run(options: Options, title: str, work: Path, show: Show, interruptions: Interruptions) -> RunRecord:
     name = title.lower().replace(" ", "-")
     show(title, 0)
     (work / "tensors").mkdir(exist_ok=True)
@@ -114,7 +113,7 @@ def _run(options: Options, title: str, work: Path, show: Show) -> RunRecord:
         folder=str(work / "logs" / name),
         reference=str(work / "tensors" / "first"),
     )
-    return run_ranks(job, options.num_ranks, lambda done: show(title, done))
+    return run_ranks(job, options.num_ranks, lambda done: show(title, done), interruptions)
 
 
 def _write(outcome: Outcome, work: Path) -> None:
@@ -173,17 +172,3 @@ def _work_folder(output: Path | None) -> Iterator[Path]:
     finally:
         shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(work, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """A scheduler's SIGTERM ends the comparison as Ctrl-C does, with all its runs."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

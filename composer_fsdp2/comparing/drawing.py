@@ -26,7 +26,7 @@ def draw(path: Path, runs: Sequence[RunRecord]) -> str:
     for column, (title, what) in enumerate((("loss", "loss"), ("gradient norm", "gradient_norm"))):
         _draw(axes[0][column], axes[1][column], runs, what)
         axes[0][column].set_title(f"{title}, by batch")
-    axes[1][0].set_ylabel("relative to FSDP1")
+    axes[1][0].set_ylabel("difference, relative to FSDP1\n(none is drawn at 1e-9)")
     axes[0][0].legend(frameon=False)
     figure.savefig(path, dpi=120)
     return ""
@@ -34,7 +34,10 @@ def draw(path: Path, runs: Sequence[RunRecord]) -> str:
 
 def _draw(top: Any, bottom: Any, runs: Sequence[RunRecord], what: str) -> None:
     first = runs[0]
-    styles = ({"color": "tab:gray", "linewidth": 5, "alpha": 0.5}, {"color": "tab:blue", "marker": "o", "markersize": 3})
+    styles = (
+        {"color": "tab:gray", "linewidth": 5, "alpha": 0.5},
+        {"color": "tab:blue", "marker": "o", "markersize": 3},
+    )
     again = {"color": "tab:orange", "linestyle": ":"}
     for number, run in enumerate(runs):
         style: Any = styles[number] if number < len(styles) else again

@@ -12,6 +12,7 @@ from composer_fsdp2.config.value import Value
 
 TOLERANCE = 1e-6  # relative
 _PARAMETER = "parameter"
+_SUMMED = 1e-12  # by how much sums of parts in fp64 differ from one another, at most
 
 
 class Verdict(enum.Enum):
@@ -30,6 +31,10 @@ class Verdict(enum.Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity(Value):
     """One quantity.
+
+    [Note: per batch] What differs in the last bit grows from batch to batch, with Adam by about 1e-7 in each. Of what
+    can build up a distance is therefore divided by the number of batches trained until then: the verdict does not
+    depend on how many are compared.
 
     Args:
         distance: Of FSDP2 from FSDP1, the largest, relative; infinite where one of them is no number or has nothing.
@@ -84,9 +89,7 @@ def relative(value: float, of: float) -> float:
 _Apart = tuple[float, str]
 
 
-def _quantities(
-    first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], tolerance: float
-) -> Iterator[Quantity]:
+def _quantities(first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], tolerance: float) -> Iterator[Quantity]:
     for name, apart in _MEASURES.items():
         distance, worst = apart(first, fsdp2)
         floor = max((apart(first, each)[0] for each in again), default=0.0)
@@ -115,7 +118,7 @@ def _start(first: RunRecord, other: RunRecord) -> _Apart:
         if key not in ours or key not in theirs:
             return math.inf, f"{name}, which {(first if key not in ours else other).title} alone has"
         worst = max(worst, (_apart(theirs[key], ours[key]), name), key=lambda each: each[0])
-    return worst if worst[0] else (0.0, "")
+    return worst if worst[0] > _SUMMED else (0.0, "")
 
 
 def _apart(theirs: Fingerprint, ours: Fingerprint) -> float:
@@ -128,17 +131,22 @@ def _apart(theirs: Fingerprint, ours: Fingerprint) -> float:
 
 
 def _losses(first: RunRecord, other: RunRecord) -> _Apart:
-    return _worst_batch((ours.batch, relative(ours.loss, theirs.loss)) for theirs, ours in _pairs(first, other))
+    return _worst_batch(first, other, "loss")
 
 
 def _norms(first: RunRecord, other: RunRecord) -> _Apart:
-    pairs = _pairs(first, other)
-    return _worst_batch((ours.batch, relative(ours.gradient_norm, theirs.gradient_norm)) for theirs, ours in pairs)
+    return _worst_batch(first, other, "gradient_norm")
 
 
-def _worst_batch(apart: Iterable[tuple[int, float]]) -> _Apart:
-    batch, distance = max(apart, key=lambda each: each[1], default=(0, math.inf))
+def _worst_batch(first: RunRecord, other: RunRecord, what: str) -> _Apart:
+    distance, batch = max(_apart_by_batch(first, other, what), key=lambda each: each[0], default=(math.inf, 0))
     return distance, f"batch {batch}" if distance else ""
+
+
+def _apart_by_batch(first: RunRecord, other: RunRecord, what: str) -> Iterator[tuple[float, int]]:
+    """See [Note: per batch]."""
+    for number, (theirs, ours) in enumerate(_pairs(first, other), 1):
+        yield relative(getattr(ours, what), getattr(theirs, what)) / number, ours.batch
 
 
 def _parameters(first: RunRecord, other: RunRecord) -> _Apart:
@@ -157,7 +165,9 @@ def _worst_tensor(other: RunRecord, *, is_parameter: bool) -> _Apart:
         return math.inf, f"{and_more(lonely)}, {who}"
     tensors = [each for each in other.distances if (each.kind == _PARAMETER) == is_parameter]
     worst = max(tensors, key=lambda each: each.distance, default=None)
-    return (worst.distance, title_of(worst) if worst.distance else "") if worst else (0.0, "")
+    if worst is None or not worst.distance:
+        return 0.0, ""
+    return worst.distance / len(other.batches), title_of(worst)
 
 
 def title_of(tensor: TensorDistance | Fingerprint) -> str:
@@ -193,15 +203,18 @@ def _causes(
 ) -> Iterator[str]:
     for each in again:
         if (apart := _data(first, each))[0]:
-            yield f"the data of {each.title} are not those of {first.title} ({apart[1]}): the file draws others each time"
+            yield f"{each.title} trained on other data than {first.title} ({apart[1]}): the file draws others each time"
     if not found[DATA].is_same:
-        yield f"the two did not train on the same data: {found[DATA].worst} is the first that differs"
+        yield f"the two did not train on the same data: {found[DATA].worst}"
+        return
     if not found[START].is_same:
         yield _of_start(first, fsdp2, found[START])
+    yield from _of_dtypes(first, fsdp2)
+    if not found[START].is_same:
+        return
     if not found[NORMS].is_same and (scale := _scale(first, fsdp2)):
         yield f"FSDP2's gradients are {scale:.6g} times FSDP1's in every batch: the gradient scale differs"
-    yield from _of_dtypes(first, fsdp2)
-    if any(not found[name].is_same for name in (LOSSES, NORMS)) and found[DATA].is_same and found[START].is_same:
+    if not (found[LOSSES].is_same and found[NORMS].is_same):
         yield _of_first_batch(first, fsdp2, found)
 
 
@@ -240,15 +253,18 @@ def _dtypes(counts: Iterable[CollectiveCount], op: str) -> list[str]:
 
 
 def _of_first_batch(first: RunRecord, fsdp2: RunRecord, found: Mapping[str, Quantity]) -> str:
-    for theirs, ours in _pairs(first, fsdp2):
-        for what, name in (("loss", LOSSES), ("gradient_norm", NORMS)):
-            pair = getattr(ours, what), getattr(theirs, what)
-            if (distance := relative(*pair)) > found[name].limit:
-                told = "the loss" if what == "loss" else "the gradient norm"
-                where = "forward" if what == "loss" else "backward or the reduction of gradients"
-                before = "" if ours is fsdp2.batches[0] else ", or the step before it"
-                return (
-                    f"{told} of batch {ours.batch} is the first number that differs ({pair[0]:.9g}, FSDP1 "
-                    f"{pair[1]:.9g}, {distance:.1e}): look at the {where}{before}"
-                )
+    losses, norms = (list(_apart_by_batch(first, fsdp2, what)) for what in ("loss", "gradient_norm"))
+    for number, (theirs, ours) in enumerate(_pairs(first, fsdp2)):
+        before = ", or the step before it" if number else ""
+        if losses[number][0] > found[LOSSES].limit:
+            pair, told, where = (ours.loss, theirs.loss), "the loss", "forward"
+        elif norms[number][0] > found[NORMS].limit:
+            pair, told = (ours.gradient_norm, theirs.gradient_norm), "the gradient norm"
+            where = "backward, or the reduction of gradients"
+        else:
+            continue
+        return (
+            f"{told} of batch {ours.batch} is the first number that differs ({pair[0]:.9g}, FSDP1 {pair[1]:.9g}): look "
+            f"at the {where}{before}"
+        )
     raise AssertionError("a quantity differs in some batch")

@@ -9,7 +9,6 @@ import torch
 from composer_fsdp2.comparing.run_record import TensorDistance
 from composer_fsdp2.comparing.whole_tensors import Key
 
-
 # [Note: rounding alone] Some gradients are zero but for rounding, as that of attention's key bias, to which softmax is
 # blind. Optimizers that divide by a gradient's own size, or take its sign, make full steps of them, in any direction.
 # What lies so far below the model's largest gradient is counted and told, not judged.
@@ -31,7 +30,7 @@ def keep_tensors(path: Path, tensors: Iterable[tuple[Key, torch.Tensor]], *, is_
     with unfinished.open("wb") as file:
         for (kind, name), tensor in tensors:
             index.append([kind, name, str(tensor.dtype).removeprefix("torch."), tensor.numel(), file.tell()])
-            file.write(tensor.contiguous().numpy())
+            file.write(tensor.contiguous().numpy().data)
             if kind in largest and tensor.numel():
                 largest[kind] = max(largest[kind], float(dict(_SIZES)[kind](tensor).max()))
     path.with_suffix(".json").write_text(json.dumps({"tensors": index, "largest": largest}))
@@ -58,7 +57,7 @@ class KeptTensors:
     def distances(
         self, tensors: Iterable[tuple[Key, torch.Tensor]]
     ) -> tuple[tuple[TensorDistance, ...], tuple[str, ...], tuple[str, ...]]:
-        """How far each is from the one that was kept; and the names of those that only the first run or this one has."""
+        """How far each is from the one that was kept; the names of those that only the first run or this one has."""
         found, added, seen = [], [], set()
         for key, tensor in tensors:
             seen.add(key)

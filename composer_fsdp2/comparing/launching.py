@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from composer_fsdp2.comparing.job import Job
 from composer_fsdp2.comparing.run_record import RunRecord
@@ -27,7 +28,49 @@ class RunFailedError(ConfigError):
     """A run ended before its last batch."""
 
 
-def run_ranks(job: Job, num_ranks: int, show: Callable[[int], None]) -> RunRecord:
+class Interruptions:
+    """SIGINT and SIGTERM as KeyboardInterrupt within the block; but not while something must not be left half done.
+
+    A process that is being started is in no list yet, so that it would be left behind.
+    """
+
+    def __init__(self) -> None:
+        self._num_holds = 0
+        self._is_due = False
+
+    def __enter__(self) -> "Interruptions":
+        self._before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        self._is_due = True
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._is_due and not self._num_holds:
+            self._is_due = False
+            raise KeyboardInterrupt
+
+    def hold(self) -> None:
+        """From here on too late."""
+        self._num_holds += 1
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Interrupted at the end of the block, if at all."""
+        self._num_holds += 1
+        try:
+            yield
+        finally:
+            self._num_holds -= 1
+        self._raise()
+
+
+def run_ranks(job: Job, num_ranks: int, show: Callable[[int], None], interruptions: Interruptions) -> RunRecord:
     """Start the job on so many ranks of this machine, wait for them, and read the record that they leave.
 
     Args:
@@ -40,7 +83,7 @@ def run_ranks(job: Job, num_ranks: int, show: Callable[[int], None]) -> RunRecor
     Path(job.folder).mkdir(parents=True)
     path = Path(job.folder) / "job.json"
     job.write(path)
-    with _ranks(job, path, num_ranks) as ranks:
+    with _ranks(job, path, num_ranks, interruptions) as ranks:
         _wait(job, ranks, show)
     if not job.record_path.exists():
         rank, code = next((rank, each.returncode) for rank, each in enumerate(ranks) if each.returncode)
@@ -61,27 +104,26 @@ def _wait(job: Job, ranks: list[subprocess.Popen[bytes]], show: Callable[[int], 
 
 
 @contextlib.contextmanager
-def _ranks(job: Job, path: Path, num_ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _ranks(
+    job: Job, path: Path, num_ranks: int, interruptions: Interruptions
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     # As `composer -n` starts them: so many on this node. Not by its launcher, which imports Composer once more for
     # seconds, and keeps the output of the first rank alone.
     command = [sys.executable, "-m", "composer_fsdp2.cli.compare_rank", str(path)]
-    port, ranks = _free_port(), []
+    port = _free_port()
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(num_ranks):
-            with job.log_path(rank).open("wb") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=_environment(rank, num_ranks, port, is_deterministic=job.is_deterministic),
-                        start_new_session=True,  # so that workers of its data loader end with it
-                    )
-                )
+        with interruptions.held():
+            for rank in range(num_ranks):
+                environment = _environment(rank, num_ranks, port, is_deterministic=job.is_deterministic)
+                with job.log_path(rank).open("wb") as log:
+                    # A session of its own, so that the workers of its data loader end with it.
+                    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+                    ranks.append(subprocess.Popen(command, env=environment, start_new_session=True, **streams))
         yield ranks
     finally:
-        _end(ranks)
+        with interruptions.held():
+            _end(ranks)
 
 
 def _environment(rank: int, num_ranks: int, port: int, *, is_deterministic: bool) -> Mapping[str, str]:
@@ -135,4 +177,6 @@ def _failure(job: Job, rank: int, code: int) -> str:
     log = job.log_path(rank)
     lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
     how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
-    return "\n".join([f"{job.title}: rank {rank} ended {how}; the last lines of {log}:", *(f"  {each}" for each in lines)])
+    return "\n".join(
+        [f"{job.title}: rank {rank} ended {how}; the last lines of {log}:", *(f"  {each}" for each in lines)]
+    )

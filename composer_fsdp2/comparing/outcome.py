@@ -72,7 +72,12 @@ class Outcome(Value):
     # --- for a program
 
     def to_json(self) -> dict[str, Any]:
-        made = {"version": VERSION, "exit_code": self.exit_code, "headline": self.headline, **_finite(Value.to_json(self))}
+        made = {
+            "version": VERSION,
+            "exit_code": self.exit_code,
+            "headline": self.headline,
+            **_finite(Value.to_json(self)),
+        }
         judged = made.pop("judgement") or {"quantities": [], "causes": []}
         made["quantities"] = [
             {**each, "same": quantity.is_same}
@@ -99,7 +104,9 @@ class Outcome(Value):
         if self.judgement is not None:
             parts += ["\n".join(f"- {cause}" for cause in self.judgement.causes)] if self.judgement.causes else []
             parts += [_HOW, _table(self._quantity_rows())]
-            parts += ["![Losses, gradient norms and their differences](report.png)" if not self.picture else self.picture]
+            parts += [
+                "![Losses, gradient norms and their differences](report.png)" if not self.picture else self.picture
+            ]
         parts += self._of_runs() if self.runs else []
         parts += ["## What was compared", *self._provenance(), "## Signed", _SIGNED]
         return "\n\n".join(parts) + "\n"
@@ -109,7 +116,9 @@ class Outcome(Value):
         yield _table(self._batch_rows())
         if len(self.runs) > 1:
             yield "## Tensors that are furthest apart"
-            yield _table(self._tensor_rows())
+            rows = self._tensor_rows()
+            yield _table(rows) if len(rows) > 1 else "None is apart."
+            yield from self._of_rounding()
         yield "## Time, memory and collectives"
         yield _table(self._throughput_rows())
         yield f"Memory of a rank is {self.runs[0].memory_is}. {_TIMED}"
@@ -146,14 +155,28 @@ class Outcome(Value):
         return rows
 
     def _tensor_rows(self) -> list[list[str]]:
-        rows = [["run", "tensor", "distance (2-norms)", "largest difference"]]
+        rows = [["run", "tensor", "distance after all batches", "largest difference"]]
         for run in self.runs[1:]:
             for is_parameter in (True, False):
                 tensors = [each for each in run.distances if (each.kind == "parameter") == is_parameter]
-                for each in sorted(tensors, key=lambda each: -each.distance)[:_WORST]:
+                apart = [each for each in tensors if each.distance]
+                for each in sorted(apart, key=lambda each: -each.distance)[:_WORST]:
                     row = [run.title, f"`{title_of(each)}`", _number(each.distance), _number(each.largest)]
                     rows.append(row)
         return rows
+
+    def _of_rounding(self) -> Iterator[str]:
+        for run in self.runs[1:]:
+            touched = [each for each in run.distances if each.num_rounding]
+            if touched:
+                worst = max(touched, key=lambda each: each.largest_rounding)
+                number = sum(each.num_rounding for each in touched)
+                yield (
+                    f"{run.title}: {number} elements of {len(touched)} tensors differ, "
+                    f"by up to {_number(worst.largest_rounding)} (`{title_of(worst)}`), whose gradients are below a "
+                    "millionth of the model's largest: rounding alone decides where such an optimizer moves them, as "
+                    "it does attention's key bias, to which softmax is blind. They are not in the distances above."
+                )
 
     def _throughput_rows(self) -> list[list[str]]:
         rows = [["run", "modules that gather", "a batch", "95 % interval", "samples/s", "peak memory of a rank"]]
@@ -189,10 +212,16 @@ class Outcome(Value):
             "what a replay of the plan sends for parameters and gradients. It puts the peak of a rank's parameters, "
             f"gradients, optimizer state and buffers at {human_bytes(predicted.state_bytes)}, without activations."
         ]
-        return " ".join([*lines, *predicted.notes])
+        return "\n".join([*lines, "", *(f"- {note}" for note in predicted.notes)])
 
     def _overrides(self) -> str:
-        lines = list(dict.fromkeys(f"- `{each.name}`: {each.used}, given {each.given}: {each.why}" for run in self.runs for each in run.overrides))
+        lines = list(
+            dict.fromkeys(
+                f"- `{each.name}`: {each.used}, given {each.given}: {each.why}"
+                for run in self.runs
+                for each in run.overrides
+            )
+        )
         lines += [f"- {each}" for each in _ALWAYS]
         lines += [f"- {run.title}: {note}" for run in self.runs for note in run.notes]
         return "\n".join(lines)
@@ -206,14 +235,15 @@ class Outcome(Value):
 
 
 _HOW = (
-    "FSDP1, FSDP2 and FSDP1 again trained the same file. A distance is relative: of losses and norms the largest of any "
-    "batch, of tensors the 2-norm of the difference over that of FSDP1's. The limit is the larger of the tolerance and "
-    "twice the distance of FSDP1 from itself."
+    "FSDP1, FSDP2 and FSDP1 again trained the same file. A distance is relative: of losses and norms the largest of "
+    "any batch, of tensors the 2-norm of the difference over that of FSDP1's. Rounding builds up, so each is divided "
+    "by the number of batches trained until then. The limit is the larger of the tolerance and twice the distance of "
+    "FSDP1 from itself."
 )
 _TIMED = "The first two batches, and the one whose collectives were counted, are not among the timed."
 _ALWAYS = (
-    "the runs end after the last compared batch; what the file does after its first fit is left out, and so are further "
-    "Trainers. Learning rates follow the file's own max_duration",
+    "the runs end after the last compared batch; what the file does after its first fit is left out, and so are "
+    "further Trainers. Learning rates follow the file's own max_duration",
     "random numbers begin anew before the file is run, and before the first batch, by the seed and the rank",
     "FSDP_VERSION is taken from the environment",
 )

@@ -145,7 +145,9 @@ class RunRecord(Value):
     def read(cls, path: Path) -> "RunRecord":
         given = json.loads(path.read_text())
         given |= {name: tuple(kind(**each) for each in given[name]) for name, kind in _LISTS.items()}
-        given["batches"] = tuple(BatchRecord(**{**each, "digests": tuple(each["digests"])}) for each in given["batches"])
+        given["batches"] = tuple(
+            BatchRecord(**{**each, "digests": tuple(each["digests"])}) for each in given["batches"]
+        )
         predicted = given["prediction"]
         predicted["collectives"] = tuple(CollectiveCount(**each) for each in predicted["collectives"])
         given["prediction"] = Prediction(**{**predicted, "notes": tuple(predicted["notes"])})

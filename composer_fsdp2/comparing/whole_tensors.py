@@ -61,7 +61,9 @@ def gradient_squares(model: nn.Module) -> float:
     for parameter in model.parameters():
         if parameter.grad is not None:
             part = _part_of(parameter, groups)
-            total += float(torch.linalg.vector_norm(local_tensor(parameter.grad), dtype=torch.float64)) ** 2 / part.copies
+            total += (
+                float(torch.linalg.vector_norm(local_tensor(parameter.grad), dtype=torch.float64)) ** 2 / part.copies
+            )
     return total
 
 
@@ -95,7 +97,9 @@ def full_tensors(
     Called on all ranks, which go through all of it together.
     """
     state = _state_of(model, optimizers)
-    sizes = _from_all({key: (local_tensor(part.tensor).numel(), part.tensor.dtype) for key, part in state.parts.items()})
+    sizes = _from_all(
+        {key: (local_tensor(part.tensor).numel(), part.tensor.dtype) for key, part in state.parts.items()}
+    )
     like = {key[1]: part for key, part in state.parts.items() if key[0] == PARAMETER}
     for key in dict.fromkeys(key for of_rank in sizes for key in of_rank):
         part = state.parts.get(key)
@@ -119,9 +123,11 @@ def full_tensors(
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
-    device_type = tensor.device_mesh.device_type
-    local = local_tensor(tensor)
-    return (tensor if local.device.type == device_type else with_local_tensor(tensor, local.to(device_type))).full_tensor()
+    local, device_type = local_tensor(tensor), tensor.device_mesh.device_type
+    # What is offloaded to the CPU cannot travel from there where the group is NCCL's.
+    on_mesh: Any = tensor if local.device.type == device_type else with_local_tensor(tensor, local.to(device_type))
+    full: torch.Tensor = on_mesh.full_tensor()
+    return full
 
 
 def _of_flat(
@@ -129,10 +135,11 @@ def _of_flat(
 ) -> Iterator[tuple[Key, torch.Tensor]]:
     """A tensor of FSDP1's, or those in its flat parameter, from the pieces of all ranks of its group."""
     group = like.group
-    lengths = [0 if (size := sizes[rank]) is None else size[0] for rank in dist.get_process_group_ranks(group)]
-    dtype = next(size[1] for size in sizes if size is not None)
-    device = _device_of(group)
-    padded = torch.zeros(max(1, *lengths), dtype=dtype, device=device)
+    assert group is not None
+    of_ranks = [sizes[rank] for rank in dist.get_process_group_ranks(group)]
+    lengths = [0 if each is None else each[0] for each in of_ranks]
+    dtype = next(each[1] for each in sizes if each is not None)
+    padded = torch.zeros(max(1, *lengths), dtype=dtype, device=_device_of(group))
     if part is not None:
         padded[: part.tensor.numel()] = part.tensor.detach().flatten()
     pieces = [torch.empty_like(padded) for _ in lengths]

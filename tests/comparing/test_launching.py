@@ -1,0 +1,102 @@
+"""How a comparison ends that does not come to a verdict: nothing of it runs on, and one line says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+from support.commands import Ended, environment, run_here
+
+from composer_fsdp2.comparing.outcome import SCHEMA
+
+pytestmark = pytest.mark.any_torch
+
+COMPARE = [sys.executable, "-m", "composer_fsdp2", "compare"]
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMPARE, *arguments],
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def processes_naming(text: str) -> set[int]:
+    """The processes with this in their command line."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if text in (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"):
+                found.add(int(folder.name))
+        except OSError:
+            continue  # it has ended
+    return found - {os.getpid()}
+
+
+def wait_for_ranks(job: str) -> None:
+    deadline = time.monotonic() + 120
+    while len(processes_naming(job)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_interrupted_comparison_leaves_a_report_and_no_process(tmp_path: Path, number: signal.Signals):
+    """Who stops waiting gets the GPUs back at once, and a scheduler's log says what happened."""
+    (tmp_path / "script.py").write_text("import time\ntime.sleep(500)\n")
+    process = start(tmp_path, "script.py", "-o", "report", "--json")
+    job = f"{tmp_path}/.report.partial/logs/fsdp1/job.json"
+    wait_for_ranks(job)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2, err
+    assert err.splitlines()[-2:] == [
+        "composer-fsdp2: interrupted: no verdict; runs that came to their end: none",
+        "report: report/report.md",
+    ]
+    assert processes_naming(job) == set()
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report == json.loads(out)
+    jsonschema.validate(report, json.loads(SCHEMA.read_text()))
+    assert (report["verdict"], report["exit_code"], report["quantities"]) == ("interrupted", 2, [])
+    assert "interrupted" in (tmp_path / "report" / "report.md").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"script.py", "report"}
+
+
+# What is typed, and what the one line must say.
+UNUSABLE = {
+    ("not_there.yaml",): "no such file: not_there.yaml",
+    ("run.yaml", "max_duration"): "max_duration: a YAML takes key=value",
+    ("run.yaml", "--load-path", "gone"): "--load-path gone: no such file or folder",
+    ("run.yaml", "-o", "mine"): "-o mine exists, and is no report of an earlier comparison",
+    ("run.yaml", "-o", "run.yaml"): "-o run.yaml exists",
+    ("run.yaml", "-o", "no/report"): "no is no folder",
+    ("run.yaml", "-n", "1"): "--ranks",
+    ("run.yaml", "--batches", "0"): "--batches",
+}
+
+
+@pytest.mark.parametrize("arguments", UNUSABLE)
+def test_what_cannot_be_compared_is_said_before_anything_runs(tmp_path: Path, arguments: tuple[str, ...]):
+    """A typo costs a second and not three runs; and no folder of the user's is overwritten."""
+    (tmp_path / "run.yaml").write_text("a: 1\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    ended: Ended = run_here(tmp_path, "compare", *arguments)
+    assert ended.code == 2, ended
+    assert UNUSABLE[arguments] in " ".join(ended.err.replace("│", " ").split()), ended.err
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "mine"}
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
