@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrap
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 ActivationWrapper, CheckpointImpl = _wrappers.ActivationWrapper, _wrappers.CheckpointImpl
 checkpoint_wrapper, offload_wrapper = _wrappers.checkpoint_wrapper, _wrappers.offload_wrapper

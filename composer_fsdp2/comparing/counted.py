@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from composer_fsdp2._torch.private_names import TorchDispatchMode
 from composer_fsdp2.comparing.run_record import CollectiveCount
 
 _NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
