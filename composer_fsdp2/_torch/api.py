@@ -36,7 +36,6 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     "torch.distributed.tensor._dtensor_spec": ("DTensorSpec",),
     "torch.distributed.tensor.placement_types": ("_StridedShard",),
     "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),
-    "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch._C._distributed_c10d": ("AllreduceOptions", "HashStore", "ProcessGroupGloo", "ReduceOp"),
     "torch.distributed.distributed_c10d": ("PrefixStore", "_get_default_store"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
