@@ -1,5 +1,6 @@
 """Which ranks a collective of one rank reaches, and over which link, from a mesh's numbers alone."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -7,6 +8,7 @@ from composer_fsdp2.config.mesh import AxisRole, MeshSpec
 from composer_fsdp2.estimate.step import Link
 
 
+@functools.lru_cache(maxsize=64)  # few meshes, of many units
 def members(mesh: MeshSpec, role: AxisRole, rank: int, world_size: int) -> tuple[int, ...]:
     """The ranks that lie with ``rank`` along the axes of ``role``, itself among them, in the order of the axis.
 
@@ -33,8 +35,11 @@ def place_in(mesh: MeshSpec, role: AxisRole, rank: int, world_size: int) -> int:
 
 
 def link_of(ranks: Sequence[int], gpus_per_node: int) -> Link:
-    """Whether all lie on one node, ranks being numbered node by node as every launcher does."""
+    """Whether all lie on one node, ranks being numbered node by node as every launcher does.
+
+    Args:
+        ranks: In ascending order.
+    """
     if len(ranks) < 2:
         return Link.NONE
-    first, last = min(ranks), max(ranks)
-    return Link.INTRA if first // gpus_per_node == last // gpus_per_node else Link.INTER
+    return Link.INTRA if ranks[0] // gpus_per_node == ranks[-1] // gpus_per_node else Link.INTER

@@ -87,7 +87,8 @@ def state_of_step(
     gpus_per_node: int = 8,
 ) -> StateOfStep:
     """What ``estimate_step`` adds a trace's activations to, which are the only part that depends on their bytes."""
-    replay = _replayed(plan, trace, world_size, optimizer, num_microbatches, rank, gpus_per_node)
+    how = (world_size, optimizer, num_microbatches, rank, gpus_per_node)
+    replay = _replayed(plan, trace, *how, keeps_samples=False)
     return StateOfStep(samples=tuple(replay.states), calls=tuple(replay.calls), host_bytes=replay.host_bytes())
 
 
@@ -99,10 +100,13 @@ def _replayed(
     num_microbatches: int,
     rank: int,
     gpus_per_node: int,
+    *,
+    keeps_samples: bool = True,
 ) -> "_Replay":
     plan = plan.resolve(world_size)
     trace = assumed_trace(plan) if trace is None else trace
     replay = _Replay(plan, trace, optimizer or optimizer_state("AdamW"), world_size, rank, gpus_per_node)
+    replay.keeps_samples = keeps_samples
     for number in range(num_microbatches):
         replay.microbatch(number, is_last=number == num_microbatches - 1)
     replay.optimizer_step()
@@ -126,6 +130,7 @@ class _Replay:
         self.ledger = Ledger()
         self.samples: list[MemorySample] = []
         self.states: list[StateSample] = []
+        self.keeps_samples = True
         self.calls: list[CollectiveCall] = []
         self.phase = Phase.FORWARD
         self.frozen = {*plan.frozen, *trace.frozen}
@@ -242,7 +247,6 @@ class _Replay:
     # What is written down
 
     def _sample(self, number: int, place: int, event: StepEvent) -> None:
-        """The larger of two: while the hook runs, beside what is alive; and from then on, with the state left as is."""
         self.states.append(
             StateSample(
                 microbatch=number,
@@ -251,6 +255,11 @@ class _Replay:
                 afterwards_bytes=self.ledger.total,
             )
         )
+        if self.keeps_samples:
+            self._keep_sample(number, place, event)
+
+    def _keep_sample(self, number: int, place: int, event: StepEvent) -> None:
+        """The larger of two: while the hook runs, beside what is alive; and from then on, with the state left as is."""
         activations = max(event.peak_bytes, event.live_bytes)
         if self.ledger.largest_total + event.live_bytes > self.ledger.total + activations:
             held, activations = self.ledger.largest, event.live_bytes
@@ -278,7 +287,7 @@ class _Replay:
                 num_bytes=num_bytes,
                 ranks=len(ranks),
                 link=link_of(ranks, self.gpus_per_node),
-                sample=len(self.samples),
+                sample=len(self.states),
             )
         )
 

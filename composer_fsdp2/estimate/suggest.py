@@ -4,325 +4,31 @@ Cheapest is lexicographic: bytes between nodes, then floating-point operations d
 then bytes in the host's memory. What is in none of them better than another proposal is no proposal.
 """
 
-import enum
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, product
+from itertools import accumulate, chain
 
-from composer_fsdp2.config.mesh import AxisRole, MeshSpec
+from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.config.sharding import Accumulation
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.estimate.events import MicrobatchTrace
 from composer_fsdp2.estimate.optimizers import OptimizerState
 from composer_fsdp2.estimate.replay import StateOfStep, StateSample, estimate_step, state_of_step
+from composer_fsdp2.estimate.settings import (
+    Activations,
+    Settings,
+    Space,
+    blocks_of,
+    is_same,
+    plan_with,
+    present_settings,
+    treatments_of_blocks,
+)
 from composer_fsdp2.estimate.step import CollectiveCall, Kind, Link, MemorySample, StepEstimate
-from composer_fsdp2.sharding.modules import ancestors_or_self
-from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
+from composer_fsdp2.sharding.plan import ShardingPlan
 
 MAX_PROPOSALS = 3
-MAX_EVERY = 8  # with every ninth block recomputed little is gained
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What may be changed
-
-
-class Numbers(enum.Enum):
-    """What becomes of a run's numbers where a setting changes."""
-
-    SAME = "the same"
-    ROUNDING = "the same up to rounding"
-    OTHER = "others"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lever(Value):
-    """A setting, what becomes of the numbers where it changes, and why it is proposed, or never unasked."""
-
-    name: str
-    numbers: Numbers
-    reason: str
-    is_proposed: bool = True
-
-
-# fmt: off
-LEVERS: tuple[Lever, ...] = (
-    Lever(name="reshard_after_forward", numbers=Numbers.SAME,
-        reason="the same parameters are gathered, once or twice, over all shards or a few"),
-    Lever(name="replicas", numbers=Numbers.ROUNDING,
-        reason="gradients are summed over the same ranks, in another order"),
-    Lever(name="activations", numbers=Numbers.SAME,
-        reason="what is recomputed or brought back from the host is what was there, dropout's random numbers included"),
-    Lever(name="microbatch_size", numbers=Numbers.ROUNDING,
-        reason="a batch has the same rows, and their gradients are summed in another order; where rows differ in "
-        "length, a loss that is averaged over a microbatch's tokens weighs them otherwise, unless the trainer counts "
-        "tokens over the batch (LLM Foundry does by default); a loss that balances experts, and dropout, are of a "
-        "microbatch"),
-    Lever(name="cpu_offload", numbers=Numbers.ROUNDING,
-        reason="the optimizer runs on the host's processor, which rounds otherwise"),
-    Lever(name="gradient_sync", numbers=Numbers.ROUNDING, is_proposed=False,
-        reason="gradients of a batch are summed unreduced and in the dtype they are reduced in, so that the order and "
-        "the dtype of the sum change; FSDP1 in Composer reduced each microbatch's"),
-    Lever(name="reshard_after_backward", numbers=Numbers.SAME, is_proposed=False,
-        reason="it saves gathers by keeping all parameters, which reshard_after_forward: false does more simply"),
-    Lever(name="mixed_precision", numbers=Numbers.OTHER, is_proposed=False,
-        reason="the dtypes that parameters are computed with and gradients reduced in are the run's numbers"),
-    Lever(name="keep_low_precision_grads", numbers=Numbers.OTHER, is_proposed=False,
-        reason="the optimizer would see rounded gradients"),
-    Lever(name="the global batch", numbers=Numbers.OTHER, is_proposed=False,
-        reason="another batch is another run: its learning rate was chosen for this one"),
-    Lever(name="the sequence length", numbers=Numbers.OTHER, is_proposed=False,
-        reason="the model would see other text"),
-    Lever(name="the optimizer", numbers=Numbers.OTHER, is_proposed=False,
-        reason="one with less state takes other steps"),
-    Lever(name="the number of ranks", numbers=Numbers.ROUNDING, is_proposed=False,
-        reason="it is given: ask again with another --world-size"),
-)
-# fmt: on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Activations(Value):
-    """What is done with the activations of a model's blocks.
-
-    Args:
-        every: To every so many-th block, the last of each such row; 0: to none; -1: to the modules that the plan has.
-        recompute: They are computed again in backward.
-        offload: What is kept of them lies in the host's memory.
-    """
-
-    every: int = 0
-    recompute: bool = False
-    offload: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(Value):
-    """One choice of everything that a search may change.
-
-    Args:
-        microbatch_size: In rows of one rank; the rows of a batch stay.
-        replicas: Of the model; the other ranks of the data-parallel mesh are shards.
-        reshard_after_forward: Of the units that have no setting of their own.
-        cpu_offload: Parameters, gradients and the optimizer's state lie in the host's memory.
-    """
-
-    microbatch_size: int
-    replicas: int
-    reshard_after_forward: bool | int
-    activations: Activations
-    cpu_offload: bool
-
-    def changed_from(self, other: "Settings") -> tuple[str, ...]:
-        """The names of the levers that differ."""
-        return tuple(name for name in _FIELDS if not _is_same(getattr(self, name), getattr(other, name)))
-
-
-_FIELDS = ("microbatch_size", "replicas", "reshard_after_forward", "activations", "cpu_offload")
-
-
-def _is_same(one: object, other: object) -> bool:
-    return type(one) is type(other) and one == other  # True is not a group of one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Space(Value):
-    """All values of each setting; a search takes every combination that can be."""
-
-    microbatch_sizes: tuple[int, ...]
-    replicas: tuple[int, ...]
-    reshards: tuple[bool | int, ...]
-    activations: tuple[Activations, ...]
-    cpu_offloads: tuple[bool, ...] = (False,)
-
-    def points(self, plan: ShardingPlan) -> Iterator[Settings]:
-        """A group of ranks that keep parameters between forward and backward is a part of those that share them."""
-        ranks = plan.mesh.shard_degree * plan.mesh.replicate_degree
-        for rows, replicas, reshard, activations, offload in product(
-            self.microbatch_sizes, self.replicas, self.reshards, self.activations, self.cpu_offloads
-        ):
-            shards = ranks // replicas
-            if isinstance(reshard, bool) or (reshard < shards and shards % reshard == 0):
-                yield Settings(
-                    microbatch_size=rows,
-                    replicas=replicas,
-                    reshard_after_forward=reshard,
-                    activations=activations,
-                    cpu_offload=offload,
-                )
-
-
-# From what is done with activations, and the rows of a microbatch, to how it is computed.
-Traces = Callable[[Activations, int], MicrobatchTrace]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """The run that a search is about.
-
-    Args:
-        plan: Resolved for its number of ranks.
-        rows: Of a batch, on one rank.
-        microbatch_size: As the run has it.
-        optimizer: As ``estimate_step`` takes it.
-    """
-
-    plan: ShardingPlan
-    traces: Traces
-    rows: int
-    microbatch_size: int
-    world_size: int
-    gpus_per_node: int = 8
-    optimizer: OptimizerState | None = None
-
-    @property
-    def present(self) -> Settings:
-        """What the run has now."""
-        reshard = self.plan.config.reshard_after_forward
-        return Settings(
-            microbatch_size=self.microbatch_size,
-            replicas=self.plan.mesh.replicate_degree,
-            reshard_after_forward=False if _is_same(reshard, 1) else reshard,  # a group of one keeps all
-            activations=_present_activations(self.plan),
-            cpu_offload=self.plan.config.cpu_offload,
-        )
-
-    def estimate(self, settings: Settings) -> StepEstimate:
-        """The run with other settings, whole."""
-        return estimate_step(
-            plan_with(self.plan, settings),
-            self.traces(settings.activations, settings.microbatch_size),
-            world_size=self.world_size,
-            optimizer=self.optimizer,
-            num_microbatches=self.rows // settings.microbatch_size,
-            gpus_per_node=self.gpus_per_node,
-        )
-
-    def state(self, settings: Settings, num_microbatches: int) -> StateOfStep:
-        """The run with other settings, but for its activations."""
-        return state_of_step(
-            plan_with(self.plan, settings),
-            self.traces(settings.activations, settings.microbatch_size),
-            world_size=self.world_size,
-            optimizer=self.optimizer,
-            num_microbatches=num_microbatches,
-            gpus_per_node=self.gpus_per_node,
-        )
-
-    def space(self) -> Space:
-        """All that may be proposed for it, and what it has."""
-        present, mesh = self.present, self.plan.mesh
-        shards = mesh.shard_degree * mesh.replicate_degree
-        groups = tuple(size for size in _divisors(self.gpus_per_node) if size > 1)
-        activations = (Activations(), *_of_blocks(self.plan)) if blocks_of(self.plan) else ()
-        return Space(
-            microbatch_sizes=_divisors(self.rows),
-            replicas=_with(_divisors(shards)[:-1] if _may_replicate(self.plan) else (), present.replicas),
-            reshards=_with((True, False, *groups), present.reshard_after_forward),
-            activations=_with(activations, present.activations),
-            cpu_offloads=(False, True),
-        )
-
-
-def _with(values: tuple, present: object) -> tuple:
-    return values if any(_is_same(value, present) for value in values) else (*values, present)
-
-
-def _divisors(number: int) -> tuple[int, ...]:
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return tuple(dict.fromkeys((*small, *(number // each for each in reversed(small)))))
-
-
-def _may_replicate(plan: ShardingPlan) -> bool:
-    """Whether the ranks may be divided otherwise: all of one mesh, which shards and replicates only."""
-    roles = {axis.role for axis in plan.mesh.axes}
-    is_plain = roles <= {AxisRole.SHARD, AxisRole.REPLICATE} and not plan.mesh.is_grouped
-    return is_plain and plan.config.data_block_size == 1 and all(unit.mesh == plan.mesh for unit in plan.units)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Blocks
-
-
-def blocks_of(plan: ShardingPlan) -> tuple[tuple[str, ...], ...]:
-    """The model's blocks, a row of equal ones each: units below a root that are alike, and in no other unit."""
-    below = [unit for unit in plan.units if not unit.is_root]
-    names = {unit.name for unit in below}
-    rows: dict[object, list[str]] = {}
-    for unit in below:
-        if names.isdisjoint(list(ancestors_or_self(unit.name))[1:]) and len(unit.modules) == 1:
-            rows.setdefault((unit.name.rpartition(".")[0], _form(unit)), []).append(unit.name)
-    return tuple(tuple(row) for row in rows.values() if len(row) > 1)
-
-
-def _form(unit: ShardUnit) -> object:
-    return tuple((spec.name.removeprefix(unit.name), spec.shape, spec.dtype) for spec in unit.parameters)
-
-
-def chosen_blocks(plan: ShardingPlan, activations: Activations) -> tuple[str, ...]:
-    """The modules whose activations are recomputed or offloaded; of each row the last of every so many blocks."""
-    if activations.every < 0:
-        return plan.checkpointed
-    every = activations.every
-    return tuple(name for row in blocks_of(plan) for name in (row[every - 1 :: every] if every else ()))
-
-
-def _of_blocks(plan: ShardingPlan) -> Iterator[Activations]:
-    longest = max(len(row) for row in blocks_of(plan))
-    for every in range(1, min(longest, MAX_EVERY) + 1):
-        for recompute, offload in ((True, False), (True, True), (False, True)):
-            yield Activations(every=every, recompute=recompute, offload=offload)
-
-
-def _present_activations(plan: ShardingPlan) -> Activations:
-    mode = plan.config.activation_checkpointing
-    if not plan.checkpointed or not mode.enabled:
-        return Activations()
-    has = Activations(every=-1, recompute=mode.checkpoint, offload=mode.cpu_offload)
-    alike = (replace(has, every=each.every) for each in (_of_blocks(plan) if blocks_of(plan) else ()))
-    return next((each for each in alike if set(chosen_blocks(plan, each)) == set(plan.checkpointed)), has)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A plan with other settings
-
-
-def plan_with(plan: ShardingPlan, settings: Settings) -> ShardingPlan:
-    """The plan as it would be decided with these settings."""
-    config, before = plan.config, plan.config.reshard_after_forward
-    mesh = _mesh_with(plan.mesh, settings.replicas)
-    mode = replace(
-        config.activation_checkpointing,
-        checkpoint=settings.activations.recompute,
-        cpu_offload=settings.activations.offload,
-    )
-    changed = replace(
-        config,
-        mesh=mesh,
-        reshard_after_forward=settings.reshard_after_forward,
-        activation_checkpointing=mode,
-        cpu_offload=settings.cpu_offload,
-    )
-    units = tuple(
-        replace(
-            unit,
-            mesh=mesh if unit.mesh == plan.mesh else unit.mesh,
-            reshard_after_forward=settings.reshard_after_forward
-            if not unit.is_root and _is_same(unit.reshard_after_forward, before)
-            else unit.reshard_after_forward,
-            cpu_offload=settings.cpu_offload if unit.cpu_offload == config.cpu_offload else unit.cpu_offload,
-        )
-        for unit in plan.units
-    )
-    return replace(plan, config=changed, units=units, checkpointed=chosen_blocks(plan, settings.activations))
-
-
-def _mesh_with(mesh: MeshSpec, replicas: int) -> MeshSpec:
-    if replicas == mesh.replicate_degree:
-        return mesh
-    shards = mesh.shard_degree * mesh.replicate_degree // replicas
-    return MeshSpec.of_degrees(shards, None if replicas == 1 else replicas, device_type=mesh.device_type)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -386,6 +92,97 @@ def _sent_to_nodes(call: CollectiveCall) -> int:
     return times * call.num_bytes * (call.ranks - 1) // call.ranks if call.link is Link.INTER else 0
 
 
+# From what is done with activations, and the rows of a microbatch, to how it is computed.
+Traces = Callable[[Activations, int], MicrobatchTrace]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The run that a search is about.
+
+    Args:
+        plan: Resolved for its number of ranks.
+        rows: Of a batch, on one rank.
+        microbatch_size: As the run has it.
+        optimizer: As ``estimate_step`` takes it.
+    """
+
+    plan: ShardingPlan
+    traces: Traces
+    rows: int
+    microbatch_size: int
+    world_size: int
+    gpus_per_node: int = 8
+    optimizer: OptimizerState | None = None
+
+    @property
+    def present(self) -> Settings:
+        """What the run has now."""
+        return present_settings(self.plan, self.microbatch_size)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many ranks, or groups of them, have rows of their own."""
+        return self.world_size // self.plan.config.data_block_size
+
+    def cost(self, settings: Settings) -> Cost:
+        """What a step costs with other settings."""
+        trace = self.traces(settings.activations, settings.microbatch_size)
+        return cost_of(self.estimate(settings), trace, self.rows // settings.microbatch_size)
+
+    def estimate(self, settings: Settings) -> StepEstimate:
+        """The run with other settings, whole."""
+        return estimate_step(
+            plan_with(self.plan, settings),
+            self.traces(settings.activations, settings.microbatch_size),
+            world_size=self.world_size,
+            optimizer=self.optimizer,
+            num_microbatches=self.rows // settings.microbatch_size,
+            gpus_per_node=self.gpus_per_node,
+        )
+
+    def state(self, settings: Settings, num_microbatches: int) -> StateOfStep:
+        """The run with other settings, but for its activations."""
+        return state_of_step(
+            plan_with(self.plan, settings),
+            self.traces(settings.activations, settings.microbatch_size),
+            world_size=self.world_size,
+            optimizer=self.optimizer,
+            num_microbatches=num_microbatches,
+            gpus_per_node=self.gpus_per_node,
+        )
+
+    def space(self) -> Space:
+        """All that may be proposed for it, and what it has."""
+        present, mesh = self.present, self.plan.mesh
+        shards = mesh.shard_degree * mesh.replicate_degree
+        groups = tuple(size for size in _divisors(self.gpus_per_node) if size > 1)
+        activations = (Activations(), *treatments_of_blocks(self.plan)) if blocks_of(self.plan) else ()
+        return Space(
+            microbatch_sizes=_divisors(self.rows),
+            replicas=_with(_divisors(shards)[:-1] if _may_replicate(self.plan) else (), present.replicas),
+            reshards=_with((True, False, *groups), present.reshard_after_forward),
+            activations=_with(activations, present.activations),
+            cpu_offloads=(False, True),
+        )
+
+
+def _with(values: tuple, present: object) -> tuple:
+    return values if any(is_same(value, present) for value in values) else (*values, present)
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return tuple(dict.fromkeys((*small, *(number // each for each in reversed(small)))))
+
+
+def _may_replicate(plan: ShardingPlan) -> bool:
+    """Whether the ranks may be divided otherwise: all of one mesh, which shards and replicates only."""
+    roles = {axis.role for axis in plan.mesh.axes}
+    is_plain = roles <= {AxisRole.SHARD, AxisRole.REPLICATE} and not plan.mesh.is_grouped
+    return is_plain and plan.config.data_block_size == 1 and all(unit.mesh == plan.mesh for unit in plan.units)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The search
 
@@ -420,7 +217,7 @@ def suggest_settings(
     space: Space | None = None,
     *,
     host_bytes: int | None = None,
-    accepts: Callable[[Settings], bool] = lambda settings: True,
+    accepts: Callable[[Settings, int], bool] = lambda settings, peak_bytes: True,
 ) -> Suggestions:
     """Find the cheapest settings with which the run fits.
 
@@ -428,7 +225,8 @@ def suggest_settings(
         memory_bytes: What an estimate may take.
         space: What to search; None: all that may be proposed.
         host_bytes: What a rank may take of its host's memory; None: as much as of its own device.
-        accepts: Whether a choice can be had at all; asked of those that fit, the cheapest first, as it may take long.
+        accepts: Whether a choice, which takes so many bytes, can be had at all; asked of those that fit, the cheapest
+            first, as it may take long.
     """
     search, present = _Search(subject), subject.present
     points = list(dict.fromkeys((*(space or subject.space()).points(subject.plan), present)))
@@ -445,10 +243,10 @@ def suggest_settings(
         others = (*chosen, present) if fits else chosen
         if any(order[point][0].is_nowhere_better_than(order[other][0]) for other in others):
             continue
-        if search.peak_bytes(point) <= memory_bytes and accepts(point):
+        if (peak := search.peak_bytes(point)) <= memory_bytes and accepts(point, peak):
             chosen.append(point)
     by_peak = [] if fits or chosen else sorted(on_hosts, key=search.peak_bytes)
-    nearest = next(filter(accepts, by_peak), None)
+    nearest = next((point for point in by_peak if accepts(point, search.peak_bytes(point))), None)
     return Suggestions(
         memory_bytes=memory_bytes,
         present=search.rated(present),
@@ -475,16 +273,18 @@ class _Search:
         self._microbatches: dict[tuple[Activations, int], _Microbatch] = {}
         self._orders: dict[tuple, int] = {}  # of events
         self._steps: dict[tuple, _Step] = {}
+        self._hosts: dict[tuple[int, bool], int] = {}
 
     def cost(self, settings: Settings) -> Cost:
         number = self._subject.rows // settings.microbatch_size
-        step, microbatch = self._step(settings), self._microbatch(settings)
+        # Where parameters lie changes nothing of what is sent, and how much there is needs no replay.
+        step, microbatch = self._step(replace(settings, cpu_offload=False)), self._microbatch(settings)
         inter_node_bytes, calls = step.traffic_of(number)
         return Cost(
             inter_node_bytes=inter_node_bytes,
             recomputed_flops=number * microbatch.recomputed_flops,
             calls=calls,
-            offloaded_bytes=step.host_bytes + microbatch.host_bytes,
+            offloaded_bytes=self._host_bytes(settings) + microbatch.host_bytes,
         )
 
     def peak_bytes(self, settings: Settings) -> int:
@@ -496,6 +296,12 @@ class _Search:
         peak = self._subject.estimate(settings).peak
         assert peak.total_bytes == self.peak_bytes(settings), "a whole replay says the same"
         return Rated(settings=settings, cost=self.cost(settings), peak=peak)
+
+    def _host_bytes(self, settings: Settings) -> int:
+        key = (settings.replicas, settings.cpu_offload)
+        if key not in self._hosts:
+            self._hosts[key] = self._subject.state(settings, num_microbatches=0).host_bytes
+        return self._hosts[key]
 
     def _microbatch(self, settings: Settings) -> "_Microbatch":
         key = (settings.activations, settings.microbatch_size)
@@ -558,7 +364,6 @@ class _Step:
     most: tuple[tuple[int, ...], ...]
     most_after: int
     sent: tuple[tuple[int, int], ...]
-    host_bytes: int
 
     @classmethod
     def of(cls, state: StateOfStep, num_microbatches: int) -> "_Step":
@@ -575,7 +380,6 @@ class _Step:
             most=tuple(accumulate(each[:-1], lambda one, other: tuple(map(max, one, other)))),
             most_after=max(each[-1]),
             sent=tuple((one, other) for one, other in sent),
-            host_bytes=state.host_bytes,
         )
 
     def most_of(self, num_microbatches: int) -> tuple[int, ...]:

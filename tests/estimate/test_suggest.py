@@ -21,19 +21,8 @@ from composer_fsdp2.config.sharding import (
 )
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment
 from composer_fsdp2.estimate.replay import assumed_trace
-from composer_fsdp2.estimate.suggest import (
-    MAX_PROPOSALS,
-    Activations,
-    Cost,
-    Settings,
-    Space,
-    Subject,
-    blocks_of,
-    chosen_blocks,
-    cost_of,
-    plan_with,
-    suggest_settings,
-)
+from composer_fsdp2.estimate.settings import Activations, Settings, Space, blocks_of, chosen_blocks, plan_with
+from composer_fsdp2.estimate.suggest import MAX_PROPOSALS, Cost, Subject, cost_of, suggest_settings
 from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit
 
 pytestmark = pytest.mark.any_torch
