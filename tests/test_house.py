@@ -78,7 +78,7 @@ ROOMS = {
     ),
     "estimate": room(
         "__init__ events step reach unit_sizes moments ledger optimizers fully_shard replay blocks expansion trace "
-        "suggest",
+        "mixing settings suggest",
         rooms="errors config _torch sharding",
         packages="torch",
     ),
@@ -152,7 +152,7 @@ ROOMS = {
         packages="composer llmfoundry omegaconf torch torchmetrics",
     ),
     "preflight": room(
-        "__init__ preflight_run",
+        "__init__ preflight_run traces suggested_edits",
         rooms="errors config _torch sharding parallel estimate fsdp1 prepare migration compat",
         packages="omegaconf torch",
     ),
