@@ -199,7 +199,7 @@ class _Replay:
                 for each in self.roots:
                     each.end()
                     self._average_replicated(each)
-            case Moment.GRADIENT if root is None or not self._is_sharded(event):
+            case Moment.GRADIENT if root is None or event.parameter not in root.by_name[event.unit].by_parameter:
                 self._take_unsharded_gradient(event.parameter or "")
             case Moment.GRADIENT:
                 assert root is not None
@@ -207,9 +207,6 @@ class _Replay:
             case moment:
                 assert root is not None, f"the trace names no unit of the plan: {event.unit}"
                 _HOOKS[moment](root, event.unit)
-
-    def _is_sharded(self, event: StepEvent) -> bool:
-        return any(each.name == event.parameter for each in self.sizes[event.unit].parameters)
 
     def _take_unsharded_gradient(self, name: str) -> None:
         spec = next((spec for spec in self.unsharded if name in spec.names), None)
