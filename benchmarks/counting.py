@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -74,7 +73,7 @@ class StateBytes(TorchDispatchMode):
         self._flat: list[Any] = list({id(each): each for each in flat if each is not None}.values())
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._groups = list({id(group): group for unit in units for group in groups_of(state_of(unit))}.values())
-        self._seen: dict[int, tuple[ref[Any], str]] = {}  # by a storage's address
+        self._kind_of = WeakIdKeyDictionary()
         self._look()
 
     def __torch_dispatch__(
@@ -86,7 +85,7 @@ class StateBytes(TorchDispatchMode):
         if _is_collective(func) or func.namespace == "fsdp":  # what copies in and out of a collective's buffers
             for tensor in _tensors((*args, *(kwargs or {}).values())):
                 self._note("communication", tensor)
-        if func in _COPIES and self._kind_of(args[func is _INTO]) == "communication":
+        if func in _COPIES and self._kind_of.get(args[func is _INTO].untyped_storage()) == "communication":
             self._note("communication", result)  # reduced over one rank, or cast to the parameter's dtype
         self._look()
         return result
@@ -95,9 +94,8 @@ class StateBytes(TorchDispatchMode):
         for kind, tensor in self._visible():
             self._note(kind, tensor)
         sums = dict.fromkeys(_KINDS, 0)
-        for reference, kind in self._seen.values():
-            if (storage := reference()) is not None:
-                sums[kind] += storage.nbytes()
+        for storage, kind in self._kind_of.items():
+            sums[kind] += storage.nbytes()
         if sum(sums.values()) > self.peak:
             self.peak, self.at_peak = sum(sums.values()), sums
 
@@ -114,14 +112,9 @@ class StateBytes(TorchDispatchMode):
                 yield "communication", group._partial_reduce_output
 
     def _note(self, kind: str, tensor: torch.Tensor) -> None:
-        known = self._kind_of(tensor)
-        if known is None or _KINDS.index(kind) < _KINDS.index(known):
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            self._seen[key] = (ref(storage, lambda _: self._seen.pop(key, None)), kind)
-
-    def _kind_of(self, tensor: torch.Tensor) -> str | None:
-        return self._seen.get(tensor.untyped_storage()._cdata, (None, None))[1]
+        storage = tensor.untyped_storage()
+        known = self._kind_of.get(storage, kind)
+        self._kind_of[storage] = min(known, kind, key=_KINDS.index)
 
     def _visible(self) -> Iterator[tuple[str, torch.Tensor]]:
         present = [getattr(module, name) for module, name in self._places]

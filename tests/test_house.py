@@ -50,7 +50,7 @@ ROOMS = {
         "atomic",
     ),
     "config": room(
-        "text value findings mesh parallel rows wrap sharding choices __init__",
+        "text value findings mesh parallel rows wrap sharding choices sizes __init__",
         rooms="errors",
     ),
     "_torch": room(
@@ -77,8 +77,8 @@ ROOMS = {
         packages="torch",
     ),
     "estimate": room(
-        "__init__ events step reach unit_sizes moments ledger optimizers fully_shard replay blocks expansion trace "
-        "mixing settings suggest",
+        "__init__ events step links bounds reach unit_sizes moments ledger optimizers fsdp1_model planned_step "
+        "plan_text chrome_trace fully_shard replay blocks expansion trace mixing settings suggest",
         rooms="errors config _torch sharding",
         packages="torch",
     ),
@@ -152,7 +152,7 @@ ROOMS = {
         packages="composer llmfoundry omegaconf torch torchmetrics",
     ),
     "preflight": room(
-        "__init__ preflight_run traces suggested_edits",
+        "__init__ preflight_run planned traces suggested_edits",
         rooms="errors config _torch sharding parallel estimate fsdp1 prepare migration compat",
         packages="omegaconf torch",
     ),

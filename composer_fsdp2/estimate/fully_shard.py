@@ -60,10 +60,6 @@ class UnitState:
     partial: int = 0  # reduced over shards, not yet over replicas
     all_reduced: int = 0  # the buffer that is kept until the unit's next backward, or the end
     sharded_gradients: set[str] = field(default_factory=set)
-    by_parameter: Mapping[str, ParameterSizes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.by_parameter = {each.name: each for each in self.sizes.parameters}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +133,8 @@ class Root:
         """Autograd has accumulated an unsharded gradient; one that was there already takes no more memory."""
         unit = self.by_name[name]
         if parameter not in unit.gradients:
-            self._take_gradient(unit, unit.by_parameter[parameter])
+            sizes = next(each for each in unit.sizes.parameters if each.name == parameter)
+            self._take_gradient(unit, sizes)
 
     def post_backward(self, name: str) -> None:
         unit = self.by_name[name]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from composer_fsdp2.config.mesh import AxisRole, MeshSpec
@@ -43,3 +44,9 @@ def link_of(ranks: Sequence[int], gpus_per_node: int) -> Link:
     if len(ranks) < 2:
         return Link.NONE
     return Link.INTRA if ranks[0] // gpus_per_node == ranks[-1] // gpus_per_node else Link.INTER
+
+
+def num_on_node(rank: int, ranks: Sequence[int], gpus_per_node: int) -> int:
+    """How many of ``ranks``, in their order, lie on the node of ``rank``, which is one of them."""
+    first = rank // gpus_per_node * gpus_per_node
+    return bisect_left(ranks, first + gpus_per_node) - bisect_left(ranks, first)

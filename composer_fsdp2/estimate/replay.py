@@ -10,7 +10,7 @@ from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
 from composer_fsdp2.estimate.fully_shard import Root, Syncing, TorchWays
 from composer_fsdp2.estimate.ledger import Ledger
 from composer_fsdp2.estimate.optimizers import OptimizerState, optimizer_state
-from composer_fsdp2.estimate.reach import link_of, members
+from composer_fsdp2.estimate.reach import link_of, members, num_on_node
 from composer_fsdp2.estimate.step import CollectiveCall, Kind, MemorySample, Phase, StepEstimate
 from composer_fsdp2.estimate.unit_sizes import UnitSizes, unit_sizes
 from composer_fsdp2.sharding.dtypes import dtype_bytes
@@ -199,7 +199,7 @@ class _Replay:
                 for each in self.roots:
                     each.end()
                     self._average_replicated(each)
-            case Moment.GRADIENT if root is None or event.parameter not in root.by_name[event.unit].by_parameter:
+            case Moment.GRADIENT if root is None or not self._is_sharded(event):
                 self._take_unsharded_gradient(event.parameter or "")
             case Moment.GRADIENT:
                 assert root is not None
@@ -207,6 +207,9 @@ class _Replay:
             case moment:
                 assert root is not None, f"the trace names no unit of the plan: {event.unit}"
                 _HOOKS[moment](root, event.unit)
+
+    def _is_sharded(self, event: StepEvent) -> bool:
+        return any(each.name == event.parameter for each in self.sizes[event.unit].parameters)
 
     def _take_unsharded_gradient(self, name: str) -> None:
         spec = next((spec for spec in self.unsharded if name in spec.names), None)
@@ -283,6 +286,7 @@ class _Replay:
                 unit=unit,
                 num_bytes=num_bytes,
                 ranks=len(ranks),
+                ranks_on_node=num_on_node(self.rank, ranks, self.gpus_per_node),
                 link=link_of(ranks, self.gpus_per_node),
                 sample=len(self.states),
             )

@@ -72,6 +72,7 @@ class CollectiveCall(Value):
         op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``.
         num_bytes: The full buffer: the output of an all-gather, the input of a reduce-scatter or an all-reduce.
         ranks: The group's size.
+        ranks_on_node: How many of them lie on this rank's node; 0 where nobody has said.
         sample: The place in the timeline at which it is issued.
     """
 
@@ -80,6 +81,7 @@ class CollectiveCall(Value):
     unit: str
     num_bytes: int
     ranks: int
+    ranks_on_node: int = 0
     link: Link
     sample: int
 

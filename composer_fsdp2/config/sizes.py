@@ -1,0 +1,104 @@
+"""Sizes, bandwidths and speeds as people write them: ``80GiB``, ``400Gb/s``, ``989TFLOPS``; never without a unit."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from composer_fsdp2.config.text import human_bytes
+from composer_fsdp2.config.value import Value
+from composer_fsdp2.errors import ConfigError
+
+_STEPS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(.*?)\s*", re.DOTALL)
+_SIZES = {f"{step}b": 1000**power for step, power in _STEPS.items() if step} | {
+    f"{step}ib": 1024**power for step, power in _STEPS.items() if step
+}
+_SPEEDS = {f"{step}{word}": 1000**power for step, power in _STEPS.items() if step for word in ("flops", "flop/s")}
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """A size with its unit: ``80GiB`` (1024³) or ``80GB`` (1000³).
+
+    Args:
+        name: What the user called it, for the message.
+    Raises:
+        ConfigError: no size, or one without a unit.
+    """
+    return round(_measured(text, name, {**_SIZES, "bytes": 1}, "write 80GiB (1024³ bytes) or 80GB (1000³)"))
+
+
+def parse_bandwidth(text: str, name: str) -> float:
+    """Bytes per second, of ``450GB/s`` or, in bits, ``400Gb/s``; the case of the B tells them apart.
+
+    Raises:
+        ConfigError: no bandwidth, or one without a unit.
+    """
+    bits = {f"{step}{word}": 1000**power / 8 for step, power in _STEPS.items() for word in _BITS if step}
+    in_bytes = {f"{step}{word}": 1000**power for step, power in _STEPS.items() for word in ("B/s", "Bps") if step}
+    both = {name[0].upper() + name[1:]: size for name, size in (bits | in_bytes).items()}
+    way_out = "write 400Gb/s (gigabits, as of InfiniBand) or 450GB/s (gigabytes, as of NVLink)"
+    return _measured(text, name, both | bits | in_bytes, way_out, ignores_case=False)
+
+
+_BITS = ("b/s", "bps", "bit/s")
+
+
+def parse_flops(text: str, name: str) -> float:
+    """Floating-point operations per second, of ``989TFLOPS``.
+
+    Raises:
+        ConfigError: no speed, or one without a unit.
+    """
+    return _measured(text, name, _SPEEDS, "write 989TFLOPS")
+
+
+def _measured(text: str, name: str, units: Mapping[str, float], way_out: str, *, ignores_case: bool = True) -> float:
+    found = _NUMBER.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{name} {text!r} is no number with a unit; {way_out}")
+    number, unit = float(found[1]), found[2].lower() if ignores_case else found[2]
+    if not unit:
+        raise ConfigError(f"{name} {text} has no unit; {way_out}")
+    if unit not in units:
+        raise ConfigError(f"{name} {text}: {found[2]!r} is no unit of it; {way_out}")
+    if not number:
+        raise ConfigError(f"{name} {text} is nothing; {way_out}")
+    return number * units[unit]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve(Value):
+    """What of a device's memory an estimate must leave free: a share of all of it, and a fixed part.
+
+    It stands for what is not modelled: the allocator's fragmentation, NCCL's buffers and CUDA's context.
+    """
+
+    share: float = 0.06
+    fixed_bytes: int = 2 * 2**30
+
+    def of(self, memory_bytes: int) -> int:
+        return round(self.share * memory_bytes) + self.fixed_bytes
+
+    def __str__(self) -> str:
+        parts = [f"{100 * self.share:g} %"] if self.share else []
+        parts += [human_bytes(self.fixed_bytes)] if self.fixed_bytes else []
+        return " + ".join(parts) or "nothing"
+
+
+def parse_reserve(text: str, name: str) -> Reserve:
+    """``6%+2GiB``, ``10%``, ``4GiB``, or ``0`` for none.
+
+    Raises:
+        ConfigError: a part is neither a share in percent nor a size with a unit; or all of the memory is reserved.
+    """
+    share, fixed_bytes = 0.0, 0
+    for part in map(str.strip, text.split("+")):
+        if part == "0":
+            continue
+        if part.endswith("%"):
+            share += _measured(part, name, {"%": 0.01}, "write 6%+2GiB")
+        else:
+            fixed_bytes += parse_bytes(part, name)
+    if share >= 1:
+        raise ConfigError(f"{name} {text} reserves all of the memory; write 6%+2GiB")
+    return Reserve(share=share, fixed_bytes=fixed_bytes)

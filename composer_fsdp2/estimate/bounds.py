@@ -1,0 +1,232 @@
+"""What a step takes at least on a machine of given speeds, how much of its communication cannot be hidden, and what
+is not known. No step is faster than these bounds; how much slower it is, no model of this kind can say."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from composer_fsdp2.config.value import Value
+from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
+from composer_fsdp2.estimate.links import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, least_bytes, node_bytes
+from composer_fsdp2.estimate.step import CollectiveCall, Link, StepEstimate
+
+UNKNOWN = (
+    "contention on links and switches that other jobs, or this one's checkpoints and data, use too",
+    "stragglers: a collective waits for the slowest of its ranks",
+    "how near kernels come to the peak of the device, and what the optimizer's step takes",
+    "data loading, and Python's time between kernels",
+    "NCCL's choice of algorithm and protocol, and each collective's latency",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine(Value):
+    """The most that one rank's device and links do; None where it is not known, so that nothing is bounded by it.
+
+    Args:
+        flops: Floating-point operations a second.
+        intra_bytes_per_s: To other ranks of its node, in one direction.
+        inter_bytes_per_s: To other nodes, in one direction: its share of the node's network.
+        sources: Where the numbers come from.
+    """
+
+    flops: float | None = None
+    intra_bytes_per_s: float | None = None
+    inter_bytes_per_s: float | None = None
+    sources: tuple[str, ...] = ()
+
+    @property
+    def says_anything(self) -> bool:
+        return any((self.flops, self.intra_bytes_per_s, self.inter_bytes_per_s))
+
+
+# Peaks of the datasheets: dense bfloat16 on tensor cores, NVLink in one direction (the sheets add up both), and the
+# network of NVIDIA's own node, one adapter a GPU.
+GPUS = {
+    "a100": Machine(
+        flops=312e12,
+        intra_bytes_per_s=300e9,
+        inter_bytes_per_s=25e9,
+        sources=("NVIDIA A100 SXM datasheet: 312 TFLOPS, NVLink 600 GB/s", "DGX A100: 8 × HDR 200 Gb/s"),
+    ),
+    "h100": Machine(
+        flops=989.4e12,
+        intra_bytes_per_s=450e9,
+        inter_bytes_per_s=50e9,
+        sources=("NVIDIA H100 SXM datasheet: 989.4 TFLOPS, NVLink 900 GB/s", "DGX H100: 8 × NDR 400 Gb/s"),
+    ),
+    "h200": Machine(
+        flops=989.4e12,
+        intra_bytes_per_s=450e9,
+        inter_bytes_per_s=50e9,
+        sources=("NVIDIA H200 SXM datasheet: 989.4 TFLOPS, NVLink 900 GB/s", "DGX H200: 8 × NDR 400 Gb/s"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds(Value):
+    """Of one step, in seconds.
+
+    Args:
+        flops: That a rank computes, what is recomputed among them.
+        model_flops: Less what is recomputed.
+        compute_s, intra_s, inter_s: Of its computation, and of what has to pass each link, if each had nothing to
+            wait for. 0 where no speed was given.
+        lower_s: No step is shorter.
+        serial_s: At these rates, if nothing overlapped.
+        exposed_s: Of ``lower_s``, when nothing is computed: communication that no overlap hides; None without FLOPs.
+        mfu_at_most: Model FLOPs over what the device could have done in ``lower_s``; None without FLOPs.
+    """
+
+    machine: Machine
+    flops: int
+    model_flops: int
+    compute_s: float
+    intra_s: float
+    inter_s: float
+    lower_s: float
+    serial_s: float
+    exposed_s: float | None
+    mfu_at_most: float | None
+    unknown: tuple[str, ...] = UNKNOWN
+
+
+def step_bounds(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: Machine) -> Bounds:
+    """Bound a step by what has to be computed and sent, and by what has to wait for what.
+
+    Args:
+        trace: The one that ``estimate`` was made with; None: nothing is known of what is computed.
+    """
+    timed = list(timed_step(estimate, trace, machine))
+    compute_s = sum(each.seconds for each in timed if each.track == COMPUTE)
+    flops = sum(each.flops for each in timed)
+    recomputed = sum(event.recomputed_flops for event in trace.events) if trace else 0
+    model_flops = flops - recomputed * _num_microbatches(estimate)
+    intra_s = sum(_intra_s(call, machine) for call in estimate.calls)
+    inter_s = sum(_inter_s(call, machine) for call in estimate.calls)
+    lower_s = max([compute_s, intra_s, inter_s, *(each.end_s for each in timed)])
+    mfu = model_flops / (machine.flops * lower_s) if machine.flops and model_flops else None
+    return Bounds(
+        machine=machine,
+        flops=flops,
+        model_flops=model_flops,
+        compute_s=compute_s,
+        intra_s=intra_s,
+        inter_s=inter_s,
+        lower_s=lower_s,
+        serial_s=sum(each.seconds for each in timed),
+        exposed_s=lower_s - compute_s if compute_s else None,
+        mfu_at_most=mfu,
+    )
+
+
+def _num_microbatches(estimate: StepEstimate) -> int:
+    return 1 + max((sample.microbatch for sample in estimate.timeline), default=-1)
+
+
+def call_s(call: CollectiveCall, machine: Machine) -> float:
+    """The least that one collective takes, without latency."""
+    both = (machine.intra_bytes_per_s, machine.inter_bytes_per_s)
+    # What reaches a rank of a group over several nodes may come over both of its links at once.
+    over_both_s = least_bytes(call) / sum(both) if call.link is Link.INTER and all(both) else 0.0  # type: ignore[arg-type]
+    return max(_intra_s(call, machine), _inter_s(call, machine), over_both_s)
+
+
+def _intra_s(call: CollectiveCall, machine: Machine) -> float:
+    """Of a group over several nodes only what lies on the own node has no other way."""
+    if not machine.intra_bytes_per_s or call.link is Link.NONE:
+        return 0.0
+    num_bytes = least_bytes(call)
+    if call.link is Link.INTER:
+        num_bytes = num_bytes * (call.ranks_on_node - 1) // (call.ranks - 1) if call.ranks_on_node else 0
+    return num_bytes / machine.intra_bytes_per_s
+
+
+def _inter_s(call: CollectiveCall, machine: Machine) -> float:
+    return node_bytes(call) / machine.inter_bytes_per_s if machine.inter_bytes_per_s else 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A schedule that no step can beat
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed(Value):
+    """One piece of a step in the schedule.
+
+    Args:
+        track: ``COMPUTE``, or a collective's operator.
+        sample: The moment of the timeline to which it belongs.
+    """
+
+    track: str
+    label: str
+    sample: int
+    start_s: float
+    seconds: float
+    num_bytes: int = 0
+    flops: int = 0
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.seconds
+
+
+def timed_step(estimate: StepEstimate, trace: MicrobatchTrace | None, machine: Machine) -> Iterator[Timed]:
+    """The step as early as its dependencies allow, in the order in which the CPU issues it.
+
+    All gathers run one after the other on a stream of their own, without limit of prefetching, and so do reductions
+    over shards and over replicas. A unit computes once it is gathered; its gradients are reduced once they are
+    computed. What else a real step waits for is left out, so that no real step at these speeds ends before.
+    """
+    schedule = _Schedule(machine)
+    by_sample: dict[int, list[CollectiveCall]] = {}
+    for call in estimate.calls:
+        by_sample.setdefault(call.sample, []).append(call)
+    events = trace.events if trace is not None else ()
+    for place, sample in enumerate(estimate.timeline):
+        yield from (schedule.send(call) for call in by_sample.get(place, ()))
+        if 0 <= sample.event < len(events):
+            yield schedule.compute(events[sample.event], place, sample.label)
+
+
+class _Schedule:
+    """When each stream is free again, and when each unit is there."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._free_s: dict[str, float] = {}
+        self._computed_s = 0.0
+        self._ready_s: dict[tuple[str, str], float] = {}
+
+    def send(self, call: CollectiveCall) -> Timed:
+        start_s = self._free_s.get(call.op, 0.0)
+        if call.op != ALL_GATHER:
+            scattered_s = self._ready_s.get((REDUCE_SCATTER, call.unit), 0.0)
+            start_s = max(start_s, self._computed_s, scattered_s if call.op == ALL_REDUCE else 0.0)
+        seconds = call_s(call, self._machine)
+        self._free_s[call.op] = self._ready_s[call.op, call.unit] = start_s + seconds
+        return Timed(
+            track=call.op,
+            label=call.unit,
+            sample=call.sample,
+            start_s=start_s,
+            seconds=seconds,
+            num_bytes=call.num_bytes,
+        )
+
+    def compute(self, event: StepEvent, sample: int, label: str) -> Timed:
+        if event.moment in (Moment.PRE_FORWARD, Moment.PRE_BACKWARD):
+            self._computed_s = max(self._computed_s, self._ready_s.get((ALL_GATHER, event.unit), 0.0))
+        start_s, speed = self._computed_s, self._machine.flops
+        self._computed_s += event.flops / speed if speed else 0.0
+        return Timed(
+            track=COMPUTE,
+            label=label,
+            sample=sample,
+            start_s=start_s,
+            seconds=self._computed_s - start_s,
+            flops=event.flops,
+        )

@@ -1,0 +1,79 @@
+"""A step as a Chrome trace: one JSON object that ui.perfetto.dev and chrome://tracing open.
+
+After the Trace Event Format: complete events (``X``) with a start and a duration in microseconds, counters (``C``), and
+metadata (``M``) that names the tracks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from composer_fsdp2.estimate.bounds import COMPUTE, Machine, Timed, timed_step
+from composer_fsdp2.estimate.planned_step import PlannedStep
+from composer_fsdp2.estimate.step import Kind
+
+_TRACKS = (COMPUTE, "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+_PROCESS = 1
+_MICROSECONDS = 1e6
+
+
+def chrome_trace(step: PlannedStep) -> dict[str, Any]:
+    """The trace of a step as early as its dependencies allow; without speeds every event takes one microsecond."""
+    timed = list(timed_step(step.estimate, step.trace, step.bounds.machine if step.bounds else Machine()))
+    is_timed = any(each.seconds for each in timed)
+    if not is_timed:
+        timed = _one_after_the_other(timed)
+    return {
+        "traceEvents": [*_names(), *(_slice(each) for each in timed if each.seconds), *_counters(step, timed)],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "source": step.source,
+            "times": "the least that they can be at the given speeds" if is_timed else "none: the order only",
+        },
+    }
+
+
+def _one_after_the_other(timed: list[Timed]) -> list[Timed]:
+    return [
+        Timed(
+            track=each.track,
+            label=each.label,
+            sample=each.sample,
+            start_s=number / _MICROSECONDS,
+            seconds=1 / _MICROSECONDS,
+            num_bytes=each.num_bytes,
+            flops=each.flops,
+        )
+        for number, each in enumerate(timed)
+    ]
+
+
+def _names() -> Iterator[dict[str, Any]]:
+    yield {"name": "process_name", "ph": "M", "pid": _PROCESS, "tid": 0, "args": {"name": "a rank"}}
+    for number, track in enumerate(_TRACKS):
+        yield {"name": "thread_name", "ph": "M", "pid": _PROCESS, "tid": number, "args": {"name": track}}
+
+
+def _slice(each: Timed) -> dict[str, Any]:
+    args = {"flops": each.flops} if each.track == COMPUTE else {"bytes": each.num_bytes}
+    return {
+        "name": each.label or "the model",
+        "cat": each.track,
+        "ph": "X",
+        "ts": each.start_s * _MICROSECONDS,
+        "dur": each.seconds * _MICROSECONDS,
+        "pid": _PROCESS,
+        "tid": _TRACKS.index(each.track),
+        "args": args,
+    }
+
+
+def _counters(step: PlannedStep, timed: list[Timed]) -> Iterator[dict[str, Any]]:
+    """Memory by kind, where it changes, when the computation comes by."""
+    when = {each.sample: each.start_s for each in timed if each.track == COMPUTE}
+    before, last_s = None, 0.0
+    for place, sample in enumerate(step.estimate.timeline):
+        last_s = when.get(place, last_s)
+        if sample.bytes_by_kind != before:
+            before = sample.bytes_by_kind
+            args = {kind.value: sample.bytes_of(kind) for kind in Kind}
+            yield {"name": "memory", "ph": "C", "ts": last_s * _MICROSECONDS, "pid": _PROCESS, "args": args}

@@ -1,0 +1,110 @@
+"""What a rank sends, by link: beside tables that were worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.models import Model
+
+from composer_fsdp2 import estimate_step, plan_sharding, translate
+from composer_fsdp2.estimate.links import node_bytes, ring_bytes, sent_by_unit, traffic
+from composer_fsdp2.estimate.step import CollectiveCall, Link, Phase, StepEstimate
+
+pytestmark = pytest.mark.any_torch
+
+# Each row: operator, phase, ranks, link, calls, bytes of the buffers, bytes that a rank sends in a ring.
+Row = tuple[str, str, int, str, int, int, int]
+
+
+def step_of(config: dict[str, Any], *, world_size: int, gpus_per_node: int) -> StepEstimate:
+    """A step of two blocks of 576 elements and a root of 448, all divided without padding, in fp32."""
+    model = Model(num_blocks=2, width=8, vocabulary=24)
+    translation = translate(config, precision="fp32", device="cpu", world_size=world_size)
+    assert translation.config is not None
+    plan = plan_sharding(model, translation.config, precision=translation.precision)
+    return estimate_step(plan, world_size=world_size, gpus_per_node=gpus_per_node)
+
+
+def rows(estimate: StepEstimate) -> set[Row]:
+    return {
+        (each.op, each.phase.value, each.ranks, each.link.value, each.calls, each.num_bytes, each.ring_bytes)
+        for each in traffic(estimate.calls)
+    }
+
+
+def test_one_dimension():
+    """Four ranks on two nodes: each gather and each reduction sends three quarters of its buffer between nodes."""
+    model = Model(num_blocks=2, width=8, vocabulary=24)
+    full = 4 * sum(parameter.numel() for parameter in model.parameters())
+    root = 4 * sum(p.numel() for name, p in model.named_parameters() if ".blocks." not in name)
+    estimate = step_of({"sharding_strategy": "FULL_SHARD"}, world_size=4, gpus_per_node=2)
+    assert rows(estimate) == {
+        ("all_gather", "forward", 4, "inter", 3, full, full * 3 // 4),
+        ("all_gather", "backward", 4, "inter", 2, full - root, (full - root) * 3 // 4),
+        ("reduce_scatter", "backward", 4, "inter", 3, full, full * 3 // 4),
+    }
+    of_unit = sent_by_unit(estimate.calls)
+    assert {name: sent.intra for name, sent in of_unit.items()} == dict.fromkeys(of_unit, 0)
+    block = (full - root) // 2
+    assert sorted(sent.inter for sent in of_unit.values()) == sorted([2 * root * 3 // 4, *[3 * block * 3 // 4] * 2])
+
+
+def test_on_one_node():
+    """With all ranks on one node nothing is sent to another."""
+    estimate = step_of({"sharding_strategy": "FULL_SHARD"}, world_size=4, gpus_per_node=4)
+    assert {each.link for each in traffic(estimate.calls)} == {Link.INTRA}
+    assert sum(map(node_bytes, estimate.calls)) == 0
+
+
+def test_hybrid_shard():
+    """Shards on a node, replicas across: gathers stay on the node, and an all-reduce of half of each unit crosses."""
+    model = Model(num_blocks=2, width=8, vocabulary=24)
+    full = 4 * sum(parameter.numel() for parameter in model.parameters())
+    root = 4 * sum(p.numel() for name, p in model.named_parameters() if ".blocks." not in name)
+    config = {
+        "sharding_strategy": "HYBRID_SHARD",
+        "data_parallel_shard_degree": 2,
+        "data_parallel_replicate_degree": 2,
+    }
+    estimate = step_of(config, world_size=4, gpus_per_node=2)
+    assert rows(estimate) == {
+        ("all_gather", "forward", 2, "intra", 3, full, full // 2),
+        ("all_gather", "backward", 2, "intra", 2, full - root, (full - root) // 2),
+        ("reduce_scatter", "backward", 2, "intra", 3, full, full // 2),
+        ("all_reduce", "backward", 2, "inter", 3, full // 2, full // 2),  # twice a half of a half
+    }
+
+
+def test_reshard_to_a_node():
+    """With two ranks as reshard_after_forward the second gather of a block is among these, on the node."""
+    model = Model(num_blocks=2, width=8, vocabulary=24)
+    full = 4 * sum(parameter.numel() for parameter in model.parameters())
+    root = 4 * sum(p.numel() for name, p in model.named_parameters() if ".blocks." not in name)
+    config = {"sharding_strategy": "FULL_SHARD", "reshard_after_forward": 2}
+    estimate = step_of(config, world_size=4, gpus_per_node=2)
+    assert rows(estimate) == {
+        ("all_gather", "forward", 4, "inter", 3, full, full * 3 // 4),
+        ("all_gather", "backward", 2, "intra", 2, full - root, (full - root) // 2),
+        ("reduce_scatter", "backward", 4, "inter", 3, full, full * 3 // 4),
+    }
+
+
+def test_what_crosses_to_other_nodes():
+    """Eight ranks on two nodes, buffers of 800 bytes: 400 lie on the other node, and four ranks share their way."""
+
+    def call(op: str, ranks: int, on_node: int, link: Link = Link.INTER) -> CollectiveCall:
+        return CollectiveCall(
+            op=op, phase=Phase.FORWARD, unit="", num_bytes=800, ranks=ranks, ranks_on_node=on_node, link=link, sample=0
+        )
+
+    assert [
+        (ring_bytes(each), node_bytes(each))
+        for each in (
+            call("all_gather", 8, 4),
+            call("reduce_scatter", 8, 4),
+            call("all_reduce", 2, 1),
+            call("all_gather", 4, 4, Link.INTRA),
+            call("all_gather", 1, 1, Link.NONE),
+        )
+    ] == [(700, 100), (700, 100), (800, 400), (600, 0), (0, 0)]
