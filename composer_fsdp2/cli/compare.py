@@ -108,20 +108,26 @@ def _compare(options: Options, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def _progress(options: Options) -> Iterator[Callable[[str, int], None]]:
-    """A bar for each run on a terminal; else a line when one begins."""
+    """Told of each run's batches: a bar on a terminal, else a line when one begins."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+
+    def say(title: str, done: int) -> None:
+        if not done:
+            print(f"{title}: {options.batches} batches on {options.num_ranks} ranks", file=sys.stderr)
+
+    if not console.is_terminal:
+        yield say
+        return
+    with Progress(*columns, console=console) as bars:
 
         def show(title: str, done: int) -> None:
             if title not in tasks:
                 tasks[title] = bars.add_task(f"{title}: starting {options.num_ranks} ranks", total=options.batches)
-                if not console.is_terminal:
-                    print(f"{title}: {options.batches} batches on {options.num_ranks} ranks", file=sys.stderr)
             if done:
                 bars.update(tasks[title], completed=done, description=f"{title}: batches")
 

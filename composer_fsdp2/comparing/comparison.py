@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from composer_fsdp2.comparing.drawing import draw
@@ -99,7 +100,6 @@ def _outcome(options: Options, runs: list[RunRecord], verdict: Verdict, error: s
 
 def _run(options: Options, title: str, work: Path, show: Show, interruptions: Interruptions) -> RunRecord:
     name = title.lower().replace(" ", "-")
-    show(title, 0)
     (work / "tensors").mkdir(exist_ok=True)
     job = Job(
         title=title,
@@ -113,7 +113,7 @@ def _run(options: Options, title: str, work: Path, show: Show, interruptions: In
         folder=str(work / "logs" / name),
         reference=str(work / "tensors" / "first"),
     )
-    return run_ranks(job, options.num_ranks, lambda done: show(title, done), interruptions)
+    return run_ranks(job, options.num_ranks, partial(show, title), interruptions)
 
 
 def _write(outcome: Outcome, work: Path) -> None:

@@ -51,7 +51,8 @@ class Quantity(Value):
 
     @property
     def is_same(self) -> bool:
-        return self.distance <= self.limit
+        # Where FSDP1 itself ends in numbers that are none, nothing can be told from it.
+        return self.distance <= self.limit < math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +77,15 @@ def judge(first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], *, tol
 
 
 def relative(value: float, of: float) -> float:
-    """The difference to ``of``, relative to it; infinite where one of them is no number."""
+    """The difference to ``of``, relative to it; infinite where one of them alone is no finite number.
+
+    Both are none where a scaler of fp16 looks for its scale.
+    """
+    if value == of or (math.isnan(value) and math.isnan(of)):
+        return 0.0
     if not (math.isfinite(value) and math.isfinite(of)):
         return math.inf
-    return 0.0 if value == of else (abs(value - of) / abs(of) if of else math.inf)
+    return abs(value - of) / abs(of) if of else math.inf
 
 
 # ---------------------------------------------------------------------------------------------------------------------

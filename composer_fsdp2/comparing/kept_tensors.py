@@ -1,6 +1,7 @@
 """The first run's last tensors, in one file, and how far those of another run are from them."""
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -91,11 +92,12 @@ def _distance(key: Key, kept: torch.Tensor, tensor: torch.Tensor, is_rounding: t
         num_rounding, of_rounding = int((apart != 0).sum()), float(apart.abs().max())
         difference[is_rounding] = 0.0
     norm, of_kept = float(difference.norm()), float(kept.double().norm())
+    largest = float(difference.abs().max()) if difference.numel() else 0.0
     return TensorDistance(
         kind=key[0],
         name=key[1],
-        distance=norm / of_kept if of_kept else (0.0 if norm == 0 else float("inf")),
-        largest=float(difference.abs().max()) if difference.numel() else 0.0,
+        distance=0.0 if norm == 0 else norm / of_kept if of_kept and math.isfinite(norm / of_kept) else math.inf,
+        largest=largest if math.isfinite(largest) else math.inf,
         num_rounding=num_rounding,
         largest_rounding=of_rounding,
     )

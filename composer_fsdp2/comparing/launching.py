@@ -94,13 +94,17 @@ def run_ranks(job: Job, num_ranks: int, show: Callable[[int], None], interruptio
 def _wait(job: Job, ranks: list[subprocess.Popen[bytes]], show: Callable[[int], None]) -> None:
     """Until all ranks have ended, or the rest has had time enough."""
     deadline = float("inf")
+    shown = -1
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        show(_num_batches(job))
+        if (done := _num_batches(job)) != shown:
+            shown = done
+            show(done)
         is_over = job.record_path.exists() or any(rank.poll() for rank in ranks)
         if is_over and deadline == float("inf"):
             deadline = time.monotonic() + _GRACE_S
         time.sleep(_POLL_S)
-    show(_num_batches(job))
+    if (done := _num_batches(job)) != shown:
+        show(done)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -66,6 +67,9 @@ def run(arguments: list[str]) -> None:
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [str(COMMAND.parent), *given, *sys.path[installed:]]
     sys.argv = [str(COMMAND), *arguments]
+    found = shutil.which(COMMAND.name)
+    if found is not None and Path(found) != COMMAND and (quick := Path(found).with_name("python")).exists():
+        sys.executable = str(quick)  # of `forked_scripts.add_launchers`, for the ranks of `compare`
     from composer_fsdp2.cli.main import main
 
     main()

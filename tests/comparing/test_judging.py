@@ -1,0 +1,105 @@
+"""The verdict on made-up runs: what is the same, what is not, and that neither depends on how long one looked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from composer_fsdp2.comparing.judging import DATA, LOSSES, NORMS, PARAMETERS, START, Verdict, judge
+from composer_fsdp2.comparing.run_record import BatchRecord, Fingerprint, RunRecord, TensorDistance
+
+pytestmark = pytest.mark.any_torch
+
+MOMENT = Fingerprint(kind="exp_avg", name="w", total=1.0, squares=2.0, size=4)
+
+
+def made_run(title: str = "FSDP1", *, losses: tuple[float, ...] = (3.0, 2.0), distance: float = 0.0) -> RunRecord:
+    """A run whose gradient norms are its losses."""
+    batches = tuple(
+        BatchRecord(
+            batch=number,
+            digests=("a", "b"),
+            loss=loss,
+            gradient_norm=loss,
+            seconds=1.0,
+            memory_bytes=1,
+            samples=8,
+            is_counted=False,
+        )
+        for number, loss in enumerate(losses, 1)
+    )
+    return RunRecord(
+        title=title,
+        engine=title.split()[0],
+        device="CPU",
+        num_ranks=2,
+        precision="fp32",
+        num_units=1,
+        memory_is="made up",
+        first_batch=1,
+        batches=batches,
+        collectives=(),
+        start=(replace(MOMENT, kind="parameter"), MOMENT),
+        distances=(TensorDistance(kind="parameter", name="w", distance=distance, largest=distance),),
+    )
+
+
+def different(fsdp2: RunRecord, again: RunRecord | None = None, first: RunRecord | None = None) -> set[str]:
+    judgement = judge(first or made_run(), fsdp2, [again or made_run("FSDP1 again")])
+    names = {each.name for each in judgement.quantities if not each.is_same}
+    assert (judgement.verdict is Verdict.DIFFERENT) == bool(names)
+    assert bool(judgement.causes) == bool(names)
+    return names
+
+
+def test_a_difference_counts_from_the_tolerance_on():
+    """Rounding is no difference, and a difference no rounding."""
+    assert different(made_run("FSDP2")) == set()
+    assert different(made_run("FSDP2", losses=(3.0 * (1 + 9e-7), 2.0))) == set()
+    assert different(made_run("FSDP2", losses=(3.0 * (1 + 2e-6), 2.0))) == {LOSSES, NORMS}
+    assert different(made_run("FSDP2", distance=1e-3)) == {PARAMETERS}
+
+
+def test_twice_the_noise_of_fsdp1_is_no_difference():
+    """A run that does not repeat on FSDP1 need not on FSDP2."""
+    noisy = made_run("FSDP1 again", losses=(3.0 * (1 + 1e-3), 2.0))
+    assert different(made_run("FSDP2", losses=(3.0 * (1 + 1.9e-3), 2.0)), noisy) == set()
+    assert different(made_run("FSDP2", losses=(3.0 * (1 + 2.1e-3), 2.0)), noisy) == {LOSSES, NORMS}
+
+
+def test_rounding_may_build_up():
+    """A longer comparison is no stricter one: the last bits drift apart by about as much in each batch."""
+    losses = tuple(1.0 + 8e-7 * number for number in range(1, 51))
+    first = made_run(losses=(1.0,) * 50)
+    assert different(made_run("FSDP2", losses=losses, distance=4e-5), made_run(losses=(1.0,) * 50), first) == set()
+
+
+def test_no_number_is_never_the_same_as_a_number():
+    """A run that diverges on FSDP2 alone, or on both, is not let pass."""
+    assert different(made_run("FSDP2", losses=(math.nan, 2.0))) == {LOSSES, NORMS}
+    assert different(made_run("FSDP2", distance=math.inf)) == {PARAMETERS}
+    diverged = made_run("FSDP1 again", distance=math.inf)
+    assert different(made_run("FSDP2", distance=math.inf), diverged) == {PARAMETERS}
+    # The first batches of fp16, in which a scaler looks for its scale, are no numbers on either.
+    first = made_run(losses=(math.inf, 2.0))
+    assert different(made_run("FSDP2", losses=(math.inf, 2.0)), made_run(losses=(math.inf, 2.0)), first) == set()
+
+
+def test_what_one_run_alone_has_is_a_difference():
+    """Tensors that are not there cannot be apart; a report of those that are would be a good one."""
+    assert different(replace(made_run("FSDP2"), start=made_run().start[:1])) == {START}
+    assert different(replace(made_run("FSDP2"), missing=("parameter of v",))) == {PARAMETERS}
+    shorter = made_run("FSDP2", losses=(3.0,))
+    assert DATA in different(shorter)
+
+
+def test_other_data_of_any_rank_is_a_difference():
+    """Curves of other data may be as good, and prove nothing."""
+    run = made_run("FSDP2")
+    other = replace(run, batches=(run.batches[0], replace(run.batches[1], digests=("a", "c"))))
+    judgement = judge(made_run(), other, [made_run("FSDP1 again")])
+    assert judgement.causes == ("the two did not train on the same data: batch 2 of rank 1",)
+    # Not even where FSDP1 draws others each time, too.
+    assert DATA in different(other, replace(other, title="FSDP1 again"))
