@@ -55,9 +55,7 @@ def model_fsdp1(
     return Fsdp1Model(
         parameters_bytes=owned,
         gradients_bytes=owned,
-        optimizer_bytes=sum(
-            optimizer.state_bytes(_flat(each), each.own_bytes) for each in units if not each.is_offloaded
-        ),
+        optimizer_bytes=sum(_state(each, optimizer) for each in units if not each.is_offloaded),
         gathered_peak_bytes=roots + max(stay, sum(inner[-_IN_FLIGHT:])),
         gradients_peak_bytes=_gradients(units, plan, num_microbatches),
         differences=tuple(_differences(plan, num_microbatches)),
@@ -67,6 +65,12 @@ def model_fsdp1(
 def _flat(sizes: UnitSizes) -> int:
     """A rank's piece of the flat parameter, which is padded once."""
     return -(-sum(each.full for each in sizes.parameters) // sizes.num_ranks)
+
+
+def _state(sizes: UnitSizes, optimizer: OptimizerState) -> int:
+    """With ``use_orig_params``, as Composer has it, each parameter has numbers of its own."""
+    further = len(sizes.parameters) - 1
+    return optimizer.state_bytes(_flat(sizes), sizes.own_bytes) + further * optimizer.state_bytes(0, sizes.own_bytes)
 
 
 def _gradients(units: list[UnitSizes], plan: ShardingPlan, num_microbatches: int) -> int:

@@ -18,7 +18,7 @@ Row = tuple[str, str, int, str, int, int, int]
 
 
 def step_of(config: dict[str, Any], *, world_size: int, gpus_per_node: int) -> StepEstimate:
-    """A step of two blocks of 576 elements and a root of 448, all divided without padding, in fp32."""
+    """A step of two blocks of 280 elements and a root of 400, all divided without padding, in fp32."""
     model = Model(num_blocks=2, width=8, vocabulary=24)
     translation = translate(config, precision="fp32", device="cpu", world_size=world_size)
     assert translation.config is not None
