@@ -83,6 +83,7 @@ bench: venv ## what sharding, checkpoints, migrating and starting cost, against 
 	-$(PY) benchmarks/many_ranks.py
 	-$(PY) benchmarks/migrate.py
 	-$(PY) benchmarks/start.py
+	-$(PY) benchmarks/bounds.py
 
 gpu: venv venv-engine ## all GPU tests and benchmarks on the GPUs that there are, and their tables in benchmarks/README.md
 	$(PY) tools/gpu.py $(ARGS)

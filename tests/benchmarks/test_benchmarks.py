@@ -361,3 +361,18 @@ def test_starts_are_compared_with_their_imports(start: str):
     assert libraries == "import typer, rich, yaml, omegaconf"
     seconds = result["processor_s"]
     assert all(seconds[name] / seconds[libraries] == pytest.approx(ratio) for name, ratio in result["ratio"].items())
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", pytest.param("SHARD_GRAD_OP", marks=pytest.mark.slow)])
+def test_bounds_stand_beside_what_was_measured(strategy: str):
+    """A bound that a step beats would be none, and one of zero would hold for anything; of so small a model all are far
+    below what is measured, so that no busy machine decides."""
+    sizes = [word for name, size in TINY.items() if name != "warmup" for word in (f"--{name}", str(size))]
+    result = benchmark("bounds.py", "--strategy", strategy, *sizes)
+    rows, bounds = result["rows"], result["bounds"]
+    for name in ("a step", "computing", "sending"):
+        assert 0 < rows[name]["bound"] <= rows[name]["nearest"] <= rows[name]["measured"], name
+    assert 0 < rows["MFU"]["nearest"] <= rows["MFU"]["bound"] <= 1
+    assert max(bounds["compute_s"], bounds["intra_s"]) <= bounds["lower_s"] <= bounds["serial_s"] * 1.000001
+    assert bounds["inter_s"] == 0 and bounds["exposed_s"] == pytest.approx(bounds["lower_s"] - bounds["compute_s"])
+    assert len(result["bars"]) == 8

@@ -1,0 +1,394 @@
+"""A planned step as one page for a browser: inline SVG and tables, no script, no address of anything outside."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
+
+from composer_fsdp2.config.findings import Outcome
+from composer_fsdp2.config.text import human_bytes
+from composer_fsdp2.estimate.fsdp1_model import state_peak_of
+from composer_fsdp2.estimate.plan_text import human_count, human_seconds, plan_text, where
+from composer_fsdp2.estimate.planned_step import PlannedStep, unit_kinds
+from composer_fsdp2.estimate.step import Kind, MemorySample, Phase
+from composer_fsdp2.sharding.plan import ShardUnit
+
+_COLUMNS = 480  # of the timeline: of more samples the largest of each few is drawn
+_MAX_BARS = 256
+_WIDTH, _HEIGHT = 960.0, 300.0
+_LEFT, _TOP, _BOTTOM = 74.0, 16.0, 34.0
+_BAR_HEIGHT = 180.0
+
+# Of one lightness each, told apart by red-green-blind readers too: state, what is gathered, what the model computes.
+_COLOURS = {
+    Kind.PARAMETERS: ("#3b5b92", "#6f9be0"),
+    Kind.OPTIMIZER: ("#7aa0d4", "#3f62a0"),
+    Kind.GRADIENTS: ("#1f8a84", "#38b5ad"),
+    Kind.GATHERED: ("#d98a1f", "#e8a64a"),
+    Kind.UNSHARDED_GRADIENTS: ("#f0c36a", "#b98a2c"),
+    Kind.COMMUNICATION: ("#a65a2a", "#cf8352"),
+    Kind.ACTIVATIONS: ("#9a6bb0", "#b58acb"),
+    Kind.LOSS: ("#c2477f", "#e06fa2"),
+}
+
+
+def plan_page(step: PlannedStep) -> str:
+    """The whole page."""
+    parts = (_head, _verdict, _timeline, _units, _collectives, _bounds, _fsdp1, _findings, _text)
+    body = "\n".join(line for part in parts for line in part(step))
+    title = escape(f"plan of {step.source}")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        '<link rel="icon" href="data:,"/>\n'
+        f"<title>{title}</title>\n<style>{_style()}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _style() -> str:
+    light = "".join(f"--k{place}:{_COLOURS[kind][0]};" for place, kind in enumerate(Kind))
+    dark = "".join(f"--k{place}:{_COLOURS[kind][1]};" for place, kind in enumerate(Kind))
+    fills = "".join(f".k{place}{{fill:var(--k{place});background:var(--k{place})}}" for place, _ in enumerate(Kind))
+    return (
+        f":root{{color-scheme:light dark;--ink:#1d2330;--soft:#5b6475;--line:#d9dde5;--paper:#fff;--panel:#f6f7fa;"
+        f"--good:#16794b;--bad:#b3261e;{light}}}"
+        f"@media(prefers-color-scheme:dark){{:root{{--ink:#e6e9f0;--soft:#9aa3b5;--line:#343b4a;--paper:#14171f;"
+        f"--panel:#1c212c;--good:#57c792;--bad:#ff8a80;{dark}}}}}"
+        f"{_RULES}{fills}"
+    )
+
+
+_RULES = (
+    "*{box-sizing:border-box}body{margin:0;background:var(--paper);color:var(--ink);"
+    "font:15px/1.5 system-ui,-apple-system,'Segoe UI',Roboto,sans-serif}"
+    "main{max-width:1020px;margin:0 auto;padding:24px 16px 64px}h1{font-size:1.5rem;margin:0;overflow-wrap:anywhere}"
+    "h2{font-size:1.1rem;margin:36px 0 8px}p{margin:6px 0}.soft,figcaption{color:var(--soft)}"
+    "figure{margin:0}svg{display:block;width:100%;height:auto}.scroll{overflow-x:auto}.scroll svg{min-width:720px}"
+    "figcaption{margin:4px 0 10px}text{fill:var(--soft);font-size:13px}.axis{stroke:var(--line);stroke-width:1}"
+    ".limit{stroke:var(--bad);stroke-width:1.5;stroke-dasharray:6 4}.limit-text{fill:var(--bad)}"
+    ".peak{stroke:var(--ink);stroke-width:1}.peak-text{fill:var(--ink);font-weight:600}"
+    "td i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:8px}"
+    ".cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:18px 0 0}"
+    ".card{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:10px 12px}"
+    ".card b{display:block;font-size:1.15rem}.good{color:var(--good)}.bad{color:var(--bad)}"
+    "table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:14px}"
+    "th,td{padding:5px 10px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}"
+    "th{color:var(--soft);font-weight:600;white-space:normal;vertical-align:bottom}th:first-child,td:first-child{text-align:left;white-space:normal;overflow-wrap:break-word;min-width:10em}"
+    "ul{padding-left:20px;margin:6px 0}li{overflow-wrap:anywhere}"
+    "pre{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px;overflow-x:auto;"
+    "font:12.5px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}"
+    ".unit{fill:var(--k3)}.unit.root{fill:var(--k0)}summary{cursor:pointer;color:var(--soft);margin-top:36px}"
+)
+
+
+def _head(step: PlannedStep) -> Iterator[str]:
+    ranks = f"{step.world_size} ranks, {step.gpus_per_node} a node; {step.plan.mesh}"
+    rows = f"{step.num_microbatches} × {step.microbatch_size} × {step.sequence_length} tokens on each rank"
+    yield f"<h1>{escape(step.source)}</h1>"
+    yield (
+        f'<p class="soft">{human_count(step.num_parameters)} parameters in {len(step.plan.units)} units · '
+        f"{escape(ranks)} · {escape(step.precision)} · {escape(step.optimizer)} · {rows} a step</p>"
+    )
+
+
+def _verdict(step: PlannedStep) -> Iterator[str]:
+    peak, memory = step.estimate.peak_bytes, step.memory
+    cards = [("peak of a rank", human_bytes(peak), "")]
+    if memory is not None:
+        left = memory.usable_bytes - peak
+        cards.append(("fits" if left >= 0 else "does not fit", _left(left), "good" if left >= 0 else "bad"))
+        cards.append((f"usable of {human_bytes(memory.given_bytes)}", human_bytes(memory.usable_bytes), ""))
+    sent = sum(each.ring_bytes for each in step.traffic)
+    crossing = sum(each.node_bytes for each in step.traffic)
+    cards.append(("sent by a rank in a step", human_bytes(sent), ""))
+    cards.append(("of it to other nodes", human_bytes(crossing), ""))
+    if step.bounds is not None:
+        cards.append(("a step takes at least", human_seconds(step.bounds.lower_s), ""))
+    if step.blocking:
+        cards.append(("findings to decide", str(len(step.blocking)), "bad"))
+    yield '<div class="cards">'
+    for name, value, how in cards:
+        yield f'<div class="card"><span class="soft">{escape(name)}</span><b class="{how}">{escape(value)}</b></div>'
+    yield "</div>"
+    if memory is not None:
+        reserve = (
+            f"A reserve of {memory.reserve} is left for what is not modelled: fragmentation, NCCL, CUDA's context."
+        )
+        yield f'<p class="soft">{escape(reserve)}</p>'
+
+
+def _left(left: int) -> str:
+    return f"{human_bytes(left)} to spare" if left >= 0 else f"{human_bytes(-left)} too much"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The timeline
+
+
+def drawn_samples(timeline: Sequence[MemorySample], columns: int = _COLUMNS) -> list[MemorySample]:
+    """At most so many samples: of each few in a row the one that takes the most, so that no peak is lost."""
+    if len(timeline) <= columns:
+        return list(timeline)
+    edges = [number * len(timeline) // columns for number in range(columns + 1)]
+    return [max(timeline[start:end], key=lambda sample: sample.total_bytes) for start, end in itertools.pairwise(edges)]
+
+
+def _timeline(step: PlannedStep) -> Iterator[str]:
+    samples, peak = drawn_samples(step.estimate.timeline), step.estimate.peak
+    usable = step.memory.usable_bytes if step.memory else 0
+    limit = usable if usable < 3 * peak.total_bytes else 0  # a line far above would press everything else flat
+    scale = _Scale(1.08 * max(peak.total_bytes, limit), len(samples))
+    yield "<h2>Memory of a rank over a step</h2>"
+    yield from _picture("memory over a step", _HEIGHT, _timeline_shapes(step, samples, scale, limit))
+    assumed = " Activations are not counted." if step.trace is None else ""
+    yield (
+        f"<figcaption>Largest in {escape(where(peak))}. From left to right: the order of events, not time."
+        f"{assumed}</figcaption></figure>"
+    )
+    rows = [
+        (f'<i class="k{place}"></i>{kind.value}', human_bytes(peak.bytes_of(kind)), human_bytes(step.most_of(kind)))
+        for place, kind in enumerate(Kind)
+        if step.most_of(kind)
+    ]
+    rows.append(("sum", human_bytes(peak.total_bytes), ""))
+    yield from _table(("", "at the peak", "at most"), rows)
+
+
+def _picture(name: str, height: float, shapes: Iterable[str]) -> Iterator[str]:
+    """The beginning of a figure; its caption is the caller's."""
+    yield '<figure><div class="scroll">'
+    yield f'<svg viewBox="0 {-_TOP:g} {_WIDTH:g} {height + _TOP:g}" role="img" aria-label="{name}">'
+    yield from shapes
+    yield "</svg></div>"
+
+
+def _timeline_shapes(step: PlannedStep, samples: Sequence[MemorySample], scale: "_Scale", limit: int) -> Iterator[str]:
+    yield from _axis(scale.most_bytes, scale.y)
+    yield from _layers(samples, scale)
+    yield from _phases(samples, scale)
+    if limit:
+        y = scale.y(limit)
+        yield f'<line class="limit" x1="{_LEFT:g}" x2="{_WIDTH:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text class="limit-text" x="{_LEFT + 6:g}" y="{y - 5:.1f}">usable: {human_bytes(limit)}</text>'
+    yield from _peak_mark(step.estimate.peak, samples, scale)
+
+
+class _Scale:
+    """From bytes and the number of a sample to the picture's coordinates."""
+
+    def __init__(self, most_bytes: float, samples: int) -> None:
+        self.most_bytes, self.samples = most_bytes or 1.0, max(1, samples)
+
+    def x(self, number: int) -> float:
+        return _LEFT + (_WIDTH - _LEFT) * number / self.samples
+
+    def y(self, num_bytes: float) -> float:
+        return (_HEIGHT - _BOTTOM) * (1 - num_bytes / self.most_bytes)
+
+
+def _axis(most_bytes: float, y_of: Callable[[float], float]) -> Iterator[str]:
+    """Lines at round numbers of bytes."""
+    for num_bytes in _ticks(most_bytes):
+        y = y_of(num_bytes)
+        yield f'<line class="axis" x1="{_LEFT:g}" x2="{_WIDTH:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text x="{_LEFT - 8:g}" y="{y + 4:.1f}" text-anchor="end">{_round_bytes(num_bytes)}</text>'
+
+
+def _round_bytes(num_bytes: int) -> str:
+    return human_bytes(num_bytes).replace(".0 ", " ") if num_bytes else "0"
+
+
+def _ticks(most_bytes: float) -> list[int]:
+    """Round numbers of bytes, at most six."""
+    step = 1
+    while most_bytes / step > 6:
+        step *= 2
+    return list(range(0, int(most_bytes) + 1, step))
+
+
+def _layers(samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
+    """One area a kind, stacked, as stairs."""
+    below = [0] * len(samples)
+    for place, kind in enumerate(Kind):
+        above = [low + sample.bytes_of(kind) for low, sample in zip(below, samples, strict=True)]
+        if above != below:
+            upper = [point for number, value in enumerate(above) for point in _stair(number, value, scale)]
+            lower = [point for number, value in enumerate(below) for point in _stair(number, value, scale)]
+            outline = f"M{_joined(upper)}L{_joined(reversed(lower))}Z"
+            yield f'<path class="k{place}" d="{outline}"><title>{kind.value}</title></path>'
+        below = above
+
+
+def _stair(number: int, value: float, scale: _Scale) -> tuple[str, str]:
+    y = scale.y(value)
+    return f"{scale.x(number):.1f},{y:.1f}", f"{scale.x(number + 1):.1f},{y:.1f}"
+
+
+def _joined(points: Iterable[str]) -> str:
+    return "L".join(points)
+
+
+def _phases(samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
+    """Where a microbatch begins, and its phases as far as there is room for their names."""
+    starts = [
+        number
+        for number, sample in enumerate(samples)
+        if not number
+        or (sample.microbatch, sample.phase) != (samples[number - 1].microbatch, samples[number - 1].phase)
+    ]
+    y = _HEIGHT - _BOTTOM
+    for number, end in zip(starts, [*starts[1:], len(samples)], strict=True):
+        sample, x = samples[number], scale.x(number)
+        if sample.phase is Phase.FORWARD and number:
+            yield f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{y + 8:g}"/>'
+        word = sample.phase.value
+        if scale.x(end) - x > 7 * len(word):
+            yield f'<text x="{(x + scale.x(end)) / 2:.1f}" y="{y + 18:g}" text-anchor="middle">{word}</text>'
+
+
+def _peak_mark(peak: MemorySample, samples: Sequence[MemorySample], scale: _Scale) -> Iterator[str]:
+    number = next(number for number, sample in enumerate(samples) if sample.total_bytes == peak.total_bytes)
+    x, y = (scale.x(number) + scale.x(number + 1)) / 2, scale.y(peak.total_bytes)
+    is_left = x < _WIDTH / 2
+    yield f'<line class="peak" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 12:.1f}" y2="{y:.1f}"/>'
+    yield (
+        f'<text class="peak-text" x="{x + (5 if is_left else -5):.1f}" y="{y - 3:.1f}" '
+        f'text-anchor="{"start" if is_left else "end"}">{human_bytes(peak.total_bytes)}</text>'
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Units and collectives
+
+
+def _units(step: PlannedStep) -> Iterator[str]:
+    yield "<h2>Units</h2>"
+    units = [unit for unit, _ in step.units_and_bytes()]
+    if len(units) <= _MAX_BARS:
+        yield from _picture("bytes of each unit, gathered", _BAR_HEIGHT + 6, _unit_bars(units))
+        yield "<figcaption>Bytes of each unit while it is gathered; a root's is blue.</figcaption></figure>"
+    rows = [
+        (
+            escape(kind.name),
+            f"{kind.units}",
+            human_count(kind.parameters),
+            human_bytes(kind.gathered_bytes),
+            human_bytes(kind.sent.intra),
+            human_bytes(kind.sent.inter),
+        )
+        for kind in unit_kinds(step.units_and_bytes())
+    ]
+    header = ("units of a kind", "number", "parameters of one", "gathered, one", "sent in a node", "in groups across")
+    yield from _table(header, rows)
+
+
+def _unit_bars(units: Sequence[ShardUnit]) -> Iterator[str]:
+    most = 1.05 * max((unit.unsharded_bytes for unit in units), default=0) or 1.0
+    width = min(60.0, (_WIDTH - _LEFT) / max(len(units), 1))
+    gap = min(2.0, width / 4)
+    yield from _axis(most, lambda num_bytes: _BAR_HEIGHT * (1 - num_bytes / most))
+    for number, unit in enumerate(units):
+        height = _BAR_HEIGHT * unit.unsharded_bytes / most
+        yield (
+            f'<rect class="unit{" root" * unit.is_root}" x="{_LEFT + number * width + gap / 2:.1f}" '
+            f'y="{_BAR_HEIGHT - height:.1f}" width="{width - gap:.1f}" height="{height:.1f}">'
+            f"<title>{escape(unit.name or '(the model)')}: {human_bytes(unit.unsharded_bytes)}</title></rect>"
+        )
+
+
+def _collectives(step: PlannedStep) -> Iterator[str]:
+    yield "<h2>Collectives of a step, for one rank</h2>"
+    rows = [
+        (
+            f"{each.phase.value}: {each.op}",
+            f"{each.ranks}",
+            each.link.value,
+            f"{each.calls}",
+            human_bytes(each.num_bytes),
+            human_bytes(each.ring_bytes),
+            human_bytes(each.node_bytes),
+        )
+        for each in step.traffic
+    ]
+    header = ("collective", "ranks", "link", "calls", "full buffers", "sent in a ring", "to other nodes")
+    yield from _table(header, rows)
+    yield (
+        '<p class="soft">In a ring a rank sends (n-1)/n of a full buffer, and of an all-reduce twice that. Of a group '
+        "on several nodes only a part leaves the node: the last column is a rank’s share of it.</p>"
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Cells are HTML."""
+    yield '<div class="scroll"><table><thead><tr>'
+    yield "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    yield "</tr></thead><tbody>"
+    for row in rows:
+        yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
+    yield "</tbody></table></div>"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What else there is to say
+
+
+def _bounds(step: PlannedStep) -> Iterator[str]:
+    bounds = step.bounds
+    if bounds is None:
+        return
+    yield "<h2>Bounds of a step</h2>"
+    rows = [
+        ("computing", human_seconds(bounds.compute_s)),
+        ("sending within nodes", human_seconds(bounds.intra_s)),
+        ("sending between nodes", human_seconds(bounds.inter_s)),
+        ("a step takes at least", human_seconds(bounds.lower_s)),
+        ("one after the other, at the same speeds", human_seconds(bounds.serial_s)),
+    ]
+    if bounds.exposed_s is not None:
+        rows.append(("communication that no overlap hides, at least", human_seconds(bounds.exposed_s)))
+    if bounds.mfu_at_most is not None:
+        rows.append(("MFU at most", f"{bounds.mfu_at_most:.1%}"))
+    yield from _table(("", "of one rank"), rows)
+    yield from _list("Speeds:", bounds.machine.sources)
+    yield from _list("Not known, and not in these numbers:", bounds.unknown)
+
+
+def _list(title: str, texts: Sequence[str]) -> Iterator[str]:
+    if texts:
+        items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+        heading = f'<p class="soft">{escape(title)}</p>' if title else ""
+        yield f"{heading}<ul>{items}</ul>"
+
+
+def _fsdp1(step: PlannedStep) -> Iterator[str]:
+    model, estimate = step.fsdp1, step.estimate
+    if model is None:
+        return
+    gathered = step.most_of(Kind.GATHERED, Kind.COMMUNICATION)
+    rows = [
+        (name, human_bytes(before), human_bytes(after))
+        for name, before, after in (
+            ("parameters", model.parameters_bytes, estimate.parameters_bytes),
+            ("gradients", model.gradients_bytes, estimate.gradients_bytes),
+            ("optimizer", model.optimizer_bytes, estimate.optimizer_bytes),
+            ("gathered at most", model.gathered_peak_bytes, gathered),
+            ("all but activations, at most", model.state_peak_bytes, state_peak_of(estimate)),
+        )
+    ]
+    yield "<h2>Against FSDP1</h2>"
+    yield "<p>A model of FSDP1, not a measurement; <code>composer-fsdp2 compare</code> measures.</p>"
+    yield from _table(("bytes of a rank", "FSDP1", "FSDP2"), rows)
+    yield from _list("What else changes:", model.differences)
+
+
+def _findings(step: PlannedStep) -> Iterator[str]:
+    """What blocks, what is not quite as it was, and what was assumed; the rest is in ``--json``."""
+    quiet = (Outcome.EXACT, Outcome.UNNEEDED)
+    others = [each for each in step.findings if each.asks and each.outcome not in quiet and not each.outcome.blocks]
+    texts = [str(finding) for finding in (*step.blocking, *others)]
+    if texts or step.estimate.notes:
+        yield "<h2>Findings</h2>"
+        yield from _list("", [*texts, *step.estimate.notes])
+
+
+def _text(step: PlannedStep) -> Iterator[str]:
+    yield f"<details><summary>As text</summary><pre>{escape(plan_text(step))}</pre></details>"

@@ -1,0 +1,169 @@
+"""The page of a planned step: whole, offline, small, and drawn by a real browser without a complaint."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.dom import minidom
+
+import pytest
+import torch
+from support.models import Model
+
+from composer_fsdp2 import estimate_step, plan_sharding, translate
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.estimate.bounds import GPUS, step_bounds
+from composer_fsdp2.estimate.fsdp1_model import model_fsdp1
+from composer_fsdp2.estimate.html import drawn_samples, plan_page
+from composer_fsdp2.estimate.optimizers import optimizer_state
+from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
+from composer_fsdp2.estimate.step import Kind
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def planned(num_blocks: int = 2, num_microbatches: int = 2, memory_bytes: int | None = 2**34) -> PlannedStep:
+    """A step of a small model on many ranks, with everything that a page may show."""
+    with torch.device("meta"):
+        model = Model(num_blocks=num_blocks, width=64)
+    translation = translate({}, device="cuda", world_size=16)
+    assert translation.config is not None
+    plan = plan_sharding(model, translation.config).resolve(16)
+    optimizer = optimizer_state("AdamW")
+    estimate = estimate_step(
+        plan, None, world_size=16, optimizer=optimizer, num_microbatches=num_microbatches, gpus_per_node=8
+    )
+    finding = Finding(key="a_key", value="<b>", outcome=Outcome.NEEDS_DECISION, reason="a & b", where="run.yaml:3")
+    return PlannedStep(
+        source="runs/<script>alert(1)</script>.yaml",
+        plan=plan,
+        estimate=estimate,
+        trace=None,
+        optimizer="AdamW",
+        precision="fp32",
+        world_size=16,
+        gpus_per_node=8,
+        microbatch_size=1,
+        num_microbatches=num_microbatches,
+        sequence_length=32,
+        findings=(finding,),
+        memory=None if memory_bytes is None else Memory(given_bytes=memory_bytes),
+        bounds=step_bounds(estimate, None, GPUS["h100"]),
+        fsdp1=model_fsdp1(plan, world_size=16, optimizer=optimizer, num_microbatches=num_microbatches),
+    )
+
+
+class Addresses(HTMLParser):
+    """Everything that a browser would load or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = ("src", "srcset", "href", "xlink:href", "action", "data", "poster", "background")
+        self.found += [f"{tag} {name}={value}" for name, value in attrs if name in names and value != "data:,"]
+        self.found += [f"{tag} {name}" for name, _ in attrs if name.startswith("on")]
+        if tag in ("script", "iframe", "object", "embed", "base"):
+            self.found.append(tag)
+
+
+def test_the_page_is_whole_and_asks_for_nothing_from_outside():
+    """A cluster's login node has no network, and a page that is sent on must not call home; a file's name or a
+    finding's value must not become a part of the page."""
+    bare = replace(planned(memory_bytes=None), bounds=None, fsdp1=None, findings=())
+    for step in (planned(), planned(num_blocks=300), bare):
+        page = plan_page(step)
+        minidom.parseString(page.removeprefix("<!DOCTYPE html>\n"))
+        reader = Addresses()
+        reader.feed(page)
+        assert reader.found == []
+        assert not re.search(r"(?i)https?:|//[a-z]|url\(|@import|\d(?:nan|inf)|>(?:nan|inf|None)<", page)
+        assert "runs/&lt;script&gt;alert(1)" in page
+        assert "prefers-color-scheme:dark" in page
+
+
+def test_the_page_says_what_the_plan_says():
+    """Whoever is sent the page alone sees the peak, its parts, each collective, what must be decided, and the model."""
+    step = planned()
+    page = plan_page(step)
+    [document] = minidom.parseString(page.removeprefix("<!DOCTYPE html>\n")).getElementsByTagName("body")
+    text = " ".join(node.data for node in texts(document))
+    for kind in Kind:
+        assert (f"</i>{kind.value}</td>" in page) == bool(step.most_of(kind)), kind
+    for words in (
+        "all_gather",
+        "reduce_scatter",
+        "is left for what is not modelled",
+        "A model of FSDP1",
+        "a_key: '<b>'",
+    ):
+        assert words in text
+    for unknown in step.bounds.unknown if step.bounds else ():
+        assert unknown in text
+    assert "Activations are not counted" in text
+    assert len(document.getElementsByTagName("rect")) == len(step.plan.units)
+    assert "does not fit" in plan_page(planned(memory_bytes=2**31)) and "to spare" in page
+
+
+def texts(node: minidom.Node) -> list[minidom.Text]:
+    if isinstance(node, minidom.Text):
+        return [node]
+    return [found for child in node.childNodes for found in texts(child)]
+
+
+def test_a_large_run_stays_small_and_keeps_its_peak():
+    """127 units in 8 microbatches are some ten thousand moments: a page with each of them opens in no mail, and one
+    with every twentieth would not show the moment that runs out of memory."""
+    step = planned(num_blocks=126, num_microbatches=8)
+    timeline = step.estimate.timeline
+    assert len(step.plan.units) == 127 and len(timeline) > 5000
+    drawn = drawn_samples(timeline)
+    assert len(drawn) <= 480 and max(each.total_bytes for each in drawn) == step.estimate.peak_bytes
+    lone = [replace(sample, bytes_by_kind=(1, *[0] * 7)) for sample in timeline]
+    for place in (0, 1, len(lone) // 2, len(lone) - 1):
+        one_peak = [*lone[:place], replace(lone[place], bytes_by_kind=(2, *[0] * 7)), *lone[place + 1 :]]
+        assert max(each.total_bytes for each in drawn_samples(one_peak)) == 2, place
+    assert len(plan_page(step).encode()) < 2**20
+
+
+# Into the title: whether the page is wider than the window, its background, and what a browser complains of.
+_LOOK = """<script>
+window.wrong = [];
+addEventListener("error", e => wrong.push(e.message || e.target.outerHTML), true);
+addEventListener("load", () => {
+  const page = document.documentElement;
+  document.title = JSON.stringify({
+    "wide": page.scrollWidth > page.clientWidth, "colour": getComputedStyle(document.body).backgroundColor,
+    "areas": [...document.querySelectorAll("svg path")].filter(e => e.getBBox().width > 0).length, "wrong": wrong,
+    "outside": performance.getEntriesByType("resource").map(e => e.name),
+  });
+});
+</script>"""
+
+
+def test_a_browser_draws_the_page(tmp_path: Path):
+    """On a telephone and on a desk, by day and by night: nothing is wider than the window, and nothing goes wrong."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
+    file = tmp_path / "plan.html"
+    step = planned(num_blocks=126, num_microbatches=8)
+    file.write_text(plan_page(step).replace("<style>", f"{_LOOK}<style>", 1))
+    seen = {}
+    for scheme, width in ((0, 500), (1, 1200)):  # dark, light
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
+        command += [f"--user-data-dir={tmp_path / str(width)}", f"--blink-settings=preferredColorScheme={scheme}"]
+        command += [f"--window-size={width},900", "--enable-logging=stderr", "--dump-dom", file.as_uri()]
+        done = subprocess.run(command, text=True, capture_output=True, timeout=300)
+        assert "CONSOLE" not in done.stderr, done.stderr
+        [title] = re.findall(r"<title>(\{.*\})</title>", done.stdout)
+        seen[scheme] = title
+        assert '"wide":false' in title and '"wrong":[]' in title and '"outside":[]' in title, title
+        areas = sum(step.most_of(kind) > 0 for kind in Kind)
+        assert f'"areas":{areas}' in title, title
+    assert "rgb(20, 23, 31)" in seen[0] and "rgb(255, 255, 255)" in seen[1]
