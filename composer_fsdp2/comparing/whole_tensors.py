@@ -70,23 +70,40 @@ def gradient_squares(model: nn.Module) -> float:
 def fingerprints(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Fingerprint, ...]:
     """Of every parameter and every tensor of the optimizers'. Called on all ranks; one gather."""
     state = _state_of(model, optimizers)
-    own = {key: _sums(part) for key, part in state.parts.items()}
-    own |= {key: (number, number**2, 1.0) for key, number in state.numbers.items()}
-    sums: dict[Key, list[tuple[float, float, float]]] = {}
-    for of_rank in _from_all(own):
-        for key, each in of_rank.items():
-            sums.setdefault(key, []).append(each)
-    found = []
-    for (kind, name), each in sums.items():
-        is_number = (kind, name) not in state.parts and all(size == 1.0 for _, _, size in each)
-        total, squares, size = each[0] if is_number else tuple(map(math.fsum, zip(*each, strict=True)))
-        found.append(Fingerprint(kind=kind, name=name, total=total, squares=squares, size=round(size)))
-    return tuple(found)
+    own = {(kind, each): sums for (kind, name), part in state.parts.items() for each, sums in _sums(name, part)}
+    of_ranks: dict[Key, list[tuple[float, float, float]]] = {}
+    numbers: dict[Key, float] = {}  # of the lowest rank that has it: FSDP1 leaves out ranks without rows of a parameter
+    for sums, its_numbers in _from_all((own, state.numbers)):
+        numbers = {**its_numbers, **numbers}
+        for key, each in sums.items():
+            of_ranks.setdefault(key, []).append(each)
+    totals: dict[Key, tuple[float, ...]] = {
+        key: tuple(map(math.fsum, zip(*each, strict=True))) for key, each in of_ranks.items()
+    }
+    totals |= {key: (number, number**2, 1.0) for key, number in numbers.items()}
+    return tuple(
+        Fingerprint(kind=kind, name=name, total=total, squares=squares, size=round(size))
+        for (kind, name), (total, squares, size) in totals.items()
+    )
 
 
-def _sums(part: _Part) -> tuple[float, float, float]:
-    values = local_tensor(part.tensor).detach().double()
-    return tuple(float(each) / part.copies for each in (values.sum(), (values**2).sum(), values.numel()))  # type: ignore[return-value]
+def _sums(name: str, part: _Part) -> Iterator[tuple[str, tuple[float, float, float]]]:
+    """This rank's sum, sum of squares and number of elements, of each tensor in a part."""
+    values = local_tensor(part.tensor).detach()
+    # Where this rank's piece of a flat parameter begins in it.
+    offset = dist.get_rank(part.group) * values.numel() if part.contents else 0
+    start = 0
+    for each, size in part.contents or ((name, values.numel()),):
+        piece = values.flatten()[max(0, start - offset) : max(0, start + size - offset)].double()
+        start += size
+        yield (
+            each,
+            (
+                float(piece.sum()) / part.copies,
+                float((piece**2).sum()) / part.copies,
+                piece.numel() / part.copies,
+            ),
+        )
 
 
 def full_tensors(
@@ -179,7 +196,8 @@ def _state_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point():
                     state.parts[kind, name] = part.like(value)
                 elif isinstance(value, torch.Tensor | int | float) and _size(value) == 1:
-                    state.numbers[kind, name] = float(value)
+                    of_names = [each for each, _ in part.contents] or [name]
+                    state.numbers.update(((kind, each), float(value)) for each in of_names)
     return state
 
 

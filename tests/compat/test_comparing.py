@@ -194,3 +194,19 @@ def test_nothing_is_left_but_the_report(compared: dict[str, Compared], folder: P
     """Copies of parameters and optimizer state would fill the disk of who compares a large model."""
     assert {path.name for path in (folder / "yaml").iterdir()} == {"report.md", "report.json", "report.png", "logs"}
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.slow
+def test_replicas_and_flat_parameters_are_compared_too(tmp_path: Path):
+    """Of HSDP each element counts once; a flat parameter that FSDP1 shows as one is taken apart into its tensors."""
+    replicas = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
+    configs = {"replicas": replicas | {"data_parallel_replicate_degree": 2}, "flat": {"use_orig_params": False}}
+    ranks = {"replicas": 4, "flat": 2}
+    commands = {
+        name: [SCRIPT, "-n", ranks[name], "--batches", "2", "--", *ADAMW, "--fsdp", json.dumps(config)]
+        for name, config in configs.items()
+    }
+    for name, it in compare_all(commands, tmp_path).items():
+        assert it.ended.code == 0, f"{name}: {it.ended.out}\n{it.ended.err}"
+        assert len([each for each in it.report["runs"][1]["distances"] if each["kind"] == "exp_avg"]) == 13, name
+        assert it.quantity(NORMS)["distance"] < 1e-7, name
