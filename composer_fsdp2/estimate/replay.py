@@ -159,6 +159,7 @@ class _Replay:
             each.shard_elements * each.own_bytes for each in self.sizes.values() if not each.is_offloaded
         ) + sum(spec.numel * dtype_bytes(spec.dtype) for spec in self.unsharded)
         self.ledger.take(Kind.PARAMETERS, num_bytes)
+        self.ledger.take(Kind.BUFFERS, self.trace.buffer_bytes)
         return num_bytes
 
     def _keep_optimizer(self) -> int:

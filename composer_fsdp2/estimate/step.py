@@ -18,6 +18,7 @@ class Kind(enum.Enum):
     """What memory on a rank's device holds, in the order in which pictures stack it."""
 
     PARAMETERS = "parameters"  # the rank's own shards
+    BUFFERS = "buffers"
     OPTIMIZER = "optimizer"
     GRADIENTS = "gradients"  # sharded, as the optimizer finds them
     GATHERED = "gathered parameters"  # unsharded, and what is kept of them between forward and backward

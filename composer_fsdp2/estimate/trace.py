@@ -58,8 +58,18 @@ def trace_microbatch(
     short = copy_with(model, lists, partial(_unsharded, _dtypes(plan), buffer_dtype, mode))
     with mode:
         events, stretches = run_traced(short, plan, loss, rows=rows, tokens=tokens, precision=precision, lists=lists)
-    frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    return MicrobatchTrace(events=tuple(expand(events, stretches, lists)), frozen=frozen)
+    return MicrobatchTrace(
+        events=tuple(expand(events, stretches, lists)),
+        frozen=tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
+        buffer_bytes=_buffer_bytes(model, buffer_dtype),
+    )
+
+
+def _buffer_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+    return sum(
+        buffer.numel() * (dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype).itemsize
+        for buffer in model.buffers()
+    )
 
 
 def run_traced(
