@@ -22,6 +22,7 @@ _BAR_HEIGHT = 180.0
 _COLOURS = {
     Kind.PARAMETERS: ("#3b5b92", "#6f9be0"),
     Kind.OPTIMIZER: ("#7aa0d4", "#3f62a0"),
+    Kind.BUFFERS: ("#5d6b80", "#8c99ad"),
     Kind.GRADIENTS: ("#1f8a84", "#38b5ad"),
     Kind.GATHERED: ("#d98a1f", "#e8a64a"),
     Kind.UNSHARDED_GRADIENTS: ("#f0c36a", "#b98a2c"),
@@ -29,6 +30,7 @@ _COLOURS = {
     Kind.ACTIVATIONS: ("#9a6bb0", "#b58acb"),
     Kind.LOSS: ("#c2477f", "#e06fa2"),
 }
+_GREY = ("#888888", "#888888")
 
 
 def plan_page(step: PlannedStep) -> str:
@@ -45,8 +47,10 @@ def plan_page(step: PlannedStep) -> str:
 
 
 def _style() -> str:
-    light = "".join(f"--k{place}:{_COLOURS[kind][0]};" for place, kind in enumerate(Kind))
-    dark = "".join(f"--k{place}:{_COLOURS[kind][1]};" for place, kind in enumerate(Kind))
+    light, dark = (
+        "".join(f"--k{place}:{_COLOURS.get(kind, _GREY)[scheme]};" for place, kind in enumerate(Kind))
+        for scheme in (0, 1)
+    )
     fills = "".join(f".k{place}{{fill:var(--k{place});background:var(--k{place})}}" for place, _ in enumerate(Kind))
     return (
         f":root{{color-scheme:light dark;--ink:#1d2330;--soft:#5b6475;--line:#d9dde5;--paper:#fff;--panel:#f6f7fa;"
@@ -76,7 +80,7 @@ _RULES = (
     "ul{padding-left:20px;margin:6px 0}li{overflow-wrap:anywhere}"
     "pre{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px;overflow-x:auto;"
     "font:12.5px/1.45 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}"
-    ".unit{fill:var(--k3)}.unit.root{fill:var(--k0)}summary{cursor:pointer;color:var(--soft);margin-top:36px}"
+    ".unit{fill:#d98a1f}.unit.root{fill:#5b82bd}summary{cursor:pointer;color:var(--soft);margin-top:36px}"
 )
 
 

@@ -124,9 +124,9 @@ def test_a_large_run_stays_small_and_keeps_its_peak():
     assert len(step.plan.units) == 127 and len(timeline) > 5000
     drawn = drawn_samples(timeline)
     assert len(drawn) <= 480 and max(each.total_bytes for each in drawn) == step.estimate.peak_bytes
-    lone = [replace(sample, bytes_by_kind=(1, *[0] * 7)) for sample in timeline]
+    lone = [replace(sample, bytes_by_kind=(1, *[0] * (len(Kind) - 1))) for sample in timeline]
     for place in (0, 1, len(lone) // 2, len(lone) - 1):
-        one_peak = [*lone[:place], replace(lone[place], bytes_by_kind=(2, *[0] * 7)), *lone[place + 1 :]]
+        one_peak = [*lone[:place], replace(lone[place], bytes_by_kind=(2, *[0] * (len(Kind) - 1))), *lone[place + 1 :]]
         assert max(each.total_bytes for each in drawn_samples(one_peak)) == 2, place
     assert len(plan_page(step).encode()) < 2**20
 
