@@ -78,7 +78,7 @@ def as_meant(model: nn.Module, asked: TensorParallel) -> TensorParallel:
     """The same, or what the strategy means: each feed-forward split, on one batch of all ranks of a group."""
     if not _is_of_ffn(asked.layer_plan):
         return asked
-    if dist.get_rank() == 0:
+    if dist.is_initialized() and dist.get_rank() == 0:
         log.warning(
             "tp_config.strategy ffn: approximate: FSDP1 trained the ranks of a tensor-parallel group apart, each on "
             "its own batch; here they train on all of their batches together (broadcast_batch: gather), as one process "

@@ -83,8 +83,9 @@ def prepare_fully_shard(
     Called on all ranks. Errors are raised on every rank, before the model or the optimizer is touched.
     """
     require_process_group("prepare_fully_shard")
+    world_size = dist.get_world_size()
     translation, plan, present = agree(
-        lambda: _decide(model, optimizers, fsdp_config, precision, device, te_rng_seed, tensor_parallel),
+        lambda: _decide(model, optimizers, fsdp_config, precision, device, te_rng_seed, tensor_parallel, world_size),
         lambda decided: decided[1].fingerprint,
     )
     _report(translation, plan)
@@ -97,6 +98,35 @@ def prepare_fully_shard(
     if rebinding is not None:
         rebinding.follow()
     return [], {}
+
+
+def plan_run(
+    model: nn.Module,
+    fsdp_config: Any,
+    *,
+    world_size: int,
+    precision: Any = None,
+    device: Any = None,
+    tensor_parallel: Any = None,
+) -> tuple[Translation, ShardingPlan]:
+    """What ``prepare_fully_shard`` decides on each of ``world_size`` ranks, for who has none of them.
+
+    The plan's digest is the one that those ranks compare. Where a finding blocks, the translation has no configuration,
+    and the plan is what the rest of the keys asks for (as with ``strict: false``).
+
+    Args:
+        model: On the meta device, say.
+    Raises: as ``prepare_fully_shard`` does, but for what blocks.
+
+    It does not communicate, and needs no process group.
+    """
+    given, tensor = GivenConfig.read(fsdp_config), TensorParallel.read(tensor_parallel)
+    degree = tensor.degree
+    first = translate(given, precision=precision, device=device, world_size=world_size, tensor_parallel_degree=degree)
+    if first.config is None:
+        given = replace(given, given={**given.given, "strict": False})
+    translation, plan, _ = _decide(model, None, given, precision, device, 1234, tensor, world_size)
+    return (translation if first.config is not None else first), plan
 
 
 def plan_sharding(
@@ -260,10 +290,10 @@ def _decide(
     device: Any,
     te_rng_seed: int,
     tensor_parallel: Any,
+    world_size: int,
 ) -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
     """What will be done, and the meshes that the configuration brings, of which the plan knows the numbers alone."""
     given, tensor = GivenConfig.read(fsdp_config), TensorParallel.read(tensor_parallel)
-    world_size = dist.get_world_size()
     refuse_sharded(model)
     along = split_mesh(model, world_size)
     degree = tensor.degree if along is None else along.size()

@@ -145,16 +145,17 @@ ROOMS = {
         packages="torch",
     ),
     "compat": room(
-        "optimizers pinned_copies remote scripts seams algorithms auto_microbatch batches checkpoint_package "
-        "configuration context full_state loading monitors preflight saving tensor sharding async_saving training "
-        "checkpoint_saver comparing install __init__",
+        "foundry_substitutes optimizers pinned_copies remote scripts seams algorithms auto_microbatch batches "
+        "checkpoint_package configuration context full_state loading monitors preflight saving tensor foundry_run "
+        "sharding async_saving training checkpoint_saver comparing install __init__",
         rooms="errors atomic config _torch sharding training parallel fsdp1 checkpoint prepare comparing",
         packages="composer llmfoundry omegaconf torch torchmetrics",
     ),
     "preflight": room(
-        "__init__ preflight_run planned traces suggested_edits",
+        "__init__ answering losses preflight_run planned traces suggested_edits planned_model model_config run_file "
+        "batch_sizes batch_words foundry_yaml other_files read_run",
         rooms="errors config _torch sharding parallel estimate fsdp1 prepare migration compat",
-        packages="omegaconf torch",
+        packages="huggingface_hub omegaconf torch transformers",
     ),
     "cli": room(
         "__init__ compare compare_rank explain lazy migrate models run train checkpoint checkpoint_convert "
@@ -391,7 +392,24 @@ def test_what_is_imported_is_installed_with_the_project():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[^\w.-]", requirement)[0] for requirement in project["dependencies"]}
     imported = {package for name, room in ROOMS.items() if name != "compat" for package in room.packages}
-    assert declared == {{"yaml": "pyyaml"}.get(package, package) for package in imported}
+    assert declared == {{"yaml": "pyyaml"}.get(package, package) for package in imported - OPTIONAL}
+
+
+# Of the model that somebody trains: who plans a run of it has them. Functions import them, and say if one is missing.
+OPTIONAL = {"huggingface_hub", "transformers"}
+
+
+def test_optional_packages_are_imported_by_functions_only():
+    """Where they are not installed, everything that needs none of them works."""
+    wrong = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in modules().values()
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and OPTIONAL
+        & {name.split(".")[0] for name in (getattr(node, "module", ""), *(each.name for each in node.names)) if name}
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def imported_alone(*rooms: str, without: str = "torch", then: str = "") -> set[str]:

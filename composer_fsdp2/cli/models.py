@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,26 @@ def model_from(name: str | None) -> Any:
 
     if name is None:
         return None
+    try:
+        return function_from(name)()
+    except (ImportError, OSError, AttributeError) as error:
+        raise ConfigError(f"--model {name}: {error}") from error
+
+
+def function_from(name: str) -> Callable[[], Any]:
+    """``module:function`` or ``path.py:function`` itself, not yet called.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    from composer_fsdp2.errors import ConfigError
+
     place, colon, function = name.rpartition(":")
     if not colon:
         raise ConfigError(f"--model {name}: expected module:function or path.py:function")
     try:
-        return getattr(_module(place), function)()
+        found: Callable[[], Any] = getattr(_module(place), function)
+        return found
     except (ImportError, OSError, AttributeError) as error:
         raise ConfigError(f"--model {name}: {error}") from error
 

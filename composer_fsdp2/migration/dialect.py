@@ -146,6 +146,7 @@ class Dialect:
         words: In small letters; with one of them begins a key of every file that has a section.
         keeps_implicit: Whether its FSDP2 does what FSDP1 did without being told, so that the report tells of that, too.
         silent: Files that turn sharding on, and leave the rest to what is implicit.
+        has_own_models: Whether its models are none of transformers', so that the classes in its files are not either.
     """
 
     name: str
@@ -161,6 +162,7 @@ class Dialect:
     words: Sequence[str] = ("fsdp",)
     keeps_implicit: bool = False
     silent: Sequence[Section] = ()
+    has_own_models: bool = False
 
     def find(self, path: Path, values: Mapping[str, Any], parent: Mapping[str, Any]) -> Path | None:
         """The path of the section, if the mapping ``values`` at ``path`` is one, or holds one."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.fsdp1.translate import Translation
 from composer_fsdp2.sharding.plan import ShardingPlan
 
@@ -32,7 +33,7 @@ class PreflightRun:
         model: On the meta device; its direct children are the roots, as Composer has it.
         plan: For ``world_size`` ranks.
         loss: Computes one microbatch's loss.
-        microbatch_size: Rows of a microbatch on one rank. May be below 1: ranks that share a batch.
+        microbatch_size: Rows of a microbatch that one rank reads. May be below 1: ranks that share a batch.
         num_microbatches: Of a batch, on one rank.
         sequence_length: In tokens.
         optimizer: None where the file names none.
@@ -45,8 +46,20 @@ class PreflightRun:
     world_size: int
     loss: Loss
     precision: str
-    microbatch_size: int
+    microbatch_size: int | float
     num_microbatches: int
     sequence_length: int
     optimizer: OptimizerChoice | None
     findings: tuple[Finding, ...]
+
+    @property
+    def computed_rows(self) -> int | float:
+        """Rows of a microbatch that a rank computes: with those of the ranks whose batches are gathered."""
+        config = self.plan.config
+        is_gathered = config.batches_are is BroadcastBatch.GATHER
+        return self.microbatch_size * (config.data_block_size if is_gathered else 1)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens of a row that a rank computes: its part of a sequence that ranks divide."""
+        return self.sequence_length // self.plan.config.context_parallel_degree

@@ -46,6 +46,7 @@ class TorchTitanDialect(Dialect):
     rows = tuple(replace(row, group=row.name.rpartition(".")[0]) for row in ROWS)
     lacks = LACKS
     suffix = ".toml"
+    has_own_models = True
     words = ("parallelism", "activation_checkpoint", "mixed_precision_", "local_batch_size", "flavor")
     silent = (Section.at(("parallelism",), {"parallelism": {}}),)
 

@@ -1,0 +1,132 @@
+"""A training YAML as LLM Foundry itself reads it, and its model without weights, without a GPU, ranks or a network."""
+
+import contextlib
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from composer.utils import dist as composer_dist
+from composer.utils import reproducibility
+from omegaconf import OmegaConf
+from omegaconf.resolvers import oc
+from torch import nn
+
+from composer_fsdp2.fsdp1.tensor_words import TensorParallel
+
+from .tensor import as_meant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundryRun:
+    """A file as LLM Foundry's ``train()`` has it when it begins to build: resolved, checked, with its own changes.
+
+    Args:
+        config: The fields of its TrainConfig; those of ``model``, ``fsdp`` and ``tensor`` before the changes.
+        init_context: Around the model's construction.
+    """
+
+    model: dict[str, Any]
+    fsdp: dict[str, Any] | None
+    tensor: dict[str, Any] | None
+    config: Any
+    init_context: contextlib.AbstractContextManager[Any]
+
+
+class _HasRead(BaseException):
+    """Ends Foundry's ``train()``; nothing there may take it for a failure."""
+
+
+def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -> FoundryRun:
+    """The run that ``train_from_yaml`` would build as one of ``world_size`` ranks; nothing is built or started.
+
+    Raises: what Foundry raises for a file that it refuses.
+    """
+    with _quiet_foundry():
+        training = importlib.import_module("llmfoundry.command_utils.train")
+    prepare, validate = training.process_init_device, training.validate_config
+    read: dict[str, Any] = {}
+
+    def process_init_device(model: Any, fsdp: Any, tensor: Any) -> None:
+        context = prepare(model, fsdp, tensor)
+        read.update(model=model, fsdp=fsdp, tensor=tensor, init_context=context)
+        raise _HasRead
+
+    def validate_config(config: Any) -> None:
+        read.update(config=config)
+        validate(config)
+
+    with contextlib.ExitStack() as undone:
+        undone.enter_context(_quiet_foundry())
+        for module, name, value in (
+            (training, "process_init_device", process_init_device),
+            (training, "validate_config", validate_config),
+            (training, "_initialize_dist_with_barrier", lambda dist_timeout: None),
+            (composer_dist, "get_world_size", lambda: world_size),
+            (reproducibility, "seed_all", lambda seed: None),
+        ):
+            undone.enter_context(_set(module, name, value))
+        with contextlib.suppress(_HasRead):
+            training.train_from_yaml(path, ["python_log_level=null", *overrides])
+    return FoundryRun(**read)
+
+
+def build_foundry(run: FoundryRun, model: Mapping[str, Any]) -> nn.Module:
+    """The ComposerModel of ``model``, the run's own with what cannot be built here replaced, on the meta device.
+
+    Raises: what the model's class raises.
+    """
+    builders = importlib.import_module("llmfoundry.utils.builders")
+    given = dict(model)
+    name, dtype = given.pop("name"), given.pop("master_weights_dtype", None)
+    # Foundry's own context for meta; beside it, what a model makes on the CPU (the empty weights' would untie T5's).
+    context = run.init_context if run.model.get("init_device") == "meta" else torch.device("meta")
+    with _quiet_foundry(), _set(composer_dist, "get_world_size", lambda: 1):
+        built: nn.Module = builders.build_composer_model(name, given, None, context, dtype)
+    return built
+
+
+@contextlib.contextmanager
+def _quiet_foundry() -> Iterator[None]:
+    """Around Foundry's code: it warns of its own defaults, sets environment variables, and takes ``oc.env`` away."""
+    environment, has_resolver, disabled = (
+        dict(os.environ),
+        OmegaConf.has_resolver("oc.env"),
+        logging.root.manager.disable,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.ERROR)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
+            os.environ.clear()
+            os.environ.update(environment)
+            if has_resolver and not OmegaConf.has_resolver("oc.env"):
+                OmegaConf.register_new_resolver("oc.env", oc.env)
+
+
+@contextlib.contextmanager
+def _set(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def tensor_parallel_of(run: FoundryRun, model: nn.Module) -> TensorParallel | None:
+    """By which plan Foundry splits the model's layers."""
+    if not run.tensor:
+        return None
+    builders = importlib.import_module("llmfoundry.utils.builders")
+    given = dict(run.tensor)
+    with _quiet_foundry():
+        plan = builders.build_tp_strategies(given.pop("strategy"), model)
+    return as_meant(model, TensorParallel.read({**given, "layer_plan": plan}))

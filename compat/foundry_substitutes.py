@@ -1,0 +1,143 @@
+"""What of a Foundry YAML's model cannot be built without its GPU, packages or weights, and what is built in its place.
+
+Parameters stay what they are, so that the plan is the run's own; what becomes of the activations is in each reason.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Substitute:
+    """One key's value that is not built.
+
+    Args:
+        key: Below ``model``, with dots.
+        models: Names of Foundry's models that have it.
+        default: What the model takes where the key is not given.
+        when: Of which values it is true.
+        instead: The new value; the key goes if it is None.
+        target: What is built, in words.
+    """
+
+    key: str
+    models: tuple[str, ...]
+    when: Callable[[Any], bool]
+    instead: Any
+    reason: str
+    default: Any = _MISSING
+    target: str = ""
+    hint: str = ""
+    outcome: Outcome = Outcome.APPROXIMATE
+
+
+_MPT, _HF = ("mpt_causal_lm",), ("hf_causal_lm", "hf_t5")
+# Of the ``ffn_config`` of megablocks, what Foundry's own mixture of experts takes.
+_OWN_EXPERTS = (
+    *("ffn_hidden_size", "ffn_act_fn", "mlp_type", "moe_num_experts", "moe_top_k", "moe_jitter_eps"),
+    *("moe_normalize_expert_weights", "uniform_expert_assignment"),
+)
+_FLASH = "the kernel needs flash-attn and a GPU"
+
+# fmt: off
+SUBSTITUTES: tuple[Substitute, ...] = (
+    Substitute(key="attn_config.attn_impl", models=_MPT, default="flash", when=lambda value: value == "flash",
+        instead="torch", target="torch's scaled_dot_product_attention",
+        reason=f"{_FLASH}; what stands in its place keeps the same for backward (queries, keys, values, the output and "
+        "one number for each row), and no matrix of sequence by sequence"),
+    Substitute(key="attn_config.rope_impl", models=_MPT, when=lambda value: value == "dail", instead="hf",
+        target="rope_impl: hf", reason=f"{_FLASH}; its rotation in place keeps less than what is counted"),
+    Substitute(key="loss_fn", models=_MPT, default="fused_crossentropy", instead="torch_crossentropy",
+        when=lambda value: value != "torch_crossentropy", target="loss_fn: torch_crossentropy",
+        reason="the kernel needs flash-attn and a GPU; it writes the logits' gradient over the logits, so that the "
+        "loss takes less memory than what is counted"),
+    Substitute(key="fc_type", models=_MPT, when=lambda value: value == "te", instead="torch", target="fc_type: torch",
+        reason="it needs Transformer Engine and a GPU; the weights are the same, and what fp8 keeps is not counted"),
+    Substitute(key="ffn_config.ffn_type", models=_MPT, when=lambda value: value == "mb_dmoe", instead="torch_dmoe",
+        target="ffn_type: torch_dmoe",
+        reason="it needs megablocks and a GPU; the experts' weights are the same, each token's copies are computed one "
+        "expert after the other, and the loss that balances experts is not counted"),
+    Substitute(key="ffn_config.moe_world_size", models=_MPT, instead=None, outcome=Outcome.NEEDS_DECISION,
+        when=lambda value: value not in (1, None), target="all experts on every rank",
+        reason="megablocks' own expert parallelism is not planned here",
+        hint="plan with ffn_type: torch_dmoe and fsdp_config.expert_parallel_degree"),
+    Substitute(key="use_flash_attention_2", models=_HF, when=bool, instead=None,
+        target="torch's scaled_dot_product_attention", reason=f"{_FLASH}; what stands in its place keeps the same"),
+    Substitute(key="attn_implementation", models=_HF, instead=None,
+        when=lambda value: value not in (None, "eager", "sdpa"), target="what transformers takes by itself",
+        reason=f"{_FLASH}; torch's scaled_dot_product_attention, where the model has it, keeps the same"),
+    Substitute(key="pretrained", models=_HF, default=True, when=bool, instead=False, target="pretrained: false",
+        outcome=Outcome.EXACT, reason="no weight is read: shapes and dtypes are those of the configuration"),
+    Substitute(key="pretrained_lora_id_or_path", models=_HF, when=bool, instead=None, outcome=Outcome.NEEDS_DECISION,
+        target="no adapter", reason="adapters that were trained before are not read", hint="give peft_config"),
+    Substitute(key="load_in_8bit", models=_HF, when=bool, instead=None, outcome=Outcome.NEEDS_DECISION,
+        target="the configuration's dtype", reason="8-bit weights are made on a GPU only"),
+    Substitute(key="init_device", models=(*_MPT, *_HF), when=lambda value: value in ("mixed", "cpu"), default="cpu",
+        instead="meta", target="init_device: meta", outcome=Outcome.EXACT,
+        reason="nothing has values here; on the ranks they are made as the file says"),
+)
+# fmt: on
+
+
+def substituted(model: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
+    """The model's configuration as it can be built here, and a finding for each value that was replaced."""
+    given: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in model.items()}
+    findings, is_of_megablocks = [], (given.get("ffn_config") or {}).get("ffn_type") == "mb_dmoe"
+    for row in (each for each in SUBSTITUTES if given["name"] in each.models):
+        holder, _, name = row.key.rpartition(".")
+        values = (given.get(holder) or {}) if holder else given
+        value, is_given = values.get(name, row.default), name in values
+        if value is _MISSING or not row.when(value):
+            continue
+        if holder:
+            given[holder] = values
+        values[name] = row.instead
+        if row.instead is None:
+            del values[name]
+        if is_given or row.outcome is not Outcome.EXACT:  # an exact default is nothing to tell of
+            findings.append(_finding(row, value, is_given))
+    if is_of_megablocks:
+        own = ("ffn_type", *_OWN_EXPERTS)
+        given["ffn_config"] = {key: value for key, value in given["ffn_config"].items() if key in own}
+    return given, findings
+
+
+def _finding(row: Substitute, value: Any, is_given: bool) -> Finding:
+    found = Finding(
+        key=f"model.{row.key}",
+        value=value,
+        outcome=row.outcome,
+        target=row.target,
+        reason=row.reason,
+        hint=row.hint,
+    )
+    return found if is_given else replace(found, origin=Origin.IMPLICIT)
+
+
+def attend_as_flash(model: nn.Module) -> None:
+    """Where MPT's ``flash`` was replaced: attention that keeps for backward what flash attention keeps."""
+    for module in model.modules():
+        if hasattr(module, "attn_fn") and hasattr(module, "kv_n_heads"):
+            module.attn_fn = _as_flash  # type: ignore[assignment]
+
+
+def _as_flash(
+    query: Tensor, key: Tensor, value: Tensor, n_heads: int, kv_n_heads: int, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None, None]:
+    """MPT's signature. Which scores are masked, or moved by ALiBi, is for a kernel to know, and costs no memory."""
+    queries, keys, values = (
+        each.unflatten(-1, (number, -1)).transpose(1, 2)  # b, heads, s, d
+        for each, number in ((query, n_heads), (key, kv_n_heads), (value, kv_n_heads))
+    )
+    if kv_n_heads != n_heads:
+        keys, values = (each.repeat_interleave(n_heads // kv_n_heads, dim=1) for each in (keys, values))
+    attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+    return attended.transpose(1, 2).flatten(-2), None, None

@@ -1,0 +1,162 @@
+"""What other systems call the batch, the sequence and the optimizer of a run, and what they take by default."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.dialect import Section
+from composer_fsdp2.migration.paths import has_path, value_at
+from composer_fsdp2.preflight.preflight_run import OptimizerChoice
+from composer_fsdp2.preflight.run_file import assumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchWords:
+    """A system's keys, from the mapping around its section outwards; the first that is given counts.
+
+    Args:
+        microbatch, accumulation, global_batch, sequence, optimizer: Names with dots.
+        defaults: What the system takes where none is given, by field.
+        options: Of the optimizer, by torch's name for each.
+    """
+
+    microbatch: tuple[str, ...]
+    accumulation: tuple[str, ...] = ()
+    global_batch: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+    defaults: Mapping[str, Any]
+    options: Mapping[str, str]
+
+
+_LENGTHS = ("max_seq_length", "max_length", "sequence_length", "max_seq_len", "cutoff_len", "model_max_length")
+_ADAM = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
+_TRAINER = BatchWords(
+    microbatch=("per_device_train_batch_size",),
+    accumulation=("gradient_accumulation_steps",),
+    sequence=_LENGTHS,
+    optimizer=("optim",),
+    defaults={"microbatch": 8, "accumulation": 1, "optimizer": "adamw_torch"},
+    options=_ADAM,
+)
+BATCH_WORDS: Mapping[str, BatchWords] = {
+    "composer": BatchWords(
+        microbatch=("device_train_microbatch_size",),
+        global_batch=("global_train_batch_size", "train_batch_size"),
+        sequence=("max_seq_len",),
+        optimizer=("optimizer.name",),
+        defaults={},
+        options={name: f"optimizer.{name}" for name in ("lr", "weight_decay", "eps", "betas", "momentum", "amsgrad")},
+    ),
+    "huggingface": _TRAINER,
+    "axolotl": BatchWords(
+        microbatch=("micro_batch_size",),
+        accumulation=("gradient_accumulation_steps",),
+        sequence=("sequence_len",),
+        optimizer=("optimizer",),
+        defaults={"microbatch": 1, "accumulation": 1, "optimizer": "adamw_torch", "sequence": 2048},
+        options=_ADAM,
+    ),
+    "roll": BatchWords(
+        microbatch=("training_args.per_device_train_batch_size",),
+        accumulation=("training_args.gradient_accumulation_steps",),
+        sequence=("sequence_length",),
+        defaults={"microbatch": 8, "accumulation": 1, "optimizer": "adamw_torch"},
+        options={name: f"training_args.{key}" for name, key in _ADAM.items()},
+    ),
+    "torchtitan": BatchWords(
+        microbatch=("training.local_batch_size", "training.batch_size"),
+        global_batch=("training.global_batch_size",),
+        sequence=("training.seq_len",),
+        optimizer=("optimizer.name",),
+        defaults={"microbatch": 8, "sequence": 2048, "optimizer": "AdamW"},
+        options={name: f"optimizer.{name}" for name in ("lr", "weight_decay", "eps")},
+    ),
+}
+_OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW", "sgd": "SGD"}
+_USUAL = {"microbatch": 1, "accumulation": 1, "sequence": 2048, "optimizer": "AdamW"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """A rank's microbatches, and its optimizer, with findings for what no key says."""
+
+    microbatch: int | float
+    num_microbatches: int
+    sequence: int
+    optimizer: OptimizerChoice
+    findings: tuple[Finding, ...]
+
+
+def read_batches(
+    dialect: str,
+    section: Section,
+    *,
+    num_data_ranks: int,
+    microbatch: int | None,
+    sequence: int | None,
+) -> Batches:
+    """What a file says of a rank's batches.
+
+    Args:
+        num_data_ranks: How many ranks read batches of their own.
+        microbatch, sequence: The command line's, which take precedence.
+    Raises:
+        ConfigError: a number that is none, or a global batch that the ranks cannot divide.
+    """
+    words, findings = BATCH_WORDS[dialect], list[Finding]()
+
+    def number(field: str, given: int | None = None) -> Any:
+        key, value = next(_found(section, getattr(words, field)), ("", None)) if given is None else ("", given)
+        if value == "auto":
+            value = None
+        if value is None:
+            key = (*getattr(words, field), field)[0]
+            value = words.defaults.get(field, _USUAL[field])
+            why = "the system's own default" if field in words.defaults else "assumed"
+            option = {"microbatch": "give --microbatch", "sequence": "give --sequence"}.get(field, "")
+            findings.append(assumed(key, value, f"no key of the file says it; {why}", option))
+        if field != "optimizer" and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
+            raise ConfigError(f"{key} is {value!r}; give a number above 0")
+        return value
+
+    rows, tokens = number("microbatch", microbatch), number("sequence", _lengths(section, sequence))
+    key, batch = next(_found(section, words.global_batch), ("", None))
+    if isinstance(batch, int) and batch > 0:
+        if batch % num_data_ranks:
+            raise ConfigError(
+                f"{key} {batch} is not a multiple of the {num_data_ranks} ranks that read batches of their own"
+            )
+        of_rank = batch // num_data_ranks
+        rows = min(rows, of_rank)
+        count = -(-of_rank // rows)
+    else:
+        count = number("accumulation") if words.accumulation else 1
+    name = str(number("optimizer"))
+    options = {own: value for own, key in words.options.items() for _, value in _found(section, (key,))}
+    return Batches(
+        microbatch=rows,
+        num_microbatches=int(count),
+        sequence=int(tokens),
+        optimizer=OptimizerChoice(name=_OPTIMIZERS.get(name, name), options=options),
+        findings=tuple(findings),
+    )
+
+
+def _lengths(section: Section, given: int | None) -> int | None:
+    """ROLL's sequence is a prompt and its response."""
+    parts = [value for name in ("prompt_length", "response_length") for _, value in _found(section, (name,))]
+    is_whole = len(parts) == 2 and all(isinstance(each, int) for each in parts)
+    return sum(parts) if given is None and is_whole else given
+
+
+def _found(section: Section, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """The first key that is given, from the section itself outwards."""
+    for name in names:
+        for depth in range(len(section.path), -1, -1):
+            path = (*section.path[:depth], *name.split("."))
+            if has_path(section.around, path) and value_at(section.around, path) is not None:
+                yield ".".join(map(str, path)), value_at(section.around, path)
+                return

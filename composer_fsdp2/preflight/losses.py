@@ -1,0 +1,77 @@
+"""One microbatch's loss as the run computes it, on inputs that it makes itself; fake tensors are enough."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.preflight.answering import without_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnBatch:
+    """A loss that makes its own batch.
+
+    Args:
+        num_experts: Of a layer; tokens are taken to go to each as often.
+    """
+
+    num_experts: int = 1
+
+    def without_values(self) -> AbstractContextManager[Any]:
+        """Around the forward, and around a backward that computes parts of it a second time."""
+        return without_values(self.num_experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposerLoss(_OwnBatch):
+    """As Composer's Trainer: ``loss(forward(batch), batch)``, with the outputs kept as ``State.outputs`` keeps them.
+
+    Args:
+        keys: Of the batch, beside ``input_ids`` and ``labels``: what else the model looks for.
+    """
+
+    keys: tuple[str, ...] = ()
+
+    def __call__(self, model: nn.Module, rows: int, tokens: int) -> torch.Tensor:
+        batch = {name: _ids(model, rows, tokens) for name in ("input_ids", "labels", *self.keys)}
+        with self.without_values():
+            outputs = model(batch)
+            loss = _total(model.loss(outputs, batch))  # type: ignore[operator]
+        loss.kept_outputs = outputs  # type: ignore[attr-defined]
+        return loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelsLoss(_OwnBatch):
+    """The model is given the labels, and computes the loss itself.
+
+    Args:
+        keeps_outputs: As in Composer's Trainer; a Hugging Face Trainer lets go of them after the forward.
+    """
+
+    keeps_outputs: bool = False
+
+    def __call__(self, model: nn.Module, rows: int, tokens: int) -> torch.Tensor:
+        with self.without_values():
+            outputs = model(input_ids=_ids(model, rows, tokens), labels=_ids(model, rows, tokens))
+        loss: torch.Tensor = outputs["loss"]
+        if self.keeps_outputs:
+            loss.kept_outputs = outputs  # type: ignore[attr-defined]
+        return loss
+
+
+def _ids(model: nn.Module, rows: int, tokens: int) -> torch.Tensor:
+    """Token ids; of which tokens says nothing of memory."""
+    device = next(model.parameters()).device
+    return torch.zeros(rows, tokens, dtype=torch.long, device=device)
+
+
+def _total(loss: Any) -> torch.Tensor:
+    """Composer takes a dict of losses by its ``total``, and sums a sequence of them."""
+    if isinstance(loss, Mapping):
+        return loss["total"]
+    return sum(loss) if isinstance(loss, list | tuple) else loss  # type: ignore[return-value]

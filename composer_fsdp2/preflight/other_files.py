@@ -1,0 +1,193 @@
+"""Runs of files that describe no model themselves, with a ``config.json`` or a function that does."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.dialect import Dialect, Section
+from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.dialects.composer.surroundings import around_of, precision_of
+from composer_fsdp2.migration.dialects.fingerprints import foreign_system
+from composer_fsdp2.migration.paths import has_path, value_at
+from composer_fsdp2.preflight.batch_words import read_batches
+from composer_fsdp2.preflight.model_config import build_model, find_model_config, is_model_config, no_split_classes
+from composer_fsdp2.preflight.planned_model import ModelOrFunction, built, loss_of, of_model
+from composer_fsdp2.preflight.preflight_run import PreflightRun
+from composer_fsdp2.preflight.run_file import RunFile, assumed
+
+_COMPOSER = DIALECTS["composer"]
+_LAYERS = "auto"  # of wrap_policy and activation_checkpointing_policy: those that the model itself names
+_CLASSES, _RECOMPUTED = "transformer_layer_cls_to_wrap", "activation_checkpointing_policy"
+# Where files of these systems name the model, by a name of the hub's or a folder.
+_MODEL_KEYS = ("model_name_or_path", "base_model", "pretrain", "model.hf_assets_path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A section in Composer's words.
+
+    Args:
+        named: The model's name on the hub, or its folder, where the file tells.
+        is_own_model: Whether the system trains models of its own, of whose classes transformers' has none.
+    """
+
+    section: Section
+    dialect: str
+    fsdp: Mapping[str, Any]
+    precision: str
+    named: str | None = None
+    is_own_model: bool = False
+    findings: tuple[Finding, ...] = field(default=())
+
+
+def read_other_file(
+    file: RunFile,
+    *,
+    world_size: int,
+    gpus_per_node: int,
+    model_config: str | Path | None,
+    model: ModelOrFunction | None,
+    microbatch: int | None,
+    sequence: int | None,
+    device: str,
+) -> PreflightRun:
+    """The run of a file that is not Foundry's; see ``read_run``."""
+    is_bare = is_model_config(file.document.values)
+    asked = _bare(file) if is_bare else _asked(file, world_size)
+    whole, has_hooks = model, True
+    if whole is None:
+        is_own = is_bare and model_config is None
+        path = file.path if is_own else find_model_config(model_config, asked.named)
+        has_hooks, changes = False, {key: file.values[key] for key in file.document.values} if is_own else {}
+        whole = build_model(path, changes)
+    whole = built(whole)
+    asked = asked if has_hooks else _with_layers(asked, whole)
+    shared = asked.fsdp.get("context_parallel_degree") or 1
+    batches = read_batches(
+        asked.dialect,
+        asked.section,
+        num_data_ranks=max(world_size // shared, 1) if isinstance(shared, int) else world_size,
+        microbatch=microbatch,
+        sequence=sequence,
+    )
+    return of_model(
+        whole,
+        asked.fsdp,
+        world_size=world_size,
+        precision=asked.precision,
+        loss=loss_of(whole, keeps_outputs=asked.dialect == _COMPOSER.name and not is_bare),
+        microbatch=batches.microbatch,
+        num_microbatches=batches.num_microbatches,
+        sequence=batches.sequence,
+        optimizer=batches.optimizer,
+        device=device,
+        gpus_per_node=gpus_per_node,
+        findings=file.placed([*asked.findings, *batches.findings]),
+    )
+
+
+def _bare(file: RunFile) -> _Asked:
+    """A model's own file says nothing of training; the command line may, in Foundry's words (KEY=VALUE)."""
+    given = {key: value for key, value in file.values.items() if key not in file.document.values}
+    fsdp = given.get("fsdp_config") or {}
+    if not isinstance(fsdp, Mapping):
+        raise ConfigError(f"fsdp_config is {fsdp!r}; it takes keys, such as fsdp_config.sharding_strategy=FULL_SHARD")
+    section = Section.at(("fsdp_config",), {**given, "fsdp_config": fsdp})
+    precision, problem = precision_of(given)
+    reason = "a model's own file says nothing of training"
+    findings = [problem] if problem else []
+    if "precision" not in given:
+        findings.append(assumed("precision", precision, reason, "say precision=... behind the file"))
+    if not fsdp:
+        hint = "say fsdp_config.KEY=VALUE behind the file"
+        findings.append(assumed("fsdp_config", "FULL_SHARD, mixed_precision: DEFAULT", reason, hint))
+    return _Asked(
+        section=section, dialect=_COMPOSER.name, fsdp=dict(fsdp), precision=precision, findings=tuple(findings)
+    )
+
+
+def _asked(file: RunFile, world_size: int) -> _Asked:
+    """The first section of the file, in Composer's words."""
+    if other := foreign_system(file.values):
+        raise ConfigError(f"{file.path}: this is a configuration of {other.name}, which is not read: {other.advice}")
+    found = [(of, path) for of in DIALECTS.values() for path in of.sections(_values_for(of, file))]
+    if not found:
+        raise ConfigError(
+            f"{file.path}: nothing here configures sharding, and it is no model's config.json (which has a model_type)"
+        )
+    dialect, path = found[0]
+    values = _values_for(dialect, file)
+    section = Section.at(path, values)
+    named = next((value_at(values, key.split(".")) for key in _MODEL_KEYS if has_path(values, key.split("."))), None)
+    asked = _composers(section) if dialect is _COMPOSER else _of_run(file, dialect, section, world_size)
+    several = [
+        assumed("section", section.place, f"the file has {len(found)} of them, and the first is planned")
+        for _ in found[1:2]
+    ]
+    named = named if isinstance(named, str) else None
+    return replace(asked, named=named, findings=(*asked.findings, *several))
+
+
+def _values_for(dialect: Dialect, file: RunFile) -> Any:
+    """As its system sees them: OmegaConf's interpolations are text to the others."""
+    return file.values if dialect.interpolates or file.overrides else file.document.values
+
+
+def _composers(section: Section) -> _Asked:
+    precision, problem = precision_of(around_of(section))
+    return _Asked(
+        section=section,
+        dialect=_COMPOSER.name,
+        fsdp=dict(section.given),
+        precision=precision,
+        findings=(problem,) if problem else (),
+    )
+
+
+def _of_run(file: RunFile, dialect: Dialect, section: Section, world_size: int) -> _Asked:
+    """What ``migrate --to composer`` writes, with what it cannot say among the findings."""
+    reading = dialect.read(section)
+    if reading.run is None:
+        blocking = [each for each in file.placed(reading.findings) if each.outcome.blocks]
+        text = "\n".join(map(str, blocking)) or "no run can be read from it"
+        raise ConfigError(f"{file.path}: {text}", keys=tuple(each.key for each in blocking))
+    run = reading.run
+    expression = _COMPOSER.express(run)
+    told = [each for each in expression.findings if each.outcome is not Outcome.EXACT]
+    if run.num_ranks not in (None, world_size):
+        told.append(assumed("number of ranks", run.num_ranks, f"{world_size} are planned, as asked for"))
+    return _Asked(
+        section=section,
+        dialect=dialect.name,
+        fsdp={setting.key: setting.value for setting in expression.settings},
+        precision=run.precision,
+        is_own_model=dialect.has_own_models,
+        findings=tuple(told),
+    )
+
+
+def _with_layers(asked: _Asked, model: nn.Module) -> _Asked:
+    """With the layers that transformers' model itself names as units, where nothing in the file names them."""
+    fsdp, findings = dict(asked.fsdp), []
+    policy = fsdp.get("wrap_policy")
+    classes = sorted(no_split_classes(model))
+    if policy is None:
+        fsdp["wrap_policy"] = {_CLASSES: _LAYERS}
+        reason = (
+            f"no key names the units; the model's own layers are ({', '.join(classes)}), and the rest is the root's"
+        )
+        findings.append(assumed("wrap_policy", _LAYERS, reason))
+    elif asked.is_own_model and policy.get(_CLASSES) not in (None, _LAYERS):
+        fsdp["wrap_policy"] = {**policy, _CLASSES: _LAYERS}
+        reason = f"a class of the system's own model; of transformers' it is {', '.join(classes)}"
+        findings.append(assumed("wrap_policy", policy[_CLASSES], reason))
+    recomputed = fsdp.get(_RECOMPUTED)
+    is_recomputing = fsdp.get("activation_checkpointing") or fsdp.get("activation_cpu_offload")
+    if is_recomputing and (recomputed is None or asked.is_own_model):
+        fsdp[_RECOMPUTED] = _LAYERS
+    return replace(asked, fsdp=fsdp, findings=(*asked.findings, *findings))

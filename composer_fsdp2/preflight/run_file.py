@@ -1,0 +1,86 @@
+"""A user's file as values, with the place of each key."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.text import short
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migration.documents import SUFFIXES, Document, open_document
+from composer_fsdp2.migration.interpolation import resolve
+from composer_fsdp2.migration.paths import has_path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """A file that was read.
+
+    Args:
+        values: With interpolations resolved where that can be done, and the command line's changes.
+        overrides: The command line's changes (KEY=VALUE), as they were written.
+    """
+
+    path: Path
+    document: Document
+    values: Mapping[str, Any]
+    overrides: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path, overrides: Iterable[str] = ()) -> "RunFile":
+        """Raises ConfigError: there is no such file, or it is none that can be read; names it and the line."""
+        overrides = tuple(overrides)
+        if not path.is_file():
+            raise ConfigError(f"no such file: {path}")
+        if path.suffix.lower() not in SUFFIXES:
+            raise ConfigError(
+                f"{path}: a run can be planned from {', '.join(SUFFIXES)} files; for a script give the file that "
+                "configures sharding, and the function that builds its model (--model module:function)"
+            )
+        try:
+            document = open_document(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        if document.problem:
+            raise ConfigError(document.problem)
+        if not isinstance(document.values, Mapping):
+            raise ConfigError(f"{path}:1:1: this is {short(document.values)}, and no configuration")
+        values = resolve(document.values).values
+        return cls(path=path, document=document, values=_overridden(values, overrides), overrides=overrides)
+
+    def placed(self, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+        """The findings with file and line; those of keys that are not in the file with the file alone."""
+        return tuple(replace(each, where=self._place(each)) for each in findings)
+
+    def _place(self, finding: Finding) -> str:
+        key = finding.key
+        if any(each.partition("=")[0] == key for each in self.overrides):
+            return "the command line"
+        parts = tuple(key.split("."))
+        for depth in range(len(parts), 0, -1):
+            if has_path(self.document.values, parts[:depth]):
+                return f"{self.path}:{self.document.line_of(parts[:depth])}"
+        return str(self.path)
+
+
+def _overridden(values: Mapping[str, Any], overrides: tuple[str, ...]) -> Mapping[str, Any]:
+    if not overrides:
+        return values
+    if wrong := [each for each in overrides if "=" not in each]:
+        raise ConfigError(f"{wrong[0]} is neither an option nor KEY=VALUE")
+    try:
+        merged = OmegaConf.merge(OmegaConf.create(dict(values)), OmegaConf.from_cli(list(overrides)))
+        found = OmegaConf.to_container(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{' '.join(overrides)}: {short(str(error))}") from error
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
+def assumed(key: str, value: object, reason: str, hint: str = "") -> Finding:
+    """What no key of the file says, and is needed."""
+    return Finding(key=key, value=value, outcome=Outcome.APPROXIMATE, reason=reason, hint=hint, origin=Origin.IMPLICIT)
