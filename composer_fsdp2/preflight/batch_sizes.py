@@ -12,7 +12,7 @@ AUTO = "auto"
 _KEY = "device_train_microbatch_size"
 
 
-def batches_of(device_batch: int | float, microbatch: Any, given: int | None) -> tuple[int | float, int, list[Finding]]:
+def batches_of(device_batch: int | float, microbatch: Any, given: int | None) -> tuple[int, int, list[Finding]]:
     """The rows of a microbatch and how many of them a rank's batch has, as Composer's Trainer divides it.
 
     Args:
@@ -34,7 +34,7 @@ def batches_of(device_batch: int | float, microbatch: Any, given: int | None) ->
         ]
     if not isinstance(rows, int | float) or rows <= 0:
         raise ConfigError(f"{_KEY} is {rows!r}; give a number of rows above 0, or auto")
-    rows = min(rows, device_batch)
+    rows = max(int(min(rows, device_batch)), 1)  # a part of a row is the whole to the ranks that share it
     return rows, math.ceil(device_batch / rows), findings
 
 

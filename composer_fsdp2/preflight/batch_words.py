@@ -83,7 +83,7 @@ _USUAL = {"microbatch": 1, "accumulation": 1, "sequence": 2048, "optimizer": "Ad
 class Batches:
     """A rank's microbatches, and its optimizer, with findings for what no key says."""
 
-    microbatch: int | float
+    microbatch: int
     num_microbatches: int
     sequence: int
     optimizer: OptimizerChoice
@@ -137,7 +137,7 @@ def read_batches(
     name = str(number("optimizer"))
     options = {own: value for own, key in words.options.items() for _, value in _found(section, (key,))}
     return Batches(
-        microbatch=rows,
+        microbatch=int(rows),
         num_microbatches=int(count),
         sequence=int(tokens),
         optimizer=OptimizerChoice(name=_OPTIMIZERS.get(name, name), options=options),

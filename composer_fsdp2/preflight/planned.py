@@ -80,8 +80,8 @@ def _trace(run: PreflightRun, source: str) -> MicrobatchTrace:
             run.model,
             run.plan,
             run.loss,
-            rows=max(1, run.microbatch_size),
-            tokens=run.sequence_length,
+            rows=run.computed_rows,
+            tokens=run.computed_tokens,
             precision=run.precision,
         )
     except ComposerFSDP2Error:

@@ -93,7 +93,7 @@ def of_model(
     precision: Any = "amp_bf16",
     tensor_parallel: Any = None,
     loss: Loss | None = None,
-    microbatch: int | float = 1,
+    microbatch: int = 1,
     num_microbatches: int = 1,
     sequence: int = 2048,
     optimizer: OptimizerChoice | None = None,

@@ -33,7 +33,7 @@ class PreflightRun:
         model: On the meta device; its direct children are the roots, as Composer has it.
         plan: For ``world_size`` ranks.
         loss: Computes one microbatch's loss.
-        microbatch_size: Rows of a microbatch that one rank reads. May be below 1: ranks that share a batch.
+        microbatch_size: Rows of a microbatch that one rank reads.
         num_microbatches: Of a batch, on one rank.
         sequence_length: In tokens.
         optimizer: None where the file names none.
@@ -46,14 +46,14 @@ class PreflightRun:
     world_size: int
     loss: Loss
     precision: str
-    microbatch_size: int | float
+    microbatch_size: int
     num_microbatches: int
     sequence_length: int
     optimizer: OptimizerChoice | None
     findings: tuple[Finding, ...]
 
     @property
-    def computed_rows(self) -> int | float:
+    def computed_rows(self) -> int:
         """Rows of a microbatch that a rank computes: with those of the ranks whose batches are gathered."""
         config = self.plan.config
         is_gathered = config.batches_are is BroadcastBatch.GATHER
