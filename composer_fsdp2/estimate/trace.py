@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,8 @@ from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 # Of a model (or of a copy with fewer blocks), a microbatch's rows, and the tokens of a row: the loss, or the loss and
-# what else is held until backward has ended. It makes its own inputs.
+# what else is held until backward has ended. It makes its own inputs. Its ``without_values()``, if it has one, is a
+# context in which tensors without values answer what the model asks of them, such as which tokens go to an expert.
 Loss = Callable[[nn.Module, int, int], Any]
 
 
@@ -108,7 +109,8 @@ def _run_traced(
     recorder = _Recorder(model, plan)
     casts = _cast_at_units(model, plan)
     held: Any = None
-    with listen(model, plan, recorder.tell, blocks=blocks, tell_block=recorder.tell_block), recorder.live:
+    answers = getattr(loss, "without_values", nullcontext)
+    with answers(), listen(model, plan, recorder.tell, blocks=blocks, tell_block=recorder.tell_block), recorder.live:
         with _autocast(precision):
             held = loss(model, rows, tokens)
         first = held[0] if isinstance(held, tuple) else held

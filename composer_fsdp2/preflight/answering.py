@@ -1,6 +1,6 @@
 """Tensors without values, asked for some."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,10 +17,6 @@ def without_values(num_experts: int = 1) -> AbstractContextManager[Any]:
     return _Answering(num_experts)
 
 
-_ANSWERS = {torch.Tensor.__bool__: False, torch.Tensor.item: 0, torch.Tensor.tolist: []}
-_PLACES = (torch.where, torch.nonzero, torch.Tensor.where, torch.Tensor.nonzero)
-
-
 class _Answering(TorchFunctionMode):
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -29,15 +25,41 @@ class _Answering(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        is_asked = func in _ANSWERS or (func in _PLACES and len(args) == 1)
-        if not is_asked:
-            return func(*args, **(kwargs or {}))
-        try:
-            return func(*args, **(kwargs or {}))
-        except RuntimeError:  # of fake tensors as of those on meta
-            return _ANSWERS[func] if func in _ANSWERS else self._places(func, args[0])
+        if func is torch.Tensor.backward:  # within this function nobody is asked, and it may compute a forward anew
+            with self:
+                return torch.autograd.backward(args, **_as_of_autograd(kwargs or {}))  # type: ignore[arg-type]
+        if len(args) == 1 and not kwargs and _has_no_values(args[0]):
+            if func in _ANSWERS:
+                return _ANSWERS[func](args[0])
+            if func in (torch.where, torch.Tensor.where):
+                return self._places(args[0])
+            if func in (torch.nonzero, torch.Tensor.nonzero):
+                return torch.stack(self._places(args[0]), dim=1)
+        return func(*args, **(kwargs or {}))
 
-    def _places(self, func: Any, mask: torch.Tensor) -> Any:
+    def _places(self, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = -(-mask.numel() // self._num_experts)
-        places = tuple(torch.zeros(count, dtype=torch.long, device=mask.device) for _ in range(mask.dim()))
-        return places if func in (torch.where, torch.Tensor.where) else torch.stack(places, dim=1)
+        return tuple(torch.zeros(count, dtype=torch.long, device=mask.device) for _ in range(mask.dim()))
+
+
+def _has_no_values(value: Any) -> bool:
+    """Whether it is a tensor on meta, or a fake one, which knows its mode."""
+    return isinstance(value, torch.Tensor) and (value.is_meta or hasattr(value, "fake_mode"))
+
+
+def _zeros(tensor: torch.Tensor) -> Any:
+    numbers: Any = 0
+    for size in reversed(tensor.shape):
+        numbers = [numbers] * size
+    return numbers
+
+
+_ANSWERS: dict[Any, Callable[[torch.Tensor], Any]] = {
+    torch.Tensor.__bool__: lambda tensor: False,
+    torch.Tensor.item: lambda tensor: 0,
+    torch.Tensor.tolist: _zeros,
+}
+
+
+def _as_of_autograd(options: dict[str, Any]) -> dict[str, Any]:
+    return {{"gradient": "grad_tensors"}.get(name, name): value for name, value in options.items()}

@@ -1,4 +1,7 @@
-"""One microbatch's loss as the run computes it, on inputs that it makes itself; fake tensors are enough."""
+"""One microbatch's loss as the run computes it, on inputs that it makes itself; fake tensors are enough.
+
+Each gives the loss, and what else lives until backward has ended.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -36,13 +39,12 @@ class ComposerLoss(_OwnBatch):
 
     keys: tuple[str, ...] = ()
 
-    def __call__(self, model: nn.Module, rows: int, tokens: int) -> torch.Tensor:
+    def __call__(self, model: nn.Module, rows: int, tokens: int) -> tuple[torch.Tensor, Any]:
         batch = {name: _ids(model, rows, tokens) for name in ("input_ids", "labels", *self.keys)}
         with self.without_values():
             outputs = model(batch)
             loss = _total(model.loss(outputs, batch))  # type: ignore[operator]
-        loss.kept_outputs = outputs  # type: ignore[attr-defined]
-        return loss
+        return loss, outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +57,10 @@ class LabelsLoss(_OwnBatch):
 
     keeps_outputs: bool = False
 
-    def __call__(self, model: nn.Module, rows: int, tokens: int) -> torch.Tensor:
+    def __call__(self, model: nn.Module, rows: int, tokens: int) -> tuple[torch.Tensor, Any]:
         with self.without_values():
             outputs = model(input_ids=_ids(model, rows, tokens), labels=_ids(model, rows, tokens))
-        loss: torch.Tensor = outputs["loss"]
-        if self.keeps_outputs:
-            loss.kept_outputs = outputs  # type: ignore[attr-defined]
-        return loss
+        return outputs["loss"], outputs if self.keeps_outputs else None
 
 
 def _ids(model: nn.Module, rows: int, tokens: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from composer_fsdp2.config.findings import Finding
@@ -12,9 +11,9 @@ from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.fsdp1.translate import Translation
 from composer_fsdp2.sharding.plan import ShardingPlan
 
-# Of a model (or a copy of it with fewer blocks), the rows of a microbatch and the tokens of a row: the loss. It makes
-# its own inputs, so that it can be called on fake tensors.
-Loss = Callable[[nn.Module, int, int], torch.Tensor]
+# Of a model (or a copy of it with fewer blocks), a microbatch's rows and the tokens of a row: the loss, or the loss and
+# what else lives until backward has ended. It makes its own inputs, so that it can be called on fake tensors.
+Loss = Callable[[nn.Module, int, int], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
