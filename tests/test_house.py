@@ -158,7 +158,7 @@ ROOMS = {
         packages="huggingface_hub omegaconf torch transformers",
     ),
     "cli": room(
-        "__init__ compare compare_rank explain lazy migrate models run train checkpoint checkpoint_convert "
+        "__init__ compare compare_rank explain lazy migrate models plan run train checkpoint checkpoint_convert "
         "checkpoint_inspect checkpoint_verify main",
         rooms="errors atomic config estimate checkpoint __init__ migration comparing compat preflight",
         packages="rich torch typer",
@@ -228,7 +228,7 @@ def test_wheel_holds_everything_under_one_name(source_archive: Path, tmp_path: P
     missing = {module.replace(".", "/") for module in modules()} - {name.removesuffix(".py") for name in contents}
     assert missing == set()
     assert "composer_fsdp2/py.typed" in contents
-    schemas = {"migration/migrate", "migration/explain", "comparing/compare"}
+    schemas = {"migration/migrate", "migration/explain", "comparing/compare", "estimate/plan"}
     assert {f"composer_fsdp2/{name}.schema.json" for name in schemas} <= set(contents)
     [metadata] = [text.decode() for name, text in contents.items() if name.endswith(".dist-info/METADATA")]
     assert f"\nVersion: {composer_fsdp2.__version__}\n" in metadata

@@ -25,10 +25,11 @@ app = lazy_typer(
     Verb(name="compare", file="compare"),
     Verb(name="migrate", file="migrate"),
     Verb(name="explain", file="explain"),
+    Verb(name="plan", file="plan"),
     Verb(name="checkpoint", file="checkpoint"),
     name="composer-fsdp2",
-    help="Run training written for FSDP1 on FSDP2; migrate its configurations; inspect, convert and verify its "
-    "checkpoints.",
+    help="Run training written for FSDP1 on FSDP2; migrate its configurations; plan a step before there is a machine; "
+    "inspect, convert and verify checkpoints.",
 )
 
 
@@ -67,7 +68,7 @@ def main() -> None:
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) and error.filename is None
         is_over = isinstance(error, BrokenPipeError)
-        if sys.argv[1:2] not in (["checkpoint"], ["migrate"], ["explain"]) or not (is_over or is_full):
+        if sys.argv[1:2] not in (["checkpoint"], ["migrate"], ["explain"], ["plan"]) or not (is_over or is_full):
             raise  # a script's own
         # `checkpoint inspect ... | head` has seen enough; Python would complain once more while it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -29,6 +29,7 @@ ASKED: dict[str, tuple[list[str], dict[str, str]]] = {
     "verify": (["checkpoint", "verify", "--help"], {}),
     "migrate": (["migrate", "run.yaml"], {}),
     "check": (["migrate", "run.yaml", "--check"], {}),
+    "plan": (["plan", "--help"], {}),
 }
 # One after the other in one process, so that a module that one of them imports is there for all that follow.
 SCRIPT = """

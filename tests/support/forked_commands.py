@@ -25,6 +25,7 @@ IMPORTED = (
     "composer_fsdp2.cli.checkpoint_verify",
     "composer_fsdp2.cli.explain",
     "composer_fsdp2.cli.migrate",
+    "composer_fsdp2.cli.plan",
     "composer_fsdp2.checkpoint.convert.conversion",
     "composer_fsdp2.checkpoint.describe",
     "composer_fsdp2.checkpoint.verify.verification",

@@ -1,0 +1,227 @@
+"""``composer-fsdp2 plan FILE --world-size N``: what a step takes of memory and sends, before there is a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from composer_fsdp2.atomic import replacing
+from composer_fsdp2.cli.models import MODEL_HELP, function_from
+from composer_fsdp2.config.sizes import Reserve, parse_bandwidth, parse_bytes, parse_flops, parse_reserve
+from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
+from composer_fsdp2.estimate.bounds import GPUS, Machine
+
+if TYPE_CHECKING:
+    from composer_fsdp2.estimate.planned_step import PlannedStep
+
+# typer shows an enum's values as the choices.
+Gpu = enum.Enum("Gpu", {name: name for name in GPUS})  # type: ignore[misc]
+Device = enum.Enum("Device", {name: name for name in ("cuda", "cpu")})  # type: ignore[misc]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of one run of the verb, as they were typed."""
+
+    world_size: int
+    gpus_per_node: int
+    microbatch: int | None
+    sequence: int | None
+    model_config: str | None
+    model: str | None
+    device: str
+    memory: str | None
+    reserve: str | None
+    gpu: str | None
+    intra: str | None
+    inter: str | None
+    flops: str | None
+    no_activations: bool
+    against_fsdp1: bool
+    as_json: bool
+    html: Path | None
+    trace: Path | None
+
+    def machine(self) -> Machine | None:
+        """What is given of speeds; a number of one's own takes the place of the table's."""
+        given = Machine(
+            flops=parse_flops(self.flops, "--flops") if self.flops else None,
+            intra_bytes_per_s=parse_bandwidth(self.intra, "--intra-gbps") if self.intra else None,
+            inter_bytes_per_s=parse_bandwidth(self.inter, "--inter-gbps") if self.inter else None,
+        )
+        of_gpu = GPUS[self.gpu] if self.gpu else Machine()
+        machine = replace(
+            of_gpu,
+            flops=given.flops or of_gpu.flops,
+            intra_bytes_per_s=given.intra_bytes_per_s or of_gpu.intra_bytes_per_s,
+            inter_bytes_per_s=given.inter_bytes_per_s or of_gpu.inter_bytes_per_s,
+        )
+        return machine if machine.says_anything else None
+
+
+def _print_schema(is_asked: bool) -> None:
+    if is_asked:
+        from composer_fsdp2.estimate.planned_step import SCHEMA
+
+        print(SCHEMA.read_text(), end="")
+        raise typer.Exit
+
+
+def plan(
+    context: typer.Context,
+    file: str = typer.Argument(metavar="FILE", help="A training file of LLM Foundry, or of another system."),
+    overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE ...]", help="Values in place of the file's."),
+    world_size: int = typer.Option(..., "--world-size", min=1, help="The number of ranks."),
+    gpus_per_node: int = typer.Option(8, "--gpus-per-node", min=1, help="How many of them share a node."),
+    microbatch: int = typer.Option(None, "--microbatch", min=1, help="Rows of a microbatch of one rank."),
+    sequence: int = typer.Option(None, "--sequence", min=1, help="Tokens of a row."),
+    model_config: str = typer.Option(
+        None, "--model-config", metavar="PATH", help="A model's config.json, or a folder that has one."
+    ),
+    model: str = typer.Option(None, "--model", metavar="MODULE:FUNCTION", help=MODEL_HELP),
+    device: Device = typer.Option("cuda", "--device", help="The device that the run is for."),
+    memory: str = typer.Option(None, "--memory", metavar="80GiB", help="Of each device; does the step fit?"),
+    reserve: str = typer.Option(
+        None, "--reserve", metavar="6%+2GiB", help="What of it stays free for what is not modelled; default: 6%+2GiB."
+    ),
+    gpu: Gpu = typer.Option(None, "--gpu", help="Whose peak numbers bound the step's time."),
+    intra: str = typer.Option(None, "--intra-gbps", metavar="450GB/s", help="From a rank to others of its node."),
+    inter: str = typer.Option(None, "--inter-gbps", metavar="400Gb/s", help="From a rank to other nodes."),
+    flops: str = typer.Option(None, "--flops", metavar="989TFLOPS", help="The most that a device computes."),
+    no_activations: bool = typer.Option(False, "--no-activations", help="Leave out what the model computes."),
+    against_fsdp1: bool = typer.Option(False, "--against-fsdp1", help="Say what changes against FSDP1, by a model."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    json_schema: bool = typer.Option(
+        False, "--json-schema", callback=_print_schema, is_eager=True, help="Print the JSON schema of that object."
+    ),
+    html: Path = typer.Option(None, "--html", metavar="FILE", help="Write a page to look at, which needs no network."),
+    trace: Path = typer.Option(None, "--trace", metavar="FILE", help="Write a trace that ui.perfetto.dev opens."),
+) -> None:
+    """Say what one training step takes of a rank's memory and what it sends, before there is a machine.
+
+    Needs no GPU, no network, no weights and one process. State and collectives are those of real steps to the byte;
+    what is modelled, and what nobody knows, is said.
+
+    Exit code:
+
+    0: the step fits, or no --memory was given.
+
+    1: it does not fit, or a finding asks for a decision.
+
+    2: the file cannot be used, or an option is wrong; nothing is written then.
+    """
+    options = Options(
+        world_size=world_size,
+        gpus_per_node=gpus_per_node,
+        microbatch=microbatch,
+        sequence=sequence,
+        model_config=model_config,
+        model=model,
+        device=device.value,
+        memory=memory,
+        reserve=reserve,
+        gpu=gpu.value if gpu else None,
+        intra=intra,
+        inter=inter,
+        flops=flops,
+        no_activations=no_activations,
+        against_fsdp1=against_fsdp1,
+        as_json=as_json,
+        html=html,
+        trace=trace,
+    )
+    context.obj.append(partial(_plan, file, tuple(overrides or ()), options))
+
+
+def _plan(file: str, overrides: Sequence[str], options: Options) -> None:
+    try:
+        text, exit_code = _answer(file, overrides, options)
+    except ComposerFSDP2Error as error:
+        _refuse(" ".join(str(error).split()))
+    except OSError as error:
+        _refuse(f"{error.filename or file}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        _refuse("interrupted; nothing was written")
+    print(text, flush=True)
+    sys.exit(exit_code)
+
+
+def _refuse(why: str) -> None:
+    print(f"composer-fsdp2: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _answer(file: str, overrides: Sequence[str], options: Options) -> tuple[str, int]:
+    """What is printed, and the exit code; the files that were asked for are there by then, all or none."""
+    memory = parse_bytes(options.memory, "--memory") if options.memory else None
+    reserve = parse_reserve(options.reserve, "--reserve") if options.reserve is not None else Reserve()
+    machine = options.machine()
+    with _written(options) as write:
+        # Here and not above: a wrong option is answered before torch is there.
+        from composer_fsdp2.estimate.plan_text import plan_text
+        from composer_fsdp2.estimate.planned_step import Memory
+        from composer_fsdp2.preflight.planned import Questions, plan_step
+        from composer_fsdp2.preflight.read_run import read_run
+
+        run = read_run(
+            file,
+            world_size=options.world_size,
+            gpus_per_node=options.gpus_per_node,
+            model_config=options.model_config,
+            model=function_from(options.model) if options.model else None,
+            microbatch=options.microbatch,
+            sequence=options.sequence,
+            device=options.device,
+            overrides=overrides,
+        )
+        questions = Questions(
+            gpus_per_node=options.gpus_per_node,
+            memory=Memory(given_bytes=memory, reserve=reserve) if memory is not None else None,
+            machine=machine,
+            counts_activations=not options.no_activations,
+            against_fsdp1=options.against_fsdp1,
+        )
+        step = plan_step(run, file, questions)
+        write(step)
+        text = json.dumps(step.to_json(), indent=2) if options.as_json else plan_text(step)
+    return text, step.exit_code
+
+
+@contextlib.contextmanager
+def _written(options: Options) -> Iterator[Callable[[PlannedStep], None]]:
+    """A function that writes the files that were asked for; that they can be is seen before any work is done."""
+    with contextlib.ExitStack() as files:
+        html, trace = (
+            files.enter_context(_file(path)) if path is not None else None for path in (options.html, options.trace)
+        )
+
+        def write(step: PlannedStep) -> None:
+            if html is not None:
+                from composer_fsdp2.estimate.html import plan_page
+
+                html.write_text(plan_page(step), encoding="utf-8")
+            if trace is not None:
+                from composer_fsdp2.estimate.chrome_trace import chrome_trace
+
+                trace.write_text(json.dumps(chrome_trace(step)), encoding="utf-8")
+
+        yield write
+
+
+@contextlib.contextmanager
+def _file(path: Path) -> Iterator[Path]:
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give the name of a file")
+    with replacing(path) as beside:
+        yield beside
