@@ -87,7 +87,20 @@ def build_foundry(run: FoundryRun, model: Mapping[str, Any]) -> nn.Module:
     context = run.init_context if run.model.get("init_device") == "meta" else torch.device("meta")
     with _quiet_foundry(), _set(composer_dist, "get_world_size", lambda: 1):
         built: nn.Module = builders.build_composer_model(name, given, None, context, dtype)
+    _open_configs(built)
     return built
+
+
+def _open_configs(model: nn.Module) -> None:
+    """MPT's rotary embeddings have a configuration that answers few questions, and cannot be copied: an ordinary one."""
+    from llmfoundry.models.mpt.modeling_mpt import PartialLlamaConfig
+    from transformers import LlamaConfig
+
+    for module in model.modules():
+        closed = module.__dict__.get("config")
+        if isinstance(closed, PartialLlamaConfig):
+            module.config = LlamaConfig()
+            vars(module.config).update(object.__getattribute__(closed, "__dict__"))
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ ROOMS = {
         "checkpoint_package configuration context full_state loading monitors preflight saving tensor foundry_run "
         "sharding async_saving training checkpoint_saver comparing install __init__",
         rooms="errors atomic config _torch sharding training parallel fsdp1 checkpoint prepare comparing",
-        packages="composer llmfoundry omegaconf torch torchmetrics",
+        packages="composer llmfoundry omegaconf torch torchmetrics transformers",
     ),
     "preflight": room(
         "__init__ answering losses preflight_run planned traces suggested_edits planned_model model_config run_file "

@@ -27,7 +27,7 @@ class _Answering(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.backward:  # within this function nobody is asked, and it may compute a forward anew
             with self:
-                return torch.autograd.backward(args, **_as_of_autograd(kwargs or {}))  # type: ignore[arg-type]
+                return torch.autograd.backward(args, **_as_of_autograd(kwargs or {}))
         if len(args) == 1 and not kwargs and _has_no_values(args[0]):
             if func in _ANSWERS:
                 return _ANSWERS[func](args[0])
