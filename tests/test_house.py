@@ -78,7 +78,7 @@ ROOMS = {
     ),
     "estimate": room(
         "__init__ events step links bounds reach unit_sizes moments ledger optimizers fsdp1_model planned_step "
-        "plan_text chrome_trace html fully_shard replay blocks expansion trace mixing settings suggest",
+        "plan_text html fully_shard replay chrome_trace blocks expansion trace mixing settings suggest",
         rooms="errors config _torch sharding",
         packages="torch",
     ),

@@ -9,6 +9,7 @@ from typing import Any
 
 from composer_fsdp2.estimate.bounds import COMPUTE, Machine, Timed, timed_step
 from composer_fsdp2.estimate.planned_step import PlannedStep
+from composer_fsdp2.estimate.replay import assumed_trace
 from composer_fsdp2.estimate.step import Kind
 
 _TRACKS = (COMPUTE, "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
@@ -18,7 +19,9 @@ _MICROSECONDS = 1e6
 
 def chrome_trace(step: PlannedStep) -> dict[str, Any]:
     """The trace of a step as early as its dependencies allow; without speeds every event takes one microsecond."""
-    timed = list(timed_step(step.estimate, step.trace, step.bounds.machine if step.bounds else Machine()))
+    # Without a trace of the model, the events that the estimate itself assumed.
+    trace = assumed_trace(step.plan) if step.trace is None else step.trace
+    timed = list(timed_step(step.estimate, trace, step.bounds.machine if step.bounds else Machine()))
     is_timed = any(each.seconds for each in timed)
     if not is_timed:
         timed = _one_after_the_other(timed)

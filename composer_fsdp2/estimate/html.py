@@ -367,14 +367,14 @@ def _fsdp1(step: PlannedStep) -> Iterator[str]:
     model, estimate = step.fsdp1, step.estimate
     if model is None:
         return
-    gathered = step.most_of(Kind.GATHERED, Kind.COMMUNICATION)
+    moving = step.most_of(Kind.GATHERED, Kind.UNSHARDED_GRADIENTS, Kind.COMMUNICATION)
     rows = [
         (name, human_bytes(before), human_bytes(after))
         for name, before, after in (
             ("parameters", model.parameters_bytes, estimate.parameters_bytes),
             ("gradients", model.gradients_bytes, estimate.gradients_bytes),
             ("optimizer", model.optimizer_bytes, estimate.optimizer_bytes),
-            ("gathered at most", model.gathered_peak_bytes, gathered),
+            ("gathered, full gradients, buffers", model.gathered_peak_bytes + model.gradients_peak_bytes, moving),
             ("all but activations, at most", model.state_peak_bytes, state_peak_of(estimate)),
         )
     ]

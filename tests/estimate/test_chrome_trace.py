@@ -1,0 +1,107 @@
+"""A step as a Chrome trace: by the Trace Event Format, with what Perfetto needs to draw it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import jsonschema
+import torch
+from support.models import Model
+
+from composer_fsdp2 import estimate_step, plan_sharding, translate
+from composer_fsdp2.estimate.bounds import GPUS, Machine, step_bounds
+from composer_fsdp2.estimate.chrome_trace import chrome_trace
+from composer_fsdp2.estimate.planned_step import PlannedStep
+from composer_fsdp2.estimate.replay import assumed_trace
+from composer_fsdp2.estimate.step import Kind
+
+# The parts of the Trace Event Format that are used: complete events, counters and metadata, in microseconds.
+NUMBER = {"type": "number", "minimum": 0}
+EVENT = {
+    "oneOf": [
+        {
+            "properties": {"ph": {"const": "X"}, "ts": NUMBER, "dur": {"type": "number", "exclusiveMinimum": 0}},
+            "required": ["name", "cat", "ph", "ts", "dur", "pid", "tid", "args"],
+        },
+        {
+            "properties": {
+                "ph": {"const": "C"},
+                "ts": NUMBER,
+                "args": {"type": "object", "minProperties": 1, "additionalProperties": NUMBER},
+            },
+            "required": ["name", "ph", "ts", "pid", "args"],
+        },
+        {
+            "properties": {
+                "ph": {"const": "M"},
+                "name": {"enum": ["process_name", "thread_name"]},
+                "args": {"required": ["name"]},
+            },
+            "required": ["name", "ph", "pid", "tid", "args"],
+        },
+    ]
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "traceEvents": {"type": "array", "minItems": 1, "items": EVENT},
+        "displayTimeUnit": {"enum": ["ms", "ns"]},
+    },
+    "required": ["traceEvents"],
+}
+
+
+def planned(machine: Machine | None, *, is_traced: bool) -> PlannedStep:
+    with torch.device("meta"):
+        model = Model(num_blocks=3, width=64)
+    translation = translate({"sharding_strategy": "HYBRID_SHARD"}, device="cuda", world_size=16)
+    assert translation.config is not None
+    plan = plan_sharding(model, translation.config).resolve(16)
+    trace = assumed_trace(plan)
+    if is_traced:
+        trace = replace(trace, events=tuple(replace(each, flops=10**9, live_bytes=64) for each in trace.events))
+    estimate = estimate_step(plan, trace, world_size=16, num_microbatches=2, gpus_per_node=8)
+    return PlannedStep(
+        source="run.yaml",
+        plan=plan,
+        estimate=estimate,
+        trace=trace if is_traced else None,
+        optimizer="AdamW",
+        precision="fp32",
+        world_size=16,
+        gpus_per_node=8,
+        microbatch_size=1,
+        num_microbatches=2,
+        sequence_length=32,
+        bounds=step_bounds(estimate, trace, machine) if machine else None,
+    )
+
+
+def test_a_trace_opens_and_shows_all_of_the_step():
+    """Perfetto draws nothing of a file with one wrong event, and a counter that stands still is no timeline, also of a
+    plan without activations or without speeds."""
+    for machine in (None, GPUS["h100"], Machine(inter_bytes_per_s=1e9), Machine(flops=1e12)):
+        for is_traced in (True, False):
+            step = planned(machine, is_traced=is_traced)
+            trace = json.loads(json.dumps(chrome_trace(step)))
+            jsonschema.validate(trace, SCHEMA)
+            events = trace["traceEvents"]
+            counters = [event for event in events if event["ph"] == "C"]
+            assert max(sum(event["args"].values()) for event in counters) == step.estimate.peak_bytes
+            assert {kind.value for kind in Kind} == counters[0]["args"].keys()
+            times = [event["ts"] for event in counters]
+            assert times == sorted(times), (machine, is_traced)
+            if machine is None or (machine.says_anything and (is_traced or machine.flops is None)):
+                assert len(set(times)) > 10, (machine, is_traced)
+            slices = [event for event in events if event["ph"] == "X"]
+            named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+            assert {event["cat"] for event in slices} <= set(named.values())
+            assert all(named[event["tid"]] == event["cat"] for event in slices)
+            if machine is None:
+                calls = [event for event in slices if event["cat"] != "compute"]
+                assert len(calls) == len(step.estimate.calls)
+            for track in named:  # one after the other on each track, so that slices do not hide each other
+                ends = [(event["ts"], event["ts"] + event["dur"]) for event in slices if event["tid"] == track]
+                assert all(one[1] <= other[0] + 1e-6 for one, other in itertools.pairwise(ends)), track
