@@ -54,6 +54,7 @@ STARTS = {
     "help": _verb("--help"),
     "explain": _verb("explain", "sharding_strategy"),
     "migrate": _verb("migrate", "run.yaml"),
+    "plan": _verb("plan", "--help"),
     "run": _verb("run", "--help"),
     "checkpoint": _verb("checkpoint", "--help"),
     "inspect": _verb("checkpoint", "inspect", "--help"),

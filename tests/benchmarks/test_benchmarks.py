@@ -376,3 +376,14 @@ def test_bounds_stand_beside_what_was_measured(strategy: str):
     assert max(bounds["compute_s"], bounds["intra_s"]) <= bounds["lower_s"] <= bounds["serial_s"] * 1.000001
     assert bounds["inter_s"] == 0 and bounds["exposed_s"] == pytest.approx(bounds["lower_s"] - bounds["compute_s"])
     assert len(result["bars"]) == 8
+
+
+@pytest.mark.skipif(not HAS_COMPOSER, reason="transformers is not installed")
+def test_a_plan_is_timed():
+    """What is timed is a plan of the model that it says, with its activations."""
+    result = benchmark("plan.py", "--layers", "2", "--ranks", "16", "--rounds", "1")
+    width, hidden, vocabulary = 16384, 53248, 128256
+    block = 2 * width * width + 2 * width * width // 16 + 3 * width * hidden + 2 * width
+    assert result["plan"]["run"]["parameters"] == 2 * vocabulary * width + 2 * block + width
+    assert result["plan"]["per_rank"]["activations_bytes"] > 0 and len(result["plan"]["units"]) == 3
+    assert len(result["bars"]) == 2
