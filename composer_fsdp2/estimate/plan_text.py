@@ -13,7 +13,7 @@ from composer_fsdp2.estimate.step import Kind, MemorySample
 WIDTH = 96
 _BAR = 24
 _SHOWN_KINDS = 6
-_SHOWN_FINDINGS = 6
+_SHOWN_FINDINGS = 4
 
 
 def plan_text(step: PlannedStep) -> str:
