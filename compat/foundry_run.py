@@ -92,7 +92,7 @@ def build_foundry(run: FoundryRun, model: Mapping[str, Any]) -> nn.Module:
 
 
 def _open_configs(model: nn.Module) -> None:
-    """MPT's rotary embeddings have a configuration that answers few questions, and cannot be copied: an ordinary one."""
+    """MPT's rotary embeddings have a configuration that answers few questions and cannot be copied: an ordinary one."""
     from llmfoundry.models.mpt.modeling_mpt import PartialLlamaConfig
     from transformers import LlamaConfig
 
