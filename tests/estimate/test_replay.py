@@ -183,6 +183,7 @@ def cases() -> dict[str, Case]:
     return found | more
 
 
+@pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT:FutureWarning")  # torch 2.7, where asked
 def test_every_configuration_is_replayed_to_the_byte():
     """A memory prediction that is off by a unit says that a run fits which does not."""
     wrong = {}
