@@ -18,6 +18,7 @@ from torch import nn
 
 from composer_fsdp2.fsdp1.tensor_words import TensorParallel
 
+from .configuration import EveryKeyFSDP2Config
 from .tensor import as_meant
 
 
@@ -132,6 +133,11 @@ def _set(module: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, before)
+
+
+def sharding_of(run: FoundryRun) -> Any:
+    """The section as Composer's Trainer reads it; ``FSDP_VERSION`` in the environment says as which configuration."""
+    return EveryKeyFSDP2Config(**(run.fsdp or {})) if os.environ.get("FSDP_VERSION", "1") == "2" else run.fsdp
 
 
 def tensor_parallel_of(run: FoundryRun, model: nn.Module) -> TensorParallel | None:

@@ -42,11 +42,13 @@ _TRAINER = BatchWords(
     options=_ADAM,
 )
 BATCH_WORDS: Mapping[str, BatchWords] = {
+    # Beside a section that was migrated stands what the other system's file had there.
     "composer": BatchWords(
-        microbatch=("device_train_microbatch_size",),
+        microbatch=("device_train_microbatch_size", "per_device_train_batch_size", "micro_batch_size"),
+        accumulation=("gradient_accumulation_steps",),
         global_batch=("global_train_batch_size", "train_batch_size"),
-        sequence=("max_seq_len",),
-        optimizer=("optimizer.name",),
+        sequence=("max_seq_len", *_LENGTHS, "sequence_len"),
+        optimizer=("optimizer.name", "optim"),
         defaults={},
         options={name: f"optimizer.{name}" for name in ("lr", "weight_decay", "eps", "betas", "momentum", "amsgrad")},
     ),
@@ -97,12 +99,14 @@ def read_batches(
     num_data_ranks: int,
     microbatch: int | None,
     sequence: int | None,
+    longest: int | None = None,
 ) -> Batches:
     """What a file says of a rank's batches.
 
     Args:
         num_data_ranks: How many ranks read batches of their own.
         microbatch, sequence: The command line's, which take precedence.
+        longest: How many tokens the model can take.
     Raises:
         ConfigError: a number that is none, or a global batch that the ranks cannot divide.
     """
@@ -115,6 +119,7 @@ def read_batches(
         if value is None:
             key = (*getattr(words, field), field)[0]
             value = words.defaults.get(field, _USUAL[field])
+            value = min(value, longest) if field == "sequence" and longest else value
             why = "the system's own default" if field in words.defaults else "assumed"
             option = {"microbatch": "give --microbatch", "sequence": "give --sequence"}.get(field, "")
             findings.append(assumed(key, value, f"no key of the file says it; {why}", option))

@@ -63,7 +63,7 @@ def read_foundry_yaml(
     options = dict(config.optimizer)
     return of_model(
         whole,
-        foundry.fsdp,
+        foundry_run.sharding_of(foundry),
         world_size=world_size,
         precision=config.precision,
         tensor_parallel=foundry_run.tensor_parallel_of(foundry, whole),

@@ -112,6 +112,16 @@ def no_split_classes(model: nn.Module) -> set[str]:
     return present.intersection(*[set().union(*named)])
 
 
+def longest_sequence(model: nn.Module) -> int | None:
+    """How many tokens the model's positions suffice for, where its configuration tells."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    lengths = (getattr(config, name, None) for config in configs for name in _LENGTHS)
+    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
+
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+
+
 def _without_initialization() -> contextlib.AbstractContextManager[Any]:
     """On meta no value is written, but going through all modules takes as long as if one were."""
     from transformers.modeling_utils import no_init_weights

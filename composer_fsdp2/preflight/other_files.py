@@ -15,7 +15,13 @@ from composer_fsdp2.migration.dialects.composer.surroundings import around_of, p
 from composer_fsdp2.migration.dialects.fingerprints import foreign_system
 from composer_fsdp2.migration.paths import has_path, value_at
 from composer_fsdp2.preflight.batch_words import read_batches
-from composer_fsdp2.preflight.model_config import build_model, find_model_config, is_model_config, no_split_classes
+from composer_fsdp2.preflight.model_config import (
+    build_model,
+    find_model_config,
+    is_model_config,
+    longest_sequence,
+    no_split_classes,
+)
 from composer_fsdp2.preflight.planned_model import ModelOrFunction, built, loss_of, of_model
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.run_file import RunFile, assumed
@@ -74,7 +80,9 @@ def read_other_file(
         num_data_ranks=max(world_size // shared, 1) if isinstance(shared, int) else world_size,
         microbatch=microbatch,
         sequence=sequence,
+        longest=longest_sequence(whole),
     )
+    findings = [*asked.findings, *batches.findings]
     return of_model(
         whole,
         asked.fsdp,
@@ -87,7 +95,7 @@ def read_other_file(
         optimizer=batches.optimizer,
         device=device,
         gpus_per_node=gpus_per_node,
-        findings=file.placed([*asked.findings, *batches.findings]),
+        findings=[replace(each, where=str(file.path)) for each in findings] if is_bare else file.placed(findings),
     )
 
 

@@ -1,0 +1,120 @@
+"""What files of other systems say of batches and units, and what is assumed where they say nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_fsdp2.config.findings import Origin
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.preflight.preflight_run import PreflightRun
+from composer_fsdp2.preflight.read_run import read_run
+
+pytest.importorskip("transformers")
+
+YAMLS = Path(__file__).resolve().parents[2] / "yamls"
+NARROW = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+NARROW |= {"num_key_value_heads": 2, "num_hidden_layers": 3, "max_position_embeddings": 131072}
+
+
+def config(folder: Path, kind: str = "llama", **values: Any) -> Path:
+    path = folder / f"{kind}.json"
+    path.write_text(json.dumps({"model_type": kind} | NARROW | values))
+    return path
+
+
+def assumed(run: PreflightRun) -> set[str]:
+    return {finding.key for finding in run.findings if finding.origin is Origin.IMPLICIT}
+
+
+def batch(run: PreflightRun) -> tuple[int, int, int]:
+    return run.microbatch_size, run.num_microbatches, run.sequence_length
+
+
+def test_a_migrated_file_keeps_its_batch(tmp_path: Path):
+    """The Trainer's arguments stay beside the section that migrate rewrote; without them the plan was of one row of
+    2,048 tokens."""
+    for side in ("fsdp1", "fsdp2"):
+        run = read_run(YAMLS / f"huggingface/llama-sft-{side}.yaml", world_size=8, model_config=config(tmp_path))
+        assert batch(run) == (1, 16, 4096), side
+
+
+def test_without_auto_wrap_a_trainer_s_model_is_one_unit(tmp_path: Path):
+    """A plan by layers would promise memory that this run does not save."""
+    mixture = config(tmp_path, "qwen3_moe", num_experts=4, moe_intermediate_size=16, head_dim=8)
+    run = read_run(
+        YAMLS / "huggingface/qwen3-moe-distillation-fsdp1.yaml", world_size=8, model_config=mixture, sequence=64
+    )
+    assert [unit.name for unit in run.plan.units if unit.parameters] == ["model"]
+    assert len(run.plan.checkpointed) == 3
+    assert batch(run) == (2, 8, 64)
+
+
+def test_layers_that_torchtitan_splits_ask_for_a_decision(tmp_path: Path):
+    """The plan is of unsplit layers; without a finding that blocks it would pass for the run's."""
+    path = YAMLS / "torchtitan/llama3-70b-torchtitan.toml"
+    run = read_run(path, world_size=256, model_config=config(tmp_path))
+    assert [each.key for each in run.findings if each.outcome.blocks] == ["tensor parallelism"]
+    assert batch(run) == (8, 1, 8192)
+    # TorchTitan's own blocks are transformers' layers; the embeddings and the output are units as well.
+    assert len([unit for unit in run.plan.units if unit.parameters]) == 3 + 2 + 1
+    assert "wrap_policy" in assumed(run)
+
+
+def test_ranks_of_one_sequence_compute_the_rows_of_all(tmp_path: Path):
+    """Of 2 ranks that divide sequences each computes both ranks' rows, half of every sequence."""
+    path = YAMLS / "roll/vision-language-qwen2.5-vl-7b-roll.yaml"
+    run = read_run(
+        path,
+        world_size=8,
+        model_config=config(tmp_path, "qwen2"),
+        overrides=["actor_train.model_args.freeze_module_prefix=null"],
+    )
+    assert batch(run) == (1, 256, 16384 + 16384)
+    assert (run.computed_rows, run.computed_tokens) == (2, 16384)
+
+
+def test_a_model_takes_no_more_tokens_than_it_has_positions(tmp_path: Path):
+    """2,048 tokens are assumed where nobody says; GPT-2 has 1,024 positions, and its trace failed."""
+    short, long = (
+        config(tmp_path, "gpt2", max_position_embeddings=1024, n_layer=2, n_embd=32, n_head=4),
+        config(tmp_path),
+    )
+    assert read_run(short, world_size=2).sequence_length == 1024
+    run = read_run(long, world_size=2)
+    assert run.sequence_length == 2048
+    assert {"precision", "fsdp_config", "wrap_policy", "device_train_microbatch_size", "max_seq_len"} <= assumed(run)
+    assert {finding.where for finding in run.findings} == {str(long)}  # no line of a model's file says any of it
+
+
+def test_the_command_line_says_what_a_model_file_does_not(tmp_path: Path):
+    """A model's file is planned with any settings, and with fewer layers, without a file for them."""
+    overrides = ["fsdp_config.sharding_strategy=SHARD_GRAD_OP", "fsdp_config.activation_checkpointing=true"]
+    overrides += ["precision=amp_fp16", "num_hidden_layers=2", "global_train_batch_size=64", "optimizer.name=adam"]
+    run = read_run(config(tmp_path), world_size=8, overrides=[*overrides, "device_train_microbatch_size=2"])
+    assert len(run.plan.units) == 3
+    assert not run.plan.units[0].reshard_after_forward
+    assert run.plan.checkpointed == ("model.model.layers.0", "model.model.layers.1")
+    assert run.precision == "amp_fp16" and run.plan.units[0].mixed_precision.param_dtype == "float16"
+    assert batch(run)[:2] == (2, 4)
+    assert run.optimizer is not None and run.optimizer.name == "adam"
+    assert not {"precision", "fsdp_config", "optimizer.name"} & assumed(run)
+    with pytest.raises(ConfigError, match="did you mean sharding_strategy"):
+        read_run(config(tmp_path), world_size=8, overrides=["fsdp_config.shardin_strategy=FULL_SHARD"])
+
+
+def test_a_cached_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Who has trained a model before has its configuration in the cache, and need not look for it."""
+    from huggingface_hub import constants
+
+    folder = tmp_path / "models--Qwen--Qwen3-8B"
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc" / "config.json").write_bytes(config(tmp_path, "qwen3", head_dim=8).read_bytes())
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    run = read_run(YAMLS / "roll/text-qwen3-8b-roll.yaml", world_size=16)
+    assert len(run.plan.checkpointed) == 3
