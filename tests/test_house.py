@@ -54,8 +54,8 @@ ROOMS = {
         rooms="errors",
     ),
     "_torch": room(
-        "api fake groups live parts passing ways private_names slices strided repairs scaler collectives reset "
-        "backward unit_parameters __init__",
+        "api fake flops groups parts passing ways private_names live as_cuda slices strided repairs scaler collectives "
+        "reset backward unit_parameters __init__",
         rooms="errors config",
         packages="torch",
     ),
@@ -78,7 +78,7 @@ ROOMS = {
     ),
     "estimate": room(
         "__init__ events step links bounds reach unit_sizes moments ledger optimizers fsdp1_model planned_step "
-        "plan_text html fully_shard replay chrome_trace blocks expansion trace mixing settings suggest",
+        "plan_text html fully_shard replay chrome_trace blocks chained expansion trace mixing settings suggest",
         rooms="errors config _torch sharding",
         packages="torch",
     ),

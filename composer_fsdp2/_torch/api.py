@@ -40,7 +40,9 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     "torch.distributed.distributed_c10d": ("PrefixStore", "_get_default_store"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.storage": ("_dtype_to_storage_type_map",),
+    "torch._C": ("_DisableAutocast", "_dispatch_has_kernel_for_dispatch_key"),
     "torch.ops.aten": (
+        "_to_copy",
         "_local_scalar_dense",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -66,6 +68,8 @@ _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{_FULLY_SHARD}._fsdp_state", "FSDPState"): ("_comm_ctx", "_device_handle", "_is_root", "_modules",
         "_modules_to_run_forward", "_root_post_backward_final_callback", "_state_ctx", "_training_state"),
     ("torch.storage", "UntypedStorage"): ("_cdata",),
+    ("torch._ops", "OpOverload"): ("_schema",),
+    ("torch.library", "Library"): ("_destroy",),
     ("torch.autograd.variable", "Variable"): ("_execution_engine",),
     (f"{_FULLY_SHARD}._fsdp_state", "FSDPStateContext"): ("all_states", "is_last_backward", "iter_forward_root",
         "post_backward_final_callback_queued"),

@@ -17,7 +17,7 @@ class BlockList:
     """One list of blocks, in the order in which they run.
 
     Args:
-        path: Of the ``nn.ModuleList``.
+        path: Of the container.
         names: Of its children.
         present: The names of those that are in the copy.
         kept: For each of ``names``, the one of ``present`` that stands for it.
@@ -28,33 +28,64 @@ class BlockList:
     present: tuple[str, ...]
     kept: Mapping[str, str]
 
+    @property
+    def is_short(self) -> bool:
+        return len(self.present) < len(self.names)
+
     def block(self, name: str) -> str:
         return f"{self.path}.{name}"
 
 
-def find_blocks(model: nn.Module, plan: ShardingPlan, *, num_kept: int) -> tuple[BlockList, ...]:
-    """The outermost lists of modules, and which of their children are alike.
+def find_blocks(model: nn.Module, plan: ShardingPlan, *, num_kept: int | None) -> tuple[BlockList, ...]:
+    """The lists of modules that a model runs one after the other, and which of their children are alike.
 
     Alike are children of one class, whose parameters have the same names, shapes and dtypes, are trained alike, lie in
-    units with the same dtypes, and are recomputed alike. The first ``num_kept`` of a kind stand for all.
+    units with the same dtypes, and are recomputed alike, and whose modules have the same switches. The first
+    ``num_kept`` of a kind stand for all; None keeps all.
     """
-    settings = _settings_below(plan)
+    settings, frozen = _settings_below(plan), frozenset(plan.frozen)
     found: list[BlockList] = []
-    for path, module in model.named_modules():
-        is_inside = any(is_at_or_under(path, each.path) for each in found)
-        if isinstance(module, nn.ModuleList) and not is_inside:
-            kinds: dict[object, list[str]] = {}
-            for name, child in module.named_children():
-                kinds.setdefault(_kind(child, settings.get(f"{path}.{name}", ())), []).append(name)
-            kept = {name: each for alike in kinds.values() for name, each in _standing_for(alike, num_kept)}
-            names = tuple(name for name, _ in module.named_children())
-            first = {name for alike in kinds.values() for name in alike[:num_kept]}
-            present = tuple(name for name in names if name in first)
-            found.append(BlockList(path=path, names=names, present=present, kept=kept))
+    for path, module in _lists_of(model):
+        children = [(name, child) for name, child in module.named_children()]
+        switches = _switches([child for _, child in children])
+        kinds: dict[object, list[str]] = {}
+        for (name, child), switch in zip(children, switches, strict=True):
+            kind = _kind(child, f"{path}.{name}", frozen)
+            kinds.setdefault((kind, switch, settings.get(f"{path}.{name}", ())), []).append(name)
+        kept = {name: each for alike in kinds.values() for name, each in _standing_for(alike, num_kept)}
+        names = tuple(name for name, _ in children)
+        first = {name for alike in kinds.values() for name in alike[:num_kept]}
+        present = tuple(name for name in names if name in first)
+        found.append(BlockList(path=path, names=names, present=present, kept=kept))
     return tuple(found)
 
 
-def _standing_for(alike: Sequence[str], num_kept: int) -> Iterator[tuple[str, str]]:
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def _lists_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost containers with two children of one class; else outermost lists with one child or several kinds."""
+    repeating: list[tuple[str, nn.Module]] = []
+    others: list[tuple[str, nn.Module]] = []
+    waiting, seen = [("", model)], set()
+    while waiting:
+        path, module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        classes = [type(child) for child in module.children()]
+        if path and isinstance(module, _CONTAINERS) and len(set(classes)) < len(classes):
+            repeating.append((path, module))
+            continue
+        if path and isinstance(module, nn.ModuleList) and not any(is_at_or_under(path, each) for each, _ in others):
+            others.append((path, module))
+        waiting += [
+            (f"{path}.{name}" if path else name, child) for name, child in reversed(list(module.named_children()))
+        ]
+    return repeating or others
+
+
+def _standing_for(alike: Sequence[str], num_kept: int | None) -> Iterator[tuple[str, str]]:
     """By each name the one that stands for it: of the first ones, which the copy has, the last for the last, and the
     one before for those in between. The first block's input and the last one's output are others than those between.
     """
@@ -67,12 +98,33 @@ def _standing_for(alike: Sequence[str], num_kept: int) -> Iterator[tuple[str, st
             yield name, present[place] if place < len(present) - 1 else between
 
 
-def _kind(block: nn.Module, settings: object) -> object:
+def _kind(block: nn.Module, path: str, frozen: frozenset[str]) -> object:
     parameters = tuple(
-        (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        (name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad and f"{path}.{name}" not in frozen)
         for name, parameter in block.named_parameters(remove_duplicate=False)
     )
-    return type(block), parameters, settings
+    return type(block), parameters
+
+
+def _switches(blocks: Sequence[nn.Module]) -> list[frozenset[tuple[str, str, object]]]:
+    """For each block what its modules have as plain attributes: words, numbers, and whether a fraction is 0.
+
+    A number that grows by one with each block is its place in the list.
+    """
+    found = [dict(_plain_attributes(block)) for block in blocks]
+    places = {
+        key
+        for key, value in (found[0].items() if len(found) > 1 else ())
+        if type(value) is int and all(each.get(key) == value + number for number, each in enumerate(found))
+    }
+    return [frozenset((*key, value) for key, value in each.items() if key not in places) for each in found]
+
+
+def _plain_attributes(block: nn.Module) -> Iterator[tuple[tuple[str, str], object]]:
+    for path, module in block.named_modules():
+        for name, value in vars(module).items():
+            if name[0] != "_" and isinstance(value, bool | int | str | float):
+                yield (path, name), bool(value) if isinstance(value, float) else value
 
 
 def _settings_below(plan: ShardingPlan) -> dict[str, tuple[object, ...]]:

@@ -27,9 +27,11 @@ class StepEvent(Value):
         live_bytes: Activations alive right after it: every storage that the computation made and that is neither
             state (parameters, gradients, buffers) nor the replay's.
         peak_bytes: The largest sum of them until the next event; at least ``live_bytes``.
-        loss_bytes: How much of ``peak_bytes`` belongs to the output layer and the loss (logits and what is made of
-            them).
-        flops: Floating-point operations until the next event.
+        loss_bytes: How much of ``peak_bytes`` belongs to the output layer and the loss: what was made behind the last
+            block and before that block's backward, such as logits and what is made of them.
+        host_live_bytes, host_bytes: The same as the first two, of offloaded activations in the host's memory.
+        flops: Floating-point operations until the next event: matrix products, convolutions and attention, of which
+            causal attention counts half.
         recomputed_flops: Those of them that activation checkpointing does a second time.
     """
 
@@ -39,6 +41,8 @@ class StepEvent(Value):
     live_bytes: int = 0
     peak_bytes: int = 0
     loss_bytes: int = 0
+    host_live_bytes: int = 0
+    host_bytes: int = 0
     flops: int = 0
     recomputed_flops: int = 0
 

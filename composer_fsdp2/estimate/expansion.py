@@ -1,6 +1,7 @@
 """From the events of a model with a few blocks to those of the model with all of them."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from composer_fsdp2.estimate.blocks import BlockList
@@ -21,6 +22,7 @@ class Stretch:
     path: str
     begin: int
     end: int
+    is_backward: bool
 
 
 def expand(events: Sequence[StepEvent], stretches: Sequence[Stretch], lists: Sequence[BlockList]) -> list[StepEvent]:
@@ -28,14 +30,16 @@ def expand(events: Sequence[StepEvent], stretches: Sequence[Stretch], lists: Seq
 
     What lives on from one block to the next is added up: each block adds in its forward, and gives back in its
     backward, what the one that stands for it did.
+
+    Raises:
+        NotInOrderError: a list that is not complete did not run from its first block to its last, or back.
     """
-    by_begin = {stretch.begin: number for number, stretch in enumerate(stretches)}
+    runs = {run.traced[0].begin: run for blocks in lists if blocks.is_short for run in _runs_of(blocks, stretches)}
     after = {stretch.end for stretch in stretches}
     found: list[StepEvent] = []
-    shift, place = 0, 0
+    shift, place = _Bytes(0, 0), 0
     while place < len(events):
-        number = by_begin.get(place)
-        run = None if number is None else _run_of(stretches[number:], lists)
+        run = runs.get(place)
         if run is None:
             _put(found, _moved(events[place], shift), is_moment=place not in after)
             place += 1
@@ -45,44 +49,71 @@ def expand(events: Sequence[StepEvent], stretches: Sequence[Stretch], lists: Seq
     return found
 
 
+class NotInOrderError(Exception):
+    """Blocks ran in another order than that of their list, more than once, or with something between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """On the device and on the host."""
+
+    live: int
+    host: int
+
+    @classmethod
+    def at(cls, event: StepEvent) -> "_Bytes":
+        return cls(event.live_bytes, event.host_live_bytes)
+
+    def __add__(self, other: "_Bytes") -> "_Bytes":
+        return _Bytes(self.live + other.live, self.host + other.host)
+
+    def __sub__(self, other: "_Bytes") -> "_Bytes":
+        return _Bytes(self.live - other.live, self.host - other.host)
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Blocks of one list, one after the other."""
+    """Blocks of one list, one directly after the other."""
 
     blocks: BlockList
     names: Sequence[str]  # of all blocks, in the order in which they run
     traced: Sequence[Stretch]
 
 
-def _run_of(stretches: Sequence[Stretch], lists: Sequence[BlockList]) -> _Run | None:
-    """The run that the first of the stretches begins, if its list's blocks run in order or the other way round."""
-    blocks = next((each for each in lists if stretches[0].path in map(each.block, each.present)), None)
-    if blocks is None:
-        return None
-    paths = [blocks.block(name) for name in blocks.present]
-    traced = stretches[: len(paths)]
-    order = [each.path for each in traced]
-    if order == paths:
-        return _Run(blocks, blocks.names, traced)
-    return _Run(blocks, blocks.names[::-1], traced) if order == paths[::-1] else None
+def _runs_of(blocks: BlockList, stretches: Sequence[Stretch]) -> Iterator[_Run]:
+    """At most one forward, and one backward of all blocks or of the last ones, the others being frozen."""
+    paths = {blocks.block(name): name for name in blocks.present}
+    traced = [stretch for stretch in stretches if stretch.path in paths]
+    for is_backward in (False, True):
+        run = [stretch for stretch in traced if stretch.is_backward is is_backward]
+        if not run:
+            continue
+        order = [paths[stretch.path] for stretch in run]
+        inside = [name for name in blocks.names if blocks.kept[name] in order]
+        ran = [name for name in blocks.present if name in order]
+        follows = all(second.begin == first.end + 1 for first, second in itertools.pairwise(run))
+        if not follows or order != (ran[::-1] if is_backward else ran):
+            raise NotInOrderError(blocks.path)
+        yield _Run(blocks, inside[::-1] if is_backward else inside, run)
 
 
-def _put_run(found: list[StepEvent], events: Sequence[StepEvent], run: _Run, shift: int) -> int:
+def _put_run(found: list[StepEvent], events: Sequence[StepEvent], run: _Run, shift: _Bytes) -> _Bytes:
     """Append the events of a run; returns by how much more is alive behind it than where it was traced."""
     by_path = {stretch.path: stretch for stretch in run.traced}
     first, last = run.traced[0], run.traced[-1]
-    live = events[first.begin].live_bytes + shift
+    live = _Bytes.at(events[first.begin]) + shift
     for name in run.names:
         path, stretch = run.blocks.block(name), by_path[run.blocks.block(run.blocks.kept[name])]
-        moved = live - events[stretch.begin].live_bytes
+        moved = live - _Bytes.at(events[stretch.begin])
         for event in _renamed(events[stretch.begin : stretch.end], stretch.path, path):
             _put(found, _moved(event, moved), is_moment=True)
-        live = events[stretch.end].live_bytes + moved
+        live = _Bytes.at(events[stretch.end]) + moved
         if name != run.names[-1]:
             between = first if stretch is last else stretch  # behind the last one that was traced comes another thing
-            _put(found, _moved(events[between.end], live - events[between.end].live_bytes), is_moment=False)
-            live += events[between.end + 1].live_bytes - events[between.end].live_bytes
-    return live - events[last.end].live_bytes
+            behind = _Bytes.at(events[between.end])
+            _put(found, _moved(events[between.end], live - behind), is_moment=False)
+            live += _Bytes.at(events[between.end + 1]) - behind
+    return live - _Bytes.at(events[last.end])
 
 
 def _put(found: list[StepEvent], event: StepEvent, *, is_moment: bool) -> None:
@@ -96,15 +127,25 @@ def _put(found: list[StepEvent], event: StepEvent, *, is_moment: bool) -> None:
         before,
         peak_bytes=largest.peak_bytes,
         loss_bytes=largest.loss_bytes,
+        host_bytes=max(before.host_bytes, event.host_bytes),
         flops=before.flops + event.flops,
         recomputed_flops=before.recomputed_flops + event.recomputed_flops,
     )
 
 
-def _moved(event: StepEvent, shift: int) -> StepEvent:
-    if not shift:
+def _moved(event: StepEvent, by: _Bytes) -> StepEvent:
+    if by == _NOT_MOVED:
         return event
-    return replace(event, live_bytes=event.live_bytes + shift, peak_bytes=event.peak_bytes + shift)
+    return replace(
+        event,
+        live_bytes=event.live_bytes + by.live,
+        peak_bytes=event.peak_bytes + by.live,
+        host_live_bytes=event.host_live_bytes + by.host,
+        host_bytes=event.host_bytes + by.host,
+    )
+
+
+_NOT_MOVED = _Bytes(0, 0)
 
 
 def _renamed(events: Sequence[StepEvent], path: str, new_path: str) -> Iterator[StepEvent]:
@@ -132,9 +173,29 @@ def stretches_of(events: Sequence[StepEvent], markers: Sequence[tuple[Moment, st
                 begun[path] = place
             case Moment.PRE_BACKWARD:
                 begun[path] = _with_unit(events, path, place)
-            case _:
-                found.append(Stretch(path=path, begin=begun.pop(path), end=place))
+            case _ if path in begun:
+                is_backward = moment is Moment.POST_BACKWARD
+                found.append(Stretch(path=path, begin=begun.pop(path), end=place, is_backward=is_backward))
     return found
+
+
+def check_order(
+    stretches: Sequence[Stretch],
+    markers: Sequence[tuple[Moment, str, int]],
+    lists: Sequence[BlockList],
+    not_chained: Set[str] = frozenset(),
+) -> None:
+    """Raise where blocks that were left out cannot be told from those that stand for them.
+
+    Raises:
+        NotInOrderError: one of these began a backward whose end nothing showed, or is in a list in ``not_chained``.
+    """
+    begun = {path for moment, path, _ in markers if moment is Moment.PRE_BACKWARD}
+    ended = {stretch.path for stretch in stretches if stretch.is_backward}
+    for each in lists:
+        standing = {each.block(each.kept[name]) for name in each.names if name not in each.present}
+        if standing & begun - ended or (standing and each.path in not_chained):
+            raise NotInOrderError(each.path)
 
 
 def _with_unit(events: Sequence[StepEvent], path: str, place: int) -> int:

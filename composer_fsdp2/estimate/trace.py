@@ -2,25 +2,28 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from composer_fsdp2._torch.fake import fake_tensors
+from composer_fsdp2._torch.as_cuda import as_cuda
+from composer_fsdp2._torch.fake import fake_tensors, lists_of_zeros
 from composer_fsdp2._torch.live import LiveStorages
 from composer_fsdp2._torch.passing import cast_floats
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.estimate.blocks import BlockList, copy_with, find_blocks
+from composer_fsdp2.estimate.chained import Chained
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
-from composer_fsdp2.estimate.expansion import Stretch, expand, stretches_of
+from composer_fsdp2.estimate.expansion import check_order, expand, stretches_of
 from composer_fsdp2.estimate.moments import listen
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.dtypes import torch_dtype
-from composer_fsdp2.sharding.modules import at_path
+from composer_fsdp2.sharding.modules import ancestors_or_self, at_path
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 # Of a model (or of a copy with fewer blocks), a microbatch's rows, and the tokens of a row: the loss, or the loss and
@@ -37,40 +40,79 @@ def trace_microbatch(
     rows: int,
     tokens: int,
     precision: str = "fp32",
-    num_blocks: int = 3,
+    num_blocks: int | None = 3,
 ) -> MicrobatchTrace:
     """One microbatch as FSDP2's hooks will see it, with what the model's own computation keeps and takes in between.
 
     A copy with the first three blocks of each kind runs forward and backward on tensors without data; what is found for
-    these is carried over to the others, which is exact where equal blocks take equal memory.
+    these is carried over to the others, which is exact where equal blocks take equal memory. A model that does not run
+    its blocks one after the other runs with all of them.
+
+    Where the plan is for GPUs, autocast has CUDA's list of operators, attention drops scores without a mask, and
+    offloaded activations lie on the host: a model of a GPU, which was not measured on one.
 
     Args:
         model: On any device, the meta device too; it is left as it is.
         plan: The model's.
-        loss: Computes the loss of ``rows`` rows of ``tokens`` tokens.
+        loss: Computes the loss of ``rows`` rows of ``tokens`` tokens. What it keeps of its own is alive in backward.
         precision: Composer's; ``amp_...`` runs forward and loss under autocast.
-        num_blocks: How many of each kind are run; more of them take longer and give the same.
+        num_blocks: How many of each kind are run; more of them take longer and give the same. None: all.
+    Raises:
+        ConfigError: there is no such precision.
 
     Does not communicate, and needs neither a GPU nor a process group.
     """
+    _autocast(precision)  # before anything takes time
+    traced = partial(_trace, model, plan, loss, rows=rows, tokens=tokens, precision=precision)
     lists = find_blocks(model, plan, num_kept=num_blocks)
-    mode = fake_tensors()
-    buffer_dtype = torch_dtype(plan.config.mixed_precision.buffer_dtype)
-    short = copy_with(model, lists, partial(_unsharded, _dtypes(plan), buffer_dtype, mode))
-    with mode:
-        events, stretches = run_traced(short, plan, loss, rows=rows, tokens=tokens, precision=precision, lists=lists)
+    if not any(each.is_short for each in lists):
+        return traced(lists)
+    try:
+        return traced(lists)
+    except Exception:  # a model may ask for a block that was left out: with all of them it says itself what is wrong
+        return traced(find_blocks(model, plan, num_kept=None))
+
+
+def _trace(
+    model: nn.Module,
+    plan: ShardingPlan,
+    loss: Loss,
+    lists: tuple[BlockList, ...],
+    *,
+    rows: int,
+    tokens: int,
+    precision: str,
+) -> MicrobatchTrace:
+    mode, frozen = fake_tensors(), frozenset(plan.frozen)
+    short = copy_with(model, lists, partial(_unsharded, parameter_dtypes(plan), buffer_dtypes(plan), frozen, mode))
+    with mode, lists_of_zeros():
+        traced = run_traced(short, plan, loss, rows=rows, tokens=tokens, precision=precision, lists=lists)
+    stretches = stretches_of(traced.events, traced.markers)
+    check_order(stretches, traced.markers, lists, traced.not_chained)
+    events = tuple(expand(traced.events, stretches, lists))
     return MicrobatchTrace(
-        events=tuple(expand(events, stretches, lists)),
-        frozen=tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
-        buffer_bytes=_buffer_bytes(model, buffer_dtype),
+        events=events,
+        frozen=tuple(name for name, each in model.named_parameters() if not each.requires_grad or name in frozen),
+        host_bytes=max(event.host_bytes for event in events),
+        buffer_bytes=_buffer_bytes(model, plan),
+        notes=tuple(_notes(plan, precision, has_shared_out=traced.has_shared_out)),
     )
 
 
-def _buffer_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
-    return sum(
-        buffer.numel() * (dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype).itemsize
-        for buffer in model.buffers()
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What a run of some of the blocks showed.
+
+    Args:
+        markers: At which moment of which block's how many events had been told of.
+        not_chained: The lists whose blocks do not each run on what the one before gave.
+        has_shared_out: Tokens were shared out among experts.
+    """
+
+    events: list[StepEvent]
+    markers: list[tuple[Moment, str, int]]
+    not_chained: frozenset[str]
+    has_shared_out: bool
 
 
 def run_traced(
@@ -82,46 +124,40 @@ def run_traced(
     tokens: int,
     precision: str,
     lists: Sequence[BlockList] = (),
-) -> tuple[list[StepEvent], list[Stretch]]:
+) -> Traced:
     """Forward and backward of ``model``, which is changed: recomputed as the plan says, gradients taken away.
 
     Works on real tensors as well.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a run will warn of, it will say itself
-        return _run_traced(model, plan, loss, rows=rows, tokens=tokens, precision=precision, lists=lists)
-
-
-def _run_traced(
-    model: nn.Module,
-    plan: ShardingPlan,
-    loss: Loss,
-    *,
-    rows: int,
-    tokens: int,
-    precision: str,
-    lists: Sequence[BlockList],
-) -> tuple[list[StepEvent], list[Stretch]]:
-    present = [path for path in plan.checkpointed if _is_there(model, path)]
     turn_off_caches(model, [path for path in plan.caching if _is_there(model, path)])
+    present = [path for path in plan.checkpointed if _is_there(model, path)]
     wrap_activations(model, present, plan.config.activation_checkpointing)
+    recorder, chained = Recorder(model, plan), Chained(lists)
     blocks = [each.block(name) for each in lists for name in each.present]
-    recorder = _Recorder(model, plan)
-    casts = _cast_at_units(model, plan)
-    held: Any = None
-    answers = getattr(loss, "without_values", nullcontext)
-    with answers(), listen(model, plan, recorder.tell, blocks=blocks, tell_block=recorder.tell_block), recorder.live:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # what a run will warn of, it will say itself
+        stack.enter_context(getattr(loss, "without_values", contextlib.nullcontext)())
+        stack.enter_context(_casts_at_units(model, plan))
+        stack.enter_context(chained.watch(model))
+        stack.enter_context(listen(model, plan, recorder.tell, blocks=blocks, tell_block=recorder.tell_block))
+        if plan.mesh.device_type == "cuda":
+            stack.enter_context(as_cuda(recorder.live))
+        stack.enter_context(recorder.live)
         with _autocast(precision):
             held = loss(model, rows, tokens)
         first = held[0] if isinstance(held, tuple) else held
         first.backward()
     recorder.close()
-    for handle in casts:
-        handle.remove()
-    return recorder.events, stretches_of(recorder.events, recorder.markers)
+    return Traced(
+        events=recorder.events,
+        markers=recorder.markers,
+        not_chained=frozenset(chained.broken),
+        has_shared_out=recorder.live.unknown.has_shared_out,
+    )
 
 
-class _Recorder:
+class Recorder:
     """Writes down each moment with what is alive, and what it came to until the next one."""
 
     def __init__(self, model: nn.Module, plan: ShardingPlan) -> None:
@@ -150,7 +186,10 @@ class _Recorder:
         if moment is Moment.GRADIENT:
             self._take_away(self._parameters[parameter or ""])
         self.live.mark()
-        self.events.append(StepEvent(moment=moment, unit=unit, parameter=parameter, live_bytes=self.live.now))
+        live, host = self.live.now, self.live.on_host
+        self.events.append(
+            StepEvent(moment=moment, unit=unit, parameter=parameter, live_bytes=live, host_live_bytes=host)
+        )
 
     def tell_block(self, moment: Moment, path: str, _: str | None) -> None:
         """What comes behind a block is written down as an event by itself."""
@@ -170,6 +209,7 @@ class _Recorder:
                 self.events[-1],
                 peak_bytes=self.live.peak,
                 loss_bytes=self.live.marked_at_peak,
+                host_bytes=self.live.host_peak,
                 flops=self.live.flops - self._flops,
                 recomputed_flops=self.live.recomputed_flops - self._recomputed,
             )
@@ -182,7 +222,7 @@ class _Recorder:
             parameter.grad = None
 
 
-def _dtypes(plan: ShardingPlan) -> dict[str, str]:
+def parameter_dtypes(plan: ShardingPlan) -> dict[str, str]:
     """By a parameter's name the dtype in which its unit computes."""
     return {
         name: unit.mixed_precision.param_dtype
@@ -193,22 +233,37 @@ def _dtypes(plan: ShardingPlan) -> dict[str, str]:
     }
 
 
+def buffer_dtypes(plan: ShardingPlan) -> dict[str, str | None]:
+    """By the path of a unit's module the dtype of floating point buffers from there on."""
+    return {path: unit.mixed_precision.buffer_dtype for unit in plan.units for path in unit.modules}
+
+
+def dtype_of_buffer(name: str, buffer: torch.Tensor, of_units: Mapping[str, str | None]) -> torch.dtype:
+    """In which a run has it."""
+    above = next((path for path in ancestors_or_self(name) if path in of_units), None)
+    dtype = torch_dtype(None if above is None else of_units[above])
+    return buffer.dtype if dtype is None or not buffer.is_floating_point() else dtype
+
+
+def _buffer_bytes(model: nn.Module, plan: ShardingPlan) -> int:
+    of_units = buffer_dtypes(plan)
+    return sum(each.numel() * dtype_of_buffer(name, each, of_units).itemsize for name, each in model.named_buffers())
+
+
 def _unsharded(
-    dtypes: dict[str, str],
-    buffer_dtype: torch.dtype | None,
+    dtypes: Mapping[str, str],
+    of_units: Mapping[str, str | None],
+    frozen: frozenset[str],
     mode: AbstractContextManager[Any],
     name: str,
     tensor: torch.Tensor,
 ) -> torch.Tensor:
     """A tensor without data in place of a module's own: a parameter as its unit gathers it."""
-    dtype = tensor.dtype
-    if isinstance(tensor, nn.Parameter):
-        dtype = torch_dtype(dtypes.get(name)) or dtype
-    elif buffer_dtype is not None and tensor.is_floating_point():
-        dtype = buffer_dtype
+    is_parameter = isinstance(tensor, nn.Parameter)
+    dtype = torch_dtype(dtypes.get(name)) or tensor.dtype if is_parameter else dtype_of_buffer(name, tensor, of_units)
     with mode:
         made = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-        return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        return nn.Parameter(made, requires_grad=tensor.requires_grad and name not in frozen) if is_parameter else made
 
 
 def _is_there(model: nn.Module, path: str) -> bool:
@@ -219,18 +274,22 @@ def _is_there(model: nn.Module, path: str) -> bool:
     return True
 
 
-def _cast_at_units(model: nn.Module, plan: ShardingPlan) -> list[Any]:
-    """What ``fully_shard`` and this package cast at a unit: its inputs, or those of a root, and what it returns."""
+@contextlib.contextmanager
+def _casts_at_units(model: nn.Module, plan: ShardingPlan) -> Iterator[None]:
+    """What ``fully_shard`` casts at a unit: its inputs, or those of a root, and what it returns."""
     handles = []
     for unit in plan.units:
         precision = unit.mixed_precision
-        casts_inputs = precision.cast_forward_inputs or (unit.is_root and precision.cast_root_inputs)
         for module in (at_path(model, path) for path in unit.modules if _is_there(model, path)):
-            if casts_inputs and (dtype := torch_dtype(precision.param_dtype)) is not None:
+            if precision.cast_forward_inputs and (dtype := torch_dtype(precision.param_dtype)) is not None:
                 handles.append(module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True))
             if (dtype := torch_dtype(precision.output_dtype)) is not None:
                 handles.append(module.register_forward_hook(partial(_cast_output, dtype)))
-    return handles
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _cast_inputs(dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,9 +300,27 @@ def _cast_output(dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], output
     return cast_floats(output, dtype)
 
 
-_AUTOCAST = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16, "amp_fp8": torch.bfloat16}
+_AUTOCAST = {
+    "fp32": None,
+    "amp_bf16": torch.bfloat16,
+    "amp_fp16": torch.float16,
+    "amp_fp8": torch.bfloat16,
+}
 
 
 def _autocast(precision: str) -> AbstractContextManager[Any]:
-    dtype = _AUTOCAST.get(precision)
+    if precision not in _AUTOCAST:
+        raise ConfigError(f"precision {precision!r} is none of Composer's; use {', '.join(_AUTOCAST)}")
+    dtype = _AUTOCAST[precision]
     return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+def _notes(plan: ShardingPlan, precision: str, *, has_shared_out: bool) -> Iterator[str]:
+    if has_shared_out:
+        yield "Every expert is assumed to get as many tokens as the others."
+    if precision == "amp_fp8":
+        yield "fp8 is counted as bf16: what Transformer Engine keeps in fp8 takes less."
+    if plan.mesh.split_degree > 1 or plan.split_experts:
+        yield "Layers and experts that ranks split are counted as if each rank computed them in full."
+    if plan.config.context_parallel_degree > 1:
+        yield "Sequences that ranks divide are counted as if each rank computed all of them."

@@ -125,10 +125,8 @@ def real(model: nn.Module, plan: ShardingPlan, loss: Any, precision: str) -> lis
         made = tensor.detach().to(torch_dtype(dtypes.get(name)) or tensor.dtype).clone()
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
-    events, _ = run_traced(
-        copy_with(model, lists, unsharded), plan, loss, rows=ROWS, tokens=TOKENS, precision=precision, lists=lists
-    )
-    return events
+    copied = copy_with(model, lists, unsharded)
+    return run_traced(copied, plan, loss, rows=ROWS, tokens=TOKENS, precision=precision, lists=lists).events
 
 
 def differences(first: MicrobatchTrace, second: MicrobatchTrace) -> list[str]:

@@ -1,0 +1,60 @@
+"""Whether blocks run one after the other, each on what the one before gave."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from composer_fsdp2._torch.passing import tensors_in
+from composer_fsdp2.estimate.blocks import BlockList
+from composer_fsdp2.sharding.modules import at_path
+
+
+class Chained:
+    """Watches the blocks of some lists.
+
+    Only of such blocks a few can stand for all: of heads side by side each one more makes what follows larger.
+    """
+
+    def __init__(self, lists: Sequence[BlockList]) -> None:
+        self.lists = lists
+        self.broken: set[str] = set()  # the paths of lists
+        self._given: dict[str, list[ref[torch.UntypedStorage]]] = {}
+        self._made: dict[str, list[ref[torch.UntypedStorage]]] = {}
+
+    @contextlib.contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """While the block runs ``model``, which has those of the blocks that are ``present``."""
+        handles = []
+        for each in self.lists:
+            for name in each.present:
+                module, is_first = at_path(model, each.block(name)), name == each.present[0]
+                before, after = partial(self._before, each.path, is_first), partial(self._after, each.path)
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(after))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, path: str, is_first: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._given[path] = _storages((args, kwargs))
+        if not is_first and _alive(self._made.get(path, [])).isdisjoint(_alive(self._given[path])):
+            self.broken.add(path)
+
+    def _after(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
+        given = _alive(self._given[path])
+        self._made[path] = [each for each in _storages(output) if each() not in given]
+
+
+def _storages(value: Any) -> list[ref[torch.UntypedStorage]]:
+    return [ref(tensor.untyped_storage()) for tensor in tensors_in(value)]
+
+
+def _alive(references: Sequence[ref[torch.UntypedStorage]]) -> set[torch.UntypedStorage]:
+    return {storage for each in references if (storage := each()) is not None}

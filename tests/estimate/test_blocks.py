@@ -1,0 +1,194 @@
+"""Which blocks stand for which, and where none may."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from support.models import Block
+from torch import nn
+
+from composer_fsdp2 import plan_sharding, translate
+from composer_fsdp2.estimate.blocks import find_blocks
+from composer_fsdp2.estimate.trace import trace_microbatch
+from composer_fsdp2.sharding.plan import ShardingPlan
+
+WIDTH = 6
+
+
+class Stack(nn.Module):
+    """Blocks in a container of any kind, run by a function of it; all else of a model around them."""
+
+    def __init__(self, blocks: nn.Module, run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = blocks
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.run = run
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(self.run(self.blocks, self.embed(ids))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Block)
+
+    activation_checkpointing_fn = fsdp_wrap_fn
+
+
+class Holder(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids)
+
+
+def loss(model: nn.Module, rows: int, tokens: int) -> torch.Tensor:
+    return model(torch.zeros(rows, tokens, dtype=torch.int64))
+
+
+def each(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def of_dict(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    return each(blocks.values(), x)
+
+
+def call(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    return blocks(x)
+
+
+def last_first(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    return each(reversed(blocks), x)
+
+
+def twice(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    return each(blocks, each(blocks, x))
+
+
+def by_place(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    for place in range(7):
+        x = blocks[place](x)
+    return x
+
+
+def side_by_side(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([block(x) for block in blocks]).sum(0)
+
+
+def with_something_between(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+    total = x
+    for block in blocks:
+        x = torch.tanh(block(x))
+        total = total + x.sigmoid()
+    return total
+
+
+class Gate(Block):
+    """A block with a switch, as layers that attend to a window and layers that attend to all."""
+
+    def __init__(self, is_wide: bool, place: int) -> None:
+        super().__init__(WIDTH)
+        self.is_wide = is_wide
+        self.layer_idx = place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.cat([x, x]).sigmoid()[: len(x)] if self.is_wide else x)
+
+
+def blocks(number: int = 7) -> list[nn.Module]:
+    return [Block(WIDTH) for _ in range(number)]
+
+
+MODELS: dict[str, Callable[[], Stack]] = {
+    "a list": lambda: Stack(nn.ModuleList(blocks()), each),
+    "a dict": lambda: Stack(nn.ModuleDict({f"layer_{i}": block for i, block in enumerate(blocks())}), of_dict),
+    "a sequence": lambda: Stack(nn.Sequential(*blocks()), call),
+    "from last to first": lambda: Stack(nn.ModuleList(blocks()), last_first),
+    "each twice": lambda: Stack(nn.ModuleList(blocks()), twice),
+    "by place": lambda: Stack(nn.ModuleList(blocks()), by_place),
+    "side by side": lambda: Stack(nn.ModuleList(blocks()), side_by_side),
+    "with something between": lambda: Stack(nn.ModuleList(blocks()), with_something_between),
+    "one block under several names": lambda: Stack(nn.ModuleList([Block(WIDTH)] * 5), each),
+    "two kinds by a switch": lambda: Stack(nn.ModuleList(Gate(i % 3 == 1, i) for i in range(11)), each),
+    "one block": lambda: Stack(nn.ModuleList(blocks(1)), each),
+    "no blocks": lambda: Stack(nn.Identity(), call),
+}  # fmt: skip
+
+
+def plan_of(model: nn.Module, **config: Any) -> ShardingPlan:
+    config = {"mixed_precision": "PURE", "activation_checkpointing_reentrant": False, **config}
+    translation = translate(config, precision="amp_bf16", device="cpu", world_size=4)
+    assert translation.config is not None, translation.explain()
+    return plan_sharding(model, translation.config, precision="amp_bf16")
+
+
+def check_each(cases: Iterable[str], check: Callable[[str], None]) -> None:
+    """Every case, and every failure of them."""
+    wrong = {}
+    for name in cases:
+        try:
+            check(name)
+        except Exception:
+            wrong[name] = traceback.format_exc(limit=-3)
+    assert not wrong, "\n".join(f"[{name}] {text}" for name, text in wrong.items())
+
+
+def check_all(stack: Stack, settings: dict[str, Any], every: int | None = None) -> None:
+    """The trace of a few blocks is that of all."""
+    model = Holder(stack)
+    for number, block in enumerate(stack.modules() if every else ()):
+        block._activation_checkpointing = number % every == 0 and isinstance(block, Block)  # type: ignore[operator, assignment]
+    plan = plan_of(model, **settings)
+    before = {path: vars(module).copy() for path, module in model.named_modules()}
+    found, full = (
+        trace_microbatch(model, plan, loss, rows=2, tokens=5, precision="amp_bf16", num_blocks=number)
+        for number in (3, None)
+    )
+    assert len(found.events) == len(full.events)
+    assert found == full, next((a, b) for a, b in zip(found.events, full.events, strict=True) if a != b)
+    assert {path: vars(module) for path, module in model.named_modules()} == before
+
+
+def test_a_few_blocks_stand_for_all_or_all_are_run():
+    """Whatever way a model runs its blocks, no byte and no event of its trace is a guess."""
+
+    def check(name: str) -> None:
+        for settings in ({}, {"activation_checkpointing": True}):
+            check_all(MODELS[name](), settings)
+
+    check_each(MODELS, check)
+
+
+def test_blocks_in_unlike_surroundings_are_told_apart():
+    """Frozen blocks below trained ones, and blocks of which every third is recomputed."""
+    cases: dict[str, tuple[dict[str, Any], int | None]] = {
+        "frozen below": ({"freeze": ["model.embed", *(f"model.blocks.{i}" for i in range(4))]}, None),
+        "embeddings frozen": ({"freeze": ["model.embed"]}, None),
+        "every third": ({"activation_checkpointing": True}, 3),
+        "every fourth": ({"activation_checkpointing": True}, 4),
+    }
+
+    def check(name: str) -> None:
+        settings, every = cases[name]
+        stack = Stack(nn.ModuleList(blocks(11)), each)
+        check_all(stack, settings, every)
+
+    check_each(cases, check)
+
+
+def test_few_blocks_are_run():
+    """What makes a trace of a hundred blocks as fast as that of three."""
+    model = Holder(MODELS["two kinds by a switch"]())
+    [found] = find_blocks(model, plan_of(model), num_kept=3)
+    assert found.present == ("0", "1", "2", "3", "4", "7")
+    assert found.kept["10"] == "7"
+    assert found.kept["9"] == "3"
