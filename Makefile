@@ -85,6 +85,7 @@ bench: venv ## what sharding, checkpoints, migrating and starting cost, against 
 	-$(PY) benchmarks/start.py
 	-$(PY) benchmarks/bounds.py
 	-$(PY) benchmarks/plan.py
+	-$(PY) benchmarks/suggest.py
 
 gpu: venv venv-engine ## all GPU tests and benchmarks on the GPUs that there are, and their tables in benchmarks/README.md
 	$(PY) tools/gpu.py $(ARGS)

@@ -152,8 +152,8 @@ ROOMS = {
         packages="composer llmfoundry omegaconf torch torchmetrics transformers",
     ),
     "preflight": room(
-        "__init__ answering losses preflight_run planned traces suggested_edits planned_model model_config run_file "
-        "batch_sizes batch_words foundry_yaml other_files read_run",
+        "__init__ answering losses preflight_run planned planned_model model_config run_file batch_sizes batch_words "
+        "foundry_yaml other_files read_run traces suggestion suggested_edits",
         rooms="errors config _torch sharding parallel estimate fsdp1 prepare migration compat",
         packages="huggingface_hub omegaconf torch transformers",
     ),

@@ -6,11 +6,11 @@ import contextlib
 import enum
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -21,7 +21,9 @@ from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.estimate.bounds import GPUS, Machine
 
 if TYPE_CHECKING:
-    from composer_fsdp2.estimate.planned_step import PlannedStep
+    from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
+    from composer_fsdp2.preflight.preflight_run import PreflightRun
+    from composer_fsdp2.preflight.suggestion import SuggestedEdits
 
 # typer shows an enum's values as the choices.
 Gpu = enum.Enum("Gpu", {name: name for name in GPUS})  # type: ignore[misc]
@@ -47,6 +49,8 @@ class Options:
     flops: str | None
     no_activations: bool
     against_fsdp1: bool
+    suggest: bool
+    host_memory: str | None
     as_json: bool
     html: Path | None
     trace: Path | None
@@ -66,6 +70,31 @@ class Options:
             inter_bytes_per_s=given.inter_bytes_per_s or of_gpu.inter_bytes_per_s,
         )
         return machine if machine.says_anything else None
+
+    def host_bytes(self) -> int | None:
+        """What a search may take of the host's memory. Raises ConfigError where an option needs another one."""
+        if self.suggest and self.memory is None:
+            raise ConfigError("--suggest needs --memory: for which memory is a run to fit?")
+        if self.suggest and self.no_activations:
+            raise ConfigError("--suggest cannot choose without activations; leave out --no-activations")
+        if self.host_memory is None:
+            return None
+        if not self.suggest:
+            raise ConfigError("--host-memory is for --suggest")
+        return parse_bytes(self.host_memory, "--host-memory", may_be_none=True)
+
+    def reading(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """How the file is read, as ``read_run`` takes it."""
+        return {
+            "world_size": self.world_size,
+            "gpus_per_node": self.gpus_per_node,
+            "model_config": self.model_config,
+            "model": function_from(self.model) if self.model else None,
+            "microbatch": self.microbatch,
+            "sequence": self.sequence,
+            "device": self.device,
+            "overrides": overrides,
+        }
 
 
 def _print_schema(is_asked: bool) -> None:
@@ -99,6 +128,13 @@ def plan(
     flops: str = typer.Option(None, "--flops", metavar="989TFLOPS", help="The most that a device computes."),
     no_activations: bool = typer.Option(False, "--no-activations", help="Leave out what the model computes."),
     against_fsdp1: bool = typer.Option(False, "--against-fsdp1", help="Say what changes against FSDP1, by a model."),
+    suggest: bool = typer.Option(False, "--suggest", help="The cheapest settings that fit, as diffs of the file."),
+    host_memory: str = typer.Option(
+        None,
+        "--host-memory",
+        metavar="256GiB",
+        help="Of the host, for each rank: what --suggest may offload; 0: nothing.",
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     json_schema: bool = typer.Option(
         False, "--json-schema", callback=_print_schema, is_eager=True, help="Print the JSON schema of that object."
@@ -135,6 +171,8 @@ def plan(
         flops=flops,
         no_activations=no_activations,
         against_fsdp1=against_fsdp1,
+        suggest=suggest,
+        host_memory=host_memory,
         as_json=as_json,
         html=html,
         trace=trace,
@@ -164,7 +202,7 @@ def _answer(file: str, overrides: Sequence[str], options: Options) -> tuple[str,
     """What is printed, and the exit code; the files that were asked for are there by then, all or none."""
     memory = parse_bytes(options.memory, "--memory") if options.memory else None
     reserve = parse_reserve(options.reserve, "--reserve") if options.reserve is not None else Reserve()
-    machine = options.machine()
+    machine, host_bytes = options.machine(), options.host_bytes()
     with _written(options) as write:
         # Here and not above: a wrong option is answered before torch is there.
         from composer_fsdp2.estimate.plan_text import plan_text
@@ -172,17 +210,8 @@ def _answer(file: str, overrides: Sequence[str], options: Options) -> tuple[str,
         from composer_fsdp2.preflight.planned import Questions, plan_step
         from composer_fsdp2.preflight.read_run import read_run
 
-        run = read_run(
-            file,
-            world_size=options.world_size,
-            gpus_per_node=options.gpus_per_node,
-            model_config=options.model_config,
-            model=function_from(options.model) if options.model else None,
-            microbatch=options.microbatch,
-            sequence=options.sequence,
-            device=options.device,
-            overrides=overrides,
-        )
+        how = options.reading(overrides)
+        run = read_run(file, **how)
         questions = Questions(
             gpus_per_node=options.gpus_per_node,
             memory=Memory(given_bytes=memory, reserve=reserve) if memory is not None else None,
@@ -191,24 +220,49 @@ def _answer(file: str, overrides: Sequence[str], options: Options) -> tuple[str,
             against_fsdp1=options.against_fsdp1,
         )
         step = plan_step(run, file, questions)
-        write(step)
-        text = json.dumps(step.to_json(), indent=2) if options.as_json else plan_text(step)
+        edits = (
+            _suggested(run, file, how, step.memory, host_bytes, options) if options.suggest and step.memory else None
+        )
+        said = "" if edits is None else edits.explain()
+        write(step, said)
+        if options.as_json:
+            text = json.dumps({**step.to_json(), "suggestions": edits and edits.to_json()}, indent=2)
+        else:
+            text = "\n".join(filter(None, (plan_text(step), said)))
     return text, step.exit_code
 
 
+def _suggested(
+    run: PreflightRun, file: str, how: Mapping[str, Any], memory: Memory, host_bytes: int | None, options: Options
+) -> SuggestedEdits:
+    from composer_fsdp2.preflight.suggested_edits import replanning, suggest_edits
+
+    with replanning(file, **how) as replan:
+        return suggest_edits(
+            run,
+            Path(file).read_text(encoding="utf-8"),
+            file,
+            replan=replan,
+            memory_bytes=memory.usable_bytes,
+            host_bytes=host_bytes,
+            gpus_per_node=options.gpus_per_node,
+            decided={"microbatch_size": "--microbatch gives them"} if options.microbatch else None,
+        )
+
+
 @contextlib.contextmanager
-def _written(options: Options) -> Iterator[Callable[[PlannedStep], None]]:
+def _written(options: Options) -> Iterator[Callable[[PlannedStep, str], None]]:
     """A function that writes the files that were asked for; that they can be is seen before any work is done."""
     with contextlib.ExitStack() as files:
         html, trace = (
             files.enter_context(_file(path)) if path is not None else None for path in (options.html, options.trace)
         )
 
-        def write(step: PlannedStep) -> None:
+        def write(step: PlannedStep, suggestions: str) -> None:
             if html is not None:
                 from composer_fsdp2.estimate.html import plan_page
 
-                html.write_text(plan_page(step), encoding="utf-8")
+                html.write_text(plan_page(step, suggestions), encoding="utf-8")
             if trace is not None:
                 from composer_fsdp2.estimate.chrome_trace import chrome_trace
 

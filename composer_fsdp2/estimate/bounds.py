@@ -39,26 +39,26 @@ class Machine(Value):
         return any((self.flops, self.intra_bytes_per_s, self.inter_bytes_per_s))
 
 
-# Peaks of the datasheets: dense bfloat16 on tensor cores, NVLink in one direction (the sheets add up both), and the
-# network of NVIDIA's own node, one adapter a GPU.
+# Peaks that NVIDIA gives in the white papers of the A100 and the H100 (the H200 has the same chip): dense bfloat16 on
+# tensor cores, NVLink in one direction (the papers add up both), and the network of its own node, one adapter a GPU.
 GPUS = {
     "a100": Machine(
         flops=312e12,
         intra_bytes_per_s=300e9,
         inter_bytes_per_s=25e9,
-        sources=("NVIDIA A100 SXM datasheet: 312 TFLOPS, NVLink 600 GB/s", "DGX A100: 8 × HDR 200 Gb/s"),
+        sources=("NVIDIA A100 SXM: 312 TFLOPS, NVLink 600 GB/s", "DGX A100: 8 × HDR 200 Gb/s"),
     ),
     "h100": Machine(
         flops=989.4e12,
         intra_bytes_per_s=450e9,
         inter_bytes_per_s=50e9,
-        sources=("NVIDIA H100 SXM datasheet: 989.4 TFLOPS, NVLink 900 GB/s", "DGX H100: 8 × NDR 400 Gb/s"),
+        sources=("NVIDIA H100 SXM: 989.4 TFLOPS, NVLink 900 GB/s", "DGX H100: 8 × NDR 400 Gb/s"),
     ),
     "h200": Machine(
         flops=989.4e12,
         intra_bytes_per_s=450e9,
         inter_bytes_per_s=50e9,
-        sources=("NVIDIA H200 SXM datasheet: 989.4 TFLOPS, NVLink 900 GB/s", "DGX H200: 8 × NDR 400 Gb/s"),
+        sources=("NVIDIA H200 SXM: 989.4 TFLOPS, NVLink 900 GB/s", "DGX H200: 8 × NDR 400 Gb/s"),
     ),
 }
 

@@ -33,10 +33,16 @@ _COLOURS = {
 _GREY = ("#888888", "#888888")
 
 
-def plan_page(step: PlannedStep) -> str:
-    """The whole page."""
-    parts = (_head, _verdict, _timeline, _units, _collectives, _bounds, _fsdp1, _findings, _text)
-    body = "\n".join(line for part in parts for line in part(step))
+def plan_page(step: PlannedStep, suggestions: str = "") -> str:
+    """The whole page.
+
+    Args:
+        suggestions: What ``--suggest`` says, as text.
+    """
+    proposed = f"<h2>Suggestions</h2>\n<pre>{escape(suggestions)}</pre>" if suggestions else ""
+    parts = (_timeline, _units, _collectives, _bounds, _fsdp1, _findings, _text)
+    lines = (line for part in parts for line in part(step))
+    body = "\n".join((*_head(step), *_verdict(step), proposed, *lines))
     title = escape(f"plan of {step.source}")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
@@ -316,8 +322,8 @@ def _collectives(step: PlannedStep) -> Iterator[str]:
     header = ("collective", "ranks", "link", "calls", "full buffers", "sent in a ring", "to other nodes")
     yield from _table(header, rows)
     yield (
-        '<p class="soft">In a ring a rank sends (n-1)/n of a full buffer, and of an all-reduce twice that. Of a group '
-        "on several nodes only a part leaves the node: the last column is a rank’s share of it.</p>"
+        '<p class="soft">In a ring a rank sends (n-1)/n of a full buffer, and of an all-reduce twice that. A ring over '
+        "several nodes leaves each once: the last column is a rank’s share of it.</p>"
     )
 
 

@@ -33,13 +33,21 @@ def node_bytes(call: CollectiveCall) -> int:
     """A rank's share of what has to reach its node from others (or leave it), whatever the algorithm.
 
     The ranks of a node have a network adapter each and share this work: of a buffer, what lies on other nodes crosses
-    once for all of them. A ring that visits one node after the other sends no more, so this is also what NCCL's rings
-    send. A hybrid's all-reduce has one rank of its group on a node, which sends all of it.
+    once for all of them. A hybrid's all-reduce has one rank of its group on a node, which sends all of it.
     """
     if call.link is not Link.INTER or call.op not in _MOVING:
         return 0
     on_node = call.ranks_on_node or 1
     return call.num_bytes * (call.ranks - on_node) // call.ranks // on_node
+
+
+def ring_node_bytes(call: CollectiveCall) -> int:
+    """A rank's share of what its node sends to others in a ring.
+
+    A ring that visits one node after the other leaves each of them once, with as much as passes between two ranks; the
+    ranks of a node share this work, in a ring for each of their network adapters.
+    """
+    return ring_bytes(call) // (call.ranks_on_node or 1) if call.link is Link.INTER else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +57,7 @@ class Traffic(Value):
     Args:
         num_bytes: Of their full buffers.
         ring_bytes: That each rank sends in a ring.
-        node_bytes: A rank's share of what crosses to another node at least.
+        node_bytes: A rank's share of what its node sends to others in a ring.
     """
 
     op: str
@@ -76,7 +84,7 @@ def traffic(calls: Iterable[CollectiveCall]) -> tuple[Traffic, ...]:
             calls=len(each),
             num_bytes=sum(call.num_bytes for call in each),
             ring_bytes=sum(map(ring_bytes, each)),
-            node_bytes=sum(map(node_bytes, each)),
+            node_bytes=sum(map(ring_node_bytes, each)),
         )
         for (op, phase, ranks, link), each in alike.items()
     )

@@ -92,7 +92,7 @@ class PlannedStep(Value):
         return max((sum(map(sample.bytes_of, kinds)) for sample in self.estimate.timeline), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        """The object that ``plan.schema.json`` describes."""
+        """The object that ``plan.schema.json`` describes; suggestions are the command's to put in."""
         return {
             "version": VERSION,
             "exit_code": self.exit_code,
@@ -106,6 +106,7 @@ class PlannedStep(Value):
             "fsdp1_model": self._fsdp1(),
             "findings": plain(self.findings),
             "notes": list(self.estimate.notes),
+            "suggestions": None,
         }
 
     def units_and_bytes(self) -> list[tuple[ShardUnit, LinkBytes]]:

@@ -13,6 +13,7 @@ from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.config.sharding import Accumulation
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.estimate.events import MicrobatchTrace
+from composer_fsdp2.estimate.links import ring_node_bytes
 from composer_fsdp2.estimate.optimizers import OptimizerState
 from composer_fsdp2.estimate.replay import StateOfStep, StateSample, estimate_step, state_of_step
 from composer_fsdp2.estimate.settings import (
@@ -25,7 +26,7 @@ from composer_fsdp2.estimate.settings import (
     present_settings,
     treatments_of_blocks,
 )
-from composer_fsdp2.estimate.step import CollectiveCall, Kind, Link, MemorySample, StepEstimate
+from composer_fsdp2.estimate.step import Kind, MemorySample, StepEstimate
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 MAX_PROPOSALS = 3
@@ -40,7 +41,7 @@ class Cost(Value):
     """What a step costs a rank, the dearest first.
 
     Args:
-        inter_node_bytes: That it sends to other nodes.
+        inter_node_bytes: That it sends to other nodes, in rings that visit one node after the other.
         recomputed_flops: Floating-point operations that it does a second time.
         calls: Collectives that it takes part in.
         offloaded_bytes: Of the host's memory.
@@ -79,17 +80,11 @@ class Rated(Value):
 def cost_of(estimate: StepEstimate, trace: MicrobatchTrace, num_microbatches: int) -> Cost:
     """Of a whole step."""
     return Cost(
-        inter_node_bytes=sum(map(_sent_to_nodes, estimate.calls)),
+        inter_node_bytes=sum(map(ring_node_bytes, estimate.calls)),
         recomputed_flops=num_microbatches * sum(event.recomputed_flops for event in trace.events),
         calls=len(estimate.calls),
         offloaded_bytes=estimate.host_bytes,
     )
-
-
-def _sent_to_nodes(call: CollectiveCall) -> int:
-    """By a ring: of a buffer all but the rank's own part, and of an all-reduce that twice."""
-    times = 2 if call.op == "all_reduce" else 1
-    return times * call.num_bytes * (call.ranks - 1) // call.ranks if call.link is Link.INTER else 0
 
 
 # From what is done with activations, and the rows of a microbatch, to how it is computed.
@@ -125,10 +120,14 @@ class Subject:
         """How many ranks, or groups of them, have rows of their own."""
         return self.world_size // self.plan.config.data_block_size
 
+    def num_microbatches(self, settings: Settings) -> int:
+        """Of a batch, on one rank; the last may have fewer rows, and counts as a whole one."""
+        return -(-self.rows // settings.microbatch_size)
+
     def cost(self, settings: Settings) -> Cost:
         """What a step costs with other settings."""
         trace = self.traces(settings.activations, settings.microbatch_size)
-        return cost_of(self.estimate(settings), trace, self.rows // settings.microbatch_size)
+        return cost_of(self.estimate(settings), trace, self.num_microbatches(settings))
 
     def estimate(self, settings: Settings) -> StepEstimate:
         """The run with other settings, whole."""
@@ -137,7 +136,7 @@ class Subject:
             self.traces(settings.activations, settings.microbatch_size),
             world_size=self.world_size,
             optimizer=self.optimizer,
-            num_microbatches=self.rows // settings.microbatch_size,
+            num_microbatches=self.num_microbatches(settings),
             gpus_per_node=self.gpus_per_node,
         )
 
@@ -276,7 +275,7 @@ class _Search:
         self._hosts: dict[tuple[int, bool], int] = {}
 
     def cost(self, settings: Settings) -> Cost:
-        number = self._subject.rows // settings.microbatch_size
+        number = self._subject.num_microbatches(settings)
         # Where parameters lie changes nothing of what is sent, and how much there is needs no replay.
         step, microbatch = self._step(replace(settings, cpu_offload=False)), self._microbatch(settings)
         inter_node_bytes, calls = step.traffic_of(number)
@@ -288,7 +287,7 @@ class _Search:
         )
 
     def peak_bytes(self, settings: Settings) -> int:
-        number = self._subject.rows // settings.microbatch_size
+        number = self._subject.num_microbatches(settings)
         step, microbatch = self._step(settings), self._microbatch(settings)
         return max(step.most_after, *map(operator.add, step.most_of(number), microbatch.held))
 
@@ -313,7 +312,7 @@ class _Search:
         return self._microbatches[key]
 
     def _step(self, settings: Settings) -> "_Step":
-        number = min(self._subject.rows // settings.microbatch_size, 3) if self._puts_off else 2
+        number = min(self._subject.num_microbatches(settings), 3) if self._puts_off else 2
         key = (
             number,
             settings.replicas,
@@ -374,7 +373,7 @@ class _Step:
         sent = [[0, 0] for _ in held]
         for call in state.calls:
             of_part = sent[state.samples[call.sample].microbatch]
-            of_part[0] += _sent_to_nodes(call)
+            of_part[0] += ring_node_bytes(call)
             of_part[1] += 1
         return cls(
             most=tuple(accumulate(each[:-1], lambda one, other: tuple(map(max, one, other)))),

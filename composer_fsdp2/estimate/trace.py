@@ -129,14 +129,14 @@ def run_traced(
 
     Works on real tensors as well.
     """
-    turn_off_caches(model, [path for path in plan.caching if _is_there(model, path)])
-    present = [path for path in plan.checkpointed if _is_there(model, path)]
-    wrap_activations(model, present, plan.config.activation_checkpointing)
-    recorder, chained = Recorder(model, plan), Chained(lists)
-    blocks = [each.block(name) for each in lists for name in each.present]
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # what a run will warn of, it will say itself
+        turn_off_caches(model, [path for path in plan.caching if _is_there(model, path)])
+        present = [path for path in plan.checkpointed if _is_there(model, path)]
+        wrap_activations(model, present, plan.config.activation_checkpointing)
+        recorder, chained = Recorder(model, plan), Chained(lists)
+        blocks = [each.block(name) for each in lists for name in each.present]
         stack.enter_context(getattr(loss, "without_values", contextlib.nullcontext)())
         stack.enter_context(_casts_at_units(model, plan))
         stack.enter_context(chained.watch(model))

@@ -1,6 +1,7 @@
 """An LLM Foundry YAML as a run: read and built by Foundry itself, with what cannot be built here replaced."""
 
 import contextlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def read_foundry_yaml(
         tensor_parallel=foundry_run.tensor_parallel_of(foundry, whole),
         microbatch=rows,
         num_microbatches=num_microbatches,
+        batch_rows=math.ceil(config.device_train_batch_size),
         sequence=sequence or config.max_seq_len,
         optimizer=OptimizerChoice(name=options.pop("name"), options=options),
         device=device,

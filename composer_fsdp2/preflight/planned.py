@@ -43,7 +43,7 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
     Raises:
         ConfigError: the model's forward or backward cannot be traced; names the way out.
     """
-    optimizer, findings = _optimizer(run.optimizer)
+    optimizer, findings = counted_optimizer(run.optimizer)
     trace = _trace(run, source) if questions.counts_activations else None
     estimate = estimate_step(
         run.plan,
@@ -94,7 +94,7 @@ def _trace(run: PreflightRun, source: str) -> MicrobatchTrace:
         ) from error
 
 
-def _optimizer(choice: OptimizerChoice | None) -> tuple[OptimizerState, tuple[Finding, ...]]:
+def counted_optimizer(choice: OptimizerChoice | None) -> tuple[OptimizerState, tuple[Finding, ...]]:
     """The optimizer's state; AdamW's where the file names none, or one that nobody knows, which is said."""
     if choice is None:
         reason = "the file names no optimizer, so AdamW's state is counted"

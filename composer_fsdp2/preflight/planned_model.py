@@ -95,6 +95,7 @@ def of_model(
     loss: Loss | None = None,
     microbatch: int = 1,
     num_microbatches: int = 1,
+    batch_rows: int | None = None,
     sequence: int = 2048,
     optimizer: OptimizerChoice | None = None,
     device: str = "cuda",
@@ -108,6 +109,7 @@ def of_model(
         fsdp_config: As ``prepare_fully_shard`` takes it.
         loss: Of the model, the rows of a microbatch and the tokens of a row; None: as Composer's Trainer has it where
             ``model`` is a ComposerModel, else ``model(input_ids=..., labels=...)["loss"]``.
+        batch_rows: Of a rank; None: all microbatches have the same number.
     Raises:
         ConfigError, PlanError, UnsupportedError: as on the ranks, but for what blocks: that is in the findings.
     """
@@ -130,6 +132,7 @@ def of_model(
         precision=translation.precision,
         microbatch_size=microbatch,
         num_microbatches=num_microbatches,
+        batch_rows=microbatch * num_microbatches if batch_rows is None else batch_rows,
         sequence_length=sequence,
         optimizer=optimizer,
         findings=tuple(findings),

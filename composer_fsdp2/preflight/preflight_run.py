@@ -34,6 +34,7 @@ class PreflightRun:
         loss: Computes one microbatch's loss.
         microbatch_size: Rows of a microbatch that one rank reads.
         num_microbatches: Of a batch, on one rank.
+        batch_rows: Of a batch, on one rank; the last microbatch may have fewer than the others.
         sequence_length: In tokens.
         optimizer: None where the file names none.
         findings: What was replaced so that the model could be built, and what was assumed; with the place in the file.
@@ -47,16 +48,21 @@ class PreflightRun:
     precision: str
     microbatch_size: int
     num_microbatches: int
+    batch_rows: int
     sequence_length: int
     optimizer: OptimizerChoice | None
     findings: tuple[Finding, ...]
 
     @property
     def computed_rows(self) -> int:
-        """Rows of a microbatch that a rank computes: with those of the ranks whose batches are gathered."""
+        """Rows of a microbatch that a rank computes."""
+        return self.computed_of(self.microbatch_size)
+
+    def computed_of(self, rows: int) -> int:
+        """Of so many rows that a rank reads: with those of the ranks whose batches are gathered."""
         config = self.plan.config
         is_gathered = config.batches_are is BroadcastBatch.GATHER
-        return self.microbatch_size * (config.data_block_size if is_gathered else 1)
+        return rows * (config.data_block_size if is_gathered else 1)
 
     @property
     def computed_tokens(self) -> int:

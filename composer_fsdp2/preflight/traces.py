@@ -7,6 +7,7 @@ from composer_fsdp2.estimate.mixing import with_blocks, with_rows
 from composer_fsdp2.estimate.settings import Activations, blocks_of, chosen_blocks, plan_with, present_settings
 from composer_fsdp2.estimate.trace import trace_microbatch
 from composer_fsdp2.preflight.preflight_run import PreflightRun
+from composer_fsdp2.sharding.activations import caching_modules
 
 
 class Traces:
@@ -34,12 +35,14 @@ class Traces:
         key = (activations, rows)
         if key not in self._taken:
             plan = plan_with(self._run.plan, replace(self._present, activations=activations))
+            recomputed = plan.checkpointed if activations.recompute else ()
+            plan = replace(plan, caching=caching_modules(self._run.model, recomputed))
             self._taken[key] = trace_microbatch(
                 self._run.model,
                 plan,
                 self._run.loss,
-                rows=rows,
-                tokens=self._run.sequence_length,
+                rows=self._run.computed_of(rows),
+                tokens=self._run.computed_tokens,
                 precision=self._run.precision,
             )
         return self._taken[key]

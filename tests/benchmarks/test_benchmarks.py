@@ -387,3 +387,14 @@ def test_a_plan_is_timed():
     assert result["plan"]["run"]["parameters"] == 2 * vocabulary * width + 2 * block + width
     assert result["plan"]["per_rank"]["activations_bytes"] > 0 and len(result["plan"]["units"]) == 3
     assert len(result["bars"]) == 2
+
+
+@pytest.mark.skipif(not HAS_COMPOSER, reason="transformers is not installed")
+def test_a_search_is_timed():
+    """What is timed is a search of as many settings as it says, for a memory that does not let everything fit."""
+    result = benchmark("suggest.py", "--ranks", "16", "--rows", "2", "--rounds", "1")
+    # 2 microbatches, offloaded or not, and 25 treatments of activations; by 4 numbers of replicas, of 16, 8, 4 and 2
+    # shards, after forward freed, kept, or kept by a smaller group of a node's 8 ranks.
+    ways_to_reshard = (2 + 3) + (2 + 2) + (2 + 1) + 2
+    assert result["choices"] == 2 * 2 * 25 * ways_to_reshard
+    assert result["proposals"] and all(each["peak"]["bytes_by_kind"] for each in result["proposals"])

@@ -61,6 +61,22 @@ def test_a_run_is_planned(folder: Path):
     assert found["memory"]["usable_bytes"] == 1024
 
 
+def test_settings_are_suggested(folder: Path):
+    """A run that does not fit would be changed by trial and error on a cluster."""
+    words = ["plan", "run.yaml", *SIZES, "--memory", "170KiB", "--reserve", "0", "--suggest"]
+    done = run_here(folder, *words, "--html", "plan.html")
+    assert done.code == 1 and not done.err, done.err
+    assert "suggestions for 170.0 KiB a rank" in done.out and "\n     +++ run.yaml\n" in done.out, done.out
+    assert "suggestions for 170.0 KiB a rank" in (folder / "plan.html").read_text()
+
+    found = json.loads(run_here(folder, *words, "--json").out)
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    first = found["suggestions"]["proposals"][0]
+    assert first["diff"].startswith("--- run.yaml\n+++ run.yaml\n") and first["peak_bytes"] <= 170 * 1024
+    assert {change["key"].split(".")[0] for change in first["changes"]} == {"fsdp_config"}
+    assert yaml.safe_load((folder / "run.yaml").read_text()) == FILE
+
+
 def test_what_cannot_be_used(folder: Path):
     """One line that names the way out, exit code 2, and no file left behind."""
     files = ["--html", "plan.html", "--trace", "t.json"]
@@ -72,6 +88,10 @@ def test_what_cannot_be_used(folder: Path):
         (["run.yaml", *SIZES, "--memory", "80GiB", "--reserve", "6"], "--reserve 6 has no unit"),
         (["run.yaml", "--world-size", 4, "--microbatch", 1, "--sequence", 8], "--model-config"),
         (["run.yaml", *SIZES, "--model-config", "none"], "none"),
+        (["run.yaml", *SIZES, "--suggest"], "--suggest needs --memory"),
+        (["run.yaml", *SIZES, "--memory", "80GiB", "--suggest", "--no-activations"], "--no-activations"),
+        (["run.yaml", *SIZES, "--memory", "80GiB", "--host-memory", "1GiB"], "--host-memory is for --suggest"),
+        (["config.json", *SIZES, "--memory", "80GiB", "--suggest"], "config.json"),
     ):
         done = run_here(folder, "plan", *words, *files)
         assert done.code == 2 and not done.out, (words, done)

@@ -8,7 +8,7 @@ import pytest
 from support.models import Model
 
 from composer_fsdp2 import estimate_step, plan_sharding, translate
-from composer_fsdp2.estimate.links import node_bytes, ring_bytes, sent_by_unit, traffic
+from composer_fsdp2.estimate.links import node_bytes, ring_bytes, ring_node_bytes, sent_by_unit, traffic
 from composer_fsdp2.estimate.step import CollectiveCall, Link, Phase, StepEstimate
 
 pytestmark = pytest.mark.any_torch
@@ -54,7 +54,7 @@ def test_on_one_node():
     """With all ranks on one node nothing is sent to another."""
     estimate = step_of({"sharding_strategy": "FULL_SHARD"}, world_size=4, gpus_per_node=4)
     assert {each.link for each in traffic(estimate.calls)} == {Link.INTRA}
-    assert sum(map(node_bytes, estimate.calls)) == 0
+    assert sum(map(ring_node_bytes, estimate.calls)) == 0
 
 
 def test_hybrid_shard():
@@ -91,7 +91,10 @@ def test_reshard_to_a_node():
 
 
 def test_what_crosses_to_other_nodes():
-    """Eight ranks on two nodes, buffers of 800 bytes: 400 lie on the other node, and four ranks share their way."""
+    """Eight ranks on two nodes, buffers of 800 bytes: 400 lie on the other node, and four ranks share their way.
+
+    In a ring 700 pass from each rank to the next, and so from the last rank of a node to the first of another.
+    """
 
     def call(op: str, ranks: int, on_node: int, link: Link = Link.INTER) -> CollectiveCall:
         return CollectiveCall(
@@ -99,7 +102,7 @@ def test_what_crosses_to_other_nodes():
         )
 
     assert [
-        (ring_bytes(each), node_bytes(each))
+        (ring_bytes(each), ring_node_bytes(each), node_bytes(each))
         for each in (
             call("all_gather", 8, 4),
             call("reduce_scatter", 8, 4),
@@ -107,4 +110,4 @@ def test_what_crosses_to_other_nodes():
             call("all_gather", 4, 4, Link.INTRA),
             call("all_gather", 1, 1, Link.NONE),
         )
-    ] == [(700, 100), (700, 100), (800, 400), (600, 0), (0, 0)]
+    ] == [(700, 175, 100), (700, 175, 100), (800, 800, 400), (600, 0, 0), (0, 0, 0)]

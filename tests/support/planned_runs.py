@@ -41,6 +41,7 @@ def planned_run(
         precision="fp32",
         microbatch_size=2,
         num_microbatches=num_microbatches,
+        batch_rows=2 * num_microbatches,
         sequence_length=16,
         optimizer=optimizer or OptimizerChoice(name="adamw", options={}),
         findings=(),

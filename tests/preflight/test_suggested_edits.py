@@ -1,0 +1,260 @@
+"""Proposals for a run's own file: what the changed file is planned to take, what it costs, and how it is trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.foundry_runs import ROOT, YAML, make_data_of_runs, train
+from support.oracle import FSDP2
+from support.ranks import run_ranks
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.estimate.planned_step import PlannedStep
+from composer_fsdp2.estimate.replay import state_of_step
+from composer_fsdp2.preflight.planned import Questions, counted_optimizer, plan_step
+from composer_fsdp2.preflight.read_run import read_run
+from composer_fsdp2.preflight.suggested_edits import replanning, suggest_edits
+from composer_fsdp2.preflight.suggestion import SuggestedEdits, Suggestion
+
+pytest.importorskip("transformers", reason="needs transformers' models")
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 4096,
+}
+TRAINER = """\
+# a Trainer's arguments
+fsdp: "full_shard auto_wrap"
+fsdp_config:
+  transformer_layer_cls_to_wrap: [LlamaDecoderLayer]  # the blocks
+bf16: true
+optim: adamw_torch
+per_device_train_batch_size: 4  # what fitted
+gradient_accumulation_steps: 2
+"""
+TITAN = """\
+[training]
+local_batch_size = 8
+global_batch_size = 64
+seq_len = 64
+mixed_precision_param = "bfloat16"
+
+[parallelism]
+data_parallel_shard_degree = -1  # all
+
+[activation_checkpoint]
+mode = "none"
+"""
+ROLL = """\
+actor_train:
+  training_args:
+    per_device_train_batch_size: 2
+    gradient_accumulation_steps: 4
+  strategy_args:
+    strategy_name: fsdp2_train
+    strategy_config:
+      fsdp_size: 8
+  device_mapping: list(range(0,8))
+"""
+FILES = {"run.yaml": TRAINER, "run.toml": TITAN, "roll.yaml": ROLL, "mpt.yaml": YAML.read_text()}
+
+
+def how(folder: Path, name: str, world_size: int = 8, sequence: int | None = 64) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    of_model = {} if name == "mpt.yaml" else {"model_config": str(folder / "config.json"), "sequence": sequence}
+    return {"world_size": world_size, "gpus_per_node": 4, "device": "cpu", **of_model}
+
+
+def planned(file: Path, given: dict[str, Any]) -> PlannedStep:
+    return plan_step(read_run(file, **given), str(file), Questions(gpus_per_node=given["gpus_per_node"]))
+
+
+def suggested(file: Path, given: dict[str, Any], memory_bytes: int, **options: Any) -> SuggestedEdits:
+    with replanning(file, **given) as replan:
+        run = read_run(file, **given)
+        return suggest_edits(
+            run,
+            file.read_text(),
+            file.name,
+            replan=replan,
+            memory_bytes=memory_bytes,
+            gpus_per_node=given["gpus_per_node"],
+            **options,
+        )
+
+
+def patched(file: Path, proposal: Suggestion, folder: Path) -> Path:
+    """The file with the proposal's diff, by ``patch``."""
+    folder.mkdir()
+    shutil.copy(file, folder)
+    command = ["patch", "--binary", "-p0"]
+    subprocess.run(command, cwd=folder, input=proposal.diff.encode(), check=True, capture_output=True)
+    return folder / file.name
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="needs the command patch")
+@pytest.mark.foundry
+@pytest.mark.parametrize("name", FILES)
+def test_each_proposal_fits_when_planned_anew(name: str, tmp_path: Path):
+    """Who applies a diff would find that the run still does not fit, or takes another amount than was promised."""
+    file = tmp_path / name
+    file.write_text(FILES[name])
+    given = how(tmp_path, name)
+    now = planned(file, given)
+    memory_bytes = round(0.8 * now.estimate.peak_bytes)
+    found = suggested(file, given, memory_bytes)
+    assert not found.fits and found.peak_bytes == now.estimate.peak_bytes
+    assert found.proposals, found.explain()
+    assert file.read_text() == FILES[name]
+    for number, proposal in enumerate(found.proposals):
+        again = planned(patched(file, proposal, tmp_path / str(number)), given)
+        assert again.estimate.peak_bytes == proposal.peak_bytes <= memory_bytes, proposal.diff
+        rows = (now, again)
+        assert len({each.microbatch_size * each.num_microbatches for each in rows}) == 1, proposal.diff
+        assert len({(each.precision, each.optimizer, each.sequence_length) for each in rows}) == 1
+
+
+def every_file() -> dict[str, str]:
+    """What a person could write into the Trainer's file by hand, of what may be proposed."""
+    found = {}
+    for fsdp, recomputed, rows in product(
+        ("full_shard", "shard_grad_op", "full_shard offload", "shard_grad_op offload"), (False, True), (1, 2, 4, 8)
+    ):
+        shard, _, offload = fsdp.partition(" ")
+        words = " ".join(filter(None, (shard, "auto_wrap", offload)))
+        text = TRAINER.replace("full_shard auto_wrap", words)
+        text = text.replace("batch_size: 4", f"batch_size: {rows}").replace("steps: 2", f"steps: {8 // rows}")
+        text += "gradient_checkpointing: true\n" if recomputed else ""
+        found[f"{words}, {rows} rows, {'recomputed' if recomputed else 'kept'}"] = text
+    return found
+
+
+def test_no_file_by_hand_is_cheaper(tmp_path: Path):
+    """A search with traces put together from a few would pass by what a plan of the whole file shows to fit."""
+    file = tmp_path / "run.yaml"
+    file.write_text(TRAINER)
+    given = how(tmp_path, file.name)
+    by_hand = {}
+    for what, text in every_file().items():
+        (other := tmp_path / "other.yaml").write_text(text)
+        step = planned(other, given)
+        recomputed = sum(event.recomputed_flops for event in step.trace.events) if step.trace else 0
+        to_nodes = sum(each.node_bytes for each in step.traffic)
+        calls = len(step.estimate.calls)
+        cost = (to_nodes, recomputed * step.num_microbatches, calls, step.estimate.host_bytes)
+        by_hand[what] = (cost, step.estimate.peak_bytes)
+    peaks = sorted(peak for _, peak in by_hand.values())
+    for memory_bytes in (peaks[4], peaks[12], peaks[20]):
+        found = suggested(file, given, memory_bytes)
+        cheapest = min(cost for cost, peak in by_hand.values() if peak <= memory_bytes)
+        best = found.proposals[0].cost if found.proposals else found.cost
+        order = (best.inter_node_bytes, best.recomputed_flops, best.calls, best.offloaded_bytes)
+        assert order == cheapest, (memory_bytes, found.explain(), by_hand)
+    nothing = suggested(file, given, peaks[0] - 1)
+    assert not nothing.proposals
+    assert nothing.nearest is not None and nothing.nearest.peak_bytes == peaks[0]
+
+
+def test_what_is_decided_elsewhere_is_left(tmp_path: Path):
+    """A proposal would ask for a key that the command line stands above, or that this file cannot have."""
+    file = tmp_path / "run.yaml"
+    file.write_text(TRAINER)
+    given = how(tmp_path, file.name)
+    memory_bytes = round(0.8 * planned(file, given).estimate.peak_bytes)
+    found = suggested(file, given, memory_bytes, decided={"microbatch_size": "--microbatch gives them"}, host_bytes=0)
+    said = {each.what: each.reason for each in found.unsaid}
+    assert said["other rows of a microbatch"] == "--microbatch gives them"
+    assert any("replicas" in what for what in said)
+    for each in filter(None, (*found.proposals, found.nearest)):
+        assert "+per_device_train_batch_size" not in each.diff and not each.cost.offloaded_bytes
+    with pytest.raises(ConfigError):
+        suggested(tmp_path / "config.json", given | {"model_config": None}, memory_bytes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trained
+
+
+def check_trained(folder: str, files: list[str], peaks: list[int]) -> None:
+    make_data_of_runs(folder)
+    dist.barrier()
+    for number, (file, expected) in enumerate(zip(files, peaks, strict=True)):
+        found = peak_of_state(folder, Path(file), f"{number}")
+        assert found == expected, f"{Path(file).read_text()}: {found} of state, {expected} were planned"
+
+
+def peak_of_state(folder: str, file: Path, name: str) -> int:
+    """Counted at torch's dispatcher in the second batch of a run of Foundry's."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from composer import Callback, Trainer
+    from counting import StateBytes
+
+    class Counting(Callback):
+        def batch_start(self, state: Any, logger: Any) -> None:
+            if state.timestamp.batch.value == 1:
+                self.state = StateBytes(state.model, state.optimizers[0])
+                self.state.__enter__()
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            if state.timestamp.batch.value == 2:
+                self.state.__exit__(None, None, None)
+
+    counting, fit = Counting(), Trainer.fit
+
+    def counted(trainer: Any, *args: Any, **options: Any) -> None:
+        trainer.state.callbacks.append(counting)
+        fit(trainer, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "fit", counted)
+        train(FSDP2, file, folder, name, "max_duration=2ba", "save_interval=1ep")
+    return counting.state.peak
+
+
+def planned_state(file: Path, given: dict[str, Any]) -> int:
+    """The most that all but activations takes, in a step with the order of events that the model's trace shows."""
+    step = planned(file, given)
+    optimizer = counted_optimizer(read_run(file, **given).optimizer)[0]
+    state = state_of_step(
+        step.plan,
+        step.trace,
+        world_size=step.world_size,
+        optimizer=optimizer,
+        num_microbatches=step.num_microbatches,
+    )
+    return max(max(each.meanwhile_bytes, each.afterwards_bytes) for each in state.samples)
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="needs the command patch")
+@pytest.mark.foundry
+@pytest.mark.composer
+def test_proposals_are_trained_with_what_was_planned(tmp_path: Path):
+    """What the plan of a changed file says of memory would not be what its run takes."""
+    file = tmp_path / "mpt.yaml"
+    text = YAML.read_text().replace("n_layers: 3", "n_layers: 2")
+    file.write_text(text.replace("global_train_batch_size: 16", "global_train_batch_size: 8"))
+    given = how(tmp_path, file.name, world_size=2)
+    now = planned(file, given)
+    files, peaks = [], []
+    for number, share in enumerate((0.9, 0.75, 0.6)):
+        found = suggested(file, given, round(share * now.estimate.peak_bytes), host_bytes=0)
+        each = found.proposals[0] if found.proposals else found.nearest
+        assert each is not None, found.explain()
+        files.append(str(patched(file, each, tmp_path / str(number))))
+        peaks.append(planned_state(Path(files[-1]), given))
+    assert len({Path(each).read_text() for each in files}) == 3
+    run_ranks(check_trained, 2, str(tmp_path), files, peaks)
