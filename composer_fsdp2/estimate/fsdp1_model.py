@@ -92,9 +92,8 @@ def _gradients(units: list[UnitSizes], plan: ShardingPlan, num_microbatches: int
 
 def _differences(plan: ShardingPlan, num_microbatches: int) -> list[str]:
     said = [
-        "FSDP1 gathers into the flat parameter itself; FSDP2 gathers into a buffer and copies out of it.",
-        "FSDP1 frees what it gathered when the device is done with it, FSDP2 when Python is: its peak does not depend "
-        "on how far the CPU runs ahead.",
+        "FSDP1 gathers into the flat parameter itself; FSDP2 into a buffer, and copies out of it.",
+        "FSDP1 frees what was gathered when the device is done with it, FSDP2 when Python is.",
         "Collectives: FSDP1 sends as many, of flat parameters padded once; FSDP2 pads each parameter.",
     ]
     if any(type(unit.reshard_after_forward) is int and unit.reshard_after_forward > 1 for unit in plan.units):

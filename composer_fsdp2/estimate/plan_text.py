@@ -136,8 +136,7 @@ def _lines_of(bounds: Bounds) -> Iterator[str]:
     if bounds.machine.sources:
         yield from _wrapped("; ".join(bounds.machine.sources))
     yield from _wrapped(
-        "Not known: contention, stragglers, how near kernels come to the peak, data loading, NCCL's algorithm and "
-        "latency (--json says more)."
+        "Not known: contention, stragglers, kernels, data loading, NCCL's choices (--json says more)."
     )
 
 

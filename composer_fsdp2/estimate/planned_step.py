@@ -213,9 +213,14 @@ class UnitKind:
 
 
 def unit_kinds(units: Iterable[tuple[ShardUnit, LinkBytes]]) -> Sequence[UnitKind]:
-    """Units by the form of their names and their size; bytes are of one of them, what is sent of all."""
+    """Units by the form of their names and their size, without those that have no parameters.
+
+    Bytes are of one of a kind, what is sent of all.
+    """
     alike: dict[tuple[str, int, str], list[tuple[ShardUnit, LinkBytes]]] = {}
     for unit, sent in units:
+        if not unit.numel:
+            continue
         parts = ("*" if part.isdecimal() else part for part in unit.name.split("."))
         alike.setdefault((".".join(parts), unit.numel, str(unit.reshard_after_forward)), []).append((unit, sent))
     return [

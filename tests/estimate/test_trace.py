@@ -76,13 +76,35 @@ def t5(num_blocks: int) -> nn.Module:
     return with_hooks(Holder(T5ForConditionalGeneration(config)), "T5Block")
 
 
+def mpt(num_blocks: int) -> nn.Module:
+    from llmfoundry.models import ComposerMPTCausalLM
+
+    made = ComposerMPTCausalLM(
+        d_model=32, n_heads=4, n_layers=num_blocks, expansion_ratio=2, max_seq_len=32, vocab_size=64,
+        attn_config={"attn_impl": "torch"}, loss_fn="torch_crossentropy",
+    )  # fmt: skip
+    return with_hooks(made, "MPTBlock")
+
+
+def loss_of_mpt(model: nn.Module, rows: int, tokens: int) -> Any:
+    """As Composer's Trainer computes it."""
+    from composer_fsdp2.preflight.losses import ComposerLoss
+
+    return ComposerLoss()(model, rows, tokens)
+
+
 def with_hooks(model: Any, block: str) -> nn.Module:
     model.model.fsdp_wrap_fn = model.model.activation_checkpointing_fn = lambda module: type(module).__name__ == block
     return model
 
 
 OURS = {"ours": (ours, loss_of_ours)}
-THEIRS = {"llama": (llama, loss_of_theirs), "gpt2": (gpt2, loss_of_theirs), "t5": (t5, loss_of_theirs)}
+THEIRS = {
+    "llama": (llama, loss_of_theirs),
+    "gpt2": (gpt2, loss_of_theirs),
+    "t5": (t5, loss_of_theirs),
+    "mpt": (mpt, loss_of_mpt),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +200,13 @@ def test_traced_is_what_a_real_run_keeps(name: str):
 @pytest.mark.parametrize("name", THEIRS)
 def test_three_blocks_of_a_known_model_stand_for_all(name: str):
     """As above, with blocks that differ (T5's first) and with caches of keys and values."""
-    pytest.importorskip("transformers", reason="needs transformers' models")
+    pytest.importorskip("llmfoundry" if name == "mpt" else "transformers", reason="needs their models")
     settings = ("amp_bf16, nothing recomputed", "fp32, every second recomputed")
     check_expansion(*THEIRS[name], {name: SETTINGS[name] for name in settings}, 6)
 
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_traced_is_what_a_known_model_keeps(name: str):
-    """Llama, GPT-2 and T5 by transformers, as people train them."""
-    pytest.importorskip("transformers", reason="needs transformers' models")
+    """Llama, GPT-2 and T5 by transformers and MPT by LLM Foundry, as people train them."""
+    pytest.importorskip("llmfoundry" if name == "mpt" else "transformers", reason="needs their models")
     check_real(*THEIRS[name])
