@@ -7,7 +7,7 @@ from html import escape
 from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.text import human_bytes
 from composer_fsdp2.estimate.fsdp1_model import state_peak_of
-from composer_fsdp2.estimate.plan_text import human_count, human_seconds, plan_text, where
+from composer_fsdp2.estimate.plan_text import collective_rows, human_count, human_seconds, plan_text, where
 from composer_fsdp2.estimate.planned_step import PlannedStep, unit_kinds
 from composer_fsdp2.estimate.step import Kind, MemorySample, Phase
 from composer_fsdp2.sharding.plan import ShardUnit
@@ -40,9 +40,9 @@ def plan_page(step: PlannedStep, suggestions: str = "") -> str:
         suggestions: What ``--suggest`` says, as text.
     """
     proposed = f"<h2>Suggestions</h2>\n<pre>{escape(suggestions)}</pre>" if suggestions else ""
-    parts = (_timeline, _units, _collectives, _bounds, _fsdp1, _findings, _text)
-    lines = (line for part in parts for line in part(step))
-    body = "\n".join((*_head(step), *_verdict(step), proposed, *lines))
+    first, others = (_head, _verdict, _timeline), (_units, _collectives, _bounds, _fsdp1, _findings, _text)
+    before, after = ([line for part in parts for line in part(step)] for parts in (first, others))
+    body = "\n".join((*before, proposed, *after))
     title = escape(f"plan of {step.source}")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
@@ -307,20 +307,8 @@ def _unit_bars(units: Sequence[ShardUnit]) -> Iterator[str]:
 
 def _collectives(step: PlannedStep) -> Iterator[str]:
     yield "<h2>Collectives of a step, for one rank</h2>"
-    rows = [
-        (
-            f"{each.phase.value}: {each.op}",
-            f"{each.ranks}",
-            each.link.value,
-            f"{each.calls}",
-            human_bytes(each.num_bytes),
-            human_bytes(each.ring_bytes),
-            human_bytes(each.node_bytes),
-        )
-        for each in step.traffic
-    ]
     header = ("collective", "ranks", "link", "calls", "full buffers", "sent in a ring", "to other nodes")
-    yield from _table(header, rows)
+    yield from _table(header, collective_rows(step))
     yield (
         '<p class="soft">In a ring a rank sends (n-1)/n of a full buffer, and of an all-reduce twice that. A ring over '
         "several nodes leaves each once: the last column is a rank’s share of it.</p>"

@@ -100,8 +100,9 @@ def _units(step: PlannedStep) -> Iterator[str]:
         yield f"  and {len(rows) - _SHOWN_KINDS} more kinds; --json has them all"
 
 
-def _collectives(step: PlannedStep) -> Iterator[str]:
-    rows = [
+def collective_rows(step: PlannedStep) -> list[tuple[str, ...]]:
+    """Of a step's collectives that are alike: what, ranks, link, calls, and bytes of buffers, sent, and to nodes."""
+    return [
         (
             f"{each.phase.value}: {each.op}",
             f"{each.ranks}",
@@ -113,7 +114,12 @@ def _collectives(step: PlannedStep) -> Iterator[str]:
         )
         for each in step.traffic
     ]
-    yield from _table(("collectives of a step", "ranks", "link", "calls", "buffers", "sent", "to nodes"), rows)
+
+
+def _collectives(step: PlannedStep) -> Iterator[str]:
+    yield from _table(
+        ("collectives of a step", "ranks", "link", "calls", "buffers", "sent", "to nodes"), collective_rows(step)
+    )
 
 
 def _bounds(step: PlannedStep) -> Iterator[str]:
@@ -135,9 +141,7 @@ def _lines_of(bounds: Bounds) -> Iterator[str]:
     yield f"  one after the other, at the same speeds: {human_seconds(bounds.serial_s)}"
     if bounds.machine.sources:
         yield from _wrapped("; ".join(bounds.machine.sources))
-    yield from _wrapped(
-        "Not known: contention, stragglers, kernels, data loading, NCCL's choices (--json says more)."
-    )
+    yield from _wrapped("Not known: contention, stragglers, kernels, data loading, NCCL's choices (--json says more).")
 
 
 def _wrapped(text: str) -> list[str]:

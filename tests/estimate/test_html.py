@@ -77,13 +77,13 @@ def test_the_page_is_whole_and_asks_for_nothing_from_outside():
     finding's value must not become a part of the page."""
     bare = replace(planned(memory_bytes=None), bounds=None, fsdp1=None, findings=())
     for step in (planned(), planned(num_blocks=300), bare):
-        page = plan_page(step)
+        page = plan_page(step, "1. a <b> & c")
         minidom.parseString(page.removeprefix("<!DOCTYPE html>\n"))
         reader = Addresses()
         reader.feed(page)
         assert reader.found == []
         assert not re.search(r"(?i)https?:|//[a-z]|url\(|@import|\d(?:nan|inf)|>(?:nan|inf|None)<", page)
-        assert "runs/&lt;script&gt;alert(1)" in page
+        assert "runs/&lt;script&gt;alert(1)" in page and "<pre>1. a &lt;b&gt; &amp; c</pre>" in page
         assert "prefers-color-scheme:dark" in page
 
 
