@@ -147,7 +147,8 @@ def run_traced(
         with _autocast(precision):
             held = loss(model, rows, tokens)
         first = held[0] if isinstance(held, tuple) else held
-        first.backward()
+        # Within a tensor's own backward() no mode of calls is asked, and a recomputed attention would be a CPU's.
+        torch.autograd.backward(first)
     recorder.close()
     return Traced(
         events=recorder.events,

@@ -97,8 +97,10 @@ def build_model(path: Path, changes: Mapping[str, Any] | None = None) -> nn.Modu
         model_class, without_initialization = _model_class(kind, values), _without_initialization()
         # Imported before: torch's compiler, which transformers imports, computes with tensors while it is imported.
         with torch.device("meta"), without_initialization:
-            model: nn.Module = model_class._from_config(config, torch_dtype=torch.float32)
-        return model.train()
+            model = model_class._from_config(config, torch_dtype=torch.float32)
+        model.tie_weights()  # which transformers leaves out where it leaves out the initialization
+        trained: nn.Module = model.train()
+        return trained
     except ConfigError:
         raise
     except Exception as error:
