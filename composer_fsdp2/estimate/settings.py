@@ -8,7 +8,7 @@ from itertools import product
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.sharding.modules import ancestors_or_self
-from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit
+from composer_fsdp2.sharding.plan import ShardingPlan
 
 MAX_EVERY = 8  # with every ninth block recomputed little is gained
 
@@ -143,18 +143,14 @@ class Space(Value):
 
 
 def blocks_of(plan: ShardingPlan) -> tuple[tuple[str, ...], ...]:
-    """The model's blocks, a row of equal ones each: units below a root that are alike, and in no other unit."""
-    below = [unit for unit in plan.units if not unit.is_root]
-    names = {unit.name for unit in below}
-    rows: dict[object, list[str]] = {}
-    for unit in below:
-        if names.isdisjoint(list(ancestors_or_self(unit.name))[1:]) and len(unit.modules) == 1:
-            rows.setdefault((unit.name.rpartition(".")[0], _form(unit)), []).append(unit.name)
+    """The model's blocks, a row of each list of modules: units below a root that have numbers, and are in no other."""
+    below = {unit.name for unit in plan.units if not unit.is_root}
+    rows: dict[str, list[str]] = {}
+    for unit in plan.units:
+        row, _, number = unit.name.rpartition(".")
+        if unit.name in below and number.isdecimal() and below.isdisjoint(list(ancestors_or_self(unit.name))[1:]):
+            rows.setdefault(row, []).append(unit.name)
     return tuple(tuple(row) for row in rows.values() if len(row) > 1)
-
-
-def _form(unit: ShardUnit) -> object:
-    return tuple((spec.name.removeprefix(unit.name), spec.shape, spec.dtype) for spec in unit.parameters)
 
 
 def chosen_blocks(plan: ShardingPlan, activations: Activations) -> tuple[str, ...]:

@@ -200,13 +200,22 @@ class _Editor:
         other = next((each for each in values if each != getattr(present, lever)), None)
         if other is None:
             return values
-        if why := self.decided.get(lever):
+        changed = replace(present, **{lever: other})
+        found = self._fulfilled(changed)
+        why = self.decided.get(lever) or "".join(found.missing[:1]) or self._planned(changed, found)
+        if isinstance(why, str):
             self.unsaid[what] = why
             return ()
-        found = self._fulfilled(replace(present, **{lever: other}))
-        if found.missing:
-            self.unsaid[what] = found.missing[0]
-        return () if found.missing else values
+        return values
+
+    def _planned(self, settings: Settings, found: Fulfilled) -> PreflightRun | str:
+        """The run that the changed file asks for, or why it is not the one that was meant."""
+        try:
+            run = self.replan(found.after)
+        except ComposerFSDP2Error as error:
+            return " ".join(str(error).split())
+        is_meant = present_settings(run.plan, run.microbatch_size) == settings
+        return run if is_meant else _SOMETHING_ELSE
 
     def _recompute_as_the_file_would(self, marked: Sequence[Activations]) -> None:
         """A file that recomputes nothing does not say in which of torch's two ways, which keep and compute unlike."""
@@ -214,15 +223,15 @@ class _Editor:
         other = next((each for each in marked if each.recompute), None)
         if other is None or present.activations.recompute:
             return
-        found = self._fulfilled(replace(present, activations=other))
-        if found.missing:
+        changed = replace(present, activations=other)
+        found = self._fulfilled(changed)
+        run = "" if found.missing else self._planned(changed, found)
+        if isinstance(run, str):
             return
-        with contextlib.suppress(ComposerFSDP2Error):  # a choice that cannot be had is left out later
-            mode = self.replan(found.after).plan.config.activation_checkpointing
-            plan = self.run.plan
-            mode = replace(plan.config.activation_checkpointing, reentrant=mode.reentrant)
-            self.run = replace(self.run, plan=replace(plan, config=replace(plan.config, activation_checkpointing=mode)))
-            self.subject = subject_of(self.run, self.subject.gpus_per_node)
+        plan, as_said = self.run.plan, run.plan.config.activation_checkpointing
+        mode = replace(plan.config.activation_checkpointing, reentrant=as_said.reentrant)
+        self.run = replace(self.run, plan=replace(plan, config=replace(plan.config, activation_checkpointing=mode)))
+        self.subject = subject_of(self.run, self.subject.gpus_per_node)
 
     def can_be_had(self, settings: Settings, peak_bytes: int) -> bool:
         """Whether the file can say it, and a plan of what it says then is what was meant, and fits as well."""
@@ -232,16 +241,12 @@ class _Editor:
         if found.missing or self.num_planned == MAX_PLANNED:
             return False
         self.num_planned += 1
-        what = "; ".join(map(str, found.changes))
-        try:
-            run = self.replan(found.after)
-            planned = plan_step(run, self.name, Questions(gpus_per_node=self.subject.gpus_per_node))
-        except ComposerFSDP2Error as error:
-            self.unsaid[what] = " ".join(str(error).split())
+        run = self._planned(settings, found)
+        if isinstance(run, str):
+            if run not in self.unsaid.values():
+                self.unsaid["; ".join(map(str, found.changes))] = run
             return False
-        if present_settings(run.plan, run.microbatch_size) != settings:
-            self.unsaid[what] = _SOMETHING_ELSE
-            return False
+        planned = plan_step(run, self.name, Questions(gpus_per_node=self.subject.gpus_per_node))
         if peak_bytes <= self.memory_bytes < planned.estimate.peak_bytes:
             return False
         self.had[settings] = self._suggestion(settings, found, planned)

@@ -183,3 +183,16 @@ def test_finds_what_brute_force_finds(data: st.DataObject):
     assert found.num_points == len({*space.points(plan), subject.present})
     for each in (*found.proposals, *filter(None, (found.present, found.nearest))):
         assert each.peak_bytes == subject.estimate(each.settings).peak_bytes
+
+
+def test_a_row_s_first_block_may_have_more_parameters():
+    """T5's first blocks hold the positions of all: every block recomputed would be all but these."""
+    plan = plan_of(num_layers=3)
+    extra = ParameterSpec(names=("model.layers.0.bias",), shape=(8,), dtype="float32")
+    first = replace(plan.units[0], parameters=(*plan.units[0].parameters, extra))
+    inner = replace(plan.units[1], modules=("model.layers.1.experts.0",))
+    plan = replace(plan, units=(inner, first, *plan.units[1:]))
+    row = tuple(f"model.layers.{number}" for number in range(3))
+    assert blocks_of(plan) == (row,)
+    assert chosen_blocks(plan, Activations(every=1, recompute=True)) == row
+    assert chosen_blocks(plan, Activations(every=2, recompute=True)) == row[1::2]
