@@ -34,6 +34,7 @@ def function_from(name: str) -> Callable[[], Any]:
     Raises:
         ConfigError: there is no such function.
     """
+    from composer_fsdp2.config.text import one_line
     from composer_fsdp2.errors import ConfigError
 
     place, colon, function = name.rpartition(":")
@@ -44,6 +45,8 @@ def function_from(name: str) -> Callable[[], Any]:
         return found
     except (ImportError, OSError, AttributeError) as error:
         raise ConfigError(f"--model {name}: {error}") from error
+    except (Exception, SystemExit) as error:  # what is no name of a module, and whatever the module's own code does
+        raise ConfigError(f"--model {name}: {one_line(error)}") from error
 
 
 def _module(place: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,9 @@ import typer
 
 from composer_fsdp2.atomic import replacing
 from composer_fsdp2.cli.models import MODEL_HELP, function_from
+from composer_fsdp2.cli.others_code import ended_by_sigterm, quietly
 from composer_fsdp2.config.sizes import Reserve, parse_bandwidth, parse_bytes, parse_flops, parse_reserve
+from composer_fsdp2.config.text import printable
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.estimate.bounds import GPUS, Machine
 
@@ -58,9 +61,9 @@ class Options:
     def machine(self) -> Machine | None:
         """What is given of speeds; a number of one's own takes the place of the table's."""
         given = Machine(
-            flops=parse_flops(self.flops, "--flops") if self.flops else None,
-            intra_bytes_per_s=parse_bandwidth(self.intra, "--intra-gbps") if self.intra else None,
-            inter_bytes_per_s=parse_bandwidth(self.inter, "--inter-gbps") if self.inter else None,
+            flops=parse_flops(self.flops, "--flops") if self.flops is not None else None,
+            intra_bytes_per_s=parse_bandwidth(self.intra, "--intra-gbps") if self.intra is not None else None,
+            inter_bytes_per_s=parse_bandwidth(self.inter, "--inter-gbps") if self.inter is not None else None,
         )
         of_gpu = GPUS[self.gpu] if self.gpu else Machine()
         machine = replace(
@@ -89,7 +92,7 @@ class Options:
             "world_size": self.world_size,
             "gpus_per_node": self.gpus_per_node,
             "model_config": self.model_config,
-            "model": function_from(self.model) if self.model else None,
+            "model": function_from(self.model) if self.model is not None else None,
             "microbatch": self.microbatch,
             "sequence": self.sequence,
             "device": self.device,
@@ -109,10 +112,10 @@ def plan(
     context: typer.Context,
     file: str = typer.Argument(metavar="FILE", help="A training file of LLM Foundry, or of another system."),
     overrides: list[str] = typer.Argument(None, metavar="[KEY=VALUE ...]", help="Values in place of the file's."),
-    world_size: int = typer.Option(..., "--world-size", min=1, help="The number of ranks."),
-    gpus_per_node: int = typer.Option(8, "--gpus-per-node", min=1, help="How many of them share a node."),
-    microbatch: int = typer.Option(None, "--microbatch", min=1, help="Rows of a microbatch of one rank."),
-    sequence: int = typer.Option(None, "--sequence", min=1, help="Tokens of a row."),
+    world_size: int = typer.Option(..., "--world-size", help="The number of ranks."),
+    gpus_per_node: int = typer.Option(8, "--gpus-per-node", help="How many of them share a node."),
+    microbatch: int = typer.Option(None, "--microbatch", help="Rows of a microbatch of one rank."),
+    sequence: int = typer.Option(None, "--sequence", help="Tokens of a row."),
     model_config: str = typer.Option(
         None, "--model-config", metavar="PATH", help="A model's config.json, or a folder that has one."
     ),
@@ -182,9 +185,10 @@ def plan(
 
 def _plan(file: str, overrides: Sequence[str], options: Options) -> None:
     try:
-        text, exit_code = _answer(file, overrides, options)
+        with ended_by_sigterm(), quietly():
+            text, exit_code = _answer(file, overrides, options)
     except ComposerFSDP2Error as error:
-        _refuse(" ".join(str(error).split()))
+        _refuse(str(error))
     except OSError as error:
         _refuse(f"{error.filename or file}: {error.strerror or error}")
     except KeyboardInterrupt:
@@ -194,15 +198,18 @@ def _plan(file: str, overrides: Sequence[str], options: Options) -> None:
 
 
 def _refuse(why: str) -> None:
-    print(f"composer-fsdp2: {why}", file=sys.stderr)
+    print(f"composer-fsdp2: {printable(' '.join(why.split()))}", file=sys.stderr)
     sys.exit(2)
 
 
 def _answer(file: str, overrides: Sequence[str], options: Options) -> tuple[str, int]:
     """What is printed, and the exit code; the files that were asked for are there by then, all or none."""
-    memory = parse_bytes(options.memory, "--memory") if options.memory else None
+    memory = parse_bytes(options.memory, "--memory") if options.memory is not None else None
+    if options.reserve is not None and memory is None:
+        raise ConfigError("--reserve is a part of the memory; give that as well, as in --memory 80GiB")
     reserve = parse_reserve(options.reserve, "--reserve") if options.reserve is not None else Reserve()
     machine, host_bytes = options.machine(), options.host_bytes()
+    _keep_what_is_read(file, options)
     with _written(options) as write:
         # Here and not above: a wrong option is answered before torch is there.
         from composer_fsdp2.estimate.plan_text import plan_text
@@ -250,6 +257,19 @@ def _suggested(
         )
 
 
+def _keep_what_is_read(file: str, options: Options) -> None:
+    """Refuse to write over a file that is read, or the page and the trace to one name."""
+    config = options.model_config
+    read = (file, *((config, f"{config}/config.json") if config else ()))
+    taken = {os.path.realpath(path): path for path in read}
+    for path in (options.html, options.trace):
+        if path is None:
+            continue
+        if (real := os.path.realpath(path)) in taken:
+            raise ConfigError(f"{path} cannot be written, because it is {taken[real]} as well; give another name")
+        taken[real] = str(path)
+
+
 @contextlib.contextmanager
 def _written(options: Options) -> Iterator[Callable[[PlannedStep, str], None]]:
     """A function that writes the files that were asked for; that they can be is seen before any work is done."""
@@ -277,5 +297,12 @@ def _file(path: Path) -> Iterator[Path]:
         raise ConfigError(f"{path}: there is no folder {path.parent}")
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give the name of a file")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is a device or a pipe; give the name of a file, which is written when it is complete")
     with replacing(path) as beside:
+        try:
+            beside.touch()
+            beside.unlink()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
         yield beside

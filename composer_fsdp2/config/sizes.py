@@ -1,5 +1,6 @@
 """Sizes, bandwidths and speeds as people write them: ``80GiB``, ``400Gb/s``, ``989TFLOPS``; never without a unit."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ def _measured(text: str, name: str, units: Mapping[str, float], way_out: str, *,
         raise ConfigError(f"{name} {text}: {found[2]!r} is no unit of it; {way_out}")
     if not number:
         raise ConfigError(f"{name} {text} is nothing; {way_out}")
+    if not math.isfinite(number * units[unit]):
+        raise ConfigError(f"{name} {text[:20]}... is more than a computer can count; {way_out}")
     return number * units[unit]
 
 

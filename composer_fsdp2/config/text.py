@@ -56,6 +56,13 @@ def human_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
+def one_line(error: BaseException) -> str:
+    """Somebody else's error for the end of a message: its type, and the beginning of what it says."""
+    text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
+    text = text.removesuffix(":")  # of an error that says nothing
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
 def short(value: object) -> str:
     """``repr``, cut to 80 characters."""
     text = repr(value)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.paths import has_path, value_at
@@ -44,8 +45,13 @@ _TRAINER = BatchWords(
 BATCH_WORDS: Mapping[str, BatchWords] = {
     # Beside a section that was migrated stands what the other system's file had there.
     "composer": BatchWords(
-        microbatch=("device_train_microbatch_size", "per_device_train_batch_size", "micro_batch_size"),
-        accumulation=("gradient_accumulation_steps",),
+        microbatch=(
+            "device_train_microbatch_size",
+            "per_device_train_batch_size",
+            "training_args.per_device_train_batch_size",
+            "micro_batch_size",
+        ),
+        accumulation=("gradient_accumulation_steps", "training_args.gradient_accumulation_steps"),
         global_batch=("global_train_batch_size", "train_batch_size"),
         sequence=("max_seq_len", *_LENGTHS, "sequence_len"),
         optimizer=("optimizer.name", "optim"),
@@ -123,13 +129,12 @@ def read_batches(
             why = "the system's own default" if field in words.defaults else "assumed"
             option = {"microbatch": "give --microbatch", "sequence": "give --sequence"}.get(field, "")
             findings.append(assumed(key, value, f"no key of the file says it; {why}", option))
-        if field != "optimizer" and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
-            raise ConfigError(f"{key} is {value!r}; give a number above 0")
-        return value
+        return value if field == "optimizer" else _whole(key, value)
 
     rows, tokens = number("microbatch", microbatch), number("sequence", _lengths(section, sequence))
     key, batch = next(_found(section, words.global_batch), ("", None))
-    if isinstance(batch, int) and batch > 0:
+    if batch not in (None, "auto"):
+        batch = _whole(key, batch)
         if batch % num_data_ranks:
             raise ConfigError(
                 f"{key} {batch} is not a multiple of the {num_data_ranks} ranks that read batches of their own"
@@ -142,12 +147,19 @@ def read_batches(
     name = str(number("optimizer"))
     options = {own: value for own, key in words.options.items() for _, value in _found(section, (key,))}
     return Batches(
-        microbatch=int(rows),
-        num_microbatches=int(count),
-        sequence=int(tokens),
+        microbatch=rows,
+        num_microbatches=count,
+        sequence=tokens,
         optimizer=OptimizerChoice(name=_OPTIMIZERS.get(name, name), options=options),
         findings=tuple(findings),
     )
+
+
+def _whole(key: str, value: Any) -> int:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and value >= 1 and value % 1 == 0):  # what is no number is not equal to itself, and infinity % 1
+        raise ConfigError(f"{key} is {short(value)}; give a whole number above 0")
+    return int(value)
 
 
 def _lengths(section: Section, given: int | None) -> int | None:

@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 
 from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.config.text import one_line
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.preflight.batch_sizes import batches_of, fitting_world_sizes
 from composer_fsdp2.preflight.model_config import find_model_config, folder_with
-from composer_fsdp2.preflight.planned_model import ModelOrFunction, built, of_model, one_line
+from composer_fsdp2.preflight.planned_model import ModelOrFunction, built, of_model
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice, PreflightRun
 from composer_fsdp2.preflight.run_file import RunFile
 
@@ -47,8 +48,10 @@ def read_foundry_yaml(
         ) from error
     foundry = _read(foundry_run.read_foundry, file, world_size)
     if foundry.fsdp is None:
-        why = "on one rank Foundry trains without FSDP" if world_size == 1 else "it has no fsdp_config"
-        raise ConfigError(f"{file.path}: {why}, so that nothing is sharded")
+        is_alone = world_size == 1
+        why = "on one rank Foundry trains without FSDP" if is_alone else "it has no fsdp_config"
+        way_out = "; plan it for 2 ranks or more" if is_alone else ""
+        raise ConfigError(f"{file.path}: {why}, so that nothing is sharded{way_out}")
     findings: list[Finding] = []
     if model is None:
         given, findings = foundry_substitutes.substituted(foundry.model)
@@ -62,6 +65,7 @@ def read_foundry_yaml(
         config.device_train_batch_size, config.device_train_microbatch_size, microbatch
     )
     options = dict(config.optimizer)
+    name = options.pop("name", None)
     return of_model(
         whole,
         foundry_run.sharding_of(foundry),
@@ -72,7 +76,7 @@ def read_foundry_yaml(
         num_microbatches=num_microbatches,
         batch_rows=math.ceil(config.device_train_batch_size),
         sequence=sequence or config.max_seq_len,
-        optimizer=OptimizerChoice(name=options.pop("name"), options=options),
+        optimizer=OptimizerChoice(name=str(name), options=options) if name is not None else None,
         device=device,
         gpus_per_node=gpus_per_node,
         findings=file.placed([*findings, *assumptions]),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.preflight.answering import without_values
 
 
@@ -60,7 +61,13 @@ class LabelsLoss(_OwnBatch):
     def __call__(self, model: nn.Module, rows: int, tokens: int) -> tuple[torch.Tensor, Any]:
         with self.without_values():
             outputs = model(input_ids=_ids(model, rows, tokens), labels=_ids(model, rows, tokens))
-        return outputs["loss"], outputs if self.keeps_outputs else None
+        loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else None
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(
+                f"the model ({type(getattr(model, 'model', model)).__name__}) returns no loss when it is given input_ids "
+                "and labels; --no-activations plans without one"
+            )
+        return loss, outputs if self.keeps_outputs else None
 
 
 def _ids(model: nn.Module, rows: int, tokens: int) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from composer_fsdp2.config.text import one_line
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.preflight.planned_model import one_line
 
 FILE = "config.json"
 
@@ -29,7 +29,7 @@ def find_model_config(given: str | Path | None, name: str | None = None) -> Path
     """
     if given is not None:
         path = Path(given) / FILE if Path(given).is_dir() else Path(given)
-        if not path.is_file():
+        if not str(given) or not path.is_file():
             raise ConfigError(f"--model-config {given}: there is no file {path}")
         return path
     if name is None:
@@ -83,11 +83,15 @@ def build_model(path: Path, changes: Mapping[str, Any] | None = None) -> nn.Modu
         raise ConfigError(f"{path}: building this model needs transformers: pip install transformers") from error
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no {FILE}: {error}") from error
     if not isinstance(values, dict) or not is_model_config(values):
         raise ConfigError(f"{path} names no model_type, so that it is no transformers model's {FILE}")
     values |= changes or {}
+    if values.get("quantization_config"):
+        raise ConfigError(
+            f"{path}: quantization_config is not planned; give the {FILE} of the model whose weights are not quantized"
+        )
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"{path}: transformers here knows no model_type {kind}; a newer one may")

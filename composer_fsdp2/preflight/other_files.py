@@ -11,6 +11,7 @@ from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.dialect import Dialect, Section
 from composer_fsdp2.migration.dialects import DIALECTS
+from composer_fsdp2.migration.dialects.composer.beside_section import findings_beside, tensor_degree
 from composer_fsdp2.migration.dialects.composer.surroundings import around_of, precision_of
 from composer_fsdp2.migration.dialects.fingerprints import foreign_system
 from composer_fsdp2.migration.paths import has_path, value_at
@@ -147,13 +148,30 @@ def _values_for(dialect: Dialect, file: RunFile) -> Any:
 
 
 def _composers(section: Section) -> _Asked:
-    precision, problem = precision_of(around_of(section))
+    around = around_of(section)
+    precision, problem = precision_of(around)
+    findings = [problem] if problem else []
+    findings += [each for each in findings_beside(section, around) if each.outcome.blocks]
+    if (degree := tensor_degree(section, around)) > 1:
+        findings.append(_without_layer_plan(section, degree))
     return _Asked(
         section=section,
         dialect=_COMPOSER.name,
         fsdp=dict(section.given),
         precision=precision,
-        findings=(problem,) if problem else (),
+        findings=tuple(findings),
+    )
+
+
+def _without_layer_plan(section: Section, degree: int) -> Finding:
+    key = "tp" if section.path[-2:-1] == ("parallelism_config",) else "tp_config"
+    return Finding(
+        key=".".join((*map(str, section.path[:-1]), key)),
+        value=degree,
+        outcome=Outcome.NEEDS_DECISION,
+        target="layers that nobody splits",
+        reason="which layers are split, and how, is in the script's layer plan, which no file can hold",
+        hint="read the plan as that of a run without tensor parallelism",
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2.config.findings import Finding
+from composer_fsdp2.config.text import one_line
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.preflight.losses import ComposerLoss, LabelsLoss
 from composer_fsdp2.preflight.preflight_run import Loss, OptimizerChoice, PreflightRun
@@ -114,6 +115,7 @@ def of_model(
         ConfigError, PlanError, UnsupportedError: as on the ranks, but for what blocks: that is in the findings.
     """
     whole = built(model)
+    _refuse_sizes(microbatch, num_microbatches, sequence)
     with _on_nodes_of(gpus_per_node):
         translation, plan = plan_run(
             whole,
@@ -139,6 +141,21 @@ def of_model(
     )
 
 
+# Of one rank's batch; each is replayed, and no batch in use has as many.
+MOST_MICROBATCHES = 10_000
+
+
+def _refuse_sizes(microbatch: int, num_microbatches: int, sequence: int) -> None:
+    for what, number in (("rows", microbatch), ("tokens in a row", sequence)):
+        if number < 1:
+            raise ConfigError(f"a microbatch of {number} {what} cannot be planned; give a number from 1 on")
+    if not 1 <= num_microbatches <= MOST_MICROBATCHES:
+        raise ConfigError(
+            f"a batch of {num_microbatches} microbatches on each rank cannot be planned; give a batch of 1 to "
+            f"{MOST_MICROBATCHES} of them"
+        )
+
+
 @contextlib.contextmanager
 def _on_nodes_of(num_ranks: int) -> Iterator[None]:
     """For a process_group by nodes, which reads what launchers set."""
@@ -151,9 +168,3 @@ def _on_nodes_of(num_ranks: int) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def one_line(error: BaseException) -> str:
-    """Somebody else's error for the end of a message."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 300 else f"{text[:297]}..."

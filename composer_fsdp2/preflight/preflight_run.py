@@ -67,4 +67,4 @@ class PreflightRun:
     @property
     def computed_tokens(self) -> int:
         """Tokens of a row that a rank computes: its part of a sequence that ranks divide."""
-        return self.sequence_length // self.plan.config.context_parallel_degree
+        return -(-self.sequence_length // self.plan.config.context_parallel_degree)  # padded, so that it can be divided

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.text import short
+from composer_fsdp2.config.text import one_line, short
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents import SUFFIXES, Document, open_document
 from composer_fsdp2.migration.interpolation import resolve
@@ -70,13 +69,13 @@ class RunFile:
 def _overridden(values: Mapping[str, Any], overrides: tuple[str, ...]) -> Mapping[str, Any]:
     if not overrides:
         return values
-    if wrong := [each for each in overrides if "=" not in each]:
+    if wrong := [each for each in overrides if "=" not in each or not all(each.partition("=")[0].split("."))]:
         raise ConfigError(f"{wrong[0]} is neither an option nor KEY=VALUE")
     try:
         merged = OmegaConf.merge(OmegaConf.create(dict(values)), OmegaConf.from_cli(list(overrides)))
         found = OmegaConf.to_container(merged)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{' '.join(overrides)}: {short(str(error))}") from error
+    except Exception as error:  # OmegaConf's own, of its YAML reader, and a TypeError where a list meets a mapping
+        raise ConfigError(f"{' '.join(overrides)}: {one_line(error)}") from error
     assert isinstance(found, dict)
     return {str(key): value for key, value in found.items()}
 
