@@ -158,8 +158,8 @@ ROOMS = {
         packages="huggingface_hub omegaconf torch transformers",
     ),
     "cli": room(
-        "__init__ others_code compare compare_rank explain lazy migrate models plan run train checkpoint checkpoint_convert "
-        "checkpoint_inspect checkpoint_verify main",
+        "__init__ others_code compare compare_rank explain lazy migrate models plan run train checkpoint "
+        "checkpoint_convert checkpoint_inspect checkpoint_verify main",
         rooms="errors atomic config estimate checkpoint __init__ migration comparing compat preflight",
         packages="rich torch typer",
     ),

@@ -298,7 +298,9 @@ def _file(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; give the name of a file")
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is a device or a pipe; give the name of a file, which is written when it is complete")
+        raise ConfigError(
+            f"{path} is a device or a pipe; give the name of a file, which is written when it is complete"
+        )
     with replacing(path) as beside:
         try:
             beside.touch()

@@ -11,7 +11,6 @@ from composer_fsdp2.preflight.planned_model import ModelOrFunction
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.run_file import RunFile
 
-
 # More than there are in the world; the ranks of a group are listed, and their number's divisors looked for.
 MOST_RANKS = 2**20
 

@@ -5,24 +5,26 @@ Widths are made small and weights stay on the meta device; the number of layers 
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from support.cases import for_each
 from support.commands import run_forked
-from support.foundry_runs import assert_alike, train
+from support.foundry_runs import (
+    Foundry,
+    as_foundry_reads,
+    assert_alike,
+    build_without_weights,
+    train,
+)
 from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
 from torch import nn
@@ -204,57 +206,6 @@ def test_command_migrates_the_folders(tmp_path: Path):
 # --- what LLM Foundry makes of them
 
 
-@dataclass(frozen=True, kw_only=True)
-class Foundry:
-    """A file as LLM Foundry's train() has it when it begins to build: resolved, checked, with its own changes."""
-
-    model: dict[str, Any]
-    fsdp: dict[str, Any]
-    tensor: dict[str, Any] | None
-    precision: str
-
-
-class _HasRead(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Around Foundry's code: it warns of its own defaults."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@cache
-def as_foundry_reads(path: Path, num_ranks: int) -> Foundry:
-    """Through the real ``train_from_yaml``, up to where the model would be built, as one of so many ranks."""
-    training = importlib.import_module("llmfoundry.command_utils.train")
-    prepare, validate = training.process_init_device, training.validate_config
-    read: dict[str, Any] = {}
-
-    def process_init_device(model: Any, fsdp: Any, tp: Any) -> None:
-        prepare(model, fsdp, tp)
-        read.update(model=model, fsdp=fsdp, tensor=tp)
-        raise _HasRead
-
-    def validate_config(config: Any) -> None:
-        read.update(precision=config.precision)
-        validate(config)
-
-    with (
-        mock.patch.object(training, "process_init_device", process_init_device),
-        mock.patch.object(training, "validate_config", validate_config),
-        mock.patch.object(training, "_initialize_dist_with_barrier"),
-        mock.patch("composer.utils.dist.get_world_size", return_value=num_ranks),
-        mock.patch.dict(os.environ),
-        without_warnings(),
-        pytest.raises(_HasRead),
-    ):
-        training.train_from_yaml(str(path), ["python_log_level=null"])
-    return Foundry(**read)
-
-
 @pytest.mark.parametrize("name", PAIRS)
 def test_foundry_reads_both_sides(name: str):
     """Foundry refuses keys that it does not know; a right side that it refuses cannot train."""
@@ -334,21 +285,9 @@ def small_hugging_face(model: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def build(read: Foundry, folder: Path) -> nn.Module:
-    """Foundry's own model without weights, as its ranks > 0 have it with init_device mixed, and all with meta."""
-    from llmfoundry.models.utils import init_empty_weights
-    from llmfoundry.utils.builders import build_composer_model
-
-    model = dict(read.model)
-    name, dtype, device = model.pop("name"), model.pop("master_weights_dtype", None), model["init_device"]
-    context = {
-        "meta": init_empty_weights,
-        "mixed": contextlib.nullcontext,
-        "cpu": lambda: torch.device("meta"),  # the context for empty weights would untie T5's
-    }[device]()
-    model = small_mpt(model) if name == "mpt_causal_lm" else small_hugging_face(model, folder)
-    model["init_device"] = "meta" if device == "mixed" else device
-    with without_warnings():
-        return build_composer_model(name, model, None, context, dtype)
+    """Foundry's own model, narrow and without weights."""
+    is_mpt = read.model["name"] == "mpt_causal_lm"
+    return build_without_weights(small_mpt(read.model) if is_mpt else small_hugging_face(read.model, folder))
 
 
 @dataclass(frozen=True, kw_only=True)

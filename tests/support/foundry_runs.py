@@ -5,16 +5,24 @@ Imports Foundry only when called, so that collecting the tests stays cheap.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from support.oracle import Under
 from support.trainers import Outcome, largest_difference, shards
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML = ROOT / "yamls" / "mpt-tiny-fsdp1.yaml"
@@ -81,3 +89,74 @@ def make_data_of_runs(folder: str) -> None:
 
     if dist.get_rank() == 0:
         make_data(Path(folder) / "data", [ROOT / "LICENSE"], vocabulary=512, length=64)
+
+
+# --- without training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foundry:
+    """A file as LLM Foundry's train() has it when it begins to build: resolved, checked, with its own changes."""
+
+    model: dict[str, Any]
+    fsdp: dict[str, Any]
+    tensor: dict[str, Any] | None
+    precision: str
+
+
+class _HasRead(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Around Foundry's code: it warns of its own defaults."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@cache
+def as_foundry_reads(path: Path, num_ranks: int) -> Foundry:
+    """Through the real ``train_from_yaml``, up to where the model would be built, as one of so many ranks."""
+    training = importlib.import_module("llmfoundry.command_utils.train")
+    prepare, validate = training.process_init_device, training.validate_config
+    read: dict[str, Any] = {}
+
+    def process_init_device(model: Any, fsdp: Any, tp: Any) -> None:
+        prepare(model, fsdp, tp)
+        read.update(model=model, fsdp=fsdp, tensor=tp)
+        raise _HasRead
+
+    def validate_config(config: Any) -> None:
+        read.update(precision=config.precision)
+        validate(config)
+
+    with (
+        mock.patch.object(training, "process_init_device", process_init_device),
+        mock.patch.object(training, "validate_config", validate_config),
+        mock.patch.object(training, "_initialize_dist_with_barrier"),
+        mock.patch("composer.utils.dist.get_world_size", return_value=num_ranks),
+        mock.patch.dict(os.environ),
+        without_warnings(),
+        contextlib.suppress(_HasRead),
+    ):
+        training.train_from_yaml(str(path), ["python_log_level=null"])
+    return Foundry(**read)
+
+
+def build_without_weights(model: dict[str, Any]) -> nn.Module:
+    """Foundry's own model of the file's values, as its ranks > 0 have it with init_device mixed, and all with meta."""
+    from llmfoundry.models.utils import init_empty_weights
+    from llmfoundry.utils.builders import build_composer_model
+
+    given = dict(model)
+    name, dtype, device = given.pop("name"), given.pop("master_weights_dtype", None), given["init_device"]
+    context = {
+        "meta": init_empty_weights,
+        "mixed": contextlib.nullcontext,
+        "cpu": lambda: torch.device("meta"),  # the context for empty weights would untie T5's
+    }[device]()
+    given["init_device"] = "meta" if device == "mixed" else device
+    with without_warnings():
+        return build_composer_model(name, given, None, context, dtype)
