@@ -26,17 +26,28 @@ def quietly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM, as of a scheduler, is KeyboardInterrupt in the block, so that what is half done is undone."""
+def interruptible() -> Iterator[None]:
+    """SIGINT, and SIGTERM as of a scheduler, are KeyboardInterrupt in the block, so that what is half done is undone.
+
+    Libraries that are interrupted while they are imported raise other errors, or fail later; that is the same.
+    """
+    is_interrupted = False
 
     def interrupt(number: int, frame: object) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # others cannot have handlers
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    is_main = threading.current_thread() is threading.main_thread()  # others cannot have handlers
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # by nohup, say
+    before = {number: signal.signal(number, interrupt) for number in heeded}
     try:
         yield
+    except Exception as error:
+        if is_interrupted:
+            raise KeyboardInterrupt from error
+        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

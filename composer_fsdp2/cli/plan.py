@@ -17,7 +17,7 @@ import typer
 
 from composer_fsdp2.atomic import replacing
 from composer_fsdp2.cli.models import MODEL_HELP, function_from
-from composer_fsdp2.cli.others_code import ended_by_sigterm, quietly
+from composer_fsdp2.cli.others_code import interruptible, quietly
 from composer_fsdp2.config.sizes import Reserve, parse_bandwidth, parse_bytes, parse_flops, parse_reserve
 from composer_fsdp2.config.text import printable
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
@@ -185,7 +185,7 @@ def plan(
 
 def _plan(file: str, overrides: Sequence[str], options: Options) -> None:
     try:
-        with ended_by_sigterm(), quietly():
+        with interruptible(), quietly():
             text, exit_code = _answer(file, overrides, options)
     except ComposerFSDP2Error as error:
         _refuse(str(error))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.text import one_line
+from composer_fsdp2.config.text import printable
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.estimate.bounds import Machine, step_bounds
@@ -87,9 +87,10 @@ def _trace(run: PreflightRun, source: str) -> MicrobatchTrace:
     except ComposerFSDP2Error:
         raise
     except (Exception, SystemExit) as error:  # whatever a model's own code does
+        said = printable(str(error).strip().splitlines()[0]) if str(error).strip() else ""
         raise ConfigError(
             f"{source}: one microbatch of {run.microbatch_size} × {run.sequence_length} tokens cannot be traced "
-            f"without data: {one_line(error)}; --no-activations plans everything else"
+            f"without data: {type(error).__name__}: {said}; --no-activations plans everything else"
         ) from error
 
 

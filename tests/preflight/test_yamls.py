@@ -77,6 +77,22 @@ def test_both_sides_are_one_plan(pair: tuple[str, str], read: Any):
     assert math.prod(left.plan.mesh.shape) == PAIRS[pair].ranks
 
 
+# The files of accelerate and TorchTitan say nothing of batches on one side, or on both.
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, id=pair[0])
+        for pair in PAIRS
+        if pair[0] not in SLOW and "accel" not in pair[0] and "titan" not in pair[0]
+    ],
+)
+def test_both_sides_have_one_batch(pair: tuple[str, str], read: Any):
+    """What migrate leaves beside the section is read as before it: memory is that of a microbatch."""
+    left, right = read(pair)
+    for field in ("microbatch_size", "num_microbatches", "sequence_length"):
+        assert getattr(left, field) == getattr(right, field), field
+
+
 @each_pair
 def test_what_was_replaced_is_said(pair: tuple[str, str], read: Any):
     """A plan of other attention, or of no weights, must not pass for the run's own; and each has its line."""
@@ -105,3 +121,45 @@ def test_the_command_needs_no_network(tmp_path: Path):
         done = run_here(tmp_path, "plan", FOLDER / "mpt/mpt-125m-fsdp1.yaml", "--world-size", 8, "--memory", "80GiB")
     assert done.code == 0 and not done.err, done.err
     assert "125.3 M parameters" in done.out and "verdict: fits" in done.out
+
+
+# Changes of a small run, and what is said of each.
+UNUSABLE = {
+    "max_seq_len=none": "LLM Foundry refuses it",
+    "max_seq_len=0": "a microbatch of 0 tokens in a row cannot be planned",
+    "global_train_batch_size=6": "not a multiple of world size 4; 3 or 6 would do",
+    "global_train_batch_size=-16": "device_train_microbatch_size is -4",
+    "global_train_batch_size=400000000": "a batch of 25000000 microbatches on each rank cannot be planned",
+    "device_train_microbatch_size=.nan": "LLM Foundry refuses it",
+    "optimizer=null": "LLM Foundry refuses it",
+    "precision=half": "precision is 'half'; expected one of",
+    "fsdp_config=null": "it has no fsdp_config",
+    "fsdp_config.data_parallel_shard_degree=3": "use 1, 2 or 4",
+    "model=null": "which model is trained is not said here",
+    "model.name=nobody": "the model cannot be built: RegistryError",
+    "model.d_model=-64": "the model cannot be built: RuntimeError",
+    "model.attn_config=3": "no run can be made of it: AttributeError",
+    "model={name: hf_causal_lm, pretrained_model_name_or_path: nobody/nothing}": "nothing is downloaded while planning",
+    "model={name: hf_causal_lm, pretrained_model_name_or_path: 3}": "no run can be made of it: TypeError",
+    "tp_config={strategy: nobody, tensor_parallel_degree: 2}": "no run can be made of it: RegistryError",
+    "nobody=3": "LLM Foundry refuses it: ValueError: Unused parameters",
+}
+
+
+FILE = (str(FOLDER / "mpt-tiny-fsdp1.yaml"), f"code_paths=[{FOLDER.parent}/demo/record_loss.py]")
+
+
+@pytest.mark.parametrize("change", UNUSABLE)
+def test_what_foundry_or_a_model_raises_is_one_line(change: str, tmp_path: Path):
+    """Their errors are tracebacks through three packages; what is wrong stands in the last line, if anywhere."""
+    with network_refused():
+        done = run_here(tmp_path, "plan", *FILE, change, "--world-size", 4, "--html", "plan.html")
+    assert done.code == 2 and not done.out, done
+    assert done.err.count("\n") == 1 and UNUSABLE[change] in done.err, done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_rank_is_not_sharded(tmp_path: Path):
+    """On one rank Foundry drops the section: a plan by it would be another run's."""
+    done = run_here(tmp_path, "plan", *FILE, "--world-size", 1)
+    assert done.code == 2 and "on one rank Foundry trains without FSDP" in done.err
