@@ -6,6 +6,7 @@ Imports Foundry only when called, so that collecting the tests stays cheap.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import json
 import os
@@ -150,7 +151,7 @@ def build_without_weights(model: dict[str, Any]) -> nn.Module:
     from llmfoundry.models.utils import init_empty_weights
     from llmfoundry.utils.builders import build_composer_model
 
-    given = dict(model)
+    given = copy.deepcopy(model)  # what Foundry builds from, it changes
     name, dtype, device = given.pop("name"), given.pop("master_weights_dtype", None), given["init_device"]
     context = {
         "meta": init_empty_weights,
