@@ -6,7 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 
-import jsonschema
+import pytest
 import torch
 from support.models import Model
 
@@ -16,6 +16,8 @@ from composer_fsdp2.estimate.chrome_trace import chrome_trace
 from composer_fsdp2.estimate.planned_step import PlannedStep
 from composer_fsdp2.estimate.replay import assumed_trace
 from composer_fsdp2.estimate.step import Kind
+
+jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema, which the engine's environment has not")
 
 # The parts of the Trace Event Format that are used: complete events, counters and metadata, in microseconds.
 NUMBER = {"type": "number", "minimum": 0}
