@@ -227,24 +227,23 @@ def _answer(file: str, overrides: Sequence[str], options: Options) -> tuple[str,
             against_fsdp1=options.against_fsdp1,
         )
         step = plan_step(run, file, questions)
-        edits = (
-            _suggested(run, file, how, step.memory, host_bytes, options) if options.suggest and step.memory else None
-        )
-        said = "" if edits is None else edits.explain()
+        edits = _suggested(run, file, how, step.memory, host_bytes) if options.suggest and step.memory else None
+        said = edits.explain() if edits is not None else ""
         write(step, said)
-        if options.as_json:
-            text = json.dumps({**step.to_json(), "suggestions": edits and edits.to_json()}, indent=2)
-        else:
-            text = "\n".join(filter(None, (plan_text(step), said)))
+        answer = step.to_json() | {"suggestions": edits and edits.to_json()}
+        text = json.dumps(answer, indent=2) if options.as_json else "\n".join(filter(None, (plan_text(step), said)))
     return text, step.exit_code
 
 
 def _suggested(
-    run: PreflightRun, file: str, how: Mapping[str, Any], memory: Memory, host_bytes: int | None, options: Options
+    run: PreflightRun, file: str, how: Mapping[str, Any], memory: Memory, host_bytes: int | None
 ) -> SuggestedEdits:
+    from rich.console import Console
+
     from composer_fsdp2.preflight.suggested_edits import replanning, suggest_edits
 
-    with replanning(file, **how) as replan:
+    status = Console(stderr=True).status("looking for the cheapest settings that fit")  # on a terminal alone
+    with status, replanning(file, **how) as replan:
         return suggest_edits(
             run,
             Path(file).read_text(encoding="utf-8"),
@@ -252,8 +251,8 @@ def _suggested(
             replan=replan,
             memory_bytes=memory.usable_bytes,
             host_bytes=host_bytes,
-            gpus_per_node=options.gpus_per_node,
-            decided={"microbatch_size": "--microbatch gives them"} if options.microbatch else None,
+            gpus_per_node=how["gpus_per_node"],
+            decided={"microbatch_size": "--microbatch gives them"} if how["microbatch"] else None,
         )
 
 

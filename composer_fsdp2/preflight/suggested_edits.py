@@ -22,6 +22,7 @@ from composer_fsdp2.estimate.settings import (
 from composer_fsdp2.estimate.step import Kind
 from composer_fsdp2.estimate.suggest import Subject, Suggestions, cost_of, suggest_settings
 from composer_fsdp2.migration.fulfil import Fulfilled, fulfil
+from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.wish import Degrees, Microbatches, Recomputation, Wish
 from composer_fsdp2.preflight.planned import Questions, counted_optimizer, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
@@ -80,6 +81,13 @@ def suggest_edits(
     Raises:
         ConfigError: the file has no section that says how a run is sharded.
     """
+    try:
+        find_sections(text, name, dialect=dialect, at=at)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{name} says nothing of sharding that could be changed; plan the file that does (for a model's own "
+            f"config.json with --model-config {name})"
+        ) from error
     editor = _Editor(
         run=run,
         subject=subject_of(run, gpus_per_node),

@@ -93,7 +93,7 @@ def test_what_cannot_be_used(folder: Path):
         (["run.yaml", *SIZES, "--suggest"], "--suggest needs --memory"),
         (["run.yaml", *SIZES, "--memory", "80GiB", "--suggest", "--no-activations"], "--no-activations"),
         (["run.yaml", *SIZES, "--memory", "80GiB", "--host-memory", "1GiB"], "--host-memory is for --suggest"),
-        (["config.json", *SIZES, "--memory", "80GiB", "--suggest"], "config.json"),
+        (["config.json", *SIZES, "--memory", "80GiB", "--suggest"], "with --model-config config.json"),
     ):
         done = run_here(folder, "plan", *words, *files)
         assert done.code == 2 and not done.out, (words, done)
