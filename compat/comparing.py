@@ -6,7 +6,6 @@ Nothing of the file is edited. What the Trainer is given in place of its own set
 
 import contextlib
 import functools
-import hashlib
 import math
 import random
 import time
@@ -23,20 +22,21 @@ from composer.utils import dist, ensure_tuple, reproducibility
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from composer_fsdp2.comparing.counted import CollectiveCounter
 from composer_fsdp2.comparing.job import Engine as Sharding
 from composer_fsdp2.comparing.job import Job
 from composer_fsdp2.comparing.kept_tensors import KeptTensors, keep_tensors
-from composer_fsdp2.comparing.predicting import predict
-from composer_fsdp2.comparing.run_record import BatchRecord, Fingerprint, Override, Prediction, RunRecord
-from composer_fsdp2.comparing.whole_tensors import fingerprints, full_tensors, gradient_squares
+from composer_fsdp2.comparing.predicting import Predict
+from composer_fsdp2.comparing.run_record import BatchRecord, Fingerprint, Override, Prediction, RunRecord, Settings
+from composer_fsdp2.comparing.whole_tensors import fingerprints, full_tensors, gradient_squares, settings
 from composer_fsdp2.config.text import short
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.translate import Translation
+from composer_fsdp2.parallel.contents import digest_of, parts_of
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.plan import ShardingPlan
 from composer_fsdp2.sharding.root_record import find_kept
 
+from .counted_batch import Counting
 from .scripts import run_file
 
 _COUNTED_BATCH = 2  # of those that are compared; the first makes what later ones find
@@ -50,12 +50,15 @@ class _Compared(BaseException):
     """All batches are there; what the script does after its fit is left out."""
 
 
-def run_job(job: Job) -> None:
+def run_job(job: Job, predict: Predict) -> None:
     """Run the job's file until its batches are compared; rank 0 writes the record.
+
+    Args:
+        predict: Called on rank 0 of the run on FSDP2, once its last batch is trained.
 
     Called on all ranks, within ``fsdp2()`` where the job is FSDP2's.
     """
-    watch = _Watch(job)
+    watch = _Watch(job, predict)
     _seed(job.seed)
     around = contextlib.nullcontext() if job.engine is Sharding.FSDP2 else _fsdp1(watch)
     with around, watch.over_trainers(), contextlib.suppress(_Compared):
@@ -101,19 +104,26 @@ def _seed(seed: int) -> None:
 class _Watch:
     """What one rank sees of its run."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, predict: Predict) -> None:
         self.job = job
+        self._predict = predict
         self.notes: list[str] = []
         self.is_done = False
         self._overrides: dict[str, Override] = {}
         self._state: State | None = None
         self._start: tuple[Fingerprint, ...] = ()
+        self._settings: tuple[Settings, ...] = ()
+        self._learning_rates = 0.0
+        self._num_epochs = 0
         self._first_batch, self._first_sample = 1, 0
         self._batches: list[dict[str, Any]] = []
         self._batch: dict[str, Any] = {}
-        self._counter = CollectiveCounter()
-        self._counting = contextlib.ExitStack()
+        self._counting = Counting()
         self._began = self._aside = 0.0
+
+    @property
+    def _counts_state(self) -> bool:
+        return self.job.engine is Sharding.FSDP2 and dist.get_global_rank() == 0
 
     # --- in place of Composer's own
 
@@ -127,10 +137,16 @@ class _Watch:
             for name, original in originals.items():
                 stack.enter_context(mock.patch.object(Trainer, name, _around(original, replacements[name])))
             stack.enter_context(mock.patch.object(Engine, "run_event", _around(Engine.run_event, self._run_event)))
+            stack.enter_context(mock.patch.object(State, "_apply_fsdp", _around(State._apply_fsdp, self._apply_fsdp)))
             yield
 
     def _init(self, original: Callable[..., Any], trainer: Trainer, **given: Any) -> None:
         original(trainer, **{**given, **self._in_place_of(given)})
+
+    def _apply_fsdp(self, original: Callable[..., Any], state: State) -> None:
+        if self._counts_state:
+            self._counting.note_unsharded(state.model)
+        original(state)
 
     def _eval(self, original: Callable[..., Any], trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._note("Trainer.eval", "called", "left out", "it changes no weights")
@@ -156,10 +172,12 @@ class _Watch:
         match event:
             case Event.FIT_START:
                 self._begin(self._state)
+            case Event.EPOCH_START:
+                self._begin_epoch()
             case Event.AFTER_DATALOADER:
-                self._batch = {"digest": _digest(self._state.batch), "microbatches": 0}
-            case Event.AFTER_BACKWARD:
-                self._batch["microbatches"] += 1
+                self._batch = {"digest": digest_of(parts_of(self._state.batch)).hex()}
+            case Event.BEFORE_FORWARD if self._batch["is_counted"]:
+                self._counting.note_microbatch(self._state.batch)
             case Event.BATCH_START:
                 self._begin_batch()
             case Event.BATCH_END:
@@ -204,24 +222,37 @@ class _Watch:
         """Before the first batch: the same random numbers on both, and what there is before it."""
         _check_sharded(state.model, self.job)
         self._start = fingerprints(state.model, state.optimizers)
+        self._settings = settings(state.model, state.optimizers)
         self._first_batch, self._first_sample = state.timestamp.batch.value + 1, state.timestamp.sample.value
         _seed(self.job.seed + dist.get_global_rank())
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+
+    def _begin_epoch(self) -> None:
+        """End what would go on without end: a Trainer whose loader is empty begins one epoch after the other."""
+        self._num_epochs += 1
+        if self._num_epochs > 2 and not self._batches:
+            raise ConfigError(
+                f"{self.job.file} trained no batch in two epochs: its loader is empty, as where there are fewer "
+                f"samples than {dist.get_world_size()} ranks take; give it more, or a smaller -n"
+            )
 
     def _begin_batch(self) -> None:
         self._batch |= {"is_counted": len(self._batches) + 1 == min(_COUNTED_BATCH, self.job.batches)}
         _synchronize()
         self._began, self._aside = time.perf_counter(), 0.0
         if self._batch["is_counted"]:
-            self._counting.enter_context(self._counter)
+            assert self._state is not None
+            self._counting.begin(self._state, counts_state=self._counts_state)
 
     def _measure_gradients(self, state: State) -> None:
         """All gradients are there, unscaled and not yet clipped."""
-        self._counting.close()
+        if self._batch["is_counted"]:
+            self._counting.end(state.model)
         _synchronize()
         began = time.perf_counter()
         self._batch["squares"] = gradient_squares(state.model)
+        self._learning_rates += max((float(g["lr"]) for o in state.optimizers for g in o.param_groups), default=0.0)
         self._batch["memory_bytes"] = _memory_bytes()
         self._aside = time.perf_counter() - began
 
@@ -259,7 +290,8 @@ class _Watch:
         if makes_reference or not is_first:
             keep_tensors(path, tensors, is_writing=is_first)
         else:
-            apart = dict(zip(("distances", "missing", "added"), KeptTensors(path).distances(tensors), strict=True))
+            found = KeptTensors(path).distances(tensors, learning_rates=self._learning_rates)
+            apart = dict(zip(("distances", "missing", "added"), found, strict=True))
         of_ranks = gather(self._batches)
         if is_first:
             self._record(state, of_ranks, apart).write(self.job.record_path)
@@ -275,11 +307,17 @@ class _Watch:
             num_ranks=dist.get_world_size(),
             precision=state.precision.value,
             num_units=_num_units(state.model, self.job.engine),
-            memory_is="the most that CUDA's allocator gave out so far" if on_gpu else "the process's RssAnon",
+            memory_is="the most that CUDA's allocator gave out so far"
+            if on_gpu
+            else "the process's own (RssAnon), with all that it has imported",
             first_batch=self._first_batch,
             batches=tuple(self._batch_record(number, of_ranks) for number in range(len(self._batches))),
-            collectives=self._counter.counts,
+            collectives=self._counting.counts,
+            state_bytes=self._counting.state_bytes,
+            peak_bytes=self._counting.peak_bytes,
             start=self._start,
+            settings=self._settings,
+            last_settings=settings(state.model, state.optimizers),
             overrides=tuple(self._overrides.values()),
             translation=translation.explain() if translation else "",
             findings=tuple(finding.to_json() for finding in translation.findings) if translation else (),
@@ -289,16 +327,12 @@ class _Watch:
         )
 
     def _prediction(self, state: State) -> Prediction:
-        plan, counted = find_kept(state.model, ShardingPlan), [batch for batch in self._batches if batch["is_counted"]]
-        if plan is None or not counted:
-            return Prediction(reason="the plan is of FSDP2" if counted else "no batch was counted")
-        return predict(
-            plan,
-            state.optimizers,
-            self._counter.counts,
-            num_ranks=dist.get_world_size(),
-            num_microbatches=counted[0]["microbatches"],
-        )
+        plan = find_kept(state.model, ShardingPlan)
+        if plan is None or not self._counting.num_microbatches:
+            return Prediction(reason="the plan is of FSDP2" if plan is None else "no batch was counted")
+        is_auto = "device_train_microbatch_size" in self._overrides
+        batch = self._counting.batch(self.job, state, plan, num_ranks=dist.get_world_size(), is_auto=is_auto)
+        return self._predict(batch)
 
     def _batch_record(self, number: int, of_ranks: list[list[dict[str, Any]]]) -> BatchRecord:
         each = [batches[number] for batches in of_ranks]
@@ -358,28 +392,6 @@ _UNITS: Mapping[Sharding, Any] = {Sharding.FSDP1: FullyShardedDataParallel, Shar
 
 def _num_units(model: nn.Module, sharding: Sharding) -> int:
     return sum(isinstance(module, _UNITS[sharding]) for module in model.modules())
-
-
-def _digest(batch: Any) -> str:
-    """Of every value in a batch, and of where it lies in it."""
-    digest = hashlib.sha256()
-    _add_to(digest, batch)
-    return digest.hexdigest()[:16]
-
-
-def _add_to(digest: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            digest.update(str(key).encode())
-            _add_to(digest, each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            _add_to(digest, each)
-    else:
-        digest.update(repr(value).encode())
 
 
 def _synchronize() -> None:

@@ -54,8 +54,8 @@ ROOMS = {
         rooms="errors",
     ),
     "_torch": room(
-        "api fake flops groups parts passing ways private_names live as_cuda slices strided repairs scaler collectives "
-        "reset backward unit_parameters __init__",
+        "api fake flops groups parts passing ways private_names live as_cuda counting slices strided repairs scaler "
+        "collectives reset backward unit_parameters __init__",
         rooms="errors config",
         packages="torch",
     ),
@@ -139,22 +139,22 @@ ROOMS = {
         packages="omegaconf yaml",
     ),
     "comparing": room(
-        "__init__ job run_record counted whole_tensors kept_tensors predicting judging throughput provenance drawing "
-        "launching outcome comparison",
+        "__init__ other_tensors job run_record counted whole_tensors kept_tensors predicting judging throughput "
+        "provenance drawing launching outcome comparison",
         rooms="errors config _torch sharding estimate checkpoint",
         packages="torch",
     ),
     "compat": room(
         "foundry_substitutes optimizers pinned_copies remote scripts seams algorithms auto_microbatch batches "
         "checkpoint_package configuration context full_state loading monitors preflight saving tensor foundry_run "
-        "sharding async_saving training checkpoint_saver comparing install __init__",
-        rooms="errors atomic config _torch sharding training parallel fsdp1 checkpoint prepare comparing",
+        "sharding async_saving training checkpoint_saver counted_batch comparing install __init__",
+        rooms="errors atomic config _torch sharding training parallel estimate fsdp1 checkpoint prepare comparing",
         packages="composer llmfoundry omegaconf torch torchmetrics transformers",
     ),
     "preflight": room(
         "__init__ answering losses preflight_run planned planned_model model_config run_file batch_sizes batch_words "
-        "foundry_yaml other_files read_run traces suggestion suggested_edits",
-        rooms="errors config _torch sharding parallel estimate fsdp1 prepare migration compat",
+        "foundry_yaml other_files read_run traces suggestion suggested_edits compared_batch",
+        rooms="errors config _torch sharding parallel estimate fsdp1 prepare migration comparing compat",
         packages="huggingface_hub omegaconf torch transformers",
     ),
     "cli": room(

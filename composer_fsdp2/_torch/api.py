@@ -85,6 +85,7 @@ _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("torch.amp.grad_scaler", "GradScaler"): ("_unscale_grads_",),
     ("torch.optim", "Optimizer"): ("_optimizer_load_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
     ("torch.nn", "Module"): ("_buffers", "_parameters"),
+    ("torch", "ScriptObject"): ("_type",),
 }
 # fmt: on
 

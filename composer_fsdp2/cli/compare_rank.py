@@ -1,8 +1,15 @@
 """One rank of a run that ``composer-fsdp2 compare`` starts: ``python -m composer_fsdp2.cli.compare_rank JOB.json``."""
 
+from __future__ import annotations
+
 import contextlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from composer_fsdp2.comparing.predicting import CountedBatch
+    from composer_fsdp2.comparing.run_record import Prediction
 
 
 def main() -> None:
@@ -12,7 +19,13 @@ def main() -> None:
 
     job = Job.read(Path(sys.argv[1]))
     with fsdp2() if job.engine is Engine.FSDP2 else contextlib.nullcontext():
-        run_job(job)
+        run_job(job, _predict)
+
+
+def _predict(batch: CountedBatch) -> Prediction:
+    from composer_fsdp2.preflight.compared_batch import predict_batch  # on one rank of one run
+
+    return predict_batch(batch)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,19 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from composer_fsdp2.comparing.run_record import BatchRecord, CollectiveCount, Fingerprint, RunRecord, TensorDistance
+from composer_fsdp2.comparing.run_record import (
+    BatchRecord,
+    CollectiveCount,
+    Fingerprint,
+    RunRecord,
+    Settings,
+    TensorDistance,
+)
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.config.value import Value
 
 TOLERANCE = 1e-6  # relative
+BATCHES_OF_TOLERANCE = 10
 _PARAMETER = "parameter"
 _SUMMED = 1e-12  # by how much sums of parts in fp64 differ from one another, at most
 
@@ -32,15 +40,14 @@ class Verdict(enum.Enum):
 class Quantity(Value):
     """One quantity.
 
-    [Note: per batch] What differs in the last bit grows from batch to batch, with Adam by about 1e-7 in each. Of what
-    can build up a distance is therefore divided by the number of batches trained until then: the verdict does not
-    depend on how many are compared.
+    [Note: longer comparisons] What differs in the last bit grows from batch to batch, with Adam by up to 1e-7 in each.
+    The tolerance is therefore for up to ten batches; at a later one it is larger by as much as that batch is later.
 
     Args:
-        distance: Of FSDP2 from FSDP1, the largest, relative; infinite where one of them is no number or has nothing.
-        floor: Of FSDP1 from itself.
+        distance: Of FSDP2 from FSDP1, relative; infinite where one of them is no number or has nothing.
+        floor: Of FSDP1 from itself, the largest.
         limit: What ``distance`` may be.
-        worst: Where it is largest.
+        worst: Where ``distance`` is, of all places the one that is furthest beyond its limit, or nearest to it.
     """
 
     name: str
@@ -91,19 +98,39 @@ def relative(value: float, of: float) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 # How far apart
 
-# How far apart, and where.
-_Apart = tuple[float, str]
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """How far apart two runs are in one place, and after how many batches."""
+
+    distance: float
+    place: str = ""
+    num_batches: int = 0
 
 
 def _quantities(first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], tolerance: float) -> Iterator[Quantity]:
     for name, apart in _MEASURES.items():
-        distance, worst = apart(first, fsdp2)
-        floor = max((apart(first, each)[0] for each in again), default=0.0)
-        limit = 0.0 if name == DATA else max(tolerance, 2 * floor)
-        yield Quantity(name=name, distance=distance, floor=floor, limit=limit, worst=worst)
+        floor = max((each.distance for other in again for each in apart(first, other)), default=0.0)
+        limits = [
+            (each, 0.0 if name in _EXACT else max(_tolerance_after(each.num_batches, tolerance), 2 * floor))
+            for each in apart(first, fsdp2)
+        ]
+        worst, limit = max(limits, key=_excess)
+        place = worst.place if worst.distance else ""
+        yield Quantity(name=name, distance=worst.distance, floor=floor, limit=limit, worst=place)
 
 
-def _data(first: RunRecord, other: RunRecord) -> _Apart:
+def _excess(measured: tuple[_Apart, float]) -> float:
+    apart, limit = measured
+    return apart.distance / limit if 0 < limit < math.inf else apart.distance
+
+
+def _tolerance_after(num_batches: int, tolerance: float) -> float:
+    """See [Note: longer comparisons]."""
+    return tolerance * max(1.0, num_batches / BATCHES_OF_TOLERANCE)
+
+
+def _data(first: RunRecord, other: RunRecord) -> list[_Apart]:
     """The share of batches that are others."""
     places = [
         f"batch {ours.batch} of rank {rank}"
@@ -112,19 +139,21 @@ def _data(first: RunRecord, other: RunRecord) -> _Apart:
         if digests[0] != digests[1]
     ]
     if len(first.batches) != len(other.batches):
-        return math.inf, f"{len(other.batches)} batches, {len(first.batches)} on {first.title}"
-    return len(places) / max(1, len(first.batches) * first.num_ranks), and_more(places) if places else ""
+        return [_Apart(math.inf, f"{len(other.batches)} batches, {len(first.batches)} on {first.title}")]
+    share = len(places) / max(1, len(first.batches) * first.num_ranks)
+    return [_Apart(share, and_more(places) if places else "")]
 
 
-def _start(first: RunRecord, other: RunRecord) -> _Apart:
+def _start(first: RunRecord, other: RunRecord) -> list[_Apart]:
     theirs, ours = _by_key(first.start), _by_key(other.start)
-    worst: _Apart = (0.0, "")
+    found = [_Apart(0.0)]
     for key in (*theirs, *(key for key in ours if key not in theirs)):
         name = f"{key[0]} of {key[1]}"
         if key not in ours or key not in theirs:
-            return math.inf, f"{name}, which {(first if key not in ours else other).title} alone has"
-        worst = max(worst, (_apart(theirs[key], ours[key]), name), key=lambda each: each[0])
-    return worst if worst[0] > _SUMMED else (0.0, "")
+            return [_Apart(math.inf, f"{name}, which {(first if key not in ours else other).title} alone has")]
+        if (distance := _apart(theirs[key], ours[key])) > _SUMMED:
+            found.append(_Apart(distance, name))
+    return found
 
 
 def _apart(theirs: Fingerprint, ours: Fingerprint) -> float:
@@ -136,60 +165,75 @@ def _apart(theirs: Fingerprint, ours: Fingerprint) -> float:
     return max(of_sums, relative(ours.squares, theirs.squares) / 2)
 
 
-def _losses(first: RunRecord, other: RunRecord) -> _Apart:
-    return _worst_batch(first, other, "loss")
+def _settings(first: RunRecord, other: RunRecord) -> list[_Apart]:
+    """What the optimizers' groups say of each parameter, before the first batch and after the last."""
+    found = [_Apart(0.0)]
+    for when in ("settings", "last_settings"):
+        theirs, ours = (_by_name(getattr(run, when)) for run in (first, other))
+        for key in (*theirs, *(key for key in ours if key not in theirs)):
+            values = (theirs.get(key, math.nan), ours.get(key, math.nan))
+            if distance := relative(values[1], values[0]):
+                told = ["none" if math.isnan(value) else f"{value:g}" for value in values]
+                name = f"{key[0]} of {key[1]}: {told[1]}, {told[0]} on {first.title}"
+                found.append(_Apart(distance, name))
+    return found
 
 
-def _norms(first: RunRecord, other: RunRecord) -> _Apart:
-    return _worst_batch(first, other, "gradient_norm")
+def _by_name(settings: Iterable[Settings]) -> dict[tuple[str, str], float]:
+    return {(what, name): value for each in settings for name in each.names for what, value in each.values.items()}
 
 
-def _worst_batch(first: RunRecord, other: RunRecord, what: str) -> _Apart:
-    distance, batch = max(_apart_by_batch(first, other, what), key=lambda each: each[0], default=(math.inf, 0))
-    return distance, f"batch {batch}" if distance else ""
+def _losses(first: RunRecord, other: RunRecord) -> list[_Apart]:
+    return _by_batch(first, other, "loss")
 
 
-def _apart_by_batch(first: RunRecord, other: RunRecord, what: str) -> Iterator[tuple[float, int]]:
-    """See [Note: per batch]."""
-    for number, (theirs, ours) in enumerate(_pairs(first, other), 1):
-        yield relative(getattr(ours, what), getattr(theirs, what)) / number, ours.batch
+def _norms(first: RunRecord, other: RunRecord) -> list[_Apart]:
+    return _by_batch(first, other, "gradient_norm")
 
 
-def _parameters(first: RunRecord, other: RunRecord) -> _Apart:
-    return _worst_tensor(other, is_parameter=True)
+def _by_batch(first: RunRecord, other: RunRecord, what: str) -> list[_Apart]:
+    return [
+        _Apart(relative(getattr(ours, what), getattr(theirs, what)), f"batch {ours.batch}", number)
+        for number, (theirs, ours) in enumerate(_pairs(first, other), 1)
+    ] or [_Apart(math.inf)]
 
 
-def _optimizer(first: RunRecord, other: RunRecord) -> _Apart:
-    return _worst_tensor(other, is_parameter=False)
+def _parameters(first: RunRecord, other: RunRecord) -> list[_Apart]:
+    return _of_tensors(other, is_parameter=True)
 
 
-def _worst_tensor(other: RunRecord, *, is_parameter: bool) -> _Apart:
+def _optimizer(first: RunRecord, other: RunRecord) -> list[_Apart]:
+    return _of_tensors(other, is_parameter=False)
+
+
+def _of_tensors(other: RunRecord, *, is_parameter: bool) -> list[_Apart]:
     """Of those after the last batch, which the run itself has compared with the first one's."""
     lonely = [name for name in (*other.missing, *other.added) if name.startswith(_PARAMETER + " ") == is_parameter]
     if lonely:
         who = f"which {other.title} {'lacks' if lonely[0] in other.missing else 'alone has'}"
-        return math.inf, f"{and_more(lonely)}, {who}"
+        return [_Apart(math.inf, f"{and_more(lonely)}, {who}")]
     tensors = [each for each in other.distances if (each.kind == _PARAMETER) == is_parameter]
-    worst = max(tensors, key=lambda each: each.distance, default=None)
-    if worst is None or not worst.distance:
-        return 0.0, ""
-    return worst.distance / len(other.batches), title_of(worst)
+    num_batches = len(other.batches)
+    return [_Apart(each.distance, title_of(each), num_batches) for each in tensors] or [_Apart(0.0)]
 
 
 def title_of(tensor: TensorDistance | Fingerprint) -> str:
     return f"{tensor.kind} of {tensor.name}"
 
 
-DATA, START, LOSSES, NORMS = "data", "state before the first batch", "losses", "gradient norms before clipping"
+DATA, START, SETTINGS = "data", "state before the first batch", "optimizer settings"
+LOSSES, NORMS = "losses", "gradient norms before clipping"
 PARAMETERS, OPTIMIZER = "parameters after the last batch", "optimizer state after the last batch"
 _MEASURES = {
     DATA: _data,
     START: _start,
+    SETTINGS: _settings,
     LOSSES: _losses,
     NORMS: _norms,
     PARAMETERS: _parameters,
     OPTIMIZER: _optimizer,
 }
+_EXACT = (DATA,)
 
 
 def _pairs(first: RunRecord, other: RunRecord) -> list[tuple[BatchRecord, BatchRecord]]:
@@ -208,13 +252,16 @@ def _causes(
     first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], found: Mapping[str, Quantity]
 ) -> Iterator[str]:
     for each in again:
-        if (apart := _data(first, each))[0]:
-            yield f"{each.title} trained on other data than {first.title} ({apart[1]}): the file draws others each time"
+        if (apart := _data(first, each)[0]).distance:
+            where = f"{each.title} trained on other data than {first.title} ({apart.place})"
+            yield f"{where}: the file draws others each time"
     if not found[DATA].is_same:
         yield f"the two did not train on the same data: {found[DATA].worst}"
         return
     if not found[START].is_same:
         yield _of_start(first, fsdp2, found[START])
+    if not found[SETTINGS].is_same:
+        yield f"FSDP2's optimizer was set otherwise: {found[SETTINGS].worst}"
     yield from _of_dtypes(first, fsdp2)
     if not found[START].is_same:
         return
@@ -259,18 +306,23 @@ def _dtypes(counts: Iterable[CollectiveCount], op: str) -> list[str]:
 
 
 def _of_first_batch(first: RunRecord, fsdp2: RunRecord, found: Mapping[str, Quantity]) -> str:
-    losses, norms = (list(_apart_by_batch(first, fsdp2, what)) for what in ("loss", "gradient_norm"))
+    losses, norms = _losses(first, fsdp2), _norms(first, fsdp2)
     for number, (theirs, ours) in enumerate(_pairs(first, fsdp2)):
         before = ", or the step before it" if number else ""
-        if losses[number][0] > found[LOSSES].limit:
+        if losses[number].distance > found[LOSSES].limit:
             pair, told, where = (ours.loss, theirs.loss), "the loss", "forward"
-        elif norms[number][0] > found[NORMS].limit:
+        elif norms[number].distance > found[NORMS].limit:
             pair, told = (ours.gradient_norm, theirs.gradient_norm), "the gradient norm"
             where = "backward, or the reduction of gradients"
         else:
             continue
+        built_up = (
+            f"; or it is rounding that built up over the {number} batches before it, which are the same"
+            if number >= BATCHES_OF_TOLERANCE
+            else ""
+        )
         return (
             f"{told} of batch {ours.batch} is the first number that differs ({pair[0]:.9g}, FSDP1 {pair[1]:.9g}): look "
-            f"at the {where}{before}"
+            f"at the {where}{before}{built_up}"
         )
     raise AssertionError("a quantity differs in some batch")

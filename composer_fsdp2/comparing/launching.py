@@ -84,27 +84,33 @@ def run_ranks(job: Job, num_ranks: int, show: Callable[[int], None], interruptio
     path = Path(job.folder) / "job.json"
     job.write(path)
     with _ranks(job, path, num_ranks, interruptions) as ranks:
-        _wait(job, ranks, show)
+        failed = _wait(job, ranks, show)
     if not job.record_path.exists():
-        rank, code = next((rank, each.returncode) for rank, each in enumerate(ranks) if each.returncode)
-        raise RunFailedError(_failure(job, rank, code))
+        rank = failed or 0  # all may have ended themselves, without an error
+        raise RunFailedError(_failure(job, rank, ranks[rank].returncode))
     return RunRecord.read(job.record_path)
 
 
-def _wait(job: Job, ranks: list[subprocess.Popen[bytes]], show: Callable[[int], None]) -> None:
-    """Until all ranks have ended, or the rest has had time enough."""
+def _wait(job: Job, ranks: list[subprocess.Popen[bytes]], show: Callable[[int], None]) -> int | None:
+    """Until all ranks have ended, or the rest has had time enough; the rank that failed first, if one did.
+
+    The others fail because of it, and say less.
+    """
     deadline = float("inf")
-    shown = -1
+    shown, failed = -1, None
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         if (done := _num_batches(job)) != shown:
             shown = done
             show(done)
-        is_over = job.record_path.exists() or any(rank.poll() for rank in ranks)
+        if failed is None:
+            failed = next((number for number, rank in enumerate(ranks) if rank.poll()), None)
+        is_over = job.record_path.exists() or failed is not None
         if is_over and deadline == float("inf"):
             deadline = time.monotonic() + _GRACE_S
         time.sleep(_POLL_S)
     if (done := _num_batches(job)) != shown:
         show(done)
+    return failed
 
 
 @contextlib.contextmanager
@@ -180,7 +186,11 @@ def _num_batches(job: Job) -> int:
 def _failure(job: Job, rank: int, code: int) -> str:
     log = job.log_path(rank)
     lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-    how = f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"
+    how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+    if code == -signal.SIGKILL:
+        how += ", as the system does when memory is used up"
+    if not lines:
+        return f"{job.title}: rank {rank} ended {how}, and said nothing in {log}"
     return "\n".join(
         [f"{job.title}: rank {rank} ended {how}; the last lines of {log}:", *(f"  {each}" for each in lines)]
     )

@@ -1,15 +1,25 @@
 """What a comparison comes to, for a program (``report.json``), for who signs it (``report.md``) and for a terminal."""
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer_fsdp2.comparing.judging import DATA, TOLERANCE, Judgement, Quantity, Verdict, title_of
+from composer_fsdp2.comparing.job import is_yaml
+from composer_fsdp2.comparing.judging import (
+    BATCHES_OF_TOLERANCE,
+    DATA,
+    TOLERANCE,
+    Judgement,
+    Quantity,
+    Verdict,
+    title_of,
+)
 from composer_fsdp2.comparing.run_record import CollectiveCount, RunRecord
 from composer_fsdp2.comparing.throughput import throughput
-from composer_fsdp2.config.text import human_bytes
+from composer_fsdp2.config.text import and_more, human_bytes
 from composer_fsdp2.config.value import Value, plain
 
 # Of the object in report.json; another one means that a program has to be changed. SCHEMA describes it.
@@ -123,7 +133,7 @@ class Outcome(Value):
         yield _table(self._throughput_rows())
         yield f"Memory of a rank is {self.runs[0].memory_is}. {_TIMED}"
         yield _table(self._collective_rows())
-        yield self._of_prediction()
+        yield from self._of_prediction()
         yield "## What was set in place of what the file says"
         yield self._overrides()
         if translation := next((run.translation for run in self.runs if run.translation), ""):
@@ -131,7 +141,7 @@ class Outcome(Value):
             yield f"```text\n{translation}\n```"
 
     def _quantity_rows(self) -> list[list[str]]:
-        rows = [["quantity", "FSDP2 from FSDP1", "FSDP1 from itself", "limit", "", "furthest apart"]]
+        rows = [["quantity", "FSDP2 from FSDP1", "FSDP1 from itself", "limit", "verdict", "furthest apart"]]
         for each in self._quantities:
             told = "same" if each.is_same else "DIFFERENT"
             if each.name == DATA:
@@ -148,7 +158,7 @@ class Outcome(Value):
         for number, batch in enumerate(self.runs[0].batches):
             each = [run.batches[number] if number < len(run.batches) else None for run in self.runs]
             is_same = all(other is not None and other.digests == batch.digests for other in each)
-            row = [str(batch.batch), "same" if is_same else "DIFFERENT"]
+            row = [str(batch.batch), "" if len(each) == 1 else "same" if is_same else "DIFFERENT"]
             row += ["" if other is None else f"{other.loss:.7f}" for other in each]
             row += ["" if other is None else f"{other.gradient_norm:.7g}" for other in each]
             rows.append(row)
@@ -166,17 +176,16 @@ class Outcome(Value):
         return rows
 
     def _of_rounding(self) -> Iterator[str]:
-        for run in self.runs[1:]:
-            touched = [each for each in run.distances if each.num_rounding]
-            if touched:
-                worst = max(touched, key=lambda each: each.largest_rounding)
-                number = sum(each.num_rounding for each in touched)
-                yield (
-                    f"{run.title}: {number} elements of {len(touched)} tensors differ, "
-                    f"by up to {_number(worst.largest_rounding)} (`{title_of(worst)}`), whose gradients are below a "
-                    "millionth of the model's largest: rounding alone decides where such an optimizer moves them, as "
-                    "it does attention's key bias, to which softmax is blind. They are not in the distances above."
-                )
+        """See [Note: rounding alone] in kept_tensors.py."""
+        lines = [
+            _not_judged(run, is_parameter=is_parameter)
+            for run in self.runs[1:]
+            for is_parameter in (True, False)
+            if any(each.num_rounding and (each.kind == "parameter") == is_parameter for each in run.distances)
+        ]
+        if lines:
+            yield "\n".join(["Not judged, because rounding alone decides where they move:", "", *lines])
+            yield _ROUNDING
 
     def _throughput_rows(self) -> list[list[str]]:
         rows = [["run", "modules that gather", "a batch", "95 % interval", "samples/s", "peak memory of a rank"]]
@@ -200,19 +209,24 @@ class Outcome(Value):
     def _predicted(self) -> tuple[CollectiveCount, ...]:
         return next((run.prediction.collectives for run in self.runs if run.prediction.collectives), ())
 
-    def _of_prediction(self) -> str:
+    def _of_prediction(self) -> Iterator[str]:
         fsdp2 = next((run for run in self.runs if run.engine == "FSDP2"), None)
         if fsdp2 is None:
-            return ""
+            return
         predicted = fsdp2.prediction
         if predicted.reason:
-            return f"No prediction stands beside them: {predicted.reason}."
-        lines = [
-            "Counted up to the last microbatch's gradients, on rank 0, with what Composer itself sends; predicted is "
-            "what a replay of the plan sends for parameters and gradients. It puts the peak of a rank's parameters, "
-            f"gradients, optimizer state and buffers at {human_bytes(predicted.state_bytes)}, without activations."
-        ]
-        return "\n".join([*lines, "", *(f"- {note}" for note in predicted.notes)])
+            yield f"No prediction stands beside them: {predicted.reason}."
+            return
+        yield (
+            "Counted in one batch, up to its last microbatch's gradients, on rank 0, with what Composer itself sends. "
+            "Predicted is what a replay of the plan sends for parameters and gradients"
+            + (f"; it rests on {predicted.rests_on}." if predicted.rests_on else ", in the plan's own order of units.")
+        )
+        yield _table(_memory_rows(fsdp2))
+        if not fsdp2.state_bytes:
+            yield _NOT_COUNTED
+        if predicted.notes:
+            yield "\n".join(f"- {note}" for note in predicted.notes)
 
     def _overrides(self) -> str:
         lines = list(
@@ -226,19 +240,26 @@ class Outcome(Value):
         lines += [f"- {run.title}: {note}" for run in self.runs for note in run.notes]
         return "\n".join(lines)
 
+    @property
+    def _command(self) -> str:
+        words = ["composer-fsdp2", "compare", self.file, "-n", str(self.num_ranks), "--batches", str(self.batches)]
+        words += ["--load-path", self.load_path] if self.load_path else []
+        words += ["--tolerance", f"{self.tolerance:g}"] if self.tolerance != TOLERANCE else []
+        return shlex.join([*words, *(["--"] if self.arguments and not is_yaml(self.file) else []), *self.arguments])
+
     def _provenance(self) -> Iterator[str]:
-        command = " ".join(["composer-fsdp2 compare", self.file, *self.arguments])
         start = f"the checkpoint {self.load_path}" if self.load_path else "its own start"
-        yield f"`{command}`: {self.batches} batches from {start}, seed {self.seed}, tolerance {self.tolerance:g}."
+        yield f"`{self._command}`: {self.batches} batches from {start}, seed {self.seed}, tolerance {self.tolerance:g}."
         rows = [["", ""], *([f"SHA-256 of the {name}", f"`{value}`"] for name, value in self.hashes.items())]
         yield _table([*rows, *([name, value] for name, value in self.versions.items())])
 
 
 _HOW = (
-    "FSDP1, FSDP2 and FSDP1 again trained the same file. A distance is relative: of losses and norms the largest of "
-    "any batch, of tensors the 2-norm of the difference over that of FSDP1's. Rounding builds up, so each is divided "
-    "by the number of batches trained until then. The limit is the larger of the tolerance and twice the distance of "
-    "FSDP1 from itself."
+    "FSDP1, FSDP2 and FSDP1 again trained the same file. A distance is relative: of tensors the 2-norm of the "
+    "difference over that of FSDP1's. The limit is the larger of the tolerance and twice the largest distance of FSDP1 "
+    f"from itself. Rounding builds up, so from batch {BATCHES_OF_TOLERANCE} on the tolerance grows with the batches "
+    f"that were trained: after {2 * BATCHES_OF_TOLERANCE} it is twice as large. Of all batches or tensors the one is "
+    "shown that is furthest beyond its limit, or nearest to it."
 )
 _TIMED = "The first two batches, and the one whose collectives were counted, are not among the timed."
 _ALWAYS = (
@@ -248,6 +269,41 @@ _ALWAYS = (
     "FSDP_VERSION is taken from the environment",
 )
 _SIGNED = "\n".join(f"- {who}: ______________________  date: ____________" for who in ("compared by", "accepted by"))
+
+
+def _not_judged(run: RunRecord, *, is_parameter: bool) -> str:
+    tensors = [each for each in run.distances if (each.kind == "parameter") == is_parameter]
+    touched = sorted((each for each in tensors if each.num_rounding), key=lambda each: -each.num_rounding / each.size)
+    number, size = sum(each.num_rounding for each in touched), sum(each.size for each in tensors)
+    what = "parameters" if is_parameter else "optimizer state"
+    where = and_more([f"{each.num_rounding} of {each.size} in `{title_of(each)}`" for each in touched])
+    largest = max(each.largest_rounding for each in touched)
+    return f"- {run.title}, {what}: {number} of {size} elements, off by up to {_number(largest)}: {where}"
+
+
+_ROUNDING = (
+    "Their gradients are below a millionth of the model's largest, and an optimizer such as Adam makes full steps of "
+    "them: of attention's key bias, say, to which softmax is blind. None of them is further off than such steps in the "
+    "other direction explain; what is, and what has no gradient at all, is judged with the others."
+)
+
+
+def _memory_rows(run: RunRecord) -> list[list[str]]:
+    """Exact bytes: they are to be equal."""
+    rows = [["peak of a rank's memory, bytes", "counted on FSDP2", "predicted"]]
+    for title, counted, predicted in (
+        ("parameters, gradients, optimizer state, buffers, collectives", run.state_bytes, run.prediction.state_bytes),
+        ("the same and activations", run.peak_bytes, run.prediction.peak_bytes),
+    ):
+        if predicted:
+            rows.append([title, f"{counted:,}" if counted else "", f"{predicted:,}"])
+    return rows
+
+
+_NOT_COUNTED = (
+    "Bytes were not counted: a first batch has no optimizer state yet, and of offloaded parameters it is not told "
+    "apart where they lie."
+)
 
 
 def _calls(count: CollectiveCount | None) -> str:

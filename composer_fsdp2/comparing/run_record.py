@@ -69,7 +69,9 @@ class TensorDistance(Value):
     Args:
         distance: The 2-norm of the difference over that of the first run's tensor.
         largest: The largest absolute difference of an element.
-        num_rounding: Elements that differ, but whose gradients are rounding alone; they are not in the others.
+        size: Its elements.
+        num_rounding: Elements that differ, but by no more than rounding alone explains where a gradient is nothing
+            else; they are not in ``distance`` and ``largest``.
         largest_rounding: The largest absolute difference of one of those.
     """
 
@@ -77,8 +79,17 @@ class TensorDistance(Value):
     name: str
     distance: float
     largest: float
+    size: int = 0
     num_rounding: int = 0
     largest_rounding: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(Value):
+    """One of an optimizer's groups: what it says (``lr``, ``weight_decay``, ``betas.0``), and of which parameters."""
+
+    values: Mapping[str, float]
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +104,19 @@ class Override(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Value):
-    """What a replay of the plan says of the counted batch; ``reason`` is why it says nothing.
+    """What a replay of the plan says of the counted batch on rank 0; ``reason`` is why it says nothing.
 
     Args:
-        state_bytes: The peak of parameters, gradients, optimizer state and buffers on a rank, without activations.
+        state_bytes: The peak of parameters, gradients, optimizer state, buffers and what collectives need, without
+            activations.
+        peak_bytes: With them; 0 where no microbatch was traced.
+        rests_on: What was traced, in words; "" of nothing.
     """
 
     collectives: tuple[CollectiveCount, ...] = ()
     state_bytes: int = 0
+    peak_bytes: int = 0
+    rests_on: str = ""
     notes: tuple[str, ...] = ()
     reason: str = ""
 
@@ -112,7 +128,12 @@ class RunRecord(Value):
     Args:
         num_units: Modules that all-gather their parameters.
         memory_is: What ``memory_bytes`` of a batch measures.
+        state_bytes: In the counted batch on rank 0, the peak of what ``Prediction.state_bytes`` is of, in storages; 0
+            where it was not counted: on FSDP1, in a first batch, before there is an optimizer's state, and where
+            parameters are offloaded.
+        peak_bytes: With all other storages that were made meanwhile, activations among them.
         start: Before the first batch.
+        settings: The optimizers' before the first batch; ``last_settings`` after the last.
         distances: From the first run, whose own are empty.
         missing: Tensors of the first run that this one has not; ``added`` are those that only this one has.
         translation: What became of each key, as text; "" on FSDP1.
@@ -128,7 +149,11 @@ class RunRecord(Value):
     first_batch: int
     batches: tuple[BatchRecord, ...]
     collectives: tuple[CollectiveCount, ...]
+    state_bytes: int = 0
+    peak_bytes: int = 0
     start: tuple[Fingerprint, ...]
+    settings: tuple[Settings, ...] = ()
+    last_settings: tuple[Settings, ...] = ()
     distances: tuple[TensorDistance, ...] = ()
     missing: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
@@ -148,6 +173,8 @@ class RunRecord(Value):
         given["batches"] = tuple(
             BatchRecord(**{**each, "digests": tuple(each["digests"])}) for each in given["batches"]
         )
+        for name in ("settings", "last_settings"):
+            given[name] = tuple(Settings(**{**each, "names": tuple(each["names"])}) for each in given[name])
         predicted = given["prediction"]
         predicted["collectives"] = tuple(CollectiveCount(**each) for each in predicted["collectives"])
         given["prediction"] = Prediction(**{**predicted, "notes": tuple(predicted["notes"])})

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
 from composer_fsdp2.checkpoint.names import canonical
-from composer_fsdp2.comparing.run_record import Fingerprint
+from composer_fsdp2.comparing.run_record import Fingerprint, Settings
 
 PARAMETER = "parameter"
 # Of one tensor: what it is, and the parameter it belongs to.
@@ -85,6 +85,36 @@ def fingerprints(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
         Fingerprint(kind=kind, name=name, total=total, squares=squares, size=round(size))
         for (kind, name), (total, squares, size) in totals.items()
     )
+
+
+def settings(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Settings, ...]:
+    """What the optimizers' groups say, by the model's own names. Does not communicate."""
+    names, groups = {}, _flat_groups(model)
+    for name, parameter in model.named_parameters():
+        contents = _part_of(parameter, groups).contents
+        names[id(parameter)] = [each for each, _ in contents] or [canonical(name)]
+    return tuple(
+        Settings(
+            values=dict(_numbers(group)),
+            names=tuple(name for parameter in group["params"] for name in names.get(id(parameter), ())),
+        )
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    )
+
+
+_HOW_IT_RUNS = {"params", "foreach", "fused", "capturable", "differentiable"}  # and not what it computes
+
+
+def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in group.items():
+        if name in _HOW_IT_RUNS:
+            continue
+        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            yield name, float(value)
+        elif isinstance(value, list | tuple):
+            numbers = enumerate(value)
+            yield from ((f"{name}.{place}", float(each)) for place, each in numbers if isinstance(each, int | float))
 
 
 def _sums(name: str, part: _Part) -> Iterator[tuple[str, tuple[float, float, float]]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from composer_fsdp2.comparing.other_tensors import with_tensors
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.preflight.answering import without_values
 
@@ -68,6 +69,24 @@ class LabelsLoss(_OwnBatch):
                 "input_ids and labels; --no-activations plans without one"
             )
         return loss, outputs if self.keeps_outputs else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedLoss(_OwnBatch):
+    """As ``ComposerLoss``, on a batch like one that was there, whatever rows and tokens are asked for.
+
+    Args:
+        batch: Its tensors' shapes and dtypes count; numbers are zeros.
+    """
+
+    batch: Any
+
+    def __call__(self, model: nn.Module, rows: int, tokens: int) -> tuple[torch.Tensor, Any]:
+        batch = with_tensors(self.batch, lambda each: torch.zeros(each.shape, dtype=each.dtype))
+        with self.without_values():
+            outputs = model(batch)
+            loss = _total(model.loss(outputs, batch))  # type: ignore[operator]
+        return loss, outputs
 
 
 def _ids(model: nn.Module, rows: int, tokens: int) -> torch.Tensor:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from composer_fsdp2.comparing.judging import DATA, LOSSES, NORMS, PARAMETERS, START, Verdict, judge
-from composer_fsdp2.comparing.run_record import BatchRecord, Fingerprint, RunRecord, TensorDistance
+from composer_fsdp2.comparing.judging import DATA, LOSSES, NORMS, PARAMETERS, SETTINGS, START, Verdict, judge
+from composer_fsdp2.comparing.run_record import BatchRecord, Fingerprint, RunRecord, Settings, TensorDistance
 
 pytestmark = pytest.mark.any_torch
 
@@ -69,11 +69,39 @@ def test_twice_the_noise_of_fsdp1_is_no_difference():
     assert different(made_run("FSDP2", losses=(3.0 * (1 + 2.1e-3), 2.0)), noisy) == {LOSSES, NORMS}
 
 
-def test_rounding_may_build_up():
-    """A longer comparison is no stricter one: the last bits drift apart by about as much in each batch."""
-    losses = tuple(1.0 + 8e-7 * number for number in range(1, 51))
+def test_rounding_may_build_up_in_longer_comparisons_alone():
+    """Fifty batches drift apart by five times as much as ten; up to ten the tolerance is what was given."""
     first = made_run(losses=(1.0,) * 50)
-    assert different(made_run("FSDP2", losses=losses, distance=4e-5), made_run(losses=(1.0,) * 50), first) == set()
+    losses = tuple(1.0 + 9e-8 * number for number in range(1, 51))
+    assert different(made_run("FSDP2", losses=losses, distance=4e-6), made_run(losses=(1.0,) * 50), first) == set()
+    late = made_run("FSDP2", losses=losses, distance=6e-6)
+    assert different(late, made_run(losses=(1.0,) * 50), first) == {PARAMETERS}
+    # What is wrong early is no less wrong because there are many batches after it.
+    early = made_run("FSDP2", losses=(1.0, 1.0 + 2e-6, *losses[2:]))
+    assert different(early, made_run(losses=(1.0,) * 50), first) == {LOSSES, NORMS}
+    judgement = judge(first, early, [made_run(losses=(1.0,) * 50)])
+    [of_losses] = [each for each in judgement.quantities if each.name == LOSSES]
+    assert (of_losses.worst, of_losses.limit) == ("batch 2", 1e-6)
+    assert different(made_run("FSDP2", distance=2e-6)) == {PARAMETERS}
+
+
+def test_settings_of_the_optimizer_are_compared_by_name():
+    """A decay or a rate of one tensor's own shows in no loss of the first batches."""
+    group = Settings(values={"lr": 1e-3, "weight_decay": 0.0}, names=("w", "v"))
+    first, again = (replace(made_run(title), settings=(group,)) for title in ("FSDP1", "FSDP1 again"))
+    apart = (replace(group, names=("w",)), replace(group, names=("v",), values={"lr": 1e-3, "weight_decay": 0.1}))
+    for settings, told in (
+        (apart, "weight_decay of v: 0.1, 0 on FSDP1"),
+        ((replace(group, names=("w",)),), "lr of v: none, 0.001 on FSDP1"),
+    ):
+        fsdp2 = replace(made_run("FSDP2"), settings=settings)
+        judgement = judge(first, fsdp2, [again])
+        assert different(fsdp2, again, first) == {SETTINGS}
+        assert judgement.causes == (f"FSDP2's optimizer was set otherwise: {told}",)
+    # Other groups with the same settings are the same.
+    assert (
+        different(replace(made_run("FSDP2"), settings=(replace(group, names=("v",)), apart[0])), again, first) == set()
+    )
 
 
 def test_no_number_is_never_the_same_as_a_number():

@@ -19,6 +19,14 @@ FAILING = {
         [],
         "needs an fsdp_config",
     ),
+    # Composer's Trainer begins one epoch after the other.
+    "empty-loader": (
+        SCRIPT.read_text()
+        .replace("(n: int = 96)", "(n: int = 6)")
+        .replace("batch_size=4,", "batch_size=4, drop_last=True,", 1),
+        [],
+        "trained no batch in two epochs",
+    ),
 }
 
 

@@ -87,7 +87,7 @@ def measure(model: nn.Module, case: Case) -> tuple[Counter[tuple[str, int, int]]
                 begin_microbatch(model, is_last=microbatch == case.microbatches - 1)
                 model(tokens()).square().sum().backward()
             optimizer.step()
-    return Counter((_OPS[op], num_bytes, ranks) for op, num_bytes, ranks in sent.calls), state
+    return Counter((_OPS[call.operator], call.num_bytes, call.ranks) for call in sent.calls), state
 
 
 _OPS = {

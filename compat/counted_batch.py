@@ -1,0 +1,99 @@
+"""What rank 0 counts in one batch of a compared run, and notes so that the same batch can be predicted."""
+
+import contextlib
+from typing import Any
+
+import torch
+from composer.core import State
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2._torch.counting import Collectives, StateBytes
+from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.passing import tensors_in
+from composer_fsdp2.comparing.counted import counted
+from composer_fsdp2.comparing.job import Job
+from composer_fsdp2.comparing.other_tensors import with_tensors
+from composer_fsdp2.comparing.predicting import CountedBatch
+from composer_fsdp2.comparing.run_record import CollectiveCount
+from composer_fsdp2.estimate.blocks import copy_with
+from composer_fsdp2.sharding.plan import ShardingPlan
+
+
+class Counting:
+    """Counts from ``begin`` to ``end``.
+
+    Collectives are counted on all ranks alike; the memory of FSDP2's state on rank 0 alone, whose every operator is
+    looked at then.
+    """
+
+    def __init__(self) -> None:
+        self.num_microbatches = 0
+        self.state_bytes = self.peak_bytes = 0
+        self._collectives = Collectives()
+        self._state: StateBytes | None = None
+        self._counters = contextlib.ExitStack()
+        self._unsharded: nn.Module | None = None
+        self._first: Any = None
+        self._shapes: list[list[torch.Size]] = []
+
+    @property
+    def counts(self) -> tuple[CollectiveCount, ...]:
+        return counted(self._collectives.calls)
+
+    def note_unsharded(self, model: nn.Module) -> None:
+        """Copy the model without its values, before it is sharded. What cannot be copied is not predicted."""
+        with contextlib.suppress(Exception):
+            self._unsharded = copy_with(model, (), _without_values)
+
+    def begin(self, state: State, *, counts_state: bool) -> None:
+        has_state = bool(state.optimizers and state.optimizers[0].state)  # not in a first batch
+        if counts_state and has_state and not _is_offloaded(state.model):
+            self._state = self._counters.enter_context(StateBytes(state.model, state.optimizers[0]))
+        self._counters.enter_context(self._collectives)
+
+    def note_microbatch(self, batch: Any) -> None:
+        """Called before the forward of each."""
+        self.num_microbatches += 1
+        with contextlib.suppress(Exception):  # tensors that lie in no meta device, such as sparse ones
+            on_meta = with_tensors(batch, lambda tensor: torch.empty_like(tensor, device="meta"))
+            self._first = on_meta if self._first is None else self._first
+            self._shapes.append([tensor.shape for tensor in tensors_in(on_meta)])
+
+    def end(self, model: nn.Module) -> None:
+        self._counters.close()
+        if self._state is not None:
+            buffers = {id(each.untyped_storage()): each.untyped_storage().nbytes() for each in model.buffers()}
+            self.state_bytes = self._state.peak + sum(buffers.values())
+            self.peak_bytes = self._state.peak_of_all + sum(buffers.values())
+            self._state = None
+
+    def batch(self, job: Job, state: State, plan: ShardingPlan, *, num_ranks: int, is_auto: bool) -> CountedBatch:
+        """What was counted, for a prediction."""
+        return CountedBatch(
+            job=job,
+            plan=plan.resolve(num_ranks),
+            model=None if self._first is None else self._unsharded,
+            microbatch=self._first,
+            is_uniform=all(shapes == self._shapes[0] for shapes in self._shapes),
+            is_auto=is_auto,
+            num_microbatches=self.num_microbatches,
+            num_ranks=num_ranks,
+            precision=state.precision.value,
+            optimizers=tuple(state.optimizers),
+            counted=self.counts,
+        )
+
+
+def _is_offloaded(model: nn.Module) -> bool:
+    """Whether parameters lie elsewhere than where they are gathered; what is counted is not told apart then."""
+    return any(
+        isinstance(each, DTensor) and local_tensor(each).device.type != each.device_mesh.device_type
+        for each in model.parameters()
+    )
+
+
+def _without_values(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(local_tensor(tensor), device="meta")
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made

@@ -1,0 +1,257 @@
+"""What a step sends and what memory it takes on this rank, counted at torch's dispatcher while it runs.
+
+It knows nothing of plans and estimates: these are held against it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2._torch.groups import groups_of, state_of
+from composer_fsdp2._torch.live import tensors_of
+from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.private_names import TorchDispatchMode, own_parameters
+
+_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+_INTO = torch.ops.aten.copy_.default
+_COPIES = {_INTO, torch.ops.aten._to_copy.default}
+_SILENT = {"wait_tensor"}
+# A storage that was seen as several of these counts as the first.
+_KINDS = ("parameters", "gradients", "optimizer", "communication")
+_OTHER = "other"
+_RANK = {kind: place for place, kind in enumerate((*_KINDS, _OTHER))}
+# A process group's thread lets go of its buffers a moment after they are waited for.
+_LETTING_GO_S = 0.001
+_RESIZED = {"parameters", "communication"}  # their storages are emptied, and filled again
+
+
+class Sent(NamedTuple):
+    """One call of a collective.
+
+    Args:
+        operator: torch's name for it, such as ``_allgather_base_``.
+        num_bytes: Of the full buffer, which all ranks together hold: the output of an all-gather, the input of a
+            reduce-scatter, the tensor of an all-reduce or a broadcast.
+        dtype: Of that buffer, as torch names it; "" of none.
+        ranks: The group's size; 0 where the operator names no group.
+    """
+
+    operator: str
+    num_bytes: int
+    dtype: str
+    ranks: int
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A storage, and the first of the kinds that it was seen as."""
+
+    storage: Any  # weak
+    kind: str
+    num_bytes: int
+
+
+class Collectives(TorchDispatchMode):
+    """Writes down the collectives of the block.
+
+    Backward is seen too: autograd carries dispatch modes into its threads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Sent] = []
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """By operator: calls, and bytes of all full buffers."""
+        found: dict[str, dict[str, int]] = {}
+        for call in self.calls:
+            count = found.setdefault(call.operator, {"calls": 0, "bytes": 0})
+            count["calls"] += 1
+            count["bytes"] += call.num_bytes
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its own dispatch comes first, so that what that sends is seen here
+        if _is_collective(func):
+            self.calls.append(_sent(func.overloadpacket.__name__, args))
+        return func(*args, **(kwargs or {}))
+
+
+class StateBytes(TorchDispatchMode):
+    """Measures the peak of a step's state on this rank: the bytes of all storages that hold parameters (sharded and
+    gathered), gradients (of gathered parameters and reduced), the optimizer's state, or a collective's buffers.
+
+    A storage counts from the operator after which it can be reached as one of these until it is freed. Activations
+    and temporary tensors do not count. ``peak`` is the largest sum after any operator, ``at_peak`` its parts;
+    ``peak_of_all`` is the largest sum with all other storages that operators made. Views are passed over, which make
+    nothing.
+
+    What FSDP2 keeps out of the modules' sight is looked up in its own objects: gathered parameters before they stand
+    in their modules, what is kept of them between forward and backward, gradients that were put off in the dtype they
+    are reduced in, and those that wait for their reduction over replicas.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.peak = self.peak_of_all = 0
+        self.at_peak: dict[str, int] = {}
+        self._sharded = list(model.parameters())
+        self._places = [(module, name) for module in model.modules() for name, _ in own_parameters(module)]
+        # FSDP1 hands out views of these and keeps the gradient on them.
+        flat = (getattr(module, "_flat_param", None) for module in model.modules())
+        self._flat: list[Any] = list({id(each): each for each in flat if each is not None}.values())
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._groups = list({id(group): group for unit in units for group in groups_of(state_of(unit))}.values())
+        self._seen: dict[int, _Seen] = {}  # by the storage's address in C++
+        self._resizable: dict[int, _Seen] = {}
+        self._freed: deque[tuple[int, Any]] = deque()  # a process group's thread may be the one that frees
+        self._sums = dict.fromkeys((*_KINDS, _OTHER), 0)
+        self._is_stepping = False
+        optimizer.register_step_pre_hook(lambda *_: self._step(begins=True))
+        optimizer.register_step_post_hook(lambda *_: self._step(begins=False))
+        self._note_optimizer()
+        self._look()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return result
+        if _is_collective(func) or func.namespace == "fsdp":  # what copies in and out of a collective's buffers
+            for tensor in tensors_of((*args, *(kwargs or {}).values())):
+                self._note("communication", tensor)
+        if func in _COPIES and self._is_communication(args[func is _INTO]):
+            self._note("communication", result)  # reduced over one rank, or cast to the parameter's dtype
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_of((*args, *(kwargs or {}).values()))}
+        for tensor in tensors_of(result):
+            if tensor.untyped_storage()._cdata not in given:  # what it was given was there before
+                self._note(_OTHER, tensor)
+        self._look()
+        return result
+
+    def _step(self, *, begins: bool) -> None:
+        self._is_stepping = begins
+
+    def _look(self) -> None:
+        for kind, tensor in self._visible():
+            self._note(kind, tensor)
+        if self._is_stepping:
+            self._note_optimizer()
+        of_all, of_state = self._sums_now()
+        if of_all > self.peak_of_all or of_state > self.peak:
+            time.sleep(_LETTING_GO_S)
+            of_all, of_state = self._sums_now()
+        self.peak_of_all = max(self.peak_of_all, of_all)
+        if of_state > self.peak:
+            self.peak, self.at_peak = of_state, {kind: self._sums[kind] for kind in _KINDS}
+
+    def _sums_now(self) -> tuple[int, int]:
+        """Of all storages, and of those of the state."""
+        self._forget_freed()
+        for seen in self._resizable.values():
+            storage = seen.storage()
+            num_bytes = 0 if storage is None else storage.nbytes()
+            self._sums[seen.kind] += num_bytes - seen.num_bytes
+            seen.num_bytes = num_bytes
+        of_all = sum(self._sums.values())
+        return of_all, of_all - self._sums[_OTHER]
+
+    def _kept_by_fsdp2(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                for tensor in parameter.all_gather_outputs:
+                    yield "parameters", tensor
+                if (tensor := getattr(parameter, "_sharded_post_forward_param_data", None)) is not None:
+                    yield "parameters", tensor
+                if (tensor := getattr(parameter, "unsharded_accumulated_grad", None)) is not None:
+                    yield "gradients", local_tensor(tensor)
+            if group._partial_reduce_output is not None:
+                yield "communication", group._partial_reduce_output
+
+    def _note(self, kind: str, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        seen = self._seen.get(key)
+        if seen is not None and seen.storage() is None:  # another one lay there
+            self._forget_freed()
+            seen = None
+        if seen is None:
+            freed = self._freed
+            reference = ref(storage, lambda dead: freed.append((key, dead)))
+            seen = self._seen[key] = _Seen(reference, kind, storage.nbytes())
+            self._sums[kind] += seen.num_bytes
+        elif _RANK[kind] < _RANK[seen.kind]:
+            self._sums[seen.kind] -= seen.num_bytes
+            self._sums[kind] += seen.num_bytes
+            seen.kind = kind
+        if kind in _RESIZED:
+            self._resizable[key] = seen
+
+    def _forget_freed(self) -> None:
+        while self._freed:
+            key, reference = self._freed.popleft()
+            seen = self._seen.get(key)
+            if seen is not None and seen.storage is reference:
+                del self._seen[key]
+                self._resizable.pop(key, None)
+                self._sums[seen.kind] -= seen.num_bytes
+
+    def _is_communication(self, tensor: torch.Tensor) -> bool:
+        seen = self._seen.get(tensor.untyped_storage()._cdata)
+        return seen is not None and seen.kind == "communication"
+
+    def _visible(self) -> Iterator[tuple[str, torch.Tensor]]:
+        present = [getattr(module, name) for module, name in self._places]
+        for parameter in (*self._sharded, *present, *self._flat):
+            yield "parameters", local_tensor(parameter)
+            if parameter.is_leaf and parameter.grad is not None:
+                yield "gradients", local_tensor(parameter.grad)
+        for flat in self._flat:
+            for name in ("_local_shard", "_full_param_padded", "_mp_shard"):
+                if (tensor := getattr(flat, name, None)) is not None:
+                    yield "parameters", tensor
+            if (tensor := getattr(flat, "_saved_grad_shard", None)) is not None:
+                yield "gradients", tensor
+        yield from self._kept_by_fsdp2()
+
+    def _note_optimizer(self) -> None:
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self._note("optimizer", local_tensor(value))
+
+
+def _sent(operator: str, args: tuple[Any, ...]) -> Sent:
+    buffers = [tensors for arg in args if (tensors := list(tensors_of(arg)))]
+    full = max(buffers, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
+    dtype = str(full[0].dtype).removeprefix("torch.") if full else ""
+    return Sent(operator, sum(tensor.nbytes for tensor in full), dtype, _group_size(args))
+
+
+def _is_collective(func: Any) -> bool:
+    return func.namespace in _NAMESPACES and func.overloadpacket.__name__ not in _SILENT
+
+
+def _group_size(args: Iterable[Any]) -> int:
+    """Of the process group among an operator's arguments; 0 without one."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return int(dist.ProcessGroup.unbox(arg).size())
+    return 0

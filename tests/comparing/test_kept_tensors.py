@@ -1,0 +1,109 @@
+"""Which differences of a model's last tensors count: two trainings of one model, and what is wrong with the second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from composer_fsdp2.comparing.kept_tensors import KeptTensors, keep_tensors
+from composer_fsdp2.comparing.run_record import TensorDistance
+from composer_fsdp2.comparing.whole_tensors import Key
+
+STEPS, LEARNING_RATE = 4, 1e-3
+Fault = Callable[["Net", int], None]  # of the model and how many steps are done
+
+
+class Net(nn.Module):
+    """Attention with a key bias, and an embedding of which half the rows never occur."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(26, 16), nn.Linear(16, 26)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.slope = 0.0  # of the loss along the key's bias
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        query, key, value = (
+            layer(hidden).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.head(hidden + attended.transpose(1, 2).flatten(2))
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(self(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return loss + self.slope * self.key.bias.sum()
+
+
+def trained(fault: Fault = lambda net, done: None, *, flipped: bool = False) -> list[tuple[Key, torch.Tensor]]:
+    """The model's tensors after a few steps; ``flipped`` adds up the same samples in another order."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
+    data = torch.randint(0, 13, (STEPS, 8, 12), generator=torch.Generator().manual_seed(1))
+    for done, batch in enumerate(data):
+        fault(net, done)
+        optimizer.zero_grad()
+        net.loss(batch.flip(0) if flipped else batch).backward()
+        optimizer.step()
+    return list(tensors_of(net, optimizer))
+
+
+def tensors_of(net: Net, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Key, torch.Tensor]]:
+    for name, parameter in net.named_parameters():
+        yield ("parameter", name), parameter.detach().flatten()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            yield (kind, name), optimizer.state[parameter][kind].flatten()
+
+
+def distances(folder: Path, fault: Fault = lambda net, done: None) -> dict[Key, TensorDistance]:
+    """Of a second training, with this fault, from a first one without."""
+    keep_tensors(folder / "first", trained(), is_writing=True)
+    found, missing, added = KeptTensors(folder / "first").distances(
+        trained(fault, flipped=True), learning_rates=STEPS * LEARNING_RATE
+    )
+    assert missing == added == ()
+    return {(each.kind, each.name): each for each in found}
+
+
+def test_directions_that_rounding_alone_chooses_are_told_and_not_judged(tmp_path: Path):
+    """A model with a key bias would never be the same run as itself, with any other order of sums."""
+    found = distances(tmp_path)
+    assert max(each.distance for each in found.values()) < 1e-6
+    assert {key[1] for key, each in found.items() if each.num_rounding} == {"key.bias"}
+    biases = found["parameter", "key.bias"]
+    assert biases.num_rounding > 8 and biases.size == 16
+    assert LEARNING_RATE / 100 < biases.largest_rounding <= 2 * STEPS * LEARNING_RATE
+
+
+@torch.no_grad()
+def add_to_unseen_row(net: Net, done: int) -> None:
+    net.embedding.weight[-1] += 1e-4 * (done == 2)
+
+
+@torch.no_grad()
+def move_the_key_bias(net: Net, done: int) -> None:
+    net.key.bias += 0.1 * (done == 2)
+
+
+def give_the_key_bias_a_gradient(net: Net, done: int) -> None:
+    net.slope = 1e-4
+
+
+FAULTS = {
+    add_to_unseen_row: ("parameter", "embedding.weight"),
+    move_the_key_bias: ("parameter", "key.bias"),
+    give_the_key_bias_a_gradient: ("exp_avg_sq", "key.bias"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_where_gradients_are_small_is_judged(tmp_path: Path, fault: Fault):
+    """What optimizers do with rounding must hide no row that was lost, and no bias that something else moves."""
+    found = distances(tmp_path, fault)
+    assert found[FAULTS[fault]].distance > 1e-5
