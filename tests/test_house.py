@@ -153,7 +153,8 @@ ROOMS = {
     ),
     "preflight": room(
         "__init__ answering losses preflight_run planned planned_model model_config run_file batch_sizes batch_words "
-        "foundry_yaml other_files read_run traces suggestion suggested_edits compared_batch",
+        "foundry_yaml other_files read_run traces suggestion left_alone "
+        "suggested_edits compared_batch",
         rooms="errors config _torch sharding parallel estimate fsdp1 prepare migration comparing compat",
         packages="huggingface_hub omegaconf torch transformers",
     ),

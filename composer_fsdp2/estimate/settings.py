@@ -42,8 +42,7 @@ LEVERS: tuple[Lever, ...] = (
     Lever(name="microbatch_size", numbers=Numbers.ROUNDING,
         reason="a batch has the same rows, and their gradients are summed in another order; where rows differ in "
         "length, a loss that is averaged over a microbatch's tokens weighs them otherwise, unless the trainer counts "
-        "tokens over the batch (LLM Foundry does by default); a loss that balances experts, and dropout, are of a "
-        "microbatch"),
+        "tokens over the batch (LLM Foundry does by default)"),
     Lever(name="cpu_offload", numbers=Numbers.ROUNDING,
         reason="the optimizer runs on the host's processor, which rounds otherwise"),
     Lever(name="gradient_sync", numbers=Numbers.ROUNDING, is_proposed=False,

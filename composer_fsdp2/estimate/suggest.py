@@ -156,14 +156,19 @@ class Subject:
         present, mesh = self.present, self.plan.mesh
         shards = mesh.shard_degree * mesh.replicate_degree
         groups = tuple(size for size in _divisors(self.gpus_per_node) if size > 1)
+        replicas = tuple(each for each in _divisors(shards)[:-1] if each == 1 or self._is_aligned(shards // each))
         activations = (Activations(), *treatments_of_blocks(self.plan)) if blocks_of(self.plan) else ()
         return Space(
             microbatch_sizes=_divisors(self.rows),
-            replicas=_with(_divisors(shards)[:-1] if _may_replicate(self.plan) else (), present.replicas),
+            replicas=_with(replicas if _may_replicate(self.plan) else (), present.replicas),
             reshards=_with((True, False, *groups), present.reshard_after_forward),
             activations=_with(activations, present.activations),
             cpu_offloads=(False, True),
         )
+
+    def _is_aligned(self, num_shards: int) -> bool:
+        """Whether groups of so many ranks lie on nodes alike; some of others send far more to nodes than rank 0's."""
+        return self.gpus_per_node % num_shards == 0 or num_shards % self.gpus_per_node == 0
 
 
 def _with(values: tuple, present: object) -> tuple:
@@ -216,6 +221,7 @@ def suggest_settings(
     space: Space | None = None,
     *,
     host_bytes: int | None = None,
+    present_peak: MemorySample | None = None,
     accepts: Callable[[Settings, int], bool] = lambda settings, peak_bytes: True,
 ) -> Suggestions:
     """Find the cheapest settings with which the run fits.
@@ -224,14 +230,17 @@ def suggest_settings(
         memory_bytes: What an estimate may take.
         space: What to search; None: all that may be proposed.
         host_bytes: What a rank may take of its host's memory; None: as much as of its own device.
+        present_peak: Of the run as it is, where more is known of it than the search's traces tell.
         accepts: Whether a choice, which takes so many bytes, can be had at all; asked of those that fit, the cheapest
             first, as it may take long.
     """
     search, present = _Search(subject), subject.present
+    now = search.rated(present)
+    now = now if present_peak is None else replace(now, peak=present_peak)
     points = list(dict.fromkeys((*(space or subject.space()).points(subject.plan), present)))
     order = {point: (search.cost(point), len(point.changed_from(present))) for point in points}
     points.sort(key=order.__getitem__)
-    fits = search.peak_bytes(present) <= memory_bytes
+    fits = now.peak_bytes <= memory_bytes
     most = memory_bytes if host_bytes is None else host_bytes
     on_hosts = [point for point in points if point == present or order[point][0].offloaded_bytes <= most]
     cheaper = on_hosts[: on_hosts.index(present)] if fits else on_hosts
@@ -248,7 +257,7 @@ def suggest_settings(
     nearest = next((point for point in by_peak if accepts(point, search.peak_bytes(point))), None)
     return Suggestions(
         memory_bytes=memory_bytes,
-        present=search.rated(present),
+        present=now,
         proposals=tuple(map(search.rated, chosen)),
         nearest=None if nearest is None else search.rated(nearest),
         num_points=len(points),

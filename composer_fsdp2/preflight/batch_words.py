@@ -133,7 +133,7 @@ def read_batches(
 
     rows, tokens = number("microbatch", microbatch), number("sequence", _lengths(section, sequence))
     key, batch = next(_found(section, words.global_batch), ("", None))
-    if batch not in (None, "auto"):
+    if batch not in (None, "auto", -1):  # -1 is TorchTitan's word for what the microbatches come to
         batch = _whole(key, batch)
         if batch % num_data_ranks:
             raise ConfigError(

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from composer_fsdp2.config.text import one_line
 from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.estimate.planned_step import PlannedStep
 from composer_fsdp2.estimate.settings import (
@@ -24,6 +25,7 @@ from composer_fsdp2.estimate.suggest import Subject, Suggestions, cost_of, sugge
 from composer_fsdp2.migration.fulfil import Fulfilled, fulfil
 from composer_fsdp2.migration.migrate import find_sections
 from composer_fsdp2.migration.wish import Degrees, Microbatches, Recomputation, Wish
+from composer_fsdp2.preflight.left_alone import left_alone
 from composer_fsdp2.preflight.planned import Questions, counted_optimizer, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
@@ -46,7 +48,7 @@ def replanning(path: str | Path, **how: Any) -> Iterator[Replan]:
         copy = Path(folder, Path(path).name)
 
         def replan(text: str) -> PreflightRun:
-            copy.write_text(text, encoding="utf-8")
+            copy.write_bytes(text.encode())  # the ends of its lines as they are
             try:
                 return read_run(copy, **how)
             except ComposerFSDP2Error as error:
@@ -57,13 +59,13 @@ def replanning(path: str | Path, **how: Any) -> Iterator[Replan]:
 
 def suggest_edits(
     run: PreflightRun,
+    planned: PlannedStep,
     text: str,
     name: str,
     *,
     replan: Replan,
     memory_bytes: int,
     host_bytes: int | None = None,
-    gpus_per_node: int = 8,
     decided: Mapping[str, str] | None = None,
     dialect: str | None = None,
     at: str | None = None,
@@ -71,7 +73,7 @@ def suggest_edits(
     """The cheapest settings with which the run of a file fits, as edits of the file.
 
     Args:
-        run: Of the file.
+        run: Of the file, and ``planned`` its step with activations.
         text: Of the file, and ``name`` its name.
         replan: Reads another text in the file's place.
         memory_bytes: What an estimate may take of a rank's device.
@@ -82,7 +84,7 @@ def suggest_edits(
         ConfigError: the file has no section that says how a run is sharded.
     """
     try:
-        find_sections(text, name, dialect=dialect, at=at)
+        _, sections = find_sections(text, name, dialect=dialect, at=at)
     except ConfigError as error:
         raise ConfigError(
             f"{name} says nothing of sharding that could be changed; plan the file that does (for a model's own "
@@ -90,17 +92,24 @@ def suggest_edits(
         ) from error
     editor = _Editor(
         run=run,
-        subject=subject_of(run, gpus_per_node),
+        subject=subject_of(run, planned.gpus_per_node),
         text=text,
         name=name,
         replan=replan,
         memory_bytes=memory_bytes,
-        decided=decided or {},
-        dialect=dialect,
+        decided=left_alone(run) | dict(decided or {}),
+        dialect=sections[0][0].name,
         at=at,
     )
     space = editor.space()
-    found = suggest_settings(editor.subject, memory_bytes, space, host_bytes=host_bytes, accepts=editor.can_be_had)
+    found = suggest_settings(
+        editor.subject,
+        memory_bytes,
+        space,
+        host_bytes=host_bytes,
+        present_peak=planned.estimate.peak,
+        accepts=editor.can_be_had,
+    )
     return _as_edits(found, editor)
 
 
@@ -143,7 +152,13 @@ _WORDS = {
 _GROUPS = "parameters kept in groups of ranks after forward"
 _OFFLOADING = "activations in the host's memory"
 _EVERY = "every so many blocks recomputed"
-_SOMETHING_ELSE = "planned anew from the changed file, it is something else; a KEY=VALUE may stand above the file"
+_SOMETHING_ELSE = "the changed file is not planned as it was meant: something else, here or typed, stands above it"
+_OTHER_BATCH = "the file does not say how many rows a batch has, so that the batch would be another one"
+_MIGRATED = "the file has no words for it before `composer-fsdp2 migrate`"
+_CACHE = (
+    "recomputed layers must fill no cache of keys and values, or they fail or train on wrong gradients: this package "
+    "sees to it by itself, other trainers need use_cache: false in the model's configuration"
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -164,9 +179,9 @@ class _Editor:
     decided: Mapping[str, str]
     dialect: str | None = None
     at: str | None = None
+    num_planned: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # that fit, and that do not
     had: dict[Settings, Suggestion] = field(default_factory=dict)
     unsaid: dict[str, str] = field(default_factory=dict)
-    num_planned: int = 0
 
     def space(self) -> Space:
         """All choices whose words the file has, as far as one of each kind tells."""
@@ -188,9 +203,9 @@ class _Editor:
             replicas=_unique(present.replicas, self._sayable(_WORDS["replicas"], "replicas", space.replicas)),
             activations=_unique(
                 present.activations,
-                self._sayable(_WORDS["activations"], "activations", marked),
-                says_every := self._sayable(_EVERY, "activations", every),
-                says_offload := self._sayable(_OFFLOADING, "activations", offloaded),
+                self._treated(_WORDS["activations"], marked),
+                says_every := self._treated(_EVERY, every),
+                says_offload := self._treated(_OFFLOADING, offloaded),
                 offloaded_every if says_every and says_offload else (),
             ),
             microbatch_sizes=_unique(
@@ -201,6 +216,20 @@ class _Editor:
                 present.cpu_offload, self._sayable(_WORDS["cpu_offload"], "cpu_offload", space.cpu_offloads)
             ),
         )
+
+    def _treated(self, what: str, values: Sequence[Activations]) -> Sequence[Activations]:
+        """Those that the file can say and of which a microbatch can be traced."""
+        return [each for each in self._sayable(what, "activations", values) if self._is_traceable(what, each)]
+
+    def _is_traceable(self, what: str, activations: Activations) -> bool:
+        one = (activations,) if activations.every < 2 else (Activations(), replace(activations, every=1))
+        try:
+            for each in one:
+                self.subject.traces(each, 1)
+        except Exception as error:  # whatever a model's own code raises; the run as it is was traced before
+            self.unsaid[what] = f"the model's microbatch cannot be traced so: {one_line(error)}"
+            return False
+        return True
 
     def _sayable(self, what: str, lever: str, values: Sequence[Any]) -> Sequence[Any]:
         """The values, or none of them where the file has no word for the first that it does not say now."""
@@ -222,8 +251,9 @@ class _Editor:
             run = self.replan(found.after)
         except ComposerFSDP2Error as error:
             return " ".join(str(error).split())
-        is_meant = present_settings(run.plan, run.microbatch_size) == settings
-        return run if is_meant else _SOMETHING_ELSE
+        if run.batch_rows != self.subject.rows:
+            return _OTHER_BATCH
+        return run if present_settings(run.plan, run.microbatch_size) == settings else _SOMETHING_ELSE
 
     def _recompute_as_the_file_would(self, marked: Sequence[Activations]) -> None:
         """A file that recomputes nothing does not say in which of torch's two ways, which keep and compute unlike."""
@@ -245,17 +275,20 @@ class _Editor:
         """Whether the file can say it, and a plan of what it says then is what was meant, and fits as well."""
         if settings in self.had:
             return True
-        found = self._fulfilled(settings)
-        if found.missing or self.num_planned == MAX_PLANNED:
+        found, fits = self._fulfilled(settings), peak_bytes <= self.memory_bytes
+        if found.missing:
             return False
-        self.num_planned += 1
+        if self.num_planned[fits] == MAX_PLANNED:
+            self.unsaid["further choices"] = f"{MAX_PLANNED} were planned anew, and the search ended there"
+            return False
+        self.num_planned[fits] += 1
         run = self._planned(settings, found)
         if isinstance(run, str):
             if run not in self.unsaid.values():
                 self.unsaid["; ".join(map(str, found.changes))] = run
             return False
         planned = plan_step(run, self.name, Questions(gpus_per_node=self.subject.gpus_per_node))
-        if peak_bytes <= self.memory_bytes < planned.estimate.peak_bytes:
+        if fits and planned.estimate.peak_bytes > self.memory_bytes:
             return False
         self.had[settings] = self._suggestion(settings, found, planned)
         return True
@@ -265,6 +298,10 @@ class _Editor:
         levers = [lever for lever in LEVERS if lever.name in changed and lever.numbers is not Numbers.SAME]
         estimate, trace = planned.estimate, planned.trace
         assert trace is not None, "activations are counted"
+        # By FSDP's own key, with which transformers' Trainer leaves caches on; with its own it turns them off.
+        fills_cache = self.dialect != "composer" and any(
+            each.key.endswith("activation_checkpointing") and each.after is True for each in found.changes
+        )
         return Suggestion(
             changes=found.changes,
             cost=cost_of(estimate, trace, planned.num_microbatches),
@@ -272,11 +309,13 @@ class _Editor:
             fixed_bytes=estimate.peak.bytes_of(Kind.ACTIVATIONS) + estimate.peak.bytes_of(Kind.LOSS),
             numbers=Numbers.ROUNDING if levers else Numbers.SAME,
             reasons={lever.name: lever.reason for lever in levers},
+            notes=(_CACHE,) if fills_cache else (),
             diff=found.diff(),
         )
 
     def _fulfilled(self, settings: Settings) -> Fulfilled:
-        return fulfil(self.text, self.name, self._wish(settings), dialect=self.dialect, at=self.at)
+        found = fulfil(self.text, self.name, self._wish(settings), dialect=self.dialect, at=self.at)
+        return replace(found, missing=(_MIGRATED,)) if found.is_migrated else found
 
     def _wish(self, settings: Settings) -> Wish:
         subject, changed = self.subject, settings.changed_from(self.subject.present)

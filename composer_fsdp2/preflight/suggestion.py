@@ -24,6 +24,7 @@ class Suggestion(Value):
         fixed_bytes: Of these, activations, output layer and loss: no number of ranks makes them smaller.
         numbers: What becomes of the run's numbers.
         reasons: By the setting that changes, why they are not the same to the last bit.
+        notes: What else has to be seen to.
         diff: Of the file.
     """
 
@@ -33,6 +34,7 @@ class Suggestion(Value):
     fixed_bytes: int
     numbers: Numbers
     reasons: Mapping[str, str]
+    notes: tuple[str, ...]
     diff: str
 
 
@@ -111,7 +113,9 @@ def _proposal_lines(mark: str, each: Suggestion) -> Iterator[str]:
     because = f" ({', '.join(each.reasons)})" if each.reasons else ""
     said = f"{mark} {human_bytes(each.peak_bytes)} at its peak; {_cost_text(each.cost)}; "
     yield from _wrapped(f"{said}the numbers are {each.numbers.value}{because}", further=3)
-    yield from (f"     {line}".rstrip() for line in each.diff.splitlines())
+    for note in each.notes:
+        yield from _wrapped(f"but: {note}", indent=5)
+    yield from (f"     {line}" for line in each.diff.splitlines())
 
 
 def _wrapped(text: str, *, indent: int = 2, further: int = 2) -> list[str]:

@@ -196,3 +196,27 @@ def test_a_row_s_first_block_may_have_more_parameters():
     assert blocks_of(plan) == (row,)
     assert chosen_blocks(plan, Activations(every=1, recompute=True)) == row
     assert chosen_blocks(plan, Activations(every=2, recompute=True)) == row[1::2]
+
+
+def test_groups_that_straddle_nodes_are_not_proposed():
+    """Of 24 ranks on 3 nodes in groups of 6, those that lie on two nodes send ten times what rank 0 does."""
+    subject = Subject(
+        plan=plan_of(world_size=24),
+        traces=traces_of(plan_of(world_size=24)),
+        rows=1,
+        microbatch_size=1,
+        world_size=24,
+        gpus_per_node=8,
+    )
+    assert [24 // replicas for replicas in subject.space().replicas] == [24, 8, 4, 2]
+
+
+def test_what_the_run_takes_may_be_known_better():
+    """A search that thinks that a run fits, where its plan says that it does not, would look for cheaper settings."""
+    plan = plan_of()
+    subject = Subject(plan=plan, traces=traces_of(plan), rows=2, microbatch_size=2, world_size=8)
+    peak = subject.estimate(subject.present).peak
+    larger = replace(peak, bytes_by_kind=(*peak.bytes_by_kind[:-1], peak.bytes_by_kind[-1] + 1))
+    found = suggest_settings(subject, peak.total_bytes, present_peak=larger)
+    assert suggest_settings(subject, peak.total_bytes).fits and not found.fits
+    assert found.present.peak_bytes == peak.total_bytes + 1

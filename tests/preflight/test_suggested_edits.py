@@ -70,7 +70,13 @@ actor_train:
       fsdp_size: 8
   device_mapping: list(range(0,8))
 """
-FILES = {"run.yaml": TRAINER, "run.toml": TITAN, "roll.yaml": ROLL, "mpt.yaml": YAML.read_text()}
+FILES = {
+    "run.yaml": TRAINER,
+    "dos.yaml": TRAINER.replace("\n", "\r\n"),
+    "run.toml": TITAN,
+    "roll.yaml": ROLL,
+    "mpt.yaml": YAML.read_text(),
+}
 
 
 def how(folder: Path, name: str, world_size: int = 8, sequence: int | None = 64) -> dict[str, Any]:
@@ -88,11 +94,11 @@ def suggested(file: Path, given: dict[str, Any], memory_bytes: int, **options: A
         run = read_run(file, **given)
         return suggest_edits(
             run,
-            file.read_text(),
+            plan_step(run, str(file), Questions(gpus_per_node=given["gpus_per_node"])),
+            file.read_bytes().decode(),
             file.name,
             replan=replan,
             memory_bytes=memory_bytes,
-            gpus_per_node=given["gpus_per_node"],
             **options,
         )
 
@@ -119,13 +125,15 @@ def test_each_proposal_fits_when_planned_anew(name: str, tmp_path: Path):
     found = suggested(file, given, memory_bytes)
     assert not found.fits and found.peak_bytes == now.estimate.peak_bytes
     assert found.proposals, found.explain()
-    assert file.read_text() == FILES[name]
+    assert file.read_bytes() == FILES[name].encode()
     for number, proposal in enumerate(found.proposals):
         again = planned(patched(file, proposal, tmp_path / str(number)), given)
         assert again.estimate.peak_bytes == proposal.peak_bytes <= memory_bytes, proposal.diff
         rows = (now, again)
         assert len({each.microbatch_size * each.num_microbatches for each in rows}) == 1, proposal.diff
         assert len({(each.precision, each.optimizer, each.sequence_length) for each in rows}) == 1
+        by_fsdp = "+  activation_checkpointing: true" in proposal.diff and FILES[name].startswith("# a Trainer")
+        assert any("use_cache" in note for note in proposal.notes) == by_fsdp
 
 
 def every_file() -> dict[str, str]:
@@ -183,6 +191,70 @@ def test_what_is_decided_elsewhere_is_left(tmp_path: Path):
         assert "+per_device_train_batch_size" not in each.diff and not each.cost.offloaded_bytes
     with pytest.raises(ConfigError):
         suggested(tmp_path / "config.json", given | {"model_config": None}, memory_bytes)
+
+
+LEFT_ALONE: dict[str, tuple[str, str, dict[str, str]]] = {
+    "dropout, and a model that cannot run without recomputation": (
+        "mpt.yaml",
+        YAML.read_text().replace("attn_impl: torch", "attn_impl: torch\n    attn_pdrop: 0.1"),
+        {
+            "other rows of a microbatch": "attn_pdrop of the model draws",
+            "recomputed activations": "cannot be traced so",
+        },
+    ),
+    "auto": (
+        "mpt.yaml",
+        YAML.read_text().replace("microbatch_size: 4", "microbatch_size: auto"),
+        {"other rows of a microbatch": "leaves them to auto"},
+    ),
+    "layers that nobody splits yet": (
+        "run.toml",
+        TITAN.replace("= -1  # all", "= -1\ntensor_parallel_degree = 2"),
+        {
+            "other rows of a microbatch": "asks for a decision first",
+            "replicas of the model": "asks for a decision first",
+        },
+    ),
+    "a batch that the file does not say": (
+        "run.yaml",
+        "device_train_microbatch_size: 8\nfsdp_config: {sharding_strategy: FULL_SHARD}\n",
+        {"other rows of a microbatch": "does not say how many rows a batch has"},
+    ),
+    "another training system": (
+        "run.yaml",
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nmixed_precision: bf16\n",
+        {"freeing parameters after forward": "before `composer-fsdp2 migrate`"},
+    ),
+}
+
+
+@pytest.mark.foundry
+@pytest.mark.parametrize("what", LEFT_ALONE)
+def test_what_would_change_the_run_is_not_proposed(what: str, tmp_path: Path):
+    """A proposal would train on other numbers or another batch than the run, or could not be trained at all."""
+    name, text, unsaid = LEFT_ALONE[what]
+    file = tmp_path / name
+    file.write_text(text)
+    given = how(tmp_path, name)
+    found = suggested(file, given, round(0.8 * planned(file, given).estimate.peak_bytes))
+    said = {each.what: each.reason for each in found.unsaid}
+    for left_out, why in unsaid.items():
+        assert why in said.get(left_out, ""), (left_out, said)
+    for each in filter(None, (*found.proposals, found.nearest)):
+        assert "batch_size" not in "".join(change.key for change in each.changes), each.diff
+
+
+@pytest.mark.parametrize("words", ["local_batch_size = 8\nglobal_batch_size = -1", "batch_size = 8"])
+def test_torchtitan_s_batch_stays(words: str, tmp_path: Path):
+    """-1 is TorchTitan's own word for what its microbatches come to; an old name beside the new one would be two."""
+    file = tmp_path / "run.toml"
+    file.write_text(TITAN.replace("local_batch_size = 8\nglobal_batch_size = 64", words))
+    given = how(tmp_path, file.name)
+    found = suggested(file, given, round(0.7 * planned(file, given).estimate.peak_bytes))
+    diffs = [each.diff for each in found.proposals if "local_batch_size" in each.diff]
+    assert diffs, found.explain()
+    for diff in diffs:
+        assert "+global_batch_size = 64\n" in diff and diff.count("-batch_size") == words.startswith("batch_size")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def answers_to(wish: Wish, file: File) -> Iterator[Answer]:
         yield _asked(file, "training.enable_cpu_offload", wish.cpu_offload)
     if batch is not None:
         # Without the second TorchTitan would take a batch of so many rows on each rank.
-        yield Asked(path=("training", "local_batch_size"), value=batch.rows)
+        yield Asked(path=("training", "local_batch_size"), value=batch.rows, instead=("batch_size",))
         yield Asked(path=("training", "global_batch_size"), value=batch.global_rows)
 
 

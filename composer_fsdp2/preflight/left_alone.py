@@ -1,0 +1,57 @@
+"""What is not proposed for a run unasked, because its numbers would be others or somebody has to decide first."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from composer_fsdp2.preflight.batch_sizes import AUTO
+from composer_fsdp2.preflight.planned_model import num_experts
+from composer_fsdp2.preflight.preflight_run import PreflightRun
+
+# Of configurations of models, whose layers draw numbers without a module of torch's for it; heads that classify or
+# summarize are not trained here.
+_DRAWN = re.compile(r"(?!summary|classifier).*(dropout|pdrop|jitter)")
+
+
+def left_alone(run: PreflightRun) -> dict[str, str]:
+    """By the name of a setting of ``Settings``, why it stays as it is; the last reason of several."""
+    return dict(_reasons(run))
+
+
+def _reasons(run: PreflightRun) -> Iterator[tuple[str, str]]:
+    if any(finding.key.endswith("microbatch_size") and finding.value == AUTO for finding in run.findings):
+        yield "microbatch_size", "the file leaves them to auto; what is said here is of 1 row"
+    if drawn := next(_drawn(run.model), ""):
+        yield "microbatch_size", f"{drawn} draws other random numbers for other microbatches"
+    if num_experts(run.model) > 1:
+        yield "microbatch_size", "what balances experts is summed up over a microbatch"
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in run.model.modules()):
+        why = "batch norm takes its statistics of a microbatch, and of a recomputed one twice"
+        yield from ((setting, why) for setting in ("microbatch_size", "activations"))
+    blocking = next((each for each in (*run.translation.findings, *run.findings) if each.outcome.blocks), None)
+    if blocking is not None:
+        why = f"{blocking.key} asks for a decision first"
+        yield from ((setting, why) for setting in ("microbatch_size", "replicas"))
+
+
+def _drawn(model: nn.Module) -> Iterator[str]:
+    """What of a model draws random numbers in training."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            yield f"dropout ({name})"
+        config: Any = getattr(module, "config", None)
+        values = config.to_dict() if hasattr(config, "to_dict") else config
+        if isinstance(values, Mapping) and id(config) not in seen:
+            seen.add(id(config))
+            yield from _drawn_by(values)
+
+
+def _drawn_by(config: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _drawn_by(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and _DRAWN.match(str(key)):
+            yield f"{key} of the model"
