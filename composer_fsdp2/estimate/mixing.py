@@ -13,7 +13,11 @@ from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
 
 
 def with_rows(one: MicrobatchTrace, two: MicrobatchTrace, rows: int) -> MicrobatchTrace:
-    """The trace of ``rows`` rows, from those of one and of two."""
+    """The trace of ``rows`` rows, from those of one and of two.
+
+    A peak between two events is the largest of several sums, each of which grows by its own amount with a row, so that
+    it can be above the line through the first two: what is to be relied on is traced with its own rows.
+    """
     if rows == 1:
         return one
     events = tuple(

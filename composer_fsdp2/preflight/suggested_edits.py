@@ -81,7 +81,7 @@ def suggest_edits(
         decided: By a setting's name, who decides it; it is left as it is.
         dialect, at: Which section of the file is meant, as ``fulfil`` takes them.
     Raises:
-        ConfigError: the file has no section that says how a run is sharded.
+        ConfigError: the file has no section that says how a run is sharded, or its model cannot be traced.
     """
     try:
         _, sections = find_sections(text, name, dialect=dialect, at=at)
@@ -102,14 +102,19 @@ def suggest_edits(
         at=at,
     )
     space = editor.space()
-    found = suggest_settings(
-        editor.subject,
-        memory_bytes,
-        space,
-        host_bytes=host_bytes,
-        present_peak=planned.estimate.peak,
-        accepts=editor.can_be_had,
-    )
+    try:
+        found = suggest_settings(
+            editor.subject,
+            memory_bytes,
+            space,
+            host_bytes=host_bytes,
+            present_peak=planned.estimate.peak,
+            accepts=editor.can_be_had,
+        )
+    except ComposerFSDP2Error:
+        raise
+    except Exception as error:  # whatever a model's own code raises with other rows
+        raise ConfigError(f"{name}: settings cannot be compared: {one_line(error)}; plan without --suggest") from error
     return _as_edits(found, editor)
 
 
@@ -239,13 +244,13 @@ class _Editor:
             return values
         changed = replace(present, **{lever: other})
         found = self._fulfilled(changed)
-        why = self.decided.get(lever) or "".join(found.missing[:1]) or self._planned(changed, found)
+        why = self.decided.get(lever) or "".join(found.missing[:1]) or self._read_anew(changed, found)
         if isinstance(why, str):
             self.unsaid[what] = why
             return ()
         return values
 
-    def _planned(self, settings: Settings, found: Fulfilled) -> PreflightRun | str:
+    def _read_anew(self, settings: Settings, found: Fulfilled) -> PreflightRun | str:
         """The run that the changed file asks for, or why it is not the one that was meant."""
         try:
             run = self.replan(found.after)
@@ -255,6 +260,15 @@ class _Editor:
             return _OTHER_BATCH
         return run if present_settings(run.plan, run.microbatch_size) == settings else _SOMETHING_ELSE
 
+    def _planned_anew(self, settings: Settings, found: Fulfilled) -> PlannedStep | str:
+        run = self._read_anew(settings, found)
+        if isinstance(run, str):
+            return run
+        try:
+            return plan_step(run, self.name, Questions(gpus_per_node=self.subject.gpus_per_node))
+        except ComposerFSDP2Error as error:
+            return " ".join(str(error).split())
+
     def _recompute_as_the_file_would(self, marked: Sequence[Activations]) -> None:
         """A file that recomputes nothing does not say in which of torch's two ways, which keep and compute unlike."""
         present = self.subject.present
@@ -263,7 +277,7 @@ class _Editor:
             return
         changed = replace(present, activations=other)
         found = self._fulfilled(changed)
-        run = "" if found.missing else self._planned(changed, found)
+        run = "" if found.missing else self._read_anew(changed, found)
         if isinstance(run, str):
             return
         plan, as_said = self.run.plan, run.plan.config.activation_checkpointing
@@ -282,12 +296,11 @@ class _Editor:
             self.unsaid["further choices"] = f"{MAX_PLANNED} were planned anew, and the search ended there"
             return False
         self.num_planned[fits] += 1
-        run = self._planned(settings, found)
-        if isinstance(run, str):
-            if run not in self.unsaid.values():
-                self.unsaid["; ".join(map(str, found.changes))] = run
+        planned = self._planned_anew(settings, found)
+        if isinstance(planned, str):
+            if planned not in self.unsaid.values():
+                self.unsaid["; ".join(map(str, found.changes))] = planned
             return False
-        planned = plan_step(run, self.name, Questions(gpus_per_node=self.subject.gpus_per_node))
         if fits and planned.estimate.peak_bytes > self.memory_bytes:
             return False
         self.had[settings] = self._suggestion(settings, found, planned)
