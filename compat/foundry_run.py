@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from composer.utils import dist as composer_dist
@@ -70,7 +71,7 @@ def read_foundry(path: str, overrides: Sequence[str] = (), *, world_size: int) -
             (composer_dist, "get_world_size", lambda: world_size),
             (reproducibility, "seed_all", lambda seed: None),
         ):
-            undone.enter_context(_set(module, name, value))
+            undone.enter_context(mock.patch.object(module, name, value))
         with contextlib.suppress(_HasRead):
             training.train_from_yaml(path, ["python_log_level=null", *overrides])
     return FoundryRun(**read)
@@ -86,7 +87,7 @@ def build_foundry(run: FoundryRun, model: Mapping[str, Any]) -> nn.Module:
     name, dtype = given.pop("name"), given.pop("master_weights_dtype", None)
     # Foundry's own context for meta; beside it, what a model makes on the CPU (the empty weights' would untie T5's).
     context = run.init_context if run.model.get("init_device") == "meta" else torch.device("meta")
-    with _quiet_foundry(), _set(composer_dist, "get_world_size", lambda: 1):
+    with _quiet_foundry(), mock.patch.object(composer_dist, "get_world_size", return_value=1):
         built: nn.Module = builders.build_composer_model(name, given, None, context, dtype)
     _open_configs(built)
     return built
@@ -123,16 +124,6 @@ def _quiet_foundry() -> Iterator[None]:
             os.environ.update(environment)
             if has_resolver and not OmegaConf.has_resolver("oc.env"):
                 OmegaConf.register_new_resolver("oc.env", oc.env)
-
-
-@contextlib.contextmanager
-def _set(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def sharding_of(run: FoundryRun) -> Any:

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -57,22 +58,12 @@ def as_cuda(live: LiveStorages) -> Iterator[None]:
     try:
         with (
             _Attention(),
-            _replaced(torch, "is_autocast_enabled", _is_autocast_enabled),
-            _replaced(checkpoint_wrapper, "save_on_cpu", lambda **_: _saved_on_host(live)),
+            mock.patch.object(torch, "is_autocast_enabled", _is_autocast_enabled),
+            mock.patch.object(checkpoint_wrapper, "save_on_cpu", side_effect=lambda **_: _saved_on_host(live)),
         ):
             yield
     finally:
         library._destroy()
-
-
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 _ask = torch.is_autocast_enabled

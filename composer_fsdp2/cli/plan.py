@@ -24,7 +24,7 @@ from composer_fsdp2.errors import ComposerFSDP2Error, ConfigError
 from composer_fsdp2.estimate.bounds import GPUS, Machine
 
 if TYPE_CHECKING:
-    from composer_fsdp2.estimate.planned_step import PlannedStep
+    from composer_fsdp2.estimate.planned_step import Memory, PlannedStep
     from composer_fsdp2.preflight.preflight_run import PreflightRun
     from composer_fsdp2.preflight.suggestion import SuggestedEdits
 
@@ -227,7 +227,7 @@ def _answer(file: str, overrides: Sequence[str], options: Options) -> tuple[str,
             against_fsdp1=options.against_fsdp1,
         )
         step = plan_step(run, file, questions)
-        edits = _suggested(run, step, file, how, host_bytes) if options.suggest and step.memory else None
+        edits = _suggested(run, step, step.memory, file, how, host_bytes) if options.suggest and step.memory else None
         said = edits.explain() if edits is not None else ""
         write(step, said)
         answer = step.to_json() | {"suggestions": edits and edits.to_json()}
@@ -236,7 +236,7 @@ def _answer(file: str, overrides: Sequence[str], options: Options) -> tuple[str,
 
 
 def _suggested(
-    run: PreflightRun, step: PlannedStep, file: str, how: Mapping[str, Any], host_bytes: int | None
+    run: PreflightRun, step: PlannedStep, memory: Memory, file: str, how: Mapping[str, Any], host_bytes: int | None
 ) -> SuggestedEdits:
     from rich.console import Console
 
@@ -250,7 +250,7 @@ def _suggested(
             Path(file).read_bytes().decode(),  # the ends of its lines as they are
             file,
             replan=replan,
-            memory_bytes=step.memory.usable_bytes if step.memory else 0,
+            memory_bytes=memory.usable_bytes,
             host_bytes=host_bytes,
             decided={"microbatch_size": "--microbatch gives them"} if how["microbatch"] else None,
         )

@@ -28,7 +28,8 @@ from composer_fsdp2.sharding.plan import ShardingPlan
 
 # Of a model (or of a copy with fewer blocks), a microbatch's rows, and the tokens of a row: the loss, or the loss and
 # what else is held until backward has ended. It makes its own inputs. Its ``without_values()``, if it has one, is a
-# context in which tensors without values answer what the model asks of them, such as which tokens go to an expert.
+# context in which tensors without values answer what the model asks of them, such as which tokens go to an expert; its
+# ``num_experts``, if it has one, says among how many these are shared out.
 Loss = Callable[[nn.Module, int, int], Any]
 
 
@@ -154,7 +155,7 @@ def run_traced(
         events=recorder.events,
         markers=recorder.markers,
         not_chained=frozenset(chained.broken),
-        has_shared_out=recorder.live.unknown.has_shared_out,
+        has_shared_out=recorder.live.unknown.has_shared_out or getattr(loss, "num_experts", 1) > 1,
     )
 
 

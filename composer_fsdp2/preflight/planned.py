@@ -53,8 +53,11 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         num_microbatches=run.num_microbatches,
         gpus_per_node=questions.gpus_per_node,
     )
-    machine, asks_fsdp1 = questions.machine, questions.against_fsdp1
-    fsdp1 = model_fsdp1(run.plan, world_size=run.world_size, optimizer=optimizer, num_microbatches=run.num_microbatches)
+    machine, fsdp1 = questions.machine, None
+    if questions.against_fsdp1:
+        fsdp1 = model_fsdp1(
+            run.plan, world_size=run.world_size, optimizer=optimizer, num_microbatches=run.num_microbatches
+        )
     return PlannedStep(
         source=source,
         plan=run.plan.resolve(run.world_size),
@@ -70,7 +73,7 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         findings=(*run.translation.findings, *run.findings, *findings),
         memory=questions.memory,
         bounds=step_bounds(estimate, trace, machine) if machine else None,
-        fsdp1=fsdp1 if asks_fsdp1 else None,
+        fsdp1=fsdp1,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from composer_fsdp2.config.findings import Origin
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
 
@@ -53,6 +54,17 @@ def test_without_auto_wrap_a_trainer_s_model_is_one_unit(tmp_path: Path):
     assert [unit.name for unit in run.plan.units if unit.parameters] == ["model"]
     assert len(run.plan.checkpointed) == 3
     assert batch(run) == (2, 8, 64)
+
+
+def test_how_tokens_are_shared_out_is_said(tmp_path: Path):
+    """An expert that gets more tokens than the others keeps more: the plan's number would pass for certain."""
+    for kind, sizes in (
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}),
+        ("llama", {}),
+    ):
+        run = read_run(config(tmp_path, kind, **sizes), world_size=2, microbatch=1, sequence=16, device="cpu")
+        notes = plan_step(run, kind, Questions()).estimate.notes
+        assert any("Every expert" in note for note in notes) == bool(sizes), kind
 
 
 def test_layers_that_torchtitan_splits_ask_for_a_decision(tmp_path: Path):
