@@ -5,17 +5,18 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from composer_fsdp2.comparing.drawing import draw
-from composer_fsdp2.comparing.job import Engine, Job, is_yaml
+from composer_fsdp2.comparing.job import RECORD_NAME, Engine, Job, is_yaml
 from composer_fsdp2.comparing.judging import Verdict, judge
 from composer_fsdp2.comparing.launching import Interruptions, RunFailedError, run_ranks
 from composer_fsdp2.comparing.outcome import Outcome
-from composer_fsdp2.comparing.provenance import hashes, versions
+from composer_fsdp2.comparing.provenance import checkpoint_hash, hashes, versions
 from composer_fsdp2.comparing.run_record import RunRecord
 from composer_fsdp2.errors import ConfigError
 
@@ -69,15 +70,25 @@ def compare(options: Options, show: Show) -> Outcome:
             error = str(problem).replace(str(work), str(options.output or work))
         except KeyboardInterrupt:
             verdict = Verdict.INTERRUPTED
+        is_hashed = options.load_path and verdict is Verdict.SAME
+        found = {"checkpoint": checkpoint_hash(options.load_path)} if is_hashed else {}
         interruptions.hold()
-        outcome = _outcome(options, runs, verdict, error, work)
+        outcome = _outcome(options, runs, verdict, error, found)
+        if verdict is Verdict.SAME:
+            try:
+                outcome = _judged(outcome, options, work)
+            except Exception:  # a fault of ours: the report with the records of hours of runs is written all the same
+                error = f"the runs ended, but comparing them failed; report.json has them\n{traceback.format_exc()}"
+                outcome = replace(outcome, verdict=Verdict.UNUSABLE, error=error)
         _write(outcome, work)
         shutil.rmtree(work / "tensors", ignore_errors=True)
     return outcome
 
 
-def _outcome(options: Options, runs: list[RunRecord], verdict: Verdict, error: str, work: Path) -> Outcome:
-    outcome = Outcome(
+def _outcome(
+    options: Options, runs: list[RunRecord], verdict: Verdict, error: str, found: Mapping[str, str]
+) -> Outcome:
+    return Outcome(
         file=options.file,
         arguments=options.arguments,
         num_ranks=options.num_ranks,
@@ -89,10 +100,12 @@ def _outcome(options: Options, runs: list[RunRecord], verdict: Verdict, error: s
         error=error,
         runs=tuple(runs),
         versions=versions(),
-        hashes=hashes(options.file, options.load_path, runs),
+        hashes={**hashes(options.file, runs), **found},
     )
-    if verdict is not Verdict.SAME:
-        return outcome
+
+
+def _judged(outcome: Outcome, options: Options, work: Path) -> Outcome:
+    runs = outcome.runs
     judgement = judge(runs[0], runs[1], runs[2:], tolerance=options.tolerance)
     picture = draw(work / "report.png", runs) if options.output is not None else ""
     return replace(outcome, verdict=judgement.verdict, judgement=judgement, picture=picture)
@@ -154,21 +167,39 @@ def _is_report(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _work_folder(output: Path | None) -> Iterator[Path]:
-    """A folder that takes the place of ``output`` when the block ends well; after an error nothing is left."""
+    """A folder that replaces ``output`` when the block ends well; after an error only the records of runs are left."""
     if output is None:
         with tempfile.TemporaryDirectory(prefix="composer-fsdp2-") as folder:
             yield Path(folder)
         return
     output = output.absolute()
     work, old = (output.with_name(f".{output.name}.{ending}") for ending in ("partial", "old"))
-    for left in (work, old):  # by a process that was killed
+    if old.exists() and not output.exists():  # a process was killed between the two renames
+        old.rename(output)
+    for left in (work, old):
         shutil.rmtree(left, ignore_errors=True)
     work.mkdir()
     try:
         yield work
-        if output.exists():
-            output.rename(old)
+        _replace(output, work, old)
+    except BaseException as error:
+        if not any(work.glob(f"logs/*/{RECORD_NAME}")):
+            shutil.rmtree(work, ignore_errors=True)
+        elif isinstance(error, OSError):
+            raise RunFailedError(
+                f"the report was not written: {error}; the records of the runs are in {work}"
+            ) from error
+        raise
+
+
+def _replace(output: Path, work: Path, old: Path) -> None:
+    """Rename ``work`` to ``output``; the earlier report is removed after that, and restored if it fails."""
+    if output.exists():
+        output.rename(old)
+    try:
         work.rename(output)
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
-        shutil.rmtree(work, ignore_errors=True)
+    except OSError:
+        if old.exists():
+            old.rename(output)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

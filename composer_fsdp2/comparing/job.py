@@ -7,6 +7,8 @@ from pathlib import Path
 
 from composer_fsdp2.config.value import Value, json_text
 
+RECORD_NAME = "record.json"
+
 
 class Engine(enum.Enum):
     """What shards the model."""
@@ -51,7 +53,7 @@ class Job(Value):
 
     @property
     def record_path(self) -> Path:
-        return Path(self.folder) / "record.json"
+        return Path(self.folder) / RECORD_NAME
 
     @property
     def progress_path(self) -> Path:

@@ -43,11 +43,13 @@ class Quantity(Value):
     [Note: longer comparisons] What differs in the last bit grows from batch to batch, with Adam by up to 1e-7 in each.
     The tolerance is therefore for up to ten batches; at a later one it is larger by as much as that batch is later.
 
+    Of all batches or tensors, the one that is furthest beyond its limit, or nearest to it.
+
     Args:
-        distance: Of FSDP2 from FSDP1, relative; infinite where one of them is no number or has nothing.
-        floor: Of FSDP1 from itself, the largest.
-        limit: What ``distance`` may be.
-        worst: Where ``distance`` is, of all places the one that is furthest beyond its limit, or nearest to it.
+        distance: Of FSDP2 from FSDP1, relative; infinite where only one of the two numbers is finite or exists.
+        floor: Of FSDP1 from itself, the largest over its repetitions; see [Note: noise floors].
+        limit: The largest ``distance`` that counts as equal; infinite where FSDP1 itself differs without bound.
+        worst: The batch or tensor; "" if all are equal.
     """
 
     name: str
@@ -58,7 +60,7 @@ class Quantity(Value):
 
     @property
     def is_same(self) -> bool:
-        # Where FSDP1 itself ends in numbers that are none, nothing can be told from it.
+        # Where FSDP1 is not finite in one of its own runs, no distance proves anything.
         return self.distance <= self.limit < math.inf
 
 
@@ -74,7 +76,7 @@ class Judgement(Value):
 def judge(first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], *, tolerance: float = TOLERANCE) -> Judgement:
     """Compare FSDP2, and every repetition of FSDP1, with the first run."""
     quantities = tuple(_quantities(first, fsdp2, again, tolerance))
-    causes = tuple(_causes(first, fsdp2, again, {each.name: each for each in quantities}))
+    causes = tuple(_causes(first, fsdp2, again, tolerance, {each.name: each for each in quantities}))
     is_same = all(quantity.is_same for quantity in quantities)
     return Judgement(
         verdict=Verdict.SAME if is_same else Verdict.DIFFERENT,
@@ -101,28 +103,70 @@ def relative(value: float, of: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Apart:
-    """How far apart two runs are in one place, and after how many batches."""
+    """How far apart two runs are in one batch or tensor, and after how many batches; ``detail`` shows the values."""
 
     distance: float
     place: str = ""
     num_batches: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """How far FSDP2 is from FSDP1 in one batch or tensor, FSDP1 from itself there, and the limit."""
+
+    apart: _Apart
+    floor: float
+    limit: float
+
+    @property
+    def is_same(self) -> bool:
+        return self.apart.distance <= self.limit < math.inf
+
+    @property
+    def excess(self) -> tuple[float, float]:
+        """Largest for the worst place: one without a finite limit first."""
+        if self.limit == math.inf:
+            return (math.inf, math.inf)
+        beyond = self.apart.distance / self.limit if self.limit else math.copysign(math.inf, self.apart.distance)
+        return (beyond if self.apart.distance else 0.0, self.apart.distance)
 
 
 def _quantities(first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], tolerance: float) -> Iterator[Quantity]:
-    for name, apart in _MEASURES.items():
-        floor = max((each.distance for other in again for each in apart(first, other)), default=0.0)
-        limits = [
-            (each, 0.0 if name in _EXACT else max(_tolerance_after(each.num_batches, tolerance), 2 * floor))
-            for each in apart(first, fsdp2)
-        ]
-        worst, limit = max(limits, key=_excess)
-        place = worst.place if worst.distance else ""
-        yield Quantity(name=name, distance=worst.distance, floor=floor, limit=limit, worst=place)
+    for name in _MEASURES:
+        worst = max(_judged(name, first, fsdp2, again, tolerance), key=lambda each: each.excess)
+        apart = worst.apart
+        where = "" if worst.is_same and not apart.distance else apart.place + apart.detail
+        yield Quantity(name=name, distance=apart.distance, floor=worst.floor, limit=worst.limit, worst=where)
 
 
-def _excess(measured: tuple[_Apart, float]) -> float:
-    apart, limit = measured
-    return apart.distance / limit if 0 < limit < math.inf else apart.distance
+def _judged(
+    name: str, first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], tolerance: float
+) -> list[_Judged]:
+    """Every batch or tensor of one quantity with its own limit.
+
+    [Note: noise floors] The floor of a tensor is that tensor's distance between runs on FSDP1: the noise of a bias
+    must not excuse a weight. The floor of a batch is the largest up to that batch, because two runs of the same noise
+    need not differ in the same batch, but noise that begins late must not excuse an early batch.
+    """
+    measure = _MEASURES[name]
+    repeated = [measure(first, other) for other in again]
+    floors: dict[str, float] = {}
+    for run in repeated:
+        largest = 0.0
+        for each in run:
+            largest = max(largest, each.distance) if name in _BY_BATCH else each.distance
+            floors[each.place] = max(floors.get(each.place, 0.0), largest)
+    found = measure(first, fsdp2)
+    places = {each.place for each in found}
+    # Where only the runs on FSDP1 differ without bound, FSDP2 cannot be judged.
+    found += [_Apart(0.0, place) for place, floor in floors.items() if floor == math.inf and place not in places]
+    judged = []
+    for each in found:
+        floor = floors.get(each.place, 0.0)
+        limit = 0.0 if name in _EXACT else max(_tolerance_after(each.num_batches, tolerance), 2 * floor)
+        judged.append(_Judged(each, floor, limit))
+    return judged
 
 
 def _tolerance_after(num_batches: int, tolerance: float) -> float:
@@ -139,9 +183,10 @@ def _data(first: RunRecord, other: RunRecord) -> list[_Apart]:
         if digests[0] != digests[1]
     ]
     if len(first.batches) != len(other.batches):
-        return [_Apart(math.inf, f"{len(other.batches)} batches, {len(first.batches)} on {first.title}")]
+        counts = f"{len(other.batches)} batches, {len(first.batches)} on {first.title}"
+        return [_Apart(math.inf, detail=counts)]
     share = len(places) / max(1, len(first.batches) * first.num_ranks)
-    return [_Apart(share, and_more(places) if places else "")]
+    return [_Apart(share, detail=and_more(places) if places else "")]
 
 
 def _start(first: RunRecord, other: RunRecord) -> list[_Apart]:
@@ -150,7 +195,8 @@ def _start(first: RunRecord, other: RunRecord) -> list[_Apart]:
     for key in (*theirs, *(key for key in ours if key not in theirs)):
         name = f"{key[0]} of {key[1]}"
         if key not in ours or key not in theirs:
-            return [_Apart(math.inf, f"{name}, which {(first if key not in ours else other).title} alone has")]
+            only = (first if key not in ours else other).title
+            return [_Apart(math.inf, name, detail=f", which {only} alone has")]
         if (distance := _apart(theirs[key], ours[key])) > _SUMMED:
             found.append(_Apart(distance, name))
     return found
@@ -168,14 +214,14 @@ def _apart(theirs: Fingerprint, ours: Fingerprint) -> float:
 def _settings(first: RunRecord, other: RunRecord) -> list[_Apart]:
     """What the optimizers' groups say of each parameter, before the first batch and after the last."""
     found = [_Apart(0.0)]
-    for when in ("settings", "last_settings"):
+    for when, title in (("settings", ""), ("last_settings", " after the last batch")):
         theirs, ours = (_by_name(getattr(run, when)) for run in (first, other))
         for key in (*theirs, *(key for key in ours if key not in theirs)):
             values = (theirs.get(key, math.nan), ours.get(key, math.nan))
             if distance := relative(values[1], values[0]):
                 told = ["none" if math.isnan(value) else f"{value:g}" for value in values]
-                name = f"{key[0]} of {key[1]}: {told[1]}, {told[0]} on {first.title}"
-                found.append(_Apart(distance, name))
+                detail = f": {told[1]}, {told[0]} on {first.title}"
+                found.append(_Apart(distance, f"{key[0]} of {key[1]}{title}", detail=detail))
     return found
 
 
@@ -210,8 +256,8 @@ def _of_tensors(other: RunRecord, *, is_parameter: bool) -> list[_Apart]:
     """Of those after the last batch, which the run itself has compared with the first one's."""
     lonely = [name for name in (*other.missing, *other.added) if name.startswith(_PARAMETER + " ") == is_parameter]
     if lonely:
-        who = f"which {other.title} {'lacks' if lonely[0] in other.missing else 'alone has'}"
-        return [_Apart(math.inf, f"{and_more(lonely)}, {who}")]
+        detail = f", which {other.title} {'lacks' if lonely[0] in other.missing else 'alone has'}"
+        return [_Apart(math.inf, and_more(lonely), detail=detail)]
     tensors = [each for each in other.distances if (each.kind == _PARAMETER) == is_parameter]
     num_batches = len(other.batches)
     return [_Apart(each.distance, title_of(each), num_batches) for each in tensors] or [_Apart(0.0)]
@@ -234,6 +280,7 @@ _MEASURES = {
     OPTIMIZER: _optimizer,
 }
 _EXACT = (DATA,)
+_BY_BATCH = (LOSSES, NORMS)
 
 
 def _pairs(first: RunRecord, other: RunRecord) -> list[tuple[BatchRecord, BatchRecord]]:
@@ -249,11 +296,15 @@ def _by_key(prints: Iterable[Fingerprint]) -> dict[tuple[str, str], Fingerprint]
 
 
 def _causes(
-    first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], found: Mapping[str, Quantity]
+    first: RunRecord,
+    fsdp2: RunRecord,
+    again: Sequence[RunRecord],
+    tolerance: float,
+    found: Mapping[str, Quantity],
 ) -> Iterator[str]:
     for each in again:
         if (apart := _data(first, each)[0]).distance:
-            where = f"{each.title} trained on other data than {first.title} ({apart.place})"
+            where = f"{each.title} trained on other data than {first.title} ({apart.detail})"
             yield f"{where}: the file draws others each time"
     if not found[DATA].is_same:
         yield f"the two did not train on the same data: {found[DATA].worst}"
@@ -268,7 +319,7 @@ def _causes(
     if not found[NORMS].is_same and (scale := _scale(first, fsdp2)):
         yield f"FSDP2's gradients are {scale:.6g} times FSDP1's in every batch: the gradient scale differs"
     if not (found[LOSSES].is_same and found[NORMS].is_same):
-        yield _of_first_batch(first, fsdp2, found)
+        yield _of_first_batch(first, fsdp2, again, tolerance)
 
 
 def _of_start(first: RunRecord, fsdp2: RunRecord, start: Quantity) -> str:
@@ -305,24 +356,38 @@ def _dtypes(counts: Iterable[CollectiveCount], op: str) -> list[str]:
     return sorted({each.dtype for each in counts if each.op == op})
 
 
-def _of_first_batch(first: RunRecord, fsdp2: RunRecord, found: Mapping[str, Quantity]) -> str:
-    losses, norms = _losses(first, fsdp2), _norms(first, fsdp2)
+def _of_first_batch(first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], tolerance: float) -> str:
+    kinds = (
+        ("loss", "the loss", "forward", _judged(LOSSES, first, fsdp2, again, tolerance)),
+        (
+            "gradient_norm",
+            "the gradient norm",
+            "backward, or the reduction of gradients",
+            _judged(NORMS, first, fsdp2, again, tolerance),
+        ),
+    )
     for number, (theirs, ours) in enumerate(_pairs(first, fsdp2)):
-        before = ", or the step before it" if number else ""
-        if losses[number].distance > found[LOSSES].limit:
-            pair, told, where = (ours.loss, theirs.loss), "the loss", "forward"
-        elif norms[number].distance > found[NORMS].limit:
-            pair, told = (ours.gradient_norm, theirs.gradient_norm), "the gradient norm"
-            where = "backward, or the reduction of gradients"
-        else:
-            continue
-        built_up = (
-            f"; or it is rounding that built up over the {number} batches before it, which are the same"
-            if number >= BATCHES_OF_TOLERANCE
-            else ""
-        )
-        return (
-            f"{told} of batch {ours.batch} is the first number that differs ({pair[0]:.9g}, FSDP1 {pair[1]:.9g}): look "
-            f"at the {where}{before}{built_up}"
-        )
-    raise AssertionError("a quantity differs in some batch")
+        for field, what, where, judged in kinds:
+            if judged[number].is_same:
+                continue
+            expected = getattr(theirs, field)
+            if judged[number].limit == math.inf:
+                return _of_noise(field, f"{what} of batch {theirs.batch}", expected, again, number)
+            before = ", or the step before it" if number else ""
+            built_up = (
+                f"; or it is rounding that built up over the {number} batches before it, which are the same"
+                if number >= BATCHES_OF_TOLERANCE
+                else ""
+            )
+            return (
+                f"{what} of batch {ours.batch} is the first number that differs ({getattr(ours, field):.9g}, FSDP1 "
+                f"{expected:.9g}): look at the {where}{before}{built_up}"
+            )
+    return "a run trained no batch"
+
+
+def _of_noise(field: str, what: str, expected: float, again: Sequence[RunRecord], number: int) -> str:
+    """Of the first batch in which FSDP1 differs from itself without bound."""
+    values = [(getattr(run.batches[number], field), run.title) for run in again if number < len(run.batches)]
+    value, title = next(each for each in values if relative(each[0], expected) == math.inf)
+    return f"FSDP1 does not repeat: {what} is {value:.9g} on {title}, {expected:.9g} on FSDP1; nothing can be compared"

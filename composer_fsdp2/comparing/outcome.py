@@ -256,8 +256,9 @@ class Outcome(Value):
 
 _HOW = (
     "FSDP1, FSDP2 and FSDP1 again trained the same file. A distance is relative: of tensors the 2-norm of the "
-    "difference over that of FSDP1's. The limit is the larger of the tolerance and twice the largest distance of FSDP1 "
-    f"from itself. Rounding builds up, so from batch {BATCHES_OF_TOLERANCE} on the tolerance grows with the batches "
+    "difference over that of FSDP1's. The limit of a tensor is the larger of the tolerance and twice the distance of "
+    "the same tensor between the runs on FSDP1; that of a batch counts the largest such distance up to that batch. "
+    f"Rounding builds up, so from batch {BATCHES_OF_TOLERANCE} on the tolerance grows with the batches "
     f"that were trained: after {2 * BATCHES_OF_TOLERANCE} it is twice as large. Of all batches or tensors the one is "
     "shown that is furthest beyond its limit, or nearest to it."
 )

@@ -32,15 +32,26 @@ def versions() -> dict[str, str]:
     return found
 
 
-def hashes(file: str, load_path: str, runs: Sequence[RunRecord]) -> dict[str, str]:
-    """SHA-256 of the file, of the checkpoint where it is on a local disk, and of the data that the first run saw."""
+def hashes(file: str, runs: Sequence[RunRecord]) -> dict[str, str]:
+    """SHA-256 of the file, and of the data that the first run saw."""
     found = {"file": hash_of(Path(file))}
-    if load_path:
-        found["checkpoint"] = hash_of(Path(load_path)) if Path(load_path).exists() else "not on a local disk"
     if runs:
         digests = "".join(digest for batch in runs[0].batches for digest in batch.digests)
         found["data"] = hashlib.sha256(digests.encode()).hexdigest()
     return found
+
+
+def checkpoint_hash(path: str) -> str:
+    """SHA-256 of a checkpoint on a local disk; reads all of it, so that an interruption ends in no hash.
+
+    Large checkpoints take hours, after runs that took longer: their verdict must survive.
+    """
+    if not Path(path).exists():
+        return "not on a local disk"
+    try:
+        return hash_of(Path(path))
+    except KeyboardInterrupt:
+        return "not computed: interrupted"
 
 
 def hash_of(path: Path) -> str:

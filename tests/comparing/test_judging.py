@@ -69,6 +69,78 @@ def test_twice_the_noise_of_fsdp1_is_no_difference():
     assert different(made_run("FSDP2", losses=(3.0 * (1 + 2.1e-3), 2.0)), noisy) == {LOSSES, NORMS}
 
 
+def test_noise_of_one_tensor_does_not_excuse_another():
+    """A bias whose gradient is rounding alone must not hide a weight that trains wrongly at a distance of 0.4."""
+
+    def run(title: str, weight: float, bias: float) -> RunRecord:
+        tensors = (("weight", weight), ("bias", bias))
+        distances = tuple(
+            TensorDistance(kind="parameter", name=name, distance=each, largest=each) for name, each in tensors
+        )
+        return replace(made_run(title), distances=distances)
+
+    noisy = run("FSDP1 again", 0.0, 0.3)
+    assert different(run("FSDP2", 0.0, 0.5), noisy) == set()
+    assert different(run("FSDP2", 0.4, 0.5), noisy) == {PARAMETERS}
+    judgement = judge(made_run(), run("FSDP2", 0.4, 0.5), [noisy])
+    [parameters] = [each for each in judgement.quantities if each.name == PARAMETERS]
+    assert (parameters.worst, parameters.floor, parameters.limit) == ("parameter of weight", 0.0, 1e-6)
+
+
+def test_noise_of_a_late_batch_does_not_excuse_an_early_one():
+    """FSDP1 that drifts from itself at the end must not hide a first batch that is wrong."""
+    noisy = made_run("FSDP1 again", losses=(3.0, 2.0 * (1 + 1e-3)))
+    assert different(made_run("FSDP2", losses=(3.0, 2.0 * (1 + 1.9e-3))), noisy) == set()
+    judgement = judge(made_run(), made_run("FSDP2", losses=(3.0 * (1 + 1e-4), 2.0)), [noisy])
+    assert [each.name for each in judgement.quantities if not each.is_same] == [LOSSES, NORMS]
+    assert judgement.causes[0].startswith("the loss of batch 1 is the first number that differs")
+    # Two runs of one noise need not differ in the same batch.
+    early = made_run("FSDP1 again", losses=(3.0 * (1 + 1e-3), 2.0))
+    assert different(made_run("FSDP2", losses=(3.0, 2.0 * (1 + 1e-3))), early) == set()
+
+
+def test_noise_of_one_setting_does_not_excuse_another():
+    """A learning rate that a file draws must not hide a weight decay that is lost, nor the last one a first one."""
+
+    def run(title: str, first: tuple[float, float], last: tuple[float, float]) -> RunRecord:
+        settings, last_settings = (
+            (Settings(values={"lr": rate, "weight_decay": decay}, names=("w",)),) for rate, decay in (first, last)
+        )
+        return replace(made_run(title), settings=settings, last_settings=last_settings)
+
+    plain = run("FSDP1", (1e-3, 0.1), (1e-3, 0.1))
+    noisy = run("FSDP1 again", (1e-3, 0.1), (2e-3, 0.1))
+    assert different(run("FSDP2", (1e-3, 0.1), (2e-3, 0.1)), noisy, plain) == set()
+    assert different(run("FSDP2", (2e-3, 0.1), (1e-3, 0.1)), noisy, plain) == {SETTINGS}
+    assert different(run("FSDP2", (1e-3, 0.1), (1e-3, 0.0)), noisy, plain) == {SETTINGS}
+
+
+def test_fsdp1_that_does_not_repeat_is_a_verdict():
+    """Three runs of hours end in a report that names the batch, not in an error that deletes them."""
+    for again in ((math.nan, 2.0), (3.0, math.nan), (3.0, math.inf)):
+        judgement = judge(made_run(), made_run("FSDP2"), [made_run("FSDP1 again", losses=again)])
+        assert judgement.verdict is Verdict.DIFFERENT
+        batch = 1 if math.isnan(again[0]) else 2
+        value = again[batch - 1]
+        assert f"FSDP1 does not repeat: the loss of batch {batch} is {value:.9g} on FSDP1 again" in judgement.causes[0]
+    # What FSDP2 does wrong before that stays the first cause.
+    judgement = judge(
+        made_run(), made_run("FSDP2", losses=(3.1, 2.0)), [made_run("FSDP1 again", losses=(3.0, math.nan))]
+    )
+    assert judgement.causes[-1].startswith("the loss of batch 1 is the first number that differs")
+
+
+def test_a_tolerance_of_zero_hides_nothing():
+    """Where the limit of one tensor is zero, a larger limit of another must not decide."""
+    distances = tuple(
+        TensorDistance(kind="parameter", name=name, distance=each, largest=each)
+        for name, each in (("a", 1e-9), ("b", 1e-3))
+    )
+    noisy = replace(made_run("FSDP1 again"), distances=(replace(distances[0], distance=0.0), distances[1]))
+    judgement = judge(made_run(), replace(made_run("FSDP2"), distances=distances), [noisy], tolerance=0.0)
+    assert [each.worst for each in judgement.quantities if not each.is_same] == ["parameter of a"]
+
+
 def test_rounding_may_build_up_in_longer_comparisons_alone():
     """Fifty batches drift apart by five times as much as ten; up to ten the tolerance is what was given."""
     first = made_run(losses=(1.0,) * 50)
