@@ -69,6 +69,7 @@ class Options:
         machine = replace(
             of_gpu,
             flops=given.flops or of_gpu.flops,
+            fp8_flops=None if given.flops else of_gpu.fp8_flops,
             intra_bytes_per_s=given.intra_bytes_per_s or of_gpu.intra_bytes_per_s,
             inter_bytes_per_s=given.inter_bytes_per_s or of_gpu.inter_bytes_per_s,
         )

@@ -2,7 +2,7 @@
 is not known. No step is faster than these bounds; how much slower it is, no model of this kind can say."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.estimate.events import MicrobatchTrace, Moment, StepEvent
@@ -23,7 +23,8 @@ class Machine(Value):
     """The most that one rank's device and links do; None where it is not known, so that nothing is bounded by it.
 
     Args:
-        flops: Floating-point operations a second.
+        flops: Floating-point operations a second, in bfloat16 where the device has several peaks.
+        fp8_flops: The same in fp8.
         intra_bytes_per_s: To other ranks of its node, in one direction.
         inter_bytes_per_s: To other nodes, in one direction: its share of the node's network.
         sources: Where the numbers come from.
@@ -33,13 +34,18 @@ class Machine(Value):
     intra_bytes_per_s: float | None = None
     inter_bytes_per_s: float | None = None
     sources: tuple[str, ...] = ()
+    fp8_flops: float | None = field(default=None, metadata={"json": False})
+
+    def computing_in(self, precision: str) -> "Machine":
+        """With the peak that no step of this Composer precision exceeds, if all its products ran at it."""
+        return replace(self, flops=self.fp8_flops) if precision == "amp_fp8" and self.fp8_flops else self
 
     @property
     def says_anything(self) -> bool:
         return any((self.flops, self.intra_bytes_per_s, self.inter_bytes_per_s))
 
 
-# Peaks that NVIDIA gives in the white papers of the A100 and the H100 (the H200 has the same chip): dense bfloat16 on
+# Peaks from NVIDIA's white papers of the A100 and the H100 (the H200 has the same chip): dense bfloat16 and fp8 on
 # tensor cores, NVLink in one direction (the papers add up both), and the network of its own node, one adapter a GPU.
 GPUS = {
     "a100": Machine(
@@ -52,13 +58,15 @@ GPUS = {
         flops=989.4e12,
         intra_bytes_per_s=450e9,
         inter_bytes_per_s=50e9,
-        sources=("NVIDIA H100 SXM: 989.4 TFLOPS, NVLink 900 GB/s", "DGX H100: 8 × NDR 400 Gb/s"),
+        fp8_flops=1978.9e12,
+        sources=("NVIDIA H100 SXM: 989.4 TFLOPS, 1978.9 in fp8, NVLink 900 GB/s", "DGX H100: 8 × NDR 400 Gb/s"),
     ),
     "h200": Machine(
         flops=989.4e12,
         intra_bytes_per_s=450e9,
         inter_bytes_per_s=50e9,
-        sources=("NVIDIA H200 SXM: 989.4 TFLOPS, NVLink 900 GB/s", "DGX H200: 8 × NDR 400 Gb/s"),
+        fp8_flops=1978.9e12,
+        sources=("NVIDIA H200 SXM: 989.4 TFLOPS, 1978.9 in fp8, NVLink 900 GB/s", "DGX H200: 8 × NDR 400 Gb/s"),
     ),
 }
 

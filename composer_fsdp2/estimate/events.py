@@ -53,7 +53,6 @@ class MicrobatchTrace(Value):
 
     Args:
         is_assumed: The order is that of the plan's units, because no model was traced.
-        frozen: The first names of the model's parameters that need no gradient.
         buffer_bytes: The model's buffers, which lie in full on every rank.
         host_bytes: The most that offloaded activations take of the host's memory.
         notes: What was assumed while tracing, in whole sentences.
@@ -61,7 +60,6 @@ class MicrobatchTrace(Value):
 
     events: tuple[StepEvent, ...]
     is_assumed: bool = False
-    frozen: tuple[str, ...] = ()
     buffer_bytes: int = 0
     host_bytes: int = 0
     notes: tuple[str, ...] = ()

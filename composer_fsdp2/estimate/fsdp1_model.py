@@ -11,7 +11,7 @@ from composer_fsdp2.config.sharding import GradientSync
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.estimate.optimizers import OptimizerState
 from composer_fsdp2.estimate.step import Kind, StepEstimate
-from composer_fsdp2.estimate.unit_sizes import UnitSizes, unit_sizes
+from composer_fsdp2.estimate.unit_sizes import ParameterSizes, UnitSizes, unit_sizes
 from composer_fsdp2.sharding.plan import ShardingPlan
 
 _IN_FLIGHT = 2  # limit_all_gathers
@@ -46,18 +46,19 @@ def model_fsdp1(
 ) -> Fsdp1Model:
     """The step of the same units under FSDP1."""
     plan = plan.resolve(world_size)
-    units = [unit_sizes(unit, rank=rank, world_size=world_size, frozen=plan.frozen) for unit in plan.units]
+    units = [unit_sizes(unit, rank=rank, world_size=world_size) for unit in plan.units]
     gathered = [_flat(each) * each.num_ranks * each.param_bytes for each in units]
     roots = sum(size for each, size in zip(units, gathered, strict=True) if each.is_root)
     inner = sorted(size for each, size in zip(units, gathered, strict=True) if not each.is_root)
     stay = sum(size for each, size in zip(units, gathered, strict=True) if not each.is_root and each.stays_gathered)
-    owned = sum(_flat(each) * each.own_bytes for each in units if not each.is_offloaded)
+    kept = [each for each in units if not each.is_offloaded]
     return Fsdp1Model(
-        parameters_bytes=owned,
-        gradients_bytes=owned,
-        optimizer_bytes=sum(_state(each, optimizer) for each in units if not each.is_offloaded),
+        parameters_bytes=sum(_flat(each) * each.own_bytes for each in kept),
+        # A flat parameter's gradient has its whole length, also where some of its parameters are frozen.
+        gradients_bytes=sum(_flat(each) * each.own_bytes for each in kept if _trained(each)),
+        optimizer_bytes=sum(_state(each, optimizer) for each in kept),
         gathered_peak_bytes=roots + max(stay, sum(inner[-_IN_FLIGHT:])),
-        gradients_peak_bytes=_gradients(units, plan, num_microbatches),
+        gradients_peak_bytes=_gradients([each for each in units if _trained(each)], plan, num_microbatches),
         differences=tuple(_differences(plan, num_microbatches)),
     )
 
@@ -69,8 +70,16 @@ def _flat(sizes: UnitSizes) -> int:
 
 def _state(sizes: UnitSizes, optimizer: OptimizerState) -> int:
     """With ``use_orig_params``, as Composer has it, each parameter has numbers of its own."""
-    further = len(sizes.parameters) - 1
-    return optimizer.state_bytes(_flat(sizes), sizes.own_bytes) + further * optimizer.state_bytes(0, sizes.own_bytes)
+    trained = _trained(sizes)
+    if not trained:
+        return 0
+    elements = -(-sum(each.full for each in trained) // sizes.num_ranks)
+    further = len(trained) - 1
+    return optimizer.state_bytes(elements, sizes.own_bytes) + further * optimizer.state_bytes(0, sizes.own_bytes)
+
+
+def _trained(sizes: UnitSizes) -> list[ParameterSizes]:
+    return [each for each in sizes.parameters if each.is_trained]
 
 
 def _gradients(units: list[UnitSizes], plan: ShardingPlan, num_microbatches: int) -> int:

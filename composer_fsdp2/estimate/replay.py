@@ -15,7 +15,7 @@ from composer_fsdp2.estimate.step import CollectiveCall, Kind, MemorySample, Pha
 from composer_fsdp2.estimate.unit_sizes import UnitSizes, unit_sizes
 from composer_fsdp2.sharding.dtypes import dtype_bytes
 from composer_fsdp2.sharding.modules import ancestors_or_self
-from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, units_by_root
+from composer_fsdp2.sharding.plan import ParameterSpec, ShardingPlan, ShardUnit, units_by_root
 
 
 def estimate_step(
@@ -133,10 +133,7 @@ class _Replay:
         self.keeps_samples = True
         self.calls: list[CollectiveCall] = []
         self.phase = Phase.FORWARD
-        self.frozen = {*plan.frozen, *trace.frozen}
-        self.sizes = {
-            unit.name: unit_sizes(unit, rank=rank, world_size=world_size, frozen=self.frozen) for unit in plan.units
-        }
+        self.sizes = {unit.name: unit_sizes(unit, rank=rank, world_size=world_size) for unit in plan.units}
         self.unsharded = tuple(_unsharded(plan))
         self.is_at = [unit.name for unit in plan.units]
         self.roots = [self._root([unit.name for unit in units]) for units in units_by_root(plan.units).values()]
@@ -166,7 +163,7 @@ class _Replay:
         num_bytes = sum(self._state_of(each) for each in self.sizes.values() if not each.is_offloaded) + sum(
             self.optimizer.state_bytes(spec.numel, dtype_bytes(spec.dtype))
             for spec in self.unsharded
-            if spec.name not in self.frozen
+            if spec.is_trained
         )
         self.ledger.take(Kind.OPTIMIZER, num_bytes)
         return num_bytes
@@ -227,7 +224,7 @@ class _Replay:
         for unit in self.plan.units:
             if unit.name in root.by_name:
                 for spec in unit.replicated:
-                    if spec.name not in self.frozen:
+                    if spec.is_trained:
                         meshes[unit.mesh.data_parallel] = unit.mesh
                         by_mesh.setdefault(unit.mesh.data_parallel, []).append(spec)
         for key, specs in by_mesh.items():
@@ -345,6 +342,14 @@ def _outer_first(bottom_up: Sequence[str]) -> list[str]:
     return ordered
 
 
+def _reached_by_backward(inner: Sequence[ShardUnit], root: ShardUnit) -> Sequence[ShardUnit]:
+    """Without the first units if nothing up to them is trained; the root's own parameters may be used anywhere."""
+    trains = [any(spec.is_trained for spec in unit.parameters) for unit in inner]
+    if any(spec.is_trained for spec in root.parameters) or True not in trains:
+        return inner
+    return inner[trains.index(True) :]
+
+
 def assumed_trace(plan: ShardingPlan) -> MicrobatchTrace:
     """The units in the order of the plan, each root around those below it, the root's own gradients last."""
     forward: list[StepEvent] = []
@@ -360,18 +365,14 @@ def assumed_trace(plan: ShardingPlan) -> MicrobatchTrace:
             forward += [event(Moment.PRE_FORWARD, unit.name), event(Moment.POST_FORWARD, unit.name)]
         forward.append(event(Moment.POST_FORWARD, root.name))
         of_root = [event(Moment.PRE_BACKWARD, root.name)]
-        for unit in reversed(inner):
+        for unit in reversed(_reached_by_backward(inner, root)):
             of_root.append(event(Moment.PRE_BACKWARD, unit.name))
             of_root += [
-                event(Moment.GRADIENT, unit.name, spec.name)
-                for spec in reversed(unit.parameters)
-                if spec.name not in plan.frozen
+                event(Moment.GRADIENT, unit.name, spec.name) for spec in reversed(unit.parameters) if spec.is_trained
             ]
             of_root.append(event(Moment.POST_BACKWARD, unit.name))
         of_root += [
-            event(Moment.GRADIENT, root.name, spec.name)
-            for spec in reversed(root.parameters)
-            if spec.name not in plan.frozen
+            event(Moment.GRADIENT, root.name, spec.name) for spec in reversed(root.parameters) if spec.is_trained
         ]
         backward = of_root + backward
     return MicrobatchTrace(events=(*forward, *backward, event(Moment.END, "")), is_assumed=True)

@@ -316,7 +316,7 @@ class _Search:
         if key not in self._microbatches:
             trace = self._subject.traces(*key)
             events = tuple((event.moment, event.unit, event.parameter) for event in trace.events)
-            order = self._orders.setdefault((events, trace.frozen), len(self._orders))
+            order = self._orders.setdefault(events, len(self._orders))
             self._microbatches[key] = _Microbatch.of(trace, order)
         return self._microbatches[key]
 

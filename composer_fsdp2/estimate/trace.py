@@ -93,7 +93,6 @@ def _trace(
     events = tuple(expand(traced.events, stretches, lists))
     return MicrobatchTrace(
         events=events,
-        frozen=tuple(name for name, each in model.named_parameters() if not each.requires_grad or name in frozen),
         host_bytes=max(event.host_bytes for event in events),
         buffer_bytes=_buffer_bytes(model, plan),
         notes=tuple(_notes(plan, precision, has_shared_out=traced.has_shared_out)),

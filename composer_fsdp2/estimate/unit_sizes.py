@@ -1,7 +1,6 @@
 """What the parameters of one unit weigh on one rank: sharded, gathered, as gradients."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Shard
@@ -70,14 +69,11 @@ class UnitSizes:
         return self.shard_elements * self.num_ranks
 
 
-def unit_sizes(unit: ShardUnit, *, rank: int, world_size: int, frozen: Collection[str]) -> UnitSizes:
+def unit_sizes(unit: ShardUnit, *, rank: int, world_size: int) -> UnitSizes:
     """The sizes of a unit whose mesh is resolved, for one rank."""
     shard_ranks = members(unit.mesh, AxisRole.SHARD, rank, world_size)
     place, num_ranks = shard_ranks.index(rank), len(shard_ranks)
-    sizes = tuple(
-        _parameter_sizes(spec, unit.mesh, place, num_ranks, rank, world_size, spec.name not in frozen)
-        for spec in unit.parameters
-    )
+    sizes = tuple(_parameter_sizes(spec, unit.mesh, place, num_ranks, rank, world_size) for spec in unit.parameters)
     reshard = unit.reshard_after_forward
     own_dtype = unit.parameters[0].dtype if unit.parameters else "float32"
     param_dtype = unit.mixed_precision.param_dtype or own_dtype
@@ -101,7 +97,7 @@ def unit_sizes(unit: ShardUnit, *, rank: int, world_size: int, frozen: Collectio
 
 
 def _parameter_sizes(
-    spec: ParameterSpec, mesh: MeshSpec, place: int, num_ranks: int, rank: int, world_size: int, is_trained: bool
+    spec: ParameterSpec, mesh: MeshSpec, place: int, num_ranks: int, rank: int, world_size: int
 ) -> ParameterSizes:
     rows, *rest = shape_before_sharding(spec, mesh, rank, world_size)
     row = math.prod(rest)
@@ -112,7 +108,7 @@ def _parameter_sizes(
         full=rows * row,
         padded_shard=padded_rows * row,
         own_shard=own_rows * row,
-        is_trained=is_trained,
+        is_trained=spec.is_trained,
     )
 
 

@@ -72,7 +72,7 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         sequence_length=run.sequence_length,
         findings=(*run.translation.findings, *run.findings, *findings),
         memory=questions.memory,
-        bounds=step_bounds(estimate, trace, machine) if machine else None,
+        bounds=step_bounds(estimate, trace, machine.computing_in(run.precision)) if machine else None,
         fsdp1=fsdp1,
     )
 

@@ -1,6 +1,6 @@
 """From a model, a configuration and its hooks' choices to a ``ShardingPlan``: all is decided before a change."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from torch import nn
@@ -66,7 +66,7 @@ def decide_sharding(
     selection = select_units(model, choices, low_precision=low_precision, ignored_modules=ignored.values())
     configs = _own_configs(selection.units, config)
     units = tuple(
-        _unit(unit, [selection.uses[i] for i in members], own, placements or {})
+        _unit(unit, [selection.uses[i] for i in members], own, placements or {}, set(frozen.names))
         for unit, members, own in zip(selection.units, selection.members, configs, strict=True)
     )
     _refuse_parameters(model, units)
@@ -147,7 +147,11 @@ def _overridden(config: ShardingConfig, unit: UnitDraft) -> ShardingConfig:
 
 
 def _unit(
-    unit: UnitDraft, uses: list[ParameterUse], config: ShardingConfig, placements: Mapping[nn.Parameter, Placement]
+    unit: UnitDraft,
+    uses: list[ParameterUse],
+    config: ShardingConfig,
+    placements: Mapping[nn.Parameter, Placement],
+    frozen: Set[str],
 ) -> ShardUnit:
     """``config`` is the unit's own."""
     precision = config.mixed_precision
@@ -161,8 +165,8 @@ def _unit(
     is_sharded = {use: use.parameter.dim() > 0 < use.parameter.numel() and use.parameter.dtype == dtype for use in uses}
     return ShardUnit(
         modules=unit.paths,
-        parameters=tuple(_spec(use, placements) for use in uses if is_sharded[use]),
-        replicated=tuple(_spec(use, placements) for use in uses if not is_sharded[use]),
+        parameters=tuple(_spec(use, placements, frozen) for use in uses if is_sharded[use]),
+        replicated=tuple(_spec(use, placements, frozen) for use in uses if not is_sharded[use]),
         mesh=config.mesh,
         is_root=unit.is_root,
         # A root's parameters are used again at once when backward begins: FSDP1 kept them, torch 2.7 does, and later
@@ -174,12 +178,13 @@ def _unit(
     )
 
 
-def _spec(use: ParameterUse, placements: Mapping[nn.Parameter, Placement]) -> ParameterSpec:
+def _spec(use: ParameterUse, placements: Mapping[nn.Parameter, Placement], frozen: Set[str]) -> ParameterSpec:
     return ParameterSpec(
         names=use.names,
         shape=tuple(use.parameter.shape),
         dtype=dtype_name(use.parameter.dtype),
         tensor_placement=placements.get(use.parameter),
+        is_trained=use.parameter.requires_grad and use.name not in frozen,
     )
 
 

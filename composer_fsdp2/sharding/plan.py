@@ -25,6 +25,9 @@ from composer_fsdp2.sharding.select import LeftOut
 class ParameterSpec(Value):
     """One parameter under all of its names (more than one if it is tied), with its full shape and its dtype's name.
 
+    ``is_trained``: whether it requires gradients, once the plan's ``freeze`` has been applied. Without it a plan of
+    adapters (LoRA) would promise gradients and optimizer state of the whole base model, and ranks that train different
+    parameters would agree on one plan, and then wait for different reductions.
     ``tensor_placement``: how it lies along the mesh's tensor or expert axis; None where it is no DTensor there, and the
     same on each of these ranks.
     """
@@ -33,6 +36,7 @@ class ParameterSpec(Value):
     shape: tuple[int, ...]
     dtype: str
     tensor_placement: Placement | None = None
+    is_trained: bool = True
 
     @property
     def name(self) -> str:

@@ -71,6 +71,16 @@ def test_a_step_waits_for_what_it_needs():
     assert bounds.flops == 230 and bounds.mfu_at_most == pytest.approx(210 / 430)
 
 
+def test_fp8_computes_at_its_own_peak():
+    """A bound that divides by bfloat16's peak is none: fp8 may take half of it."""
+    h100 = GPUS["h100"]
+    assert h100.computing_in("amp_fp8").flops == 1978.9e12  # NVIDIA's H100 white paper, dense fp8 of the SXM5
+    assert h100.computing_in("amp_bf16") == h100
+    # A number of the user's own, and a device without fp8, stay as they are.
+    assert Machine(flops=10).computing_in("amp_fp8").flops == 10
+    assert GPUS["a100"].computing_in("amp_fp8") == GPUS["a100"]
+
+
 def test_what_is_not_given_bounds_nothing():
     """Nobody reads a number of a speed that he did not give."""
     without_flops = step_bounds(STEP, TRACE, Machine(intra_bytes_per_s=5))

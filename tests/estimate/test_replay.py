@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer_fsdp2 import apply_plan, begin_microbatch, estimate_step, plan_sharding, translate
 from composer_fsdp2.estimate.events import MicrobatchTrace, StepEvent
+from composer_fsdp2.estimate.fsdp1_model import model_fsdp1
 from composer_fsdp2.estimate.moments import listen
+from composer_fsdp2.estimate.optimizers import optimizer_state
 from composer_fsdp2.estimate.step import Kind, StepEstimate
 from composer_fsdp2.sharding.plan import ShardingPlan
 
@@ -66,10 +68,9 @@ def record(model: nn.Module, plan: ShardingPlan) -> MicrobatchTrace:
         model, plan, lambda moment, unit, name: events.append(StepEvent(moment=moment, unit=unit, parameter=name))
     ):
         model(tokens()).square().sum().backward()
-    frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     for parameter in model.parameters():
         parameter.grad = None
-    return MicrobatchTrace(events=tuple(events), frozen=frozen)
+    return MicrobatchTrace(events=tuple(events))
 
 
 def measure(model: nn.Module, case: Case) -> tuple[Counter[tuple[str, int, int]], Any]:
@@ -194,6 +195,39 @@ def test_every_configuration_is_replayed_to_the_byte():
     assert not wrong, f"{len(wrong)} of {len(cases())}\n" + "\n".join(
         f"{name}: {problem}" for name, problem in wrong.items()
     )
+
+
+ADAPTERS = {
+    "adapters": Case(frozen=("embed", "ln", "fc_in", "head"), width=8),
+    "adapters above frozen blocks": Case(frozen=("embed", "blocks.0", "ln", "fc_in", "head"), width=8),
+    "mixed precision": Case(
+        frozen=("embed", "ln", "fc_in", "head"), config={"mixed_precision": "PURE"}, precision="amp_bf16"
+    ),
+}
+
+
+def test_frozen_parameters_have_no_gradients_and_no_state_in_a_plan_alone():
+    """Without a trace as well: adapters on a frozen base would be promised the base's gradients and Adam state."""
+    for name, case in ADAPTERS.items():
+        with world_of(case.ranks):
+            model = case.model()
+            plan = case.plan(model)
+            assert {spec.name for unit in plan.units for spec in unit.parameters if spec.is_trained} == {
+                name for name, parameter in model.named_parameters() if parameter.requires_grad
+            }
+            # Ranks that train other parameters would wait for other reductions: their plans must not be equal.
+            assert plan.digest != case.plan(replace(case, frozen=()).model()).digest
+            estimate = estimate_step(plan, world_size=case.ranks)
+            apply_plan(model, plan)
+            sent, _ = measure(model, case)
+            shards = [each.to_local().untyped_storage().nbytes() for each in model.parameters() if each.requires_grad]
+        assert 0 < sum(shards) < sum(each.to_local().untyped_storage().nbytes() for each in model.parameters()), name
+        steps = 4 * len(shards)
+        assert estimate.optimizer_bytes == 2 * sum(shards) + steps, name
+        assert estimate.gradients_bytes == sum(shards), name
+        assert predicted(estimate) == sent, name
+        with_reference = model_fsdp1(plan, world_size=case.ranks, optimizer=optimizer_state("AdamW"))
+        assert with_reference.optimizer_bytes == estimate.optimizer_bytes, name
 
 
 GLOO = {
