@@ -145,6 +145,7 @@ def test_a_plan_is_json():
         "shape": [11, 6],
         "dtype": "float32",
         "tensor_placement": None,
+        "is_trained": True,
     }
     assert read["config"]["mesh"]["axes"][0]["size"] == 4
     assert read["units"][0]["mixed_precision"]["param_dtype"] == "bfloat16"
