@@ -1,20 +1,23 @@
 """Switch the drop-in on and off; LLM Foundry's training with it on."""
 
 import contextlib
+import functools
 import importlib.metadata
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError, IncompatibleVersionError
 
-from .seams import Replacement, Seam, noted_seams, put_back, replace
+from .optimizers import update_own_parts_of_all
+from .seams import Seam, noted_seams, put_back, replace
 
 # The releases of Composer (the distribution mosaicml) whose seams were read and tested.
 COMPOSER_VERSIONS = ("0.32.0", "0.32.1")
 
-_installed: list[Replacement] = []
+# What ends it.
+_undo: list[Callable[[], None]] = []
 
 
 def install() -> None:
@@ -27,10 +30,11 @@ def install() -> None:
     Raises:
         IncompatibleVersionError: Composer is missing, or of a version that was not tested.
     """
-    if _installed:
+    if _undo:
         return
     _check_version()
-    _installed.extend(replace(all_seams()))
+    replaced = replace(all_seams())
+    _undo.extend([functools.partial(put_back, replaced), update_own_parts_of_all().remove])
 
 
 def all_seams() -> tuple[Seam, ...]:
@@ -42,14 +46,16 @@ def all_seams() -> tuple[Seam, ...]:
 
 
 def uninstall() -> None:
-    """Put back everything that ``install`` replaced; models that are sharded by then stay as they are."""
-    put_back(_installed)
-    _installed.clear()
+    """Put back everything that ``install`` replaced; models that are sharded by then stay as they are, and so
+    do optimizers that have made a step."""
+    for undo in _undo:
+        undo()
+    _undo.clear()
 
 
 def is_installed() -> bool:
     """Whether ``install`` is in force."""
-    return bool(_installed)
+    return bool(_undo)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,9 @@ Their updates are elementwise, so a rank can make them on its plain local tensor
 of an update's operations is dispatched in Python: before anything was launched, the step of a model of 80 layers took
 AdamW 6.6 times as long, and Lion 9.3 times (benchmarks/dispatch.py). And a step count that lies on a GPU is read once
 for each parameter.
+
+Under ``install()`` that is so for every optimizer of a known class, from its next step on: with a Trainer or without,
+built before its parameters were sharded or after, loaded, or inside of another one.
 """
 
 import functools
@@ -13,10 +16,20 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from composer_fsdp2._torch.parts import lion_, local_tensor, local_tensors
+from composer_fsdp2._torch.parts import lion_, local_tensor, local_tensors, with_local_tensor
 
 _Update = Callable[..., None]
+
+
+def update_own_parts_of_all() -> RemovableHandle:
+    """Have all optimizers ``update_own_parts``, each where its next step begins; what is returned ends it.
+
+    Those that have made a step by then stay as they are. Call it on each rank; it communicates nothing.
+    """
+    return register_optimizer_step_pre_hook(lambda optimizer, *unused: update_own_parts(optimizer))
 
 
 def update_own_parts(optimizer: torch.optim.Optimizer) -> None:
@@ -42,7 +55,8 @@ def _known_class(optimizer: torch.optim.Optimizer) -> type | None:
 def reports_norms(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``report_per_parameter_metrics`` gives L2 norms alone, of tensors that lie as the parameter does."""
     known: Any = _known_class(optimizer)
-    if known is None or "report_per_parameter_metrics" in vars(optimizer):
+    name = "report_per_parameter_metrics"
+    if known is None or name in vars(optimizer) or not hasattr(known, name):
         return False
     functions: dict[str, Any] = getattr(optimizer, "metric_functions", {})
     kind: Any = type(optimizer)
@@ -67,6 +81,26 @@ def _adamw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
         update(parameters, *tensors, steps, **settings)
 
     return adamw
+
+
+def _sgdw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
+    """``DecoupledSGDW.sgdw``: of lists of parameters, gradients and momenta, among which it puts missing ones."""
+
+    @functools.wraps(update)
+    def sgdw(parameters: list[Any], gradients: list[Any], momenta: list[Any], **settings: Any) -> None:
+        there = [
+            [each for each in alike if each is not None] for alike in zip(parameters, gradients, momenta, strict=True)
+        ]
+        if any(local_tensors(*each) is None for each in there):
+            update(parameters, gradients, momenta, **settings)
+            return
+        own = [momentum if momentum is None else local_tensor(momentum) for momentum in momenta]
+        update([*map(local_tensor, parameters)], [*map(local_tensor, gradients)], own, **settings)
+        for number, (parameter, momentum) in enumerate(zip(parameters, own, strict=True)):
+            if momenta[number] is None and momentum is not None:
+                momenta[number] = with_local_tensor(parameter, momentum)
+
+    return sgdw
 
 
 def _lionw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
@@ -96,6 +130,7 @@ def _lionw(update: _Update, optimizer: torch.optim.Optimizer) -> _Update:
 # that makes an update, and what makes it on this rank's parts, of one optimizer.
 _UPDATES: dict[str, tuple[str, Callable[[_Update, torch.optim.Optimizer], _Update]]] = {
     "composer.optim.decoupled_weight_decay.DecoupledAdamW": ("adamw", _adamw),
+    "composer.optim.decoupled_weight_decay.DecoupledSGDW": ("sgdw", _sgdw),
     "llmfoundry.optim.lion.DecoupledLionW": ("lionw", _lionw),
 }
 

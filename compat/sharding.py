@@ -16,11 +16,9 @@ from composer_fsdp2._torch.scaler import ShardedGradScaler
 from composer_fsdp2.fsdp1.attributes import say_what_replaces
 from composer_fsdp2.prepare import prepare_fully_shard
 from composer_fsdp2.sharding.agree import gather
-from composer_fsdp2.sharding.optimizer import the_optimizer
 from composer_fsdp2.sharding.sharded import is_sharded, reshard
 from composer_fsdp2.training.full_params import summon_full_params
 
-from .optimizers import update_own_parts
 from .seams import seam
 from .tensor import noted_config
 
@@ -29,10 +27,7 @@ from .tensor import noted_config
 def prepare_fsdp_module(
     original: Callable[..., Any], model: nn.Module, optimizers: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[list[Any], dict[str, nn.Module]]:
-    made = prepare_fully_shard(model, optimizers, *args, **kwargs, tensor_parallel=noted_config(model))
-    if (optimizer := the_optimizer(optimizers)) is not None:
-        update_own_parts(optimizer)
-    return made
+    return prepare_fully_shard(model, optimizers, *args, **kwargs, tensor_parallel=noted_config(model))
 
 
 @seam(

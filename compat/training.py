@@ -24,7 +24,6 @@ from composer_fsdp2.training.microbatches import begin_microbatch
 
 from . import auto_microbatch, batches, monitors
 from .context import refuse_tasks, weigh_microbatch
-from .optimizers import update_own_parts
 from .preflight import name_layers_to_freeze, refuse_copies
 from .seams import seam
 
@@ -57,8 +56,6 @@ def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> An
     if event is Event.FIT_START and is_sharded(self.state.model):
         name_layers_to_freeze(self.state)
         refuse_tasks(self.state)
-        for optimizer in self.state.optimizers:
-            update_own_parts(optimizer)
     auto_microbatch.before_event(self.state, event)
     if event in _MEETINGS:
         check_guard(self.state.model, _MEETINGS[event])

@@ -38,7 +38,7 @@ from composer_fsdp2.sharding.materialize import (
     decide_initialisation,
     rank_zero_rng,
 )
-from composer_fsdp2.sharding.meshes import data_parallel, device_meshes, device_of, tensor_parallel
+from composer_fsdp2.sharding.meshes import data_parallel, device_meshes, device_of, training_groups
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.sharding.plan import ShardingPlan, ShardUnit, units_by_root
 from composer_fsdp2.sharding.root_record import RootRecord, keep_record
@@ -265,7 +265,8 @@ def _set_prefetch(plan: ShardingPlan, sharded: Mapping[str, FSDPModule]) -> None
 def _keep_records(
     model: nn.Module, plan: ShardingPlan, sharded: Mapping[str, FSDPModule], meshes: Mapping[str, DeviceMesh]
 ) -> None:
-    """One for each root; and the gradients of parameters that stay unsharded are averaged from here on."""
+    """One for each root; and the gradients of parameters that stay unsharded are averaged from here on. Called on all
+    ranks; gathers a bit for each root on groups of ranks."""
     for units in units_by_root(plan.units).values():
         replicated: dict[DeviceMesh, list[nn.Parameter]] = {}
         for unit in units:
@@ -277,12 +278,8 @@ def _keep_records(
             average_after_backward(heads, replicated)
         root, modules = units[-1], [at_path(model, path) for unit in units for path in unit.modules]
         mesh = meshes[root.name]
-        record = RootRecord(
-            mesh=data_parallel(mesh, root.mesh),
-            spec=root.mesh.data_parallel,
-            tensor=tensor_parallel(mesh, root.mesh),
-            replicated=replicated,
-        )
+        groups = training_groups(mesh, [meshes[unit.name] for unit in units])
+        record = RootRecord(mesh=data_parallel(mesh, root.mesh), groups=groups, replicated=replicated)
         keep_record(modules, record)
 
 

@@ -1,6 +1,6 @@
 """From ``MeshSpec``s to torch's ``DeviceMesh``es."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, TypeAlias
 
@@ -68,6 +68,24 @@ def expert_parallel(mesh: DeviceMesh, spec: MeshSpec) -> DeviceMesh | None:
     """The slice along which ranks split experts between them, if there is one."""
     axes = spec.axes_of(AxisRole.EXPERT)
     return _slice(mesh, axes) if axes else None
+
+
+def training_groups(mesh: DeviceMesh, of_units: Iterable[DeviceMesh]) -> tuple[dist.ProcessGroup | None, ...]:
+    """The process groups that together reach all ranks which train parts of one root; None is the default group.
+
+    A root on groups of ranks trains in each group alone, unless a unit below it lies on ranks of several.
+
+    Args:
+        mesh: The root's, with all axes.
+        of_units: Of all of its units.
+
+    Called on all ranks; gathers a bit if the root's mesh is not the whole world.
+    """
+    if mesh.size() < dist.get_world_size():
+        own = set(mesh.mesh.flatten().tolist())
+        if all(gather(all(own.issuperset(each.mesh.flatten().tolist()) for each in dict.fromkeys(of_units)))):
+            return tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
+    return (None,)
 
 
 def _slice(mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.config.mesh import AxisRole, MeshSpec
 from composer_fsdp2.config.sharding import Accumulation
 from composer_fsdp2.errors import PlanError
 
@@ -22,8 +22,7 @@ class RootRecord:
 
     Args:
         mesh: The root's, as ``fully_shard`` got it.
-        spec: What the mesh's axes are for.
-        tensor: The slice of the mesh's parent along which ranks split layers, if they do.
+        groups: An all-reduce over each in turn reaches all ranks that train parts of this root.
         replicated: By mesh, the parameters that lie unsharded on every rank of it, with averaged gradients.
         accumulation: What is put off until the last microbatch.
         guard: Meets the other ranks at a place, where ``collective_guard`` is on.
@@ -32,18 +31,12 @@ class RootRecord:
     """
 
     mesh: DeviceMesh | None = None
-    spec: MeshSpec = field(default_factory=MeshSpec)
-    tensor: DeviceMesh | None = None
+    groups: Sequence[dist.ProcessGroup | None] = (None,)
     replicated: Mapping[DeviceMesh, Sequence[nn.Parameter]] = field(default_factory=dict)
     accumulation: Accumulation = field(default_factory=Accumulation)
     guard: Callable[[str], None] | None = None
     summoned: dict[nn.Parameter, Any] = field(default_factory=dict)
     kept: dict[type, Any] = field(default_factory=dict)
-
-    def axes_of(self, role: AxisRole) -> tuple[int, ...]:
-        """The axes of the mesh with this role and more than one rank."""
-        assert self.mesh is not None
-        return tuple(axis for axis in self.spec.axes_of(role) if self.mesh.size(axis) > 1)
 
 
 # By every unit of the root.

@@ -1,9 +1,7 @@
 """Gradient clipping of a sharded model: by norm with FSDP1's result, one for each root; adaptive, as unsharded."""
 
-import functools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,10 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.parts import by_kind, local_tensor, multiply_each_, norm_of_each
-from composer_fsdp2.config.mesh import AxisRole
 from composer_fsdp2.sharding.placements import split_dimension, splitting_axes, splitting_axes_of_all
 from composer_fsdp2.sharding.root_record import mesh_of, record_of
-from composer_fsdp2.sharding.sharded import Unit, reshard, resting_parameters, sharded_roots
+from composer_fsdp2.sharding.sharded import reshard, resting_parameters, sharded_roots
 from composer_fsdp2.training.guard import check_guard
 from composer_fsdp2.training.reductions import LocalValues, reduce_parts
 
@@ -37,14 +34,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Returns:
         The total norm of each root's gradients by the root's path, a scalar on the mesh's device.
 
-    Called on all ranks; one all-reduce of one number for each root that shards something, two with replicas if some
-    parameters are unsharded.
+    Called on all ranks; one all-reduce of one number for each root, of which none is launched where every rank has all
+    averaged gradients (NO_SHARD). Two for a root whose ranks are a 2-D mesh of some of the world's.
     """
     check_guard(model, "clip_grad_norm_")
     norms = {}
     for path, root in sharded_roots(model):
-        grads = _Grads.below(root)
-        total = _total_norm(grads, float(norm_type), root)
+        device = torch.device(mesh_of(root).device_type)
+        # After a forward without gradients a root shows gathered parameters, which have none.
+        trainable = (parameter for parameter in resting_parameters(root) if parameter.requires_grad)
+        grads = _grads_of(trainable)
+        total = _total_norm(grads, float(norm_type), record_of(root).groups, device)
         _scale(grads, total, float(max_norm))
         norms[path] = total
     return norms
@@ -52,51 +52,20 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 # What one fused operation can take.
 _ByKind = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
+# This rank's parts of gradients, by the mesh of their parameters (None: unsharded) and the axes that split them.
+_Grads = dict[tuple[DeviceMesh | None, tuple[int, ...]], _ByKind]
 
 
-@dataclass(frozen=True, slots=True)
-class _Grads:
-    """This rank's parts of a root's gradients, by device and dtype.
-
-    Args:
-        split: Those of which ranks hold different parts; beside a tensor axis by the number of these parts, else
-            together, under 1.
-        unsharded: The others.
-        any_split, any_unsharded: Whether some rank may have such: by the parameters, whose gradients a rank may lack,
-            because all ranks must communicate alike.
-    """
-
-    split: dict[int, _ByKind]
-    unsharded: _ByKind
-    any_split: bool
-    any_unsharded: bool
-
-    @classmethod
-    def below(cls, root: Unit) -> "_Grads":
-        split: dict[int, list[torch.Tensor]] = {}
-        unsharded: list[torch.Tensor] = []
-        any_split = any_unsharded = False
-        # After a forward without gradients a root shows gathered parameters, which have none.
-        has_tensor_axis = record_of(root).tensor is not None
-        trainable = [parameter for parameter in resting_parameters(root) if parameter.requires_grad]
-        for parameter, axes in zip(trainable, splitting_axes_of_all(trainable), strict=True):
-            any_split |= bool(axes)
-            any_unsharded |= not axes
-            if (grad := parameter.grad) is not None:
-                # A parameter that is not sharded has no mesh, and no axes.
-                number = math.prod(_mesh(parameter).size(axis) for axis in axes) if has_tensor_axis else 1
-                (split.setdefault(number, []) if axes else unsharded).append(local_tensor(grad))
-        return cls(
-            split={number: by_kind(tensors) for number, tensors in split.items()},
-            unsharded=by_kind(unsharded),
-            any_split=any_split,
-            any_unsharded=any_unsharded,
-        )
-
-
-def _mesh(parameter: nn.Parameter) -> DeviceMesh:
-    assert isinstance(parameter, DTensor), "nothing else is split"
-    return parameter.device_mesh
+def _grads_of(parameters: Iterable[nn.Parameter]) -> _Grads:
+    """Of all ``parameters``; those without a gradient have a place too, because all ranks must communicate alike."""
+    parameters = list(parameters)
+    places: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
+    for parameter, axes in zip(parameters, splitting_axes_of_all(parameters), strict=True):
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        tensors = places.setdefault((mesh, axes), [])
+        if (grad := parameter.grad) is not None:
+            tensors.append(local_tensor(grad))
+    return {place: by_kind(tensors) for place, tensors in places.items()}
 
 
 @torch.no_grad()
@@ -143,27 +112,13 @@ def clip_grad_adaptive_(model: nn.Module, threshold: float) -> None:
 def norm_of_gradients(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The 2-norm of the full gradients of all ``parameters`` together, for what divides by it itself, as SAM does.
 
-    A plain scalar, the same on all ranks, whatever meshes the parameters lie on. Gradients that are unsharded, and that
-    nobody averages, count as in ``clip_grad_norm_``, with the mean of their squares.
+    A plain scalar, the same on all ranks, whatever meshes the parameters lie on ([Note: shares]).
 
-    Called on all ranks with the same parameters, some of which are sharded; one all-reduce for each axis of each mesh.
+    Called on all ranks with the same parameters, some of which are sharded; at most one all-reduce of one number.
     """
-    by_place: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        # Also without a gradient here: all ranks must communicate alike.
-        grads = by_place.setdefault((mesh, splitting_axes(parameter)), [])
-        if parameter.grad is not None:
-            grads.append(local_tensor(parameter.grad))
-    first = next(mesh for mesh, _ in by_place if mesh is not None)
-    parts = []
-    for (mesh, axes), grads in by_place.items():
-        square = _norm(by_kind(grads), 2.0, torch.device(first.device_type)) ** 2
-        if mesh is None:
-            parts.append(LocalValues(values=square, mesh=first, axes=tuple(range(first.ndim)), op="avg"))
-        else:
-            parts.append(LocalValues(values=square, mesh=mesh, axes=axes))
-    return torch.stack(reduce_parts(parts)).sum().sqrt()
+    grads = _grads_of(parameters)
+    device = torch.device(next(mesh.device_type for mesh, _ in grads if mesh is not None))
+    return _total_norm(grads, 2.0, (None,), device)
 
 
 def _axes_that_divide_units(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -206,52 +161,43 @@ def _adaptive_scale(weights: torch.Tensor, grad: torch.Tensor, threshold: float)
 def _scale(grads: _Grads, total: torch.Tensor, max_norm: float) -> None:
     # FSDP1's formula (torch/distributed/fsdp/fully_sharded_data_parallel.py, clip_grad_norm_).
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    kinds = [kind for by_kind in (*grads.split.values(), grads.unsharded) for kind in by_kind.items()]
-    for (device, dtype), tensors in kinds:
+    for (device, dtype), tensors in (kind for kinds in grads.values() for kind in kinds.items()):
         # It travels once for all of them, and is rounded to their dtype, as FSDP1 rounded it.
         multiply_each_(tensors, scale.to(device, dtype))
 
 
-def _total_norm(grads: _Grads, norm_type: float, root: Unit) -> torch.Tensor:
-    """One number for all ranks, or they would scale the parts of one parameter differently.
+def _total_norm(
+    grads: _Grads, norm_type: float, groups: Sequence[dist.ProcessGroup | None], device: torch.device
+) -> torch.Tensor:
+    """One number for all ranks of ``groups``, or they would scale the parts of one parameter differently.
 
-    As FSDP1 did, what is sharded is summed over the root's ranks, also where a unit lies on a group of its own, and of
-    absolute values the largest of all ranks is taken. Gradients that are unsharded and that nobody averages differ
-    between ranks: their mean counts, where FSDP1 took each rank's own (torch/distributed/fsdp/
-    fully_sharded_data_parallel.py, 2.7) and thereby another scale on each.
+    [Note: shares] A rank's part of a gradient counts by the number of parts over the number of ranks, which is one over
+    the number of ranks that have the same part: each element counts once, whatever its mesh. Where ranks have different
+    gradients of a parameter, as of unsharded ones that are not averaged, or in a unit on groups of its own, the mean of
+    their powers counts; FSDP1 took each rank's own for the former, and thereby another scale on each, and each group's
+    for the latter (torch/distributed/fsdp/fully_sharded_data_parallel.py, 2.7).
+
+    Args:
+        groups: An all-reduce over each in turn reaches all ranks that need one number.
+        device: Of the group's tensors: gradients may lie on the CPU while it is NCCL's.
     """
-    mesh, record = mesh_of(root), record_of(root)
-    # Gradients may lie on the CPU while the group is NCCL's: the numbers travel on the mesh's device.
-    device = torch.device(mesh.device_type)
-    if not grads.any_split:
-        return _norm(grads.unsharded, norm_type, device)
-    all_axes = record.axes_of(AxisRole.REPLICATE) + record.axes_of(AxisRole.SHARD)
-    shard_axes = record.axes_of(AxisRole.SHARD) or all_axes
-    # Replicas agree on what is sharded, but not on what is unsharded.
-    replicas = [axis for axis in all_axes if axis not in shard_axes] if grads.any_unsharded else []
-    groups = [mesh.get_group(axis) for axis in (*shard_axes, *replicas)]
-    tensor = record.tensor
-    groups += [] if tensor is None else [tensor.get_group()]
-    num_replicas = math.prod(map(mesh.size, replicas))
-    num_ranks = num_replicas * math.prod(map(mesh.size, shard_axes)) * (1 if tensor is None else tensor.size())
-    split = {number: _norm(of_number, norm_type, device) for number, of_number in grads.split.items()}
-    unsharded = _norm(grads.unsharded, norm_type, device)
-    total: torch.Tensor
-    if math.isinf(norm_type):
-        total = functools.reduce(torch.maximum, split.values(), unsharded)
+    num_ranks = math.prod(map(dist.get_world_size, groups))
+    is_largest = math.isinf(norm_type)
+    total, dtype = torch.zeros((), dtype=torch.float64, device=device), torch.float32
+    for (mesh, axes), kinds in grads.items():  # as many as there are meshes and placements
+        norm = _norm(kinds, norm_type, device)
+        dtype = torch.promote_types(dtype, norm.dtype)
+        # In float64, which has room for the squares of all that fp32 has room for, and which all ranks send alike.
+        value = norm.to(torch.float64)
+        num_parts = 1 if mesh is None else math.prod(map(mesh.size, axes))
+        total = torch.maximum(total, value) if is_largest else total + value**norm_type * (num_parts / num_ranks)
+    # Where every rank has all averaged gradients, the sum over ranks is known.
+    if all(mesh is not None and not axes and mesh.size() == num_ranks for mesh, axes in grads):
+        total = total if is_largest else total * num_ranks
+    elif num_ranks > 1:
         for group in groups:
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
-        return total
-    # One number from every rank, also from one whose groups leave all or nothing unsharded.
-    power = unsharded**norm_type / num_ranks
-    for number, norm in split.items():
-        # [Note: copies] Each element counts once. Beside a tensor axis some parameters have more parts than others.
-        copies = num_replicas if tensor is None else num_ranks // number
-        power = power + norm**norm_type / copies
-    for group in groups:
-        dist.all_reduce(power, group=group)
-    total = power ** (1.0 / norm_type)
-    return total
+            dist.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group)
+    return (total if is_largest else total ** (1.0 / norm_type)).to(dtype)
 
 
 def _norm(tensors: _ByKind, norm_type: float, device: torch.device) -> torch.Tensor:
@@ -260,7 +206,7 @@ def _norm(tensors: _ByKind, norm_type: float, device: torch.device) -> torch.Ten
     widest = torch.float32
     for (place, dtype), alike in tensors.items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        widest = torch.promote_types(widest, wide)  # also of what is empty here: ranks must send alike
+        widest = torch.promote_types(widest, wide)  # also of what is empty here: all ranks return alike
         # An infinity norm of no elements raises.
         filled = [tensor for tensor in alike if tensor.numel()] if math.isinf(norm_type) else alike
         if filled:

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.models import Block, Chain, features, layer, tie, tied_model, token
 from support.ranks import run_ranks
 from support.training import FULL, Inputs, assert_close
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from composer_fsdp2 import clip_grad_adaptive_, clip_grad_norm_, prepare_fully_shard
@@ -38,6 +40,11 @@ class Thin(nn.Module):
 
 def thin() -> nn.Module:
     return Chain(net=Thin())
+
+
+REPLICAS: dict[str, Any] = {"data_parallel_replicate_degree": 2}
+UNSHARDED: dict[str, Any] = {"sharding_strategy": "NO_SHARD"}
+SHARDED: dict[str, Any] = {"sharding_strategy": "FULL_SHARD"}
 
 
 def several_roots() -> nn.Module:
@@ -113,6 +120,12 @@ def check_clipping(names: Sequence[str], config: dict[str, Any], norm_types: Seq
         for_each(clip, {f"{name}, {n}, {m}": (n, MAX_NORMS[m]) for n in norm_types for m in what})
 
 
+def counted(run: Callable[[], Any]) -> tuple[Any, int]:
+    """What it returns, and how many all-reduces it launched."""
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        return run(), all_reduce.call_count
+
+
 def saved_gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
 
@@ -160,6 +173,86 @@ def test_clips_as_the_unsharded_model(name: str):
 def test_meshes_and_offload(world_size: int, config: dict[str, Any]):
     """Replicas are not counted twice, and offloaded gradients are counted at all."""
     run_ranks(check_clipping, world_size, ["one root", "thin", "several roots"], config, (2.0, math.inf), ["clips"])
+
+
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
+
+
+# The root's keys and those of the block below it; whether all ranks average each parameter's gradient.
+OWN_MESHES: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], bool]] = {
+    "replicas, block over all": (REPLICAS, lambda: {"process_group": "set4"}, True),
+    "replicas, block over the node": (REPLICAS, lambda: {"process_group": "node"}, True),
+    "replicas, block on a mesh of all": (REPLICAS, lambda: {"device_mesh": mesh_of_all()}, True),
+    "replicas, block in halves": (REPLICAS, lambda: {"process_group": "set2"}, False),
+    "shards, block in halves": ({}, lambda: {"process_group": "mod2"}, False),
+    "unsharded, block over all": (UNSHARDED, lambda: {"process_group": "set4"} | SHARDED, True),
+    "unsharded, block on each rank": (UNSHARDED, lambda: {"process_group": "self"}, False),
+    "halves, block over all": ({"process_group": "set2"}, lambda: {"process_group": "set4"}, False),
+    "halves, block on each rank": ({"process_group": "set2"}, lambda: {"process_group": "self"}, False),
+}
+
+
+def check_own_meshes() -> dict[str, float]:
+    return for_each(check_own_mesh, {f"{name}, {p}": (name, p) for name in OWN_MESHES for p in NORM_TYPES})
+
+
+def check_own_mesh(name: str, norm_type: float) -> float:
+    config, settings, is_averaged = OWN_MESHES[name]
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Chain(net=Chain({"block": True}, block=Block(), rest=layer()))
+    model.net.fsdp_wrap_fn = lambda module: settings() if isinstance(module, Block) else False
+    prepare_fully_shard(model, None, FULL | config, device="cpu")
+    model(features(dist.get_rank())).square().mean().backward()
+    # What each rank sees of the gradients, averaged over the ranks of its groups.
+    seen = {path: full(parameter.grad).clone() for path, parameter in model.named_parameters()}
+    norms, num_sent = counted(lambda: clip_grad_norm_(model, 1e-3, norm_type))
+    (norm,) = norms.values()
+    assert num_sent == 1, num_sent
+    own = nn.utils.get_total_norm(seen.values(), norm_type)
+    if is_averaged:
+        expected = own
+    else:
+        ranks = dist.get_world_size() if "over all" in name or "process_group" not in config else 2
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
+        first = dist.get_rank() // ranks * ranks
+        together = torch.stack(of_ranks[first : first + ranks])
+        expected = together.max() if math.isinf(norm_type) else (together**norm_type).mean() ** (1 / norm_type)
+    assert_close("norm", norm, expected, rtol=1e-12, atol=0)
+    for path, parameter in model.named_parameters():
+        scaled = seen[path] * (1e-3 / (expected + 1e-6))
+        assert_close(path, full(parameter.grad), scaled, rtol=1e-12, atol=1e-14)
+    return float(norm)
+
+
+def test_units_on_meshes_of_their_own_are_clipped_by_one_norm():
+    """Replicas that scaled by norms of their own would train parts of different models; nothing would show it. Groups
+    of ranks that train alone keep norms of their own, as under FSDP1."""
+    found: list[dict[str, float]] = run_ranks(check_own_meshes, 4)
+    for name in found[0]:
+        group = slice(2) if name.startswith("halves, block on each") else slice(4)
+        assert len({of_rank[name] for of_rank in found[group]}) == 1, name
+
+
+def check_unaveraged() -> list[float]:
+    """Full parameters on each rank, beside a module whose gradient is rank 1's alone; and with all gradients alike."""
+    torch.manual_seed(0)
+    model = Chain(net=Chain(a=layer(), rest=layer()), other=layer())
+    prepare_fully_shard(model, None, FULL | UNSHARDED | {"ignored_modules": [model.net.rest]}, device="cpu")
+    model(features(0)).sum().backward()
+    if dist.get_rank() == 0:
+        model.net.rest.zero_grad()
+    norms, num_sent = counted(lambda: clip_grad_norm_(model, 1e-3))
+    return [*(norm.item() for norm in norms.values()), num_sent]
+
+
+def test_replicas_stay_alike_beside_a_module_that_is_not_averaged():
+    """Each rank would scale the gradients that all ranks have alike by another number, and their copies drift apart."""
+    first, second = run_ranks(check_unaveraged, 2)
+    assert first == second, (first, second)
+    assert first[-1] == 1, "no all-reduce is needed for the root that all ranks have alike"
 
 
 def check_left_out() -> tuple[list[str], bool]:
@@ -349,17 +442,12 @@ def check_adaptive_plain() -> tuple[float, float, float, int]:
     if dist.get_rank() == 1:
         model.rest(features(0)).sum().backward()
         model.a.bias.grad = None
-    calls, all_reduce = [], dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), all_reduce(*args, **kwargs))
-    try:
-        clip_grad_adaptive_(model, 1e-3)
-    finally:
-        dist.all_reduce = all_reduce
+    _, num_sent = counted(lambda: clip_grad_adaptive_(model, 1e-3))
 
     def ratio(module: nn.Module) -> float:
         return (full(module.bias.grad).norm() / full(module.bias).norm()).item() if module.bias.grad is not None else 0
 
-    return ratio(model.b), ratio(model.left), ratio(model.rest), len(calls)
+    return ratio(model.b), ratio(model.left), ratio(model.rest), num_sent
 
 
 def test_adaptive_clipping_of_whole_parameters():
