@@ -1,6 +1,6 @@
 """A unit's private state, and its groups of parameters: torch 2.7 has one group to a unit, 2.13 several."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,19 +28,37 @@ def process_groups_of(unit: FSDPModule) -> list[dist.ProcessGroup]:
 
 
 def new_gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
-    """``dist.new_group`` over gloo; None on the other ranks. Called on all ranks.
+    """``dist.new_group`` over gloo; None on the other ranks. Called on all ranks."""
+    return new_group_of(dist.get_rank(), [ranks], backend="gloo", timeout=timeout)
 
-    Where the default group is NCCL's and was made with ``device_id``, torch (``_new_process_group_helper``) has the
-    ranks outside of any new group take part in splitting NCCL's communicator, for ever, as those inside split nothing
-    for gloo. So for that moment the default group has no device.
+
+def new_group_of(
+    rank: int, groups: Iterable[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup | None:
+    """The process group of this rank, of several that no two share; None if it is in none. Called on all ranks.
+
+    A rank sends nothing for the others' groups. Where the default group is NCCL's and was made with ``device_id``,
+    torch (``_new_process_group_helper``) has the ranks outside of any new group take part in splitting NCCL's
+    communicator: one collective of the world for each group, and one that never ends for gloo, for which those inside
+    split nothing. So for that moment the default group has no device, and a group's communicator is made when it is
+    first used.
+
+    Args:
+        rank: This one.
+        groups: The ranks of each, in one order on all ranks.
+        backend, timeout: Those of the default group where they are None.
     """
     world: Any = dist.group.WORLD
     device, world.bound_device_id = world.bound_device_id, None
+    own: dist.ProcessGroup | None = None
     try:
-        group: Any = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+        for ranks in groups:
+            # Also those of others: torch counts groups to name them, and ranks must count alike.
+            group: Any = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+            own = group if rank in ranks else own
     finally:
         world.bound_device_id = device
-    return group if dist.get_rank() in ranks else None
+    return own
 
 
 def has_gradient(parameter: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_fsdp2._torch.groups import new_gloo_group
+from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2.config.parallel import BroadcastBatch
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.errors import ConfigError
@@ -71,10 +71,11 @@ def _block_of(size: int) -> tuple[tuple[int, ...], dist.ProcessGroup]:
     world = dist.group.WORLD
     assert world is not None
     if size not in _blocks or _blocks[size][0] is not world:
-        for first in range(0, dist.get_world_size(), size):
-            ranks = tuple(range(first, first + size))
-            if (group := new_gloo_group(ranks, _TIMEOUT)) is not None:
-                _blocks[size] = world, ranks, group
+        blocks = [tuple(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
+        ranks = blocks[dist.get_rank() // size]
+        group = new_group_of(dist.get_rank(), blocks, backend="gloo", timeout=_TIMEOUT)
+        assert group is not None, "the blocks are all ranks"
+        _blocks[size] = world, ranks, group
     return _blocks[size][1:]
 
 

@@ -94,7 +94,8 @@ def agree(
     Raises:
         Whatever ``decide`` raised here; ``error_type`` if it raised on another rank, or the fingerprints differ.
 
-    Called on all ranks; one all-reduce of 64 bytes, and texts of all ranks only where they differ.
+    Called on all ranks; one all-reduce of 64 bytes. Where they differ, each rank sends a digest or its error, rank 0
+    its fingerprint to the first rank that has another, and that rank an excerpt of both.
     """
     value: T
     error: Exception | None = None
@@ -115,12 +116,29 @@ def agree(
         raise error_type(f"rank {failed[0]} could not go on: {texts[failed[0]].removeprefix('error ')}")
     other = next((rank for rank, digest in enumerate(texts) if digest != texts[0]), None)
     if other is not None:
-        texts = gather(text)  # long, so only now
+        of_first, of_other = gather(_excerpts(text, other))[other]
         raise error_type(
             f"ranks 0 and {other} decided differently; build the same model and pass the same configuration on every "
-            f"rank\n  rank 0: {_around(texts[0], texts[other])}\n  rank {other}: {_around(texts[other], texts[0])}"
+            f"rank\n  rank 0: {of_first}\n  rank {other}: {of_other}"
         )
     return value
+
+
+_COMPARED = itertools.count()
+
+
+def _excerpts(text: str, other: int) -> tuple[str, str]:
+    """On rank ``other`` where rank 0's text and its own differ, nothing elsewhere. Called on all ranks.
+
+    A plan of a large model has megabytes, so one alone is sent, to one rank, through the default store.
+    """
+    store, key = default_store(), f"composer_fsdp2/compared/{next(_COMPARED)}"  # ranks compare in one order
+    if dist.get_rank() == 0:
+        store.set(key, text.encode(errors="surrogatepass"))
+    if dist.get_rank() != other:
+        return "", ""
+    of_first = store.get(key).decode(errors="surrogatepass")
+    return _around(of_first, text), _around(text, of_first)
 
 
 def _is_same_everywhere(digest: bytes) -> bool:

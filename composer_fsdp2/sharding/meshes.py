@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2.config.mesh import GROUPS_KEY, AxisRole, MeshSpec
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.sharding.agree import gather
@@ -45,7 +46,7 @@ def device_meshes(specs: Sequence[MeshSpec], present: Sequence[DeviceMesh] = ())
     keys: list[MeshSpec | GroupTable] = [next(tables) if spec.is_grouped else spec for spec in specs]
     wanted = dict(zip(keys, specs, strict=True))
     made: dict[object, DeviceMesh] = {}
-    groups: dict[Ranks, dist.ProcessGroup] = {}
+    groups: dict[Ranks, dist.ProcessGroup | None] = {}  # None: of other ranks
     for (key, spec), mesh in zip(wanted.items(), _taken(wanted, present), strict=True):
         if mesh is None:
             mesh = device_mesh(spec) if isinstance(key, MeshSpec) else _mesh_of_table(spec, key, groups)
@@ -191,21 +192,18 @@ def _problem_of(table: GroupTable) -> str:
     return ""
 
 
-def _mesh_of_table(spec: MeshSpec, table: GroupTable, groups: dict[Ranks, dist.ProcessGroup]) -> DeviceMesh:
+def _mesh_of_table(spec: MeshSpec, table: GroupTable, groups: dict[Ranks, dist.ProcessGroup | None]) -> DeviceMesh:
     """This rank's mesh; the process groups of all ranks' meshes are made on the way, in one order on all ranks."""
-    for of_ranks in table:
-        for members in sorted(set(of_ranks)):
-            if members not in groups:
-                groups[members] = _process_group(members)
     rank = dist.get_rank()
+    for of_ranks in table:
+        missing = [members for members in sorted(set(of_ranks)) if members not in groups]
+        if missing == [tuple(range(dist.get_world_size()))]:
+            groups[missing[0]] = dist.group.WORLD
+            continue
+        group = new_group_of(rank, missing)
+        groups.update((members, group if rank in members else None) for members in missing)
     own = [groups[of_ranks[rank]] for of_ranks in table]
     if len(own) == 1:
-        return DeviceMesh.from_group(own[0], spec.device_type, mesh_dim_names=spec.axis_names)
+        return DeviceMesh.from_group(own[0], spec.device_type, mesh_dim_names=spec.axis_names)  # type: ignore[arg-type]
     layout = torch.tensor(_layout(spec, table), dtype=torch.int)
-    return DeviceMesh.from_group(own, spec.device_type, mesh=layout, mesh_dim_names=spec.axis_names)
-
-
-def _process_group(members: Ranks) -> dist.ProcessGroup:
-    if len(members) == dist.get_world_size():
-        return dist.group.WORLD  # type: ignore[return-value]
-    return dist.new_group(list(members))
+    return DeviceMesh.from_group(own, spec.device_type, mesh=layout, mesh_dim_names=spec.axis_names)  # type: ignore[arg-type]

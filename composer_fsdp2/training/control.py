@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -165,14 +165,28 @@ class Control:
         return RanksDivergedError("\n".join([first, *lines, question.advice]))
 
     def _reports(self, where: str) -> list[str | None]:
-        """The place of each rank that came to this question; None for the others."""
-        store = default_store()
-        keys = [f"{self._name}/{self._num_asked}/{rank}" for rank in range(dist.get_world_size())]
-        store.set(keys[dist.get_rank()], where)
+        """The place of each rank that came to this question; None for the others.
+
+        All append to one key, so each rank sends the store a few requests, however many ranks there are.
+        """
+        store, key, num_ranks = default_store(), f"{self._name}/{self._num_asked}", dist.get_world_size()
+        _append(store, key, f"{dist.get_rank()} {' '.join(where.split())}\n")
+        store.add(f"{key}/count", 1)
         deadline = time.monotonic() + _REPORT_WITHIN_S
-        while time.monotonic() < deadline and not store.check(keys):
+        while time.monotonic() < deadline and store.add(f"{key}/count", 0) < num_ranks:
             time.sleep(0.05)
-        return [store.get(key).decode() if store.check([key]) else None for key in keys]
+        came = (line.split(" ", 1) for line in store.get(key).decode().splitlines())
+        places = {int(rank): place for rank, place in came}
+        return [places.get(rank) for rank in range(num_ranks)]
+
+
+def _append(store: Any, key: str, text: str) -> None:
+    if store.has_extended_api():
+        store.append(key, text)
+        return
+    before = ""  # a file
+    while (now := store.compare_set(key, before, before + text).decode()) != before + text:
+        before = now
 
 
 _control: Control | None = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -32,6 +34,24 @@ def test_different_decisions_show_where_they_differ():
         assert "ranks 0 and 1 decided differently" in message
         assert "3 layers" in message and "4 layers" in message
         assert len(message) < 1000
+
+
+def check_sent(length: int) -> tuple[str, int]:
+    """The error, and the longest that this rank gathered."""
+    text = "x" * length + ("same" if dist.get_rank() in (0, 2) else "other") + "y" * length
+    with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathers:
+        with pytest.raises(PlanError) as error:
+            agree(lambda: text, lambda value: value)
+        sent = [len(pickle.dumps(call.args[1])) for call in gathers.call_args_list]
+    return str(error.value), max(sent)
+
+
+def test_different_decisions_are_not_gathered():
+    """Plans of two megabytes, of 1,024 ranks, are two gigabytes on every GPU, where an error was to be read."""
+    for message, longest in run_ranks(check_sent, 3, 10**6):
+        assert "ranks 0 and 1 decided differently" in message
+        assert "xsame" in message and "xother" in message
+        assert longest < 1000
 
 
 def test_a_longer_decision_is_a_different_one():

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.ranks import run_ranks
 
+from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
 from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
+from composer_fsdp2.sharding.meshes import device_meshes
 from composer_fsdp2.training import control as control_module
 from composer_fsdp2.training import node as node_module
 from composer_fsdp2.training.control import Control, Question, connect, control, num_rounds
@@ -125,6 +127,7 @@ def check_bound_device() -> tuple[int, list[int], bool]:
     try:
         with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=Splitting()):
             connected = on_nodes_of(2)
+            device_meshes([MeshSpec.of_groups(RankGroups(rule=GroupRule.CONSECUTIVE, number=1)).resolve(3)])
         return Splitting.calls, largest(connected, [dist.get_rank()]), world.bound_device_id is not None
     finally:
         world.bound_device_id = None
@@ -132,7 +135,8 @@ def check_bound_device() -> tuple[int, list[int], bool]:
 
 def test_a_default_group_with_a_device():
     """NCCL's with ``device_id``: torch has the ranks outside of a gloo group split NCCL's, for which they would wait
-    for those inside, for ever. NCCL is played: there is none on the CPU."""
+    for those inside, for ever; and 1,024 ranks in groups of 8 would split it 128 times, all together. NCCL is played:
+    there is none on the CPU."""
     assert run_ranks(check_bound_device, 3, fresh=True) == [(0, [2], True)] * 3
 
 
@@ -140,6 +144,39 @@ def test_a_default_group_with_a_device():
 # Ranks that diverge
 
 LAYOUTS = {"one node": 4, "two nodes": 2, "four nodes": 1}
+
+
+class CountingStore:
+    """Counts the keys that requests name."""
+
+    def __init__(self) -> None:
+        self.store, self.num_keys = dist.HashStore(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        request = getattr(self.store, name)
+
+        def counted(*args: Any) -> Any:
+            self.num_keys += len(args[0]) if args and isinstance(args[0], list) else len(args[:1])
+            return request(*args)
+
+        return counted
+
+
+@pytest.mark.parametrize("num_ranks", [4, 256])
+def test_a_report_takes_a_few_requests_of_each_rank(num_ranks: int, monkeypatch: pytest.MonkeyPatch):
+    """2,048 keys of each of 1,024 ranks are two million requests to one store, before anybody reads the error."""
+    store, given_up = CountingStore(), Control(mock.MagicMock(), mock.MagicMock())
+    monkeypatch.setattr(control_module, "default_store", lambda: store)
+    monkeypatch.setattr(control_module, "_REPORT_WITHIN_S", 0.0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: num_ranks)
+    counts = []
+    for rank in range(num_ranks):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        before = store.num_keys
+        found = given_up._reports(f"unit {rank},\nforward")
+        counts.append(store.num_keys - before)
+        assert found == [f"unit {each}, forward" if each <= rank else None for each in range(num_ranks)]
+    assert max(counts) <= 4, counts
 
 
 def error_of(ask: Any) -> tuple[str, float]:
