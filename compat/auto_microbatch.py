@@ -51,10 +51,12 @@ class _Recovery:
         self.is_committed = False
         self._num_clean = 0
 
-    def begin_batch(self) -> None:
-        self.is_committed = False
-        if self._num_clean < _CLEAN_BATCHES:
-            self.votes.start()
+    def begin_batch(self, model: torch.nn.Module, metrics: Mapping[str, Metric]) -> "_Before | None":
+        """What to go back to where a rank is out of memory; None, and nothing copied, once votes have ended."""
+        if self._num_clean >= _CLEAN_BATCHES:
+            return None
+        self.votes.start()
+        return _Before(BatchSnapshot.take(model), _MetricsSnapshot.take(metrics))
 
     def vote_at_the_end(self) -> None:
         """The vote after which the ranks communicate about the gradients."""
@@ -169,28 +171,28 @@ def _train_until_it_fits(
 ) -> dict[str, torch.Tensor]:
     state: State = trainer.state
     batch, first_size, retries = state.batch, state.device_train_microbatch_size, trainer.cumulative_alloc_retries
-    # Also when votes have ended: a batch that all ranks are out of memory for is still repeated.
-    snapshot, metrics = BatchSnapshot.take(state.model), _MetricsSnapshot.take(state.train_metrics or {})
+    before = recovery.begin_batch(state.model, state.train_metrics or {})
     results: list[dict[str, torch.Tensor]] = []
 
     def run() -> None:
         try:
             results.append(attempt())
         except RuntimeError as error:
-            if recovery.is_committed and is_out_of_memory(error):
-                # No vote: the others may be in a collective of the clipping or the step, which would not end.
-                raise RuntimeError(_TOO_LATE.format(size=state.device_train_microbatch_size)) from error
+            if (before is None or recovery.is_committed) and is_out_of_memory(error):
+                # No vote: the others may be in a collective without one, which would not end.
+                why = _WITHOUT_VOTES if before is None else _TOO_LATE
+                raise RuntimeError(why.format(key="train", size=state.device_train_microbatch_size)) from error
             raise
 
     while True:
-        recovery.begin_batch()
+        recovery.is_committed = False
         with _without_composer_retries(state, recovery):
             is_done = recovery.votes.succeeded(run)
         if is_done:
             break
+        assert before is not None, "raised above"
         composer_trainer._adjust_device_train_microbatch_size(state)
-        snapshot.restore()
-        metrics.restore()
+        before.restore()
         state.batch = batch
         recovery.expect_more()
     if first_size == state.device_train_microbatch_size:
@@ -199,9 +201,12 @@ def _train_until_it_fits(
     return results[-1]
 
 
+_INSTEAD = "the batch cannot be repeated. Set device_{key}_microbatch_size below {size}, or save memory elsewhere"
 _TOO_LATE = (
-    "out of memory after the gradients were there (in clipping, an algorithm or the optimizer's step): the batch "
-    "cannot be repeated. Set device_train_microbatch_size below {size}, or save memory elsewhere"
+    f"out of memory after the gradients were there (in clipping, an algorithm or the optimizer's step): {_INSTEAD}"
+)
+_WITHOUT_VOTES = (
+    f"out of memory after {_CLEAN_BATCHES} batches in a row had enough, with which the ranks' votes ended: {_INSTEAD}"
 )
 
 
@@ -293,24 +298,29 @@ class _Evaluation:
     recovery: _Recovery
     evaluator: Evaluator
     metrics: dict[str, Any]
-    snapshot: BatchSnapshot | None = None
-    values: "_MetricsSnapshot | None" = None
+    before: "_Before | None" = None
+    is_in_batch: bool = False
     is_known: bool = False
 
     def begin_batch(self) -> None:
-        self.snapshot = BatchSnapshot.take(self.state.model)
-        self.values = _MetricsSnapshot.take(self.metrics)
-        self.is_known = False
-        self.recovery.begin_batch()
+        self.before = self.recovery.begin_batch(self.state.model, self.metrics)
+        self.is_in_batch, self.is_known = True, False
 
     def end_batch(self) -> None:
-        self.snapshot = self.values = None
+        self.before, self.is_in_batch = None, False
         self.recovery.note_clean()
 
     def note(self, error: BaseException) -> bool:
-        """Whether the error is one to repeat the batch for; tells the others."""
+        """Whether the error is one to repeat the batch for; tells the others.
+
+        Raises:
+            RuntimeError: it was, and the votes have ended.
+        """
         if not is_out_of_memory(error):
             return False
+        if self.before is None:
+            size = self.evaluator.device_eval_microbatch_size
+            raise RuntimeError(_WITHOUT_VOTES.format(key="eval", size=size)) from error
         if not isinstance(error, PeerOutOfMemoryError):
             self.recovery.votes.report()
         self.is_known = True
@@ -327,14 +337,24 @@ class _Evaluation:
 
     def go_back(self) -> None:
         """Return to the state before the batch."""
-        assert self.snapshot is not None
-        assert self.values is not None
+        assert self.before is not None, "noted"
         reset(self.state.model)
-        self.snapshot.restore()
-        self.values.restore()
+        self.before.restore()
         self.is_known = False
         self.recovery.expect_more()
         self.recovery.votes.start()
+
+
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a batch changes, as it was before."""
+
+    snapshot: BatchSnapshot
+    metrics: "_MetricsSnapshot"
+
+    def restore(self) -> None:
+        self.snapshot.restore()
+        self.metrics.restore()
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +461,7 @@ def _readd_fsdp_sync_hooks(
 
 def answers(tensor: torch.Tensor, reduce_operation: str) -> bool:
     """Whether an all-reduce is the eval loop's question if a rank was out of memory; it is answered by a vote then."""
-    is_question = _evaluation is not None and _evaluation.snapshot is not None
+    is_question = _evaluation is not None and _evaluation.is_in_batch
     if is_question and tensor.dtype == torch.uint8 and tensor.shape == (1,) and reduce_operation == "MAX":
         assert _evaluation is not None
         _evaluation.sum_up(tensor)

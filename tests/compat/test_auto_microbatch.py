@@ -373,12 +373,12 @@ def vars_of(trained: Trained) -> dict[str, Any]:
     return {"losses": trained.losses, "parameters": trained.parameters}
 
 
-def loader() -> Any:
+def loader(num_samples: int = 16) -> Any:
     from composer.utils import dist as composer_dist
     from support.scripts.train_with_trainer import data
     from torch.utils.data import DataLoader
 
-    evaluation = data(16)
+    evaluation = data(num_samples)
     return DataLoader(evaluation, batch_size=4, sampler=composer_dist.get_sampler(evaluation))
 
 
@@ -452,32 +452,74 @@ def test_errors_come_on_every_rank():
 # --- afterwards
 
 
-def check_votes_end() -> list[tuple[int, bool]]:
-    """For each batch: the messages of the votes, and whether torch's own functions are in place."""
+def check_votes_end() -> list[tuple[int, bool, int]]:
+    """For each batch: the messages of the votes, whether torch's own functions are in place, and the copies that were
+    made of buffers and metrics."""
     from composer import Callback
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
+    from composer_fsdp2.compat import auto_microbatch
+    from composer_fsdp2.training import out_of_memory
     from composer_fsdp2.training.node import Node
 
-    votes: list[tuple[int, bool]] = []
+    votes: list[tuple[int, bool, int]] = []
 
     class Counting(Callback):
         def batch_end(self, state: Any, logger: Any) -> None:
-            votes.append((tell.call_count, _fsdp_collectives.dist is dist))
-            tell.reset_mock()
+            num_copies = buffers.call_count + metrics.call_count
+            votes.append((tell.call_count, _fsdp_collectives.dist is dist, num_copies))
+            for each in (tell, buffers, metrics):
+                each.reset_mock()
 
-    with mock.patch.object(Node, "tell", autospec=True, side_effect=Node.tell) as tell:
+    with (
+        mock.patch.object(Node, "tell", autospec=True, side_effect=Node.tell) as tell,
+        mock.patch.object(out_of_memory, "own_buffers", wraps=out_of_memory.own_buffers) as buffers,
+        mock.patch.object(auto_microbatch, "_values", wraps=auto_microbatch._values) as metrics,
+    ):
         run("auto", {}, None, batches=8, callbacks=[Counting()], eval_interval="5ba")
     return votes
 
 
 def test_votes_end():
-    """Once the size has proved itself for three batches a step has nothing of this; an evaluation begins it anew."""
+    """Once the size has proved itself for three batches a step has nothing of this, not even copies of its buffers; an
+    evaluation begins it anew."""
     for votes in run_ranks(check_votes_end, 2, timeout_s=TIME_LIMIT_S):
-        counts = [count for count, _ in votes]
+        counts, is_torchs, copies = zip(*votes, strict=True)
         assert all(counts[number] > 10 for number in (0, 1, 2, 5, 6, 7)), counts
-        assert counts[3:5] == [0, 0], counts
-        assert [is_torchs for _, is_torchs in votes] == [False, False, True, True, True, False, False, True]
+        assert counts[3:5] == (0, 0), counts
+        assert is_torchs == (False, False, True, True, True, False, False, True)
+        assert [bool(number) for number in copies] == [True, True, True, False, False, True, True, True], copies
+
+
+def check_out_of_memory_after_votes() -> tuple[str, str]:
+    from composer import Callback, Evaluator
+
+    class Later(Callback):
+        def batch_start(self, state: Any, logger: Any) -> None:
+            appetite.limit = 2 if int(state.timestamp.batch) == 3 else 4
+
+        def eval_batch_start(self, state: Any, logger: Any) -> None:
+            appetite.limit = 2 if int(state.eval_timestamp.batch) == 3 else 4
+
+    with FSDP2(), on_gpu():
+        model = build()
+        appetite = Hungry(model, "block", 4, (0, 1))
+        trainer = make_trainer({}, model=model, microbatch="auto", callbacks=[Later()], batches=6)
+        with pytest.raises(RuntimeError) as in_training:
+            trainer.fit()
+        appetite.in_training = False
+        evaluator = Evaluator(label="eval", dataloader=loader(32), device_eval_microbatch_size="auto", metric_names=[])
+        with pytest.raises(RuntimeError) as in_evaluation:
+            trainer.eval(evaluator)
+        trainer.close()
+    return str(in_training.value), str(in_evaluation.value)
+
+
+def test_out_of_memory_after_the_votes():
+    """A rank that waited for a vote in which nobody else stands would keep the whole job until its time-out."""
+    for in_training, in_evaluation in run_ranks(check_out_of_memory_after_votes, 2, timeout_s=TIME_LIMIT_S):
+        assert "Set device_train_microbatch_size below 4" in in_training, in_training
+        assert "Set device_eval_microbatch_size below 4" in in_evaluation, in_evaluation
 
 
 def check_error_between_batches() -> bool:
