@@ -1,4 +1,9 @@
-"""``fully_shard``'s collectives, announced before they are launched."""
+"""A sharded model's collectives, announced before they are launched: ``fully_shard``'s, and those between its units.
+
+[Note: room before] A collective of split layers, which are DTensors, allocates what it returns: too late for a rank
+that is out of memory to say so before the others have entered it. So as much is allocated before it is announced, and
+freed: torch's allocator has it ready for the collective.
+"""
 
 import functools
 import weakref
@@ -8,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -24,14 +30,24 @@ _LAUNCHES = {
 }
 
 
+# What DTensors of split layers call, by the names of torch 2.7 and 2.13.
+_OF_SPLIT_LAYERS = {
+    "all_gather_tensor": "all-gather",
+    "all_gather_single": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",
+    "all_reduce": "all-reduce",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A collective of a unit, whose buffers are there and which is not launched yet.
 
     Args:
         unit: The path of the unit's module.
-        kind: all-gather, reduce-scatter or all-reduce.
-        phase: forward, backward, or unshard() where a script called it.
+        kind: all-gather, reduce-scatter, all-reduce or all-to-all.
+        phase: forward, backward, unshard() where a script called it, or a layer that ranks divide.
     """
 
     unit: str
@@ -43,7 +59,11 @@ class InFlight:
 
 
 def watch_collectives(
-    units: Mapping[str, FSDPModule], before: Callable[[InFlight], None], *, first: bool = False
+    units: Mapping[str, FSDPModule],
+    before: Callable[[InFlight], None],
+    *,
+    first: bool = False,
+    between_units: bool = False,
 ) -> Callable[[], None]:
     """Call ``before`` for each collective of these units, between the allocation of its buffers and its launch.
 
@@ -53,11 +73,12 @@ def watch_collectives(
     Args:
         units: By path; each unit once.
         first: Ahead of those that watch already.
+        between_units: Also for collectives of tensor, context and expert parallelism, by whatever model.
     Returns:
         A function that ends it. Until then each collective costs a few Python calls more. A watch ends with its model,
         too, which it does not keep alive.
     """
-    watch = _Watch(before)
+    watch = _Watch(before, between_units=between_units)
     undo = []
     for path, module in units.items():
         state = state_of(module)
@@ -68,6 +89,9 @@ def watch_collectives(
     listed = weakref.ref(watch, _forget)
     _watched.insert(0 if first else len(_watched), listed)
     _launching.dist = _WatchedDistributed()
+    if between_units:
+        for name in _functional:
+            setattr(_functional_collectives, name, functools.partial(_launch_of_split_layer, name))
 
     def stop() -> None:
         _forget(listed)
@@ -80,6 +104,12 @@ def watch_collectives(
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """All-reduce ``tensor``, announced to the watches like a unit's own collective."""
     _launching.dist.all_reduce(tensor, group=group)
+
+
+def launch(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Launch a collective between units, as ``dist.all_to_all_single``, whose buffers are there; announced."""
+    _announce_between_units(collective.__name__)
+    collective(*args, **kwargs)
 
 
 def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -99,11 +129,14 @@ def _forget(listed: "weakref.ref[_Watch]") -> None:
         _watched.remove(listed)
     if not _watched:
         _launching.dist = dist
+    if not any(watch.between_units for watch in _live()):
+        vars(_functional_collectives).update(_functional)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Watch:
     before: Callable[[InFlight], None]
+    between_units: bool = False
     unit: str = ""
     phase: str = ""
     depth: int = 0
@@ -112,6 +145,9 @@ class _Watch:
 # Weakly: the units hold their watch, in what replaces their methods.
 _watched: "list[weakref.ref[_Watch]]" = []
 _launching: Any = _fsdp_collectives
+_functional = {
+    name: function for name in _OF_SPLIT_LAYERS if (function := vars(_functional_collectives).get(name)) is not None
+}
 _PHASES = {TrainingState.FORWARD: "forward", TrainingState.IDLE: "unshard()"}
 
 
@@ -140,8 +176,31 @@ class _WatchedDistributed:
         return functools.partial(_launch, value, _LAUNCHES[name]) if name in _LAUNCHES else value
 
 
+def _live() -> list[_Watch]:
+    return [watch for listed in _watched if (watch := listed()) is not None]
+
+
+def _announce_between_units(kind: str) -> None:
+    for watch in _live():
+        if watch.between_units:
+            watch.before(InFlight("", kind, "a layer that ranks divide"))
+
+
+def _launch_of_split_layer(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """One of torch's functional collectives; see [Note: room before]."""
+    if type(tensor) in (torch.Tensor, _functional_collectives.AsyncCollectiveTensor):  # no compiler traces it
+        kind, group = _OF_SPLIT_LAYERS[name], kwargs.get("group")
+        mesh, axis = group if isinstance(group, tuple) else (None, None)
+        num_ranks = dist.get_world_size() if mesh is None else mesh.size(axis)
+        copies = (1, num_ranks) if kind == "all-gather" else (1, 1)
+        room = [torch.empty(copy * tensor.nbytes, dtype=torch.uint8, device=tensor.device) for copy in copies]
+        del room
+        _announce_between_units(kind)
+    return _functional[name](tensor, *args, **kwargs)
+
+
 def _launch(function: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:
-    watching = [watch for listed in _watched if (watch := listed()) is not None and watch.depth]
+    watching = [watch for watch in _live() if watch.depth]
     announced = [InFlight(watch.unit, kind, watch.phase) for watch in watching]
     for watch, collective in zip(watching, announced, strict=True):
         watch.before(collective)

@@ -1,5 +1,6 @@
 """The way back from a forward or backward that an error ended."""
 
+import gc
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +34,17 @@ def reset_after_error(unit: FSDPModule) -> None:
                 drop_gradient(parameter)
                 if hasattr(parameter, "_unsharded_param"):
                     parameter.free_unsharded_param()
+
+
+def forget_masks() -> None:
+    """Empty what split embeddings keep from their lookup until they are reduced, in which an error may have come.
+
+    torch keeps it in placements that its caches share between forwards; the next one would raise, as its tokens differ.
+    Goes through all objects of the process, so it is for after an error only.
+    """
+    for kept in gc.get_objects():
+        if type(kept).__name__ == "MaskBuffer" and type(kept).__module__.startswith("torch.distributed.tensor"):
+            kept.data, kept.refcount = None, 0
 
 
 def _reset_iteration(root: Any) -> None:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composer_fsdp2._torch.collectives import launch
+from composer_fsdp2._torch.groups import new_group_of
 from composer_fsdp2.sharding.root_record import find_kept
 
 IGNORED_LABEL = -100  # torch's, Hugging Face's and LLM Foundry's
@@ -73,7 +75,7 @@ class ContextGroup:
         numbers = torch.zeros(2, dtype=torch.float64, device=labels.device)
         numbers[0] = (labels != IGNORED_LABEL).sum()
         numbers[1] = self.weight
-        dist.all_reduce(numbers)
+        launch(dist.all_reduce, numbers)
         items = numbers[0] * self.weight / numbers[1]
         return torch.where(items > 0, items, torch.ones_like(items)).to(dtype)
 
@@ -107,7 +109,7 @@ class _Exchange(torch.autograd.Function):
 def _exchange(tensor: torch.Tensor, group: ContextGroup, divided: int, joined: int) -> torch.Tensor:
     sent = torch.stack(tensor.chunk(group.size, divided)).contiguous()  # stack may keep the strides of its parts
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group.group)
+    launch(dist.all_to_all_single, received, sent, group=group.group)
     return torch.cat(received.unbind(), joined)
 
 
@@ -123,8 +125,8 @@ def context_ranks(world_size: int, degree: int, tensor_degree: int = 1) -> list[
 
 def make_context_group(degree: int, tensor_degree: int = 1) -> ContextGroup:
     """This rank's group. Called on all ranks; makes every group of the world."""
-    ranks = context_ranks(dist.get_world_size(), degree, tensor_degree)
-    group, _ = dist.new_subgroups_by_enumeration(ranks)
+    group = new_group_of(dist.get_rank(), context_ranks(dist.get_world_size(), degree, tensor_degree))
+    assert group is not None, "the groups are all ranks"
     return ContextGroup(group=group, size=degree, index=dist.get_rank(group))
 
 

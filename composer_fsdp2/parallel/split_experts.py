@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.func import functional_call
 
+from composer_fsdp2._torch.collectives import launch
 from composer_fsdp2._torch.slices import parent_mesh
 from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
 from composer_fsdp2.config.mesh import EXPERT_AXIS, MeshSpec, divisors_text
@@ -344,7 +345,7 @@ class _Route:
         """``chosen``: how many rows each expert of all ranks gets from this one. Waits for the device once."""
         num_ranks = dist.get_world_size(group)
         counts = torch.empty_like(chosen)
-        dist.all_to_all_single(counts, chosen, group=group)
+        launch(dist.all_to_all_single, counts, chosen, group=group)
         counts = counts.view(num_ranks, -1)
         sent, received = torch.stack([chosen.view(num_ranks, -1).sum(1), counts.sum(1)]).tolist()
         return cls(sent, received, counts)
@@ -405,7 +406,8 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    rows = rows.contiguous()
+    launch(dist.all_to_all_single, arrived, rows, received, sent, group=group)
     return arrived
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from composer_fsdp2._torch.collectives import InFlight, all_gather_single, reduce_scatter_single, watch_collectives
 from composer_fsdp2._torch.groups import process_groups_of
 from composer_fsdp2._torch.private_names import own_buffers
-from composer_fsdp2._torch.reset import reset_after_error
+from composer_fsdp2._torch.reset import forget_masks, reset_after_error
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.root_record import find_kept, keep
 from composer_fsdp2.sharding.sharded import units
@@ -69,7 +69,7 @@ class OutOfMemoryVote:
         """From here on each collective of the model is voted on. Call it on all ranks; it communicates nothing."""
         if self._stop is None:
             # Ahead of a guard, at which a rank that is out of memory would be missed.
-            self._stop = watch_collectives(units(self._voting_model()), self.check, first=True)
+            self._stop = watch_collectives(units(self._voting_model()), self.check, first=True, between_units=True)
 
     def stop(self) -> None:
         """No more votes, and nothing left of them in a step."""
@@ -208,6 +208,7 @@ def reset(model: nn.Module) -> None:
     """
     for unit in units(model).values():
         reset_after_error(unit)
+    forget_masks()
     begin_microbatch(model, is_last=True)
 
 

@@ -214,7 +214,8 @@ def on_a_small_device() -> list[int]:
 
 
 def test_ranks_of_a_group_halve_their_microbatches_together():
-    """One rank that runs out of memory in the midst of split layers would leave the other at an all-reduce."""
+    """One rank that runs out of memory before its forward would leave the other at an all-reduce; between the layers
+    themselves: ``tests/training/test_out_of_memory.py``."""
     found = run_ranks(on_a_small_device, 4)
     assert found[0] == found[3]
     assert found[0][:2] == [2, 2]

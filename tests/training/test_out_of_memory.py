@@ -10,7 +10,7 @@ import functools
 import gc
 import random
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support import language, reader
 from support.comparing import full
+from support.experts import MoELanguage
 from support.models import VOCABULARY, Chain, Model, tie
 from support.ranks import run_ranks
 from support.training import FULL, HSDP_2X2, assert_close
@@ -213,6 +215,85 @@ def test_out_of_memory_at_more_points_on_two_axes():
 def test_out_of_memory_everywhere(name: str):
     """Every operation of a batch, on each rank."""
     run_ranks(check_all, 2, {name: CONFIGS[name]}, 1_000_000, timeout_s=1800)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that divide layers, sequences or experts
+
+
+class InsideAt(OutOfMemoryAt):
+    """Operations on the parts of DTensors, too, and what their collectives allocate."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.namespace in ("_c10d_functional", "_dtensor"):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def divided_model(kind: str) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
+    """One that all ranks divide, and the loss of some rows."""
+    torch.manual_seed(0)
+    degree = dist.get_world_size()
+    if kind == "context":
+        holder = reader.build()
+        prepare_fully_shard(holder, None, FULL | {"context_parallel_degree": degree}, device="cpu")
+        return holder, lambda rows: holder.model(rows, rows)
+    experts = {"expert_parallel_degree": degree} if kind == "experts" else {}
+    split = {"tensor_parallel_degree": degree, "layer_plan": DIVIDED[kind]()} if kind in DIVIDED else None
+    model: nn.Module = MoELanguage() if experts else language.Language()
+    prepare_fully_shard(model, None, FULL | experts, device="cpu", tensor_parallel=split)
+    return model, lambda rows: language.loss_of(model, rows)
+
+
+DIVIDED: dict[str, Callable[[], Any]] = {"tensor": language.layer_plan, "sequence": language.sequence_plan}
+
+
+def train_divided(kind: str, fails_at: int | None, size: int) -> tuple[dict[str, torch.Tensor], int, bool]:
+    """As ``train``, from the beginning; the gradients, and whether the first attempt failed here."""
+    model, loss_of = divided_model(kind)
+    own_rows = dist.get_rank() if kind == "experts" else 0  # of experts, each rank has its own
+    rows = language.batch(own_rows, 4) % reader.VOCABULARY
+    votes, failing = Vote(model), InsideAt(fails_at)
+    votes.start()
+
+    def run() -> None:
+        for part in rows.split(size):
+            (loss_of(part) * len(part) / len(rows)).backward()
+
+    with failing:
+        done = votes.succeeded(run)
+    num_operations = failing.count
+    while not done:
+        model.zero_grad()
+        size = 2
+        done = votes.succeeded(run)
+    votes.stop()
+    return {name: full(p.grad) for name, p in model.named_parameters()}, num_operations, failing.raised
+
+
+def check_divided(kind: str, num_points: int) -> None:
+    expected, _, _ = train_divided(kind, None, 2)
+    train_divided(kind, None, 4)  # torch looks up once how DTensors of these shapes are computed
+    _, total, _ = train_divided(kind, None, 4)
+    for failing, num_operations in enumerate(gather(total)):
+        for point in points_of(num_operations, num_points):
+            where = f"{kind}, rank {failing}, operation {point} of {num_operations}"
+            found, _, raised = train_divided(kind, point if dist.get_rank() == failing else None, 4)
+            assert raised == (dist.get_rank() == failing), where
+            for name, value in found.items():
+                assert_close(f"{where}: {name}", value, expected[name], rtol=0, atol=0)
+
+
+def check_all_divided(num_points: int) -> None:
+    for kind in (*DIVIDED, "context", "experts"):
+        check_divided(kind, num_points)
+
+
+def test_out_of_memory_between_collectives_of_divided_layers():
+    """In attention, say: the others would wait in an all-to-all, and then for the device, for ever."""
+    run_ranks(check_all_divided, 2, 7, timeout_s=TIME_LIMIT_S)
 
 
 class TiedSiblings(nn.Module):
