@@ -15,7 +15,7 @@ _Rebuild = Callable[[Sequence[Any]], Any]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in a nested value, in order: in what pytree opens, and in what FSDP1 opened.
+    """All tensors in a nested value, in order: in the containers that pytree or FSDP1 walks.
 
     pytree knows the classes that are registered with it (transformers' outputs and caches among them), and no class
     below them. FSDP1 (``_apply_to_tensors`` in torch/distributed/utils.py) opened every dataclass, dict, tuple, list
@@ -63,7 +63,7 @@ def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _opened(leaf: Any) -> tuple[Sequence[Any], _Rebuild | None]:
-    """The parts of what is a leaf to pytree, and a function that makes another one of other parts."""
+    """The parts of a leaf of pytree, and a function that makes another one of other parts; none of a true leaf."""
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
         return [getattr(leaf, name) for name in names], partial(_with_fields, leaf, names)
@@ -97,7 +97,7 @@ def _with_items(value: dict[Any, Any], keys: Iterable[Any], parts: Iterable[Any]
 def hidden_gradient(value: Any) -> str | None:
     """Where in a value a tensor that requires grad is, of those that ``tensors_in`` does not find: class and attribute.
 
-    Looks at the attributes of objects, some levels deep, not at what a closure or a generator keeps.
+    Looks at the attributes of objects, some levels deep, not at closures and generators.
     """
     return next((where for leaf in _leaves(value) if (where := _hidden_in(leaf, 3, set()))), None)
 
@@ -153,7 +153,7 @@ class Passage:
         """Make tensors whose passed ones were written to in place part of the graph that this made.
 
         Their memory is one. Without the node, they would have been written to themselves, and all that uses them
-        afterwards would get its gradient through what was written.
+        afterwards would get its gradient through the operator that wrote.
         """
         for tensor, passed in ((one(), other()) for one, other in self._pairs):
             if tensor is not None and passed is not None and getattr(passed.grad_fn, "then", None) != self._then:
@@ -187,7 +187,7 @@ class _Pass(torch.autograd.Function):
 
 
 class _Adopt(torch.autograd.Function):
-    """Gives ``tensor`` the place of ``written``, which has the same memory, in autograd's graph."""
+    """``tensor`` takes the place of ``written``, which has the same memory, in autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, written: Tensor) -> Tensor:

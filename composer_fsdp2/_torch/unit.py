@@ -1,4 +1,4 @@
-"""What ``fully_shard`` leaves undone where the forward and the backward of a unit begin and end."""
+"""The steps that ``fully_shard`` leaves out at the beginning and end of a unit's forward and backward."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -139,17 +139,17 @@ class UnitGroup(FSDPParamGroup):
     Parameters that the backward did not reach get gradients of zero, once any of the unit has one, in this microbatch
     or, where their reduction over replicas was put off, in one before. FSDP1's flat parameter had one gradient for all.
     ``fully_shard`` reduces those that are there: ranks whose batches read different parameters (experts, branches)
-    would then add up the gradients of different ones, without an error; and a unit that the last microbatch does not
-    run would keep what was put off until then to itself. torch 2.13 has a switch for it, off by default, that fills
+    would then add up the gradients of different ones, without an error; and of a unit that the last microbatch does
+    not run, the gradients that were put off until then would never be reduced. torch 2.13 has a switch for it, off by default, that fills
     units without any gradient as well, on which FSDP1 left the optimizer nothing to decay.
 
     And the unit is no longer in its backward. Left so until the model's backward ends, a recomputation that runs the
-    unit once more (it lies inside a checkpointed module that runs twice) would neither gather (2.7 raises) nor reduce
+    unit once more (inside a checkpointed module that runs twice) would neither gather (2.7 raises) nor reduce
     its parameters (2.13 loses a gradient, without an error).
 
     On a GPU with gradients offloaded, torch 2.7 waits for the wrong copies, or for none: the gradients that the
     optimizer, or a hook, reads in the host's memory may be those of the batch before, without an error. With replicas
-    the copies run on the all-reduce's stream, but what is waited for was recorded on the reduce-scatter's
+    the copies run on the all-reduce's stream, but the event to wait for was recorded on the reduce-scatter's
     (pytorch#160291); and a hook after accumulation runs while its gradient is on its way (pytorch#180666).
 
     The unit may write to its inputs in place, as it could where FSDP1's hook was on the flat parameter.
@@ -161,7 +161,7 @@ class UnitGroup(FSDPParamGroup):
     def _register_post_backward_hook(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._are_functorch_transforms_active():
             return super()._register_post_backward_hook(args, kwargs)
-        # Of several modules torch tells where the last one's forward ends: too late to adopt, so writing is an error.
+        # torch calls a unit of several modules at the end of the last one's forward: too late to adopt.
         self._passage = Passage(self._end_backward, is_writable=len(self.modules) == 1)
         return self._passage.through((args, kwargs))
 
@@ -198,7 +198,7 @@ class UnitGroup(FSDPParamGroup):
         return self.reduce_grads and self.all_reduce_grads and self._partial_reduce_output is not None
 
     def _wait_for_the_copies(self) -> None:
-        """The optimizer waits for what was recorded after the copies to the host, on the stream that they run on."""
+        """The optimizer waits for the event after the copies to the host, on the stream that they run on."""
         for parameter in self.fsdp_params:
             if parameter.grad_offload_event is not None and self._post_reduce_event is not None:
                 parameter.grad_offload_event = self._post_reduce_event
@@ -224,7 +224,7 @@ def _copied_before_hooks(parameters: Sequence[Any]) -> Iterator[None]:
 
 
 def keeps_what_copies_read() -> bool:
-    """Whether this torch keeps what a unit reduced over replicas until that unit's backward is finished.
+    """Whether this torch keeps a unit's gradients that were reduced over replicas until that unit's backward is finished.
 
     On a GPU with gradients offloaded the copy to the host reads it; memory that the next unit's reduction gets in the
     meantime makes silently wrong gradients (pytorch#180665). 2.7, 2.13 and 2.15 keep it in this attribute.

@@ -1,4 +1,4 @@
-"""What a unit's forward takes and returns: every container that FSDP1 walked trains, and what cannot is an error."""
+"""What a unit's forward takes and returns: every container that FSDP1 walked trains; others are errors."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class InPlace(nn.Module):
 
 
 class Residual(nn.Module):
-    """Goes on using what its units have written to.
+    """Uses tensors after its units have written to them.
 
     Args:
         is_view: They get a view of it.
@@ -339,7 +339,7 @@ def test_all_that_fsdp1_walked_trains():
 
 
 def test_fsdp1_trains_these():
-    """The list of what has to train would be ours, not FSDP1's."""
+    """The list of forms that have to train would be ours, not FSDP1's."""
     run_ranks(check_forms_of_fsdp1, 2)
 
 
@@ -371,7 +371,7 @@ def test_inputs_are_cast_wherever_they_are():
     run_ranks(check_casts, 2)
 
 
-# --- what has no hook
+# --- outputs without a hook
 
 
 class Plain:
@@ -413,8 +413,9 @@ def check_guard() -> None:
     ours(model, None)
     with pytest.raises(PlanError, match=r"unit inside \(Hiding\) returned Plain"):
         model(batch(0))
+    reset_after_error(model.encoder)
 
-    # Where nothing can be seen, the next forward raises: a closure, and what is nowhere in the output.
+    # Where nothing can be seen, the next forward raises: a closure, and a tensor that is not in the output.
     elsewhere: list[torch.Tensor] = []
     for returned in (lambda hidden: lambda: hidden, elsewhere.append):
         model = Whole(Hiding(returned))
@@ -431,7 +432,7 @@ def test_a_unit_without_a_backward_hook_is_an_error():
 
 
 def check_legitimate() -> None:
-    """What has no gradient, or none that the unit must know of."""
+    """Outputs without a gradient, or with one that the unit does not need."""
     for returned in (
         lambda hidden: None,
         lambda hidden: hidden.argmax(-1),
@@ -588,5 +589,5 @@ def check_cache_after_an_error() -> None:
 
 
 def test_autocasts_cache_is_on_again_after_an_error():
-    """What a script computes next under autocast would cast its weights each time."""
+    """The script's other models under autocast would cast their weights each time."""
     run_ranks(check_cache_after_an_error, 2)
