@@ -140,8 +140,8 @@ class UnitGroup(FSDPParamGroup):
     or, where their reduction over replicas was put off, in one before. FSDP1's flat parameter had one gradient for all.
     ``fully_shard`` reduces those that are there: ranks whose batches read different parameters (experts, branches)
     would then add up the gradients of different ones, without an error; and of a unit that the last microbatch does
-    not run, the gradients that were put off until then would never be reduced. torch 2.13 has a switch for it, off by default, that fills
-    units without any gradient as well, on which FSDP1 left the optimizer nothing to decay.
+    not run, the gradients that were put off until then would never be reduced. torch 2.13 has a switch for it, off by
+    default, that fills units without any gradient as well, on which FSDP1 left the optimizer nothing to decay.
 
     And the unit is no longer in its backward. Left so until the model's backward ends, a recomputation that runs the
     unit once more (inside a checkpointed module that runs twice) would neither gather (2.7 raises) nor reduce
@@ -224,7 +224,7 @@ def _copied_before_hooks(parameters: Sequence[Any]) -> Iterator[None]:
 
 
 def keeps_what_copies_read() -> bool:
-    """Whether this torch keeps a unit's gradients that were reduced over replicas until that unit's backward is finished.
+    """Whether this torch keeps a unit's gradients, reduced over replicas, until that unit's backward is finished.
 
     On a GPU with gradients offloaded the copy to the host reads it; memory that the next unit's reduction gets in the
     meantime makes silently wrong gradients (pytorch#180665). 2.7, 2.13 and 2.15 keep it in this attribute.
