@@ -55,7 +55,7 @@ ROOMS = {
     ),
     "_torch": room(
         "api fake flops groups parts passing ways private_names live as_cuda counting slices strided repairs scaler "
-        "collectives reset backward unit_parameters __init__",
+        "collectives unit reset backward unit_parameters __init__",
         rooms="errors config",
         packages="torch",
     ),

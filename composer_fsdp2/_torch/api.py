@@ -41,7 +41,7 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     "torch.distributed.distributed_c10d": ("PrefixStore", "_get_default_store"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.storage": ("_dtype_to_storage_type_map",),
-    "torch._C": ("_DisableAutocast", "_dispatch_has_kernel_for_dispatch_key"),
+    "torch._C": ("_DisableAutocast", "_are_functorch_transforms_active", "_dispatch_has_kernel_for_dispatch_key"),
     "torch.ops.aten": (
         "_to_copy",
         "_local_scalar_dense",
@@ -50,6 +50,7 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     ),
     "torch._subclasses.fake_tensor": ("FakeTensorMode",),
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
+    "torch.autograd": ("_unsafe_preserve_version_counter",),
     "torch.utils._pytree": ("tree_flatten", "tree_unflatten"),
     "torch.utils._foreach_utils": ("_group_tensors_by_device_and_dtype",),
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3"),

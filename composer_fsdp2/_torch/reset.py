@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from composer_fsdp2._torch.groups import drop_gradient, groups_of, state_of
+from composer_fsdp2._torch.unit import UnitState
 
 
 def reset_after_error(unit: FSDPModule) -> None:
@@ -28,6 +29,8 @@ def reset_after_error(unit: FSDPModule) -> None:
     else:
         _reset_iteration(state)
     for each in state._state_ctx.all_states:
+        if isinstance(each, UnitState):
+            each.restore_autocast_cache()
         for group in groups_of(each):
             group.lazy_init()  # idempotent; the error may have come in the midst of the first one
             for parameter in group.fsdp_params:

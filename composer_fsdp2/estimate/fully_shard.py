@@ -238,7 +238,7 @@ class Root:
             self._put_off(unit)
 
     def _fill_missing(self, unit: UnitState) -> None:
-        """Zeros for what the backward did not reach, as ``repair_unit_backward`` has it."""
+        """Zeros for what the backward did not reach, as ``UnitGroup`` has it."""
         trained = [each for each in unit.sizes.parameters if each.is_trained] if unit.was_gathered else []
         missing = [each for each in trained if each.name not in unit.gradients and each.name not in unit.accumulated]
         is_due = bool(unit.partial) and self.syncing.reduces and self.syncing.all_reduces

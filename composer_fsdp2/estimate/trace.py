@@ -313,7 +313,8 @@ def _autocast(precision: str) -> AbstractContextManager[Any]:
     if precision not in _AUTOCAST:
         raise ConfigError(f"precision {precision!r} is none of Composer's; use {', '.join(_AUTOCAST)}")
     dtype = _AUTOCAST[precision]
-    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+    # Units turn autocast's cache off.
+    return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
 
 
 def _notes(plan: ShardingPlan, precision: str, *, has_shared_out: bool) -> Iterator[str]:

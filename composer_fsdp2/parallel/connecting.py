@@ -1,24 +1,14 @@
 """Tensors that carry no value into a computation, and are reached by its backward all the same."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from composer_fsdp2._torch.passing import tensors_in, with_tensors
+
 # Of a forward: by place, and by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of arguments or an output: itself, or in tuples, lists and mappings, which transformers' are."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
 
 
 def connect(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -43,45 +33,22 @@ def without_rows(arguments: Arguments) -> Arguments:
     def of(tensor: torch.Tensor) -> torch.Tensor:
         return no_rows_of(tensor) if num_rows and tensor.dim() and tensor.shape[0] == num_rows else tensor
 
-    changed: Arguments = _with_tensors(arguments, of)
+    changed: Arguments = with_tensors(arguments, of)
     return changed
 
 
 def kept_without_rows(arguments: Arguments) -> Arguments:
     """Without rows, and of no graph, so that no forward's activations are kept for the next."""
-    kept: Arguments = _with_tensors(
+    kept: Arguments = with_tensors(
         without_rows(arguments), lambda each: each.detach() if each.numel() else torch.empty_like(each)
     )
     return kept
 
 
 def connect_first(output: Any, others: Sequence[torch.Tensor]) -> Any:
-    """The output with its first tensor of floating point numbers connected; a tuple or list is another one then."""
-    if is_floating(output):
-        return connect(output, others)
-    if isinstance(output, tuple | list):
-        first = next((number for number, each in enumerate(output) if is_floating(each)), None)
-        return of_same_type(output, [connect(each, others) if at == first else each for at, each in enumerate(output)])
-    if isinstance(output, MutableMapping):
-        for key in [key for key, each in output.items() if is_floating(each)][:1]:
-            output[key] = connect(output[key], others)
-    return output
-
-
-def of_same_type(sequence: Any, members: Sequence[Any]) -> Any:
-    """A tuple or list, also one with names, of other members."""
-    return type(sequence)(*members) if hasattr(sequence, "_fields") else type(sequence)(members)
-
-
-def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The value with each of its tensors changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple | list):
-        return of_same_type(value, [_with_tensors(each, change) for each in value])
-    if isinstance(value, dict):
-        return {key: _with_tensors(each, change) for key, each in value.items()}
-    return value
+    """The output with its first tensor of floating point numbers connected."""
+    first = next(filter(is_floating, tensors_in(output)), None)
+    return with_tensors(output, lambda each: connect(each, others) if each is first else each)
 
 
 def is_floating(value: Any) -> bool:

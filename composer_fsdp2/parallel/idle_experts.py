@@ -12,7 +12,7 @@ run inside of its own, if it is a unit, too: backward gathers a unit once its ou
 """
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from composer_fsdp2._torch.passing import tensors_in
 from composer_fsdp2._torch.private_names import BatchNorm
 from composer_fsdp2.config.parallel import ExpertBlock
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.asking import Ask, asking
-from composer_fsdp2.parallel.connecting import Arguments, connect_first, kept_without_rows, tensors_in, without_rows
+from composer_fsdp2.parallel.connecting import Arguments, connect_first, kept_without_rows, without_rows
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.training.control import Question
 
@@ -236,7 +237,7 @@ class _Order:
         }
         raise ComposerFSDP2Error(texts[kind])
 
-    def _output_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    def _output_of(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         expert, name = self.experts[number], self._names[number]
         if number in self._checked:
             return tensors_in(expert(*args, **kwargs))

@@ -15,7 +15,7 @@ in the place of its floating point numbers. A rank that saw none gets it from th
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.private_names import BatchNorm
 from composer_fsdp2.config.parallel import TowerModel
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError
 from composer_fsdp2.parallel.asking import Ask, asking
-from composer_fsdp2.parallel.connecting import connect, is_floating, of_same_type, tensors_in
+from composer_fsdp2.parallel.connecting import connect, is_floating
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.training.control import Question
@@ -232,14 +233,7 @@ def _as_trained(tensor: torch.Tensor) -> torch.Tensor:
 
 def _connect_to_all(output: Any, others: Sequence[torch.Tensor]) -> Any:
     """An output of which any tensor may be the loss."""
-    if is_floating(output):
-        return connect(output, others)
-    if isinstance(output, tuple | list):
-        return of_same_type(output, [_connect_to_all(each, others) for each in output])
-    if isinstance(output, MutableMapping):
-        for key in [key for key, each in output.items() if is_floating(each)]:
-            output[key] = connect(output[key], others)
-    return output
+    return with_tensors(output, lambda each: connect(each, others) if each.is_floating_point() else each)
 
 
 @contextmanager
@@ -294,7 +288,9 @@ class _Example:
             return _Like(shape=tensor.shape, dtype=tensor.dtype, stays_on_cpu=on_cpu, values=values)
 
         num_elements = sum(each.numel() for each in tensors_in((args, kwargs)))
-        return _Example(args=_mapped(args, like), kwargs=_mapped(dict(kwargs), like), num_elements=num_elements)
+        return _Example(
+            args=with_tensors(args, like), kwargs=with_tensors(dict(kwargs), like), num_elements=num_elements
+        )
 
     @staticmethod
     def given(inputs: torch.Tensor | tuple[Any, ...] | Mapping[str, Any]) -> "_Example":
@@ -306,13 +302,15 @@ class _Example:
         args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else ()
         args = (inputs,) if isinstance(inputs, torch.Tensor) else args
         kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
-        return _Example(args=_mapped(args, like), kwargs=_mapped(kwargs, like), num_elements=-1)  # none is preferred
+        return _Example(
+            args=with_tensors(args, like), kwargs=with_tensors(kwargs, like), num_elements=-1
+        )  # none is preferred
 
     def arguments(self, device: torch.device) -> _Arguments:
         def made(like: _Like) -> torch.Tensor:
             return like.made(device)
 
-        return _mapped(self.args, made, _Like), _mapped(dict(self.kwargs), made, _Like)
+        return with_tensors(self.args, made, kind=_Like), with_tensors(dict(self.kwargs), made, kind=_Like)
 
     def packed(self) -> bytes | str:
         """For another rank; or why that cannot be."""
@@ -321,19 +319,8 @@ class _Example:
             values = None if like.values is None else like.values.cpu()
             return _Like(shape=like.shape, dtype=like.dtype, stays_on_cpu=like.stays_on_cpu, values=values)
 
-        args, kwargs = _mapped(self.args, on_cpu, _Like), _mapped(dict(self.kwargs), on_cpu, _Like)
+        args, kwargs = (with_tensors(each, on_cpu, kind=_Like) for each in (self.args, dict(self.kwargs)))
         try:
             return pickle.dumps(_Example(args=args, kwargs=kwargs, num_elements=self.num_elements))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-
-
-def _mapped(value: Any, function: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """The value with ``function`` of each of that kind in it."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, tuple | list):
-        return of_same_type(value, [_mapped(each, function, kind) for each in value])
-    if isinstance(value, dict):
-        return {key: _mapped(each, function, kind) for key, each in value.items()}
-    return value

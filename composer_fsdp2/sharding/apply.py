@@ -19,11 +19,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.api import KNOWN_VERSIONS, require_known_torch
-from composer_fsdp2._torch.backward import average_after_backward, keeps_what_copies_read, repair_unit_backward
+from composer_fsdp2._torch.backward import average_after_backward
 from composer_fsdp2._torch.private_names import keep_class_name, own_buffers
 from composer_fsdp2._torch.repairs import repair_cpu_collectives
 from composer_fsdp2._torch.slices import parent_mesh
 from composer_fsdp2._torch.strided import keep_strides
+from composer_fsdp2._torch.unit import keeps_what_copies_read, repair_unit
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.agree import agree
@@ -250,7 +251,7 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[
         keep_class_name(target)
     head = targets[0]
     assert isinstance(head, FSDPModule)
-    repair_unit_backward(head)
+    repair_unit(head)
     return head
 
 

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from composer_fsdp2._torch.backward import repair_unit_backward
 from composer_fsdp2._torch.private_names import keep_class_name
 from composer_fsdp2._torch.repairs import REPAIRS, Repair, repair_cpu_collectives
+from composer_fsdp2._torch.unit import repair_unit
 
 VERSION = torch.__version__.partition("+")[0]
 REPAIRS_BY_NAME = {repair.name: repair for repair in REPAIRS}
@@ -167,7 +167,7 @@ def check_unread_parameters() -> list[list[float | None]]:
         model = Reader()
         fully_shard(model, mesh=mesh)
         if fills:
-            repair_unit_backward(model)
+            repair_unit(model)
         model(dist.get_rank()).backward()
         found.append([None if weight.grad is None else weight.grad.to_local().item() for weight in model.weights])
     return found
@@ -175,7 +175,7 @@ def check_unread_parameters() -> list[list[float | None]]:
 
 def test_unread_parameters_were_left_out_of_the_sum():
     """By torch alone each rank ends with a gradient for its own weight only, the mean over both, (1 + 2) / 2. If torch
-    keeps them apart one day, `repair_unit_backward` can go."""
+    keeps them apart one day, `UnitGroup.post_backward` can go."""
     torch_alone, ours = zip(*run_ranks(check_unread_parameters, 2), strict=True)
     assert torch_alone == ([1.5, None], [None, 1.5])
     assert ours == ([0.5, 1.0], [0.5, 1.0])

@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -762,3 +764,50 @@ def check_unsharded() -> None:
 def test_runs_without_fsdp_are_left_alone():
     """install() at the top of a shared script must not change what its DDP users get, clipping included."""
     run_ranks(check_unsharded, 2)
+
+
+# --- outputs
+
+
+@dataclass
+class Hidden:
+    """What blocks and the encoder return."""
+
+    hidden: torch.Tensor
+    name: str = "hidden"
+
+
+def returning_dataclasses() -> nn.Module:
+    """The script's model, whose blocks and whose root take and return dataclasses."""
+    model: Any = build_model()
+
+    def of_block(block: Any, given: Hidden) -> Hidden:
+        return Hidden(type(block).forward(block, given.hidden))
+
+    def of_net(net: Any, ids: torch.Tensor) -> Hidden:
+        given = Hidden(net.wte(ids))
+        for block in net.blocks:
+            given = block(given)
+        return Hidden(net.lm_head(given.hidden))
+
+    net = model.model
+    for block in net.blocks:
+        block.forward = partial(of_block, block)
+    net.forward = partial(of_net, net)
+    model.forward = lambda batch: model.model(batch[0]).hidden
+    return model
+
+
+def check_dataclasses() -> None:
+    theirs = fit(FSDP1, {"sharding_strategy": "FULL_SHARD"}, model=returning_dataclasses(), eval_interval="2ba")
+    assert theirs.shards == {"FullyShardedDataParallel"}
+    for keys in ({}, {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}):
+        config = {"sharding_strategy": "FULL_SHARD", **keys}
+        ours = fit(FSDP2, config, model=returning_dataclasses(), eval_interval="2ba")
+        assert_alike(ours, theirs, f"{keys}")
+    assert len(set(theirs.losses)) == len(theirs.losses) == 4  # it learns
+
+
+def test_an_encoder_that_returns_dataclasses_trains():
+    """The loss would be printed, and no parameter change."""
+    run_ranks(check_dataclasses, 2)

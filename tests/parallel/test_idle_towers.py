@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -36,20 +37,28 @@ TOWERS = {
 GUARD = {"collective_guard": 60}
 
 
+@dataclass
+class Seen:
+    read: torch.Tensor
+    unread: torch.Tensor
+
+
 class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.returns_dataclass = False
         self.project = nn.Linear(3, WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
         self.sizes: list[int] = []
 
-    def forward(self, patches: torch.Tensor, *, sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, patches: torch.Tensor, *, sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Seen:
         """What the text reads, and what nothing does: it comes from a layer more."""
         self.sizes.append(int(sizes.sum()))
         x = self.project(patches[: int(sizes.sum())])
         for block in self.blocks[:-1]:
             x = block(x)
-        return x, self.blocks[-1](x)
+        seen = x, self.blocks[-1](x)
+        return Seen(*seen) if self.returns_dataclass else seen
 
 
 class Text(nn.Module):
@@ -80,8 +89,8 @@ class Multimodal(nn.Module):
         if self.reads_at_the_end:
             x = self.text(x, mask=mask)
         for kind, patches in parts:
-            tower = getattr(self, kind)
-            features = features + self.bridge(tower(patches, sizes=torch.tensor([len(patches)]))[0]).mean(0)
+            seen = getattr(self, kind)(patches, sizes=torch.tensor([len(patches)]))
+            features = features + self.bridge(seen.read if isinstance(seen, Seen) else seen[0]).mean(0)
         x = x + features if self.reads_at_the_end else self.text(x + features, mask=mask)
         output = self.head(x)
         return {"loss": output.square().mean(), "logits": output, "name": "of the batch"}
@@ -168,6 +177,10 @@ def reading_at_the_end(model: Model) -> None:
     model.model.reads_at_the_end = True
 
 
+def returning_dataclasses(model: Model) -> None:
+    model.model.vision.returns_dataclass = model.model.sound.returns_dataclass = True
+
+
 def with_example(model: Model) -> None:
     model.model.vision.example_inputs = {"patches": torch.ones(1, 3), "sizes": torch.tensor([1])}
 
@@ -184,6 +197,7 @@ def check_all(names: tuple[str, ...]) -> None:
         "in turn": (TOWERS, in_turn),
         "several, in different orders": (TOWERS, in_different_orders),
         "after the text": (TOWERS, in_turn, reading_at_the_end),
+        "dataclasses": (TOWERS, in_turn, returning_dataclasses),
         "an example": (TOWERS, an_image_on_the_first, with_example),
         "recomputed": (TOWERS | recomputed, in_turn, recomputing_blocks),
         "embeddings too": (TOWERS | by_size, in_turn),

@@ -1,0 +1,232 @@
+"""The steps that ``fully_shard`` leaves out at the beginning and end of a unit's forward and backward."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+from composer_fsdp2._torch.groups import groups_of, has_gradient, state_of
+from composer_fsdp2._torch.passing import Passage, cast_floats, hidden_gradient, tensors_in
+from composer_fsdp2.errors import PlanError
+
+
+def repair_unit(module: FSDPModule) -> None:
+    """Have a unit that ``fully_shard`` made do the rest: see ``UnitState`` and ``UnitGroup``."""
+    state = state_of(module)
+    state.__class__ = UnitState
+    for group in groups_of(state):
+        group.__class__ = UnitGroup
+        group.unit_state = state
+
+
+class UnitState(FSDPState):
+    """Finds tensors wherever FSDP1 found them, and leaves no copies of weights in autocast's cache.
+
+    torch looks for the tensors of inputs and outputs with pytree alone (2.7), or with dataclasses, and without sets
+    (2.13). On an output whose tensors it does not find it registers no backward hook: a root then never trains, without
+    an error, and another unit fails for want of its parameters.
+
+    autocast caches a copy in low precision of each leaf in fp32 that requires grad, until the outermost autocast ends.
+    A unit's full parameters are such leaves, and the copies outlive them: every rank would have the whole model in low
+    precision. FSDP1's full parameters were views, which are not cached.
+    """
+
+    _autocast_cached: bool | None = None  # before the forward of which this is the outermost unit
+    _has_hook_to_come = False  # a forward has ended whose backward would leave gradients in full parameters
+
+    def _root_pre_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._refuse_lost_gradients()
+        is_outermost = self._state_ctx.iter_forward_root is None
+        args, kwargs = super()._root_pre_forward(module, args, kwargs)
+        if is_outermost:
+            self._autocast_cached = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
+        return self._cast_forward_inputs(args, kwargs)  # ahead of torch 2.7's own cast
+
+    def _cast_forward_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        policy = self._mp_policy
+        if not (policy.cast_forward_inputs and policy.param_dtype):
+            return args, kwargs
+        return cast_floats((args, kwargs), policy.param_dtype)
+
+    def _cast_output_dtype(self, output: Any) -> Any:
+        dtype = self._mp_policy.output_dtype
+        return output if dtype is None else cast_floats(output, dtype)
+
+    def _register_pre_backward_hook(self, output: Any) -> Any:
+        """Called where the unit's forward ends."""
+        groups = groups_of(self)
+        for group in reversed(groups):
+            group.adopt_written()
+        if self._state_ctx.iter_forward_root is self:
+            self.restore_autocast_cache()
+        if not torch.is_grad_enabled():
+            return self._cast_output_dtype(output)
+        if torch._C._are_functorch_transforms_active():
+            return super()._register_pre_backward_hook(output)
+        reached = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        for tensor in reached:
+            _hookable(tensor).register_hook(self._pre_backward)
+        if not reached and any(map(_needs_hook, groups)) and (where := hidden_gradient(output)):
+            raise PlanError(_HIDDEN.format(unit=_name_of(self), output=type(output).__qualname__, where=where))
+        self._has_hook_to_come = any(group.is_unsharded and not _has_gradients(group) for group in groups)
+        return self._cast_output_dtype(output)
+
+    def _pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        self._has_hook_to_come = False
+        return super()._pre_backward(gradient)
+
+    def _refuse_lost_gradients(self) -> None:
+        """Raise where a backward reached parameters of the unit without passing its outputs.
+
+        Called where the next forward begins. The parameters of a unit that reshards after forward are not there in such
+        a backward, which fails.
+        """
+        if self._has_hook_to_come and any(group.is_unsharded and _has_gradients(group) for group in groups_of(self)):
+            raise PlanError(_LOST.format(unit=_name_of(self)))
+        self._has_hook_to_come = False
+
+    def restore_autocast_cache(self) -> None:
+        if self._autocast_cached is not None:
+            torch.set_autocast_cache_enabled(self._autocast_cached)
+            self._autocast_cached = None
+
+
+_WAY_OUT = (
+    "Return tensors in a dataclass, tuple, list, dict or set, or register the class with "
+    "torch.utils._pytree.register_pytree_node"
+)
+_HIDDEN = (
+    "the forward of {unit} returned {output}, which has a tensor that requires grad in {where}, where no backward hook "
+    "can be registered: the unit's gradients would not be reduced. " + _WAY_OUT
+)
+_LOST = (
+    "the last backward computed gradients for parameters of {unit} without passing a tensor that its forward "
+    "returned: they were not reduced, and the optimizer did not see them. " + _WAY_OUT + ", rather than keep them "
+    "elsewhere, or compute the loss inside of the unit"
+)
+
+
+def _name_of(state: Any) -> str:
+    path = next((group._module_fqn for group in groups_of(state) if group._module_fqn), None)
+    kinds = " and ".join(type(module).__name__ for module in state._modules)
+    return f"unit {path} ({kinds})" if path else f"the root unit ({kinds})"
+
+
+def _needs_hook(group: Any) -> bool:
+    """Whether a backward through the unit needs parameters that are not there, or leaves gradients to reduce."""
+    return not group.is_unsharded or any(each.sharded_param.requires_grad for each in group.fsdp_params)
+
+
+def _has_gradients(group: Any) -> bool:
+    return any(hasattr(each, "_unsharded_param") and has_gradient(each) for each in group.fsdp_params)
+
+
+def _hookable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or that of which it is a view: a hook on a view is lost when the view is written to in place."""
+    base = tensor._base
+    return tensor if base is None or base.grad_fn is None else base
+
+
+class UnitGroup(FSDPParamGroup):
+    """Ends a unit's backward as FSDP1 did.
+
+    Parameters that the backward did not reach get gradients of zero, once any of the unit has one, in this microbatch
+    or, where their reduction over replicas was put off, in one before. FSDP1's flat parameter had one gradient for all.
+    ``fully_shard`` reduces those that are there: ranks whose batches read different parameters (experts, branches)
+    would then add up the gradients of different ones, without an error; and of a unit that the last microbatch does
+    not run, the gradients that were put off until then would never be reduced. torch 2.13 has a switch for it, off by
+    default, that fills units without any gradient as well, on which FSDP1 left the optimizer nothing to decay.
+
+    And the unit is no longer in its backward. Left so until the model's backward ends, a recomputation that runs the
+    unit once more (inside a checkpointed module that runs twice) would neither gather (2.7 raises) nor reduce
+    its parameters (2.13 loses a gradient, without an error).
+
+    On a GPU with gradients offloaded, torch 2.7 waits for the wrong copies, or for none: the gradients that the
+    optimizer, or a hook, reads in the host's memory may be those of the batch before, without an error. With replicas
+    the copies run on the all-reduce's stream, but the event to wait for was recorded on the reduce-scatter's
+    (pytorch#160291); and a hook after accumulation runs while its gradient is on its way (pytorch#180666).
+
+    The unit may write to its inputs in place, as it could where FSDP1's hook was on the flat parameter.
+    """
+
+    unit_state: UnitState
+    _passage: Passage | None = None
+
+    def _register_post_backward_hook(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super()._register_post_backward_hook(args, kwargs)
+        # torch calls a unit of several modules at the end of the last one's forward: too late to adopt.
+        self._passage = Passage(self._end_backward, is_writable=len(self.modules) == 1)
+        return self._passage.through((args, kwargs))
+
+    def _end_backward(self) -> None:
+        self.post_backward()
+
+    def adopt_written(self) -> None:
+        if self._passage is not None:
+            self._passage.adopt_written()
+            self._passage = None
+
+    def post_backward(self, *unused: Any) -> None:
+        """torch calls it wherever the unit's backward ends."""
+        parameters = self.fsdp_params
+        trainable = [
+            parameter
+            for parameter in parameters
+            if hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad
+        ]
+        missing = [parameter for parameter in trainable if not has_gradient(parameter)]
+        if len(missing) < len(trainable) or self._is_reduction_due():
+            for parameter in missing:
+                unsharded = parameter._unsharded_param
+                unsharded.grad = torch.zeros_like(unsharded)
+        is_offloaded = bool(parameters) and parameters[0].offload_to_cpu  # a policy is all of the unit's
+        with _copied_before_hooks(parameters) if is_offloaded else contextlib.nullcontext():
+            super().post_backward(*unused)
+        if is_offloaded:
+            self._wait_for_the_copies()
+        self.unit_state._training_state = TrainingState.IDLE
+
+    def _is_reduction_due(self) -> bool:
+        """Whether earlier microbatches left gradients that wait for this one's all-reduce over replicas."""
+        return self.reduce_grads and self.all_reduce_grads and self._partial_reduce_output is not None
+
+    def _wait_for_the_copies(self) -> None:
+        """The optimizer waits for the event after the copies to the host, on the stream that they run on."""
+        for parameter in self.fsdp_params:
+            if parameter.grad_offload_event is not None and self._post_reduce_event is not None:
+                parameter.grad_offload_event = self._post_reduce_event
+
+
+@contextlib.contextmanager
+def _copied_before_hooks(parameters: Sequence[Any]) -> Iterator[None]:
+    """Gradients that a hook reads where they are accumulated are copied to the host at once, without overlap."""
+    hooked = [
+        parameter
+        for parameter in parameters
+        if parameter.offload_to_cpu
+        and parameter.pin_memory
+        and getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
+    ]
+    for parameter in hooked:
+        parameter.pin_memory = False
+    try:
+        yield
+    finally:
+        for parameter in hooked:
+            parameter.pin_memory = True
+
+
+def keeps_what_copies_read() -> bool:
+    """Whether this torch keeps a unit's gradients, reduced over replicas, until that unit's backward is finished.
+
+    On a GPU with gradients offloaded the copy to the host reads it; memory that the next unit's reduction gets in the
+    meantime makes silently wrong gradients (pytorch#180665). 2.7, 2.13 and 2.15 keep it in this attribute.
+    """
+    return "_all_reduce_state" in FSDPParamGroup.__init__.__code__.co_names

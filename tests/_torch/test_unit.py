@@ -1,0 +1,593 @@
+"""What a unit's forward takes and returns: every container that FSDP1 walked trains; others are errors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import full
+from support.ranks import run_ranks
+from support.training import FULL, named_parameters, sgd
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2._torch.passing import tensors_in, with_tensors
+from composer_fsdp2._torch.reset import reset_after_error
+from composer_fsdp2.errors import PlanError
+
+WIDTH = 6
+
+
+@dataclass
+class Out:
+    hidden: Any
+    name: str = "out"
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    hidden: Any
+
+
+@dataclass
+class Checked:
+    """A field that the constructor does not take: ``dataclasses.replace``, FSDP1's way, raises for it."""
+
+    hidden: Any
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = len(self.hidden)
+
+
+@dataclass
+class Items(OrderedDict[str, Any]):
+    """As transformers' ModelOutput: a field is an item as well. It is not registered with pytree."""
+
+    hidden: Any = None
+
+    def __post_init__(self) -> None:
+        OrderedDict.__setitem__(self, "hidden", self.hidden)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self:
+            OrderedDict.__setitem__(self, name, value)
+        super().__setattr__(name, value)
+
+
+class Pair(NamedTuple):
+    first: Any
+    hidden: Any
+
+
+class MorePair(Pair):
+    """A class below a named tuple is none of pytree's."""
+
+
+class Sub(dict[str, Any]):
+    pass
+
+
+Form = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+# How a tensor is put in, and found again.
+IN_FSDP1: dict[str, Form] = {
+    "tensor": (lambda h: h, lambda out: out),
+    "dataclass": (Out, lambda out: out.hidden),
+    "frozen dataclass with slots": (Frozen, lambda out: out.hidden),
+    "dataclasses in a list in a dict": (
+        lambda h: {"a": [Out(None), Out((Out(h), 1))]},
+        lambda out: out["a"][1].hidden[0].hidden,
+    ),
+    "OrderedDict": (lambda h: OrderedDict(a=None, b=h), lambda out: out["b"]),
+    "dict of a class": (lambda h: Sub(b=h), lambda out: out["b"]),
+    "named tuple": (lambda h: Pair(1, h), lambda out: out.hidden),
+    "class below a named tuple": (lambda h: MorePair("a", h), lambda out: out.hidden),
+    "set": (lambda h: {h}, lambda out: next(iter(out))),
+    "PackedSequence": (
+        lambda h: pack_padded_sequence(h, torch.tensor([3, 2]), batch_first=True),
+        lambda out: pad_packed_sequence(out, batch_first=True)[0],
+    ),
+}
+FORMS = IN_FSDP1 | {
+    "dataclass with a field that is computed": (Checked, lambda out: out.hidden),
+    "dataclass that is a mapping": (Items, lambda out: out["hidden"]),
+}
+
+
+class Layer(nn.Module):
+    """A unit: takes and returns a form, by place and by name."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.fc, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.form = form
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, given: Any, *, named: Any) -> Any:
+        pack, unpack = FORMS[self.form]
+        x = unpack(given)
+        self.dtypes += [x.dtype, unpack(named).dtype]
+        return pack(x + torch.tanh(self.fc(x)) * self.gate(unpack(named)))
+
+
+class Encoder(nn.Module):
+    """A root: two units, and parameters of its own."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Layer(form), Layer(form)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.form = form
+
+    def forward(self, given: Any) -> Any:
+        pack, unpack = FORMS[self.form]
+        x = pack(self.embed(unpack(given)))
+        for layer in self.layers:
+            x = layer(x, named=x)
+        return pack(self.head(unpack(x)))
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Layer)
+
+    activation_checkpointing_fn = fsdp_wrap_fn
+
+
+class Model(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.encoder = Encoder(form)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pack, unpack = FORMS[self.encoder.form]
+        return unpack(self.encoder(pack(x)))
+
+
+class Whole(nn.Module):
+    """Its child is the root, and takes and returns tensors."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x)
+
+
+class Recurrent(nn.Module):
+    """Its unit is an LSTM, over rows of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        packed: PackedSequence = self.lstm(pack_padded_sequence(self.embed(x), torch.tensor([3, 2]), batch_first=True))[
+            0
+        ]
+        return pad_packed_sequence(packed, batch_first=True)[0]
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.LSTM)
+
+
+class InPlace(nn.Module):
+    """A unit that begins by writing to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.fc = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.act(x))
+
+
+class Residual(nn.Module):
+    """Uses tensors after its units have written to them.
+
+    Args:
+        is_view: They get a view of it.
+    """
+
+    def __init__(self, *, is_view: bool) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([InPlace(), InPlace()])
+        self.is_view = is_view
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            y = x.transpose(0, 1) if self.is_view else x
+            x = x + layer(y).reshape(x.shape) * 0.5 + y.sum()
+        return x
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, InPlace)
+
+
+class Viewed(nn.Module):
+    """A root that returns a view, to which the loss writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).transpose(0, 1)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return False
+
+
+class Halved(Whole):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        x *= 0.5
+        return x
+
+
+def in_form(form: str) -> Model:
+    return Model(form)
+
+
+def whole(encoder: Callable[[], nn.Module], kind: type[Whole] = Whole) -> Whole:
+    return kind(encoder())
+
+
+OTHERS = {
+    "an LSTM as unit": partial(whole, Recurrent),
+    "its input written to": partial(whole, partial(Residual, is_view=False)),
+    "a view written to": partial(whole, partial(Residual, is_view=True)),
+}
+
+
+# --- trained by us, by FSDP1, and in one process
+
+
+def ours(model: Any, optimizer: torch.optim.Optimizer | None, **config: Any) -> None:
+    prepare_fully_shard(model, optimizer, FULL | config, device="cpu")
+
+
+def fsdp1(model: Any, _: Any = None, **options: Any) -> None:
+    model.encoder = FullyShardedDataParallel(
+        model.encoder,
+        auto_wrap_policy=CustomPolicy(model.encoder.fsdp_wrap_fn),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        **options,
+    )
+
+
+Shard = Callable[..., None]
+
+
+def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    summoned = any(isinstance(each, FullyShardedDataParallel) for each in model.modules())
+    with FullyShardedDataParallel.summon_full_params(model) if summoned else contextlib.nullcontext():
+        return {name: full(each).clone() for name, each in named_parameters(model).items()}
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_trains(build: Callable[[], nn.Module], shard: Shard, **options: Any) -> None:
+    """Three steps, evaluations between them, and one process with all batches, in float64."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = build()
+    reference = copy.deepcopy(model)
+    before, optimizer, theirs = parameters_of(reference), sgd(model), sgd(reference)
+    shard(model, optimizer, **options)
+    optimizer = sgd(model) if shard is fsdp1 else optimizer
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        with torch.no_grad():
+            evaluated = model(batch(step * size + rank))
+        output = model(batch(step * size + rank))
+        torch.testing.assert_close(evaluated, output, rtol=1e-12, atol=1e-14)
+        output.square().mean().backward()
+        for peer in range(size):
+            (reference(batch(step * size + peer)).square().mean() / size).backward()
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    found, expected = parameters_of(model), parameters_of(reference)
+    assert found.keys() == expected.keys()
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-12, atol=1e-14)
+        assert not torch.equal(parameter, before[name]), f"{name} was not trained"
+
+
+RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+
+
+def check_forms() -> None:
+    forms = {name: partial(in_form, name) for name in FORMS}
+    cases: dict[str, tuple[Any, ...]] = {name: (build, ours) for name, build in (forms | OTHERS).items()}
+    cases["a view that the loss writes to"] = (partial(whole, Viewed, Halved), ours)
+    for_each(assert_trains, cases)
+    kept = {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "NONE", "forward_prefetch": True}
+    for name in ("dataclass", "PackedSequence", "set"):
+        for options in (RECOMPUTED, kept):
+            assert_trains(forms[name], ours, **options)
+
+
+def check_forms_of_fsdp1() -> None:
+    builds = {name: partial(in_form, name) for name in IN_FSDP1} | OTHERS
+    for_each(assert_trains, {name: (build, fsdp1) for name, build in builds.items()})
+
+
+def test_all_that_fsdp1_walked_trains():
+    """A root that returns a dataclass would stay as it was, without an error; a block that does would end the run."""
+    run_ranks(check_forms, 2)
+
+
+def test_fsdp1_trains_these():
+    """The list of forms that have to train would be ours, not FSDP1's."""
+    run_ranks(check_forms_of_fsdp1, 2)
+
+
+# --- casts
+
+
+def dtypes_seen(form: str, shard: Shard, **options: Any) -> list[torch.dtype]:
+    torch.manual_seed(0)
+    model = Model(form)
+    layers = list(model.encoder.layers)
+    shard(model, None, **options)
+    model(batch(0)).sum().backward()
+    return [dtype for layer in layers for dtype in layer.dtypes]
+
+
+def check_casts() -> None:
+    low = torch.bfloat16
+    theirs = MixedPrecision(param_dtype=low, reduce_dtype=low, cast_forward_inputs=True)
+    own = {"mixed_precision": theirs}
+    for form in IN_FSDP1.keys() - {"PackedSequence"}:  # FSDP1 leaves it in fp32, and the unit raises
+        found, expected = dtypes_seen(form, ours, **own), dtypes_seen(form, fsdp1, mixed_precision=theirs)
+        assert found == expected == [low] * 4, (form, found, expected)
+    for form in FORMS.keys() - IN_FSDP1.keys() | {"PackedSequence"}:
+        assert dtypes_seen(form, ours, **own) == [low] * 4, form
+
+
+def test_inputs_are_cast_wherever_they_are():
+    """A block with bf16 weights would get fp32 from a dataclass, and raise."""
+    run_ranks(check_casts, 2)
+
+
+# --- outputs without a hook
+
+
+class Plain:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+class Hiding(nn.Module):
+    """Two layers that are in one unit, or in a root alone."""
+
+    def __init__(self, returned: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.returned = returned
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.returned(self.second(torch.tanh(self.first(x))))
+
+
+class Around(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside, self.last = inside, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inside(x).hidden)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Hiding)
+
+
+def check_guard() -> None:
+    model = Whole(Hiding(Plain))
+    ours(model, None)
+    with pytest.raises(PlanError, match=r"the root unit \(Hiding\) returned Plain, .* in Plain\.hidden.*dataclass"):
+        model(batch(0))
+
+    model = Whole(Around(Hiding(Plain)))
+    ours(model, None)
+    with pytest.raises(PlanError, match=r"unit inside \(Hiding\) returned Plain"):
+        model(batch(0))
+    reset_after_error(model.encoder)
+
+    # Where nothing can be seen, the next forward raises: a closure, and a tensor that is not in the output.
+    elsewhere: list[torch.Tensor] = []
+    for returned in (lambda hidden: lambda: hidden, elsewhere.append):
+        model = Whole(Hiding(returned))
+        ours(model, None)
+        output = model(batch(0))
+        (elsewhere[0] if output is None else output()).sum().backward()
+        with pytest.raises(PlanError, match=r"parameters of the root unit \(Hiding\) without passing"):
+            model(batch(0))
+
+
+def test_a_unit_without_a_backward_hook_is_an_error():
+    """An output of a class that can not be walked would leave a root untrained, without an error."""
+    run_ranks(check_guard, 2)
+
+
+def check_legitimate() -> None:
+    """Outputs without a gradient, or with one that the unit does not need."""
+    for returned in (
+        lambda hidden: None,
+        lambda hidden: hidden.argmax(-1),
+        lambda hidden: Plain(hidden.detach()),
+        lambda hidden: (Plain(hidden), hidden),
+    ):
+        model = Whole(Hiding(returned))
+        ours(model, None)
+        for _ in range(2):
+            model(batch(0))
+            with torch.no_grad():
+                model(batch(0))
+
+    # Gradients that wait for a later microbatch, and forwards without a backward after them.
+    model = Whole(Hiding(lambda hidden: hidden))
+    ours(model, None, sharding_strategy="SHARD_GRAD_OP")
+    for is_last in (False, True):
+        model.encoder.set_requires_gradient_sync(is_last)
+        model.encoder.set_reshard_after_backward(is_last)
+        model(batch(0)).sum().backward()
+        for _ in range(2):
+            model(batch(0))
+
+    # Nothing of the unit is trained, and its parameters are there.
+    frozen = Whole(Frozenly(Hiding(Plain)))
+    ours(frozen, None, sharding_strategy="SHARD_GRAD_OP")
+    for _ in range(2):
+        frozen(batch(0)).sum().backward()
+
+
+class Frozenly(Around):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__(inside)
+        inside.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(self.last(x)).hidden
+
+
+def test_what_needs_no_hook_is_no_error():
+    """The guard would end runs that train as they should."""
+    run_ranks(check_legitimate, 2)
+
+
+def test_values_without_a_change_are_the_same_objects():
+    """A cache that a model passes along would be another one after each block."""
+    for pack, _ in FORMS.values():
+        value = pack(torch.ones(2, 3, WIDTH))
+        assert with_tensors(value, lambda each: each) is value
+        assert with_tensors(value, lambda each: each + 1) is not value
+        assert [each.dtype for each in tensors_in(value)].count(torch.float32) == 1
+
+
+# --- autocast
+
+
+class Copies(TorchDispatchMode):
+    """The bytes of copies of weights in bf16 that are alive, now and at most."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self.shapes = shapes
+        self.made: list[tuple[Any, int]] = []  # a weak reference to each storage, and its bytes
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype is torch.bfloat16 and result.shape in self.shapes:
+            self.made.append((ref(result.untyped_storage()), result.nbytes))
+            self.peak = max(self.peak, self.alive)
+        return result
+
+    @property
+    def alive(self) -> int:
+        return sum(num_bytes for storage, num_bytes in self.made if storage() is not None)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):  # a cached copy would add up both gradients in bf16
+            x = x + self.down(torch.tanh(self.up(x)))
+        return x
+
+
+class Mlps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Mlp(), Mlp(), Mlp()])
+        self.head = nn.Linear(16, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Mlp)
+
+    activation_checkpointing_fn = fsdp_wrap_fn
+
+
+def copies_alive(shard: Shard, *, is_recomputed: bool) -> dict[str, Any]:
+    """After a forward under autocast, and within it, by whether it was an evaluation; and the parameters afterwards."""
+    torch.manual_seed(0)
+    model = Whole(Mlps())
+    shapes, optimizer = {each.shape for each in model.parameters() if each.dim() > 1}, sgd(model)
+    if is_recomputed and shard is fsdp1:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Mlp))
+    shard(model, optimizer, **(RECOMPUTED if is_recomputed and shard is ours else {}))
+    optimizer = sgd(model) if shard is fsdp1 else optimizer
+    seen: dict[str, Any] = {}
+    for is_training in (False, True, True):
+        x = torch.randn(7, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+        with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(is_training), Copies(shapes) as copies:
+            loss = model(x).square().mean()
+            seen[f"{is_training}: after forward, at most"] = copies.alive, copies.peak
+            assert torch.is_autocast_cache_enabled()  # the rest of the run may use it
+        if is_training:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen | parameters_of(model)
+
+
+def check_copies() -> None:
+    for is_recomputed in (True, False):
+        found, expected = (copies_alive(shard, is_recomputed=is_recomputed) for shard in (ours, fsdp1))
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            if isinstance(value, tuple):
+                assert value == expected[name], (is_recomputed, name, value, expected[name])
+            else:
+                assert torch.equal(value, expected[name]), name
+        assert found["False: after forward, at most"] == (0, 16 * 32 * 2)
+
+
+def test_autocast_keeps_no_copies_of_weights():
+    """Every rank would have all weights in bf16 until the forward ends: 14 GB of 7B parameters."""
+    run_ranks(check_copies, 2)
+
+
+def check_cache_after_an_error() -> None:
+    model = Whole(Hiding(lambda hidden: hidden.no_such_attribute))
+    ours(model, None)
+    with pytest.raises(AttributeError):
+        model(batch(0))
+    assert not torch.is_autocast_cache_enabled()
+    reset_after_error(model.encoder)
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_autocasts_cache_is_on_again_after_an_error():
+    """The script's other models under autocast would cast their weights each time."""
+    run_ranks(check_cache_after_an_error, 2)
