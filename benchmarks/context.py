@@ -5,8 +5,8 @@
 
 Four ranks with one row each at degree 1, and with one row for two, and for all of them. Beside the bytes that autograd
 keeps, the collectives of a step with degree 2, ours and of the same composed by hand: fully_shard for each layer, an
-attention function that exchanges by all-to-all, and labels that are shifted, cut and counted. Exit code 0, or 1 if a
-bar does not hold.
+attention function that exchanges by all-to-all, queries, keys and values together, and labels that are shifted, cut and
+counted. Exit code 0, or 1 if a bar does not hold.
 """
 
 import sys
@@ -131,7 +131,7 @@ def _composed_by_hand(options: LlamaSizes) -> Holder:
     def exchanged(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **more: Any
     ) -> tuple[torch.Tensor, None]:
-        query, key, value = (_AllToAll.apply(each, group, 1, 2) for each in (query, key, value))
+        query, key, value = _AllToAll.apply(torch.stack([query, key, value]), group, 2, 3)
         output, _ = attend(module, query, key, value, None, is_causal=True, **more)
         return _AllToAll.apply(output, group, 1, 2), None
 

@@ -3,9 +3,11 @@
 The parts, and Hugging Face's models, are ``composer_fsdp2/parallel``'s; see [Note: context parallelism] there.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from composer.core import State
@@ -13,7 +15,8 @@ from torch import nn
 
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel, know
-from composer_fsdp2.parallel.context import ContextGroup, find_context, repeated_heads
+from composer_fsdp2.parallel.context import ContextGroup, find_context
+from composer_fsdp2.parallel.padding import note_copies
 
 from .seams import seam
 
@@ -21,15 +24,43 @@ from .seams import seam
 # What a Trainer does with batches and outputs
 
 
-def weigh_microbatch(trainer: Any) -> None:
-    """Note by what the Trainer will multiply the loss of the microbatch that comes next."""
+_COUNTED = "loss_generating"
+
+
+@contextlib.contextmanager
+def weighed_microbatch(trainer: Any) -> Iterator[None]:
+    """Note by what the Trainer multiplies the loss of its microbatch, which the block computes.
+
+    It counts tokens again where we have: on the device, for which the host waits. There it gets our number.
+    """
     if (group := find_context(trainer.state.model)) is None:
+        yield
         return
     spec, batch = trainer._train_data_spec, trainer.state.batch
-    if trainer.accumulate_train_batch_on_tokens:
-        group.weight = float(spec.get_num_tokens_in_batch(batch, token_type="loss_generating"))
-    else:
+    if not trainer.accumulate_train_batch_on_tokens:
         group.weight = float(spec.get_num_samples_in_batch(batch))
+        yield
+        return
+    count = spec.get_num_tokens_in_batch
+    group.weight = weight = count(batch, token_type=_COUNTED)
+
+    def known(other: Any, token_type: str = "total") -> Any:
+        return weight if other is batch and token_type == _COUNTED else count(other, token_type=token_type)
+
+    with mock.patch.object(spec, "get_num_tokens_in_batch", known):
+        yield
+
+
+@seam(
+    "composer.devices.device",
+    "Device.batch_to_device",
+    why="whether padding needs a mask under context parallelism is read of a batch in host memory; read on the device, "
+    "the host would wait there in each microbatch",
+)
+def batch_to_device(original: Callable[..., Any], self: Any, batch: Any) -> Any:
+    moved = original(self, batch)
+    note_copies(batch, moved)
+    return moved
 
 
 _TASKS = ("generate", "icl_task")
@@ -186,9 +217,9 @@ def _exchanged(attend: Callable[..., Any], group: ContextGroup) -> Callable[...,
     def exchanged(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, n_heads: int, kv_n_heads: int, **options: Any
     ) -> Any:
-        query = query.unflatten(2, (n_heads, -1))
-        kv = [repeated_heads(each.unflatten(2, (kv_n_heads, -1)), group.size, 2) for each in (key, value)]
-        query, key, value = (group.to_heads(each, 2, 1) for each in (query, *kv))
+        numbers = (n_heads, kv_n_heads, kv_n_heads)
+        parts = [each.unflatten(2, (n, -1)) for each, n in zip((query, key, value), numbers, strict=True)]
+        query, key, value = group.to_heads(parts, 2, 1)
         for name, dim in (("attn_bias", 1), ("alibi_slopes", 0)):
             each = options.get(name)
             if each is not None and each.shape[dim] == n_heads:

@@ -23,7 +23,7 @@ from composer_fsdp2.training.guard import check_guard
 from composer_fsdp2.training.microbatches import begin_microbatch
 
 from . import auto_microbatch, batches, monitors
-from .context import refuse_tasks, weigh_microbatch
+from .context import refuse_tasks, weighed_microbatch
 from .preflight import name_layers_to_freeze, refuse_copies
 from .seams import seam
 
@@ -153,8 +153,8 @@ def train_microbatch(
     is_final_microbatch: bool,
 ) -> dict[str, torch.Tensor]:
     begin_microbatch(self.state.model, is_last=is_final_microbatch)
-    weigh_microbatch(self)
-    losses: dict[str, torch.Tensor] = original(self, use_grad_scaling, current_batch_size, is_final_microbatch)
+    with weighed_microbatch(self):
+        losses: dict[str, torch.Tensor] = original(self, use_grad_scaling, current_batch_size, is_final_microbatch)
     return losses
 
 

@@ -72,7 +72,7 @@ ROOMS = {
     ),
     "parallel": room(
         "__init__ contents joining batches draws connecting asking idle_experts idle_towers tensor tiled_mlp context "
-        "attention causal_lm qwen_vl sequences split_experts order",
+        "padding attention causal_lm qwen_vl sequences split_experts order",
         rooms="errors config _torch sharding training",
         packages="torch",
     ),

@@ -18,7 +18,8 @@ from torch import nn
 
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel
-from composer_fsdp2.parallel.context import ContextGroup, repeated_heads
+from composer_fsdp2.parallel.context import ContextGroup
+from composer_fsdp2.parallel.padding import Padding, attend_padded, mask_of_rows
 
 NAME = "Hugging Face's causal language models whose attention goes through transformers' interface"
 _OURS = "composer_fsdp2_ulysses"
@@ -197,14 +198,14 @@ def _attend_exchanged(
     """
     exchange = _EXCHANGES[module]
     group = exchange.group
-    key, value = (repeated_heads(each, group.size, 1) for each in (key, value))
-    query, key, value = (group.to_heads(each, 1, 2) for each in (query, key, value))
+    query, key, value = group.to_heads((query, key, value), 1, 2)
     options.pop("position_ids", None)
-    mask = attention_mask
-    if attention_mask is not None and attention_mask.dim() == 4:
-        mask = additive_mask(attention_mask, query.dtype)
     seen = _WithFewerHeads(module, query.shape[1] // key.shape[1])
-    output, _ = exchange.attend(seen, query, key, value, mask, **options)
+
+    def attend(*tensors: torch.Tensor | None) -> torch.Tensor:
+        return exchange.attend(seen, *tensors, **options)[0]
+
+    output = attend_padded(attend, attention_mask, query, key, value, dim=1)
     return group.to_sequence(output, 2, 1), None
 
 
@@ -222,45 +223,11 @@ def _functions() -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Masks
-
-
-def mask_of_rows(given: torch.Tensor | None, name: str, length: int, device: torch.device) -> torch.Tensor | None:
-    """What attention is told of a whole row, in a form that a model hands on as it is; None for nothing but causal.
-
-    Args:
-        given: 1 for each place to attend to, (batch, places), or None for all.
-    Returns:
-        (batch, 1, 1, places), or for flash attention (batch, places). Not floating point, which a unit would cast.
-    """
-    if given is not None and bool((given != 0).all()):
-        given = None
-    if name == "flash_attention_2" or (given is None and name == "sdpa"):
-        return given
-    if given is None:
-        return torch.ones(1, 1, 1, length, dtype=torch.int8, device=device)
-    return (given != 0).to(torch.int8)[:, None, None, :]
-
-
-def additive_mask(places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The causal mask to add to scores, made once for all layers: it stays with what all layers get."""
-    made: dict[torch.dtype, torch.Tensor] = vars(places).setdefault("_additive", {})
-    if dtype not in made:
-        length = places.shape[-1]
-        is_seen = torch.ones(length, length, dtype=torch.bool, device=places.device).tril() & (places != 0)
-        if places.device.type != "cpu":  # kernels return NaN for a place that sees nothing, such as padding on the left
-            is_seen |= ~is_seen.any(-1, keepdim=True)
-        mask = torch.zeros(is_seen.shape, dtype=dtype, device=places.device)
-        made[dtype] = mask.masked_fill_(~is_seen, torch.finfo(dtype).min)
-    return made[dtype]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The model
 
-# What pads a row to a length that the ranks can divide; a causal place sees nothing behind it.
-_FILL = {"input_ids": 0, "inputs_embeds": 0, "attention_mask": 0, "labels": -100}
-_KNOWN_ARGUMENTS = {*_FILL, "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
+# Padded with zeros to a length that the ranks can divide; a causal place sees nothing behind it.
+_OF_PLACES = ("input_ids", "inputs_embeds")
+_KNOWN_ARGUMENTS = {*_OF_PLACES, "attention_mask", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
 _GENERATING = ("past_key_values", "cache_position")
 
 
@@ -299,23 +266,22 @@ def _forward_of_part(model: nn.Module, name: str, group: ContextGroup) -> Callab
 
 def _arguments_of_part(given: dict[str, Any], name: str, group: ContextGroup, dtype: torch.dtype) -> dict[str, Any]:
     rows = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-    padded = {key: group.padded(given[key], 1, fill) for key, fill in _FILL.items() if given.get(key) is not None}
     length = rows.shape[1] + -rows.shape[1] % group.size
-    positions = given.get("position_ids")
+    mask, labels, positions = (given.get(key) for key in ("attention_mask", "labels", "position_ids"))
     if positions is None:
         positions = torch.arange(length, device=rows.device).unsqueeze(0)
-    part = {key: group.part(padded[key]) for key in ("input_ids", "inputs_embeds") if key in padded}
+    part = {key: group.part(group.padded(given[key], 1, 0)) for key in _OF_PLACES if given.get(key) is not None}
     changed = (
         given
         | part
         | {
-            "attention_mask": mask_of_rows(padded.get("attention_mask"), name, length, rows.device),
+            "attention_mask": mask_of_rows(mask, Padding.of(mask, labels), name, length, rows.device),
             "position_ids": group.part(group.padded(positions, positions.dim() - 1, 0), positions.dim() - 1),
             "use_cache": False,
         }
     )
-    if "labels" in padded:
-        labels = group.shifted_labels(given["labels"])
+    if labels is not None:
+        labels = group.shifted_labels(labels)
         changed |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": group.items(labels, dtype)}
     return changed
 

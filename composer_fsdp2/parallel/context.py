@@ -9,7 +9,9 @@ the number of all places that are counted, times the number of ranks. Labels are
 last place of a part is to predict the first of the next one.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +34,13 @@ class ContextGroup:
         size: How many they are.
         index: Which of the parts of a sequence this rank has.
         weight: What the mean of the batch that comes next will be multiplied by before its gradients are averaged over
-            ranks, such as its number of rows; the same on all ranks of the group.
+            ranks, such as its number of rows; the same on all ranks of the group. A tensor is on the batch's device.
     """
 
     group: dist.ProcessGroup
     size: int
     index: int
-    weight: float = 1.0
+    weight: float | torch.Tensor = 1.0
 
     def padded(self, tensor: torch.Tensor, dim: int, fill: float) -> torch.Tensor:
         """``tensor`` with so many more places at the end of ``dim`` that the ranks can divide it evenly."""
@@ -79,16 +81,19 @@ class ContextGroup:
         items = numbers[0] * self.weight / numbers[1]
         return torch.where(items > 0, items, torch.ones_like(items)).to(dtype)
 
-    def to_heads(self, tensor: torch.Tensor, heads: int, sequence: int) -> torch.Tensor:
-        """From all heads of this rank's places to all places of some heads; ``heads`` and ``sequence`` are dims."""
-        return self._exchanged(tensor, heads, sequence)
+    def to_heads(self, tensors: Sequence[torch.Tensor], heads: int, sequence: int) -> tuple[torch.Tensor, ...]:
+        """From all heads of this rank's places to all places of some heads; ``heads`` and ``sequence`` are dims.
+
+        Heads of keys or values that are too few to be divided are repeated: every rank gets those of its query heads,
+        as these are consecutive, too. One exchange for all tensors of a dtype, and one in backward.
+        """
+        repeated = [_repeated_heads(each, self.size, heads) for each in tensors]
+        exchanged: tuple[torch.Tensor, ...] = _Exchange.apply(self, heads, sequence, *repeated)
+        return exchanged
 
     def to_sequence(self, tensor: torch.Tensor, heads: int, sequence: int) -> torch.Tensor:
         """Back, from all places of some heads to all heads of this rank's places."""
-        return self._exchanged(tensor, sequence, heads)
-
-    def _exchanged(self, tensor: torch.Tensor, divided: int, joined: int) -> torch.Tensor:
-        exchanged: torch.Tensor = _Exchange.apply(tensor, self, divided, joined)
+        [exchanged] = _Exchange.apply(self, sequence, heads, tensor)
         return exchanged
 
 
@@ -96,21 +101,41 @@ class _Exchange(torch.autograd.Function):
     """One dimension is divided over the ranks, and the parts of another joined; in backward the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ContextGroup, divided: int, joined: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, group: ContextGroup, divided: int, joined: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.arguments = group, divided, joined
-        return _exchange(tensor, group, divided, joined)
+        return tuple(_exchange(tensors, group, divided, joined))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         group, divided, joined = ctx.arguments
-        return _exchange(gradients[0], group, joined, divided), None, None, None
+        is_needed = ctx.needs_input_grad[3:]
+        back = iter(_exchange([*itertools.compress(gradients, is_needed)], group, joined, divided))
+        return None, None, None, *(next(back) if each else None for each in is_needed)
 
 
-def _exchange(tensor: torch.Tensor, group: ContextGroup, divided: int, joined: int) -> torch.Tensor:
-    sent = torch.stack(tensor.chunk(group.size, divided)).contiguous()  # stack may keep the strides of its parts
-    received = torch.empty_like(sent)
-    launch(dist.all_to_all_single, received, sent, group=group.group)
-    return torch.cat(received.unbind(), joined)
+def _exchange(tensors: Sequence[torch.Tensor], group: ContextGroup, divided: int, joined: int) -> list[torch.Tensor]:
+    """All tensors of a dtype in one all-to-all: what a rank gets of each stands in one row."""
+    parts = [each.unflatten(divided, (group.size, -1)).movedim(divided, 0) for each in tensors]  # (ranks, ...)
+    exchanged = list(parts)
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        numbers = [number for number, part in enumerate(parts) if part.dtype == dtype]
+        sizes = [parts[number][0].numel() for number in numbers]
+        sent = parts[numbers[0]].new_empty(group.size, sum(sizes))
+        for number, row in zip(numbers, sent.split(sizes, 1), strict=True):
+            row.view(parts[number].shape).copy_(parts[number])
+        received = torch.empty_like(sent)
+        launch(dist.all_to_all_single, received, sent, group=group.group)
+        for number, row in zip(numbers, received.split(sizes, 1), strict=True):
+            exchanged[number] = row.view(parts[number].shape).movedim(0, joined).flatten(joined, joined + 1)
+    return exchanged
+
+
+def _repeated_heads(tensor: torch.Tensor, degree: int, dim: int) -> torch.Tensor:
+    """In such a number that the ranks can divide them evenly: of too few heads each one several times."""
+    num_heads = tensor.shape[dim]
+    return tensor.repeat_interleave(math.lcm(num_heads, degree) // num_heads, dim) if num_heads % degree else tensor
 
 
 def context_ranks(world_size: int, degree: int, tensor_degree: int = 1) -> list[list[int]]:
@@ -133,12 +158,3 @@ def make_context_group(degree: int, tensor_degree: int = 1) -> ContextGroup:
 def find_context(model: nn.Module) -> ContextGroup | None:
     """That of a sharded model; None where every rank has whole sequences."""
     return find_kept(model, ContextGroup)
-
-
-def repeated_heads(tensor: torch.Tensor, degree: int, dim: int) -> torch.Tensor:
-    """Key or value heads in such a number that the ranks can divide them evenly: of too few each one several times.
-
-    Every rank then has those of its query heads, as these are consecutive, too.
-    """
-    num_heads = tensor.shape[dim]
-    return tensor.repeat_interleave(math.lcm(num_heads, degree) // num_heads, dim) if num_heads % degree else tensor

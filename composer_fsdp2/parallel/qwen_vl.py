@@ -9,6 +9,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,13 +19,12 @@ from torch.nn import functional as F
 from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel
 from composer_fsdp2.parallel.causal_lm import (
-    additive_mask,
-    mask_of_rows,
     problems_of_losses,
     problems_of_rotations,
     refuse_generation,
 )
-from composer_fsdp2.parallel.context import IGNORED_LABEL, ContextGroup, repeated_heads
+from composer_fsdp2.parallel.context import IGNORED_LABEL, ContextGroup
+from composer_fsdp2.parallel.padding import Padding, attend_padded, mask_of_rows
 
 _CLASS, _FILE = "Qwen2_5_VLForConditionalGeneration", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
 
@@ -67,6 +67,9 @@ def _start(whole: nn.Module, model: Any, attentions: Sequence[Any], group: Conte
 # ---------------------------------------------------------------------------------------------------------------------
 # From whole rows to parts
 
+# Of the batch that the model computes now: its layers see no labels.
+_PADDING: ContextVar[Padding] = ContextVar("padding")
+
 
 def _forward_of_part(model: Any, group: ContextGroup) -> Callable[..., Any]:
     """The model's forward for whole rows; its logits and its loss are those of this rank's part."""
@@ -77,6 +80,7 @@ def _forward_of_part(model: Any, group: ContextGroup) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs).arguments
         _refuse_arguments(given)
         labels = given.pop("labels", None)
+        _PADDING.set(Padding.of(given.get("attention_mask"), labels))
         output = forward(**given | {"use_cache": False, "return_dict": True})
         if labels is None:
             return output
@@ -108,11 +112,10 @@ def _layers_of_part(text: Any, group: ContextGroup) -> Callable[..., Any]:
     @functools.wraps(forward)
     def of_part(*, inputs_embeds: torch.Tensor, position_ids: Any, attention_mask: Any = None, **others: Any) -> Any:
         rows = group.padded(inputs_embeds, 1, 0)
-        mask = None if attention_mask is None else group.padded(attention_mask, 1, 0)
         return forward(
             inputs_embeds=group.part(rows),
             position_ids=group.part(group.padded(position_ids, position_ids.dim() - 1, 0), position_ids.dim() - 1),
-            attention_mask=mask_of_rows(mask, "sdpa", rows.shape[1], rows.device),
+            attention_mask=mask_of_rows(attention_mask, _PADDING.get(), "sdpa", rows.shape[1], rows.device),
             **others,
         )
 
@@ -139,12 +142,16 @@ def _attend(
     )
     rotated = sys.modules[_FILE].apply_multimodal_rotary_pos_emb
     query, key = rotated(query, key, *position_embeddings, module.rope_scaling["mrope_section"])
-    key, value = (repeated_heads(each, group.size, 1) for each in (key, value))
-    query, key, value = (group.to_heads(each, 1, 2) for each in (query, key, value))
-    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-    mask = None if attention_mask is None else additive_mask(attention_mask, query.dtype)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+    query, key, value = group.to_heads((query, key, value), 1, 2)
+    output = attend_padded(_attend_causal, attention_mask, query, key, value, dim=2)
     return module.o_proj(group.to_sequence(output, 1, 2).transpose(1, 2).flatten(2)), None, None
+
+
+def _attend_causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
 
 
 QWEN_VL = KnownModel(

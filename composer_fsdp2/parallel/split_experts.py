@@ -306,7 +306,7 @@ def _forward(
         scores: Of the router; not needed.
         expert_weights, top_experts: [tokens, experts of a token].
 
-    Called on all ranks; three exchanges, two more in backward.
+    Called on all ranks; three exchanges, two more in backward. The host reads the device once.
     """
     experts = layer.get_submodule("mlp")
     weights, group = _local_weights(experts)
@@ -315,9 +315,11 @@ def _forward(
     chosen = top_experts.flatten()  # [tokens * choices]
     order = chosen.argsort(stable=True)
     tokens = order // num_choices
-    route = _Route.agree(torch.bincount(chosen, minlength=num_experts), group)
+    # bincount would have the host wait for its largest number.
+    counts = chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+    route = _Route.agree(counts, group)
     arrived = _Exchange.apply(rows[tokens], route.sent, route.received, group)
-    computed = _compute(experts, weights, arrived, route.counts)
+    computed = _compute(experts, weights, arrived, route)
     back = _Exchange.apply(computed, route.received, route.sent, group)
     weighted = back * expert_weights.flatten()[order].unsqueeze(-1)
     # Not a view: what changes one in place, after a unit, takes the unit's hook from it.
@@ -333,11 +335,13 @@ class _Route:
     Args:
         sent: From this rank to each along the axis.
         received: On this rank from each.
-        counts: [ranks, own experts], of what is received.
+        computed: By each of this rank's experts.
+        counts: [ranks, own experts], of what is received; on the device.
     """
 
     sent: list[int]
     received: list[int]
+    computed: list[int]
     counts: torch.Tensor
 
     @classmethod
@@ -347,21 +351,21 @@ class _Route:
         counts = torch.empty_like(chosen)
         launch(dist.all_to_all_single, counts, chosen, group=group)
         counts = counts.view(num_ranks, -1)
-        sent, received = torch.stack([chosen.view(num_ranks, -1).sum(1), counts.sum(1)]).tolist()
-        return cls(sent, received, counts)
+        numbers = torch.cat([chosen.view(num_ranks, -1).sum(1), counts.sum(1), counts.sum(0)]).tolist()
+        return cls(numbers[:num_ranks], numbers[num_ranks : 2 * num_ranks], numbers[2 * num_ranks :], counts)
 
 
 def _compute(
-    experts: nn.Module, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, counts: torch.Tensor
+    experts: nn.Module, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, route: _Route
 ) -> torch.Tensor:
     """Each row by its own of this rank's experts; rows come by the rank that sent them, and then by expert.
 
     An expert without rows runs on none, so that all ranks' gradients take the same way.
     """
-    num_ranks, num_local = counts.shape
-    numbers = torch.arange(num_local, device=rows.device).repeat(num_ranks).repeat_interleave(counts.flatten())
-    order = numbers.argsort(stable=True)
-    parts = rows[order].split(counts.sum(0).tolist())
+    num_ranks, num_local = route.counts.shape
+    numbers = torch.arange(num_local, device=rows.device).repeat(num_ranks)
+    order = numbers.repeat_interleave(route.counts.flatten(), output_size=len(rows)).argsort(stable=True)
+    parts = rows[order].split(route.computed)
     # It cuts its weights into as many experts as it says it has.
     num_experts = getattr(experts, _NUMBER)
     setattr(experts, _NUMBER, num_local)

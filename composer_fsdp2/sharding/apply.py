@@ -110,7 +110,8 @@ def apply_agreed_plan(
             outer = data_parallel(mesh, unit.mesh)
             materializer.fill(drawn_together.get(unit.name, ()))
             materializer.make_real(unit_modules[unit.name], mesh, outer)
-            split_unit(unit, modules, {module: styles.get(module) for module in unit_modules[unit.name]}, mesh)
+            of_unit = {module: styles.get(module) for module in unit_modules[unit.name]}
+            split_unit(unit, modules, of_unit, mesh, materializer.same_on_all_ranks(of_unit))
             split_experts(unit, modules, mesh)
             sharded[unit.name] = _shard(model, unit, outer, left_alone)
     buffer_dtypes = {unit.name: torch_dtype(unit.mixed_precision.buffer_dtype) for unit in plan.units}

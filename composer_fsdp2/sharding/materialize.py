@@ -138,6 +138,7 @@ class Materializer:
         self.initializers = initializers
         self.left_out = left_out
         self.kept = kept
+        self.drawn: set[nn.Module] = set()
         self.path_of: dict[nn.Module, str] = {}
         for path, module in modules.items():
             self.path_of.setdefault(module, path)
@@ -210,6 +211,10 @@ class Materializer:
             if _owns_meta(module):
                 self._fill(module)
 
+    def same_on_all_ranks(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
+        """Those that ``make_real`` gave equal parameters on every rank: drawn as rank 0 draws, or broadcast."""
+        return set(modules) if self.initialisation.broadcast else self.drawn.intersection(modules)
+
     def _move(self, tensor: torch.Tensor) -> None:
         """The tensor on the device, in the layout that ``fully_shard`` takes.
 
@@ -253,6 +258,8 @@ class Materializer:
             initialize = self._initializer(module)
             assert initialize is not None, "check() ran before"
             initialize()
+            if len(named) == len(own_parameters(module)):  # what was not on the meta device is each rank's own
+                self.drawn.add(module)
         for parameter, name in named.items():
             if isinstance(parameter, DTensor):  # [Note: drawn in full]
                 full: torch.Tensor = getattr(module, name).data

@@ -5,7 +5,7 @@ carried over: whether they are trained (torch 2.7 trains what was frozen), attri
 gets a parameter of its own, without an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,23 +22,25 @@ def split_unit(
     modules: Mapping[str, nn.Module],
     styles: Mapping[nn.Module, ParallelStyle | None],
     mesh: DeviceMesh,
+    same: Collection[nn.Module],
 ) -> None:
-    """Carry out the styles of a unit's modules; their values are full, and alike on the ranks that split them.
+    """Carry out the styles of a unit's modules, whose values are full.
 
     Args:
         unit: As planned.
         modules: Those of the whole model, by every path.
         styles: Of the modules that the unit holds.
         mesh: All axes.
+        same: Those of the modules whose values are known to be equal on all ranks that split them.
 
-    Called on all ranks; rank 0 of each group along the tensor axis sends the others their parts.
+    Called on all ranks; rank 0 of each group along the tensor axis sends the others their parts of all but ``same``.
     """
     along = tensor_parallel(mesh, unit.mesh)
     if along is None:
         return
     for module, style in styles.items():
         if style is not None:
-            split_module(module, style, along)
+            split_module(module, style, along, source=None if module in same else 0)
     for spec in unit.parameters:
         if len(spec.names) > 1 and spec.tensor_placement is not None:
             tie_again(modules, spec.names)
@@ -67,10 +69,14 @@ def split_experts(unit: ShardUnit, modules: Mapping[str, nn.Module], mesh: Devic
             setattr(modules[path], name, new)
 
 
-def split_module(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
-    """Carry out one style, and keep what was noted on the parameters ([Note: split parameters])."""
+def split_module(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh, *, source: int | None = 0) -> None:
+    """Carry out one style, and keep what was noted on the parameters ([Note: split parameters]).
+
+    Args:
+        source: The rank along ``mesh`` that sends the values; None where every rank has them.
+    """
     before = own_parameters(module)
-    parallelize_module(module, mesh, style)
+    parallelize_module(module, mesh, style, src_data_rank=source)
     for name, old in before:
         new: nn.Parameter = getattr(module, name)
         if new is not old:

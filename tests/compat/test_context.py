@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,14 +12,30 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.cases import for_each
-from support.context_runs import KINDS, Run, Trained, build, train
+from support.context_runs import (
+    KINDS,
+    LENGTH,
+    POLICY,
+    VOCABULARY,
+    Run,
+    Trained,
+    build,
+    softmax_in_float64,
+    train,
+)
 from support.oracle import FSDP2
 from support.ranks import run_ranks
+from support.synchronisations import Synchronisations
 from support.trainers import largest_difference
+from support.training import FULL, assert_gradients
 from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import ShardingConfig, UnsupportedError, plan_sharding, prepare_fully_shard
+from composer_fsdp2._torch.passing import tensors_in
 
 pytestmark = pytest.mark.composer
 
@@ -74,6 +92,112 @@ def test_a_run_that_divides_sequences_is_that_of_one_process(kinds: tuple[str, .
     """Wrong positions, weights or labels would train another model, with losses that look right."""
     [alone] = run_ranks(check_alone, 1, kinds)
     run_ranks(check_runs, 4, alone, str(tmp_path))
+
+
+# --- padding
+
+
+class LargestTensor(TorchDispatchMode):
+    """The largest number of elements that an operator returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.num_elements = max([self.num_elements, *(each.numel() for each in tensors_in(result))])
+        return result
+
+
+def padded_batch(padding: str, length: int) -> dict[str, torch.Tensor]:
+    """One of two rows is padded."""
+    tokens = torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(2))
+    mask, labels = torch.ones_like(tokens), tokens.clone()
+    place = {"right": slice(length - 3, None), "left": slice(3), "between": slice(3, 6)}[padding.split(", ")[0]]
+    mask[1, place] = 0
+    if "counted" not in padding:
+        labels[:, 1:][mask[:, :-1] == 0] = labels[mask == 0] = -100  # what padding would predict; padding itself
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def check_padding(attention: str, padding: str) -> None:
+    def loss_of(model: Any, length: int = LENGTH) -> torch.Tensor:
+        with mock.patch.object(F, "softmax", softmax_in_float64):
+            loss = model(padded_batch(padding, length))["loss"]
+            loss.backward()
+        return loss.detach()
+
+    torch.set_default_dtype(torch.float64)
+    model = build("qwen2")
+    model.model.config._attn_implementation = attention
+    reference = copy.deepcopy(model)
+    config = FULL | POLICY | {"context_parallel_degree": 2, "activation_checkpointing": True}
+    prepare_fully_shard(model, None, config, device="cpu")
+    total, expected = loss_of(model), loss_of(reference)
+    dist.all_reduce(total)
+    torch.testing.assert_close(total / 2, expected, rtol=0, atol=1e-12)
+    assert_gradients(model, reference)
+    with Synchronisations() as waits:
+        loss_of(model)
+    assert len(waits.of_packages("composer_fsdp2")) == 1, waits.of_packages("composer_fsdp2")
+    if attention == "sdpa":
+        with LargestTensor() as largest:
+            loss_of(model, length=512)
+        assert (largest.num_elements >= 512**2) == ("counted" in padding), largest.num_elements
+
+
+def check_paddings() -> None:
+    paddings = [f"{place}{counted}" for place in ("right", "left", "between") for counted in ("", ", counted")]
+    cases = {f"{attention}, {padding}": (attention, padding) for attention in ("sdpa", "eager") for padding in paddings}
+    for_each(check_padding, cases)
+
+
+def test_padding_needs_no_mask():
+    """One padded token in a batch of long rows took 32 GiB and more for a mask, and flash attention away; and without
+    it tokens must have the outputs and gradients that they have in one process."""
+    run_ranks(check_paddings, 2)
+
+
+def test_padding_is_read_in_host_memory():
+    """The host would wait for the device in each microbatch. A meta device, which cannot be read, stands for a GPU."""
+    from composer.devices import DeviceCPU
+
+    from composer_fsdp2.parallel.padding import Padding
+
+    class Meta(DeviceCPU):
+        def tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to("meta")
+
+    for padding, expected in (
+        ("right", Padding(is_right=True, counts=False)),
+        ("left, counted", Padding(is_right=False, counts=True)),
+    ):
+        with FSDP2():
+            moved = Meta().batch_to_device(padded_batch(padding, 8))
+        assert Padding.of(moved["attention_mask"], moved["labels"]) == expected
+        moved["labels"].fill_(1)
+        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):  # no longer what was copied
+            Padding.of(moved["attention_mask"], moved["labels"])
+
+
+# --- tokens
+
+
+def check_counts(degree: int) -> int:
+    """How often tokens are counted in a batch."""
+    from support import context_runs
+
+    count = mock.Mock(side_effect=context_runs._num_tokens)
+    with mock.patch.object(context_runs, "_num_tokens", count), FSDP2() if degree else contextlib.nullcontext():
+        train(Run(kind="qwen2", degree=degree, batches=1, by_tokens=True))
+    return count.call_count
+
+
+def test_tokens_are_counted_no_more_often():
+    """Each count reads the device, and a microbatch had one more."""
+    [alone] = run_ranks(check_counts, 1, 0)
+    assert run_ranks(check_counts, 2, 2) == [alone, alone]
 
 
 # --- what is refused

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.ranks import run_ranks
-from support.reader import Holder, batch, build, layer_plan
+from support.reader import HEAD, Holder, batch, build, layer_plan
 from support.training import FULL
 from torch.nn import functional as F
 
@@ -25,6 +25,7 @@ from composer_fsdp2 import (
     plan_sharding,
     prepare_fully_shard,
 )
+from composer_fsdp2._torch.counting import Collectives
 from composer_fsdp2.parallel.context import context_ranks, find_context
 
 
@@ -112,8 +113,10 @@ def check_exchange() -> None:
     assert group is not None
     whole = torch.arange(2 * 8 * 4 * 3, dtype=torch.float64).view(2, 8, 4, 3)  # batch, places, heads, features
     part = group.part(whole).clone().requires_grad_()
-    heads = group.to_heads(part, 2, 1)
+    few = part[:, :, :2].float()  # fewer heads than ranks, in another dtype
+    heads, of_few = group.to_heads((part, few), 2, 1)
     assert torch.equal(heads, group.part(whole, 2))
+    assert torch.equal(of_few, whole[:, :, group.index // 2, None].float())
     assert torch.equal(group.to_sequence(heads, 2, 1), part)
     (heads * (1 + group.index)).sum().backward()
     assert part.grad is not None
@@ -134,6 +137,47 @@ def _sharded() -> Holder:
 
 def test_heads_are_exchanged_for_places_and_back():
     run_ranks(check_exchange, 4)
+
+
+def freeze_first(model: Holder) -> None:
+    """The first layer's keys and values need no gradients."""
+    for frozen in (model.model.embedding, model.model.places, model.model.layers[0]):
+        frozen.requires_grad_(False)
+    model.model.layers[0].attention.query.requires_grad_(True)
+
+
+def check_exchanges() -> None:
+    def exchanged(num_kv_heads: int, degree: int, num_sent: int, freezes: bool) -> None:
+        """``num_sent``: in how many heads keys and values travel."""
+        model = build(num_kv_heads=num_kv_heads)
+        if freezes:
+            freeze_first(model)
+        prepare_fully_shard(model, None, FULL | {"context_parallel_degree": degree}, device="cpu")
+        tokens, labels = batch(2, 16)
+        with Collectives() as sent:
+            model.model(tokens, labels).backward()
+        of_head = 2 * (16 // degree) * HEAD * 8  # bytes of a rank's places
+        there, back = 4 + 2 * num_sent, 4
+        of_gradients = there + back - (2 * num_sent if freezes else 0)  # in the first layer
+        expected = {"calls": 8, "bytes": (3 * (there + back) + of_gradients) * of_head}
+        assert sent.counts["alltoall_base_"] == expected, (sent.counts, expected)
+
+    for_each(
+        exchanged,
+        {
+            "as many heads of keys and values": (4, 2, 4, False),
+            "fewer": (2, 2, 2, False),
+            "one of two ranks": (1, 2, 2, False),
+            "one of four ranks": (1, 4, 4, False),
+            "without gradients of some": (2, 2, 2, True),
+        },
+    )
+
+
+def test_queries_keys_and_values_travel_together():
+    """Each exchange waits for the slowest rank: two in a layer's forward and two in its backward, where there were four
+    of each; with no byte more."""
+    run_ranks(check_exchanges, 4)
 
 
 # --- the plan

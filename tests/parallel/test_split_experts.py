@@ -17,6 +17,7 @@ from support.comparing import full_parameters
 from support.experts import NUM_EXPERTS, MoELanguage
 from support.language import VOCABULARY, WIDTH, batch, loss_of
 from support.ranks import run_ranks
+from support.synchronisations import Synchronisations
 from support.training import FULL, HSDP_2X2, adamw, sgd
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -180,6 +181,26 @@ def test_training_is_that_of_one_process():
     """Whoever splits experts trains the model of one process, with another batch on every rank: no gradient is that of
     some ranks' tokens alone, or too large by the number of ranks."""
     run_ranks(check_all_trainings, 4)
+
+
+# --- the host waits
+
+
+def check_waits() -> None:
+    """The recomputed forward of a checkpointed layer is one more."""
+    for config, num_forwards in ({}, 1), ({"activation_checkpointing": True}, 2):
+        model = build()
+        prepare_fully_shard(model, None, FULL | config | {"expert_parallel_degree": 2}, device="cpu")
+        loss_of(model, batch(0, 2)).backward()  # in the first step roots are found
+        with Synchronisations() as found:
+            loss_of(model, batch(1, 2)).backward()
+        ours = found.of_packages("composer_fsdp2")
+        assert len(ours) == num_forwards * len(model.model.layers), ours
+
+
+def test_a_layer_waits_for_its_device_once():
+    """A GPU would stand still in each layer, once for each number that the host reads of how tokens were routed."""
+    run_ranks(check_waits, 2)
 
 
 # --- in bf16

@@ -25,6 +25,7 @@ from composer_fsdp2 import (
     clip_grad_norm_,
     prepare_fully_shard,
 )
+from composer_fsdp2._torch.counting import Collectives
 from composer_fsdp2.training.clipping import norm_of_gradients
 
 TENSOR = 2
@@ -264,6 +265,46 @@ def check_initialisations() -> None:
 def test_split_weights_start_with_the_values_of_an_unsplit_model():
     """From the meta device each of the ranks that split a weight would draw the same numbers for its own part."""
     run_ranks(check_initialisations, 4)
+
+
+def sends_of_preparing(start: str, *, splits: bool) -> dict[str, int]:
+    """The bytes of each collective that sends values."""
+    model = drawn("meta" if start == "meta" or (start == "mixed" and dist.get_rank()) else "cpu")
+    config = FULL | {"sync_module_states": start != "meta"}
+    split = tensor_parallel(drawn_plan()) if splits else None
+    with Collectives() as sent:
+        prepare_fully_shard(model, None, config, device="cpu", tensor_parallel=split)
+    return {name: each["bytes"] for name, each in sent.counts.items() if name in ("broadcast_", "scatter_")}
+
+
+def check_sends() -> None:
+    def compare(start: str) -> None:
+        unsplit, split = (sends_of_preparing(start, splits=splits) for splits in (False, True))
+        assert split == unsplit, (split, unsplit)
+
+    for_each(compare, {start: (start,) for start in ("meta", "mixed", "alike")})
+
+
+def test_what_every_rank_has_is_not_sent():
+    """At the start of a large run rank 0 of each group would send every split weight, one after the other, to ranks
+    that drew or received it a moment before."""
+    run_ranks(check_sends, 4)
+
+
+def check_own_values() -> None:
+    """Without sync_module_states: each rank was seeded with a number of its own."""
+    model = drawn("cpu", seed=dist.get_rank())
+    config = FULL | {"sync_module_states": False}
+    prepare_fully_shard(model, None, config, device="cpu", tensor_parallel=tensor_parallel(drawn_plan()))
+    bias = model.model.layers[1].bias.to_local()  # RowwiseParallel: not split
+    biases = [torch.empty_like(bias) for _ in range(dist.get_world_size())]
+    dist.all_gather(biases, bias)
+    assert torch.equal(biases[0], biases[1]) and torch.equal(biases[2], biases[3]), biases
+
+
+def test_ranks_that_split_a_layer_start_with_one_ranks_values():
+    """Parts of different weights would be added up: no rank's model, and none that one process could train."""
+    run_ranks(check_own_values, 4)
 
 
 # --- gradients and full parameters

@@ -62,7 +62,7 @@ def train(run: Run) -> Trained:
         "mixed_precision": "FULL",
         "activation_checkpointing": True,
         "activation_checkpointing_reentrant": False,
-        **(_POLICY if run.kind == "qwen2" else {}),  # the others have hooks
+        **(POLICY if run.kind == "qwen2" else {}),  # the others have hooks
     }
     rows = _rows(ROWS)
     trainer = Trainer(
@@ -100,7 +100,7 @@ def train(run: Run) -> Trained:
     return trained
 
 
-_POLICY = {"wrap_policy": {"transformer_layer_cls_to_wrap": "auto"}, "activation_checkpointing_policy": "auto"}
+POLICY = {"wrap_policy": {"transformer_layer_cls_to_wrap": "auto"}, "activation_checkpointing_policy": "auto"}
 METRICS = ["LanguageCrossEntropy", "LanguagePerplexity", "TokenAccuracy"]
 KINDS = ("llama", "qwen2", "mpt", "mpt-alibi", "mpt-rope", "mpt-gqa")
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional as F
 
 from composer_fsdp2.parallel.attention import AttentionFacts, KnownModel, know
-from composer_fsdp2.parallel.context import ContextGroup, repeated_heads
+from composer_fsdp2.parallel.context import ContextGroup
 
 VOCABULARY, WIDTH, HEAD = 20, 16, 4
 
@@ -109,9 +109,7 @@ def forward_of_part(model: Reader, group: ContextGroup, tokens: torch.Tensor, la
 
 
 def attend_exchanged(group: ContextGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    key, value = (repeated_heads(each, group.size, 2) for each in (key, value))
-    exchanged = [group.to_heads(each, 2, 1) for each in (query, key, value)]
-    return group.to_sequence(attend(*exchanged), 2, 1)
+    return group.to_sequence(attend(*group.to_heads((query, key, value), 2, 1)), 2, 1)
 
 
 know(

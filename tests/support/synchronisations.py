@@ -4,7 +4,8 @@ On the CPU no tensor crosses from one device to another, so a stand-in is needed
 lies on the device; what is made without a device lies on the host, and so does what Python's numbers are made into.
 Two things wait then (``torch.cuda.set_sync_debug_mode`` finds the same, where there is a GPU):
 
-- a value of a tensor is read: ``item``, ``tolist``, ``bool``, ``cpu``, ``nonzero``
+- a value of a tensor is read: ``item``, ``tolist``, ``bool``, ``cpu``; or the size of a result is one, as of
+  ``nonzero``, ``bincount``, ``unique``, an index of booleans, ``repeat_interleave`` without ``output_size``
 - a tensor that lies on the host goes to the device: ``to``, ``copy_``, ``torch.tensor(numbers, device=...)``
 
 A tensor that was made on the host may be read there, which this does not know of: compare with a run that does the
@@ -31,7 +32,12 @@ _MAKING = (*_FROM_NUMBERS, torch.zeros, torch.ones, torch.full, torch.empty, tor
 # These read the CPU's memory without an operator that the dispatcher would see.
 _READING = (torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy)
 _MOVING = (torch.Tensor.to, torch.Tensor.cuda)
-_READING_OPERATORS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+_aten = torch.ops.aten
+_READING_OPERATORS = (
+    *(_aten._local_scalar_dense, _aten.equal, _aten.nonzero, _aten.bincount, _aten.masked_select),
+    *(_aten._unique, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive),
+)
+_INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +143,15 @@ class _Operators(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # Its own dispatch comes first, so that what that calls is seen here.
-        if func in _READING_OPERATORS:
+        if _reads(func, args, kwargs or {}):
             self._note("read")
         return func(*args, **(kwargs or {}))
+
+
+def _reads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    operator = func.overloadpacket
+    if operator is _aten.repeat_interleave:  # of a tensor of numbers: others are made of it
+        return kwargs.get("output_size") is None
+    if operator in _INDEXING:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return operator in _READING_OPERATORS
