@@ -86,7 +86,8 @@ _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("torch.distributed.tensor", "DTensor"): ("_local_tensor", "_spec"),
     ("torch.amp.grad_scaler", "GradScaler"): ("_unscale_grads_",),
     ("torch.optim", "Optimizer"): ("_optimizer_load_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
-    ("torch.nn", "Module"): ("_buffers", "_parameters"),
+    ("torch.nn", "Module"): ("_buffers", "_load_from_state_dict", "_load_state_dict_post_hooks",
+        "_load_state_dict_pre_hooks", "_metadata", "_parameters"),
     ("torch", "ScriptObject"): ("_type",),
 }
 # fmt: on

@@ -3,7 +3,8 @@
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -109,6 +110,42 @@ def has_custom_load_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     set_state = getattr(cls.__setstate__, "__module__", "")
     hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
     return is_overridden or not set_state.startswith("torch.") or any(hooks)
+
+
+def custom_loading(model: nn.Module) -> dict[str, str]:
+    """What ``model.load_state_dict`` runs beside torch's own code: by the module's path, the functions."""
+    found = {path: list(_loading_code(module)) for path, module in model.named_modules()}
+    own = vars(model).get("load_state_dict", type(model).load_state_dict)
+    if getattr(own, "__func__", own) is not nn.Module.load_state_dict:  # of the root alone: torch calls no child's
+        found[""].insert(0, own)
+    return {
+        path: ", ".join(getattr(code, "__qualname__", type(code).__qualname__) for code in codes)
+        for path, codes in found.items()
+        if codes
+    }
+
+
+def _loading_code(module: nn.Module) -> Iterator[Any]:
+    """The functions of a module that are not torch's."""
+    pre_hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
+    for code in (module._load_from_state_dict, *pre_hooks, *module._load_state_dict_post_hooks.values()):
+        function = getattr(code, "func", code)  # a partial's
+        # Sharding and checkpoint wrappers hook in too, and BatchNorm reads files of torch 0.4.
+        if not getattr(function, "__module__", "").startswith(("torch.nn.modules.", "torch.distributed.")):
+            yield function
+
+
+def versions_in(state: Mapping[str, Any]) -> Any:
+    """The modules' versions that a state dict carries, which their loading code looks at; None for a plain dict."""
+    return getattr(state, "_metadata", None)
+
+
+def state_dict_of(entries: Mapping[str, Any], versions: Any) -> OrderedDict[str, Any]:
+    """Entries as ``state_dict()`` returns them."""
+    state = OrderedDict(entries)
+    if versions is not None:
+        state._metadata = versions  # type: ignore[attr-defined]
+    return state
 
 
 def keep_class_name(module: nn.Module) -> None:

@@ -43,6 +43,7 @@ class ModelMatching:
         rename: From a name in the file to the model's.
         renamed: What that changes, where the names differ by more than wrappers' prefixes.
         kept: What the model keeps of its own, in words.
+        others: Entries that a hook on ``state_dict`` added, for the modules' own loading code.
     Raises:
         CheckpointError: the checkpoint has no weights, is damaged, or holds flat parameters of another model.
     """
@@ -53,11 +54,13 @@ class ModelMatching:
         self.inventory = unflattened(inventory, model)
         if not self.inventory.model and not ignored:
             raise CheckpointError(f"{inventory.path}: holds no model weights")
+        self.model = model
         self.target = model_target(model)
         self.rename = _renaming(map(canonical, self.inventory.model), frozenset(self.target.names()))
         self.ignored = frozenset(self.rename(str(path[2])) for path in ignored if path[:2] == MODEL)
         self.tensors: list[PlannedTensor] = []
         self.extra: dict[str, tuple[nn.Module, TensorRecord | ObjectRecord]] = {}
+        self.others: dict[str, TensorRecord | ObjectRecord] = {}
         self.renamed: dict[str, str] = {}
         self.kept: list[str] = []
         self.differences: list[Difference] = []
@@ -91,6 +94,18 @@ class ModelMatching:
                 self.extra[name] = (module, self.file[name])
             else:
                 self._differ(DifferenceKind.MISSING, name, "nothing", "extra state")
+        for name in (name for name in self.file if name in self.target.others):
+            used.add(name)
+            if self.target.is_loadable(name):
+                self.others[name] = self.file[name]
+            else:
+                self._differ(
+                    DifferenceKind.SURPLUS,
+                    name,
+                    "an entry",
+                    "a parameter, a buffer or extra state: a state_dict hook or override added it, and no loading hook "
+                    "or override of a module takes it",
+                )
         for name in self.file:
             if name not in used:
                 self._differ(DifferenceKind.SURPLUS, name, "an entry", "nothing of that name in this model")

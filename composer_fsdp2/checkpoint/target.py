@@ -1,7 +1,7 @@
 """What a model wants from a checkpoint: its tensors under all of their names, and this rank's part of each."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2._torch.private_names import local_box
+from composer_fsdp2._torch.parts import local_tensor
+from composer_fsdp2._torch.private_names import custom_loading, local_box, versions_in
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.sharding.placements import laid_out_as, replicating_axes
@@ -88,44 +89,70 @@ class ModelTarget:
     Args:
         tensors: Parameters and persistent buffers.
         extra: Names of extra state, and the modules that take it (``set_extra_state``).
+        others: Names of entries that a hook on ``state_dict`` added. ``load_state_dict`` itself takes none of them.
         parameters: By every canonical name.
+        custom_loading: What ``load_state_dict`` runs beside torch's own code, by the module's canonical path.
+        keys: The state dict's own keys, by canonical name.
+        versions: Of the modules, as the state dict has them.
     """
 
     tensors: tuple[TensorTarget, ...]
     extra: dict[str, nn.Module]
+    others: frozenset[str]
     parameters: dict[str, nn.Parameter]
+    custom_loading: dict[str, str]
+    keys: dict[str, str]
+    versions: Any
+
+    def is_loadable(self, name: str) -> bool:
+        """Whether code of the user's may take an entry of ``others``: a module's own, or that of one around it."""
+        return any(not path or name.startswith(f"{path}.") for path in self.custom_loading)
 
     def names(self) -> Iterable[str]:
         for tensor in self.tensors:
             yield from tensor.names
         yield from self.extra
+        yield from self.others
 
 
 def model_target(model: nn.Module) -> ModelTarget:
     """Read what ``model`` would save, which is what it can load; call ``reshard`` before. Does not communicate."""
     state: dict[str, Any] = model.state_dict()
     tied = {canonical(name): tuple(map(canonical, names)) for names in tie_groups(model) for name in names}
-    by_name: dict[str, torch.Tensor] = {}
-    extra: dict[str, nn.Module] = {}
     modules = {
         canonical(f"{path}." if path else ""): module for path, module in model.named_modules(remove_duplicate=False)
     }
-    for key, value in state.items():
-        name = canonical(key)
-        if name.rpartition(".")[2] == _EXTRA_STATE:
-            extra[name] = modules[name.removesuffix(_EXTRA_STATE)]
-        elif isinstance(value, torch.Tensor):
-            by_name[name] = value
-    groups: dict[tuple[str, ...], torch.Tensor] = {}
-    for name, value in by_name.items():
-        names = tuple(alias for alias in tied.get(name, (name,)) if alias in by_name)
-        groups.setdefault(names, value)
     parameters = {canonical(name): value for name, value in model.named_parameters(remove_duplicate=False)}
     live = {canonical(name): value for name, value in model.named_buffers(remove_duplicate=False)} | parameters
+    values = {canonical(key): value for key, value in state.items()}
+    extra = {
+        name: modules[name.removesuffix(_EXTRA_STATE)] for name in values if name.rpartition(".")[2] == _EXTRA_STATE
+    }
+    others = frozenset(values.keys() - live.keys() - extra.keys())
+    renamed = _renamed({name: values[name] for name in others}, live) if others else {}
+    live |= renamed
+    groups: dict[tuple[str, ...], torch.Tensor] = {}
+    for name, value in values.items():
+        if name in live:
+            names = tuple(alias for alias in tied.get(name, (name,)) if alias in values)
+            groups.setdefault(names, value)
     return ModelTarget(
-        tensors=tuple(
-            TensorTarget(names=names, value=value, live=live.get(names[0], value)) for names, value in groups.items()
-        ),
+        tensors=tuple(TensorTarget(names=names, value=value, live=live[names[0]]) for names, value in groups.items()),
         extra=extra,
+        others=others - renamed.keys(),
         parameters=parameters,
+        custom_loading={canonical(f"{path}.").removesuffix("."): code for path, code in custom_loading(model).items()},
+        keys={canonical(key): key for key in state},
+        versions=versions_in(state),
     )
+
+
+def _renamed(others: Mapping[str, Any], live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The model's tensors that a hook on ``state_dict`` shows under other names."""
+
+    def memory(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+        return local_tensor(tensor).data_ptr(), tensor.shape
+
+    places = {memory(tensor): tensor for tensor in live.values() if not tensor.is_meta and tensor.numel()}
+    tensors = {name: value for name, value in others.items() if isinstance(value, torch.Tensor) and not value.is_meta}
+    return {name: places[memory(value)] for name, value in tensors.items() if memory(value) in places}

@@ -379,18 +379,21 @@ def check_frozen(folder: str) -> None:
     report = load_checkpoint(path, ours, own)
     assert (report.left_out, report.kept) == ((), ()), str(report)
     assert_same(contents(ours, own), contents(model, optimizer), "frozen", in_bits=True)
-    # Thawed since: these have no state in the file.
+    # Thawed since: the file's groups have them, without state, as parameters that never had a gradient.
     ours, own = untrained(config={})
-    refused("thawed", path, ours, own, [r"the state of decoder\.blocks\.0\.fc_in\.weight.*freeze it here, too"])
-    report = load_checkpoint(path, ours, own, strict=False)
+    step(ours, own, 2)  # their state goes, as in torch.optim's own load_state_dict
+    report = load_checkpoint(path, ours, own)
     assert sum("the state of decoder.blocks" in kept for kept in report.kept) == 8, str(report)
+    assert_same(contents(ours, own), contents(model, optimizer), "thawed", in_bits=True)
+    ours, own = untrained(config={})
+    load_checkpoint(path, ours, own)
     step(ours, own, 2)
     counts = [own.state[parameter]["step"].item() for parameter in ours.decoder.blocks.parameters()]
     assert set(counts) == {1.0} and own.state[ours.decoder.head.weight]["step"].item() == 3.0
 
 
 def test_frozen_parameters_need_no_state(tmp_path: Path):
-    """A frozen layer was never stepped; that is no damage, and one that was thawed since is named."""
+    """A frozen layer was never stepped; that is no damage, and one that was thawed since begins with new state."""
     run_ranks(check_frozen, 2, str(tmp_path))
 
 
@@ -820,6 +823,127 @@ def check_refusing_module(folder: str) -> None:
 def test_a_module_that_refuses_its_extra_state(tmp_path: Path):
     """The model's own code can fail; weights, and the extra state of other modules and ranks, are as before."""
     run_ranks(check_refusing_module, 2, str(tmp_path))
+
+
+class Scaled(nn.Module):
+    """Stores a weight divided by a scale of its own, with the scale beside it, as quantized layers do."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((5, 4), 7.0))  # 5 rows: ranks differ
+        self.scale, self.seen = 1.0, seen
+        self.register_state_dict_post_hook(_divide)
+        self.register_load_state_dict_pre_hook(_multiply)
+        self.register_load_state_dict_post_hook(lambda module, keys: seen.append("post-hook"))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.seen.append("_load_from_state_dict")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _divide(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"] / module.scale
+    state[f"{prefix}weight.scale"] = torch.tensor(module.scale)
+    state[f"{prefix}weight.kind"] = "scaled"
+
+
+def _multiply(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    assert state.pop(f"{prefix}weight.kind") == "scaled"
+    module.scale = float(state.pop(f"{prefix}weight.scale"))
+    state[f"{prefix}weight"] = state[f"{prefix}weight"] * module.scale
+
+
+class WithLoadingCode(nn.Module):
+    """``load_state_dict`` runs code of every kind here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.layer = nn.Linear(4, 4)
+        self.scaled = Scaled(self.seen)
+        self.register_buffer("table", torch.zeros(3))
+        self.child = Counting()
+        self.refuses = False
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.seen.append("load_state_dict")
+        result = super().load_state_dict(state_dict, strict, assign)
+        if self.refuses and dist.get_rank() == 1:
+            raise RuntimeError("not this one")
+        return result
+
+
+class WithEntry(nn.Module):
+    """A hook adds an entry that nothing loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(self.entries(prefix)))
+
+    def entries(self, prefix: str) -> dict[str, Any]:
+        return {f"{prefix}norm": self.layer.weight.detach().norm(), f"{prefix}kind": "linear"}
+
+
+def check_loading_code(folder: str) -> None:
+    torch.manual_seed(0)
+    model = WithLoadingCode()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), model.table):
+            tensor.normal_()
+    model.scaled.scale, model.child.amax = 4.0, torch.arange(4.0)
+    state = composer_state(model)
+    monolithic, directory = saved(state, f"{folder}/a.pt"), f"{folder}/directory"
+    save_directory(state, checkpoint_id=directory)
+    stock = WithLoadingCode()
+    stock.load_state_dict(torch.load(monolithic)["state"]["model"])
+    assert torch.equal(stock.scaled.weight, model.scaled.weight)
+
+    def prepared_model(configuration: str) -> WithLoadingCode:
+        ours = WithLoadingCode()
+        if configuration != "whole":
+            prepare_fully_shard(ours, None, CONFIGURATIONS[configuration], precision="fp32")
+        return ours
+
+    def check(path: str | Path, configuration: str) -> None:
+        ours = prepared_model(configuration)
+        load_checkpoint(path, ours)
+        assert_same(full_contents(ours), full_contents(stock), f"{path}, {configuration}", in_bits=True)
+        assert (ours.scaled.scale, ours.seen) == (4.0, stock.seen)
+        assert torch.equal(ours.child.amax, model.child.amax)
+        ours.refuses = True
+        with torch.no_grad():
+            for tensor in (*ours.parameters(), *ours.buffers()):
+                tensor.fill_(3)
+        refused("refuses", path, ours, None, [r"RuntimeError: not this one; nothing was changed|rank 1"])
+
+    cases = itertools.product((monolithic, directory), CONFIGURATIONS)
+    with mock.patch("composer_fsdp2.checkpoint.load.exchange._SMALL_BYTES", 0):  # so that replicas share what they read
+        for_each(check, {f"{case}": case for case in cases})
+    left = composer_state(model)
+    left["state"]["model"]["scaled.more"] = torch.ones(1)
+    ours = prepared_model("sharded")
+    refused("more", saved(left, f"{folder}/more.pt"), ours, None, [r"scaled\.more", r"scaled \(.*_multiply", "load_st"])
+    assert ours.seen == []
+
+    path = saved(composer_state(WithEntry()), f"{folder}/entry.pt")
+    for is_sharded in (True, False):
+        other = WithEntry()
+        if is_sharded:
+            fully_shard(other)
+        refused("entry", path, other, None, [r"surplus: layer\.norm: .*no loading hook", r"surplus: layer\.kind"])
+        report = load_checkpoint(path, other, strict=False)
+        assert set(report.left_out) == {"layer.norm", "layer.kind"}, str(report)
+
+
+def full_contents(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(value.detach()).clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+
+
+def test_modules_with_loading_code_of_their_own(tmp_path: Path):
+    """A quantized layer that stores its scale beside its weight trained on with the weight divided and the scale lost:
+    its hooks never ran, and its entry was copied to a temporary. They run, on shards, or the entry is named."""
+    run_ranks(check_loading_code, 2, str(tmp_path))
 
 
 class Subclass(torch.optim.AdamW):

@@ -159,7 +159,7 @@ def load_inventory(
 
     plan = together(decide, lambda made: made.fingerprint)
     one_reader = one_reader_per_node and dist.is_initialized()
-    staging = Staging(plan, one_reader_per_node=one_reader)
+    staging = Staging(plan, strict=strict, one_reader_per_node=one_reader)
     bring(staging.files())
     with Reader() as reader:
         unchecked_bytes = _read_and_check(staging, reader, one_reader_per_node=one_reader)

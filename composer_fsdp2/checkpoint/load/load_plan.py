@@ -2,6 +2,7 @@
 
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from composer_fsdp2.checkpoint.inventory import (
 from composer_fsdp2.checkpoint.load.optimizer_state import OptimizerPlan, plan_optimizer
 from composer_fsdp2.checkpoint.matching import ModelMatching, PlannedTensor, explained
 from composer_fsdp2.checkpoint.trees import EntryPath
+from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 
 
@@ -27,6 +29,7 @@ class LoadPlan:
 
     Args:
         extra: Extra state by its name: the module that takes it, and the entry.
+        custom: Where ``model.load_state_dict`` runs more than torch's own code; it is called then.
         renamed: From the file's names to the model's, where they differ by more than wrappers' prefixes.
         left_out: Entries of the file that nothing takes, in words.
         kept: What the model or optimizer keeps of its own, in words.
@@ -37,6 +40,7 @@ class LoadPlan:
     inventory: CheckpointInventory
     tensors: tuple[PlannedTensor, ...]
     extra: dict[str, tuple[nn.Module, TensorRecord | ObjectRecord]]
+    custom: "CustomLoading | None"
     optimizer: OptimizerPlan | None
     renamed: dict[str, str]
     left_out: tuple[str, ...]
@@ -58,7 +62,8 @@ class LoadPlan:
         if not refused:
             return
         can_relax = not any(d.kind.is_fatal for d in refused)
-        hint = (
+        hint = self.custom.hint if self.custom is not None else ""
+        hint += (
             "\nstrict=False (load_strict_model_weights: false in a Trainer) loads the rest, casts dtypes, and says "
             "what it left out"
             if can_relax
@@ -73,6 +78,36 @@ class LoadPlan:
         """Whether and how it loads, as text."""
         num_states = None if self.optimizer is None else len(self.optimizer.states)
         return explained(self.tensors, self.renamed, self.left_out, self.kept, self.differences, num_states=num_states)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLoading:
+    """Loading code of the user's, and what it is called with.
+
+    Args:
+        code: Hooks and overrides by the path of their module.
+        others: Entries that are no parameter, buffer or extra state.
+        keys: From canonical names to those of the state dict.
+        versions: Of the modules, as their state dict has them.
+    """
+
+    model: nn.Module
+    code: dict[str, str]
+    others: dict[str, TensorRecord | ObjectRecord]
+    keys: dict[str, str]
+    versions: Any
+
+    @property
+    def hint(self) -> str:
+        """What to know where entries do not fit."""
+        return (
+            f"\nLoading hooks and overrides of {self} run on this rank's shards, once names and shapes fit. Those that "
+            "rename or reshape entries of older files must run on the file before: load it with torch.load, call "
+            "load_state_dict of a model that is not sharded, and save that"
+        )
+
+    def __str__(self) -> str:
+        return and_more([f"{path or 'the model'} ({names})" for path, names in self.code.items()], 4)
 
 
 def plan_load(
@@ -104,6 +139,7 @@ def plan_load(
         inventory=of_model.inventory,
         tensors=tuple(of_model.tensors),
         extra=of_model.extra,
+        custom=_custom_loading(of_model),
         optimizer=state,
         renamed=of_model.renamed,
         left_out=(*names_by(DifferenceKind.SURPLUS, differences), *(f"optimizer {each.name}" for each in left_out)),
@@ -127,6 +163,19 @@ def _matched_optimizer(
     without_state = frozenset(rename(str(path[4])) for path in ignored if path[:2] == OPTIMIZERS)
     plan, differences = plan_optimizer(of_model.inventory, contents, optimizer, target, rename, without_state)
     return plan, differences, tuple(each for each in optimizers if each is not contents)
+
+
+def _custom_loading(of_model: ModelMatching) -> CustomLoading | None:
+    target = of_model.target
+    if not target.custom_loading:
+        return None
+    return CustomLoading(
+        model=of_model.model,
+        code=target.custom_loading,
+        others=of_model.others,
+        keys=target.keys,
+        versions=target.versions,
+    )
 
 
 def _contents(inventory: CheckpointInventory) -> int:

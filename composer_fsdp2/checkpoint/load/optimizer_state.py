@@ -36,12 +36,14 @@ class OptimizerPlan:
     Args:
         states: In the order of the optimizer's parameters; those without state in the file are left out.
         groups: Hyperparameters for each of the optimizer's groups, without ``params``.
+        without_state: Parameters of the file's groups that had no state when it was saved, and get none.
         kept: Hyperparameters that the file does not have; the optimizer keeps its own.
     """
 
     optimizer: torch.optim.Optimizer
     states: tuple[ParameterState, ...]
     groups: tuple[dict[str, Any], ...]
+    without_state: frozenset[nn.Parameter]
     kept: tuple[str, ...]
 
 
@@ -70,6 +72,7 @@ def plan_optimizer(
         optimizer=optimizer,
         states=tuple(matching.states),
         groups=tuple(matching.groups),
+        without_state=frozenset(matching.without_state),
         kept=tuple(dict.fromkeys(matching.kept)),
     )
     return plan, matching.differences
@@ -96,6 +99,7 @@ class _Matching:
         self.differences: list[Difference] = []
         self.states: list[ParameterState] = []
         self.groups: list[dict[str, Any]] = []
+        self.without_state: list[nn.Parameter] = []
         self.kept: list[str] = []
         self.by_name = self.named(rename)  # the model's name of a parameter -> its key in the file
 
@@ -129,25 +133,37 @@ class _Matching:
     # State
 
     def match_states(self) -> None:
-        used: set[str | int] = set()
+        names = [name for parameter in self.parameters for name in self.names[parameter]]
+        used = {self.by_name[name] for name in names if name in self.by_name}
+        surplus = [key for key in self.contents.state if key not in used]
         for group in self.optimizer.param_groups:
             probes: Probes = {}
             for parameter in group["params"]:
-                used.update(self.by_name[name] for name in self.names[parameter] if name in self.by_name)
-                self.match_state(parameter, expected_state(self.optimizer, group, parameter, probes))
-        for key in self.contents.state:
-            if key not in used:
-                self.differ(
-                    DifferenceKind.SURPLUS, f"the state of {key}", "state", "no such parameter in this optimizer"
-                )
+                template = expected_state(self.optimizer, group, parameter, probes)
+                self.match_state(parameter, template, may_be_renamed=bool(surplus))
+        for key in surplus:
+            self.differ(DifferenceKind.SURPLUS, f"the state of {key}", "state", "no such parameter in this optimizer")
 
-    def match_state(self, parameter: nn.Parameter, template: dict[str, Expected] | None) -> None:
+    def match_state(
+        self, parameter: nn.Parameter, template: dict[str, Expected] | None, *, may_be_renamed: bool
+    ) -> None:
+        """One parameter's state.
+
+        Args:
+            may_be_renamed: The file has state under names that this optimizer does not have.
+        """
         key, name = self.key_of(parameter), self.names[parameter][0]
         entries = self.contents.state.get(key, {}) if key is not None else {}
         if not entries:
+            is_missed = parameter.requires_grad and template != {} and bool(self.contents.state)
             if self.ignored.intersection(self.names[parameter]):
                 self.kept.append(f"the state of {name} (ignored)")
-            elif parameter.requires_grad and template != {} and self.contents.state:
+            elif key is not None and not may_be_renamed:
+                # One of the file's parameters: optimizers make state with the first gradient.
+                self.without_state.append(parameter)
+                if is_missed:
+                    self.kept.append(f"the state of {name} (it had no gradient in the run that saved)")
+            elif is_missed:
                 self.differ(
                     DifferenceKind.MISSING,
                     f"the state of {name}",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from composer_fsdp2._torch.parts import local_tensor
-from composer_fsdp2._torch.private_names import has_custom_load_state_dict
+from composer_fsdp2._torch.private_names import has_custom_load_state_dict, state_dict_of
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.inventory import ObjectRecord, TensorRecord, walk_tensors
 from composer_fsdp2.checkpoint.load.exchange import (
@@ -24,7 +24,7 @@ from composer_fsdp2.checkpoint.load.exchange import (
     replica_of,
     send_or_receive,
 )
-from composer_fsdp2.checkpoint.load.load_plan import LoadPlan
+from composer_fsdp2.checkpoint.load.load_plan import CustomLoading, LoadPlan
 from composer_fsdp2.checkpoint.load.optimizer_state import ParameterState
 from composer_fsdp2.checkpoint.load.replicated import ReplicatedState
 from composer_fsdp2.checkpoint.read import Reader, bytes_of, files_of, materialized
@@ -93,24 +93,30 @@ class Staging:
     and has no reason left to fail. What several ranks of a node hold alike (``NO_SHARD``, DDP) is not staged, because
     the node would hold it several times: ``read`` checks it, and ``pass_on`` reads it again, which can fail.
 
-    [Note: the user's code] A module's ``set_extra_state``, and an optimizer's ``load_state_dict`` where somebody has
-    overridden it or hooked into it, may raise, on one rank alone. So they run before anything else is changed, and what
-    they changed is put back if they raise anywhere. Such an optimizer's state is read to memory of its own, also where
-    several ranks of a node hold it alike; any other's is filled where it is.
+    [Note: the user's code] A module's ``set_extra_state``, and the ``load_state_dict`` of a model or an optimizer where
+    it is overridden or has hooks, may raise, on one rank alone. So they run before anything else is changed, and what
+    they changed is put back if they raise anywhere: of a model its tensors and extra state, not other attributes. The
+    state of such a model or optimizer is read to memory of its own, also where several ranks of a node hold it alike;
+    any other's is filled where it is.
 
     Args:
+        strict: Whether an entry that the model's own loading code refuses or leaves is an error.
         one_reader_per_node: Whether ``read_for_node`` will be called instead of ``read``.
     Made on all ranks; gathers their hosts' names.
     """
 
-    def __init__(self, plan: LoadPlan, *, one_reader_per_node: bool = False) -> None:
-        self.plan = plan
+    def __init__(self, plan: LoadPlan, *, strict: bool = True, one_reader_per_node: bool = False) -> None:
+        self.plan, self._strict = plan, strict
         self.tensors = [_Staged(planned.record, LocalBox.of(planned.target.value)) for planned in plan.tensors]
         self._copies = [
             [_Staged(copy, staged.box) for copy in planned.copies]
             for planned, staged in zip(plan.tensors, self.tensors, strict=True)
         ]
+        self._custom: CustomLoading | None = plan.custom
+        self._runs_own_loading: bool = any(gather(plan.custom is not None))
         self.extra: dict[str, Any] = {}
+        self._others: dict[str, Any] = {}
+        self._tensors_before: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._extra_before: list[tuple[nn.Module, Any]] = []
         self.states: list[dict[str, Any]] = []  # tensors as _Staged
         optimizer = plan.optimizer.optimizer if plan.optimizer else None
@@ -144,7 +150,7 @@ class Staging:
                 fills_nodes = len(ranks) == sum(node in nodes for node in self._nodes)
                 staged.owner = owner
                 staged.is_shared = len(nodes) < len(ranks) and (fills_nodes or not one_reader_per_node)
-                if staged.place is not None and self._loads_early:
+                if self._loads_early if staged.place is not None else self._runs_own_loading:
                     staged.is_shared = False
         for staged, copies in zip(self.tensors, self._copies, strict=True):
             for copy_of in copies:  # read by the same rank, which compares them
@@ -182,6 +188,7 @@ class Staging:
             if staged.reads_here:
                 files.update(files_of(staged.record, staged.box))
         others = [record for _, record in self.plan.extra.values()]
+        others += self._custom.others.values() if self._custom is not None else ()
         others += [record for _, record in walk_tensors(self.groups)]
         others += [value for state in self.states for value in state.values()]
         for record in others:
@@ -231,10 +238,13 @@ class Staging:
 
     def _read_values(self, reader: Reader) -> None:
         """What is not part of a large tensor; each rank for itself."""
-        self.extra = {
-            name: materialized(record if isinstance(record, TensorRecord) else record.value(), reader)
-            for name, (_, record) in self.plan.extra.items()
-        }
+
+        def value_of(record: TensorRecord | ObjectRecord) -> Any:
+            return materialized(record if isinstance(record, TensorRecord) else record.value(), reader)
+
+        self.extra = {name: value_of(record) for name, (_, record) in self.plan.extra.items()}
+        if self._custom is not None:
+            self._others = {name: value_of(record) for name, record in self._custom.others.items()}
         self.groups = [materialized(group, reader) for group in self.groups]
         for state in self.states:
             for key, value in state.items():
@@ -275,14 +285,17 @@ class Staging:
 
     @torch.no_grad()
     def run_custom_load(self) -> None:
-        """Give modules their extra state, and the optimizer its state, by code that may refuse it.
+        """Give modules their extra state, and model and optimizer their state, by code that may refuse it.
 
-        Communicates nothing. See [Note: the user's code].
+        Communicates nothing itself; a module's code may, through DTensors. See [Note: the user's code].
 
         Raises:
             CheckpointError: a module or the optimizer refused; names it.
         """
-        self._set_extra_state()
+        if self._custom is None:
+            self._set_extra_state()
+        else:
+            self._load_model(self._custom)
         if self.plan.optimizer is None or not self._loads_early:
             return
         optimizer = self.plan.optimizer.optimizer
@@ -295,12 +308,44 @@ class Staging:
                 f"{type(error).__name__}: {error}; nothing was changed"
             ) from error
 
+    @torch.no_grad()
     def undo_custom_load(self) -> None:
         """Put back what ``run_custom_load`` changed, wherever it got to."""
         if self._optimizer_before is not None:
             self._optimizer_before.put_back()
+        for tensor, before in self._tensors_before:
+            local_tensor(tensor).copy_(before)  # not that of before: FSDP2's own load hook replaces a padded one
         for module, before in reversed(self._extra_before):
             module.set_extra_state(before)
+
+    def _load_model(self, custom: CustomLoading) -> None:
+        """``load_state_dict`` of the model, as torch calls it, with this rank's shards as DTensors."""
+        model = custom.model
+        self._tensors_before = [
+            (tensor, local_tensor(tensor).detach().to("cpu", copy=True))
+            for tensor in (*model.parameters(), *model.buffers())
+        ]
+        self._extra_before = [
+            (module, copy.deepcopy(module.get_extra_state())) for module, _ in self.plan.extra.values()
+        ]
+        values = {**self.extra, **self._others}
+        for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
+            assert staged.data is not None
+            value = staged.box.rebuilt(staged.data.to(planned.target.local.device))
+            values.update(dict.fromkeys(planned.target.names, value))
+        state = state_dict_of({custom.keys[name]: value for name, value in values.items()}, custom.versions)
+        try:
+            refused = model.load_state_dict(state, strict=False)
+            # What the file does not have was refused, or is to stay.
+            lacking = [key for key in getattr(refused, "missing_keys", ()) if key in state]
+            surplus = list(getattr(refused, "unexpected_keys", ()))
+            if self._strict and lacking + surplus:
+                raise CheckpointError(f"it left {', '.join(lacking + surplus)}")
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.plan.inventory.path}: load_state_dict of {type(model).__name__} with the loading code of "
+                f"{custom} raised {type(error).__name__}: {error}; nothing was changed"
+            ) from error
 
     def _set_extra_state(self) -> None:
         for name, (module, _) in self.plan.extra.items():
@@ -330,7 +375,8 @@ class Staging:
         for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
             if not staged.is_shared:
                 assert staged.data is not None
-                planned.target.local.copy_(staged.data)
+                if self._custom is None:  # else its own code did
+                    planned.target.local.copy_(staged.data)
                 staged.data = None
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, states: Sequence[ParameterState]) -> None:
@@ -338,8 +384,10 @@ class Staging:
             parameter: number
             for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
+        assert self.plan.optimizer is not None
         # What the file does not have stays.
-        state = {parameter: dict(own) for parameter, own in optimizer.state.items() if parameter in number_of}
+        stays = number_of.keys() - self.plan.optimizer.without_state
+        state = {parameter: dict(own) for parameter, own in optimizer.state.items() if parameter in stays}
         dtypes = {parameter: _dtypes(own) for parameter, own in state.items()}
         for planned, entries in zip(states, self.states, strict=True):
             state[planned.parameter] = {key: _result(value) for key, value in entries.items()}
