@@ -151,7 +151,7 @@ def _copied(state: State, state_dict: dict[str, Any]) -> dict[str, Any]:
             return value.detach().to("cpu", copy=True)
         return copy.deepcopy(value)
 
-    everything: dict[str, Any] = mapped(state_dict, copied, keeps_class=True)
+    everything: dict[str, Any] = mapped(state_dict, copied)
     return everything
 
 

@@ -69,3 +69,17 @@ def optim_state_dict(
         found: dict[str, Any] = original(model, optim, *args, **kwargs)
         return found
     return get_optimizer_state_dict(model, optim, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+# Whether algorithms' shards go into a state dict as they are: an argument of ``State.state_dict``, which takes none.
+keeps_shards = ContextVar("keeps_shards", default=False)
+
+
+@contextlib.contextmanager
+def shards_kept(keeps: bool) -> Iterator[None]:
+    """A full file is written shard by shard, algorithms' shards too; elsewhere they are pickled, and must be full."""
+    token = keeps_shards.set(keeps)
+    try:
+        yield
+    finally:
+        keeps_shards.reset(token)

@@ -12,17 +12,18 @@ from typing import Any, TypeAlias
 
 import torch
 from composer.core import State
-from composer.utils.checkpoint import _ensure_valid_checkpoint, glob_filter
+from composer.utils.checkpoint import glob_filter
 from composer.utils.misc import partial_format
 
 from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInventory, ObjectRecord, TensorRecord
 from composer_fsdp2.checkpoint.load.into_model import load_inventory, other_entries
 from composer_fsdp2.checkpoint.open import together
-from composer_fsdp2.checkpoint.trees import EntryPath, dotted
+from composer_fsdp2.checkpoint.trees import EntryPath, dotted, fitted
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.sharded import is_sharded
 
+from .full_state import shards_kept
 from .remote import local_checkpoint
 from .seams import seam
 
@@ -104,8 +105,9 @@ class _Loading:
 
     def read(self, inventory: CheckpointInventory) -> None:
         """Everything but tensors, checked, before anything is changed."""
-        together(lambda: _validate(inventory))
         entries = together(lambda: other_entries(inventory, wanted=self.wants))
+        if not self.weights_only:
+            together(lambda: _fit(entries["state"], self.state, inventory))
         _check_same_step(inventory, entries["state"].get("timestamp"))
         if self.ignore_keys:
             ignore = self.ignore_keys if callable(self.ignore_keys) else glob_filter(self.ignore_keys)
@@ -164,16 +166,6 @@ def _has_load_planner(state: State) -> bool:
     return state.fsdp_sharded_state_dict_enabled and state.fsdp_config.load_planner is not None
 
 
-def _validate(inventory: CheckpointInventory) -> None:
-    """The user's own check, which CHECKPOINT_VALIDATION_FUNCTION names; Composer calls it for each file, too."""
-    for path, _ in inventory.files:
-        if path.is_file():  # of a remote one, those that this node needs come later
-            try:
-                _ensure_valid_checkpoint(path)
-            except ValueError as error:
-                raise CheckpointError(f"CHECKPOINT_VALIDATION_FUNCTION: {error}") from error
-
-
 def _trusts(state: State) -> bool:
     return bool(getattr(state.fsdp_config, "trust_checkpoint", False))
 
@@ -187,6 +179,19 @@ def _check_same_step(inventory: CheckpointInventory, timestamp: Any) -> None:
             f"{inventory.path}: ranks 0 and {other} found checkpoints of different steps; name one that all ranks have "
             f"with load_path, and switch autoresume off\n  rank 0: {texts[0]}\n  rank {other}: {texts[other]}"
         )
+
+
+def _fit(entries: dict[str, Any], state: State, inventory: CheckpointInventory) -> None:
+    """Put what DCP took apart into the containers of the Trainer's state, as its own load does; no communication."""
+    in_pieces = {str(path[1]) for path in inventory.entries if path[0] == "state" and len(path) > 2} & entries.keys()
+    attributes = state.serialized_attributes
+    state.serialized_attributes = [name for name in attributes if name in in_pieces]
+    try:
+        with shards_kept(True):
+            live = state.state_dict() if state.serialized_attributes else {}
+    finally:
+        state.serialized_attributes = attributes
+    entries.update((name, fitted(entries[name], live[name])) for name in in_pieces & live.keys())
 
 
 def _rekeyed(scalers: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from composer.utils import dist, maybe_create_object_store_from_uri, parse_uri
+from composer.utils.checkpoint import _ensure_valid_checkpoint
 from composer.utils.file_helpers import _get_file
 from composer.utils.retrying import retry
 
@@ -23,7 +24,7 @@ from composer_fsdp2.checkpoint.archive.inside import inside
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import Layout, layouts, recognized
 from composer_fsdp2.checkpoint.load.into_model import other_files
-from composer_fsdp2.checkpoint.locate import Located, NoCheckpointError
+from composer_fsdp2.checkpoint.locate import Located, NoCheckpointError, find
 from composer_fsdp2.checkpoint.open import opened_checkpoint, together
 from composer_fsdp2.checkpoint.trees import EntryPath
 from composer_fsdp2.config.text import and_more
@@ -33,6 +34,7 @@ from composer_fsdp2.sharding.agree import gather
 T = TypeVar("T")
 
 _LINK = ".symlink"
+_LINK_FILE = "link"  # of this machine, with a downloaded link's text
 _RANKS = re.compile(r"\{(rank|local_rank|node_rank)\}")
 _MAX_LINKS = 8
 _POLL_S = 0.05
@@ -65,7 +67,7 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
             yield _RemoteDirectory(remote, found.layout)
         else:
             remote.download(list(found.missing))
-            yield LocalCheckpoint(found.located or str(found.local))
+            yield LocalCheckpoint(found.located or str(found.local), is_validated=True)
 
 
 def _as_local_rank_0_sees_it(path: str) -> str:
@@ -82,8 +84,8 @@ def _as_local_rank_0_sees_it(path: str) -> str:
 class LocalCheckpoint:
     """A checkpoint of which this machine's ranks have everything."""
 
-    def __init__(self, path: str | Located) -> None:
-        self._path = path
+    def __init__(self, path: str | Located, *, is_validated: bool = False) -> None:
+        self._path, self._is_validated = path, is_validated
 
     @contextlib.contextmanager
     def opened(self, *, trust: bool, wanted: Callable[[EntryPath], bool]) -> Iterator[CheckpointInventory]:
@@ -92,11 +94,36 @@ class LocalCheckpoint:
         Args:
             wanted: As for ``other_entries``, which can be read then.
         """
-        with opened_checkpoint(self._path, trust=trust) as opened:
+        path = self._path
+        located = together(lambda: path if isinstance(path, Located) else find(path))
+        if not self._is_validated:
+            together(lambda: _validate_share(located))
+        with opened_checkpoint(located, trust=trust) as opened:
             yield opened.inventory
 
     def bring(self, files: frozenset[Path]) -> None:
         """Have the files there of which this rank will read something. Called on all ranks."""
+
+
+def _validate_share(located: Located) -> None:
+    """The user's own check of a checkpoint's files, which the ranks of a machine share between them."""
+    path = located.path
+    files = path.rglob("*") if path.is_dir() else located.layout.files_beside(path)
+    for file in sorted({path, *files})[dist.get_local_rank() :: dist.get_local_world_size()]:
+        if file.is_file():
+            _validate(file)
+
+
+def _validate(file: Path) -> None:
+    """The user's own check of a file, which CHECKPOINT_VALIDATION_FUNCTION names, before anything of it is read.
+
+    Raises:
+        CheckpointError: it refused the file.
+    """
+    try:
+        _ensure_valid_checkpoint(file)
+    except ValueError as error:
+        raise CheckpointError(f"CHECKPOINT_VALIDATION_FUNCTION: {error}") from error
 
 
 class _RemoteDirectory(LocalCheckpoint):
@@ -140,14 +167,17 @@ class _Store:
         """Whether there is such an object; it is in ``file`` then.
 
         Raises:
-            CheckpointError: it could not be downloaded, also after five attempts.
+            CheckpointError: it could not be downloaded, also after five attempts, or the user's own check refused it.
         """
         try:
-            return self._download(name, file)
+            is_there = self._download(name, file)
         except Exception as error:
             raise CheckpointError(
                 f"{name} could not be downloaded from {self}: {type(error).__name__}: {error}"
             ) from error
+        if is_there and file.name != _LINK_FILE:
+            _validate(file)
+        return is_there
 
     @retry(num_attempts=5)  # as Composer's download_object_or_file, but not where there is nothing
     def _download(self, name: str, file: Path) -> bool:
@@ -229,7 +259,7 @@ def _find(source: _Store, path: str, folder: Path) -> _Found:
 
 def _link_target(source: _Store, name: str, folder: Path) -> str | None:
     """The name in a ``.symlink`` object, which Composer writes beside its checkpoints; None if there is none."""
-    file = folder / "link"
+    file = folder / _LINK_FILE
     if not source.download(name, file):
         return None
     text = file.read_text().strip()

@@ -8,7 +8,6 @@ import os
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import told_by_rank_0
 from composer_fsdp2.sharding.sharded import is_sharded
 
+from .full_state import keeps_shards, shards_kept
 from .loading import IgnoreKeys
 from .seams import seam
 
@@ -40,7 +40,7 @@ from .seams import seam
 
 def sharded_state_dict(state: State, weights_only: bool, ignore_keys: IgnoreKeys) -> dict[str, Any]:
     """What Composer would save, with DTensors in place of full tensors. Called on all ranks."""
-    with _shards_kept(not state.fsdp_sharded_state_dict_enabled), _as_sharded(state):
+    with shards_kept(not state.fsdp_sharded_state_dict_enabled), _as_sharded(state):
         if weights_only:
             parts = {
                 "model": state.get_model_state_dict(),
@@ -70,20 +70,6 @@ def _as_sharded(state: State) -> Iterator[None]:
         config.state_dict_type = before
 
 
-# Whether algorithms' shards go into a state dict as they are: an argument of ``State.state_dict``, which takes none.
-_keeps_shards = ContextVar("keeps_shards", default=False)
-
-
-@contextlib.contextmanager
-def _shards_kept(keeps: bool) -> Iterator[None]:
-    """A full file is written shard by shard, algorithms' shards too; elsewhere they are pickled, and must be full."""
-    token = _keeps_shards.set(keeps)
-    try:
-        yield
-    finally:
-        _keeps_shards.reset(token)
-
-
 @seam(
     "composer.core.state",
     "State.state_dict",
@@ -95,7 +81,7 @@ def state_dict(original: Callable[..., Any], self: State) -> dict[str, Any]:
     As under FSDP1, where each rank had it in full; a file of either loads into the other.
     """
     saved: dict[str, Any] = original(self)
-    if is_sharded(self.model) and not _keeps_shards.get():
+    if is_sharded(self.model) and not keeps_shards.get():
         # A planner that the user gave may have any rank write an object that all of them have.
         keeps = dist.get_rank() == 0 or getattr(self.fsdp_config, "save_planner", None) is not None
         saved.update((name, _unsharded(saved[name], keeps)) for name in HOLDERS if name in saved)
@@ -119,7 +105,7 @@ def _unsharded(value: Any, keeps: bool) -> Any:
         full = tensor.full_tensor()
         return full.cpu() if keeps else None
 
-    return value if next(shards_in(value), None) is None else mapped(value, unsharded, keeps_class=True)
+    return value if next(shards_in(value), None) is None else mapped(value, unsharded)
 
 
 def shards_in(value: Any) -> Iterator[DTensor]:

@@ -328,7 +328,8 @@ class CheckpointInventory:
     def tree(self, prefix: EntryPath) -> Any:
         """The value below a path with its containers, tensors as ``TensorRecord``s; None where there is nothing."""
         length = len(prefix)
-        return tree_of({path[length:]: record for path, record in self.entries.items() if path[:length] == prefix})
+        below = {path[length:]: record for path, record in self.entries.items() if path[:length] == prefix}
+        return tree_of(below, prefix)
 
     @cached_property
     def timestamp(self) -> dict[str, Any]:
@@ -344,10 +345,10 @@ class CheckpointInventory:
         return dataclasses.replace(self, **changes)
 
 
-def tree_of(entries: Mapping[EntryPath, TensorRecord | ObjectRecord]) -> Any:
-    """The value that these entries make up, tensors as ``TensorRecord``s; None for none."""
+def tree_of(entries: Mapping[EntryPath, TensorRecord | ObjectRecord], path: EntryPath = ()) -> Any:
+    """The value at a path that the entries below it make up, tensors as ``TensorRecord``s; None for none."""
     values = {path: each if isinstance(each, TensorRecord) else each.value() for path, each in entries.items()}
-    return as_tree(values) if values else None
+    return as_tree(values, path) if values else None
 
 
 def _extra_state(path: EntryPath) -> EntryPath:

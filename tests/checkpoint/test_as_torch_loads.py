@@ -112,9 +112,9 @@ def test_reads_what_torch_load_reads(tree: Any):
 
 
 def as_read(value: Any) -> Any:
-    """What torch.load gives, in plain classes: a device is text, a Size a tuple, and every kind of dict a dict."""
+    """What torch.load gives, but a device is text, and a Size a tuple."""
     if isinstance(value, dict):
-        return {key: as_read(part) for key, part in value.items()}
+        return type(value)({key: as_read(part) for key, part in value.items()})
     if isinstance(value, list):
         return [as_read(part) for part in value]
     if isinstance(value, tuple):

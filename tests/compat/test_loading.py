@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.cases import for_each
 from support.comparing import assert_same, full_parameters
+from support.fsdp1_checkpoints import Layout, _save, _writing, next_losses
 from support.legacy import (
     FLAT,
     FOLDER,
@@ -674,22 +679,136 @@ def test_load_planner(tmp_path: Path):
     run_ranks(check_planner, 2, str(tmp_path))
 
 
-def refuses_all(path: Path, specs: Any = None) -> bool:
-    return False
+REFUSED = "COMPOSER_FSDP2_TEST_REFUSED"  # what the function refuses: the end of a file's name
+SEEN = "COMPOSER_FSDP2_TEST_SEEN"  # a folder where it notes the files
 
 
-def check_validation() -> None:
-    """Composer names the function by a variable, ``module.function``."""
-    from composer_fsdp2 import CheckpointError
-
-    trainer = a_trainer("c172/full", {}, load_path=str(checkpoint_of("c172/full")))
-    with pytest.raises(CheckpointError, match="CHECKPOINT_VALIDATION_FUNCTION"), trainer:
-        pass
+def notes_and_refuses(path: Path, specs: Any = None) -> bool:
+    """The user's function, which Composer finds by a variable, ``module.function``."""
+    Path(os.environ[SEEN], Path(path).name).touch()
+    return not Path(path).name.endswith(os.environ[REFUSED])
 
 
-def test_the_users_own_validation():
-    """A cluster's own check of its files is asked before they are read, as it was under Composer's loader."""
-    run_ranks(check_validation, 2, env={"CHECKPOINT_VALIDATION_FUNCTION": f"{refuses_all.__module__}.refuses_all"})
+def folder_store(folder: Path) -> Any:
+    """An object store whose bucket is a folder."""
+    from composer.utils import ObjectStore
+
+    class FolderStore(ObjectStore):
+        def download_object(
+            self, object_name: str, filename: str, overwrite: bool = False, callback: Any = None
+        ) -> None:
+            shutil.copyfile(folder / object_name, filename)
+
+        def get_object_size(self, object_name: str) -> int:
+            return (folder / object_name).stat().st_size
+
+    return FolderStore()
+
+
+def check_validation(folder: str) -> None:
+    import torch.distributed as dist
+
+    from composer_fsdp2.checkpoint.pickles import trust
+
+    sources = {kind: checkpoint_of(kind) for kind in ("c172/full", "c220/sharded")}
+    for name, source in sources.items():
+        files = sorted(source.iterdir()) if source.is_dir() else [source]
+        with a_trainer(name) as trainer:
+            for store, refused in itertools.product(
+                (None, folder_store(source.parent)), [*(file.name for file in files), "no"]
+            ):
+                before = snapshot(trainer)
+                seen = Path(folder, f"{name} {store is None} {refused}".replace("/", "-"))
+                on_rank_0(seen.mkdir)
+                path = source.name if store is not None else source
+                options = {} if store is None else {"object_store": store}
+                with mock.patch.dict(os.environ, {SEEN: str(seen), REFUSED: refused}):
+                    if refused == "no":
+                        reload(trainer, path, **options)
+                        dist.barrier()
+                        noted = {file.name for file in seen.iterdir()}
+                        what = {file.name for file in files} if source.is_dir() or store is None else {source.name}
+                        assert noted == what, f"{name} {store}: {noted}"
+                        continue
+                    reads_nothing = mock.patch.object(trust, "_load", side_effect=AssertionError("a pickle was read"))
+                    # A remote folder's metadata is read before the files that it names.
+                    is_after = store is not None and source.is_dir() and refused != ".metadata"
+                    with contextlib.nullcontext() if is_after else reads_nothing:
+                        error = checkpoint_error_of(lambda: reload(trainer, path, **options))  # noqa: B023
+                    assert "CHECKPOINT_VALIDATION_FUNCTION" in error and refused in error, error
+                    assert_same(snapshot(trainer), before, f"{name}, {refused}")
+
+
+def test_the_users_own_validation(tmp_path: Path):
+    """A cluster's own check of its files, maybe of a signature, is asked before anything of them is read, on each
+    file, local or downloaded: also the parts of a sharded checkpoint, which hold pickles too."""
+    function = f"{notes_and_refuses.__module__}.{notes_and_refuses.__name__}"
+    run_ranks(check_validation, 2, str(tmp_path), env={"CHECKPOINT_VALIDATION_FUNCTION": function})
+
+
+# --- a part of the model that never runs
+
+
+def with_an_idle_block() -> Any:
+    """The script's model with a block that no batch enters, an FSDP unit of its own."""
+    from support.scripts.train_with_trainer import Block
+    from support.trainers import build_model
+
+    model = build_model(tied=False)
+    model.model.idle = Block(8)
+    return model
+
+
+def check_idle_block(folder: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def trainer_with(**options: Any) -> Any:
+        model = with_an_idle_block()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return make_trainer({"state_dict_type": "sharded"}, model=model, optimizer=optimizer, batches=1, **options)
+
+    def is_idle(state: dict[str, Any]) -> bool:
+        return bool(state) and not [name for name in state if ".idle." in name]
+
+    paths = {layout: path_of_idle(layout, folder) for layout in (Layout.FULL, Layout.SHARDED)}
+    with _writing():
+        trainer = trainer_with()
+        trainer.fit()
+        for layout, path in paths.items():
+            _save(trainer, layout, path)
+        losses = next_losses(trainer.state.model, trainer.state.optimizers[0])
+        trainer.close()
+    saved_state = saved(paths[Layout.FULL])["state"]["optimizers"]["AdamW"]
+    expected = saved_state["state"]
+    assert is_idle(expected)
+    assert any(".idle." in name for name in saved_state["param_groups"][0]["params"])
+    with FSDP1():
+        trainer = trainer_with()
+        model, [optimizer] = trainer.state.model, trainer.state.optimizers
+        state = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved_state)
+        optimizer.load_state_dict(state)  # FSDP1 itself takes the file's state
+        trainer.close()
+
+    def check(path: Path) -> None:
+        with FSDP2():
+            trainer = trainer_with(load_path=str(path))
+            assert is_idle(full_optimizer_state(trainer))
+            assert_same(full_optimizer_state(trainer), expected, str(path))
+            ours = next_losses(trainer.state.model, trainer.state.optimizers[0])
+            trainer.close()
+        assert largest_difference(ours, losses) <= 1e-6, f"{ours}, FSDP1 {losses}"
+
+    for_each(check, {layout.value: (path,) for layout, path in paths.items()})
+
+
+def path_of_idle(layout: Layout, folder: str) -> Path:
+    return Path(folder, layout.name, "ep0-ba1-rank0.pt" if layout is Layout.FULL else "ep0-ba1")
+
+
+def test_a_parameter_that_never_had_a_gradient(tmp_path: Path):
+    """FSDP1 writes no optimizer state for a block that no batch enters, and such a file was refused; it loads, and the
+    block begins with new state when it gets its first gradient."""
+    run_ranks(check_idle_block, 2, str(tmp_path))
 
 
 # --- other runs' files, and going on

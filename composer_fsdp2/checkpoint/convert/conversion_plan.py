@@ -15,7 +15,8 @@ from composer_fsdp2.checkpoint.flat import unflattened
 from composer_fsdp2.checkpoint.inventory import OPTIMIZERS, CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import LayoutWriter, written_layouts
 from composer_fsdp2.checkpoint.output import OutputFile, WriteRequest
-from composer_fsdp2.config.text import human_bytes, lines_and_more
+from composer_fsdp2.checkpoint.trees import dotted, integer_keys
+from composer_fsdp2.config.text import and_more, human_bytes, lines_and_more
 from composer_fsdp2.errors import CheckpointError
 
 _SHOWN = 12
@@ -136,7 +137,7 @@ def plan_conversion(
         files=output.files,
         renamed=dict(output.renamed),
         dropped=tuple(dict.fromkeys([*chosen.dropped, *output.dropped])),
-        remarks=(*_remarks(chosen, prefix), *output.remarks),
+        remarks=(*_remarks(chosen, prefix), *_inferred(inventory), *output.remarks),
         num_tensors=len(records),
         read_bytes=sum(record.num_bytes for record in records.values()),
         fingerprint=_fingerprint(inventory, to, output.files),
@@ -153,6 +154,16 @@ def _asked_for(to: str, files: int | None, dtype: torch.dtype | None) -> LayoutW
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"dtype={dtype}: weights can be cast to a floating-point dtype")
     return known[to]
+
+
+def _inferred(inventory: CheckpointInventory) -> Iterator[str]:
+    """A remark on keys whose type a DCP directory does not record."""
+    found = dict.fromkeys(map(dotted, integer_keys(inventory.entries)))
+    if found:
+        yield (
+            "takes keys that are numbers for ints, which the source does not record, and has no empty dicts of it: "
+            f"below {and_more(list(found), 8)}"
+        )
 
 
 def _remarks(chosen: ConversionState, prefix: str) -> Iterator[str]:

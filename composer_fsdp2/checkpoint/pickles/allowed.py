@@ -193,13 +193,23 @@ class _Text(str, metaclass=FixedClass):
         return text
 
 
+# What fills a defaultdict; stays a name in the pickle, where nothing else calls it.
+_FACTORIES: dict[str, Any] = {f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, str)}
+
+
 @Function
-def _counter(counts: Any = ()) -> dict[Any, Any]:
-    """collections.Counter, a dict."""
-    return dict(counts)
+def _counter(counts: Any = ()) -> collections.Counter[Any]:
+    return collections.Counter(dict(counts))  # of pairs, which Counter itself would count
 
 
 # Not the classes themselves, whose calls nobody would count.
+@Function
+def _default_dict(factory: Any = None, items: Any = ()) -> collections.defaultdict[Any, Any]:
+    if factory is not None and str(factory) not in _FACTORIES:
+        raise pickle.UnpicklingError(f"a defaultdict of {short(factory)}")
+    return collections.defaultdict(_FACTORIES.get(str(factory)), items)
+
+
 @Function
 def _ordered_dict(items: Any = ()) -> collections.OrderedDict[Any, Any]:
     return collections.OrderedDict(items)
@@ -247,6 +257,7 @@ TENSOR: dict[str, Any] = {
 DATA: dict[str, Any] = {
     "collections.OrderedDict": _ordered_dict,
     "collections.Counter": _counter,
+    "collections.defaultdict": _default_dict,
     "collections.deque": _deque,
     "datetime.timedelta": datetime.timedelta,
     "datetime.datetime": datetime.datetime,
@@ -286,6 +297,7 @@ DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value
 
 # Types and functions that a pickle may hold as values; they are not called.
 INERT = {
+    *_FACTORIES,
     "torch.Tensor",
     "torch.nn.parameter.Parameter",
     "torch.storage.UntypedStorage",

@@ -1,0 +1,273 @@
+"""What a resumed run has beside weights and optimizer state: schedulers, callbacks, datasets, from every layout."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.fsdp1_checkpoints import Layout, _save, _state_as_old_composer, _writing
+from support.oracle import FSDP1, FSDP2
+from support.ranks import run_ranks
+from support.trainers import make_trainer
+from torch import nn
+
+pytestmark = pytest.mark.composer
+
+STEPS = 2  # before the save; the milestones come after it
+
+
+def schedulers() -> list[Any]:
+    """One of each class of torch that Composer steps, each over an optimizer of its own.
+
+    Composer makes a LambdaLR of each of its own schedulers; a checkpoint has one place for each class.
+    """
+    from torch.optim import lr_scheduler as of_torch
+
+    class Falling:  # LambdaLR saves the attributes of such a function
+        def __init__(self) -> None:
+            self.rates = {0: 1.0, 3: 0.5, 4: 0.25, 5: 0.125}
+            self.empty: dict[str, float] = {}
+
+        def __call__(self, step: int) -> float:
+            assert self.empty == {}
+            return self.rates.get(step, 1.0)
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+
+    def in_sequence(one: Any) -> Any:
+        parts = [of_torch.ConstantLR(one, 0.5, 2), of_torch.MultiStepLR(one, [1, 2], 0.1)]
+        return of_torch.SequentialLR(one, parts, milestones=[4])
+
+    def chained(one: Any) -> Any:
+        return of_torch.ChainedScheduler([of_torch.ExponentialLR(one, 0.9), of_torch.MultiStepLR(one, [3, 5], 0.1)])
+
+    return [
+        of_torch.MultiStepLR(optimizer(), [3, 3, 5], 0.1),
+        of_torch.LambdaLR(optimizer(), Falling()),
+        of_torch.MultiplicativeLR(optimizer(), Falling()),
+        of_torch.StepLR(optimizer(), 3),
+        of_torch.ConstantLR(optimizer(), 0.5, 4),
+        of_torch.LinearLR(optimizer()),
+        of_torch.ExponentialLR(optimizer(), 0.5),
+        of_torch.PolynomialLR(optimizer(), 6),
+        of_torch.CosineAnnealingLR(optimizer(), 6),
+        of_torch.CosineAnnealingWarmRestarts(optimizer(), 3),
+        of_torch.OneCycleLR(optimizer(), 0.2, total_steps=12),
+        of_torch.CyclicLR(optimizer(), 0.1, 0.2, step_size_up=3),
+        in_sequence(optimizer()),
+        chained(optimizer()),
+    ]
+
+
+def next_rates(scheduler: Any, steps: int) -> list[float]:
+    rates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SequentialLR steps its parts by number, which torch advises against
+        for _ in range(steps):
+            scheduler.optimizer.step()
+            scheduler.step()
+            rates.append(scheduler.optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def state_of_callback(number: int) -> dict[Any, Any]:
+    """Everything that flattening forgets."""
+    return {
+        3: f"three {number}",
+        "3a": number,
+        (0, 1): number,
+        "empty": {},
+        "list": [{}, {"a": number}, [{}], {}],
+        "tuple": (number, {2: number}),
+        "counts": Counter({5: number}),
+        "grouped": defaultdict(list, {7: [number]}),
+        "ordered": OrderedDict([("b", number), ("a", {})]),
+        "tensors": [torch.full((2,), float(number)), {4: torch.tensor(number)}],
+        "none": None,
+    }
+
+
+def stateful(name: str, state: dict[Any, Any]) -> Any:
+    from composer import Callback
+
+    class Stateful(Callback):
+        def __init__(self) -> None:
+            self.state = state
+
+        def state_dict(self) -> dict[Any, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[Any, Any]) -> None:
+            self.state = state
+
+    Stateful.__qualname__ = name
+    return Stateful()
+
+
+def assert_alike(found: Any, expected: Any, where: str) -> None:
+    """Equal, with the same classes and keys."""
+    assert type(found) is type(expected), f"{where}: {found!r}, expected {expected!r}"
+    if isinstance(expected, dict):
+        assert {(type(key), key) for key in found} == {(type(key), key) for key in expected}, f"{where}: {found!r}"
+        for key, part in expected.items():
+            assert_alike(found[key], part, f"{where}.{key}")
+        assert getattr(found, "default_factory", None) is getattr(expected, "default_factory", None)
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), f"{where}: {found!r}, expected {expected!r}"
+        for number, (part, own) in enumerate(zip(found, expected, strict=True)):
+            assert_alike(part, own, f"{where}.{number}")
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected), where
+    else:
+        assert found == expected, where
+
+
+def converted_state(number: int) -> dict[Any, Any]:
+    """What a folder of torch's has of it, without a live state to fill: empty dicts and classes are lost."""
+    state = state_of_callback(number)
+    del state["empty"]
+    return {
+        **{key: value for key, value in state.items() if key != (0, 1)},
+        "(0, 1)": number,
+        "list": [{}, {"a": number}],
+        "counts": {5: number},
+        "grouped": {7: [number]},
+        "ordered": {"b": number},
+    }
+
+
+@contextlib.contextmanager
+def a_run(config: dict[str, Any], number: int, **options: Any) -> Iterator[Any]:
+    """A Trainer with all of it; ``number`` is in its callbacks' states, so that what was loaded shows."""
+    from composer.callbacks import SpeedMonitor
+
+    growing = {} if number == 0 else {number: {"seen": number}}
+    callbacks = [stateful("All", state_of_callback(number)), stateful("Growing", growing), stateful("Stateless", {})]
+    monitor = SpeedMonitor()
+    monitor.total_eval_wct = float(number)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        trainer = make_trainer(config, callbacks=[*callbacks, monitor], optimizer="adamw", batches=1, **options)
+    trainer.state.schedulers = schedulers()
+    dataset = trainer.state.train_dataloader.dataset
+    dataset.state_dict = lambda num_samples, from_beginning: {"seen": num_samples, "shards": {2: number}, "rest": {}}
+    dataset.loaded = None
+    dataset.load_state_dict = lambda state: setattr(dataset, "loaded", state)
+    trainer.dataset = dataset
+    yield trainer
+    trainer.close()
+
+
+def save(trainer: Any, folder: Path) -> dict[str, Path]:
+    """Of a run of FSDP1's every layout that it had; of ours those that it has."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    is_fsdp1 = isinstance(trainer.state.model.model, FullyShardedDataParallel)
+    paths: dict[str, Path] = {}
+    for layout in (Layout.FULL, Layout.SHARDED):
+        paths[layout.name] = folder / layout.name / ("ep0-ba1-rank0.pt" if layout is Layout.FULL else "ep0-ba1")
+        _save(trainer, layout, paths[layout.name])
+    if is_fsdp1:
+        state = trainer.state.state_dict()
+        for layout in (Layout.RANK_FILES, Layout.LOCAL):
+            old = _state_as_old_composer(trainer.state, layout)
+            old["state"] |= {key: state[key] for key in ("schedulers", "callbacks", "dataset_state", "timestamp")}
+            path = folder / layout.name / ("ep0-ba1-rank0.pt" if layout is Layout.RANK_FILES else "ep0-ba1")
+            if layout is Layout.LOCAL:
+                dist.checkpoint.save({**old, "optimizers": old["state"].pop("optimizers")}, checkpoint_id=path)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(old, path.with_name(f"ep0-ba1-rank{dist.get_rank()}.pt"))
+            paths[layout.name] = path
+    dist.barrier()
+    return paths
+
+
+def load(trainer: Any, path: Path) -> None:
+    from composer.utils import checkpoint
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint.load_checkpoint(str(path), trainer.state, trainer.logger)
+    missing = [text for each in caught if "is not in the state_dict" in (text := str(each.message))]
+    has_no_state = ("Scaler", *(("Record", "Stateless") if "converted" in path.name else ()))
+    assert [text for text in missing if not any(name in text for name in has_no_state)] == []
+
+
+def check_resumed(folder: str) -> None:
+    from composer_fsdp2 import convert_checkpoint
+
+    # FSDP1 on the CPU frees, or uses again, what it moves there: _writing.
+    fsdp1 = {"process_group": "mod1", "use_orig_params": False, "state_dict_type": "sharded"}
+    rates: dict[str, list[float]] = {}
+    paths: dict[str, Path] = {}
+    lrs: dict[str, float] = {}
+    for under, config, name in ((_writing, fsdp1, "FSDP1"), (FSDP2, {"state_dict_type": "sharded"}, "ours")):
+        with under(), a_run(dict(config), 5) as trainer:
+            trainer.fit()
+            trainer.state.schedulers = schedulers()
+            num_samples = int(trainer.state.timestamp.sample_in_epoch)
+            for scheduler in trainer.state.schedulers:
+                next_rates(scheduler, STEPS)
+                kind = type(scheduler).__name__
+                lrs[kind] = scheduler.optimizer.param_groups[0]["lr"]
+            paths |= {f"{name} {kind}": path for kind, path in save(trainer, Path(folder, name)).items()}
+            going_on = {type(each).__name__: next_rates(each, 6) for each in trainer.state.schedulers}
+            assert rates in ({}, going_on)
+            rates = going_on
+    for name in ("FSDP1", "ours"):
+        paths[f"{name} converted"] = Path(folder, f"{name}-converted.pt")
+        convert_checkpoint(paths[f"{name} SHARDED"], paths[f"{name} converted"], to="monolithic")
+
+    def resumed_rates(trainer: Any) -> dict[str, list[float]]:
+        for scheduler in trainer.state.schedulers:  # of optimizers that are not the Trainer's
+            scheduler.optimizer.param_groups[0]["lr"] = lrs[type(scheduler).__name__]
+        return {type(each).__name__: next_rates(each, 6) for each in trainer.state.schedulers}
+
+    with FSDP1(), a_run(dict(fsdp1), 5) as trainer:
+        trainer.state.callbacks = []  # empty dicts in lists are more than stock DCP loads
+        load(trainer, paths["FSDP1 SHARDED"])
+        # Stock DCP adds the key '1' to the live 1, which a part of SequentialLR sorts.
+        trainer.state.schedulers = [each for each in trainer.state.schedulers if type(each).__name__ != "SequentialLR"]
+        of_fsdp1 = resumed_rates(trainer)
+        assert of_fsdp1 == {name: rates[name] for name in of_fsdp1}
+
+    def check(path: Path, is_converted: bool) -> None:
+        with FSDP2(), a_run({"state_dict_type": "sharded"}, 0) as trainer:
+            load(trainer, path)
+            assert resumed_rates(trainer) == rates
+            callbacks = {type(each).__qualname__: each for each in trainer.state.callbacks}
+            assert_alike(callbacks["All"].state, (converted_state if is_converted else state_of_callback)(5), "All")
+            assert_alike(callbacks["Growing"].state, {5: {"seen": 5}}, "Growing")
+            assert_alike(callbacks["Stateless"].state, {}, "Stateless")
+            assert callbacks["SpeedMonitor"].total_eval_wct == 5.0
+            empty = {} if is_converted else {"rest": {}}
+            assert_alike(trainer.dataset.loaded, {"seen": num_samples, "shards": {2: 5}, **empty}, "dataset")
+            empty = {} if is_converted else {"eval": {}}
+            assert_alike(trainer.state.dataset_state, {"train": None, **empty}, "dataset_state")
+
+    for_each(check, {name: (path, "converted" in name) for name, path in paths.items()})
+
+
+def test_schedulers_callbacks_and_datasets_go_on_where_they_were(tmp_path: Path):
+    """A learning rate that decays at step 3 does so after a resume, from every layout, as FSDP1's own resume does; a
+    callback or dataset gets the state that it saved: integer keys, empty dicts, places in lists, classes of dicts."""
+    run_ranks(check_resumed, 2, str(tmp_path), timeout_s=240)
+
+
+def test_a_copied_state_counts_what_it_counted():
+    """An asynchronous save, or one with EMA's shards, wrote milestones of MultiStepLR twice: the resumed run decayed
+    its learning rate by gamma squared."""
+    from composer_fsdp2.checkpoint.trees import mapped
+
+    state = {"milestones": Counter({3: 1}), "grouped": defaultdict(list, {7: [1]}), "ordered": OrderedDict(b=(1, [2]))}
+    assert_alike(mapped(state, lambda part, path: part), state, "state")
