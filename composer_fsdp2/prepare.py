@@ -33,7 +33,12 @@ from composer_fsdp2.parallel.sequences import plan_context
 from composer_fsdp2.parallel.split_experts import plan_experts, with_experts
 from composer_fsdp2.parallel.tensor import TensorPlan, plan_split, read_split, split_mesh
 from composer_fsdp2.parallel.tiled_mlp import choose_tiled
-from composer_fsdp2.sharding.activations import caching_modules, turn_off_caches, wrap_activations
+from composer_fsdp2.sharding.activations import (
+    caching_modules,
+    require_checkpointing,
+    turn_off_caches,
+    wrap_activations,
+)
 from composer_fsdp2.sharding.agree import agree, require_process_group
 from composer_fsdp2.sharding.apply import check_plan
 from composer_fsdp2.sharding.decide import cast_gradients, decide_sharding, refuse_sharded
@@ -84,10 +89,13 @@ def prepare_fully_shard(
     """
     require_process_group("prepare_fully_shard")
     world_size = dist.get_world_size()
-    translation, plan, present = agree(
-        lambda: _decide(model, optimizers, fsdp_config, precision, device, te_rng_seed, tensor_parallel, world_size),
-        lambda decided: decided[1].fingerprint,
-    )
+
+    def decide() -> tuple[Translation, ShardingPlan, tuple[DeviceMesh, ...]]:
+        decided = _decide(model, optimizers, fsdp_config, precision, device, te_rng_seed, tensor_parallel, world_size)
+        require_checkpointing(decided[1].config.activation_checkpointing)  # a plan without ranks needs none of it
+        return decided
+
+    translation, plan, present = agree(decide, lambda decided: decided[1].fingerprint)
     _report(translation, plan)
     optimizer = the_optimizer(optimizers)
     rebinding = None if optimizer is None else Rebinding.note(model, optimizer)
@@ -234,6 +242,7 @@ def apply_plan(model: nn.Module, plan: ShardingPlan) -> None:
 def _check(model: nn.Module, plan: ShardingPlan) -> None:
     """What was planned for any number of ranks, or changed since, is looked at for those that there are."""
     check_plan(model, plan)
+    require_checkpointing(plan.config.activation_checkpointing)
     refuse_illegal(plan.resolve(dist.get_world_size()))
 
 

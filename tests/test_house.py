@@ -133,7 +133,7 @@ ROOMS = {
         "dialects/huggingface/reading dialects/huggingface/held_run dialects/huggingface/held_findings "
         "dialects/huggingface/rewriting dialects/huggingface/wishes "
         "dialects/huggingface/huggingface dialects/huggingface/axolotl "
-        "dialects/huggingface/__init__ dialects/__init__ explain targets changes references migrate "
+        "dialects/huggingface/__init__ dialects/__init__ explain targets changes read_back references migrate "
         "fulfil files report",
         rooms="errors atomic config fsdp1",
         packages="omegaconf yaml",

@@ -51,10 +51,13 @@ def _options(
 def main() -> None:
     """The console script. Exit code: the script's own for ``run`` and ``train``, 2 if there is nothing to run; 141, as
     of a command that SIGPIPE ends, where nobody reads the output of another verb any more."""
+    is_of_script = sys.argv[1:2] in (["run"], ["train"])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names that a terminal cannot show are told with escapes
             with contextlib.suppress(OSError):  # a stream that cannot say where it stands
-                stream.reconfigure(errors="backslashreplace")
+                # What is redirected is a file, which every system reads as UTF-8, in any locale.
+                encoding = None if is_of_script or stream.isatty() else "utf-8"
+                stream.reconfigure(encoding=encoding, errors="backslashreplace")
     # A verb leaves its work here, to be done outside of typer, which would answer a script's EOFError or Ctrl-C with
     # "Aborted." in place of the traceback.
     work: list[Callable[[], object]] = []

@@ -184,7 +184,7 @@ def _report_on(names: Sequence[str], options: Options) -> Report:
         )
         results.extend(_with_progress(work, len(sources)))
         if options.report is not None:
-            options.report.write_text(Report(results=results).markdown())
+            options.report.write_text(Report(results=results).markdown(), encoding="utf-8")
         error = ""
     except KeyboardInterrupt:
         error = f"interrupted; files done: {len(results)}"

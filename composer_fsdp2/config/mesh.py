@@ -2,6 +2,7 @@
 
 import enum
 import math
+import os
 from dataclasses import dataclass, field, replace
 
 from composer_fsdp2.config.value import Value
@@ -36,6 +37,13 @@ class GroupRule(enum.Enum):
     CONSECUTIVE = "set"
     STRIDED = "mod"
     GIVEN = "given"
+    NODE = "node"
+    ACROSS_NODES = "local_rank_across_nodes"
+
+    @property
+    def on_machine(self) -> "GroupRule | None":
+        """The rule that this one is where the number of ranks of a node is known; None if no node decides it."""
+        return {GroupRule.NODE: GroupRule.CONSECUTIVE, GroupRule.ACROSS_NODES: GroupRule.STRIDED}.get(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +51,8 @@ class RankGroups(Value):
     """Along one axis of a mesh, which ranks belong together where not all do: FSDP1's ``process_group``.
 
     ``number`` is Composer's K: ``setK`` are groups of K consecutive ranks, ``modK`` the K groups of every K-th rank.
+    ``NODE`` and ``ACROSS_NODES`` are these two with as many ranks as a node has, which a launcher sets where it runs:
+    they stay open until the mesh is resolved.
     Under ``GIVEN`` each rank knows its own group only, ``ranks``; those of the others are gathered when the mesh is
     made, so JSON, which is alike on all ranks, has none.
     """
@@ -55,8 +65,25 @@ class RankGroups(Value):
         if self.rule is GroupRule.GIVEN:
             if not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
                 raise ConfigError(f"{list(self.ranks)}, which must be a list of different ranks, from 0 on")
-        elif self.number < 1:
+        elif self.number < 1 and self.rule.on_machine is None:
             raise ConfigError(f"{self}, which does not divide the ranks; give a positive number")
+
+    def on_this_machine(self) -> "RankGroups":
+        """The groups with the number of ranks that a node of this machine has, where the rule leaves it open.
+
+        Raises:
+            ConfigError: no launcher has set LOCAL_WORLD_SIZE.
+        """
+        if self.rule.on_machine is None:
+            return self
+        text = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not text.isdecimal():
+            raise ConfigError(
+                f"fsdp_config.{GROUPS_KEY} is {self.rule.value!r}, which needs to know how many ranks a node has: "
+                "start the script with `composer` or torchrun, which set LOCAL_WORLD_SIZE, or set setK or modK",
+                keys=(GROUPS_KEY,),
+            )
+        return RankGroups(rule=self.rule.on_machine, number=int(text))
 
     def check(self, world_size: int) -> None:
         """Raise if a world of this size cannot be divided so.
@@ -93,7 +120,9 @@ class RankGroups(Value):
         return tuple(range(rank % self.number, world_size, self.number))
 
     def __str__(self) -> str:
-        return "given by each rank" if self.rule is GroupRule.GIVEN else f"{self.rule.value}{self.number}"
+        if self.rule is GroupRule.GIVEN:
+            return "given by each rank"
+        return self.rule.value if self.rule.on_machine else f"{self.rule.value}{self.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +156,14 @@ class MeshAxis(Value):
     def is_given(self) -> bool:
         """Whether each rank gives its own group."""
         return self.groups is not None and self.groups.rule is GroupRule.GIVEN
+
+    def resolve_groups(self, world_size: int) -> "MeshAxis":
+        """The axis with the size that its groups have in a world of this size; as it is without groups."""
+        if self.groups is None:
+            return self
+        groups = self.groups.on_this_machine()
+        groups.check(world_size)
+        return self if self.is_given else replace(self, groups=groups, size=groups.size(world_size))
 
     @property
     def num_ranks(self) -> int:
@@ -265,7 +302,7 @@ class MeshSpec(Value):
         return replace(self, axes=(*others[:place], replicas, alone, *others[place:]))
 
     def resolve(self, world_size: int) -> "MeshSpec":
-        """The mesh with -1 filled in.
+        """The mesh with -1 filled in, and for groups by nodes this machine's (LOCAL_WORLD_SIZE).
 
         Raises:
             ConfigError: the degrees or groups do not fit ``world_size``; names those that would.
@@ -273,12 +310,7 @@ class MeshSpec(Value):
         return self._resolve_groups(world_size) if self.is_grouped else self._resolve_degrees(world_size)
 
     def _resolve_groups(self, world_size: int) -> "MeshSpec":
-        for groups in self.groups:
-            groups.check(world_size)
-        axes = tuple(
-            axis if axis.is_given or axis.groups is None else replace(axis, size=axis.groups.size(world_size))
-            for axis in self.axes
-        )
+        axes = tuple(axis.resolve_groups(world_size) for axis in self.axes)
         resolved = replace(self, axes=axes)
         if max(resolved.shape) == world_size and not any(axis.is_given for axis in axes):  # one group, of all ranks
             return replace(self, axes=tuple(replace(axis, groups=None) for axis in axes))

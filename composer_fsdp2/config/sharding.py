@@ -4,11 +4,11 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_fsdp2.config.mesh import AxisRole, MeshSpec, divisors_text
+from composer_fsdp2.config.mesh import GROUPS_KEY, AxisRole, MeshSpec, divisors_text
 from composer_fsdp2.config.parallel import BroadcastBatch, IdleExperts, TiledMLP
 from composer_fsdp2.config.value import Value
 from composer_fsdp2.config.wrap import Wrap
-from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.errors import ConfigError, UnsupportedError
 
 DTYPES_BY_SHORT_NAME = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 LOW_PRECISION = frozenset(("bfloat16", "float16"))
@@ -137,6 +137,10 @@ class ShardingConfig(Value):
 
     def __post_init__(self) -> None:
         check_reshard_degree(self.reshard_after_forward, self.mesh)
+        if self.context_parallel_degree > 1:
+            check_split_sequences(self.mesh)
+        if self.expert_parallel_degree > 1:
+            check_split_experts(self.mesh)
 
     @property
     def data_block_size(self) -> int:
@@ -168,6 +172,41 @@ class ShardingConfig(Value):
             f"{self.context_parallel_degree}); let the product be {divisors_text(world_size)}",
             keys=("context_parallel_degree",),
         )
+
+
+def check_split_sequences(mesh: MeshSpec, where: str = "the model") -> None:
+    """Refuse sequences that are divided over ranks whose gradients are not averaged.
+
+    Raises:
+        ConfigError: names the groups.
+    """
+    if mesh.is_grouped:
+        raise ConfigError(
+            f"context_parallel_degree: {where} is sharded over groups of ranks ({' x '.join(map(str, mesh.groups))}), "
+            "and its gradients averaged within a group only; leave process_group out, since each rank has a part of a "
+            "sequence only",
+            keys=("context_parallel_degree", GROUPS_KEY),
+        )
+
+
+def check_split_experts(mesh: MeshSpec, *others: str) -> None:
+    """Refuse experts that are split beside replicas, or beside groups of ranks.
+
+    Args:
+        others: Further problems, which the same error names.
+    Raises:
+        UnsupportedError: names what to leave out.
+    """
+    beside = {
+        "HSDP + MoE is not supported; leave data_parallel_replicate_degree, HYBRID_SHARD or NO_SHARD out": (
+            mesh.has_replicas
+        ),
+        "beside process_group: groups of ranks are no mesh of all ranks; leave one of the two out": mesh.is_grouped,
+    }
+    problems = [*(text for text, is_given in beside.items() if is_given), *others]
+    if problems:
+        key = "expert_parallel_degree"
+        raise UnsupportedError("\n".join(f"{key}: {text}" for text in problems), keys=(key,))
 
 
 def check_reshard_degree(reshard_after_forward: bool | int, mesh: MeshSpec, where: str = "") -> None:

@@ -6,7 +6,6 @@ error's message begins with the value; who asks names the key before it.
 
 import enum
 import math
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -165,7 +164,6 @@ def mesh_of(mesh: object, device_type: str, key: str, tensor_degree: int = 1) ->
     return spec
 
 
-_LOCAL_GROUPS = {"node": GroupRule.CONSECUTIVE, "local_rank_across_nodes": GroupRule.STRIDED}
 _PROCESS_GROUPS = (
     "it is 'self', 'node', 'local_rank_across_nodes', 'setK' (groups of K ranks in a row), 'modK' (K groups of every "
     "K-th rank), a list of ranks, a ProcessGroup, or a pair of these (shard, replicate) for HYBRID_SHARD"
@@ -215,22 +213,12 @@ def _rank_groups(value: object) -> RankGroups:
     word = value if isinstance(value, str) else ""
     if word == "self":
         return RankGroups(rule=GroupRule.CONSECUTIVE, number=1)
-    if word in _LOCAL_GROUPS:
-        return RankGroups(rule=_LOCAL_GROUPS[word], number=_local_world_size(word))
+    if word in (GroupRule.NODE.value, GroupRule.ACROSS_NODES.value):
+        return RankGroups(rule=GroupRule(word))
     matched = re.fullmatch(r"(set|mod)(\d{1,9})", word)
     if matched is None:
         raise ConfigError(f"{short(value)}; {_PROCESS_GROUPS}")
     return RankGroups(rule=GroupRule(matched[1]), number=int(matched[2]))
-
-
-def _local_world_size(word: str) -> int:
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not text.isdecimal():
-        raise ConfigError(
-            f"{word!r}, which needs to know how many ranks a node has: start the script with `composer` or torchrun, "
-            "which set LOCAL_WORLD_SIZE, or set setK or modK"
-        )
-    return int(text)
 
 
 def check_same_reshard(of_strategy: bool | int | None, value: bool | int) -> None:

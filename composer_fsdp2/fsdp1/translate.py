@@ -1,6 +1,5 @@
 """From an FSDP1 configuration to a ``ShardingConfig``: pure, total, and with a finding for every key that was given."""
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -15,6 +14,8 @@ from composer_fsdp2.config.sharding import (
     Prefetch,
     ShardingConfig,
     check_reshard_degree,
+    check_split_experts,
+    check_split_sequences,
 )
 from composer_fsdp2.config.text import did_you_mean, short
 from composer_fsdp2.config.value import Value
@@ -101,8 +102,8 @@ def translate(
     Raises:
         ConfigError: unknown keys, wrong types, values that contradict each other; all of them in one message.
 
-    It reads its arguments only (and LOCAL_WORLD_SIZE, for a process_group by nodes), and does not communicate. Imports
-    torch only where the device is not given, or is torch's own object.
+    It reads its arguments only (and with a world_size LOCAL_WORLD_SIZE, for a process_group by nodes), and does not
+    communicate. Imports torch only where the device is not given, or is torch's own object.
     """
     given = GivenConfig.read(fsdp_config)
     if world_size is not None and (type(world_size) is not int or world_size < 1):
@@ -139,6 +140,7 @@ def _read(
     checkpointing = problems.catch(_activation_checkpointing, values, name)
     if mesh is not None and reshard is not None:
         problems.catch(check_reshard_degree, reshard, mesh)
+        problems.catch(_refuse_beside_axes, values, mesh)
     problems.raise_all()
     assert mesh is not None and reshard is not None and checkpointing is not None
     mixed_precision = _mixed_precision(given, values, name)
@@ -249,7 +251,8 @@ def _with_fields(config: ShardingConfig, values: Mapping[str, Any]) -> ShardingC
 def _mesh(
     given: GivenConfig, values: Mapping[str, Any], device_type: str, world_size: int | None, tensor_degree: int
 ) -> MeshSpec:
-    strategy = values["sharding_strategy"]
+    is_implied = "reshard_after_forward" in given.given and "sharding_strategy" not in given.given
+    strategy = None if is_implied else values["sharding_strategy"]  # a pair of groups is a hybrid in FSDP2's words
     if tensor_degree > 1:
         _refuse_beside_tensor_axis(values)
     if values["process_group"] is not None:  # Composer then ignored the mesh (dist_strategy.py)
@@ -264,7 +267,7 @@ def _mesh(
     if strategy is not ShardingStrategy.NO_SHARD:
         return spec
     shard = spec.shard_degree
-    if not spec.is_grouped and spec.has_replicas and shard != 1 and (spec.is_resolved or shard > 1):
+    if not spec.is_grouped and spec.has_replicas and shard != 1:
         raise ConfigError(
             "sharding_strategy NO_SHARD contradicts data_parallel_replicate_degree "
             f"{spec.replicate_degree} with data_parallel_shard_degree {shard} (FSDP1 averaged gradients over the first "
@@ -272,6 +275,14 @@ def _mesh(
             keys=("sharding_strategy", "data_parallel_replicate_degree", "data_parallel_shard_degree"),
         )
     return without_shards(spec)
+
+
+def _refuse_beside_axes(values: Mapping[str, Any], mesh: MeshSpec) -> None:
+    """What sequences or experts cannot be divided beside; ``parallel/`` asks the same of each unit."""
+    if values["context_parallel_degree"] > 1:
+        check_split_sequences(mesh)
+    if values["expert_parallel_degree"] > 1:
+        check_split_experts(mesh)
 
 
 def _refuse_beside_tensor_axis(values: Mapping[str, Any]) -> None:
@@ -333,19 +344,13 @@ def _prefetch(values: Mapping[str, Any]) -> Prefetch:
 def _activation_checkpointing(values: Mapping[str, Any], precision: str) -> ActivationCheckpointing:
     """The checkpointing that the keys ask for, by Transformer Engine's implementation where they say so."""
     is_te = values["te_checkpoint_wrapper"] and precision == "amp_fp8"
-    if is_te and (values["activation_checkpointing"] or values["activation_cpu_offload"]):
-        if values["activation_checkpointing_reentrant"]:
-            raise ConfigError(
-                "te_checkpoint_wrapper needs activation_checkpointing_reentrant: false (Transformer Engine's "
-                "checkpointing works with the non-reentrant implementation only, as under FSDP1)",
-                keys=("te_checkpoint_wrapper", "activation_checkpointing_reentrant"),
-            )
-        if importlib.util.find_spec("transformer_engine") is None:
-            raise ConfigError(
-                "te_checkpoint_wrapper under precision amp_fp8 needs Transformer Engine, which is not installed: "
-                "install transformer-engine, or set te_checkpoint_wrapper to false",
-                keys=("te_checkpoint_wrapper",),
-            )
+    is_on = values["activation_checkpointing"] or values["activation_cpu_offload"]
+    if is_te and is_on and values["activation_checkpointing_reentrant"]:
+        raise ConfigError(
+            "te_checkpoint_wrapper needs activation_checkpointing_reentrant: false (Transformer Engine's "
+            "checkpointing works with the non-reentrant implementation only, as under FSDP1)",
+            keys=("te_checkpoint_wrapper", "activation_checkpointing_reentrant"),
+        )
     return ActivationCheckpointing(transformer_engine=is_te)
 
 

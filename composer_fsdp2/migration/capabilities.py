@@ -48,6 +48,8 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
     "dtype of outputs": lambda run: run.config.mixed_precision.output_dtype,
     "buffer_dtype": lambda run: run.config.mixed_precision.buffer_dtype,
     "autocast": lambda run: run.precision,
+    "products in fp8": lambda run: _if(run.precision, run.precision == "amp_fp8"),
+    "dtype of stored parameters": lambda run: run.stored_dtype or "as created",
     "casting of inputs": lambda run: "at every unit" if run.config.mixed_precision.cast_forward_inputs else "at roots",
     "casting of the root's inputs": lambda run: "done" if run.config.mixed_precision.cast_root_inputs else "not done",
     "keep_low_precision_grads": lambda run: _if(
@@ -92,6 +94,7 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
         ", ".join(run.config.idle_towers or ()) or "as the model says", run.config.idle_towers is not None
     ),
     "tiled MLP": lambda run: run.mlp_chunks,
+    "classes of tiled MLPs": lambda run: run.config.tiled_mlp and ", ".join(run.config.tiled_mlp.classes),
     "compile": lambda run: _if(True, run.compile),
     "number of ranks": lambda run: _if("not known", run.num_ranks is None),
     "verbose": lambda run: _if(True, run.verbose),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.rows import Aspect, Row, idle
+from composer_fsdp2.config.rows import Aspect, idle
 from composer_fsdp2.migration.dialect import (
     Dialect,
     Expression,
@@ -15,11 +15,13 @@ from composer_fsdp2.migration.dialect import (
     Section,
     Setting,
     splice,
+    told_once,
 )
 from composer_fsdp2.migration.documents import Document, Edit, NewEntry, entries_of
 from composer_fsdp2.migration.documents.yaml import flow_text
 from composer_fsdp2.migration.interpolation import has_interpolation
 from composer_fsdp2.migration.paths import Path, Settings, has_path, value_at
+from composer_fsdp2.migration.run import RunConfig
 from composer_fsdp2.migration.targets import file_text, file_values
 
 
@@ -33,6 +35,9 @@ class Change:
         values: What that holds.
         gone: Paths that are no longer there.
         come: Paths that were not there, or hold something else.
+        run: What the section asks for, where a text is written for it.
+        lacks: What the target's words lack of it, or say otherwise.
+        place: Where the new section is; None where it is a file of its own.
     """
 
     findings: tuple[Finding, ...]
@@ -42,6 +47,9 @@ class Change:
     values: Mapping[str, Any] = field(default_factory=dict)
     gone: tuple[Path, ...] = ()
     come: tuple[Path, ...] = ()
+    run: RunConfig | None = None
+    lacks: tuple[Finding, ...] = ()
+    place: Path | None = None
 
 
 def change_section(document: Document, of: Dialect, section: Section, target: Dialect) -> Change:
@@ -59,7 +67,8 @@ def change_section(document: Document, of: Dialect, section: Section, target: Di
     change = _rewritten if of is target else _translated
     found = change(document, of, section, reading, target)
     given = {each.key for each in passing}
-    return replace(found, findings=(*passing, *(each for each in found.findings if each.key not in given)))
+    told = (*passing, *(each for each in found.findings if each.key not in given))
+    return replace(found, findings=told, run=reading.run)
 
 
 def _passes(finding: Finding, of: Dialect, section: Section, target: Dialect) -> bool:
@@ -95,6 +104,7 @@ def _unresolved(finding: Finding) -> Finding:
 
 
 def _rewritten(document: Document, of: Dialect, section: Section, reading: Reading, target: Dialect) -> Change:
+    assert reading.run is not None
     findings = target.own_findings(reading)
     dead = {path: each.key for each in findings if _is_dead(each) and (path := _path_of(each.key, section))}
     edits = _removing(dead, target.rewrite(section, reading))
@@ -118,6 +128,8 @@ def _rewritten(document: Document, of: Dialect, section: Section, reading: Readi
         meant=tuple(edits),
         gone=tuple(_gone(edits)),
         come=tuple(each.path for each in edits),
+        place=section.path,
+        lacks=() if target.keeps_implicit else (*findings, *target.differences(reading.run)),
     )
 
 
@@ -212,7 +224,7 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
     # Of what a target does by itself, its own findings tell, unless it keeps to what FSDP1 did.
     told = [each for each in reading.findings if target.keeps_implicit or not _is_kept(each)]
     kept = {*became, *(finding.key for finding in expression.findings)}
-    told, lacks = _told_once(told, expression.findings, reading, target)
+    told, lacks = told_once(told, expression.findings, reading, target)
     findings = (
         *(
             _dropped(each, target) if of.is_own(each) and each.key not in kept else _with_words(each, became, target)
@@ -224,7 +236,8 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
     if frame is None or not target.heads or not document.takes_entries:
         source = document.name.replace("\\", "/").rpartition("/")[2]
         values = file_values(target, expression)
-        return Change(findings=findings, text=file_text(target, values, source), values=values)
+        text = file_text(target, values, source)
+        return Change(findings=findings, text=text, values=values, lacks=expression.findings)
     framed = _framed(frame, section, reading, target, expression)
     parent = frame.entry[:-1]
     edits = [
@@ -238,53 +251,9 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         meant=(MappingEdit(path=parent, replacements=into), *framed.within),
         gone=(frame.entry, *((*parent, key) for key in framed.going)),
         come=tuple((*parent, key) for key in (target.heads[0][0], *(each.key for each in expression.beside))),
+        place=(*parent, *(name for name, _ in target.heads)),
+        lacks=expression.findings,
     )
-
-
-def _told_once(
-    told: Sequence[Finding], lacks: Sequence[Finding], reading: Reading, target: Dialect
-) -> tuple[list[Finding], list[Finding]]:
-    """What a target makes of what a key asks for is told of that key, and no detail of it stands in the way as well.
-
-    Returns:
-        The findings of the section, and those of the target that no key stands for.
-    """
-    of_keys: list[Finding] = []
-    settled = []
-    for finding in told:
-        row = reading.rows.get(finding.key)
-        lack = next((each for each in lacks if row is not None and each.key in _asked_by(row)), None)
-        if finding.asks and lack is not None:
-            of_keys.append(lack)
-            finding = _by_target(finding, lack)
-        elif finding.asks and row is not None and finding.outcome.blocks and (same := target.row_for(row.capability)):
-            reason = f"{same.meaning or same.name}, there as here"
-            finding = replace(finding, outcome=Outcome.EXACT, target=same.name, reason=reason, hint="")
-        settled.append(finding)
-    by_name = {row.name: finding for finding in settled if (row := reading.rows.get(finding.key)) is not None}
-    details = [_as_detail(each, reading.rows.get(each.key), by_name, target) for each in settled]
-    return details, [each for each in lacks if each not in of_keys]
-
-
-def _asked_by(row: Row) -> tuple[str, ...]:
-    """The questions that a key answers: one of units may name embeddings and the output beside the layers."""
-    return (row.capability, "further units") if row.capability == "units" else (row.capability,)
-
-
-def _by_target(finding: Finding, lack: Finding) -> Finding:
-    hint = lack.hint or (finding.hint if lack.outcome.blocks else "")  # no way out is worse than its system's own
-    return replace(finding, outcome=lack.outcome, target=lack.target, reason=lack.reason, hint=hint)
-
-
-def _as_detail(finding: Finding, row: Row | None, by_name: Mapping[str, Finding], target: Dialect) -> Finding:
-    """A detail of what another key turns on says nothing of its own where that is refused."""
-    switch = by_name.get(row.only_with.partition(" = ")[0]) if row is not None and row.only_with else None
-    if switch is None or not finding.outcome.blocks:
-        return finding
-    if switch.outcome.blocks:
-        return idle(finding, f"a detail of {switch.key}, and decided with it")
-    reason = f"a detail of {switch.key}, which {target.title.split(':')[0]} does in its own way"
-    return replace(finding, outcome=Outcome.APPROXIMATE, target="", reason=reason, hint="")
 
 
 def _deciding(reading: Reading) -> dict[Aspect, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.rows import Aspect, Row
+from composer_fsdp2.config.rows import Aspect, Row, idle
 from composer_fsdp2.migration.capabilities import Lack, lacking
 from composer_fsdp2.migration.paths import Path, Settings, value_at, walk, without_path
 from composer_fsdp2.migration.run import RunConfig
@@ -293,6 +293,52 @@ def deciding(aspects: Mapping[str, Aspect], findings: Iterable[Finding]) -> dict
     """The keys, with their aspects, that a target's words can replace: not those that ask for nothing."""
     unneeded = {finding.key for finding in findings if finding.outcome is Outcome.UNNEEDED}
     return {key: aspect for key, aspect in aspects.items() if aspect is not Aspect.OTHER and key not in unneeded}
+
+
+def told_once(
+    told: Sequence[Finding], lacks: Sequence[Finding], reading: Reading, target: Dialect
+) -> tuple[tuple[Finding, ...], list[Finding]]:
+    """What a target makes of what a key asks for is told of that key, and no detail of it stands in the way as well.
+
+    Returns:
+        The findings of the section, and those of the target that no key stands for.
+    """
+    of_keys: list[Finding] = []
+    settled = []
+    for finding in told:
+        row = reading.rows.get(finding.key)
+        lack = next((each for each in lacks if row is not None and each.key in _asked_by(row)), None)
+        if finding.asks and lack is not None:
+            of_keys.append(lack)
+            finding = _by_target(finding, lack)
+        elif finding.asks and row is not None and finding.outcome.blocks and (same := target.row_for(row.capability)):
+            reason = f"{same.meaning or same.name}, there as here"
+            finding = replace(finding, outcome=Outcome.EXACT, target=same.name, reason=reason, hint="")
+        settled.append(finding)
+    by_name = {row.name: finding for finding in settled if (row := reading.rows.get(finding.key)) is not None}
+    details = tuple(_as_detail(each, reading.rows.get(each.key), by_name, target) for each in settled)
+    return details, [each for each in lacks if each not in of_keys]
+
+
+def _asked_by(row: Row) -> tuple[str, ...]:
+    """The questions that a key answers: one of units may name embeddings and the output beside the layers."""
+    return (row.capability, "further units") if row.capability == "units" else (row.capability,)
+
+
+def _by_target(finding: Finding, lack: Finding) -> Finding:
+    hint = lack.hint or (finding.hint if lack.outcome.blocks else "")  # no way out is worse than its system's own
+    return replace(finding, outcome=lack.outcome, target=lack.target, reason=lack.reason, hint=hint)
+
+
+def _as_detail(finding: Finding, row: Row | None, by_name: Mapping[str, Finding], target: Dialect) -> Finding:
+    """A detail of what another key turns on says nothing of its own where that is refused."""
+    switch = by_name.get(row.only_with.partition(" = ")[0]) if row is not None and row.only_with else None
+    if switch is None or not finding.outcome.blocks:
+        return finding
+    if switch.outcome.blocks:
+        return idle(finding, f"a detail of {switch.key}, and decided with it")
+    reason = f"a detail of {switch.key}, which {target.title.split(':')[0]} does in its own way"
+    return replace(finding, outcome=Outcome.APPROXIMATE, target="", reason=reason, hint="")
 
 
 def splice(

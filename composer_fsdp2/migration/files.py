@@ -6,7 +6,6 @@ import enum
 import itertools
 import os
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -82,13 +81,9 @@ class Destination:
         if self.output.is_file():
             fault = f"there are {len(sources)} results" if len(sources) > 1 else f"its name ends in none of {_ENDINGS}"
             raise ConfigError(f"{_name(self.output)} is a file, and {fault}; give a folder")
-        places = Counter(_result_name(source, target) for source in sources)
         own = [source.file for source in sources if _is_at(self.output / _result_name(source, target), source.file)]
         if own:
             raise ConfigError(f"{_name(own[0])} would be overwritten; --write changes files in place, and keeps copies")
-        doubled = [_name(place) for place, count in places.items() if count > 1]
-        if doubled:
-            raise ConfigError(f"{_name(self.output)} would get several files of one name: {', '.join(doubled)}")
 
     def _check_standard_input(self, sources: Sequence[SourceFile]) -> None:
         if self.in_place:
@@ -264,6 +259,8 @@ def migrate_files(
 ) -> Iterator[FileResult]:
     """Each file's result, in order; a bad file does not end the others.
 
+    Where results may get one name, which their texts decide, those files are migrated twice: once to see.
+
     Args:
         suffix: The ending of the format of files that were named; "" goes by their names.
         allow_unconfigured: Whether a file that was named need not have a section.
@@ -273,20 +270,51 @@ def migrate_files(
     """
     destination.check(sources, TARGETS[to])
     is_folder = destination.output is not None and destination.is_folder(sources)
-    work = partial(
+    look = partial(
         _migrate_file,
-        destination=destination,
-        is_folder=is_folder,
         suffix=suffix,
         allow_unconfigured=allow_unconfigured,
         words={"to": to, "dialect": dialect, "at": at},
     )
+    if is_folder:
+        _refuse_doubled(sources, destination, partial(look, destination=Destination(), is_folder=False))
+    work = partial(look, destination=destination, is_folder=is_folder)
     if len(sources) < _PARALLEL_FROM or jobs == 1:
         yield from map(work, sources)
         return
     from composer_fsdp2.migration.processes import in_processes  # here and not above: one file needs none
 
     yield from in_processes(work, sources, num_processes=jobs or None, killed=_killed)
+
+
+def _refuse_doubled(
+    sources: Sequence[SourceFile], destination: Destination, look: Callable[[SourceFile], FileResult]
+) -> None:
+    """Raise where two results would be one file: names that differ in their endings only may do so.
+
+    Args:
+        look: Migrates a file, and writes nothing.
+    """
+    alike: dict[Path, list[SourceFile]] = {}
+    for source in sources:
+        alike.setdefault(source.file.relative_to(source.base).with_suffix(""), []).append(source)
+    found: dict[Path, list[Path]] = {}
+    for source in (each for group in alike.values() if len(group) > 1 for each in group):
+        migration = look(source).migration
+        if migration is not None and (migration.exit_code == 0 or destination.force):
+            target = _target(migration, source, destination, is_folder=True)
+            found.setdefault(target, []).append(source.file)
+    output = destination.output or Path()
+    doubled = [
+        f"{_name(path.relative_to(output))} of {' and '.join(map(_name, files))}"
+        for path, files in found.items()
+        if files[1:]
+    ]
+    if doubled:
+        raise ConfigError(
+            f"{_name(output)} would get several files of one name: {', '.join(doubled)}; rename "
+            "one, or migrate them into different folders"
+        )
 
 
 def _killed(source: SourceFile) -> FileResult:

@@ -4,12 +4,11 @@ Called by ``composer-fsdp2 migrate``.
 """
 
 import codecs
-import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome, format_findings
@@ -23,6 +22,7 @@ from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_WORDS, foreig
 from composer_fsdp2.migration.documents import Document, differences, open_document, referred
 from composer_fsdp2.migration.interpolation import Resolved, has_interpolation, resolve, shown
 from composer_fsdp2.migration.paths import Path, has_path, value_at, walk
+from composer_fsdp2.migration.read_back import lost_findings
 from composer_fsdp2.migration.references import not_as_meant, shared_findings, with_shared
 from composer_fsdp2.migration.targets import TARGETS
 
@@ -150,7 +150,13 @@ def migrate_text(
     edits = [edit for change in changes for edit in change.edits]
     after = document.edited(edits) if whole is None or whole.text is None else whole.text
     suffix = _suffix(suffix or name, target, whole is not None)
-    shared = _as_meant(document, after, [section for _, section in sections], changes, whole, suffix)
+    again = _as_meant(document, after, [section for _, section in sections], changes, whole, suffix)
+    shared: tuple[Finding, ...] = ()
+    if again is not None and whole is None:
+        shared = tuple(shared_findings(document, again.values, [section for _, section in sections], changes))
+    if again is not None:
+        written = _File.of(again)
+        changes = [replace(each, findings=(*each.findings, *_lost(written, target, each))) for each in changes]
     reports = [
         SectionReport(
             dialect=of.name,
@@ -198,25 +204,32 @@ def _as_meant(
     changes: Sequence[Change],
     whole: Change | None,
     suffix: str,
-) -> tuple[Finding, ...]:
-    """Findings for what the new text changes outside of the sections.
+) -> Document | None:
+    """The new text, read again; None if it is the old one.
 
     Raises:
         ConfigError: read again, it does not say what it was meant to, so that nobody may get it.
     """
     if whole is None and after == document.original:
-        return ()
+        return None
     try:
         again = open_document(after, document.name, suffix)
     except ConfigError as error:
         raise not_as_meant(document, (), sections[0]) from error
     _refuse_doubled(document, again, changes)
-    if whole is None:
-        return tuple(shared_findings(document, again.values, sections, changes))
-    wrong = next(differences(whole.values, again.values), None)
+    wrong = None if whole is None else next(differences(whole.values, again.values), None)
     if wrong is not None:
         raise not_as_meant(document, wrong, sections[0])
-    return ()
+    return again
+
+
+def _lost(again: "_File", target: Dialect, change: Change) -> Iterator[Finding]:
+    """Findings for what the new text's own reader does not find in it, of what the old one asked for."""
+    if change.run is None:
+        return
+    values = again.values_for(target.name)
+    place = next(iter(target.sections(values)), ()) if change.place is None else change.place
+    yield from lost_findings(change.run, target, Section.at(place, values), change.lacks)
 
 
 def _refuse_doubled(document: Document, again: Document, changes: Sequence[Change]) -> None:
@@ -361,7 +374,7 @@ def _placed(finding: Finding, file: _File, section: Path, after: str) -> Finding
     path = next((each for each in places if has_path(file.resolved.values, each)), None)
     line = _line_of(file.document, section if path is None else path)
     finding = shown(_settled(finding, path, file, after), path, file.resolved.environment, _words())
-    return dataclasses.replace(
+    return replace(
         finding,
         key=printable(finding.key),
         value=printable(finding.value) if isinstance(finding.value, str) else finding.value,
@@ -389,4 +402,4 @@ def _settled(finding: Finding, path: Path | None, file: _File, after: str) -> Fi
     if gone is None:
         return finding
     hint = f"the value that {gone} has here is written out, and the variable is read no more"
-    return dataclasses.replace(finding, outcome=Outcome.APPROXIMATE, hint="; ".join(filter(None, (finding.hint, hint))))
+    return replace(finding, outcome=Outcome.APPROXIMATE, hint="; ".join(filter(None, (finding.hint, hint))))

@@ -16,6 +16,8 @@ class RunConfig(Value):
     Args:
         config: With -1 for what the number of ranks leaves.
         precision: Composer's; ``amp_...`` runs the forward under torch.autocast.
+        stored_dtype: In which the system stores trained parameters, and with them the optimizer's state, whatever they
+            were created in; None: in that dtype.
         state_dict_type: "full" or "sharded", what checkpoints hold.
         strict, verbose: As in an ``fsdp_config``.
         async_save: Whether checkpoints are written while training goes on.
@@ -32,6 +34,7 @@ class RunConfig(Value):
 
     config: ShardingConfig
     precision: str = "fp32"
+    stored_dtype: str | None = None
     state_dict_type: str = "full"
     strict: bool = True
     verbose: bool = False

@@ -9,8 +9,8 @@ from dataclasses import replace
 from torch import nn
 
 from composer_fsdp2.config.mesh import AxisRole
-from composer_fsdp2.config.sharding import ShardingConfig
-from composer_fsdp2.errors import PlanError, UnsupportedError
+from composer_fsdp2.config.sharding import ShardingConfig, check_split_sequences
+from composer_fsdp2.errors import UnsupportedError
 from composer_fsdp2.parallel.attention import KEY, AttentionFacts, KnownModel, know, known_models
 from composer_fsdp2.parallel.causal_lm import HUGGING_FACE
 from composer_fsdp2.parallel.context import ContextGroup, make_context_group
@@ -28,14 +28,15 @@ def plan_context(model: nn.Module, plan: ShardingPlan) -> ShardingPlan:
 
     Raises:
         UnsupportedError: an attention that is not known, or cannot be divided; names each module and the way out.
-        PlanError: units whose gradients are not averaged over all ranks.
+        ConfigError: units whose gradients are not averaged over all ranks.
 
     Every rank must call this with the same model; it does not communicate.
     """
     degree = plan.config.context_parallel_degree
     if degree == 1:
         return plan
-    _refuse_groups(plan)
+    for unit in plan.units:
+        check_split_sequences(unit.mesh, unit.name or "the model")
     found = _models(model)
     if not found:
         raise UnsupportedError(_unknown(model), keys=(KEY,))
@@ -135,14 +136,3 @@ def _problems_of_attentions(facts: Mapping[str, AttentionFacts], heads_per: int)
         for text in texts:
             found.setdefault(text, []).append(path)
     return [f"{paths[0]}{f' and {len(paths) - 1} more' if paths[1:] else ''}: {text}" for text, paths in found.items()]
-
-
-def _refuse_groups(plan: ShardingPlan) -> None:
-    for unit in plan.units:
-        if unit.mesh.is_grouped:
-            groups = " x ".join(map(str, unit.mesh.groups))
-            raise PlanError(
-                f"{KEY}: {unit.name or 'the model'} is sharded over groups of ranks ({groups}), and "
-                "its gradients averaged within a group only; leave process_group out, since each rank has a part "
-                "of a sequence only"
-            )

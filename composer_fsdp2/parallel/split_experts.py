@@ -26,7 +26,7 @@ from composer_fsdp2._torch.slices import parent_mesh
 from composer_fsdp2.config.choices import Choice, ModelChoices, UnitOverrides
 from composer_fsdp2.config.mesh import EXPERT_AXIS, MeshSpec, divisors_text
 from composer_fsdp2.config.parallel import SplitExperts
-from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.config.sharding import ShardingConfig, check_split_experts
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import PlanError, UnsupportedError
 from composer_fsdp2.parallel.tensor import is_of_experts
@@ -75,7 +75,7 @@ def plan_experts(model: nn.Module, config: ShardingConfig, choices: ModelChoices
     split = _split_by_script(model)
     if config.expert_parallel_degree == 1 and not split:
         return ExpertPlan(layers=(), choices=choices, placements={})
-    _refuse_beside(config, is_split=bool(split))
+    _refuse_beside(config.mesh, is_split=bool(split))
     degree = _degree(config, split)
     layers = _layers(model, config, choices, split)
     problems = [*_problems_of_layers(model, layers, degree)]
@@ -155,21 +155,12 @@ def _split_by_script(model: nn.Module) -> dict[nn.Parameter, DeviceMesh]:
     return split
 
 
-def _refuse_beside(config: ShardingConfig, *, is_split: bool) -> None:
-    mesh = config.mesh
-    beside = {
-        "HSDP + MoE is not supported; leave data_parallel_replicate_degree, HYBRID_SHARD or NO_SHARD out": (
-            mesh.has_replicas
-        ),
-        "beside process_group: groups of ranks are no mesh of all ranks; leave one of the two out": mesh.is_grouped,
+def _refuse_beside(mesh: MeshSpec, *, is_split: bool) -> None:
+    apart = (
         "experts that a script split already, beside tensor parallelism, whose consecutive ranks would have different "
-        f"ones; leave one of the two out, or pass the experts unsplit and give {_KEY}": (
-            is_split and mesh.tensor_degree > 1
-        ),
-    }
-    problems = [f"{_KEY}: {text}" for text, is_given in beside.items() if is_given]
-    if problems:
-        raise UnsupportedError("\n".join(problems), keys=(_KEY,))
+        f"ones; leave one of the two out, or pass the experts unsplit and give {_KEY}"
+    )
+    check_split_experts(mesh, *([apart] if is_split and mesh.tensor_degree > 1 else []))
 
 
 def _degree(config: ShardingConfig, split: Mapping[nn.Parameter, DeviceMesh]) -> int:

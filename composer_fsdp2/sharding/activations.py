@@ -1,5 +1,6 @@
 """Recompute or offload the activations of some modules."""
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +16,22 @@ from composer_fsdp2._torch.private_names import (
     transformer_engine_checkpoint_wrapper,
 )
 from composer_fsdp2.config.sharding import ActivationCheckpointing
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.sharding.modules import ancestors_or_self, at_path
+
+
+def require_checkpointing(mode: ActivationCheckpointing) -> None:
+    """Raise where this machine lacks what recomputes.
+
+    Raises:
+        ConfigError: Transformer Engine is not installed; names the key.
+    """
+    if mode.transformer_engine and mode.enabled and importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "te_checkpoint_wrapper under precision amp_fp8 needs Transformer Engine, which is not installed: install "
+            "transformer-engine, or set te_checkpoint_wrapper to false",
+            keys=("te_checkpoint_wrapper",),
+        )
 
 
 def wrap_activations(model: nn.Module, paths: list[str], mode: ActivationCheckpointing) -> None:

@@ -528,3 +528,32 @@ def test_a_full_disk_behind_the_output_is_no_decision(folder: Path) -> None:
             ended = subprocess.run(command, cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
         assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
         assert ended.stderr.endswith("composer-fsdp2: standard output cannot be written: No space left on device\n")
+
+
+def test_two_results_are_not_one_file(tmp_path: Path):
+    """`written to o/run.yaml`, twice: of two runs one was gone."""
+    source = tmp_path / "d"
+    source.mkdir()
+    (source / "run.json").write_text(
+        '{"transformer_layer_cls_to_wrap": ["A"], "fsdp": "full_shard auto_wrap", "bf16": true}'
+    )
+    (source / "run.yaml").write_text("fsdp_config: {limit_all_gathers: true}\n")
+    done = run(tmp_path, "d", "-o", "o")
+    assert done.returncode == 2 and not (tmp_path / "o").exists()
+    assert "d/run.json and d/run.yaml" in done.stderr
+    (source / "run.json").write_text('{"fsdp_config": {"limit_all_gathers": true}}')  # which stays JSON
+    assert run(tmp_path, "d", "-o", "o").returncode == 0
+    assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["run.json", "run.yaml"]
+
+
+def test_a_redirected_text_is_utf_8_in_any_locale(tmp_path: Path):
+    """`migrate f > g` wrote the name of a model's folder as an escape, which the training script took literally."""
+    (tmp_path / "f.yaml").write_text(
+        "name: 学\nfsdp_config: {limit_all_gathers: true, verbose: true}\n", encoding="utf-8"
+    )
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "composer_fsdp2", "migrate", "f.yaml", "--report", "r.md"]
+    for more in ([], ["--diff"]):
+        done = subprocess.run([*command, *more], cwd=tmp_path, env=ascii_only, capture_output=True, check=True)
+        assert "学".encode() in done.stdout and b"u5b66" not in done.stdout, more
+    assert (tmp_path / "r.md").read_bytes().decode()

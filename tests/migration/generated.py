@@ -28,7 +28,7 @@ COMPOSER: Mapping[str, list[Any]] = {
     "activation_checkpointing": [True, False],
     "activation_checkpointing_reentrant": [True, False],
     "activation_cpu_offload": [True, False],
-    "te_checkpoint_wrapper": [False],
+    "te_checkpoint_wrapper": [False, True],
     "state_dict_type": ["full", "sharded"],
     "load_monolith_rank0_only": [True, False],
     "sharded_ckpt_prefix_dir": ["ep{epoch}", UNSET],
@@ -43,7 +43,7 @@ COMPOSER: Mapping[str, list[Any]] = {
     "reshard_after_backward": [True, False],
     "collective_guard": [None, 30],
     "async_save": [True, False],
-    "process_group": ["set2", "mod2", None],
+    "process_group": ["set2", "mod2", "node", ["set2", "mod2"], None],
     "wrap_policy": [
         {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "wrap_embeddings": True},
         {"transformer_layer_cls_to_wrap": "auto"},
@@ -111,7 +111,7 @@ DEEPSPEED: Mapping[str, list[Any]] = {
     "zero3_init_flag": [True, False],
     "zero3_save_16bit_model": [True, False],
     "gradient_accumulation_steps": [1, 4, "auto"],
-    "gradient_clipping": [1.0, "auto", "none"],
+    "gradient_clipping": [1.0, 0.5, 0, "auto", "none"],
     "deepspeed_multinode_launcher": ["standard"],
     "deepspeed_config_file": ["zero3.json"],
     "zero_stag": [3],
@@ -134,6 +134,9 @@ AXOLOTL_AROUND: Mapping[str, list[Any]] = {
     "fsdp_version": [1, 2, None],
     "bf16": ["auto", True, "full", None],
     "fp8": [True, False],
+    "tiled_mlp": [True, False],
+    "tiled_mlp_num_shards": [2, None],
+    "accelerator_config": [{"gradient_accumulation_kwargs": {"sync_each_batch": True}}, {}],
     "gradient_checkpointing": [True, False, "offload", None],
     "gradient_checkpointing_kwargs": [{"use_reentrant": True}],
     "activation_offloading": [True, False, "legacy"],
@@ -225,6 +228,7 @@ class File:
         return self.before + self.section + self.after
 
 
+TENSOR = "tp_config: {tensor_parallel_degree: 2, strategy: ffn}\n"
 AROUND = [
     "# a comment\n",
     "\n",
@@ -309,7 +313,9 @@ def composer_files(draw: st.DrawFn, sane: bool = False) -> File:
     values = draw(written(COMPOSER, sane))
     before, after = draw(around())
     if draw(st.booleans()):
-        before += f"precision: {draw(st.sampled_from(['amp_bf16', 'amp_fp16', 'fp32']))}\n"
+        before += f"precision: {draw(st.sampled_from(['amp_bf16', 'amp_fp16', 'fp32', 'amp_fp8']))}\n"
+    if draw(st.integers(0, 3)) == 0:
+        before += TENSOR
     comments: list[str] = []
     heads = draw(st.sampled_from([("fsdp_config",), ("trainer", "fsdp_config"), ("parallelism_config", "fsdp")]))
     indent = draw(st.sampled_from(["  ", "    "]))

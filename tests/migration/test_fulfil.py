@@ -217,7 +217,8 @@ def test_every_file_says_what_is_wished_or_stays(file: File, wish: Wish) -> None
         return
     event("written" if found.changes else "as it is")
     if not found.is_migrated:
-        assert found.after.startswith(file.before)
+        # ROLL says in model_args, above its section, that nothing is recomputed.
+        assert found.after.replace(", disable_gradient_checkpointing: true", "", 1).startswith(file.before)
         comments = re.findall(r"#[^\r\n\"']*", file.text)
         assert all(found.after.count(comment) >= comments.count(comment) for comment in comments)
     ((again, *_),) = [find_sections(found.after, name)[1]]

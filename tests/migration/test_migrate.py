@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tomllib
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import yaml
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.translate import translate
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.documents import yaml as yaml_documents
-from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, migrate_text
+from composer_fsdp2.migration.migrate import Migration, NothingToMigrateError, find_sections, migrate_text
 from composer_fsdp2.migration.targets import TARGETS
 
 
@@ -494,3 +497,213 @@ def test_the_cost_of_a_section_does_not_grow_with_their_number(monkeypatch: pyte
         assert len(migrate_text("".join(map(block.format, range(number)))).sections) == number
         needed.append(calls)
     assert needed[1] <= 2.5 * needed[0], needed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a file leaves to its system, and what stands beside its section
+
+
+CLIPPED = {
+    "trainer": ("bf16: true\nfsdp: full_shard auto_wrap\nfsdp_config: {min_num_params: 0}\n", 1.0),
+    "axolotl": ("base_model: m\nmicro_batch_size: 1\ndatasets: []\nfsdp: [full_shard]\n", 1.0),
+    "deepspeed": ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_processes: 8\n", 1.0),
+    "roll": (
+        "worker:\n  strategy_args: {strategy_name: fsdp2_train, strategy_config: {param_dtype: bf16}}\n",
+        1.0,
+    ),
+    "accelerate": ("distributed_type: FSDP\nfsdp_config: {fsdp_offload_params: false}\nnum_processes: 8\n", None),
+    "composer": ("fsdp_config: {mixed_precision: PURE}\n", None),
+}
+
+
+@pytest.mark.parametrize("to", sorted(TARGETS))
+@pytest.mark.parametrize("system", CLIPPED)
+def test_clipping_by_default_is_a_setting(system: str, to: str) -> None:
+    """ROLL clips to 1 in most of its files without a word of them: carried over, their gradients were not clipped."""
+    text, norm = CLIPPED[system]
+    _, ((of, section),) = find_sections(text)
+    run = of.read(section).run
+    assert run is not None and run.max_grad_norm == norm
+    migration = migrate_text(text, to=to)
+    if migration.after == text:
+        return
+    _, ((target, new),) = find_sections(migration.after, f"run{migration.suffix}")
+    again = target.read(new).run
+    assert again is not None
+    told = [each for each in migration.sections[0].findings if each.key == "gradient clipping"]
+    is_told = any(each.outcome is not Outcome.EXACT for each in told)
+    assert again.max_grad_norm == norm or is_told
+
+
+ZERO = "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 4\n"
+
+
+@pytest.mark.parametrize("to", ["accelerate", "composer"])
+def test_what_only_deepspeeds_section_says_is_not_lost(to: str) -> None:
+    """The global batch fell to a quarter, and gradients were not clipped, under `exact`."""
+    text = ZERO + "deepspeed_config: {zero_stage: 3, gradient_clipping: 0.5, gradient_accumulation_steps: 4}\n"
+    migration = migrate_text(text, to=to)
+    steps = found(migration, "deepspeed_config.gradient_accumulation_steps")
+    assert (
+        steps.outcome is Outcome.NEEDS_DECISION and "4 times smaller" in steps.reason and "(implicit)" not in steps.name
+    )
+    clipping = found(migration, "deepspeed_config.gradient_clipping")
+    assert clipping.outcome is (Outcome.NEEDS_DECISION if to == "accelerate" else Outcome.EXACT)
+    assert to == "accelerate" or "clipping_threshold: 0.5" in migration.after
+    alone = migrate_text(ZERO + "deepspeed_config: {zero_stage: 3, gradient_accumulation_steps: 1}\n", to=to)
+    assert alone.exit_code == 0
+
+
+def test_deepspeeds_sequence_parallelism_is_carried_over() -> None:
+    """`no such key`; and what was written had ranks for half of the mesh, or a backend that FSDP refuses."""
+    text = ZERO + "deepspeed_config: {zero_stage: 3}\nparallelism_config:\n  parallelism_config_sp_size: 2\n"
+    text += "  parallelism_config_dp_shard_size: 2\n  parallelism_config_sp_backend: deepspeed\n"
+    new = migrate_text(text)
+    section = yaml.safe_load(new.after)["fsdp_config"]
+    assert (section["data_parallel_shard_degree"], section["context_parallel_degree"]) == (4, 2) and new.exit_code == 0
+    degrees = yaml.safe_load(migrate_text(text, to="accelerate").after)["parallelism_config"]
+    names = ("dp_replicate", "dp_shard", "tp", "cp")
+    assert [degrees[f"parallelism_config_{name}_size"] for name in names] == [1, 2, 1, 2] and len(degrees) == 4
+    fsdp = (
+        "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nparallelism_config: {parallelism_config_sp_size: 2}\n"
+    )
+    (unread,) = migrate_text(fsdp, to="accelerate").blocking
+    assert unread.key == "parallelism_config.parallelism_config_sp_size"
+
+
+AXOLOTL = """\
+base_model: m
+micro_batch_size: 1
+datasets: []
+bf16: true
+fsdp: [full_shard, auto_wrap]
+fsdp_config: {fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer}
+"""
+FSDP1 = """\
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 8
+fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "to", "expected"),
+    [
+        (AXOLOTL, "axolotl", Outcome.NEEDS_DECISION),
+        (FSDP1, "axolotl", Outcome.NEEDS_DECISION),
+        (FSDP1, "accelerate", None),
+        (AXOLOTL, "accelerate", None),
+        (AXOLOTL, "composer", Outcome.APPROXIMATE),
+        (FSDP1, "composer", Outcome.APPROXIMATE),
+        (FSDP1.replace("bf16", "'no'"), "axolotl", None),
+        (FSDP1.replace("bf16", "'no'"), "composer", None),
+        (AXOLOTL.replace("fsdp: ", "fsdp_version: 2\nfsdp: "), "accelerate", Outcome.APPROXIMATE),
+        ("precision: amp_bf16\nfsdp_config: {mixed_precision: PURE}\n", "axolotl", Outcome.NEEDS_DECISION),
+        ("precision: amp_bf16\nfsdp_config: {mixed_precision: PURE}\n", "accelerate", Outcome.APPROXIMATE),
+    ],
+)
+def test_where_parameters_are_stored_in_another_dtype_is_told(text: str, to: str, expected: Outcome | None) -> None:
+    """accelerate upcasts weights and Adam's state to float32, axolotl's FSDP2 does not: they were bfloat16, `exact`."""
+    (section,) = migrate_text(text, to=to).sections
+    outcomes = [each.outcome for each in section.findings if each.key == "dtype of stored parameters"]
+    assert outcomes == ([] if expected is None else [expected])
+
+
+def test_what_accelerate_does_with_stored_parameters() -> None:
+    """What the report says of it: accelerate upcasts a model in low precision, under FSDP2 as under FSDP1."""
+    from accelerate.accelerator import Accelerator
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    assert "model.to(torch.float32)" in inspect.getsource(fsdp2_prepare_model)
+    assert "param.data.to(torch.float32)" in inspect.getsource(Accelerator.prepare_model)
+
+
+def test_tiles_and_each_reduction_of_axolotls_are_not_dropped() -> None:
+    """Without a line on either the run was out of memory, or communicated otherwise."""
+    more = "tiled_mlp: true\ngradient_accumulation_steps: 4\n"
+    more += "accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}\n"
+    migration = migrate_text(AXOLOTL + more)
+    assert found(migration, "tiled_mlp").outcome is Outcome.NEEDS_DECISION
+    assert found(migration, "accelerator_config").outcome is Outcome.EXACT
+    assert "gradient_sync: last" not in migration.after
+    assert "gradient_sync: last" in migrate_text(AXOLOTL + "gradient_accumulation_steps: 4\n").after
+
+
+@pytest.mark.parametrize(
+    "text", ["mixed_precision: fp8\n" + FSDP1.replace("mixed_precision: bf16\n", ""), AXOLOTL + "fp8: true\n"]
+)
+def test_products_in_fp8_are_no_amp_fp8(text: str) -> None:
+    """Composer's amp_fp8 is Transformer Engine's: layers that torchao converted would compute in bfloat16, exit 0."""
+    for to in ("composer", "roll", "torchtitan"):
+        assert {each.key for each in migrate_text(text, to=to).blocking} & {"fp8", "products in fp8"}, to
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the runtime refuses
+
+TENSOR = "tp_config: {tensor_parallel_degree: 2, strategy: ffn}\n"
+REFUSED = {
+    "replicas without shards": (16, "", "sharding_strategy: NO_SHARD, data_parallel_replicate_degree: 2"),
+    "full parameters beside split layers": (4, TENSOR, "sharding_strategy: NO_SHARD"),
+    "a monolith beside split layers": (4, TENSOR, "load_monolith_rank0_only: true"),
+    "groups beside split layers": (4, TENSOR, "process_group: set2"),
+    "a group size beside split layers": (4, TENSOR, "reshard_after_forward: 2"),
+    "groups beside divided sequences": (4, "", "process_group: set2, context_parallel_degree: 2"),
+    "experts beside replicas": (4, "", "data_parallel_replicate_degree: 2, expert_parallel_degree: 2"),
+    "experts beside groups": (4, "", "process_group: set2, expert_parallel_degree: 2"),
+    "Foundry's mixed init beside split layers": (4, TENSOR + "model: {name: mpt, init_device: mixed}\n", ""),
+}
+TAKEN = {
+    "a hybrid of groups": (16, "", "sharding_strategy: HYBRID_SHARD, process_group: [set8, mod8]"),
+    "nodes": (16, "", "process_group: node"),
+    "nodes, and across them": (
+        16,
+        "",
+        "sharding_strategy: HYBRID_SHARD, process_group: [node, local_rank_across_nodes]",
+    ),
+    "full parameters": (16, "", "sharding_strategy: NO_SHARD"),
+    "Transformer Engine": (
+        2,
+        "precision: amp_fp8\n",
+        "te_checkpoint_wrapper: true, activation_checkpointing: true, activation_checkpointing_reentrant: false",
+    ),
+}
+
+
+def asked_of_runtime(text: str, num_ranks: int) -> ShardingConfig:
+    values = yaml.safe_load(text)
+    given = values["fsdp_config"]
+    if "model" in values:  # as LLM Foundry does
+        given |= {"load_monolith_rank0_only": True, "sync_module_states": True}
+    translation = translate(
+        given,
+        precision=values.get("precision", "amp_bf16"),
+        device="cpu",
+        world_size=num_ranks,
+        tensor_parallel_degree=2 if "tp_config" in values else 1,
+    )
+    assert translation.config is not None
+    return translation.config
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_runtime_refuses_is_a_decision(case: str) -> None:
+    """`exact`, exit 0, and the run that it was for ended before its first batch."""
+    num_ranks, around, keys = REFUSED[case]
+    text = f"{around}fsdp_config: {{{keys}}}\n"
+    with pytest.raises(ConfigError):
+        asked_of_runtime(text, num_ranks)
+    for to in TARGETS:
+        assert migrate_text(text, to=to).exit_code == 1
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_the_runtime_takes_is_the_same_afterwards(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair of groups lost the strategy that it needs; nodes and Transformer Engine were asked for on the laptop."""
+    num_ranks, around, keys = TAKEN[case]
+    text = f"{around}fsdp_config: {{{keys}}}\n"
+    migration = migrate_text(text)
+    assert migration.exit_code == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert asked_of_runtime(migration.after, num_ranks) == asked_of_runtime(text, num_ranks)

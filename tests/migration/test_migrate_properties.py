@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import tomllib
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -16,9 +18,13 @@ from support.examples import examples
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.mesh import MeshSpec
+from composer_fsdp2.config.sharding import ShardingConfig
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME
+from composer_fsdp2.fsdp1.translate import translate
 from composer_fsdp2.migration.dialect import Section
 from composer_fsdp2.migration.dialects import DIALECTS
-from composer_fsdp2.migration.migrate import Migration, may_configure, migrate_text
+from composer_fsdp2.migration.migrate import Migration, find_sections, may_configure, migrate_text
 from composer_fsdp2.migration.run import RunConfig
 from composer_fsdp2.migration.targets import TARGETS
 from tests.migration.generated import EVERY, File, composer_files, merging_files, with_windows_lines
@@ -129,6 +135,159 @@ def test_a_composer_file_asks_for_the_same_before_and_after(file: File) -> None:
     assert run_in(result.after, ".yaml") == run_in(file.text, ".yaml")
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Exact is exact: by the runtime's own checks
+
+
+# Of an error that names nothing else, it is the number of ranks that does not fit.
+MESH_KEYS = {
+    "data_parallel_shard_degree",
+    "data_parallel_replicate_degree",
+    "tensor_parallel_degree",
+    "process_group",
+    "reshard_after_forward",
+}
+
+
+def asked_at(text: str, num_ranks: int) -> ShardingConfig | None:
+    """What the runtime makes of the first section of a Composer file on so many ranks, 2 on a node; None where the mesh
+    does not fit them.
+
+    Raises:
+        ConfigError: it refuses the section for another reason.
+    """
+    values = yaml.safe_load(text)
+    section = Section.at(DIALECTS["composer"].sections(values)[0], values)
+    known = {key: value for key, value in section.given.items() if key in KEYS_BY_NAME and "${" not in str(value)}
+    degree = 2 if "tp_config" in values else 1
+    try:
+        return translate(
+            known,
+            precision=values.get("precision", "amp_bf16"),
+            device="cpu",
+            world_size=num_ranks,
+            tensor_parallel_degree=degree,
+        ).config
+    except ConfigError as error:
+        if error.keys and {*error.keys} <= MESH_KEYS:
+            return None
+        raise
+
+
+@examples(100)
+@given(st.one_of(composer_files(), merging_files()))
+def test_what_is_called_exact_the_runtime_takes(file: File) -> None:
+    """`exact`, exit 0, and the first thing that the migrated run does is to refuse its own configuration."""
+    result = migrated(file, "composer")
+    if result.exit_code:
+        return
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        asked = {ranks: asked_at(result.after, ranks) for ranks in (2, 4, 8, 16)}
+        assert any(asked.values()), "no number of ranks can train it"
+        before = {ranks: asked_at(file.text, ranks) for ranks in asked}
+    assert asked == before
+
+
+@examples(50)
+@given(st.one_of(composer_files(), merging_files()), st.sampled_from(sorted(TARGETS)))
+def test_no_machine_decides_what_becomes_of_a_file(file: File, to: str) -> None:
+    """A laptop, a CI and the node would each get another answer for one file."""
+    on_laptop = migrated(file, to)
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="8", WORLD_SIZE="16"),
+        mock.patch("importlib.util.find_spec", return_value=object()),
+    ):
+        assert migrated(file, to) == on_laptop
+
+
+COMPOSER_FILE = """\
+precision: amp_bf16
+algorithms: {gradient_clipping: {clipping_type: norm, clipping_threshold: 0.5}}
+fsdp_config:
+  sharding_strategy: _HYBRID_SHARD_ZERO2
+  data_parallel_shard_degree: 4
+  data_parallel_replicate_degree: 2
+  mixed_precision: PURE
+  activation_checkpointing: true
+  activation_checkpointing_reentrant: false
+  activation_checkpointing_policy: [LlamaDecoderLayer]
+  cpu_offload: true
+  state_dict_type: sharded
+  sync_module_states: true
+  context_parallel_degree: 2
+  wrap_policy: {transformer_layer_cls_to_wrap: [LlamaDecoderLayer]}
+  async_save: true
+  tiled_mlp: {classes: [LlamaMLP], chunks: 8}
+  backward_prefetch: NONE
+  gradient_sync: last
+"""
+AXOLOTL_FILE = """\
+base_model: m
+micro_batch_size: 1
+datasets: []
+bf16: true
+gradient_accumulation_steps: 2
+gradient_checkpointing: true
+dp_shard_size: 4
+dp_replicate_size: 2
+context_parallel_size: 2
+fsdp: [shard_grad_op, auto_wrap, offload]
+fsdp_config: {fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer, fsdp_state_dict_type: SHARDED_STATE_DICT}
+"""
+
+
+@pytest.mark.parametrize("to", sorted(TARGETS))
+def test_a_setting_that_is_not_written_is_told(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in a writer of ours would be trained with under `exact`: each of its settings in turn is left out."""
+    text = AXOLOTL_FILE if to == "composer" else COMPOSER_FILE  # a file is never written anew in its own words
+    kind = type(TARGETS[to])
+    usual = kind.express
+    clean = migrate_text(text, "run.yaml", to=to)
+    assert not lost_in(clean)
+    parts = [
+        (each.key, name)
+        for each in usual(TARGETS[to], run_read(text, "run.yaml")).settings
+        for name in (each.value if isinstance(each.value, dict) else [None])
+    ]
+    told = []
+    for key, name in parts:
+
+        def express(self: Any, run: RunConfig, key: str = key, name: str | None = name) -> Any:
+            whole = usual(self, run)
+            kept = [
+                each if name is None else dataclasses.replace(each, value=without(each.value, name))
+                for each in whole.settings
+                if each.key == key and name is not None
+            ]
+            others = [each for each in whole.settings if each.key != key]
+            return dataclasses.replace(whole, settings=(*others, *kept))
+
+        monkeypatch.setattr(kind, "express", express)
+        spoilt = migrate_text(text, "run.yaml", to=to)
+        if run_read(spoilt.after, f"run{spoilt.suffix}") == run_read(clean.after, f"run{clean.suffix}"):
+            continue  # what holds without it
+        is_open = any(each.target == key for each in clean.blocking)  # which stops the user already
+        assert lost_in(spoilt) or is_open, (key, name)
+        assert spoilt.exit_code == 1
+        told.append(key)
+    assert len(told) > 4, told
+
+
+def without(values: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != name}
+
+
+def run_read(text: str, name: str) -> RunConfig | None:
+    """What the one section of a file asks for, by the reader that takes it."""
+    _, ((dialect, section),) = find_sections(text, name)
+    return dialect.read(section).run
+
+
+def lost_in(migration: Migration) -> list[Finding]:
+    (section,) = migration.sections
+    return [each for each in section.findings if each.origin is Origin.WRITING and each.outcome.blocks]
+
+
 # Which part of a run a finding of a target is about. Without one it has to be the same after the way back.
 PARTS = {
     "mesh": ["mesh"],
@@ -139,6 +298,7 @@ PARTS = {
     "reshard_after_forward": ["reshard_after_forward"],
     "param_dtype": ["mixed_precision.param_dtype", "precision"],
     "reduce_dtype": ["mixed_precision.reduce_dtype"],
+    "products in fp8": ["precision"],
     "autocast": ["precision"],
     "mixed_precision": ["mixed_precision"],
     "mixed_precision.param_dtype": ["mixed_precision.param_dtype"],
@@ -161,6 +321,7 @@ PARTS = {
     "idle towers": ["idle_towers"],
     "context parallelism": ["context_parallel_degree"],
     "tiled MLP": ["tiled_mlp"],
+    "classes of tiled MLPs": ["tiled_mlp"],
     "check_data": ["check_data"],
     "broadcast_batch": ["broadcast_batch"],
     "sync_module_states": ["sync_module_states"],

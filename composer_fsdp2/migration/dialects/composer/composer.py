@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding
@@ -80,11 +81,12 @@ class ComposerDialect(Dialect):
         elsewhere = (*unknown, *([problem] if problem else []), *findings_beside(section, around))
         by_foundry = set_by_foundry_in(section)
         in_effect = known | {name: value for name, (value, _) in by_foundry.items()}
+        degree = tensor_degree(section, around)
+        read = partial(translate, precision=precision, device="cpu", tensor_parallel_degree=degree)
         try:
-            translation = translate(known, precision=precision, device="cpu")
-            effective = translate(in_effect, precision=precision, device="cpu")
+            translation, effective = read(known), read(in_effect)
         except ConfigError as error:
-            return Reading(run=None, findings=(*contradictions_of(known, precision, error), *elsewhere))
+            return Reading(run=None, findings=(*contradictions_of(in_effect, read, error), *elsewhere))
         findings = (
             *(with_foundrys(finding, by_foundry) for finding in translation.findings),
             *elsewhere,
@@ -93,8 +95,8 @@ class ComposerDialect(Dialect):
         if any(each.outcome.blocks for each in unknown) or problem or effective.config is None:
             return Reading(run=None, findings=findings)
         aspects = {row.name: row.aspect for row in KEYS if row.aspect is not Aspect.OTHER}
-        run = _run(effective.config, effective, known, around)
-        run = replace(run, tensor_parallel=tensor_degree(section, around))
+        sharded = replace(effective.config, mesh=effective.config.mesh.data_parallel)
+        run = replace(_run(sharded, effective, known, around), tensor_parallel=degree)
         return Reading(run=run, findings=findings, aspects=aspects, rows=KEYS_BY_NAME)
 
     def express(self, run: RunConfig) -> Expression:

@@ -28,6 +28,13 @@ LACKS: tuple[Lack, ...] = (
         "keeps so", hint="in a script, mixed_precision can be torch's MixedPrecisionPolicy(cast_forward_inputs=True)"),
     Lack(asked="casting of the root's inputs", when=_leaves_inputs_of_the_root, outcome=_APPROXIMATE, target="at roots",
         reason="the root's floating point inputs are cast to param_dtype; token ids are not"),
+    Lack(asked="dtype of stored parameters", when=lambda run: run.stored_dtype is not None, outcome=_APPROXIMATE,
+        reason="trained parameters, and the optimizer's state, are stored in {value} there, whatever dtype they were "
+        "created in; here they keep that dtype", hint="create the model in {value}"),
+    Lack(asked="products in fp8", outcome=_NEEDS_DECISION, target="precision: amp_fp8",
+        reason="{value} computes in fp8 in Transformer Engine's layers only, and the layers that the other system "
+        "converts (torchao's, MS-AMP's) are plain ones here",
+        hint="precision: amp_bf16 computes in bfloat16; LLM Foundry's fc_type: te makes Transformer Engine's layers"),
     Lack(asked="dtype of outputs", outcome=_APPROXIMATE,
         reason="units give what they compute, as under FSDP1; {value} was asked for",
         hint="in a script, mixed_precision can be torch's MixedPrecisionPolicy(output_dtype=...)"),
@@ -56,7 +63,7 @@ LACKS: tuple[Lack, ...] = (
         "token travels: the same numbers, more communication",
         hint="if they do not fit, name their class in wrap_policy.moe_experts, with idle_experts: in_order, which "
         f"gathers one at a time; {_STACKED}"),
-    Lack(asked="tiled MLP", when=lambda run: run.config.tiled_mlp is None, outcome=_APPROXIMATE, target="tiled_mlp",
+    Lack(asked="tiled MLP", when=lambda run: run.config.tiled_mlp is None, outcome=_NEEDS_DECISION, target="tiled_mlp",
         reason="the file does not name the classes of the MLPs, so that they are computed in one piece: the same "
         "numbers, and more memory in long sequences",
         hint="set tiled_mlp: {classes: [the class of the model's MLPs], chunks: {value}}"),

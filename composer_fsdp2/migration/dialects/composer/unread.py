@@ -1,22 +1,29 @@
 """Keys that cannot be read: unknown ones, and sections that contradict themselves."""
 
+from collections.abc import Callable
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.rows import unknown_key
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.keys import KEYS_BY_NAME
-from composer_fsdp2.fsdp1.translate import translate
+from composer_fsdp2.fsdp1.translate import Translation
 from composer_fsdp2.migration.dialects.composer.surroundings import Given
 
+Read = Callable[[Given], Translation]
 
-def contradictions_of(known: Given, precision: str, error: ConfigError) -> list[Finding]:
-    """A finding for each key: its own where it can be read alone, else what is wrong with it, or with all together."""
+
+def contradictions_of(known: Given, read: Read, error: ConfigError) -> list[Finding]:
+    """A finding for each key: its own where it can be read alone, else what is wrong with it, or with all together.
+
+    Args:
+        read: The runtime's own translation, beside what else the file has.
+    """
     findings: list[Finding] = []
     is_told = False
     for name, value in known.items():
         try:
-            findings += _alone(name, known, precision)
+            findings += _alone(name, known, read)
         except ConfigError as own:
             is_told = True
             findings.append(_wrong(name, value, str(own)))
@@ -26,24 +33,23 @@ def contradictions_of(known: Given, precision: str, error: ConfigError) -> list[
     return findings
 
 
-def _alone(name: str, known: Given, precision: str) -> tuple[Finding, ...]:
+def _alone(name: str, known: Given, read: Read) -> tuple[Finding, ...]:
     """The finding of a key, read with no other key of the file but those that it needs.
 
     Raises:
         ConfigError: it is wrong in itself.
     """
 
-    def read(*names: str) -> tuple[Finding, ...]:
-        given = {each: known[each] for each in names} | {"strict": False}
-        return translate(given, precision=precision, device="cpu").findings[:1]
+    def finding(*names: str) -> tuple[Finding, ...]:
+        return read({each: known[each] for each in names} | {"strict": False}).findings[:1]
 
     try:
-        return read(name)
+        return finding(name)
     except ConfigError as error:
         needed = [each for each in error.keys if each in known and each != name]
         if not needed:
             raise
-        return read(name, *needed)
+        return finding(name, *needed)
 
 
 def _wrong(name: str, value: Any, reason: str) -> Finding:

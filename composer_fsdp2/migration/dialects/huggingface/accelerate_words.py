@@ -15,7 +15,7 @@ from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 DTYPES = {"no": None, **{name: DTYPES_BY_SHORT_NAME[name] for name in ("fp16", "bf16")}, "fp8": "bfloat16"}
 # Composer's precisions, by accelerate's word.
 PRECISIONS = {"no": "fp32", "fp16": "amp_fp16", "bf16": "amp_bf16", "fp8": "amp_fp8"}
-_WORDS = {precision: word for word, precision in PRECISIONS.items()}
+WORDS_BY_PRECISION = {precision: word for word, precision in PRECISIONS.items()}
 STATE_DICTS = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
 
 
@@ -33,7 +33,7 @@ def settings_of(run: RunConfig) -> Iterator[Setting]:
     degrees = degrees_of(run)
     for aspect, key, value in (
         (Aspect.OTHER, "distributed_type", "FSDP"),
-        (Aspect.PRECISION, "mixed_precision", _WORDS[run.precision]),
+        (Aspect.PRECISION, "mixed_precision", WORDS_BY_PRECISION[run.precision]),
         (Aspect.OTHER, "num_processes", run.num_ranks),
         (Aspect.OTHER, "num_machines", run.num_nodes),
         (Aspect.RESHARD, "fsdp_config", settings),
@@ -153,7 +153,7 @@ def differences_of(run: RunConfig, *, has_degrees: bool = False) -> Iterator[Fin
 
 
 def precision_differences(run: RunConfig) -> Iterator[Finding]:
-    word = _WORDS[run.precision]
+    word = WORDS_BY_PRECISION[run.precision]
     asked, dtype = run.config.mixed_precision, DTYPES[word]
     for name in ("param_dtype", "reduce_dtype"):
         value = getattr(asked, name)
@@ -268,9 +268,13 @@ OF_FSDP1: tuple[Lack, ...] = (
 # Of what only other systems' files ask for.
 # fmt: off
 OF_OTHERS: tuple[Lack, ...] = (
+    Lack(asked="dtype of stored parameters", outcome=_APPROXIMATE, target="float32",
+        when=lambda run: run.precision != "fp32" and run.stored_dtype != "float32",
+        reason="accelerate stores trained parameters, and the optimizer's state, in float32 under mixed precision, and "
+        "not {value}: finer, and more memory where they were created in less"),
     Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
         outcome=_APPROXIMATE, target="accelerator.clip_grad_norm_",
-        reason="no configuration file of accelerate's clips gradients",
+        reason="no configuration file of accelerate's clips gradients, and FSDP does not by itself",
         hint=f"accelerator.clip_grad_norm_(parameters, {{value}}) {_SCRIPT}, or a Trainer's max_grad_norm"),
     Lack(asked="async_save", outcome=_APPROXIMATE,
         reason="accelerate writes checkpoints before training goes on: the same files, later"),

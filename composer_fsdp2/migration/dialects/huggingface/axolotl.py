@@ -32,14 +32,17 @@ from composer_fsdp2.migration.dialect import (
 )
 from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
 from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
+    DTYPES,
     OF_FSDP1,
     OF_OTHERS,
     STATE_DICTS,
+    WORDS_BY_PRECISION,
     degrees_of,
     precision_differences,
     wrap_settings,
 )
 from composer_fsdp2.migration.dialects.huggingface.held import GivenKey, Held
+from composer_fsdp2.migration.dialects.huggingface.held_findings import as_own, keeps_own_values
 from composer_fsdp2.migration.dialects.huggingface.huggingface import HuggingFaceDialect
 from composer_fsdp2.migration.dialects.huggingface.places import BESIDE, DEGREES_PREFIX, PREFIX, SETTINGS
 from composer_fsdp2.migration.dialects.huggingface.readers import NOBODY, X1, X2, reads
@@ -63,12 +66,21 @@ _SAYS = frozenset(
         "expert parallelism",
         "number of ranks",
         "further units",
+        "dtype of stored parameters",
+        "tiled MLP",
     )
 )
 
 # fmt: off
 _LACKS: tuple[Lack, ...] = (
     *(lack for lack in (*OF_FSDP1, *OF_OTHERS) if lack.asked not in _SAYS),
+    Lack(asked="dtype of stored parameters", outcome=_NEEDS_DECISION,
+        when=lambda run: run.precision != "fp32" and run.stored_dtype != _loaded_in(run),
+        reason="axolotl's FSDP2 stores trained parameters, and the optimizer's state, in the low dtype that it loads "
+        "the model in, and the run stores them in {value}: FSDP1 and accelerate upcast them to float32",
+        hint="--to accelerate keeps float32, as fsdp_version: 1 does; --force writes it, to train in the low dtype"),
+    Lack(asked="classes of tiled MLPs", outcome=_APPROXIMATE, target="tiled_mlp",
+        reason="axolotl tiles the MLPs of the model that it loads, and takes no classes: the same numbers"),
     Lack(asked="further units", outcome=_APPROXIMATE,
         reason="axolotl has no word for {value}, which become parts of the root's unit",
         hint="add their classes to transformer_layer_cls_to_wrap"),
@@ -89,6 +101,11 @@ _LACKS: tuple[Lack, ...] = (
         reason="axolotl shards over as many ranks as it is launched with", hint="launch {shard_degree}"),
 )
 # fmt: on
+
+
+def _loaded_in(run: RunConfig) -> str | None:
+    """The dtype that axolotl loads a model in."""
+    return DTYPES[WORDS_BY_PRECISION[run.precision]]
 
 
 def _is_open(run: RunConfig) -> bool:
@@ -142,6 +159,8 @@ class AxolotlDialect(HuggingFaceDialect):
             (Aspect.OTHER, "max_grad_norm", clips, clips != 1.0),
             (Aspect.OTHER, "save_only_model", True, run.save_only_model),
             (Aspect.OTHER, "torch_compile", True, run.compile),
+            (Aspect.TILING, "tiled_mlp", True, run.mlp_chunks is not None),
+            (Aspect.TILING, "tiled_mlp_num_shards", run.mlp_chunks, run.mlp_chunks is not None),
         ):
             if is_needed:
                 yield Setting(aspect=aspect, key=key, value=value)
@@ -162,17 +181,18 @@ class AxolotlDialect(HuggingFaceDialect):
             beside |= {name: [] for name in old}
             beside[old[0]] = [("fsdp_version", 2), ("fsdp_config", _new_settings(held))]
             return [MappingEdit(path=section.path, replacements=beside)]
-        place = "base_model" if old[0] == "fsdp_config" else old[0]
-        kept = [(place, section.given[place])] if place == "base_model" else []  # its comment stands behind it
+        first = "base_model" if "base_model" in section.given else str(next(iter(section.given)))
+        place = first if old[0] == "fsdp_config" else old[0]
+        kept = [(place, section.given[place])] if place == first else []  # its comment stands behind it
         beside[place] = [("fsdp_version", 2), *kept]
         return [MappingEdit(path=section.path, replacements=beside), _settings_edit(section, held)]
 
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """The reading's, and what axolotl's FSDP2 has no word for or does otherwise than its FSDP1."""
-        findings = tuple(each for each in reading.findings if each.key != _TRAINED)  # a key that stays
+        findings = tuple(map(as_own, (each for each in reading.findings if each.key != _TRAINED)))  # a key that stays
         if reading.run is None or reading.details.reader is X2:
             return findings
-        return (*findings, *self.differences(reading.run))
+        return (*findings, *self.differences(reading.run), *keeps_own_values(reading.details))
 
     def places(self, row: Row) -> tuple[str, ...]:
         beside = tuple(name for name, each in OF_AXOLOTL.items() if each is row)
@@ -237,17 +257,6 @@ def _settings_of(run: RunConfig) -> dict[str, Any]:
 
 def _of_the_model(values: Mapping[str, Any]) -> Iterator[Finding]:
     """What of the model a fully_shard of its own must know, and no fsdp_config says."""
-    bits = next((bits for bits in (4, 8) if values.get(f"load_in_{bits}bit")), None)
-    if bits is not None:
-        yield implicit(
-            "quantized weights",
-            Outcome.APPROXIMATE,
-            "they are made where the model is made, outside of this section; bitsandbytes' weights lose their "
-            "quantization in fully_shard, for which axolotl has a patch and composer_fsdp2 none",
-            "outside of axolotl load the base model in bfloat16",
-            value=f"{bits} bits",
-            target="the model's code",
-        )
     if values.get("unfrozen_parameters"):
         yield implicit(
             _TRAINED,

@@ -298,7 +298,25 @@ def of_zero3_init(finding: Finding, held: Held) -> Finding:
 
 
 def of_clipping(finding: Finding, held: Held) -> Finding:
-    return finding if held.settings["gradient_clipping"] else idle(finding, "no norm is given here")
+    return finding if held.settings["gradient_clipping"] else idle(finding, "0 clips nothing")
+
+
+def of_steps(finding: Finding, held: Held) -> Finding:
+    steps = held.settings["gradient_accumulation_steps"]
+    if steps == 1:
+        return idle(finding, "one microbatch, or what the script says")
+    return undecided(
+        finding,
+        f"DeepSpeed took from here how many microbatches make a step; nothing else does, and without it the global "
+        f"batch is {steps} times smaller",
+        f"Accelerator(gradient_accumulation_steps={steps}) in the script, or ACCELERATE_GRADIENT_ACCUMULATION_STEPS="
+        f"{steps} in its environment; in Composer a batch of {steps} device_train_microbatch_size; a Trainer's own "
+        "gradient_accumulation_steps holds as before",
+    )
+
+
+def of_syncs(finding: Finding, held: Held) -> Finding:
+    return finding if held.settings["accelerator_config"] else idle(finding, "nothing in it is about sharding")
 
 
 def of_pinning(finding: Finding, held: Held) -> Finding:

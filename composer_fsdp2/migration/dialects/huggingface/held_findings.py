@@ -1,10 +1,10 @@
 """What became of each key, and what the system did that no key asks for."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
 from composer_fsdp2.config.rows import Row, idle
 from composer_fsdp2.config.text import nearest
 from composer_fsdp2.errors import ConfigError
@@ -31,8 +31,51 @@ def findings_of(held: Held) -> Iterator[Finding]:
         yield _IMPLICIT_PRECISION
     if held.reader is Reader.ACCELERATE_DEEPSPEED:
         yield from _IMPLICIT_OF_DEEPSPEED
+        if held.key_of("gradient_clipping") is None:
+            yield _IMPLICIT_CLIPPING
     elif not held.reader.is_fsdp2:
         yield from _implicit_findings(held)
+    yield from _quantized(held.around)
+
+
+def _quantized(values: Mapping[str, Any]) -> Iterator[Finding]:
+    bits = next((bits for bits in (4, 8) if values.get(f"load_in_{bits}bit") is True), None)
+    if bits is not None:
+        yield implicit(
+            _QUANTIZED,
+            Outcome.UNSUPPORTED,
+            "bitsandbytes' weights lose their quantization in fully_shard, for which axolotl has a patch of its own "
+            "and composer_fsdp2 none: the base model needs several times the memory, and computes other numbers",
+            "load the base model in bfloat16, and remove load_in_4bit and load_in_8bit",
+            value=f"{bits} bits",
+        )
+
+
+def as_own(finding: Finding) -> Finding:
+    """A finding of the model where the file stays its system's, whose own patches are in effect as before."""
+    if finding.key != _QUANTIZED:
+        return finding
+    reason = "they are made where the model is made, outside of this section, and stay the system's own"
+    return replace(finding, outcome=Outcome.APPROXIMATE, target="the model's code", reason=reason, hint="")
+
+
+def keeps_own_values(held: Held) -> Iterator[Finding]:
+    """A finding where FSDP1 sent rank 0's values out, and the system's own FSDP2 does not."""
+    loads = held.reader is Reader.ACCELERATE_DEEPSPEED or held.settings["cpu_ram_efficient_loading"]
+    if held.settings["sync_module_states"] and not loads:
+        yield Finding(
+            key="sync_module_states",
+            value=True,
+            outcome=Outcome.APPROXIMATE,
+            target="cpu_ram_efficient_loading",
+            reason="FSDP1 sent rank 0's values to all ranks; FSDP2 does so with cpu_ram_efficient_loading only: each "
+            "rank trains on its part of the values that it has loaded or drawn itself",
+            hint="have all ranks load one file, or draw from one seed; or cpu_ram_efficient_loading: true",
+            origin=Origin.LACKING,
+        )
+
+
+_QUANTIZED = "quantized weights"
 
 
 def _finding(given: GivenKey, row: Row, held: Held) -> Finding:
@@ -164,6 +207,9 @@ _IMPLICIT_OF_DEEPSPEED = (
         "DeepSpeed's checkpoints are in a layout of its own, which composer_fsdp2 does not read: resume from weights "
         "(zero_to_fp32.py writes them), and with a new optimizer's state", target=""),
 )
+_IMPLICIT_CLIPPING = implicit("gradient clipping", Outcome.EXACT,
+    "without a norm, or with auto, accelerate has DeepSpeed clip gradients to a norm of 1", value=1.0,
+    target="gradient clipping")
 _IMPLICIT_SYNC = implicit("gradient_sync", Outcome.EXACT,
     "of several microbatches a Trainer reduces gradients in the last one only, and holds unsharded ones until then",
     "gradient_sync: every spares that memory, and communicates more", target="gradient_sync: last")

@@ -35,12 +35,13 @@ def run_of(held: Held) -> RunConfig:
         ),
         accumulation=Accumulation(gradient_sync=GradientSync.LAST if accumulates(held) else GradientSync.EVERY),
         sync_module_states=settings["sync_module_states"],
-        context_parallel_degree=settings["cp_size"],
+        context_parallel_degree=settings["cp_size"] * settings["sp_size"],
     )
     is_launcher, is_axolotl = not held.reader.is_trainer, held.reader.is_axolotl
     return RunConfig(
         config=config,
         precision=PRECISIONS[settings["mixed_precision"]],
+        stored_dtype=_stored_dtype(held),
         state_dict_type=settings["state_dict_type"],
         num_ranks=around.get("num_processes") if is_launcher else None,
         num_nodes=around.get("num_machines") if is_launcher else None,
@@ -50,7 +51,15 @@ def run_of(held: Held) -> RunConfig:
         has_expert_axis=settings["ep_size"] != 1,
         save_only_model=is_axolotl and bool(around.get("save_only_model")),
         compile=is_axolotl and around.get("torch_compile") in (True, "auto"),
+        tiled_chunks=settings["tiled_mlp_num_shards"] if settings["tiled_mlp"] else None,
     )
+
+
+def _stored_dtype(held: Held) -> str | None:
+    """accelerate upcasts what is trained where precision is mixed, as DeepSpeed does; axolotl's own way to FSDP2 leaves
+    it in the dtype in which axolotl loads the model."""
+    low = DTYPES[held.settings["mixed_precision"]]
+    return low if low is None or held.reader is Reader.AXOLOTL_FSDP2 else "float32"
 
 
 def _max_grad_norm(around: Mapping[str, Any]) -> Any:
@@ -87,7 +96,7 @@ def accumulates(held: Held) -> bool:
     if held.reader is Reader.ACCELERATE_DEEPSPEED:
         return bool(held.settings["gradient_accumulation_steps"] > 1 and held.settings["zero_stage"] < 2)
     steps = held.around.get("gradient_accumulation_steps")
-    return held.reader.is_trainer and isinstance(steps, int) and steps > 1
+    return held.reader.is_trainer and isinstance(steps, int) and steps > 1 and not held.settings["accelerator_config"]
 
 
 def _mesh(held: Held) -> MeshSpec:
@@ -101,7 +110,7 @@ def _mesh(held: Held) -> MeshSpec:
         return MeshSpec().without_shards()
     replicate, shard = settings["dp_replicate_size"], settings["dp_shard_size"]
     if held.key_of("dp_replicate_size", "dp_shard_size") is not None:
-        shard *= settings["cp_size"]  # parameters are sharded over the ranks of a sequence, too
+        shard *= settings["cp_size"] * settings["sp_size"]  # parameters are sharded over the ranks of a sequence, too
         if shard == 1:
             raise ConfigError("dp_shard_size is 1, which is no sharding; give the number of ranks of one replica")
         return MeshSpec.of_degrees(shard, replicate if replicate > 1 else None)

@@ -1,6 +1,7 @@
 """A Trainer's arguments (``fsdp``, ``fsdp_config``), and accelerate's configuration files."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
@@ -17,6 +18,7 @@ from composer_fsdp2.migration.dialect import (
     Section,
     Setting,
     deciding,
+    told_once,
 )
 from composer_fsdp2.migration.dialects.fingerprints import is_axolotl
 from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
@@ -28,7 +30,7 @@ from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
 from composer_fsdp2.migration.dialects.huggingface.fates import VERSION_HINT, VERSION_REASON
 from composer_fsdp2.migration.dialects.huggingface.given_keys import OF_TRAINERS, is_bare
 from composer_fsdp2.migration.dialects.huggingface.held import Held
-from composer_fsdp2.migration.dialects.huggingface.held_findings import findings_of
+from composer_fsdp2.migration.dialects.huggingface.held_findings import as_own, findings_of, keeps_own_values
 from composer_fsdp2.migration.dialects.huggingface.held_run import run_of
 from composer_fsdp2.migration.dialects.huggingface.places import (
     BESIDE,
@@ -44,7 +46,7 @@ from composer_fsdp2.migration.dialects.huggingface.places import (
 from composer_fsdp2.migration.dialects.huggingface.readers import A1, A2, AD, NOBODY, T1, T2, X1, X2, Reader, reads
 from composer_fsdp2.migration.dialects.huggingface.reading import held_by
 from composer_fsdp2.migration.dialects.huggingface.rewriting import rewritten
-from composer_fsdp2.migration.dialects.huggingface.table import ROWS, SEQUENCE_DTYPE
+from composer_fsdp2.migration.dialects.huggingface.table import ROWS, SEQUENCE_DTYPE, SEQUENCES
 from composer_fsdp2.migration.dialects.huggingface.wishes import answers_to
 from composer_fsdp2.migration.paths import Path, merged, nested
 from composer_fsdp2.migration.run import RunConfig
@@ -178,11 +180,17 @@ class HuggingFaceDialect(Dialect):
     def own_findings(self, reading: Reading) -> tuple[Finding, ...]:
         """The reading's, and what Hugging Face's FSDP2 has no word for or does otherwise than its FSDP1."""
         run, held = reading.run, reading.details
-        is_later_trainers = held.reader is Reader.TRAINER_FSDP2
-        if run is None or is_later_trainers:
-            return reading.findings
-        of_run = differences_of(run, has_degrees=held.key_of("dp_shard_size") is not None)
-        return (*reading.findings, *of_run, *([_TRAINER_FSDP2] if held.reader.is_trainer else []))
+        findings = tuple(map(as_own, reading.findings))
+        if run is None or held.reader.is_fsdp2:
+            return findings
+        of_run = [*differences_of(run, has_degrees=held.key_of("dp_shard_size") is not None), *keeps_own_values(held)]
+        if held.reader is AD:  # DeepSpeed's section said what no section of FSDP's does
+            clips = held.key_of("gradient_clipping") is not None
+            decide = {"gradient clipping": Outcome.NEEDS_DECISION} if clips else {}
+            found = [replace(each, outcome=decide.get(each.key, each.outcome)) for each in lacking(OF_OTHERS, run)]
+            findings, lacks = told_once(findings, found, reading, self)
+            of_run += lacks
+        return (*findings, *of_run, *([_TRAINER_FSDP2] if held.reader.is_trainer else []))
 
     def frame(self, section: Section) -> Frame | None:
         """What is FSDP's own goes, and so does what decides the precision; of a file that is nothing else, all."""
@@ -219,10 +227,10 @@ class HuggingFaceDialect(Dialect):
         return {reader.value: value for reader, value in row.defaults.items() if reader in self.readers}
 
     def read_by(self, row: Row) -> tuple[str, ...]:
+        if row.name == SEQUENCE_DTYPE or row.name in SEQUENCES:
+            return (_READS_SEQUENCES,)
         if row.group == DEGREES:
             return (_READS_DEGREES,)
-        if row.name == SEQUENCE_DTYPE:
-            return (_READS_SEQUENCES,)
         return tuple(each.value for each in Reader if each in self.readers and reads(each, row)) or (NOBODY,)
 
     def instead(self, row: Row) -> Mapping[str, str]:
@@ -237,7 +245,8 @@ class HuggingFaceDialect(Dialect):
     def questions(self, row: Row, value: Any) -> Iterator[Question]:
         is_degree = row.group == DEGREES
         for reader, base in _FILES.items():
-            asks = reader is Reader.ACCELERATE_FSDP2 if is_degree else reads(reader, row) or row.read_by == (NOBODY,)
+            is_asked = reader is (AD if row.name in SEQUENCES else A2)
+            asks = is_asked if is_degree else reads(reader, row) or row.read_by == (NOBODY,)
             if not asks:
                 continue
             name = row.aliases[0] if row.aliases and reader.is_trainer else row.name
@@ -249,5 +258,5 @@ class HuggingFaceDialect(Dialect):
             if row.name == "sharding_strategy" and not reader.is_trainer:
                 values = merged(values, _SEVERAL_NODES)
             values = merged(values, nested(prefix + name, value))
-            who = _READS_DEGREES if is_degree else reader.value
+            who = self.read_by(row)[0] if is_degree else reader.value
             yield Question(section=Section.at((), values), key=prefix + name, reader=who)

@@ -42,6 +42,9 @@ def _deepspeed(section: Section, run: RunConfig) -> list[MappingEdit]:
         "distributed_type": [("distributed_type", "FSDP")],
         "deepspeed_config": [("fsdp_config", new["fsdp_config"])],
     }
+    if "parallelism_config" in section.given:  # DeepSpeed's sequence parallelism is FSDP2's context parallelism
+        degrees = new.get("parallelism_config")
+        replacements["parallelism_config"] = [] if degrees is None else [("parallelism_config", degrees)]
     return [MappingEdit(path=section.path, replacements=replacements)]
 
 

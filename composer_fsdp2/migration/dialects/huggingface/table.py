@@ -19,6 +19,7 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     FLAG,
     NORM,
     OFFLOADING,
+    PIECES,
     POLICY,
     PRECISION,
     PREFETCH,
@@ -28,6 +29,7 @@ from composer_fsdp2.migration.dialects.huggingface.values import (
     STATE_DICT,
     STEPS,
     STRATEGY,
+    SYNCS,
     TRUTH,
     VERSION,
     WORDS,
@@ -51,6 +53,14 @@ def _instead(trainer: str, launcher: str = "") -> dict[Reader, str]:
 # A key of accelerate 1.12, with DeepSpeed's sequence parallelism.
 SEQUENCE_DTYPE = "seq_parallel_communication_data_type"
 _LAUNCHER = "belongs to DeepSpeed's launcher; torchrun and composer have their own words for the nodes"
+# Its other keys, which stand in parallelism_config.
+SEQUENCES = {
+    "sp_size": "over how many ranks",
+    "sp_backend": "who divides sequences",
+    "sp_seq_length": "the length that all sequences have",
+    "sp_seq_length_is_variable": "whether lengths differ",
+    "sp_attn_implementation": "which attention computes",
+}
 # What nothing of FSDP2 depends on.
 _OF_DEEPSPEED = (
     ("deepspeed_multinode_launcher", "who starts the processes of several nodes", _LAUNCHER),
@@ -95,9 +105,22 @@ _ROWS: tuple[Row, ...] = (
         reason="gradients are reduced in float16, too: accelerate gives all of the policy one dtype"),
     Row(name="fp8", takes=FLAG, group=BESIDE, aspect=Aspect.PRECISION, outcome=Outcome.APPROXIMATE,
         target="precision: amp_fp8; mixed_precision: bfloat16", defaults=_everywhere(False), read_by=(X1, X2),
-        decide=fates.of_switch("fp8"), meaning="matrix products in fp8, by torchao",
+        decide=fates.of_switch("fp8"), capability="products in fp8", meaning="matrix products in fp8, by torchao",
         reason="FSDP takes bfloat16; the matrix products in fp8 are another library's",
         hint="check that the fp8 library in use takes FSDP2"),
+    Row(name="tiled_mlp", takes=FLAG, group=BESIDE, aspect=Aspect.TILING, outcome=Outcome.APPROXIMATE,
+        target="tiled_mlp", defaults=_everywhere(False), read_by=(X1, X2), decide=fates.of_switch("tiled_mlp"),
+        capability="tiled MLP", meaning="MLPs are computed in pieces of the sequence",
+        reason="the same MLPs in pieces, each computed once more in backward"),
+    Row(name="tiled_mlp_num_shards", takes=PIECES, group=BESIDE, aspect=Aspect.TILING, outcome=Outcome.APPROXIMATE,
+        target="tiled_mlp", defaults=_everywhere(4), read_by=(X1, X2), decide=fates.of_switch("tiled_mlp"),
+        meaning="into how many pieces; without it axolotl goes by the length of the sequence",
+        reason="a detail of tiled_mlp"),
+    Row(name="accelerator_config", takes=SYNCS, group=BESIDE, aspect=Aspect.GRADIENT_SYNC, outcome=Outcome.EXACT,
+        target="gradient_sync", defaults=_everywhere(False), read_by=(T1, T2, X1, X2), decide=fates.of_syncs,
+        meaning="of accelerate's other settings, whether each microbatch reduces gradients "
+        "(gradient_accumulation_kwargs: {sync_each_batch: true})",
+        reason="each microbatch reduces its gradients, there as here"),
     Row(name="activation_offloading", takes=OFFLOADING, group=BESIDE, aspect=Aspect.CHECKPOINTING,
         outcome=Outcome.APPROXIMATE, target="activation_checkpointing, and activation_cpu_offload",
         defaults=_everywhere(False), read_by=(X1, X2), decide=fates.of_switch("activation_offloading"),
@@ -234,6 +257,19 @@ _ROWS: tuple[Row, ...] = (
         reason="ranks that share sequences, and shard parameters as well: by a ring there, by "
         "heads here, with the same numbers up to rounding", defaults=_everywhere(1), decide=fates.of_degree,
         capability="context parallelism"),
+    Row(name="sp_size", takes=DEGREE, group=DEGREES, aspect=Aspect.CONTEXT, outcome=Outcome.EXACT,
+        target="context_parallel_degree", read_by=(AD,),
+        meaning="sequences over so many ranks, by DeepSpeed's Ulysses (accelerate 1.12)",
+        reason="ranks that share sequences, and shard parameters as well: attention exchanges heads for sequence, "
+        "there as here", defaults=_everywhere(1), decide=fates.of_degree, capability="context parallelism"),
+    *(Row(name=name, takes=ANY, group=DEGREES, outcome=Outcome.UNNEEDED, defaults=_everywhere(None), read_by=(AD,),
+        meaning=f"of DeepSpeed's sequence parallelism, {text}", reason="the new run divides sequences by itself")
+        for name, text in SEQUENCES.items() if name != "sp_size"),
+    *(Row(name=name, takes=ANY, group=DEGREES, outcome=Outcome.APPROXIMATE, defaults=_everywhere(None),
+        read_by=(T1, T2, A1, A2),
+        meaning="how ranks of one sequence get each other's keys and values (accelerate 1.10)",
+        reason="another way of communication: the same numbers up to rounding")
+        for name in ("cp_backend", "cp_comm_strategy")),
     Row(name="ep_size", takes=DEGREE, group=DEGREES, aspect=Aspect.MESH, outcome=Outcome.EXACT,
         meaning="experts over so many ranks, by axolotl's plugin", reason="an axis of its own, beside the shards",
         defaults=_everywhere(1), read_by=(X1, X2), decide=fates.of_degree, capability="expert parallelism"),
@@ -269,10 +305,12 @@ _ROWS: tuple[Row, ...] = (
         decide=fates.of_switch("zero3_save_16bit_model"), meaning="save_pretrained writes full weights, in 16 bits",
         reason="full checkpoints, in the parameters' own dtype"),
     Row(name="gradient_clipping", takes=NORM, group=DEEPSPEED, outcome=Outcome.EXACT, target="gradient clipping",
-        defaults=_everywhere(None), read_by=(AD,), decide=fates.of_clipping,
-        meaning="to which norm DeepSpeed clips gradients", reason="the norm of all gradients, by both"),
+        defaults=_everywhere(None) | {AD: 1.0}, read_by=(AD,), decide=fates.of_clipping,
+        capability="gradient clipping", meaning="to which norm DeepSpeed clips gradients: 1 by default",
+        reason="the norm of all gradients, by both"),
     Row(name="gradient_accumulation_steps", takes=STEPS, group=DEEPSPEED, outcome=Outcome.EXACT,
         target="gradient_sync: every from stage 2 on, else last", defaults=_everywhere(1), read_by=(AD,),
+        decide=fates.of_steps,
         meaning="how many microbatches make a step", reason="stages 2 and 3 reduce gradients in each microbatch"),
     Row(name="deepspeed_config_file", takes=ANY, group=DEEPSPEED, outcome=Outcome.NEEDS_DECISION, read_by=(AD,),
         defaults=_everywhere(None), meaning="DeepSpeed's own settings, in a file of their own, which hold instead",

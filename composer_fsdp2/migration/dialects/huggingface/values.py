@@ -4,7 +4,7 @@ Whoever migrates goes by what the system did with a value, so that most readers 
 Trainer hands most values on as they are, accelerate's launcher makes text of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from composer_fsdp2.config.rows import Takes
@@ -135,9 +135,9 @@ def _parse_device(value: object, reader: Reader) -> str:
 
 
 def _parse_norm(value: object, reader: Reader) -> float | None:
-    """auto is what a Trainer's max_grad_norm says, and nothing with accelerate alone."""
+    """auto is what a Trainer's max_grad_norm says, whose default is 1, and 1 with accelerate alone; 0 clips nothing."""
     try:
-        return None if value in (None, "auto") else float(value)  # type: ignore[arg-type]
+        return 1.0 if value in (None, "auto") else float(value) or None  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise _bad(value, _NORM_TEXT) from None
 
@@ -149,6 +149,17 @@ def _parse_steps(value: object, reader: Reader) -> int:
     if isinstance(value, bool) or not str(value).isdigit() or int(str(value)) < 1:
         raise _bad(value, _STEPS_TEXT)
     return int(str(value))
+
+
+def _parse_syncs(value: object, reader: Reader) -> bool:
+    """Whether a Trainer reduces gradients in each microbatch, by its ``accelerator_config``."""
+    given = value.get("gradient_accumulation_kwargs") if isinstance(value, Mapping) else None
+    return isinstance(given, Mapping) and bool(given.get("sync_each_batch"))
+
+
+def _parse_pieces(value: object, reader: Reader) -> int:
+    """Without a number axolotl takes one by the length of the sequence; here it is ROLL's default."""
+    return 4 if value is None else _parse_degree(value, reader)
 
 
 def _parse_reshard(value: object, reader: Reader) -> bool | ShardingStrategy:
@@ -296,5 +307,7 @@ OFFLOADING = Takes("true or false; also legacy, disk or hidden_states", _parse_o
 SWITCHES = (BOOL, FLAG, TRUTH, BF16, RECOMPUTING, OFFLOADING)
 STAGE = Takes(_STAGE_TEXT, _parse_stage, (0, 1, 2, 3))
 DEVICE = Takes(_DEVICE_TEXT, _parse_device, _DEVICES)
+SYNCS = Takes("a mapping", _parse_syncs)
+PIECES = Takes(_DEGREE_TEXT, _parse_pieces)
 NORM = Takes(_NORM_TEXT, _parse_norm)
 STEPS = Takes(_STEPS_TEXT, _parse_steps)

@@ -4,7 +4,7 @@ from composer_fsdp2.config.findings import Outcome
 from composer_fsdp2.config.mesh import MeshSpec
 from composer_fsdp2.config.sharding import GradientSync
 from composer_fsdp2.migration.capabilities import Lack
-from composer_fsdp2.migration.dialects.roll.roll_words import MLPS, PRECISIONS
+from composer_fsdp2.migration.dialects.roll.roll_words import GRAD_NORM, MLPS, PRECISIONS
 from composer_fsdp2.migration.run import RunConfig, WrapKind
 
 
@@ -31,6 +31,11 @@ def _is_for_so_many_ranks(mesh: MeshSpec) -> bool:
 
 def _recomputes_by_hooks(run: RunConfig) -> bool:
     return run.config.activation_checkpointing.checkpoint and run.config.activation_checkpointing.classes is None
+
+
+def _reduced_in(run: RunConfig) -> str:
+    mixed_precision = run.config.mixed_precision
+    return mixed_precision.reduce_dtype or mixed_precision.param_dtype or "float32"
 
 
 _EXACT, _APPROXIMATE, _UNNEEDED, _UNSUPPORTED, _NEEDS_DECISION = Outcome
@@ -134,9 +139,22 @@ LACKS: tuple[Lack, ...] = (
     Lack(asked="tiled MLP", when=lambda run: tiles_of(run)[0] is None, outcome=_APPROXIMATE,
         reason=f"ROLL tiles {', '.join(dict.fromkeys(MLPS.values()))} only: the same numbers, and more memory in long "
         "sequences"),
-    Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
+    Lack(asked="classes of tiled MLPs", when=lambda run: tiles_of(run)[0] is not None and tiles_of(run)[1] is None,
+        outcome=_APPROXIMATE, reason="without a model_type, which names one class, ROLL tiles all MLPs that it knows: "
+        "the same numbers"),
+    Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm not in (None, GRAD_NORM),
         outcome=_APPROXIMATE, target="max_grad_norm",
-        reason="ROLL says it at the top of the file, for all workers", hint="set max_grad_norm: {value} there"),
+        reason=f"ROLL says it at the top of the file, for all workers, and clips to {GRAD_NORM} without",
+        hint="set max_grad_norm: {value} there"),
+    Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is None,
+        outcome=_APPROXIMATE, target="max_grad_norm",
+        reason=f"ROLL clips gradients to a norm of {GRAD_NORM} unless the top of the file says otherwise",
+        hint="set max_grad_norm there to a large number, such as 1.0e+9, or train with clipping"),
+    Lack(asked="dtype of stored parameters", outcome=_APPROXIMATE, target="reduce_dtype",
+        when=lambda run: run.stored_dtype != _reduced_in(run),
+        reason="ROLL stores trained parameters, and the optimizer's state, in reduce_dtype, and not {value}"),
+    Lack(asked="products in fp8", outcome=_UNSUPPORTED, reason="ROLL's FSDP2 computes nothing in fp8",
+        hint="param_dtype: bf16 computes in bfloat16"),
     *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason=f"ROLL's FSDP2 has no {kind} parallelism",
         hint="its megatron_train strategy has") for kind in ("tensor", "pipeline")),
     Lack(asked="selective checkpointing", outcome=_APPROXIMATE,

@@ -16,6 +16,8 @@ MLPS = {
     "qwen3": "Qwen3MLP",
     "qwen3_moe": "Qwen3MoeMLP",
 }
+# What it clips gradients to where the top of the file has no max_grad_norm.
+GRAD_NORM = 1.0
 PRECISIONS = {"bfloat16": "amp_bf16", "float16": "amp_fp16"}
 
 

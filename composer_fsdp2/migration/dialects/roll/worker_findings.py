@@ -30,12 +30,6 @@ _IMPLICIT_TRAINING = (
         "precision amp_bf16 does the same in Composer",
     ),
     implicit(
-        "dtype of stored parameters",
-        Outcome.APPROXIMATE,
-        "ROLL stores trained parameters in reduce_dtype, whatever they were created in; here they keep their own",
-        "create the model in reduce_dtype",
-    ),
-    implicit(
         "gradient norms that are not finite",
         Outcome.APPROXIMATE,
         "ROLL skips the optimizer's step then; Composer does so with amp_fp16 only",

@@ -9,7 +9,7 @@ from composer_fsdp2.config.sharding import (
     MixedPrecision,
     ShardingConfig,
 )
-from composer_fsdp2.migration.dialects.roll.roll_words import MLPS, PRECISIONS, dtype_of
+from composer_fsdp2.migration.dialects.roll.roll_words import GRAD_NORM, MLPS, PRECISIONS, dtype_of
 from composer_fsdp2.migration.dialects.roll.worker import Worker, reduced_in
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
@@ -40,7 +40,8 @@ def run_of(worker: Worker) -> RunConfig:
         state_dict_type="sharded",
         async_save=is_training and worker["async_save_ckpt"],
         save_only_model=worker.is_on("save_only_model"),
-        max_grad_norm=worker.top.get("max_grad_norm") if is_training else None,
+        stored_dtype=reduced_in(worker) if is_training else None,
+        max_grad_norm=worker.top.get("max_grad_norm", GRAD_NORM) if is_training else None,
         num_ranks=worker.num_ranks,
         expert_parallel=worker["ep_size"],
         tiled_chunks=None if tiled is not None else _chunks(worker),

@@ -30,6 +30,7 @@ def _belonging(only_with: str, *names: str, reason: str, outcome: Outcome = Outc
             outcome=outcome,
             reason=reason,
             only_with=only_with,
+            aliases=(name.replace("parallelism.", "experimental."),) if name.startswith("parallelism.") else (),
         )
         for name in names
     )
@@ -200,6 +201,10 @@ ROWS: tuple[Row, ...] = (
         decide=fates.of_converters, meaning="what is made of the model before it is sharded, such as float8 layers",
         reason="the linear layers compute in float8 or MX, and composer_fsdp2 converts no model",
         hint="convert the model with torchao where it is made, or remove the converter: the run computes in bfloat16"),
+    Row(name="float8.enable_float8_linear", default=False, outcome=Outcome.UNSUPPORTED, takes=BOOL, neutral=(False,),
+        meaning="linear layers in float8; v0.1.0, in later releases model.converters",
+        reason="the linear layers compute in float8, and composer_fsdp2 converts no model",
+        hint="convert the model with torchao where it is made, or remove it: the run computes in bfloat16"),
     Row(name="quantize.linear.float8.enable_fsdp_float8_all_gather", default=False, outcome=Outcome.UNSUPPORTED,
         takes=BOOL, neutral=(False,), only_with="model.converters",
         aliases=("float8.enable_fsdp_float8_all_gather", "quantize.linear.fp8.enable_fsdp_float8_all_gather"),

@@ -36,6 +36,7 @@ def run_of(file: File) -> RunConfig:
             activation_checkpointing=recomputed if mode != "none" else ActivationCheckpointing(),
             wrap=wrap,
         ),
+        stored_dtype=file["training.dtype"],
         state_dict_type="sharded",
         async_save=file.is_on("checkpoint.enable") and file.is_on("checkpoint.async_mode"),
         max_grad_norm=file["training.max_norm"],

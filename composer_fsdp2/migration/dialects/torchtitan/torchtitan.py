@@ -11,7 +11,6 @@ from composer_fsdp2.config.sharding import LOW_PRECISION
 from composer_fsdp2.migration.dialect import (
     Dialect,
     Expression,
-    MappingEdit,
     Question,
     Reading,
     Section,
@@ -87,6 +86,7 @@ class TorchTitanDialect(Dialect):
             ("compile.enable", True, run.compile),
             ("training.mixed_precision_param", "bfloat16" if is_low else "float32", True),
             ("training.mixed_precision_reduce", "float32", True),
+            ("training.dtype", run.stored_dtype, run.stored_dtype == "bfloat16"),
             ("training.enable_cpu_offload", config.cpu_offload, True),
             ("training.max_norm", run.max_grad_norm, run.max_grad_norm is not None),
             ("activation_checkpoint.mode", "selective" if selective else "full" if recomputes else "none", True),
@@ -96,27 +96,6 @@ class TorchTitanDialect(Dialect):
         ):
             if is_needed:
                 yield Setting(aspect=BY_NAME[key].aspect, key=key, value=value)
-
-    def rewrite(self, section: Section, reading: Reading) -> list[MappingEdit]:
-        """Names of earlier releases become those of v0.2.2; nothing else, for TorchTitan's words are FSDP2's."""
-        file = File.of(section, NAMES)
-        gone: dict[str, dict[str, list[tuple[str, Any]]]] = {}
-        come: dict[str, list[tuple[str, Any]]] = {}
-        given = {key for key, _ in file.rows()}
-        for key, row in file.rows():
-            if key == row.name:
-                continue
-            old, _, old_name = key.rpartition(".")
-            new, _, new_name = row.name.rpartition(".")
-            is_first = row.name not in given
-            given.add(row.name)
-            gone.setdefault(old, {})[old_name] = [(new_name, file.given[key])] if is_first and old == new else []
-            if is_first and old != new:
-                come.setdefault(new, []).append((new_name, file.given[key]))
-        return [
-            MappingEdit(path=tuple(table.split(".")), replacements=gone.get(table, {}), additions=come.get(table, ()))
-            for table in dict.fromkeys((*gone, *come))
-        ]
 
     def answers(self, wish: Wish, section: Section, reading: Reading) -> Iterator[Answer]:
         yield from answers_to(wish, File.of(section, NAMES))

@@ -147,7 +147,8 @@ def test_files_of_its_examples_need_no_decision(shape: str) -> None:
     """Nearly every file ended with exit 1, or was no section at all, and the code said nothing any more."""
     text, says = SHAPES[shape]
     migration = migrated(text)
-    assert migration.blocking == ()
+    steps = "deepspeed_config.gradient_accumulation_steps"  # of which nothing but DeepSpeed reads here
+    assert [each.key for each in migration.blocking] == [steps] * ("gradient_accumulation_steps: 4" in text)
     section = yaml.safe_load(migration.after)["fsdp_config"]
     assert section["wrap_policy"] == {"transformer_layer_cls_to_wrap": "auto"}
     assert {key: section.get(key) for key in says} == says
@@ -196,7 +197,9 @@ def test_zero_stages_keep_what_they_mean() -> None:
     ]
     clipped = run_of(HEAD + ZERO3.replace("  zero_stage", "  gradient_clipping: 0.5\n  zero_stage") + AROUND)
     assert clipped.max_grad_norm == 0.5
-    assert run_of(HEAD + ZERO3 + AROUND).max_grad_norm is None
+    assert run_of(HEAD + ZERO3 + AROUND).max_grad_norm == 1.0, "accelerate's own, where the file has none"
+    unclipped = run_of(HEAD + ZERO3.replace("  zero_stage", "  gradient_clipping: 0\n  zero_stage") + AROUND)
+    assert unclipped.max_grad_norm is None
 
 
 def test_what_zero_does_otherwise_is_told() -> None:

@@ -417,7 +417,8 @@ def test_what_is_expressed_without_a_loss_reads_back_the_same(run: RunConfig) ->
 def test_a_plain_run_is_expressed_exactly() -> None:
     """The property above would hold of a target that calls everything a loss."""
     wrap = Wrap(kind=WrapKind.CLASSES, classes=("Block",))
-    run = RunConfig(config=ShardingConfig(mixed_precision=ALL_IN_BF16, wrap=wrap), precision="amp_bf16")
+    config = ShardingConfig(mixed_precision=ALL_IN_BF16, wrap=wrap)
+    run = RunConfig(config=config, precision="amp_bf16", stored_dtype="float32")
     assert is_exact(DIALECT.express(run))
 
 
