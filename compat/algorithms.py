@@ -1,30 +1,139 @@
-"""Composer's EMA and SAM for a model sharded by ``fully_shard``: each rank averages and moves its own shards.
+"""Composer's algorithms on a model that is, or will be, sharded by ``fully_shard``: surgery, EMA and SAM.
 
-Under FSDP1 Composer gathered the full model for each update of EMA, and every rank kept full averages; SAM climbed by
-the norm of each rank's part of the gradient.
+[Note: surgery] Most algorithms that replace modules run at ``Event.INIT``, before a Trainer shards its model. The
+optimizer has to follow, and the ranks have to draw the same new weights: Composer seeds each rank differently, and
+replicas (NO_SHARD, HYBRID_SHARD) exchange gradients, never weights. On a sharded model surgery is refused: parameters
+made there are in no unit, so no rank averages their gradients, and each rank would train its own.
+
+Each rank averages and moves its own shards. Under FSDP1 Composer gathered the full model for each update of EMA, and
+every rank kept full averages; SAM climbed by the norm of each rank's part of the gradient.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from composer.algorithms import LowPrecisionGroupNorm, LowPrecisionLayerNorm
 from composer.algorithms.ema.ema import EMAParameters
 from composer.algorithms.sam.sam import SAMOptimizer
+from composer.core import Event, Precision, State
+from composer.utils import reproducibility
+from composer.utils.module_surgery import update_params_in_optimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.checkpoint.target import LocalBox
 from composer_fsdp2.config.text import and_more
-from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.errors import CheckpointError, UnsupportedError
 from composer_fsdp2.sharding.sharded import is_sharded, reshard
 from composer_fsdp2.training.clipping import norm_of_gradients
 
 from .seams import seam
 
 _DDP = "module."
+
+# Where algorithms may replace modules; at later events they change the batch, the loss or the optimizer.
+_OF_SURGERY = frozenset({Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD, Event.FIT_START})
+
+
+@seam(
+    "composer.core.engine",
+    "Engine._run_algorithms",
+    why="surgery left replicas with weights of their own, and the optimizer with parameters that the model lost",
+)
+def run_algorithms(original: Callable[..., Any], self: Any, event: Event) -> Any:
+    """``Engine._run_algorithms``, see [Note: surgery]."""
+    state: State = self.state
+    if event not in _OF_SURGERY:
+        return original(self, event)
+    if not is_sharded(state.model):
+        with _surgery(state):
+            return original(self, event)
+    _refuse_late_norms(state, event)
+    before = set(state.model.parameters())
+    traces = original(self, event)
+    if _is_changed(state.model, before):
+        _refuse([trace.name for trace in traces.values()], f"have its method match choose {Event.INIT}")
+    return traces
+
+
+@seam(
+    "composer.core.state",
+    "State._apply_required_algorithms",
+    why="surgery that a checkpoint asks for was done on a sharded model: each rank trained its own new parameters",
+)
+def apply_required_algorithms(original: Callable[..., Any], self: State, *args: Any, **kwargs: Any) -> None:
+    """``State._apply_required_algorithms``, see [Note: surgery]."""
+    if not is_sharded(self.model):  # load_monolith_rank0_only
+        with _surgery(self):
+            original(self, *args, **kwargs)
+        return
+    reshard(self.model)  # LoadCheckpoint may come after a forward
+    algorithms, parameters = set(self.algorithms), set(self.model.parameters())
+    error: ValueError | None = None
+    try:
+        original(self, *args, **kwargs)
+    except ValueError as raised:  # Composer's, of anything that an algorithm raised
+        error = raised
+    if error is not None or _is_changed(self.model, parameters):
+        added = [repr(each) for each in self.algorithms if each not in algorithms]
+        _refuse(
+            added,
+            f"pass algorithms=[{', '.join(added)}] to the Trainer, as the run that saved the checkpoint did, or leave "
+            "them out with load_exclude_algorithms",
+            error,
+        )
+
+
+@contextlib.contextmanager
+def _surgery(state: State) -> Iterator[None]:
+    """Around algorithms that may replace modules before the model is sharded. Called on all ranks.
+
+    They draw the same numbers on every rank; then the optimizer has the parameters that the model has.
+    """
+    if state.fsdp_config is None:  # DDP broadcasts rank 0's weights, and Composer builds it after the surgery
+        yield
+        return
+    before = list(state.model.parameters())
+    with reproducibility.seed_context(state.rank_zero_seed):
+        yield
+    _follow(state.optimizers, before, list(state.model.parameters()))
+
+
+def _follow(
+    optimizers: Sequence[torch.optim.Optimizer], before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]
+) -> None:
+    """Take parameters that the model lost out of the optimizer, and add its new ones, as FSDP1 did."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    present = {parameter for group in groups for parameter in group["params"]}
+    lost = [each for each in before if each in present.difference(after)]
+    new = [each for each in after if each not in present.union(before)]
+    if lost or (new and len(groups) == 1):  # of several groups, only the one that lost some is known
+        update_params_in_optimizer(old_params=lost, new_params=new, optimizers=optimizers)
+
+
+def _is_changed(model: nn.Module, before: set[nn.Parameter]) -> bool:
+    """Whether a sharded model has other parameters than before; those that a forward left all-gathered are freed."""
+    reshard(model)
+    return before != set(model.parameters())
+
+
+def _refuse_late_norms(state: State, event: Event) -> None:
+    """Norms of low precision that are to be made after sharding: torch cannot copy a sharded weight into a new one."""
+    norms = [each for each in state.algorithms if isinstance(each, LowPrecisionGroupNorm | LowPrecisionLayerNorm)]
+    late = [type(each).__name__ for each in norms if each.apply_at is event]
+    if late and state.precision in (Precision.AMP_FP16, Precision.AMP_BF16):
+        _refuse(late, "leave apply_at at its default, Event.INIT")
+
+
+def _refuse(algorithms: Sequence[str], way_out: str, cause: Exception | None = None) -> NoReturn:
+    raise UnsupportedError(
+        f"{', '.join(algorithms)} replaces parameters of a model that is sharded; new ones would be unsharded on every "
+        f"rank, and no rank would average their gradients. Change the model before the Trainer shards it: {way_out}"
+    ) from cause
 
 
 @seam(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from composer.algorithms import SWA
+from composer.algorithms import SWA, NoOpModel
 from composer.callbacks import ExportForInferenceCallback
 from composer.core import State
 from torch import nn
@@ -23,6 +23,10 @@ _REASONS = {
     SWA: (
         "the algorithm SWA copies the whole model, and a sharded one cannot be copied; use the algorithm EMA, which "
         "averages shards, or average checkpoints after training"
+    ),
+    NoOpModel: (
+        "the algorithm NoOpModel puts a single number in the model's place, and nothing is left to shard; train "
+        "without fsdp_config to measure the data loader"
     ),
     ExportForInferenceCallback: (
         f"ExportForInferenceCallback copies the model at the end of fit, and a sharded one cannot be copied; "

@@ -2,11 +2,11 @@
 
 ``make docs`` runs it. Each table stands between two markers in its file, and comes from the dialects' tables of keys
 (Composer's is ``composer_fsdp2/fsdp1/keys.py``, the others are in ``migration/dialects``) by way of
-``migration/explain.py``.
+``migration/explain.py``, or from the rows that a test measures (``tests/support/trainer_parts.py``).
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.explain import Explanation, all_keys, implicit_settings, value_text
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+
+from support import trainer_parts  # type: ignore[import-not-found]  # noqa: E402
 
 
 def keys_table(dialect: str, *groups: str) -> Iterator[str]:
@@ -51,6 +54,27 @@ def implicit_table(dialect: str) -> Iterator[str]:
     yield from _table("what", "under FSDP2", "where it goes")
     for finding in implicit_settings(dialect)[dialect]:
         yield _line(finding.key, _fate(finding.outcome, finding.reason, finding.hint), finding.target)
+
+
+def parts_table(rows: Iterable[trainer_parts.Row]) -> Iterator[str]:
+    """One row for each algorithm, callback or optimizer: FSDP1's result and ours."""
+    yield from _table("class", "tried on", "under FSDP1", "with composer_fsdp2", "what to know")
+    for row in rows:
+        theirs = row.fsdp1 if row.fsdp1 in ("trains", "hangs") else f"raises: {row.fsdp1}"
+        yield _line(
+            row.title, _tried(row), theirs if row.is_run or row.fsdp1 != "trains" else "", _outcome(row), row.why
+        )
+
+
+def _tried(row: trainer_parts.Row) -> str:
+    return row.model or (f"`{row.test}`" if row.test else "")
+
+
+def _outcome(row: trainer_parts.Row) -> str:
+    if row.test:
+        return "as FSDP1, compared there"
+    beside = "" if row.beside is trainer_parts.Beside.FSDP1 else f" as {row.beside.value}"
+    return f"**{row.ours.value}**{beside}"
 
 
 def _table(*headings: str) -> Iterator[str]:
@@ -95,6 +119,8 @@ for _dialect in ("huggingface", "axolotl", "roll", "torchtitan"):
         TABLES[f"migration_docs/keys.md:{_dialect}"] = partial(keys_table, _dialect)
     TABLES[f"migration_docs/keys.md:{_dialect} values"] = partial(values_table, _dialect)
     TABLES[f"migration_docs/keys.md:{_dialect} implicit"] = partial(implicit_table, _dialect)
+for _name in ("algorithms", "callbacks", "foundry", "optimizers"):
+    TABLES[f"migration_docs/algorithms.md:{_name}"] = partial(parts_table, getattr(trainer_parts, _name.upper()))
 
 
 def main(arguments: list[str]) -> int:

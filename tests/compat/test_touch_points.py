@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,99 +17,6 @@ from support.trainers import Trained, close, fit, largest_difference, make_train
 from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.composer
-
-
-# --- algorithms and callbacks
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is given to the Trainer.
-
-    Args:
-        make: Algorithms, and callbacks.
-        logged: What the names of its metrics begin with.
-        is_timed: Its values are of the clock, so that only their names are alike.
-    """
-
-    make: Callable[[], tuple[list[Any], list[Any]]]
-    logged: tuple[str, ...] = ()
-    is_timed: bool = False
-
-
-def freezing() -> tuple[list[Any], list[Any]]:
-    from composer.algorithms import LayerFreezing
-
-    return [LayerFreezing(freeze_start=0.0, freeze_level=0.8)], []
-
-
-def monitors() -> tuple[list[Any], list[Any]]:
-    from composer.callbacks import ActivationMonitor, LRMonitor, NaNMonitor
-
-    return [], [LRMonitor(), ActivationMonitor(interval="2ba"), NaNMonitor()]
-
-
-def clocks() -> tuple[list[Any], list[Any]]:
-    from composer.callbacks import MemoryMonitor, RuntimeEstimator, SpeedMonitor
-
-    return [], [SpeedMonitor(window_size=2), RuntimeEstimator(skip_batches=1), MemoryMonitor()]
-
-
-CASES = {
-    "LayerFreezing": Case(freezing, ("layer_freezing/",)),
-    "monitors": Case(monitors, ("lr-", "activations/")),
-    "clocks": Case(clocks, ("throughput/", "time/"), is_timed=True),
-}
-
-
-def logged_run(under: Under, case: Case, **keys: Any) -> tuple[Any, dict[str, list[float]]]:
-    """A run over two epochs, and every metric of the case that it logged."""
-    from composer.loggers import InMemoryLogger
-
-    algorithms, callbacks = case.make()
-    logger = InMemoryLogger()
-    trained = fit(
-        under,
-        dict(keys),
-        optimizer="adamw",
-        batches=12,
-        train_subset_num_batches=6,
-        eval_interval="4ba",
-        algorithms=algorithms,
-        callbacks=callbacks,
-        loggers=[logger],
-    )
-    metrics = {
-        # FSDP1's modules are there twice: the wrapper, and what is in it.
-        name.replace("._fsdp_wrapped_module", ""): [float(value) for _, value in values]
-        for name, values in logger.data.items()
-        if name.startswith(case.logged)
-    }
-    return trained, metrics
-
-
-def check_case(name: str) -> None:
-    warnings.simplefilter("ignore")
-    case = CASES[name]
-    theirs, expected = logged_run(FSDP1, case)
-    assert len(expected) >= 2, f"hardly anything is logged: {expected.keys()}"
-
-    def check(strategy: str) -> None:
-        ours, metrics = logged_run(FSDP2, case, sharding_strategy=strategy)
-        assert close(ours.losses, theirs.losses), f"{strategy}: {ours.losses}, {theirs.losses}"
-        assert metrics.keys() == expected.keys(), f"{strategy}: {metrics.keys() ^ expected.keys()}"
-        for metric, values in expected.items():
-            assert len(metrics[metric]) == len(values), f"{strategy}: {metric}"
-            if not case.is_timed:
-                assert metrics[metric] == pytest.approx(values, rel=1e-4, abs=1e-6), f"{strategy}: {metric}"
-
-    for_each(check, {strategy: (strategy,) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")})
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_algorithms_and_callbacks_do_what_they_did_under_fsdp1(name: str):
-    """A curve that bends, or a panel of a dashboard that is empty or tells something else."""
-    run_ranks(check_case, 2, name)
 
 
 # --- SAM

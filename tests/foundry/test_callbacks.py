@@ -116,6 +116,38 @@ def test_text_is_generated_during_training(folder: str):
     run_ranks(check_generation, 2, folder, timeout_s=300)
 
 
+# --- CurriculumLearning, DatasetSwap
+
+
+def check_datasets(folder: str) -> None:
+    warnings.simplefilter("ignore")
+    unchanged = ["max_duration=2ep"]
+    schedule = "schedule: [{duration: 1ep, dataset: {shuffle: false}}]"
+    cases = {
+        "CurriculumLearning": f"callbacks.curriculum_learning={{duration: 1ep, {schedule}}}",
+        "DatasetSwap": "callbacks.dataset_swap={dataset_index: 0}",
+    }
+
+    def check(name: str) -> None:
+        runs = {}
+        for under in (FSDP1, FSDP2):
+            place = f"{name}-{under.__name__}"
+            options = [*unchanged, cases[name], "save_interval=1ep", f"save_folder={folder}/{place}"]
+            runs[under] = train(under, YAML, folder, place, *options)
+        assert_alike(runs[FSDP2], runs[FSDP1], name)
+        plain = train(FSDP2, YAML, folder, f"{name}-plain", *unchanged, "save_interval=0ba")
+        is_changed = not close(runs[FSDP2].losses, plain.losses)
+        assert is_changed == (name == "CurriculumLearning"), "the second epoch has the first one's data"
+
+    for_each(check, {name: (name,) for name in cases})
+
+
+@pytest.mark.slow
+def test_datasets_change(folder: str):
+    """A curriculum's second dataset is read from where it begins; a first dataset that may be swapped later trains."""
+    run_ranks(check_datasets, 2, folder, timeout_s=300)
+
+
 # --- GlobalLRScaling
 
 

@@ -652,8 +652,7 @@ def test_a_changed_row_makes_them_stale(monkeypatch: pytest.MonkeyPatch, tmp_pat
     row, *others = dialect.rows
     words = {field: f"changed {field}" for field in ("meaning", "reason", "target")}
     monkeypatch.setattr(dialect, "rows", (dataclasses.replace(row, **words), *others))
-    (tmp_path / "migration_docs").mkdir()
-    shutil.copy(ROOT / "migration_docs/keys.md", tmp_path / "migration_docs/keys.md")
+    shutil.copytree(ROOT / "migration_docs", tmp_path / "migration_docs")
     assert not is_current(tmp_path)
     documents = load(ROOT / "tools/generate_docs.py")
     documents.ROOT = tmp_path

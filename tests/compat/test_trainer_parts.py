@@ -1,0 +1,551 @@
+"""Every algorithm, callback and optimizer of Composer and LLM Foundry beside FSDP1: the table's claims, measured."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.cases import for_each
+from support.comparing import differences, full_parameters, own_name
+from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
+from support.ranks import run_ranks
+from support.trainer_parts import FOLDER, ROWS, Beside, Kind, Ours, Row
+from support.trainers import build_model, build_optimizer, close, objects_of_ranks
+from torch import nn
+
+from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
+
+pytestmark = pytest.mark.foundry
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARDED = {"state_dict_type": "sharded"}  # FSDP1's full form is broken on a CPU
+TIMED = ("time/", "throughput/", "wall_clock/", "cpu_", "disk_", "network_", "memory/")
+NUM_CLASSES, VOCABULARY, LENGTH = 5, 60, 16
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models and data
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, stride=2, padding=1)
+        self.batch_norm, self.group_norm = nn.BatchNorm2d(width), nn.GroupNorm(4, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.group_norm(self.batch_norm(self.conv(x))))
+
+
+class Images(nn.Module):
+    """What the algorithms for images replace: convolutions, pools, norms, dropout and linear layers."""
+
+    def __init__(self, stem: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.pool, self.blocks = stem, nn.MaxPool2d(2), nn.ModuleList(blocks)
+        self.hidden, self.dropout, self.head = nn.Linear(16, 24), nn.Dropout(0.1), nn.Linear(24, NUM_CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.pool(torch.relu(self.stem(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(torch.relu(self.hidden(x.mean((2, 3))))))
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return any(module is block for block in self.blocks)
+
+
+def classifier(row: Row) -> Any:
+    import composer.algorithms
+    from composer.models import ComposerClassifier
+    from torchvision.models.resnet import Bottleneck
+
+    stem: nn.Module = nn.Conv2d(3, 16, 3, padding=1)
+    if row.name == "SqueezeExcite2d":
+        stem = nn.Sequential(stem, composer.algorithms.SqueezeExcite2d(16, 4))
+    elif row.name == "SqueezeExciteConv2d":
+        stem = composer.algorithms.SqueezeExciteConv2d(3, 16, 3, padding=1, latent_channels=4)
+    blocks = [Bottleneck(16, 4) if row.model == "bottlenecks" else ConvBlock(16) for _ in range(2)]
+    return ComposerClassifier(Images(stem, blocks), num_classes=NUM_CLASSES)
+
+
+def transformer(row: Row) -> Any:
+    import transformers
+    from composer.metrics import LanguageCrossEntropy
+    from composer.models import HuggingFaceModel
+
+    eager = {"attn_implementation": "eager"}
+    if row.model == "bert":
+        config = transformers.BertConfig(
+            vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            max_position_embeddings=LENGTH, **eager,
+        )  # fmt: skip
+        model: Any = transformers.BertForMaskedLM(config)
+        blocks = list(model.bert.encoder.layer)
+    else:
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=LENGTH, **eager
+        )
+        model = transformers.GPT2LMHeadModel(config)
+        blocks = list(model.transformer.h)
+    model.fsdp_wrap_fn = lambda module: any(module is block for block in blocks)
+    return HuggingFaceModel(model, tokenizer=tokenizer(), use_logits=True, eval_metrics=[LanguageCrossEntropy()])
+
+
+def mpt(row: Row) -> Any:
+    from llmfoundry.models.mpt.modeling_mpt import ComposerMPTCausalLM
+
+    return ComposerMPTCausalLM(
+        d_model=16, n_heads=2, n_layers=2, expansion_ratio=2, max_seq_len=LENGTH, vocab_size=VOCABULARY,
+        init_device="cpu", loss_fn="torch_crossentropy", attn_config={"attn_impl": "torch"},
+    )  # fmt: skip
+
+
+MODELS = {
+    "images": classifier,
+    "binary": classifier,
+    "squeezed": classifier,
+    "bottlenecks": classifier,
+    "bert": transformer,
+    "gpt2": transformer,
+    "mpt": mpt,
+    "language": lambda row: build_model(),
+}
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w1", eos_token="w2", unk_token="w0")
+
+
+class Tokens(list[Any]):
+    """Rows of tokens, with the tokenizer that made them."""
+
+    tokenizer: Any = None
+
+
+def dataset_of(row: Row, made: Sequence[Any]) -> Any:
+    """The rows of a model's data, the same in each run; pictures for what transforms them."""
+    from support.scripts.train_with_trainer import data
+    from torchvision import datasets, transforms
+
+    generator = torch.Generator().manual_seed(3)
+    if row.trainer.get("data") == "pictures":
+        steps = [*(made if row.trainer.get("transform") else []), transforms.ToTensor()]
+        return datasets.FakeData(96, (3, 16, 16), NUM_CLASSES, transform=transforms.Compose(steps))
+    if MODELS[row.model] is classifier:
+        images = torch.randn(96, 3, 16, 16, generator=generator)
+        num_classes = 2 if row.model == "binary" else NUM_CLASSES
+        return torch.utils.data.TensorDataset(images, torch.randint(0, num_classes, (96,), generator=generator))
+    if row.model == "language":
+        return data()
+    tokens = Tokens(
+        {"input_ids": each, "labels": each, "attention_mask": torch.ones_like(each, dtype=torch.bool)}
+        for each in torch.randint(3, VOCABULARY, (96, LENGTH), generator=generator)
+    )
+    tokens.tokenizer = tokenizer()
+    return tokens
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run left behind."""
+
+    losses: list[float]
+    parameters: dict[str, torch.Tensor]
+    logged: dict[str, list[Any]]
+    tables: dict[str, str]
+
+
+def classes() -> dict[tuple[Kind, str, str], Any]:
+    """Every algorithm, callback and optimizer that the two packages export or register, by kind, package and name."""
+    from composer.core import Callback
+    from llmfoundry import registry
+
+    modules = {
+        Kind.ALGORITHM: ["composer.algorithms"],
+        Kind.CALLBACK: ["composer.callbacks", "llmfoundry.callbacks"],
+        Kind.OPTIMIZER: ["composer.optim", "llmfoundry.optim"],
+    }
+    registries = {
+        Kind.ALGORITHM: [registry.algorithms],
+        Kind.CALLBACK: [registry.callbacks, registry.callbacks_with_config],
+        Kind.OPTIMIZER: [registry.optimizers],
+    }
+    bases = {
+        Kind.ALGORITHM: (object,),
+        Kind.CALLBACK: (Callback,),
+        Kind.OPTIMIZER: (torch.optim.Optimizer,),
+    }
+    found = {}
+    for kind in Kind:
+        exported = [
+            getattr(module, name) for module in map(importlib.import_module, modules[kind]) for name in module.__all__
+        ]
+        registered = [each for one in registries[kind] for each in one.get_all().values()]
+        for each in (*exported, *registered):
+            if isinstance(each, type) and issubclass(each, bases[kind]):
+                package = each.__module__.partition(".")[0]
+                if package in ("composer", "llmfoundry"):  # not what an earlier test registered
+                    found[kind, package, each.__name__] = each
+    return found
+
+
+def make(row: Row, folder: str, *arguments: Any) -> Any:
+    from composer.core import Event
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.replace(FOLDER, folder)
+        return value
+
+    options = {key: filled(value) for key, value in row.arguments.items()}
+    if "apply_at" in options:
+        options["apply_at"] = Event[options["apply_at"]]
+    return classes()[row.kind, row.package, row.name](*arguments, **options)
+
+
+def tables_logger() -> Any:
+    """MLflow's logger, to which a callback logs tables and no other, without its server."""
+    from composer.loggers import MLFlowLogger
+
+    class Tables(MLFlowLogger):
+        def __init__(self) -> None:
+            self.tables: dict[str, Any] = {}
+
+        def log_table(self, columns: Any, rows: Any, name: str = "Table", step: Any = None) -> None:
+            self.tables[f"{name}, {step}"] = (columns, rows)
+
+        def init(self, *unused: Any) -> None: ...
+
+        log_metrics = log_hyperparameters = after_load = post_close = close = fit_end = init
+
+    return Tables()
+
+
+def run(under: Under, rows: Sequence[Row], folder: str, **keys: Any) -> Left:
+    """One run with all of ``rows``, which have the same model and options. Called on all ranks."""
+    from composer import Evaluator, Trainer
+    from composer.core import Algorithm
+    from composer.loggers import InMemoryLogger
+    from composer.utils import dist as composer_dist
+    from support.scripts.train_with_trainer import Record
+    from torch.utils.data import DataLoader
+
+    row = rows[0]
+    options = row.trainer
+    memory, record, more_tables = InMemoryLogger(), Record(), tables_logger()
+    torch.manual_seed(9)
+    model = MODELS[row.model](row)
+    made = [make(each, folder) for each in rows if each.kind is not Kind.OPTIMIZER and each.model != "squeezed"]
+    dataset = dataset_of(row, made)
+    if row.kind is Kind.OPTIMIZER:
+        optimizer = make(row, folder, model.parameters())
+    else:
+        optimizer = build_optimizer(options.get("optimizer", "sgd"), model)
+
+    def loader() -> Any:
+        sampler = composer_dist.get_sampler(dataset, shuffle=True, drop_last=True)
+        return DataLoader(dataset, batch_size=options.get("batch", 4), sampler=sampler)
+
+    metrics = list(model.get_metrics(is_train=False))
+    evaluator = Evaluator(label="task/0-shot", dataloader=loader(), metric_names=metrics, subset_num_batches=2)
+    with under(), surroundings(row):
+        trainer = Trainer(
+            model=model,
+            optimizers=optimizer,
+            train_dataloader=loader(),
+            eval_dataloader=evaluator if "eval_interval" in options else None,
+            eval_interval=options.get("eval_interval", 1),
+            max_duration=options.get("duration", "3ba"),
+            device="cpu",
+            precision=options.get("precision", "fp32"),
+            device_train_microbatch_size=options.get("microbatch", 2),
+            parallelism_config={"fsdp": keys} if keys else None,
+            algorithms=[each for each in made if isinstance(each, Algorithm)],
+            callbacks=[record, *(each for each in made if rows[0].kind is Kind.CALLBACK)],
+            loggers=[memory, *([more_tables] if row.model == "mpt" else [])],
+            progress_bar=False,
+            log_to_console=False,
+            seed=17,
+            run_name="parts",
+            **options.get("options", {}),
+        )
+        try:
+            trainer.fit()
+            parameters = full_parameters(trainer.state.model)
+        finally:
+            trainer.close()
+    return Left(
+        record.losses,
+        {own_name(name): value for name, value in parameters.items()},
+        {
+            name: [] if name.startswith(TIMED) else [float(value) for _, value in values]
+            for name, values in memory.data.items()
+        },
+        {**memory.tables, **{name: str(table) for name, table in more_tables.tables.items()}},
+    )
+
+
+@contextlib.contextmanager
+def surroundings(row: Row) -> Iterator[None]:
+    """What a CPU lacks: Composer refuses bfloat16 there."""
+    from composer.distributed import dist_strategy
+    from composer.trainer import trainer
+
+    with contextlib.ExitStack() as stack:
+        if "precision" in row.trainer:
+            for module in (trainer, dist_strategy):
+                stack.enter_context(mock.patch.object(module, "_validate_precision"))
+        yield
+
+
+@contextlib.contextmanager
+def drawn_alike() -> Iterator[None]:
+    """FSDP1 with the same new weights on every rank: by itself each draws its own, and keeps its part of these."""
+    from composer.core import Engine, Event
+    from composer.utils import reproducibility
+
+    original = Engine._run_algorithms
+
+    def run_algorithms(self: Any, event: Any) -> Any:
+        with reproducibility.seed_context(17) if event is Event.INIT else contextlib.nullcontext():
+            return original(self, event)
+
+    with FSDP1(), mock.patch.object(Engine, "_run_algorithms", run_algorithms):
+        yield
+
+
+def reference_of(rows: Sequence[Row], folder: str) -> Left:
+    row = rows[0]
+    if row.beside is Beside.DDP:
+        left = run(UNSHARDED, rows, folder)
+        return replace(left, parameters={name.removeprefix("module."): v for name, v in left.parameters.items()})
+    under = drawn_alike if row.trainer.get("draws") else FSDP1
+    without_shards = {"sharding_strategy": "NO_SHARD"} if row.beside is Beside.NO_SHARD else {}
+    return run(under, rows, folder, **SHARDED, **without_shards)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+
+
+def measured(ours: Left, theirs: Left) -> Ours:
+    """How near ours is to its reference; raises where it is further than the table has a word for."""
+    if not list(differences(ours, theirs, in_bits=True)):
+        return Ours.EQUAL
+    assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
+    assert ours.parameters.keys() == theirs.parameters.keys()
+    for name, value in theirs.parameters.items():
+        difference = ((ours.parameters[name] - value).abs().max() / value.abs().max().clamp(min=1e-12)).item()
+        assert difference <= 1e-6, f"{name}: {difference}"
+    assert ours.tables == theirs.tables
+    return Ours.CLOSE
+
+
+def error_of(under: Under, rows: Sequence[Row], folder: str) -> Exception:
+    with pytest.raises(Exception) as raised:  # noqa: PT011  which one is the caller's
+        run(under, rows, folder, **SHARDED)
+    return raised.value
+
+
+def check_rows(rows: Sequence[Row], folder: str) -> None:
+    row = rows[0]
+    place = f"{folder}/{row.title}".replace(" ", "-")
+    if row.fsdp1 not in ("trains", "hangs"):
+        text = str(error_of(FSDP1, rows, f"{place}-0"))
+        assert row.fsdp1 in text, f"FSDP1 raises {text}"
+    elif row.ours is Ours.REFUSED and row.fsdp1 == "trains":
+        run(FSDP1, rows, f"{place}-0", **SHARDED)
+    if row.ours is Ours.REFUSED:
+        error = error_of(FSDP2, rows, f"{place}-1")
+        assert isinstance(error, UnsupportedError), repr(error)
+        assert row.name in str(error) and row.error in str(error), str(error)
+        return
+    theirs = reference_of(rows, f"{place}-2")
+    ours = run(FSDP2, rows, f"{place}-3", **SHARDED, fsdp1_metric_names=True)
+    if row.beside is not Beside.FSDP1:
+        ours, theirs = (replace(each, logged={}) for each in (ours, theirs))
+    assert len(theirs.losses) > 1, "no training"
+    found = measured(ours, theirs)
+    assert {each.ours for each in rows} == {found}, f"the table has {row.ours}, measured {found}"
+
+
+def together(row: Row) -> Any:
+    """Callbacks that leave training alone share a run, and so does what changes only data."""
+    is_shared = row.trainer.get("shared") or (
+        row.kind is Kind.CALLBACK and row.ours is Ours.EQUAL and row.fsdp1 == "trains"
+    )
+    return (row.kind, row.model, repr(row.trainer)) if is_shared else row.title
+
+
+def check_table(folder: str, is_slow: bool) -> None:
+    warnings.simplefilter("ignore")
+    listed = {(row.kind, row.package, row.name) for row in ROWS}
+    assert listed == classes().keys(), f"in one of table and packages: {listed ^ classes().keys()}"
+    groups: dict[Any, list[Row]] = {}
+    for row in ROWS:
+        if row.is_run and row.is_slow == is_slow:
+            groups.setdefault(together(row), []).append(row)
+    for_each(check_rows, {", ".join(row.title for row in rows): (rows, folder) for rows in groups.values()})
+
+
+@pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
+def test_every_algorithm_callback_and_optimizer(tmp_path: Path, is_slow: bool):
+    """A run with one that the table calls equal would train otherwise, or end in an error that names no way out."""
+    for row in ROWS:
+        if row.test:
+            file, _, name = row.test.partition("::")
+            assert f"def {name}(" in (ROOT / file).read_text(), f"{row.title}: no test {row.test}"
+        assert row.is_run or row.test or row.why, f"{row.title} is not run, and nothing tells why"
+    run_ranks(check_table, 2, str(tmp_path), is_slow, timeout_s=500)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Surgery
+
+
+def row_of(name: str, **values: Any) -> Row:
+    return replace(next(row for row in ROWS if row.name == name), **values)
+
+
+def check_replicas(folder: str) -> None:
+    row = row_of("SqueezeExcite")
+    alike = {}
+    for under in (FSDP1, FSDP2):
+        left = run(under, [row], folder, **SHARDED, sharding_strategy="NO_SHARD")
+        weights = {name: value for name, value in left.parameters.items() if ".se." in name}
+        assert weights
+        of_ranks = objects_of_ranks(weights)
+        alike[under] = all(not list(differences(each, of_ranks[0], in_bits=True)) for each in of_ranks)
+    assert alike[FSDP2], "replicas train different models"
+    assert not alike[FSDP1], "FSDP1's replicas are alike now: the seed of surgery is no longer needed"
+
+
+def test_replicas_get_the_same_new_weights(tmp_path: Path):
+    """Replicas exchange gradients, never weights: with new ones of its own each would train another model, silently."""
+    run_ranks(check_replicas, 2, str(tmp_path))
+
+
+def surgeon(at: str) -> Any:
+    """A user's own algorithm, which tells the optimizer nothing."""
+    from composer.core import Algorithm, Event
+
+    class Widen(Algorithm):
+        def match(self, event: Any, state: Any) -> bool:
+            return event is Event[at]
+
+        def apply(self, event: Any, state: Any, logger: Any) -> None:
+            torch.manual_seed(0)
+            state.model.module.head = nn.Linear(24, NUM_CLASSES)
+
+    return Widen()
+
+
+def check_own_surgery(folder: str) -> str:
+    row = row_of("BlurPool")  # for its model
+    with mock.patch.dict(globals(), make=lambda *_: surgeon("INIT")):
+        theirs, ours = (run(under, [row], folder, **SHARDED) for under in (FSDP1, FSDP2))
+    assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
+    for name, value in theirs.parameters.items():
+        torch.testing.assert_close(ours.parameters[name], value, msg=name)
+    with mock.patch.dict(globals(), make=lambda *_: surgeon("FIT_START")):
+        return str(error_of(FSDP2, [row], folder))
+
+
+def test_own_surgery(tmp_path: Path):
+    """The optimizer trains what surgery made, as FSDP1's; after sharding no rank would average its gradients."""
+    for message in run_ranks(check_own_surgery, 2, str(tmp_path)):
+        assert "Widen replaces parameters of a model that is sharded" in message
+        assert "Event.INIT" in message
+
+
+SAVED_AT = 2
+
+
+def saving(row: Row, folder: str) -> Row:
+    return replace(row, trainer={**row.trainer, "options": {"save_folder": folder, "save_interval": f"{SAVED_AT}ba"}})
+
+
+def loading(row: Row, folder: str) -> Row:
+    return replace(row, trainer={**row.trainer, "options": {"load_path": f"{folder}/ep0-ba{SAVED_AT}"}})
+
+
+def check_required(folder: str) -> str:
+    warnings.simplefilter("ignore")
+    squeezing = replace(row_of("SqueezeExcite"), trainer={})
+    whole = run(FSDP2, [saving(squeezing, folder)], folder, **SHARDED)
+    resumed = run(FSDP2, [loading(squeezing, folder)], folder, **SHARDED)
+    assert close(resumed.losses, whole.losses[SAVED_AT:]), f"{resumed.losses}, {whole.losses}"
+    with pytest.raises(UnsupportedError) as raised:
+        run(FSDP2, [loading(row_of("LabelSmoothing"), folder)], folder, **SHARDED)
+    return str(raised.value)
+
+
+def test_surgery_that_a_checkpoint_asks_for(tmp_path: Path):
+    """Composer does it while it loads, after sharding: each rank would train new weights of its own, silently."""
+    for message in run_ranks(check_required, 2, str(tmp_path)):
+        assert "pass algorithms=[SqueezeExcite(latent_channels=4,min_channels=4)] to the Trainer" in message
+        assert "load_exclude_algorithms" in message
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LoadCheckpoint
+
+
+def check_loading(folder: str) -> None:
+    warnings.simplefilter("ignore")
+    plain = row_of("LabelSmoothing")
+
+    def check(event: str) -> None:
+        left = {}
+        for under in (FSDP1, FSDP2):
+            place = f"{folder}/{event}-{under.__name__}"
+            whole = run(under, [saving(plain, place)], folder, **SHARDED)
+            loads = row_of("LoadCheckpoint", model="images", arguments={"load_path": f"{place}/ep0-ba{SAVED_AT}"})
+            loads = replace(loads, arguments={**loads.arguments, "event": event})
+            left[under] = run(under, [loads], folder, **SHARDED)
+            assert len(left[under].losses) == len(whole.losses) - SAVED_AT, "nothing was loaded"
+        assert measured(left[FSDP2], left[FSDP1]) is Ours.EQUAL
+
+    for_each(check, {event: (event,) for event in ("BEFORE_LOAD", "AFTER_LOAD")})
+
+
+def test_a_checkpoint_is_loaded_at_an_event(tmp_path: Path):
+    """Of the callback LoadCheckpoint: the run goes on from there, as under FSDP1."""
+    run_ranks(check_loading, 2, str(tmp_path))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# StochasticDepth
+
+
+def check_skipped_blocks(folder: str) -> str:
+    row = row_of(
+        "StochasticDepth", model="bottlenecks", arguments={"target_layer_name": "ResNetBottleneck", "drop_rate": 0.9}
+    )
+    with pytest.raises(ComposerFSDP2Error) as raised:
+        run(FSDP2, [row], folder, **SHARDED, collective_guard=5)
+    return str(raised.value)
+
+
+def test_blocks_that_ranks_skip(tmp_path: Path):
+    """Ranks that drop different blocks, which FSDP1 made units, waited for each other until the time limit."""
+    for message in run_ranks(check_skipped_blocks, 2, str(tmp_path), fresh=True):
+        assert "ranks stand before different collectives" in message
+        assert "module.blocks" in message
