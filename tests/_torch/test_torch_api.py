@@ -25,6 +25,7 @@ OTHERS = {
     "_modules",
     "_wrappers",
     "_replace",
+    "_make",
     "_StorageInfo",
     "_all_reduce_state",
     "_fsdp_param_group",
