@@ -67,21 +67,20 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
 # What a sharded model's states, groups and parameters are asked for, by class. Some are set by methods alone.
 # fmt: off
 _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
-    (f"{_FULLY_SHARD}._fsdp_state", "FSDPState"): (
-        "_comm_ctx", "_device_handle", "_is_root", "_modules", "_modules_to_run_forward", "_mp_policy",
-        "_pre_backward", "_register_pre_backward_hook", "_root_post_backward_final_callback", "_root_pre_forward",
-        "_state_ctx", "_training_state"),
+    (f"{_FULLY_SHARD}._fsdp_state", "FSDPState"): ("_comm_ctx", "_device_handle", "_is_root", "_modules",
+        "_modules_to_run_forward", "_mp_policy", "_pre_backward", "_register_pre_backward_hook",
+        "_root_post_backward_final_callback", "_root_pre_forward", "_state_ctx", "_training_state"),
     ("torch.storage", "UntypedStorage"): ("_cdata",),
     ("torch._ops", "OpOverload"): ("_schema",),
     ("torch.library", "Library"): ("_destroy",),
     ("torch.autograd.variable", "Variable"): ("_execution_engine",),
     (f"{_FULLY_SHARD}._fsdp_state", "FSDPStateContext"): ("all_states", "is_last_backward", "iter_forward_root",
         "post_backward_final_callback_queued"),
-    (f"{_FULLY_SHARD}._fsdp_param_group", "FSDPParamGroup"): (
-        "_all_gather_result", "_module_fqn", "_partial_reduce_output", "_post_reduce_event",
-        "_register_post_backward_hook", "_to_sharded", "_training_state", "all_reduce_grads", "device",
-        "finalize_backward", "fsdp_params", "is_sharded", "is_unsharded", "lazy_init", "mesh_info", "post_backward",
-        "reduce_grads", "reshard", "unshard"),
+    (f"{_FULLY_SHARD}._fsdp_param_group", "FSDPParamGroup"): ("_all_gather_result", "_module_fqn",
+        "_partial_reduce_output", "_post_reduce_event", "_register_post_backward_hook", "_to_sharded",
+        "_training_state", "all_reduce_grads", "device", "finalize_backward",
+        "fsdp_params", "is_sharded", "is_unsharded", "lazy_init", "mesh_info", "post_backward", "reduce_grads",
+        "reshard", "unshard"),
     (f"{_FULLY_SHARD}._fsdp_param", "FSDPParam"): ("_init_sharded_param", "_module_info", "_unsharded_param",
         "free_unsharded_param",
         "grad_offload_event", "offload_to_cpu", "pin_memory", "reset_sharded_param", "sharded_param"),

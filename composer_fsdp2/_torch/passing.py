@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+_autograd: Any = torch.autograd
 _Rebuild = Callable[[Sequence[Any]], Any]
 
 
@@ -158,7 +159,7 @@ class Passage:
         for tensor, passed in ((one(), other()) for one, other in self._pairs):
             if tensor is not None and passed is not None and getattr(passed.grad_fn, "then", None) != self._then:
                 # It is written to in the graph alone: values that were saved for backward are valid.
-                with torch.autograd._unsafe_preserve_version_counter(tensor):
+                with _autograd._unsafe_preserve_version_counter(tensor):
                     _Adopt.apply(tensor, passed)
 
 

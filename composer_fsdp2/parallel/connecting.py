@@ -47,7 +47,7 @@ def kept_without_rows(arguments: Arguments) -> Arguments:
 
 def connect_first(output: Any, others: Sequence[torch.Tensor]) -> Any:
     """The output with its first tensor of floating point numbers connected."""
-    first = next(filter(is_floating, tensors_in(output)), None)
+    first = next((each for each in tensors_in(output) if each.is_floating_point()), None)
     return with_tensors(output, lambda each: connect(each, others) if each is first else each)
 
 
