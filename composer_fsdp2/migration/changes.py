@@ -224,11 +224,11 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
     # Of what a target does by itself, its own findings tell, unless it keeps to what FSDP1 did.
     told = [each for each in reading.findings if target.keeps_implicit or not _is_kept(each)]
     kept = {*became, *(finding.key for finding in expression.findings)}
-    told, lacks = told_once(told, expression.findings, reading, target)
+    once, lacks = told_once(told, expression.findings, reading, target)
     findings = (
         *(
             _dropped(each, target) if of.is_own(each) and each.key not in kept else _with_words(each, became, target)
-            for each in told
+            for each in once
         ),
         *lacks,
     )

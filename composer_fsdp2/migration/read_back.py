@@ -125,7 +125,10 @@ def _flat(run: RunConfig, asked: RunConfig) -> dict[str, Any]:
     if config.activation_checkpointing.classes == config.wrap.classes:  # those that the model names, in either way
         config = replace(config, activation_checkpointing=replace(config.activation_checkpointing, classes=()))
     mesh = config.mesh
-    found = {"mesh.shards": mesh.shard_degree, "mesh.replicas": mesh.replicate_degree if mesh.has_replicas else None}
+    found: dict[str, Any] = {
+        "mesh.shards": mesh.shard_degree,
+        "mesh.replicas": mesh.replicate_degree if mesh.has_replicas else None,
+    }
     found |= {"mesh.groups": mesh.groups, **_fields_of(config), **_fields_of(replace(run, config=ShardingConfig()))}
     found["tiled_mlp.chunks"] = run.mlp_chunks
     found["tiled_mlp.classes"] = () if run.config.tiled_mlp is None else run.config.tiled_mlp.classes

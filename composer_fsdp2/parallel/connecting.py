@@ -48,6 +48,8 @@ def kept_without_rows(arguments: Arguments) -> Arguments:
 def connect_first(output: Any, others: Sequence[torch.Tensor]) -> Any:
     """The output with its first tensor of floating point numbers connected."""
     first = next((each for each in tensors_in(output) if each.is_floating_point()), None)
+    if first is None:
+        return output
     return with_tensors(output, lambda each: connect(each, others) if each is first else each)
 
 

@@ -48,8 +48,9 @@ class Padding:
             return cls(is_right=True, counts=False)
         given = [mask] if labels is None else [mask, labels]
         copies = [_host_copy(each) for each in given]
-        is_token, *rest = given if any(each is None for each in copies) else copies
-        is_token = is_token != 0
+        seen = [each for each in copies if each is not None]
+        tokens, *rest = seen if len(seen) == len(given) else given
+        is_token = tokens != 0
         ends = ~is_token[:, :-1]  # places that predict a label, and are no tokens
         found = [(is_token[:, 1:] & ends).any(), *((ends & (each[:, 1:] != IGNORED_LABEL)).any() for each in rest)]
         begins_again, *counts = torch.stack(found).tolist()
