@@ -20,6 +20,7 @@ from composer_fsdp2._torch.groups import new_gloo_group
 from composer_fsdp2.checkpoint.trees import EntryPath, mapped
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.long_work import long_work
 from composer_fsdp2.training.control import Control, Question, control
 
 from .pinned_copies import PinnedCopies, is_on_device, left_on_device
@@ -238,9 +239,7 @@ class _Pending:
         Raises:
             CheckpointError: on all of them, if one failed.
         """
-        self.thread.join()
-        if self.error is None:
-            self._attempt(self.publish)
+        long_work(self._complete, "writing a checkpoint")
         failed = dict.fromkeys(error for error in gather(self.error) if error is not None)  # most know of all of them
         if failed:
             raise CheckpointError(
@@ -248,6 +247,11 @@ class _Pending:
                 + "\n  ".join(failed)
             )
         self.account_for()
+
+    def _complete(self) -> None:
+        self.thread.join()
+        if self.error is None:
+            self._attempt(self.publish)
 
 
 _QUESTION = Question(

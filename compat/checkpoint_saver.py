@@ -20,7 +20,7 @@ from composer.utils import checkpoint
 
 from composer_fsdp2.atomic import replacing
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import agree
+from composer_fsdp2.sharding.long_work import long_work
 from composer_fsdp2.sharding.sharded import is_sharded
 
 from .async_saving import SavedState, finish_pending, start
@@ -83,7 +83,7 @@ def _account_for(saver: CheckpointSaver, logger: Any, original: Callable[..., An
     # Where none is kept, Composer's rank 0 removes a folder of shards that other ranks still upload. Here all wait for
     # the others' uploads, and hear of one that failed.
     with _changed(saver, latest_filename=None, num_checkpoints_to_keep=-1):
-        agree(lambda: original(saver, written, logger), lambda _: "", CheckpointError)
+        long_work(lambda: original(saver, written, logger), "uploading a checkpoint", error_type=CheckpointError)
     saver._rotate_checkpoints(sharding_enabled=True)
 
 

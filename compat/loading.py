@@ -228,7 +228,7 @@ def without_ignored(
                 )
             tensors[path] = known[1] if known else TensorRecord.of_tensor(value, dotted(path))
         else:
-            objects[path] = ObjectRecord(dotted(path), lambda: value)
+            objects[path] = ObjectRecord.of_value(dotted(path), value)
 
     for name, value in state.get("model", {}).items():
         keep((*MODEL, name), value)

@@ -5,15 +5,11 @@ of this machine reads; of every other layout all files. The ranks of a machine s
 """
 
 import contextlib
-import os
 import re
-import shutil
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from composer.utils import dist, maybe_create_object_store_from_uri, parse_uri
 from composer.utils.checkpoint import _ensure_valid_checkpoint
@@ -25,19 +21,23 @@ from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.layouts import Layout, layouts, recognized
 from composer_fsdp2.checkpoint.load.into_model import other_files
 from composer_fsdp2.checkpoint.locate import Located, NoCheckpointError, find
-from composer_fsdp2.checkpoint.open import opened_checkpoint, together
+from composer_fsdp2.checkpoint.open import (
+    folder_per_host,
+    long_together,
+    once_per_host,
+    opened_checkpoint,
+    together,
+)
 from composer_fsdp2.checkpoint.trees import EntryPath
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 
-T = TypeVar("T")
-
 _LINK = ".symlink"
 _LINK_FILE = "link"  # of this machine, with a downloaded link's text
 _RANKS = re.compile(r"\{(rank|local_rank|node_rank)\}")
 _MAX_LINKS = 8
-_POLL_S = 0.05
+_DOWNLOADING = "downloading a checkpoint"
 
 
 @contextlib.contextmanager
@@ -56,13 +56,14 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
         object_store = maybe_create_object_store_from_uri(path)
         path = parse_uri(path)[2] if object_store is not None else path
     if object_store is None and not is_url:
-        yield LocalCheckpoint(_as_local_rank_0_sees_it(path))
+        yield LocalCheckpoint(_as_local_rank_0_finds_it(path))
         return
     source = _Store(object_store, progress_bar)
-    with _this_node() as node:
-        found = node.on_first_rank(lambda: _find(source, path, node.folder))
+    firsts = _first_ranks_of_machines()
+    with folder_per_host(firsts) as folder:
+        found = once_per_host(lambda: _find(source, path, folder), _DOWNLOADING, firsts)
         together(lambda: found, lambda path: path.name)  # a link may have changed between two machines' reading
-        remote = _Remote(node, source, found)
+        remote = _Remote(firsts, source, found)
         if found.layout is not None:
             yield _RemoteDirectory(remote, found.layout)
         else:
@@ -70,15 +71,24 @@ def local_checkpoint(path: str, object_store: Any, progress_bar: bool) -> Iterat
             yield LocalCheckpoint(found.located or str(found.local), is_validated=True)
 
 
-def _as_local_rank_0_sees_it(path: str) -> str:
-    """The path that all ranks of this machine read, as under Composer: its first rank's, if something is there.
+def _as_local_rank_0_finds_it(path: str) -> str | Located:
+    """What all ranks of this machine read, as under Composer: what its first rank finds.
 
     Each rank may have named a folder of its own (``tempfile.mkdtemp()``), of which the first one's was written to.
-    Called on all ranks, gathers their paths.
+    Where the first rank finds nothing each rank names its own path in its error.
+    Called on all ranks, gathers what they found.
     """
-    own = os.path.abspath(path)
-    first, is_there = gather((own, os.path.lexists(own)))[dist.get_global_rank() - dist.get_local_rank()]
-    return first if is_there and first != own else path
+    found = None
+    if dist.get_local_rank() == 0:
+        with contextlib.suppress(CheckpointError):
+            found = find(path)
+            found = replace(found, path=found.path.absolute())
+    return gather(found)[_first_ranks_of_machines()[dist.get_global_rank()]] or path
+
+
+def _first_ranks_of_machines() -> list[int]:
+    """For each rank, the first one of its machine, as Composer's launcher counts them. Called on all ranks."""
+    return gather(dist.get_global_rank() - dist.get_local_rank())
 
 
 class LocalCheckpoint:
@@ -97,7 +107,7 @@ class LocalCheckpoint:
         path = self._path
         located = together(lambda: path if isinstance(path, Located) else find(path))
         if not self._is_validated:
-            together(lambda: _validate_share(located))
+            long_together(lambda: _validate_share(located), "validating a checkpoint")
         with opened_checkpoint(located, trust=trust) as opened:
             yield opened.inventory
 
@@ -144,7 +154,7 @@ class _RemoteDirectory(LocalCheckpoint):
 
     def bring(self, files: frozenset[Path]) -> None:
         wanted = gather(files)
-        of_node = frozenset[Path]().union(*(wanted[rank] for rank in self._remote.node.ranks))
+        of_node = frozenset[Path]().union(*(wanted[rank] for rank in self._remote.ranks))
         missing = sorted(of_node - self._brought)  # and not what is not a file yet: that changes while ranks download
         self._brought.update(missing)
         self._remote.download(missing)
@@ -225,20 +235,26 @@ class _Found:
 class _Remote:
     """A checkpoint in a store, and this machine's copy of it."""
 
-    node: "_Node"
+    firsts: list[int]
     source: _Store
     found: _Found
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those of this machine."""
+        first = self.firsts[dist.get_global_rank()]
+        return [rank for rank, of_rank in enumerate(self.firsts) if of_rank == first]
 
     def download(self, files: list[Path]) -> None:
         """Fetch files of the copy. Called on all ranks, with the same files by all of a machine, which divide them."""
 
         def mine() -> None:
-            for file in files[self.node.rank :: self.node.num_ranks]:
+            for file in files[self.ranks.index(dist.get_global_rank()) :: len(self.ranks)]:
                 name = self.found.name_of(file)
                 if not self.source.download(name, file):
                     raise NoCheckpointError(f"{self.source} has no {name}, which belongs to {self.found.name}")
 
-        self.node.on_each_rank(mine)
+        long_together(mine, _DOWNLOADING)
 
 
 def _find(source: _Store, path: str, folder: Path) -> _Found:
@@ -308,64 +324,3 @@ def _listed_folder(source: _Store, name: str, local: Path) -> _Found | None:
         )
     files = tuple(inside(local, file, named_by=f"the listing of {name} in {source}") for file in below)
     return _Found(name=name, local=local, missing=files)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The ranks of a machine
-
-
-class _Node:
-    """The ranks of this machine, and a folder that they share."""
-
-    def __init__(self) -> None:
-        self.rank, self.num_ranks = dist.get_local_rank(), dist.get_local_world_size()
-        first = dist.get_global_rank() - self.rank
-        self.ranks = range(first, first + self.num_ranks)
-        made = together(lambda: tempfile.mkdtemp(prefix="checkpoint-") if self.rank == 0 else "")
-        self.folder = Path(gather(made)[first])
-        self._num_meetings = 0
-
-    def on_each_rank(self, work: Callable[[], T]) -> T:
-        """Do something that may take long; if it fails on one rank, all raise. Called on all ranks."""
-
-        def attempt() -> T:
-            try:
-                return work()
-            finally:
-                self._meet()
-
-        return together(attempt)
-
-    def on_first_rank(self, work: Callable[[], T]) -> T:
-        """What ``work`` gives on this machine's first rank, on all of its ranks. Called on all ranks."""
-        value: T = gather(self.on_each_rank(lambda: work() if self.rank == 0 else None))[self.ranks[0]]
-        return value
-
-    def _meet(self) -> None:
-        """Wait for the other ranks in no collective, which would time out while one of them downloads."""
-        self._num_meetings += 1
-        self._sign(self._num_meetings)
-        while not self._all_signed(self._num_meetings):
-            time.sleep(_POLL_S)
-
-    def leave(self) -> None:
-        """Nobody waits here: the last rank that leaves removes the folder."""
-        with contextlib.suppress(OSError):
-            self._sign("left")
-        if self._all_signed("left"):
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _sign(self, what: object) -> None:
-        (self.folder / f".{what}-{self.rank}").touch()
-
-    def _all_signed(self, what: object) -> bool:
-        return all((self.folder / f".{what}-{rank}").exists() for rank in range(self.num_ranks))
-
-
-@contextlib.contextmanager
-def _this_node() -> Iterator[_Node]:
-    node = _Node()
-    try:
-        yield node
-    finally:
-        node.leave()

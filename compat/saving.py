@@ -27,7 +27,7 @@ from composer_fsdp2.atomic import replacing
 from composer_fsdp2.checkpoint.save.monolithic import save_monolithic
 from composer_fsdp2.checkpoint.trees import EntryPath, leaves, mapped
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.sharding.agree import told_by_rank_0
+from composer_fsdp2.sharding.long_work import long_work
 from composer_fsdp2.sharding.sharded import is_sharded
 
 from .full_state import keeps_shards, shards_kept
@@ -152,22 +152,21 @@ def write_full(state_dict: dict[str, Any], filename: str, group: dist.ProcessGro
     path = Path(filename)
     unpacked = path.with_name(f".{path.name}.unpacked")
     save_monolithic(state_dict, unpacked, group=group)
-    error = told_by_rank_0(lambda: _pack_beside(unpacked, path))
-    if error:
-        raise CheckpointError(f"{filename}: cannot be packed: {error}; an existing file is unchanged")
+    long_work(lambda: _pack_beside(unpacked, path), "packing a checkpoint", ranks=[0], error_type=CheckpointError)
 
 
-def _pack_beside(unpacked: Path, path: Path) -> str:
-    """Pack ``unpacked`` as ``path``; gives what went wrong, "" if nothing did."""
+def _pack_beside(unpacked: Path, path: Path) -> None:
+    """Pack ``unpacked`` as ``path``, and remove it."""
     try:
         with replacing(path, ending="".join((".partial", *path.suffixes[-2:]))) as packed:  # they say how
             _pack(unpacked, packed)
     except Exception as error:  # a compressor that failed, a full disk
-        return f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{path}: cannot be packed: {type(error).__name__}: {error}; an existing file is unchanged"
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             unpacked.unlink(missing_ok=True)
-    return ""
 
 
 def _pack(source: Path, packed: Path) -> None:

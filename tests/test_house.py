@@ -60,8 +60,8 @@ ROOMS = {
         packages="torch",
     ),
     "sharding": room(
-        "__init__ agree buffers classes dtypes modules activations placements optimizer root_record sharded ties "
-        "frozen hosts materialize meshes units select plan decide split apply",
+        "__init__ agree long_work buffers classes dtypes modules activations placements optimizer root_record sharded "
+        "ties frozen hosts materialize meshes units select plan decide split apply",
         rooms="errors config _torch",
         packages="torch",
     ),
@@ -99,7 +99,7 @@ ROOMS = {
         "inspect layouts/safetensors load/expected_state load/exchange load/content load/optimizer_state "
         "load/replicated load/load_plan load/staging load/into_model save/rounds "
         "save/staged_file save/monolithic convert/copying convert/optimizer_order convert/state "
-        "convert/unfinished convert/conversion_plan convert/meeting convert/conversion verify/checksums "
+        "convert/unfinished convert/conversion_plan convert/conversion verify/checksums "
         "verify/structure verify/comparing verify/verification",
         rooms="errors atomic config _torch sharding",
         packages="numpy torch",

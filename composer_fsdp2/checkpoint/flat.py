@@ -5,6 +5,7 @@ own names say which modules were wrapped, and FSDP1 laid a module's parameters e
 ``_init_flat_param``): those of nested wrapped modules apart, shared ones once in each wrapped module.
 """
 
+import functools
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -109,15 +110,15 @@ def _objects(inventory: CheckpointInventory, layout: _Layout) -> dict[EntryPath,
 
 def _unflattened_groups(record: ObjectRecord, layout: _Layout) -> ObjectRecord:
     """``param_groups`` of the vectors' parameters; names of parameters stay."""
+    return ObjectRecord(record.name, functools.partial(_with_names, record, layout), record.num_bytes, record.source)
 
+
+def _with_names(record: ObjectRecord, layout: _Layout) -> list[dict[str, Any]]:
     def names(key: Any) -> list[Any]:
         path = _wrapped_path(str(key))
         return [part.name for part in layout[path]] if is_flat_parameter(key) and path in layout else [key]
 
-    def load() -> Any:
-        return [{**group, "params": [n for key in group["params"] for n in names(key)]} for group in record.value()]
-
-    return ObjectRecord(record.name, load, record.num_bytes, record.source)
+    return [{**group, "params": [n for key in group["params"] for n in names(key)]} for group in record.value()]
 
 
 def _flat_name(path: EntryPath) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from composer_fsdp2.checkpoint.archive.inside import is_plain
 from composer_fsdp2.checkpoint.archive.writer import Slot
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, TensorRecord
-from composer_fsdp2.checkpoint.same_bytes import are_one_storage, have_same_bytes
+from composer_fsdp2.checkpoint.same_bytes import SameBytes
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.dtypes import dtype_name
 
@@ -161,14 +161,16 @@ def without_ties(weights: Mapping[str, Slot], config: Mapping[str, Any] | None) 
     may_tie = config is not None and config.get("tie_word_embeddings", True)
     kept: dict[str, Slot] = {}
     left_out: list[str] = []
+    known = SameBytes[str]()
     # Output embeddings last: what a model is tied to comes under its own name.
     for name in sorted(weights, key=_is_output):
         slot = weights[name]
-        twin = next(
-            (other for other, known in kept.items() if _are_tied(known, slot, may_tie and _is_output(name))), None
-        )
+        record = slot.source
+        assert isinstance(record, TensorRecord)
+        twin = known.first(record, copies=may_tie and _is_output(name) and len(slot.shape) == 2)
         if twin is None:
             kept[name] = slot
+            known.add(name, record)
         else:
             left_out.append(f"{name} (tied to {twin})")
     return {name: slot for name, slot in weights.items() if name in kept}, left_out
@@ -176,11 +178,3 @@ def without_ties(weights: Mapping[str, Slot], config: Mapping[str, Any] | None) 
 
 def _is_output(name: str) -> bool:
     return f".{name}".endswith(tuple(f".{end}" for end in _OUTPUT_EMBEDDINGS))
-
-
-def _are_tied(a: Slot, b: Slot, copies_count: bool) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    one, other = a.source, b.source
-    assert isinstance(one, TensorRecord) and isinstance(other, TensorRecord)
-    return are_one_storage(one, other) or (copies_count and len(a.shape) == 2 and have_same_bytes(one, other))

@@ -180,7 +180,7 @@ class ObjectRecord:
     """One entry that is not a tensor. Its value is plain data, in which tensors are ``TensorRecord``s.
 
     Args:
-        load: Reads the value; called once, when it is asked for.
+        load: Reads the value; called once, when it is first needed. Ranks send records to each other: it must pickle.
         num_bytes: On disk, where it lies apart; 0 where it is part of a pickle that was read anyway.
         source: Where it lies apart.
     """
@@ -191,11 +191,20 @@ class ObjectRecord:
     source: NestedArchive | None = None
     _value: Any = field(default=..., repr=False)
 
+    @classmethod
+    def of_value(cls, name: str, value: Any) -> "ObjectRecord":
+        """A record of what was read already."""
+        return cls(name, _unread, _value=value)
+
     def value(self) -> Any:
         """Raises CheckpointError: damaged, or more than plain data and not trusted."""
         if self._value is ...:
             self._value = self.load()
         return self._value
+
+
+def _unread() -> Any:
+    raise AssertionError("a record of a value that was read already")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,10 @@
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -17,9 +17,11 @@ from composer_fsdp2.checkpoint.locate import Located, find
 from composer_fsdp2.checkpoint.unrecognized import looks_like
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import agree, gather
-from composer_fsdp2.sharding.hosts import ranks_of_host
+from composer_fsdp2.sharding.hosts import first_ranks_of_hosts
+from composer_fsdp2.sharding.long_work import long_work
 
 T = TypeVar("T")
+_UNPACKING = "unpacking a checkpoint"
 
 
 def inventory_of(located: Located, *, trust: bool = False) -> CheckpointInventory:
@@ -39,7 +41,7 @@ def _read(located: Located, trust: bool) -> CheckpointInventory:
         return located.layout.read(located.path, trust)
     except CheckpointError:
         raise
-    except (AttributeError, TypeError, KeyError, IndexError, ValueError, RecursionError) as error:
+    except (AttributeError, TypeError, KeyError, IndexError, ValueError, RecursionError, OverflowError) as error:
         # A pickle may hold anything anywhere: a list where Composer has a dict, or itself.
         raise CheckpointError(
             f"{located.path}: {located.layout.name}, but not as Composer writes it ({error!r})"
@@ -81,15 +83,10 @@ def opened_checkpoint(path: str | Path | Located, *, trust: bool = False) -> Ite
     if all(gather(located.layout.reads_in_place)):
         yield Opened(_together_read(located, trust), is_temporary=False)
         return
-    first, is_first = _first_of_host()
-    folder = Path(tempfile.mkdtemp(prefix="composer_fsdp2-")) if is_first else None
-    try:
-        copy = gather(together(lambda: unpacked_checkpoint(located, folder) if folder else None))[first]
+    firsts = first_ranks_of_hosts()
+    with folder_per_host(firsts) as folder:
+        copy = once_per_host(lambda: unpacked_checkpoint(located, folder), _UNPACKING, firsts)
         yield Opened(_together_read(copy, trust), is_temporary=True)
-        gather(None)  # until every rank has read
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_together(located: Located, *, trust: bool = False) -> CheckpointInventory:
@@ -101,14 +98,7 @@ def read_together(located: Located, *, trust: bool = False) -> CheckpointInvento
     """
     if all(gather(located.layout.reads_in_place)):
         return _together_read(located, trust)
-    first, is_first = _first_of_host()
-    return gather(together(lambda: inventory_of(located, trust=trust) if is_first else None))[first]
-
-
-def _first_of_host() -> tuple[int, bool]:
-    """The first rank of this host, and whether it is this one."""
-    first = ranks_of_host()[0]
-    return first, first == (dist.get_rank() if dist.is_initialized() else 0)
+    return once_per_host(lambda: inventory_of(located, trust=trust), _UNPACKING, first_ranks_of_hosts())
 
 
 def _together_read(located: Located, trust: bool) -> CheckpointInventory:
@@ -116,17 +106,62 @@ def _together_read(located: Located, trust: bool) -> CheckpointInventory:
 
 
 def together(decide: Callable[[], T], fingerprint: Callable[[T], str] = lambda _: "") -> T:
-    """``decide`` on all ranks; if it raises on one, all raise CheckpointError. See ``agree``."""
+    """``decide`` on all ranks; if it raises on one, all raise CheckpointError. See ``agree``.
 
+    The others wait in a collective: for what takes seconds.
+    """
+    return agree(_with_our_errors(decide), fingerprint, CheckpointError)
+
+
+def long_together(work: Callable[[], T], what: str, *, ranks: Collection[int] | None = None) -> T | None:
+    """``work`` that may take hours, on ``ranks``; if it raises on one, all raise CheckpointError. See ``long_work``."""
+    return long_work(_with_our_errors(work), what, ranks=ranks, error_type=CheckpointError)
+
+
+def once_per_host(work: Callable[[], T], what: str, firsts: Sequence[int]) -> T:
+    """What ``work`` returns on the first rank of each host, on all ranks of the host; see ``long_together``.
+
+    Args:
+        firsts: For each rank, the first one on its host.
+    Called on all ranks; gathers the values.
+    """
+    values: list[Any] = gather(long_together(work, what, ranks=set(firsts)))
+    found: T = values[firsts[_rank()]]
+    return found
+
+
+@contextlib.contextmanager
+def folder_per_host(firsts: Sequence[int]) -> Iterator[Path]:
+    """A temporary folder that the ranks of a host share, removed once all ranks have left the with block.
+
+    Args:
+        firsts: As in ``once_per_host``.
+    Raises:
+        CheckpointError: on all ranks: a host cannot make one.
+    """
+    folder = Path(once_per_host(lambda: tempfile.mkdtemp(prefix="composer_fsdp2-"), "making a folder", firsts))
+    try:
+        yield folder
+        gather(None)  # until every rank has read
+    finally:
+        if firsts[_rank()] == _rank():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _with_our_errors(work: Callable[[], T]) -> Callable[[], T]:
     def attempt() -> T:
         try:
-            return decide()
+            return work()
         except CheckpointError:
             raise
         except OSError as error:
             raise CheckpointError(f"{error.filename or 'reading'}: {error.strerror or error}") from error
 
-    return agree(attempt, fingerprint, CheckpointError)
+    return attempt
 
 
 # A tensor may be a view that repeats what it is a view of (as the limit for one in ``pickles`` says), and several may

@@ -1,28 +1,57 @@
-"""Whether two tensors of a checkpoint are the same bytes, from metadata alone: how tied weights show."""
+"""Whether tensors of a checkpoint are the same bytes, from metadata alone: how tied weights show.
+
+Each record has a key, so that many are compared by looking them up: a mixture of experts has 18,432 matrices of one
+shape.
+"""
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
 
 import torch
 
 from composer_fsdp2.checkpoint.inventory import Chunk, NestedArchive, Strided, TensorRecord
 
-
-def are_one_storage(a: TensorRecord, b: TensorRecord) -> bool:
-    """Whether both are the same view of the same bytes, as ``torch.save`` leaves tied weights."""
-    if a is b:
-        return True
-    return _are_alike(a, b) and all(one.source == other.source for one, other in zip(a.chunks, b.chunks, strict=True))
+T = TypeVar("T")
 
 
-def have_same_bytes(a: TensorRecord, b: TensorRecord) -> bool:
-    """Whether the contents are equal, which their records' CRC32s tell; False also where nothing says.
+def storage_key(record: TensorRecord) -> Hashable:
+    """Equal for the same view of the same bytes, as ``torch.save`` leaves tied weights."""
+    form = _form(record)
+    return id(record) if form is None else (form, tuple(chunk.source for chunk in record.chunks))
 
-    Two tensors can be equal without being tied: of ones, of zeros.
-    """
-    if are_one_storage(a, b):
-        return True
-    return _are_alike(a, b) and all(
-        _fingerprint(one, a.dtype) == _fingerprint(other, b.dtype) is not None
-        for one, other in zip(a.chunks, b.chunks, strict=True)
-    )
+
+class SameBytes(Generic[T]):
+    """Items with their records, among which the first one with the same bytes is found without a pass over all."""
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._by_storage: dict[Hashable, int] = {}
+        # By form, which must be equal before a content is looked at: that may have to be read.
+        self._unread: dict[Hashable, list[tuple[int, TensorRecord]]] = {}
+        self._by_content: dict[Hashable, dict[Hashable, int]] = {}
+
+    def add(self, item: T, record: TensorRecord) -> None:
+        number = len(self._items)
+        self._items.append(item)
+        self._by_storage.setdefault(storage_key(record), number)
+        if (form := _form(record)) is not None:
+            self._unread.setdefault(form, []).append((number, record))
+            self._by_content.setdefault(form, {})
+
+    def first(self, record: TensorRecord, *, copies: bool) -> T | None:
+        """The first item whose record is the same storage; None without one.
+
+        Args:
+            copies: Or has the same content, which CRC32s show; two tensors can be equal without being tied, as of ones.
+        """
+        found = [self._by_storage.get(storage_key(record))]
+        form = _form(record)
+        if copies and (contents := self._by_content.get(form)) is not None:
+            for number, other in self._unread.pop(form, ()):
+                contents.setdefault(_content_key(other), number)
+            found.append(contents.get(_content_key(record)))
+        numbers = [number for number in found if number is not None]
+        return self._items[min(numbers)] if numbers else None
 
 
 def same_content(a: object, b: object) -> bool | None:
@@ -31,9 +60,9 @@ def same_content(a: object, b: object) -> bool | None:
         return None
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    if are_one_storage(a, b):
+    if storage_key(a) == storage_key(b):
         return True
-    if not _are_alike(a, b):
+    if _form(a) is None or _form(a) != _form(b):
         return None
     pairs = [
         (_record_fingerprint(one, a.dtype), _record_fingerprint(other, b.dtype))
@@ -45,6 +74,19 @@ def same_content(a: object, b: object) -> bool | None:
     return True if len(known) == len(pairs) else None
 
 
+def _form(record: TensorRecord) -> Hashable | None:
+    """The shape, dtype and boxes, without which contents are not compared; None for what does not lie in files."""
+    if not record.chunks or not all(isinstance(chunk.source, Strided | NestedArchive) for chunk in record.chunks):
+        return None
+    return record.shape, record.dtype, tuple((chunk.offsets, chunk.sizes) for chunk in record.chunks)
+
+
+def _content_key(record: TensorRecord) -> Hashable:
+    """Equal for equal contents of one form; where a chunk has no CRC32, the record's own."""
+    fingerprints = tuple(_fingerprint(chunk, record.dtype) for chunk in record.chunks)
+    return id(record) if None in fingerprints else fingerprints
+
+
 def _record_fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] | None:
     """What tells a chunk's content if it is all of its record, CRC32 first; None if no CRC32 is stored, or not here."""
     source = chunk.source
@@ -53,13 +95,6 @@ def _record_fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] 
         return None  # it may be here and not on another machine, whose ranks must come to the same result
     is_all_of_record = source.locate(chunk, dtype).blob.num_bytes == chunk.numel * dtype.itemsize
     return _fingerprint(chunk, dtype) if is_all_of_record else None
-
-
-def _are_alike(a: TensorRecord, b: TensorRecord) -> bool:
-    """Whether both have one shape and dtype, and lie in files, in the same boxes."""
-    boxes = [[(chunk.offsets, chunk.sizes) for chunk in record.chunks] for record in (a, b)]
-    are_in_files = all(isinstance(chunk.source, Strided | NestedArchive) for chunk in (*a.chunks, *b.chunks))
-    return bool(a.chunks) and (a.shape, a.dtype) == (b.shape, b.dtype) and boxes[0] == boxes[1] and are_in_files
 
 
 def _fingerprint(chunk: Chunk, dtype: torch.dtype) -> tuple[object, ...] | None:

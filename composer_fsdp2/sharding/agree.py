@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-import time
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,40 +34,24 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
     Args:
         group: Whose ranks; None is the default group.
+    Raises:
+        ComposerFSDP2Error: on all ranks, if one cannot pickle its value; names the rank and the type.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
+    pickled: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(pickled, _pickled(value), group)
+    if error := next((each for each in pickled if isinstance(each, str)), None):
+        raise ComposerFSDP2Error(error)
+    return [pickle.loads(each) for each in pickled]
 
 
-_TOLD = itertools.count()
-_ASK_EVERY_S = 0.5
-_RETURNED, _RAISED = "returned ", "raised"
-
-
-def told_by_rank_0(work: Callable[[], str]) -> str:
-    """What ``work`` returns on rank 0, on all ranks, however long it takes: nobody waits in a collective for it.
-
-    Raises:
-        RuntimeError: on the other ranks, if ``work`` raised (Ctrl-C, too).
-    Called on all ranks; the others ask the default store twice a second. Not a wait of the store's own, which keeps
-    other threads of the process from asking it anything.
-    """
-    store, key = default_store(), f"composer_fsdp2/told/{next(_TOLD)}"  # ranks ask in one order
-    if dist.get_rank() == 0:
-        told = _RAISED
-        try:
-            told = _RETURNED + work()
-        finally:
-            store.set(key, told)
-    while not store.check([key]):
-        time.sleep(_ASK_EVERY_S)
-    told = store.get(key).decode()
-    if told == _RAISED:
-        raise RuntimeError("rank 0 raised, or was interrupted, while the others waited for it")
-    return told.removeprefix(_RETURNED)
+def _pickled(value: Any) -> bytes | str:
+    """The value's bytes; or why it has none, which the other ranks would wait for in vain."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        return f"rank {dist.get_rank()} cannot send a {type(value).__name__} to the other ranks: {error}"
 
 
 def sends_from_host(group: dist.ProcessGroup | None = None) -> bool:

@@ -4,8 +4,6 @@ import socket
 import uuid
 from pathlib import Path
 
-import torch.distributed as dist
-
 from composer_fsdp2.sharding.agree import gather
 
 
@@ -19,10 +17,3 @@ def first_ranks_of_hosts() -> list[int]:
     """For each rank, the first one on its host. Called on all ranks; gathers their hosts' names."""
     hosts = gather(this_host())
     return [hosts.index(host) for host in hosts]
-
-
-def ranks_of_host() -> list[int]:
-    """The ranks on this host, in order. Called on all ranks; gathers their hosts' names."""
-    firsts = first_ranks_of_hosts()
-    own = firsts[dist.get_rank() if dist.is_initialized() else 0]
-    return [rank for rank, first in enumerate(firsts) if first == own]

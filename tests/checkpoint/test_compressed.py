@@ -355,3 +355,23 @@ def test_states_that_are_no_file(kind: bytes, mode: str, tmp_path: Path):
         with pytest.raises(CheckpointError, match="is not a regular file"):
             look(path)
     assert [fault.found for fault in verify_checkpoint(path).faults if "is not a regular file" in fault.found]
+
+
+@pytest.mark.parametrize("place", ["before", "of", "after"])
+@pytest.mark.parametrize("size", [1 << 33, 1 << 62, (1 << 63) - 1, 1 << 63, 1 << 64, 1 << 80])
+def test_a_header_of_more_bytes_than_a_file_may_have(place: str, size: int, plain: Path, tmp_path: Path):
+    """One flipped bit in a tar file's header ended a script that catches CheckpointError in an OSError of seek()."""
+    data = plain.read_bytes()
+    states = tarfile.TarInfo(packed.STATES)
+    states.size = size if place == "of" else len(data)
+    other = tarfile.TarInfo("other")
+    other.size = size
+    content = states.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+    header = other.tobuf(tarfile.GNU_FORMAT)
+    path = tmp_path / "a.tar"
+    path.write_bytes({"before": header + content, "of": content, "after": content + header}[place])
+    (tmp_path / "folder").mkdir()
+    for action in (inspect_checkpoint, lambda path: unpacked(path, tmp_path / "folder")):
+        with pytest.raises(CheckpointError, match=r"a\.tar"):
+            action(path)
+    assert not verify_checkpoint(path).ok

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import gzip
+import itertools
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -30,13 +34,18 @@ from support.checkpoints.conversions import (
 )
 from support.checkpoints.samples import FIXTURES, LEGACY, bytes_of, composer_state
 from support.comparing import assert_same
-from support.ranks import run_ranks
+from support.ranks import impatient, run_ranks
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from composer_fsdp2 import CheckpointError, inspect_checkpoint
+from composer_fsdp2.checkpoint import layouts
 from composer_fsdp2.checkpoint.convert import conversion, copying
 from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
+from composer_fsdp2.checkpoint.convert.optimizer_order import _only_matching
+from composer_fsdp2.checkpoint.convert.state import state_to_write
+from composer_fsdp2.checkpoint.hugging_face import without_ties
+from composer_fsdp2.checkpoint.layouts import compressed
 from tests.checkpoint.test_composer_package import write as write_composer_package
 
 FULL = [LEGACY / "c172/full/ep0-ba3-rank0.pt", LEGACY / "c220/full/ep0-ba3-rank0.pt"]
@@ -165,6 +174,22 @@ def test_a_compressed_checkpoint(tmp_path: Path, source: Path):
     assert_same(loaded(tmp_path / "new.pt"), loaded(source), in_bits=True)
     assert report.source == str(packed)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new.pt", "packed.pt.gz", "source.pt"]
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("to", ["monolithic", "safetensors"])
+def test_a_compressed_checkpoint_with_ties(tmp_path: Path, to: str):
+    """Ties show once a file is unpacked; the output had room for both copies, and safetensors refused to open it."""
+    weight = torch.arange(200.0).view(10, 20)
+    torch.save({"state": {"model": {"a": weight, "b": weight}}}, tmp_path / "source.pt")
+    (tmp_path / "packed.pt.gz").write_bytes(gzip.compress((tmp_path / "source.pt").read_bytes()))
+    for source in ("source.pt", "packed.pt.gz"):
+        convert(tmp_path / source, tmp_path / f"{source}-{to}", to)
+    sizes = {
+        source: sorted(file.stat().st_size for file in tmp_path.rglob("*") if f"/{source}-{to}" in str(file))
+        for source in ("source.pt", "packed.pt.gz")
+    }
+    assert sizes["packed.pt.gz"] == sizes["source.pt"] != []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
@@ -663,7 +688,12 @@ def test_the_report_is_data(tmp_path: Path, source: Path):
 
 MEMORY = """
 import sys, threading, time, torch, torch.distributed.checkpoint
+from composer_fsdp2.checkpoint import layouts
 from composer_fsdp2.checkpoint.convert.conversion import convert_checkpoint
+from composer_fsdp2.checkpoint.convert.optimizer_order import _only_matching
+from composer_fsdp2.checkpoint.convert.state import state_to_write
+from composer_fsdp2.checkpoint.hugging_face import without_ties
+from composer_fsdp2.checkpoint.layouts import compressed
 
 def anonymous():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon")) / 1024
@@ -728,6 +758,52 @@ def test_two_ranks_share_the_work_and_fail_together(tmp_path: Path, source: Path
     assert "rank 1" in results[0][2][0] and "this rank's disk is gone" in results[0][2][0]
 
 
+def check_packed_on_two_ranks(folder: str) -> None:
+    """Reading what is packed, and unpacking it, each takes longer than collectives wait."""
+    path = Path(folder)
+    read, unpack = compressed.inventory_of, compressed.unpacked
+
+    def slow(function: Any) -> Any:
+        return lambda *arguments: time.sleep(2) or function(*arguments)
+
+    layout = dataclasses.replace(compressed.LAYOUT, unpack=slow(unpack))
+    known = tuple(layout if each.name == layout.name else each for each in layouts.layouts())
+    with (
+        impatient(1.0),
+        mock.patch.object(layouts, "layouts", return_value=known),
+        mock.patch.object(compressed, "inventory_of", slow(read)),
+    ):
+        convert(path / "packed.pt.gz", path / "folder", "dcp", files=2)
+
+
+def test_two_ranks_convert_what_is_packed(tmp_path: Path, source: Path):
+    """Its contents were sent between ranks with a function in them, which does not pickle: one rank raised, and the
+    others waited. Unpacked by one rank, it ended the others after Composer's dist_timeout."""
+    (tmp_path / "packed.pt.gz").write_bytes(gzip.compress(source.read_bytes()))
+    run_ranks(check_packed_on_two_ranks, 2, str(tmp_path))
+    convert(source, tmp_path / "alone", "dcp", files=2)
+    for file in (tmp_path / "alone").iterdir():
+        assert (tmp_path / "folder" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(LEGACY / kind for kind in ("c172/full/ep0-ba3-rank0.pt", "c220/sharded/ep0-ba3")),
+        *(FIXTURES / "per-rank-checkpoints" / name for name in ("sharded-rank0.pt", "local-rank0.pt")),
+    ],
+    ids=lambda path: path.name,
+)
+def test_what_lies_in_a_checkpoint_can_be_sent(path: Path):
+    """Ranks that share an unpacked file send each other what lies in it."""
+    found = inspect_checkpoint(path)
+    sent = pickle.loads(pickle.dumps(found))
+    assert sent.tensors == found.tensors
+    values = [{path: entry.value() for path, entry in each.objects.items()} for each in (sent, found)]
+    assert pickle.dumps(values[0]) == pickle.dumps(pickle.loads(pickle.dumps(values[1])))
+
+
 @pytest.mark.any_torch
 def test_an_ordered_dict_and_trusted_objects_need_trust(tmp_path: Path):
     """A class that a pickle names is not run, and not written, unless the user says so."""
@@ -762,3 +838,73 @@ def test_a_tokenizer_whose_files_have_names_of_the_models(tmp_path: Path):
         "model.safetensors.model"
     }
     assert sum("tokenizer file" in remark for remark in (*report.remarks, *report.dropped)) == 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ties
+
+
+def num_calls(work: Any, files: tuple[str, ...]) -> int:
+    """How often ``work`` enters a Python function of these files."""
+    found = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.endswith(files)
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def experts(folder: Path, number: int) -> Any:
+    """A checkpoint of experts of one shape and a tied output, keyed by position."""
+    model = {f"experts.{number}.weight": torch.full((2, 3), float(number)) for number in range(number)}
+    model |= {"wte.weight": torch.arange(6.0).view(2, 3)}
+    model |= {"tied.weight": model["wte.weight"], "lm_head.weight": model["wte.weight"].clone()}
+    entries = {place: {"exp_avg": torch.zeros(2, 3)} for place in range(number + 1)}
+    groups = [{"lr": 0.1, "params": list(entries)}]
+    optimizers = {"Adam": {"state": entries, "param_groups": groups}}
+    torch.save({"state": {"model": model, "optimizers": optimizers}}, folder / f"{number}.pt")
+    return inspect_checkpoint(folder / f"{number}.pt")
+
+
+@pytest.mark.any_torch
+def test_ties_among_thousands_of_experts(tmp_path: Path):
+    """Each of 18,432 expert matrices was compared with all before it: four minutes on every pass over the metadata."""
+    found = {number: experts(tmp_path, number) for number in (200, 400)}
+
+    def ties(number: int) -> None:
+        state = state_to_write(found[number], named_optimizer=True)
+        weights = state.state["state"]["model"]
+        assert weights["tied.weight"] is weights["wte.weight"] is not weights["lm_head.weight"]
+        assert len({id(slot) for slot in weights.values()}) == number + 2
+        assert "wte.weight" in state.state["state"]["optimizers"]["Adam"]["state"]
+        kept, left_out = without_ties(weights, {"tie_word_embeddings": True})
+        assert left_out == ["tied.weight (tied to wte.weight)", "lm_head.weight (tied to wte.weight)"]
+        assert len(kept) == number + 1
+
+    # Comparisons are dataclasses' own: "<string>" is where Python has their methods from.
+    files = ("same_bytes.py", "hugging_face.py", "optimizer_order.py", "convert/state.py", "<string>")
+    counts = [num_calls(lambda: ties(number), files) for number in found]  # noqa: B023
+    assert counts[1] < 2.2 * counts[0], f"not linear: {counts}"
+
+
+@pytest.mark.any_torch
+def test_every_way_to_match_positions_is_counted():
+    """A second way that was overlooked would give moments to the wrong parameters."""
+    a, b = (1,), (2,)
+    for shapes, candidates in itertools.product(
+        [each for n in range(4) for each in itertools.product([a, b, None], repeat=n)],
+        [each for n in range(5) for each in itertools.product([a, b], repeat=n)],
+    ):
+        ways = [
+            list(places)
+            for places in itertools.combinations(range(len(candidates)), len(shapes))
+            if all(shape in (None, candidates[place]) for shape, place in zip(shapes, places, strict=True))
+        ]
+        expected = ways[0] if len(ways) == 1 else "there are several ways" if ways else "there is no way"
+        assert _only_matching(shapes, candidates) == expected, (shapes, candidates)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gzip
 import itertools
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from support.comparing import assert_same, full, own_name
 from support.examples import IS_THOROUGH
 from support.legacy import TiedLM
 from support.models import VOCABULARY, WIDTH, Chain, Model, tied_model, tokens
-from support.ranks import run_ranks
+from support.ranks import impatient, run_ranks
 from support.training import assert_close
 from torch import nn
 from torch.distributed.checkpoint import save as save_directory
@@ -31,6 +33,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_fsdp2 import CheckpointError, PlanError, UnsupportedError, load_checkpoint, prepare_fully_shard
+from composer_fsdp2.checkpoint import open as opening
+from composer_fsdp2.checkpoint.load.staging import Staging
 
 Make = Callable[[], nn.Module]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -1332,6 +1336,39 @@ def check_one_ranks_bytes(folder: str) -> None:
 def test_damage_that_one_rank_reads(tmp_path: Path):
     """The other rank read sound bytes, or a sound copy; neither goes on alone, and none waits for the other."""
     run_ranks(check_one_ranks_bytes, 2, str(tmp_path), timeout_s=120)
+
+
+def check_slow_disk(folder: str) -> None:
+    """Rank 0 unpacks and rank 1 reads for longer than collectives wait."""
+    path, model = Path(folder, "packed.pt.gz"), tied_model()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save({"state": {"model": expected}}, path.with_suffix(""))
+        path.write_bytes(gzip.compress(path.with_suffix("").read_bytes()))
+    dist.barrier()
+    read, unpack = Staging.read, opening.unpacked_checkpoint
+
+    def slow_read(self: Staging, reader: Any) -> None:
+        time.sleep(2 * dist.get_rank())
+        read(self, reader)
+
+    prepare_fully_shard(model, None, {}, precision="fp32")
+    with (
+        impatient(1.0),
+        mock.patch.object(opening, "unpacked_checkpoint", lambda *args: time.sleep(2) or unpack(*args)),
+        mock.patch.object(Staging, "read", slow_read),
+    ):
+        torch.nn.init.zeros_(next(model.parameters()).to_local())
+        load_checkpoint(path, model)
+    assert_same({name: full(value) for name, value in model.state_dict().items()}, expected)
+    with mock.patch("tempfile.mkdtemp", side_effect=OSError(28, "No space left on device", "/tmp")):
+        refused("no folder", path, model, None, ["No space left on device"])
+
+
+def test_a_slow_disk(tmp_path: Path):
+    """A rank that unpacks or reads for minutes ended the others at Composer's dist_timeout of 300 s; and one that has
+    no space for it left them waiting."""
+    run_ranks(check_slow_disk, 2, str(tmp_path))
 
 
 def check_other_directory(folder: str) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from support.checkpoints.samples import file_size_limit
 from support.cuda_played import CudaPlayed
 from support.oracle import FSDP2
-from support.ranks import run_ranks
+from support.ranks import impatient, run_ranks
 from support.references import reference
 from support.saved import checkpoint_differences, named, read
 from support.trainers import fit, make_trainer
@@ -374,6 +374,31 @@ def check_full_disk(folder: str, kind: str) -> None:
 def test_a_full_disk_ends_the_next_step(tmp_path: Path, kind: str):
     """It is not found out at the end of the run: all ranks stop one step later, and the next run has the last good."""
     run_ranks(check_full_disk, 2, str(tmp_path), kind)
+
+
+def check_slow_rank() -> None:
+    """Rank 1 writes, and uploads, for longer than collectives wait."""
+    from composer_fsdp2.compat import async_saving, checkpoint_saver
+    from composer_fsdp2.training.control import control
+
+    def slow(*args: Any) -> None:
+        time.sleep(2 * dist.get_rank())
+
+    done = mock.Mock()
+    pending = async_saving._Pending(mock.Mock(), control(), slow, mock.Mock(), done)
+    saver = mock.Mock(latest_filename=None, num_checkpoints_to_keep=0)
+    with impatient(1.0):
+        pending.start()
+        pending.finish()
+        checkpoint_saver._account_for(saver, None, slow, mock.Mock(fsdp_sharded_state_dict_enabled=True))
+    done.assert_called_once()
+    saver._rotate_checkpoints.assert_called_once()
+
+
+def test_a_rank_with_a_slow_disk():
+    """fit waits for the last checkpoint, and the saver for uploads: ranks that were done waited in a collective, which
+    ended the job after dist_timeout with a checkpoint half uploaded."""
+    run_ranks(check_slow_rank, 2)
 
 
 def check_vanished(folder: str, kind: str) -> None:

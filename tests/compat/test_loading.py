@@ -31,7 +31,7 @@ from support.legacy import (
     next_steps,
     recorded,
 )
-from support.oracle import FSDP1, FSDP2
+from support.oracle import FSDP1, FSDP2, FSDP1_saving, Under
 from support.ranks import run_ranks
 from support.trainers import (
     as_machines_of_one_rank,
@@ -447,6 +447,46 @@ def test_a_folder_for_each_rank(tmp_path: Path):
     """A script whose ranks each make a folder of their own (tempfile.mkdtemp()) resumes from rank 0's, as under
     Composer: the ranks of a machine read what its first one names."""
     run_ranks(check_own_folders, 2, str(tmp_path))
+
+
+def check_own_save_folders(folder: str) -> None:
+    import torch.distributed as dist
+
+    own = Path(folder, str(dist.get_rank()))
+    written: dict[str, Any] = {}
+
+    def check(under: Under, monolith: bool) -> None:
+        saves = own / f"{under.__name__}-{monolith}"
+        options: dict[str, Any] = {"optimizer": "adamw", "batches": 2, "run_name": "own-folders"}
+        # FSDP1 sends rank 0's values from a GPU only; over gloo it can from anywhere.
+        check_device = "torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states"
+        with quiet(), under(), mock.patch(check_device):
+            first = make_trainer({}, save_folder=str(saves), save_filename="rank{rank}.pt", **options)
+            first.fit()
+            written[saves.name] = int(first.state.timestamp.batch), full_parameters(first.state.model)
+            first.close()
+            assert (saves / "rank0.pt").is_file() == (dist.get_rank() == 0), "a case without a difference"
+            config = {"load_monolith_rank0_only": monolith, "sync_module_states": monolith}
+            second = make_trainer(config, load_path=str(saves / "rank{rank}.pt"), **options)
+            loaded = int(second.state.timestamp.batch), full_parameters(second.state.model)
+            second.close()
+        assert loaded[0] == written[saves.name][0] == 2
+        assert_same(loaded[1], written[saves.name][1])
+
+    for_each(
+        check,
+        {
+            f"{under.__name__} {monolith}": (under, monolith)
+            for under in (FSDP1_saving, FSDP2)
+            for monolith in (False, True)
+        },
+    )
+
+
+def test_a_save_folder_for_each_rank(tmp_path: Path):
+    """Composer's own test_fsdp_full_state_dict_load: each rank names rank{rank}.pt in a temporary folder of its own,
+    and only rank 0 wrote one. FSDP1 loads it; ours found nothing on rank 1."""
+    run_ranks(check_own_save_folders, 2, str(tmp_path))
 
 
 # --- beside model and optimizer

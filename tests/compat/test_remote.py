@@ -22,7 +22,7 @@ from support.cases import for_each
 from support.comparing import assert_same, full_parameters
 from support.legacy import FOLDER, KINDS, checkpoint_of, legacy_model, legacy_optimizer
 from support.oracle import FSDP2
-from support.ranks import run_ranks
+from support.ranks import impatient, run_ranks
 from support.trainers import as_machines_of_one_rank, checkpoint_error_of, fit, make_trainer, objects_of_ranks
 
 pytestmark = pytest.mark.composer
@@ -363,6 +363,31 @@ def check_failures(folder: str) -> None:
             error = checkpoint_error_of(lambda: load_only(trainer, name, store))
             assert f"{name}/.metadata" in error and "the line went dead" in error, error
         assert_same(full_parameters(trainer.state.model), expected, "after failures")
+
+
+def check_slow_line() -> None:
+    """One machine downloads the metadata for longer than collectives wait, the other one a file."""
+    import torch.distributed as dist
+
+    name = "c220/sharded/ep0-ba3"
+    slow = f"{name}/.metadata" if dist.get_rank() == 0 else f"{name}/__1_0.distcp"
+    with a_trainer("c220/full") as trainer:
+        expected = load(trainer, str(checkpoint_of("c220/full")))
+        store = store_class()(FOLDER)
+        download = store.download_object
+
+        def slowly(object_name: str, *args: Any, **options: Any) -> None:
+            threading.Event().wait(2 * (object_name == slow))  # the tests leave out the sleep between attempts
+            download(object_name, *args, **options)
+
+        with impatient(1.0), as_machines_of_one_rank(), mock.patch.object(store, "download_object", slowly):
+            assert_same(load(trainer, name, store), expected)
+        assert slow in store.downloaded
+
+
+def test_a_machine_with_a_slow_line():
+    """Machines wait for the slowest download: those that were done waited in a collective, and ended the job."""
+    run_ranks(check_slow_line, 2)
 
 
 def copy(source: Path, destination: Path) -> None:

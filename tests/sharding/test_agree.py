@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from composer_fsdp2 import ConfigError, PlanError
-from composer_fsdp2.sharding.agree import agree, gather, require_process_group, told_by_rank_0
+from composer_fsdp2 import ComposerFSDP2Error, ConfigError, PlanError
+from composer_fsdp2.sharding.agree import agree, gather, require_process_group
 
 
 def check_agree(values: list[str]) -> Any:
@@ -141,19 +141,14 @@ def test_an_error_with_a_path_that_is_no_text():
     assert all("ep1.pt is damaged" in text for text in run_ranks(check_path_that_is_no_text, 2))
 
 
-def check_told() -> tuple[str, str]:
-    def interrupted() -> str:
-        raise KeyboardInterrupt
-
-    text = told_by_rank_0(lambda: f"rank {dist.get_rank()} packed")
-    expected = RuntimeError if dist.get_rank() else KeyboardInterrupt
-    with pytest.raises(expected) as error:
-        told_by_rank_0(interrupted)
-    return text, str(error.value)
+def check_gather_what_cannot_be_sent() -> str:
+    with pytest.raises(ComposerFSDP2Error) as caught:
+        gather((lambda: 1) if dist.get_rank() == 1 else 1)
+    assert gather(dist.get_rank()) == [0, 1], "no more messages after an error"
+    return str(caught.value)
 
 
-def test_rank_0_is_waited_for_until_it_is_interrupted():
-    """Ctrl-C while it packs a checkpoint must not leave the others asking for ever."""
-    (text, _), (other_text, why) = run_ranks(check_told, 2)
-    assert text == other_text == "rank 0 packed"
-    assert "rank 0 raised, or was interrupted" in why
+def test_a_value_that_cannot_be_sent():
+    """A value that does not pickle raised on its own rank, while the others waited for it until the time-out."""
+    for message in run_ranks(check_gather_what_cannot_be_sent, 2):
+        assert "rank 1 cannot send a function to the other ranks" in message

@@ -43,7 +43,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
@@ -416,6 +416,21 @@ def _start_group(call: _Call, rank: int) -> None:
     dist.init_process_group(
         call.backend, store=store, rank=rank, world_size=call.world_size, timeout=timedelta(hours=1)
     )
+
+
+@contextlib.contextmanager
+def impatient(timeout_s: float) -> Iterator[None]:
+    """Collectives of the default group give up after so many seconds within the block. Called on the ranks."""
+    import torch.distributed as dist
+
+    # A group's own timeout is that of its making.
+    module: Any = dist.distributed_c10d
+    world = module._get_default_group()
+    module._update_default_pg(dist.new_group(timeout=timedelta(seconds=timeout_s)))
+    try:
+        yield
+    finally:
+        module._update_default_pg(world)
 
 
 def _import_check(call: _Call) -> Callable[..., Any]:

@@ -14,11 +14,14 @@ def read_at(path: Path, offset: int, num_bytes: int) -> bytes:
     """Exactly these bytes of a file.
 
     Raises:
-        CheckpointError: the file is missing or too short.
+        CheckpointError: the file is missing, too short, or cannot be read.
     """
     with opened(path) as file:
-        file.seek(offset)
-        data = file.read(num_bytes)
+        try:
+            file.seek(offset)
+            data = file.read(num_bytes)
+        except (OSError, OverflowError, ValueError) as error:  # no file system has such a place
+            raise CheckpointError(f"{path}: cannot read {num_bytes} bytes at {offset} ({error})") from error
     if len(data) != num_bytes:
         raise CheckpointError(f"{path}: ends at {offset + len(data)}, needs {offset + num_bytes} bytes (truncated?)")
     return data

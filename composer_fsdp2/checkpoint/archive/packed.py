@@ -124,8 +124,11 @@ def _is_tar(head: bytes) -> bool:
 
 @contextlib.contextmanager
 def _opened_tar(file: Any, path: Path, mode: Any = "r|") -> Iterator[tarfile.TarFile]:
+    class Member(_Member):
+        max_bytes = _max_bytes(path)
+
     try:
-        with tarfile.open(fileobj=file, mode=mode, tarinfo=_Member) as tar:
+        with tarfile.open(fileobj=file, mode=mode, tarinfo=Member) as tar:
             yield tar
     except CheckpointError:
         raise
@@ -136,15 +139,18 @@ def _opened_tar(file: Any, path: Path, mode: Any = "r|") -> Iterator[tarfile.Tar
 class _Member(tarfile.TarInfo):
     """A member as Composer writes one; what Python's reader goes on for ever with, or fills the memory, is refused.
 
-    That is a size below zero (CVE-2025-8194), a name or extended header as long as its writer likes, and sparse files.
+    That is a size below zero (CVE-2025-8194), or of more bytes than the file has (a stream is read for them block by
+    block, also behind its end), a name or extended header as long as its writer likes, and sparse files.
     """
+
+    max_bytes: int
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
         is_extended = self.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, *_LONG_NAMES)
-        if self.size < 0 or (is_extended and self.size > _MAX_TAR_HEADER_BYTES):
+        if not 0 <= self.size <= (_MAX_TAR_HEADER_BYTES if is_extended else self.max_bytes):
             raise tarfile.ReadError(f"a header of {self.size} bytes")
         member = super()._proc_member(tar)  # type: ignore[misc]
-        if member.size < 0:
+        if not 0 <= member.size <= self.max_bytes:
             raise tarfile.ReadError(f"a member of {member.size} bytes")
         return member
 
@@ -224,18 +230,22 @@ def _codec(head: bytes) -> tuple[str, Callable[[IO[bytes]], Any] | str] | None:
     return next((codec for magic, codec in _CODECS.items() if head.startswith(magic)), None)
 
 
+def _max_bytes(path: Path) -> int:
+    """How much may be in the file; see [Note: small files that unpack to large ones]."""
+    num_bytes = path.stat().st_size
+    return num_bytes if _codec(_head(path)) is None else _MAX_UNPACKED_BYTES + _MAX_RATIO * num_bytes
+
+
 @contextlib.contextmanager
 def _content(path: Path) -> Iterator[io.BufferedReader]:
     """What is in the file, decompressed."""
     codec = _codec(_head(path))
     with contextlib.ExitStack() as stack:
         file: Any = stack.enter_context(opened(path))
-        max_bytes = path.stat().st_size
         if codec is not None:
             _, opener = codec
-            max_bytes = _MAX_UNPACKED_BYTES + _MAX_RATIO * max_bytes
             file = stack.enter_context(_Command(opener, file, path) if isinstance(opener, str) else opener(file))
-        yield io.BufferedReader(_Decompressed(file, path, max_bytes), _SLICE_BYTES)
+        yield io.BufferedReader(_Decompressed(file, path, _max_bytes(path)), _SLICE_BYTES)
 
 
 class _Command:

@@ -27,11 +27,10 @@ from composer_fsdp2.checkpoint.convert.copying import (
     share_of,
     tasks_of,
 )
-from composer_fsdp2.checkpoint.convert.meeting import Meeting
 from composer_fsdp2.checkpoint.convert.unfinished import Unfinished, writing
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory
 from composer_fsdp2.checkpoint.locate import Located, expanded, find
-from composer_fsdp2.checkpoint.open import inventory_of, read_together, together
+from composer_fsdp2.checkpoint.open import inventory_of, long_together, read_together, together
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 
@@ -143,15 +142,24 @@ def convert_checkpoint(
 
     staging = Unfinished(target)
     with ExitStack() as stack:
-        meeting = stack.enter_context(Meeting())
-        meeting.on_first_rank(lambda: stack.enter_context(staging.locked()))
-        meeting.on_first_rank(lambda: _prepare(staging, plan))
-        if unpack is None:
-            return _Conversion(plan, inventory, staging, progress, meeting, check_source).run(start)
-        meeting.on_first_rank(lambda: _unpack(unpack, located.path, staging))
-        unpacked = together(lambda: inventory_of(find(staging.unpacked_file()), trust=trust))
-        from_unpacked = replace(together(lambda: plan_from(unpacked)), source=located.path)
-        return _Conversion(from_unpacked, unpacked, staging, progress, meeting, check_source).run(start)
+        _on_first_rank(lambda: stack.enter_context(staging.locked()))
+        _on_first_rank(lambda: _prepare(staging, plan))
+        read, final = inventory, plan
+        if unpack is not None:
+            _on_first_rank(lambda: _unpack(unpack, located.path, staging))
+            read = together(lambda: inventory_of(find(staging.unpacked_file()), trust=trust))
+            # Other files than planned: which weights are tied shows only now.
+            final = replace(together(lambda: plan_from(read), lambda plan: plan.fingerprint), source=located.path)
+        _on_first_rank(lambda: _make_files(staging, final))
+        return _Conversion(final, read, staging, progress, check_source).run(start)
+
+
+_WHAT = "converting a checkpoint"
+
+
+def _on_first_rank(work: Callable[[], T]) -> T | None:
+    """Do ``work`` on rank 0 alone, with its error on all ranks; returns None on the others."""
+    return long_together(work, _WHAT, ranks=[0])
 
 
 def _find(source: str | Path, target: Path) -> Located:
@@ -188,11 +196,16 @@ def _prepare(staging: Unfinished, plan: ConversionPlan) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(staging.destination):  # another process has finished it
             raise CheckpointError(f"{staging.destination}: exists; remove it, or give another destination")
-        staging.discard_others(plan.files, plan.fingerprint)
+        staging.discard_others(plan.fingerprint)
         needed, free = staging.needed_bytes(plan.files), shutil.disk_usage(folder).free
         if needed > free:
             raise CheckpointError(f"{staging.destination}: needs {needed} bytes, {folder} has {free} free")
-        staging.prepare(plan.files, plan.fingerprint)
+        staging.prepare(plan.fingerprint)
+
+
+def _make_files(staging: Unfinished, plan: ConversionPlan) -> None:
+    with writing(staging.destination, staging.folder):
+        staging.make_files(plan.files)
 
 
 def _unpack(unpack: Callable[[Path, Path], Path], packed: Path, staging: Unfinished) -> None:
@@ -211,21 +224,20 @@ class _Conversion:
         inventory: CheckpointInventory,
         staging: Unfinished,
         progress: Progress | None,
-        meeting: Meeting,
         check_source: Callable[[], None],
     ) -> None:
         self.plan, self.staging, self.progress = plan, staging, progress
-        self.meeting, self.check_source = meeting, check_source
+        self.check_source = check_source
         self.sources = [path for path, _ in inventory.files]
         self.tasks = tasks_of(plan.files)
         self.read_bytes = self.written_bytes = self.kept_bytes = self.share_bytes = 0
 
     def run(self, start: float) -> ConversionReport:
         """Called on all ranks."""
-        earlier, number = gather(self.meeting.on_first_rank(self.earlier))[0]
-        mine = self.meeting.together(lambda: self.copy_share(earlier, number + _rank()))
+        earlier, number = gather(_on_first_rank(self.earlier))[0]
+        mine = long_together(lambda: self.copy_share(earlier, number + _rank()), _WHAT)
         copied = {number: task for of_rank in gather(mine) for number, task in of_rank.items()}
-        unchecked = self.meeting.on_first_rank(lambda: self.finish(copied))
+        unchecked = _on_first_rank(lambda: self.finish(copied))
         counts = gather((self.read_bytes, self.written_bytes, self.kept_bytes, unchecked or 0))
         read, written, kept, unchecked = (sum(column) for column in zip(*counts, strict=True))
         return ConversionReport(

@@ -6,7 +6,7 @@ from torch import nn
 
 from composer_fsdp2.checkpoint.inventory import CheckpointInventory, OptimizerContents, TensorRecord
 from composer_fsdp2.checkpoint.names import canonical
-from composer_fsdp2.checkpoint.same_bytes import have_same_bytes
+from composer_fsdp2.checkpoint.same_bytes import SameBytes
 from composer_fsdp2.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -47,16 +47,16 @@ def names_of_positions(
 def _candidates(inventory: CheckpointInventory, model: nn.Module | None) -> list[tuple[str, Shape]]:
     """The model's parameters as far as can be told, in order."""
     parameters = None if model is None else {canonical(name) for name, _ in model.named_parameters()}
-    records: list[tuple[str, TensorRecord]] = []
+    candidates: list[tuple[str, Shape]] = []
+    known = SameBytes[str]()
     for name, record in inventory.model.items():
         if not isinstance(record, TensorRecord) or (parameters is not None and canonical(name) not in parameters):
             continue
-        is_tied = parameters is None and any(
-            len(record.shape) > 1 and have_same_bytes(record, other) for _, other in records
-        )
-        if not is_tied:
-            records.append((name, record))
-    return [(name, record.shape) for name, record in records]
+        may_be_tied = parameters is None and len(record.shape) > 1
+        if not may_be_tied or known.first(record, copies=True) is None:
+            candidates.append((name, record.shape))
+            known.add(name, record)
+    return candidates
 
 
 def _shape(contents: OptimizerContents, position: int) -> Shape | None:
@@ -71,20 +71,21 @@ def _shape(contents: OptimizerContents, position: int) -> Shape | None:
 def _only_matching(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) -> list[int] | str:
     """Places of the candidates that fit in order, if there is one way; else 'there is no way', or 'several'.
 
-    ``ways[i][j]``: of matching the shapes from i on to candidates from j on, counted up to 2.
+    Of all ways, one has each shape at its first possible place, and one at its last.
     """
-    rows, columns = len(shapes), len(candidates)
-    ways = [[0] * (columns + 1) for _ in range(rows)] + [[1] * (columns + 1)]
-    for i in range(rows - 1, -1, -1):
-        for j in range(columns - 1, -1, -1):
-            fits = shapes[i] in (None, candidates[j])
-            ways[i][j] = min(2, ways[i][j + 1] + (ways[i + 1][j + 1] if fits else 0))
-    if ways[0][0] != 1:
-        return "there is no way" if ways[0][0] == 0 else "there are several ways"
-    found, j = [], 0
-    for i in range(rows):
-        while ways[i][j + 1]:
-            j += 1
-        found.append(j)
-        j += 1
-    return found
+    first = _earliest(shapes, candidates)
+    if first is None:
+        return "there is no way"
+    backwards = _earliest(shapes[::-1], candidates[::-1])
+    assert backwards is not None
+    is_only = first == [len(candidates) - 1 - place for place in reversed(backwards)]
+    return first if is_only else "there are several ways"
+
+
+def _earliest(shapes: Sequence[Shape | None], candidates: Sequence[Shape]) -> list[int] | None:
+    """For each shape the first candidate that fits, after that of the shape before; None where one has none."""
+    places: list[int] = []
+    for place, candidate in enumerate(candidates):
+        if len(places) < len(shapes) and shapes[len(places)] in (None, candidate):
+            places.append(place)
+    return places if len(places) == len(shapes) else None

@@ -1,6 +1,6 @@
 """The state dict that a conversion writes: which entries of a checkpoint, under which names, of which dtype."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +19,7 @@ from composer_fsdp2.checkpoint.inventory import (
 )
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.checkpoint.pickles.stand_ins import contains_inert
-from composer_fsdp2.checkpoint.same_bytes import are_one_storage
+from composer_fsdp2.checkpoint.same_bytes import storage_key
 from composer_fsdp2.checkpoint.trees import EntryPath, dotted, mapped
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import CheckpointError
@@ -107,7 +107,7 @@ def _check_patterns(inventory: CheckpointInventory, names: Mapping[str, str], in
 
 def _model(inventory: CheckpointInventory, kept: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, Any]:
     """The model's entries that are kept, under the names to write."""
-    shared: dict[Any, list[Slot]] = {}
+    shared: dict[Hashable, Slot] = {}
     return {
         kept[str(name)]: _with_slots(tree_of(entries), inventory, dtype=dtype, shared=shared)
         for name, entries in _by_key(inventory, MODEL).items()
@@ -130,7 +130,7 @@ def _with_slots(
     inventory: CheckpointInventory,
     *,
     dtype: torch.dtype | None = None,
-    shared: dict[Any, list[Slot]] | None = None,
+    shared: dict[Hashable, Slot] | None = None,
 ) -> Any:
     """Slots in place of ``TensorRecord``s; with ``shared``, one for those that are the same bytes (tied weights)."""
 
@@ -143,13 +143,7 @@ def _with_slots(
             return part
         written = dtype if dtype is not None and part.dtype.is_floating_point else part.dtype
         slot = Slot(part.shape, written, part)
-        if shared is None:
-            return slot
-        alike = shared.setdefault((part.shape, part.dtype), [])
-        one = next((other for other in alike if are_one_storage(part, other.source)), None)
-        if one is None:
-            alike.append(slot)
-        return one or slot
+        return slot if shared is None else shared.setdefault(storage_key(part), slot)
 
     return mapped(value, leaf)
 

@@ -74,32 +74,31 @@ class Unfinished:
             finally:
                 lock.unlink(missing_ok=True)  # while it is held: whoever waited for it makes another
 
-    def is_of(self, files: Sequence[OutputFile], fingerprint: str) -> bool:
-        """Whether all is there that the next run would go on with; a run that was killed may have published it."""
+    def is_of(self, fingerprint: str) -> bool:
+        """Whether the next run would go on with what is there; a run that was killed may have published it."""
         try:
-            is_of_plan = (self.folder / "plan").read_text() == fingerprint
-            return is_of_plan and all(self.path(file).stat().st_size == file.num_bytes for file in files)
+            return (self.folder / "plan").read_text() == fingerprint and self.files.is_dir()
         except OSError:
             return False
 
-    def discard_others(self, files: Sequence[OutputFile], fingerprint: str) -> None:
+    def discard_others(self, fingerprint: str) -> None:
         """Remove what another plan left, or what is left of a finished one."""
-        if self.folder.exists() and not self.is_of(files, fingerprint):
+        if self.folder.exists() and not self.is_of(fingerprint):
             log.warning("%s: of another conversion, or of a source that changed since; removed", self.folder)
             shutil.rmtree(self.folder)
 
-    def prepare(self, files: Sequence[OutputFile], fingerprint: str) -> None:
-        """Make the files at their full sizes, or keep those of an earlier run."""
+    def prepare(self, fingerprint: str) -> None:
+        """Make the folder, or keep that of an earlier run."""
         if not self.folder.exists():
-            self._make(files, fingerprint)
+            self.files.mkdir(parents=True)
+            (self.folder / "plan").write_text(fingerprint)  # last: without it, the next run begins from nothing
         (self.folder / _OWNER).write_text(self._owner)
 
-    def _make(self, files: Sequence[OutputFile], fingerprint: str) -> None:
-        self.files.mkdir(parents=True)
+    def make_files(self, files: Sequence[OutputFile]) -> None:
+        """Make the files at their full sizes, or keep those of an earlier run."""
         for file in files:
             self.path(file).touch()
             os.truncate(self.path(file), file.num_bytes)
-        (self.folder / "plan").write_text(fingerprint)  # last: without it, the next run begins from nothing
 
     def is_unpacked(self) -> bool:
         return any(self.unpacked.glob("*.pt"))

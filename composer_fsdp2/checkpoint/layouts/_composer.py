@@ -50,7 +50,7 @@ def split_state(root: Any, where: str) -> tuple[dict[EntryPath, TensorRecord], d
         if isinstance(value, TensorRecord):
             tensors[path] = value
         else:
-            objects[path] = ObjectRecord(dotted(path), lambda: value)
+            objects[path] = ObjectRecord.of_value(dotted(path), value)
 
     def mapping(value: Any, path: EntryPath) -> Mapping[Any, Any]:
         if not isinstance(value, Mapping):

@@ -7,7 +7,6 @@ monolithic file. The optimizer's class is not stored: it is called ''.
 
 import zlib
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def _read(path: Path, trust: bool) -> CheckpointInventory:
     metadata = _metadata(path / _WRITTEN_LAST)
     objects |= _resumption(path / _RESUMPTION, trust=trust)
     if metadata:
-        objects["state", "metadata"] = ObjectRecord("state.metadata", lambda: metadata)
+        objects["state", "metadata"] = ObjectRecord.of_value("state.metadata", metadata)
     remarks = [*missing_parts(tensors, objects)]
     if not any(entry[:2] == MODEL for entry in tensors):
         remarks.append("no model")
@@ -136,12 +135,8 @@ def _resumption(path: Path, *, trust: bool) -> dict[EntryPath, ObjectRecord]:
     objects: dict[EntryPath, ObjectRecord] = {}
     for key, part in value.items():
         entry = (key,) if key == "rng" else ("state", key)
-        objects[entry] = ObjectRecord(dotted(entry), partial(_identity, part))
+        objects[entry] = ObjectRecord.of_value(dotted(entry), part)
     return objects
-
-
-def _identity(value: Any) -> Any:
-    return value
 
 
 class _Search:

@@ -288,11 +288,7 @@ class _Directory:
         return record
 
     def object(self, name: str, entry: NestedArchive) -> ObjectRecord:
-        def load() -> Any:
-            archive = Archive.open(entry.path, entry.offset, entry.num_bytes)
-            return with_records(archive.unpickle(trust=self.trust), archive)
-
-        return ObjectRecord(name, load, entry.num_bytes, entry)
+        return ObjectRecord(name, functools.partial(_unpickled, entry, self.trust), entry.num_bytes, entry)
 
     def name_empty_dicts(self, objects: dict[EntryPath, ObjectRecord]) -> None:
         """The empty dicts that our own entry lists, in its place."""
@@ -328,6 +324,11 @@ class _Directory:
         )
         kind = "DTensor" if has_empty else "ShardedTensor or DTensor"
         return f"{kind}, split into {widest}"
+
+
+def _unpickled(entry: NestedArchive, trust: bool) -> Any:
+    archive = Archive.open(entry.path, entry.offset, entry.num_bytes)
+    return with_records(archive.unpickle(trust=trust), archive)
 
 
 def _is_path(path: EntryPath) -> bool:

@@ -259,7 +259,7 @@ def _join_random_states(objects: dict[EntryPath, ObjectRecord], files: list[_Ran
     each = [file.root.get("rng") for file in files]
     if len(files) > 1 and all(isinstance(states, list) and len(states) == 1 for states in each):
         joined = [states[0] for states in each if states]
-        objects["rng",] = ObjectRecord("rng", lambda: joined)
+        objects["rng",] = ObjectRecord.of_value("rng", joined)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def _named_groups(record: ObjectRecord, names: dict[int, str]) -> ObjectRecord:
     if not isinstance(groups, list):
         return record
     named = [{**group, "params": [names.get(at, at) for at in group["params"]]} for group in groups]
-    return ObjectRecord(record.name, lambda: named)
+    return ObjectRecord.of_value(record.name, named)
 
 
 def _join_optimizer_state(tensors: dict[EntryPath, TensorRecord], files: list[_RankFile]) -> None:

@@ -14,7 +14,7 @@ from composer_fsdp2.checkpoint.inventory import MODEL, OPTIMIZERS, CheckpointInv
 from composer_fsdp2.checkpoint.load.content import check_content, check_own_content
 from composer_fsdp2.checkpoint.load.load_plan import LoadPlan, plan_load
 from composer_fsdp2.checkpoint.load.staging import Staging
-from composer_fsdp2.checkpoint.open import opened_checkpoint, together
+from composer_fsdp2.checkpoint.open import long_together, opened_checkpoint, together
 from composer_fsdp2.checkpoint.read import Reader, files_of, materialized
 from composer_fsdp2.checkpoint.trees import EntryPath
 from composer_fsdp2.config.text import and_more
@@ -179,7 +179,8 @@ def _read_and_check(staging: Staging, reader: Reader, *, one_reader_per_node: bo
         CheckpointError: on all ranks; says what is damaged or cannot be read.
     Called on all ranks.
     """
-    together(lambda: staging.read_for_node(reader) if one_reader_per_node else staging.read(reader))
+    read = staging.read_for_node if one_reader_per_node else staging.read
+    long_together(lambda: read(reader), "reading a checkpoint")
     unchecked_bytes = check_content(reader.parts, staging.plan.inventory.path)
     staging.share()
     if staging.has_copies:

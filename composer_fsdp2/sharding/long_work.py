@@ -1,0 +1,181 @@
+"""Work of hours on some ranks, while the others wait for it outside of collectives."""
+
+import collections
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from composer_fsdp2._torch.private_names import default_store
+from composer_fsdp2.errors import ComposerFSDP2Error
+
+T = TypeVar("T")
+
+_BEAT_EVERY_S = 5.0
+# A rank without a heartbeat for this long has ended, or its machine has.
+_GONE_AFTER_S = 120.0
+# How long a rank that never began may be late: scripts do work of their own between two loads, without heartbeats.
+_COME_WITHIN_S = 1800.0
+# A waiting rank polls the store at growing intervals.
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.5
+
+
+def long_work(
+    work: Callable[[], T],
+    what: str,
+    *,
+    ranks: Collection[int] | None = None,
+    error_type: type[ComposerFSDP2Error] = ComposerFSDP2Error,
+) -> T | None:
+    """Run ``work`` on ``ranks``; every rank returns once all of them have finished, however long that takes.
+
+    A collective would time out while one rank copies for longer than the group's timeout, and with a timeout of days
+    ranks would wait days for one that was killed. Here a working rank counts heartbeats in the default group's store,
+    from a thread, and the others poll the store.
+
+    Args:
+        work: Must not communicate over the default group.
+        what: For errors, as in "packing a checkpoint"; the same on every rank. Two threads at a time need two of them.
+        ranks: The working ranks, the same on every rank; None for all.
+        error_type: What the other ranks raise.
+    Returns:
+        What ``work`` returned; None on a rank that is not in ``ranks``.
+    Raises:
+        Whatever ``work`` raised here; ``error_type`` if it raised on another rank, or if a working rank has stopped
+            responding. All ranks raise, and only once all others have finished.
+
+    Called on all ranks, or in one process without a group. Store messages: two and one every five seconds for a working
+    rank, two a second for a waiting one.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return work()
+    workers = range(dist.get_world_size()) if ranks is None else sorted(ranks)
+    return _LongWork(what, workers, error_type).run(work)
+
+
+# In the counter of finished ranks: what a rank adds that failed, and one that found another to be gone.
+_FAILED, _GONE = 1 << 24, 1 << 48
+# What a rank adds to its heartbeats when it has finished.
+_FINISHED = 1 << 48
+_numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+class _LongWork:
+    """One call of ``long_work``, as one rank sees it.
+
+    Keys in the store: each working rank's heartbeats, the number of finished ranks, and the first error. Each rank
+    watches the heartbeats of one working rank, the next after itself: so the messages of a rank do not grow with the
+    number of ranks.
+    """
+
+    def __init__(self, what: str, workers: Collection[int], error_type: type[ComposerFSDP2Error]) -> None:
+        self._what, self._num_workers, self._error_type = what, len(workers), error_type
+        self._store: Any = default_store()
+        self._prefix = f"long_work/{what}/{next(_numbers[what])}"  # ranks call in one order
+        self._rank = dist.get_rank()
+        self._is_working = self._rank in workers
+        others = [rank for rank in workers if rank != self._rank]
+        self._watched = next((rank for rank in others if rank > self._rank), others[0] if others else None)
+        self._ended = threading.Event()
+
+    def run(self, work: Callable[[], T]) -> T | None:
+        thread = threading.Thread(target=self._beat_and_watch, name=f"heartbeat: {self._what}", daemon=True)
+        value: T | None = None
+        error: Exception | None = None
+        try:
+            with self._connected():
+                self._beat()
+            thread.start()
+            if self._is_working:
+                try:
+                    value = work()
+                except Exception as caught:
+                    error = caught
+                self._finish(error)
+            self._wait(error)
+        except (KeyboardInterrupt, SystemExit) as interrupted:  # the others would poll for ever
+            self._finish(interrupted)
+            raise
+        finally:
+            self._ended.set()
+        return value
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Note that this rank has finished, and its error before that."""
+        if not self._is_working:
+            return
+        self._is_working = False
+        with self._connected(error):
+            if error is not None:
+                self._report(f"rank {self._rank} could not go on: {type(error).__name__}: {error}")
+            self._store.add(self._heartbeats(self._rank), _FINISHED)
+            self._store.add(self._finished, 1 if error is None else 1 + _FAILED)
+
+    def _wait(self, own_error: BaseException | None) -> None:
+        """Wait for the other working ranks.
+
+        Raises:
+            The own error, the error of another rank, or that it has stopped responding.
+        """
+        with self._connected(own_error):
+            pause_s = _SHORTEST_POLL_S
+            while (finished := self._store.add(self._finished, 0)) < _GONE and finished % _FAILED < self._num_workers:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            first_error = self._store.get(self._error).decode() if finished >= _FAILED else None
+        if own_error is not None:
+            raise own_error
+        if first_error is not None:
+            raise self._error_type(first_error)
+
+    def _beat_and_watch(self) -> None:
+        """Count this rank's heartbeats, and look for those of the next working rank."""
+        known, known_since = 0, time.monotonic()
+        with contextlib.suppress(RuntimeError):  # the store has ended: the thread that waits raises
+            while not self._ended.wait(_BEAT_EVERY_S):
+                self._beat()
+                if self._watched is None:
+                    continue
+                beats, now = self._store.add(self._heartbeats(self._watched), 0), time.monotonic()
+                limit_s = _GONE_AFTER_S if beats else _COME_WITHIN_S
+                if beats >= _FINISHED or beats != known:
+                    known, known_since = beats, now
+                elif now - known_since > limit_s:
+                    self._report(
+                        f"rank {self._watched} has stopped responding while {self._what} (no heartbeat for "
+                        f"{limit_s:.0f} s); check its log, and start again"
+                    )
+                    self._store.add(self._finished, _GONE)
+                    return
+
+    def _beat(self) -> None:
+        if self._is_working:
+            self._store.add(self._heartbeats(self._rank), 1)
+
+    def _report(self, error: str) -> None:
+        self._store.compare_set(self._error, "", error.encode(errors="replace").decode())
+
+    def _heartbeats(self, rank: int) -> str:
+        return f"{self._prefix}/heartbeats/{rank}"
+
+    @property
+    def _finished(self) -> str:
+        return f"{self._prefix}/finished"
+
+    @property
+    def _error(self) -> str:
+        return f"{self._prefix}/error"
+
+    @contextlib.contextmanager
+    def _connected(self, own_error: BaseException | None = None) -> Iterator[None]:
+        """A store that has ended, as an error that says what it means; ``own_error`` comes first."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise own_error or self._error_type(
+                f"the other ranks cannot be reached any more while {self._what} (did rank 0 end?): {error}"
+            ) from error
