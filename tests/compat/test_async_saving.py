@@ -348,6 +348,7 @@ def check_full_disk(folder: str, kind: str) -> None:
         batches.append(state.timestamp.batch.value)
         if async_saving._pending is not None:
             async_saving._pending.thread.join()  # so that the error is there when the step ends
+            stack.close()  # the ranks' store is a file here, too, and a disk that is full is not its own
 
     with contextlib.ExitStack() as stack:
 
