@@ -232,6 +232,9 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         ),
         *lacks,
     )
+    dropped = [each for each in told if of.is_own(each) and each.key not in kept]
+    fields = [reading.rows[each.key].sets or each.key for each in dropped if each.key in reading.rows]
+    not_said = (*expression.findings, *(replace(each, key=name) for each, name in zip(dropped, fields, strict=False)))
     frame = of.frame(section)
     if frame is None or not target.heads or not document.takes_entries:
         source = document.name.replace("\\", "/").rpartition("/")[2]
