@@ -232,15 +232,19 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         ),
         *lacks,
     )
-    dropped = [each for each in told if of.is_own(each) and each.key not in kept]
-    fields = [reading.rows[each.key].sets or each.key for each in dropped if each.key in reading.rows]
-    not_said = (*expression.findings, *(replace(each, key=name) for each, name in zip(dropped, fields, strict=False)))
+    dropped = [_dropped(each, target) for each in told if of.is_own(each) and each.key not in kept]
+    lost = (
+        replace(each, key=row.sets or row.name, origin=Origin.LACKING)
+        for each in dropped
+        if (row := of.row_of(each.key))
+    )
+    not_said = (*expression.findings, *lost)
     frame = of.frame(section)
     if frame is None or not target.heads or not document.takes_entries:
         source = document.name.replace("\\", "/").rpartition("/")[2]
         values = file_values(target, expression)
         text = file_text(target, values, source)
-        return Change(findings=findings, text=text, values=values, lacks=expression.findings)
+        return Change(findings=findings, text=text, values=values, lacks=not_said)
     framed = _framed(frame, section, reading, target, expression)
     parent = frame.entry[:-1]
     edits = [
@@ -255,7 +259,7 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         gone=(frame.entry, *((*parent, key) for key in framed.going)),
         come=tuple((*parent, key) for key in (target.heads[0][0], *(each.key for each in expression.beside))),
         place=(*parent, *(name for name, _ in target.heads)),
-        lacks=expression.findings,
+        lacks=not_said,
     )
 
 
