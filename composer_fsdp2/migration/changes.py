@@ -232,11 +232,12 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         ),
         *lacks,
     )
-    dropped = [_dropped(each, target) for each in told if of.is_own(each) and each.key not in kept]
+    # A key of its own system may go where the target has no key of its aspect; elsewhere the writer has to write it.
+    aspects = {row.aspect for row in target.rows} - {Aspect.OTHER}
     lost = (
-        replace(each, key=row.sets or row.name, origin=Origin.LACKING)
-        for each in dropped
-        if (row := of.row_of(each.key))
+        replace(_dropped(each, target), key=row.sets or row.name, origin=Origin.LACKING)
+        for each in once
+        if of.is_own(each) and each.key not in kept and (row := of.row_of(each.key)) and row.aspect not in aspects
     )
     not_said = (*expression.findings, *lost)
     frame = of.frame(section)
