@@ -168,7 +168,7 @@ cli("migrate", "run.yaml", "--to", "torchtitan", "--output", "run.toml")
 written = open("run.toml").read()
 assert "data_parallel_shard_degree = 4" in written and 'mixed_precision_param = "bfloat16"' in written
 with open("other.yaml", "w") as file:
-    file.write("fsdp_config: {data_parallel_shard_degree: 2}\\n")
+    file.write("precision: fp32\\nfsdp_config: {data_parallel_shard_degree: 2, mixed_precision: FULL}\\n")
 assert "shards: 2" in cli("migrate", "other.yaml", "--to", "madeup")
 """
 

@@ -130,8 +130,8 @@ def _run(options: Options, title: str, work: Path, show: Show, interruptions: In
 
 
 def _write(outcome: Outcome, work: Path) -> None:
-    (work / "report.json").write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
-    (work / "report.md").write_text(outcome.markdown())
+    (work / "report.json").write_text(json.dumps(outcome.to_json(), indent=2) + "\n", encoding="utf-8")
+    (work / "report.md").write_text(outcome.markdown(), encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

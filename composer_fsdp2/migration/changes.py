@@ -232,12 +232,20 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         ),
         *lacks,
     )
+    # A key of its own system may go where the target has no key of its aspect; elsewhere the writer has to write it.
+    aspects = {row.aspect for row in target.rows} - {Aspect.OTHER}
+    lost = (
+        replace(_dropped(each, target), key=row.sets or row.name, origin=Origin.LACKING)
+        for each in once
+        if of.is_own(each) and each.key not in kept and (row := of.row_of(each.key)) and row.aspect not in aspects
+    )
+    not_said = (*expression.findings, *lost)
     frame = of.frame(section)
     if frame is None or not target.heads or not document.takes_entries:
         source = document.name.replace("\\", "/").rpartition("/")[2]
         values = file_values(target, expression)
         text = file_text(target, values, source)
-        return Change(findings=findings, text=text, values=values, lacks=expression.findings)
+        return Change(findings=findings, text=text, values=values, lacks=not_said)
     framed = _framed(frame, section, reading, target, expression)
     parent = frame.entry[:-1]
     edits = [
@@ -252,7 +260,7 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
         gone=(frame.entry, *((*parent, key) for key in framed.going)),
         come=tuple((*parent, key) for key in (target.heads[0][0], *(each.key for each in expression.beside))),
         place=(*parent, *(name for name, _ in target.heads)),
-        lacks=expression.findings,
+        lacks=not_said,
     )
 
 
