@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,6 +33,7 @@ _MAKING = (*_FROM_NUMBERS, torch.zeros, torch.ones, torch.full, torch.empty, tor
 # These read the CPU's memory without an operator that the dispatcher would see.
 _READING = (torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy)
 _MOVING = (torch.Tensor.to, torch.Tensor.cuda)
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 _aten = torch.ops.aten
 _READING_OPERATORS = (
     *(_aten._local_scalar_dense, _aten.equal, _aten.nonzero, _aten.bincount, _aten.masked_select),
@@ -108,9 +110,10 @@ class _Calls(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.backward:
-            with self:  # torch leaves a mode within what it sees, and all of the backward is in there
-                return torch.autograd.backward(args[0], kwargs.pop("gradient", None), *args[1:], **kwargs)
+        if func in _BACKWARDS:
+            # torch leaves a mode for the length of a call that the mode sees: enter it again where the engine runs.
+            with mock.patch("torch.autograd._engine_run_backward", self._within(torch.autograd._engine_run_backward)):
+                return func(*args, **kwargs)
         if func in _READING:
             self._note("read")
         elif func in _MOVING:
@@ -125,6 +128,13 @@ class _Calls(TorchFunctionMode):
             elif func in _FROM_NUMBERS:
                 self._note("sent")
         return result
+
+    def _within(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_within(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        return run_within
 
 
 def _names_device(values: Iterable[Any]) -> bool:
