@@ -213,7 +213,8 @@ def run_tests(stack: str, python: Path, tests: Sequence[str]) -> TestRun:
         return TestRun(stack=f"{stack}, torch {asked[0]}", lacking="its torch is built without CUDA")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "report.xml")
-        options = ["-m", "gpu", "-n", "0", "-q", f"--junitxml={file}"]
+        # xunit1: what tests record is refused in the default family.
+        options = ["-m", "gpu", "-n", "0", "-q", "-o", "junit_family=xunit1", f"--junitxml={file}"]
         code = subprocess.run([python, "-m", "pytest", *options, *tests], cwd=ROOT).returncode
         found = read_report(file) if file.is_file() else ()
     if code not in PYTEST_ENDED:

@@ -61,7 +61,7 @@ class Record(Callback):
         self.losses = []
 
     def batch_end(self, state, logger):
-        self.losses.append(state.total_loss_dict["loss/train/total"].item())
+        self.losses.append(float(state.total_loss_dict["loss/train/total"]))
 
 
 def main() -> None:
