@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -22,6 +23,21 @@ def repair_unit(module: FSDPModule) -> None:
     for group in groups_of(state):
         group.__class__ = UnitGroup
         group.unit_state = state
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            for owner in (info.module, *info.shared_modules):
+                if isinstance(owner, nn.RNNBase):
+                    owner.flatten_parameters = leave_weights  # type: ignore[method-assign]
+
+
+def leave_weights() -> None:
+    """``flatten_parameters`` of an RNN in a unit.
+
+    torch's moves the weights into one buffer for cuDNN, also unasked: in the first forward that finds other weights
+    than the last, as after each all-gather. On a GPU the full parameters would then be views of that buffer, which no
+    later all-gather fills: the RNN would go on with its first weights, without an error, while the optimizer trains the
+    shards. Measured on torch 2.11.0; ``fully_shard`` alone does it. Without it cuDNN copies the weights in each call.
+    """
 
 
 class UnitState(FSDPState):

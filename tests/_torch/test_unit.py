@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -186,6 +187,25 @@ class Recurrent(nn.Module):
         return isinstance(module, nn.LSTM)
 
 
+class FlatteningLSTM(nn.LSTM):
+    """Plays cuDNN's part on the CPU, where torch's ``flatten_parameters`` does nothing: one buffer for all weights."""
+
+    def flatten_parameters(self) -> None:
+        weights = self._flat_weights
+        if any(isinstance(each, DTensor) for each in weights):
+            return
+        with torch.no_grad():
+            flat = torch.cat([each.reshape(-1) for each in weights])
+            for each, part in zip(weights, flat.split([each.numel() for each in weights]), strict=True):
+                each.set_(part.view_as(each))
+
+
+class FlatteningRecurrent(Recurrent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = FlatteningLSTM(WIDTH, WIDTH, batch_first=True)
+
+
 class InPlace(nn.Module):
     """A unit that begins by writing to its input."""
 
@@ -321,6 +341,7 @@ def check_forms() -> None:
     forms = {name: partial(in_form, name) for name in FORMS}
     cases: dict[str, tuple[Any, ...]] = {name: (build, ours) for name, build in (forms | OTHERS).items()}
     cases["a view that the loss writes to"] = (partial(whole, Viewed, Halved), ours)
+    cases["an LSTM whose weights cuDNN moves"] = (partial(whole, FlatteningRecurrent), ours)
     for_each(assert_trains, cases)
     kept = {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "NONE", "forward_prefetch": True}
     for name in ("dataclass", "PackedSequence", "set"):
