@@ -45,8 +45,8 @@ class Ended:
 
     @property
     def last(self) -> Any:
-        """The JSON in the last line of its output."""
-        return json.loads(self.out.splitlines()[-1])
+        """The JSON in the last line of its output that is an object; Composer's launcher may print more after it."""
+        return json.loads(next(line for line in reversed(self.out.splitlines()) if line.startswith("{")))
 
 
 def environment() -> dict[str, str]:
