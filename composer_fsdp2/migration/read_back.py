@@ -1,4 +1,4 @@
-"""The new text, read by its own system's reader, beside the run that it was written for: what it lost, as findings."""
+"""Parse the written file with the target's own reader and report each field that the round trip lost."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -13,8 +13,8 @@ from composer_fsdp2.migration.dialect import Dialect, Section
 from composer_fsdp2.migration.interpolation import has_interpolation
 from composer_fsdp2.migration.run import RunConfig, WrapKind
 
-# By the name of a question in ``capabilities.py``, or of what a system does by itself: the fields of a run that a
-# finding of this name is about. Without such a finding they must be the same after the rewriting.
+# Finding key (a capability of ``capabilities.py`` or an implicit behaviour) -> the fields of a run that it covers.
+# A field that no finding covers must be equal after the round trip.
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "mesh": ("mesh",),
     "units": ("wrap", "activation_checkpointing.classes"),
@@ -63,12 +63,12 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 
 
 def lost_findings(run: RunConfig, target: Dialect, section: Section, lacks: Iterable[Finding]) -> Iterator[Finding]:
-    """A finding for each field of ``run`` that the new text does not ask for, and that no finding names.
+    """Yield a finding for each field of ``run`` that the written file lost without another finding for it.
 
     Args:
-        run: What the old text asked for.
-        section: The new one, as ``target`` reads it.
-        lacks: What is reported of the target's words; what they call exact must be in the text.
+        run: The run that the original file configures.
+        section: The section of the written file, parsed by ``target``.
+        lacks: Findings about settings that the target lacks. A field whose finding is EXACT must be in the file.
     """
     open_ = [key for key, value in section.given.items() if target.interpolates and has_interpolation(value)]
     section = section.without(open_)
@@ -99,30 +99,30 @@ def _lost(key: str, value: object, reason: str) -> Finding:
 
 
 def _parts(finding: Finding) -> tuple[str, ...]:
-    """The fields that a finding tells the user of."""
+    """The fields that a finding covers."""
     if finding.outcome.blocks and finding.key == "activation_checkpointing":
         return ("activation_checkpointing",)
     if finding.outcome is not Outcome.EXACT:
         return _FIELDS.get(finding.key, (finding.key,))
-    return ("mesh.replicas",) if finding.key == "mesh" else ()  # of which a system makes as many as ranks allow
+    return ("mesh.replicas",) if finding.key == "mesh" else ()  # the target replicates over all remaining ranks
 
 
-# Units that a system makes unasked, of which no number depends.
+# Units that the target adds by default. They change no result.
 _MORE_UNITS = ("wrap.embeddings", "wrap.output")
-# What decides nothing of training, or is the number of ranks itself.
+# Fields without an effect on training, and the number of ranks.
 _NO_FIELDS = ("num_ranks", "num_nodes", "verbose", "strict", "has_expert_axis", "tiled_chunks", "config.")
 
 
 def _flat(run: RunConfig, asked: RunConfig) -> dict[str, Any]:
-    """The fields by name, those of inner values with dots; as many ranks as ``asked`` has."""
+    """The fields by dotted name, with the number of ranks of ``asked``."""
     if asked.with_degrees() is not asked:
         run = replace(run, num_ranks=asked.num_ranks).with_degrees()
     config = replace(run.config, mesh=_without_idle_replicas(run.config.mesh))
-    if not config.activation_checkpointing.enabled:  # how it would be done decides nothing
+    if not config.activation_checkpointing.enabled:  # the options of a disabled feature
         config = replace(config, activation_checkpointing=type(config.activation_checkpointing)())
     if config.wrap.kind is not WrapKind.CLASSES:
         config = replace(config, wrap=replace(config.wrap, classes=()))
-    if config.activation_checkpointing.classes == config.wrap.classes:  # those that the model names, in either way
+    if config.activation_checkpointing.classes == config.wrap.classes:  # the model's own classes, implicit or explicit
         config = replace(config, activation_checkpointing=replace(config.activation_checkpointing, classes=()))
     mesh = config.mesh
     found: dict[str, Any] = {
@@ -132,12 +132,12 @@ def _flat(run: RunConfig, asked: RunConfig) -> dict[str, Any]:
     found |= {"mesh.groups": mesh.groups, **_fields_of(config), **_fields_of(replace(run, config=ShardingConfig()))}
     found["tiled_mlp.chunks"] = run.mlp_chunks
     found["tiled_mlp.classes"] = () if run.config.tiled_mlp is None else run.config.tiled_mlp.classes
-    found.pop("tiled_mlp", None)  # of which these are the parts
+    found.pop("tiled_mlp", None)  # compared by the two entries above
     return {name: value for name, value in found.items() if not name.startswith(_NO_FIELDS)}
 
 
 def _without_idle_replicas(mesh: MeshSpec) -> MeshSpec:
-    """One replica is none."""
+    """Drop a replicate axis of size 1."""
     is_idle = not mesh.is_grouped and mesh.has_replicas and mesh.replicate_degree == 1
     return MeshSpec.of_degrees(mesh.shard_degree, tensor=mesh.tensor_degree) if is_idle else mesh.data_parallel
 

@@ -1,11 +1,11 @@
-"""Padding of rows that several ranks compute together: read once, and masked only where it must be.
+"""Padding of sequences that several ranks share: read once, and masked only where necessary.
 
 [Note: padding] A mask has an element for each pair of places, 32 GiB in bf16 for a row of 131,072, and kernels such as
 flash attention take none. Under causal attention a token sees no place behind it. So with padding on the right tokens
 have the same outputs and gradients without a mask; padded places have others, which reach no loss where their labels do
 not count. With padding elsewhere attention gets the places of each row in another order, tokens first, and its output
-is put back. A mask is made only where the label of a padded place counts, as that of the first token behind padding on
-the left: the loss of one process has it, with what such a place sees under the mask.
+is put back. A mask is built only where the label of a padded place counts, as that of the first token behind padding on
+the left: the loss of one process includes it, with what such a place attends to under the mask.
 """
 
 import functools
@@ -28,11 +28,11 @@ _CAUSAL = ("sdpa", "flash_attention_2")  # without a mask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """What decides how a batch's padding is masked.
+    """How the padding of a batch is masked.
 
     Args:
         is_right: Behind all tokens of its row, or none.
-        counts: Whether a padded place is to predict a label that counts.
+        counts: Whether a padded place predicts a label that counts.
     """
 
     is_right: bool
@@ -72,7 +72,7 @@ def note_copies(batch: Any, moved: Any) -> None:
     """Remember where a batch on a device came from, so that ``Padding.of`` need not wait for the device.
 
     Args:
-        batch: In host memory; nobody changes it in place.
+        batch: In host memory; must not be modified in place.
         moved: The same on the device.
     """
     if isinstance(batch, Mapping) and isinstance(moved, Mapping):
