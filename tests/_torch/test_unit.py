@@ -17,7 +17,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.ranks import run_ranks
-from support.training import FULL, named_parameters, sgd
+from support.training import FULL, HSDP_2X2, named_parameters, sgd
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
@@ -265,6 +265,14 @@ def in_form(form: str) -> Model:
     return Model(form)
 
 
+def compiled() -> Model:
+    """Its units return dataclasses, and are compiled."""
+    model = Model("dataclass")
+    for layer in model.encoder.layers:
+        layer.compile(backend="aot_eager")
+    return model
+
+
 def whole(encoder: Callable[[], nn.Module], kind: type[Whole] = Whole) -> Whole:
     return kind(encoder())
 
@@ -335,6 +343,7 @@ def assert_trains(build: Callable[[], nn.Module], shard: Shard, **options: Any) 
 
 
 RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
+NO_SHARD = {"sharding_strategy": "NO_SHARD"}
 
 
 def check_forms() -> None:
@@ -344,9 +353,16 @@ def check_forms() -> None:
     cases["an LSTM whose weights cuDNN moves"] = (partial(whole, FlatteningRecurrent), ours)
     for_each(assert_trains, cases)
     kept = {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "NONE", "forward_prefetch": True}
+    others = {"recomputed": RECOMPUTED, "kept": kept, "offloaded": {"cpu_offload": True}, "NO_SHARD": NO_SHARD}
     for name in ("dataclass", "PackedSequence", "set"):
-        for options in (RECOMPUTED, kept):
-            assert_trains(forms[name], ours, **options)
+        build = partial(assert_trains, forms[name], ours)
+        for_each(lambda options, build=build: build(**options), {key: (value,) for key, value in others.items()})
+    assert_trains(compiled, ours)
+
+
+def check_replicas() -> None:
+    forms = {name: (partial(in_form, name), ours) for name in ("dataclass", "PackedSequence")}
+    for_each(lambda *each: assert_trains(*each, **HSDP_2X2), forms | {"an LSTM": (OTHERS["an LSTM as unit"], ours)})
 
 
 def check_forms_of_fsdp1() -> None:
@@ -357,6 +373,11 @@ def check_forms_of_fsdp1() -> None:
 def test_all_that_fsdp1_walked_trains():
     """A root that returns a dataclass would stay as it was, without an error; a block that does would end the run."""
     run_ranks(check_forms, 2)
+
+
+def test_replicas_train():
+    """Gradients of a block that returns a dataclass would not be averaged over replicas."""
+    run_ranks(check_replicas, 4)
 
 
 def test_fsdp1_trains_these():
