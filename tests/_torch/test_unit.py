@@ -357,7 +357,6 @@ def check_forms() -> None:
     for name in ("dataclass", "PackedSequence", "set"):
         build = partial(assert_trains, forms[name], ours)
         for_each(lambda options, build=build: build(**options), {key: (value,) for key, value in others.items()})
-    assert_trains(compiled, ours)
 
 
 def check_replicas() -> None:
@@ -373,6 +372,16 @@ def check_forms_of_fsdp1() -> None:
 def test_all_that_fsdp1_walked_trains():
     """A root that returns a dataclass would stay as it was, without an error; a block that does would end the run."""
     run_ranks(check_forms, 2)
+
+
+def check_compiled() -> None:
+    assert_trains(compiled, ours)
+
+
+@pytest.mark.slow
+def test_compiled_units_train():
+    """A compiled block that returns a dataclass would end the run."""
+    run_ranks(check_compiled, 2)
 
 
 def test_replicas_train():
