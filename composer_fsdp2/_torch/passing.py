@@ -2,17 +2,17 @@
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import TensorWeakRef
 
 _autograd: Any = torch.autograd
-_Rebuild = Callable[[Sequence[Any]], Any]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -22,59 +22,87 @@ def tensors_in(value: Any) -> list[Tensor]:
     below them. FSDP1 (``_apply_to_tensors`` in torch/distributed/utils.py) opened every dataclass, dict, tuple, list
     and set, of whatever class.
     """
-    return list(_tensors(value))
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    for leaf in _leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    for leaf in tree_flatten(value)[0]:
-        parts, rebuild = _opened(leaf)
-        if rebuild is None:
-            yield leaf
-        else:
-            yield from _leaves(list(parts))
-
-
-def with_tensors(value: Any, change: Callable[[Any], Any], *, kind: type = Tensor) -> Any:
+def with_tensors(
+    value: Any, change: Callable[[Any], Any], *, kind: type = Tensor, opens_registered: bool = True
+) -> Any:
     """The same nested value with each tensor changed; a container in which none changes is the same object.
 
     Args:
         kind: Another class to change the objects of.
+        opens_registered: Whether to open classes that pytree knows and FSDP1 does not.
     """
-    leaves, form = tree_flatten(value)
-    changed = [_changed(leaf, change, kind) for leaf in leaves]
-    return value if _are_same(changed, leaves) else tree_unflatten(changed, form)
+    if isinstance(value, kind):
+        return change(value)
+    container = _opened(value)
+    if container is None or (container.is_registered and not opens_registered):
+        return value
+    parts = [with_tensors(part, change, kind=kind, opens_registered=opens_registered) for part in container.parts]
+    return value if _are_same(parts, container.parts) else container.rebuild(parts)
 
 
-def _changed(leaf: Any, change: Callable[[Any], Any], kind: type) -> Any:
-    if isinstance(leaf, kind):
-        return change(leaf)
-    parts, rebuild = _opened(leaf)
-    changed = [with_tensors(part, change, kind=kind) for part in parts]
-    return leaf if rebuild is None or _are_same(changed, parts) else rebuild(changed)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Container:
+    """A container's parts.
+
+    Args:
+        rebuild: Makes another one of other parts.
+        keys: Of the parts, for ``get`` and ``set``.
+        set: Puts a part in place, by its key; None where the container is immutable.
+        is_registered: Whether pytree knows the class, and FSDP1 does not.
+    """
+
+    parts: Sequence[Any]
+    rebuild: Callable[[Sequence[Any]], Any]
+    keys: Sequence[Any] = ()
+    get: Callable[[Any], Any] | None = None
+    set: Callable[[Any, Any], None] | None = None
+    is_registered: bool = False
+
+
+def _opened(value: Any) -> _Container | None:
+    """None for what is no container."""
+    if isinstance(value, Tensor):
+        return None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        parts = [getattr(value, name) for name in names]
+        is_frozen = type(value).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        assign = None if is_frozen else partial(setattr, value)
+        return _Container(parts, partial(_with_fields, value, names), names, partial(getattr, value), assign)
+    if isinstance(value, dict):
+        keys = list(value)
+        rebuild = partial(_with_items, value, keys)
+        return _Container(list(value.values()), rebuild, keys, value.get, value.__setitem__)
+    if isinstance(value, tuple):  # PackedSequence among them
+        return _Container(value, value._make if hasattr(value, "_make") else type(value))
+    if isinstance(value, set | frozenset):
+        return _Container(list(value), type(value))
+    if isinstance(value, list):
+        return _Container(list(value), type(value), range(len(value)), partial(_item, value), value.__setitem__)
+    parts, form = tree_flatten(value, is_leaf=lambda each: each is not value)
+    if form.is_leaf():
+        return None
+    return _Container(parts, partial(tree_unflatten, treespec=form), is_registered=True)
+
+
+def _item(value: list[Any], number: int) -> Any:
+    return value[number] if number < len(value) else None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    container = _opened(value)
+    if container is None:
+        yield value
+        return
+    for part in container.parts:
+        yield from _leaves(part)
 
 
 def _are_same(values: Sequence[Any], others: Sequence[Any]) -> bool:
     return all(value is other for value, other in zip(values, others, strict=True))
-
-
-def _opened(leaf: Any) -> tuple[Sequence[Any], _Rebuild | None]:
-    """The parts of a leaf of pytree, and a function that makes another one of other parts; none of a true leaf."""
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
-        return [getattr(leaf, name) for name in names], partial(_with_fields, leaf, names)
-    if isinstance(leaf, dict):
-        return list(leaf.values()), partial(_with_items, leaf, list(leaf))
-    if isinstance(leaf, tuple) and hasattr(leaf, "_make"):  # PackedSequence among them
-        return leaf, leaf._make
-    if isinstance(leaf, list | tuple | set | frozenset):
-        return list(leaf), type(leaf)
-    return (), None
 
 
 def _with_fields(value: Any, names: Iterable[str], parts: Iterable[Any]) -> Any:
@@ -95,6 +123,38 @@ def _with_items(value: dict[Any, Any], keys: Iterable[Any], parts: Iterable[Any]
     return copied
 
 
+# A part that took another's place in a mutable container: the container, the key, the part before, and the new one.
+_Replaced = tuple[_Container, Any, Any, Any]
+
+
+def _replace_in_place(value: Any, change: Callable[[Tensor], Tensor], replaced: list[_Replaced]) -> Any:
+    """``with_tensors``, but mutable containers stay the same objects, so that what a module adds to one is kept.
+
+    A class that pytree alone knows (a KV cache) is opened by its attributes; where its tensors are elsewhere, it stays.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    container = _opened(value)
+    if container is None:
+        return value
+    if container.is_registered:
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(attributes, dict):
+            return value
+        container = _opened(attributes)
+        assert container is not None
+    parts = [_replace_in_place(part, change, replaced) for part in container.parts]
+    if _are_same(parts, container.parts):
+        return value
+    if container.set is None:
+        return container.rebuild(parts)
+    for key, part, new in zip(container.keys, container.parts, parts, strict=True):
+        if new is not part:
+            container.set(key, new)
+            replaced.append((container, key, part, new))
+    return value
+
+
 def hidden_gradient(value: Any) -> str | None:
     """Where in a value a tensor that requires grad is, of those that ``tensors_in`` does not find: class and attribute.
 
@@ -104,16 +164,10 @@ def hidden_gradient(value: Any) -> str | None:
 
 
 def _hidden_in(value: Any, depth: int, seen: set[int]) -> str | None:
-    attributes = getattr(value, "__dict__", None)
-    if (
-        depth == 0
-        or id(value) in seen
-        or not isinstance(attributes, dict)
-        or isinstance(value, Tensor | nn.Module | type)
-    ):
+    if depth == 0 or id(value) in seen or isinstance(value, Tensor | nn.Module | type):
         return None
     seen.add(id(value))
-    for name, attribute in attributes.items():
+    for name, attribute in _attributes(value):
         for leaf in _leaves(attribute):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter):
                 return f"{type(value).__qualname__}.{name}"
@@ -122,45 +176,106 @@ def _hidden_in(value: Any, depth: int, seen: set[int]) -> str | None:
     return None
 
 
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Of an object's ``__dict__`` and ``__slots__``."""
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from attributes.items()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The same nested value, its floating point tensors in ``dtype``."""
-    return with_tensors(value, lambda each: each.to(dtype) if each.is_floating_point() else each)
+    """The same nested value, its floating point tensors in ``dtype``, where FSDP1 cast them."""
+    return with_tensors(
+        value, lambda each: each.to(dtype) if each.is_floating_point() else each, opens_registered=False
+    )
+
+
+_Pair = tuple[TensorWeakRef, TensorWeakRef]
 
 
 class Passage:
-    """Passes tensors that require grad through a node of autograd's graph.
+    """Passes the inputs of a module that require grad through a node of autograd's graph.
+
+    The module sees other tensors, of the same memory; whoever calls it does not: ``end`` puts its own back, wherever
+    the module left the others.
 
     Args:
         then: Called in each backward, where the gradients of all these tensors are there.
-        is_writable: Whether the passed tensors may be written to in place, if ``adopt_written`` is called afterwards.
+        is_writable: Whether the passed tensors may be written to in place, if ``end`` is called afterwards.
     """
 
     def __init__(self, then: Callable[[], None], *, is_writable: bool = True) -> None:
         self._then = then
         self._is_writable = is_writable
-        self._pairs: list[tuple[ref[Tensor], ref[Tensor]]] = []  # weak: an error may end the forward that uses them
+        # Each tensor and its passed one. Weak: an error may end the forward that uses them.
+        self._sources: list[_Pair] = []
+        self._views: list[_Pair] = []
+        self._replaced: list[_Replaced] = []
 
     def through(self, value: Any) -> Any:
-        """The same nested value, of passed tensors."""
+        """The same nested value, of passed tensors; mutable containers are the same objects."""
         tensors = [each for each in tensors_in(value) if each.requires_grad] if torch.is_grad_enabled() else []
         if not tensors:
             return value
-        passed = _Pass.apply(self._then, self._is_writable, *tensors)
-        self._pairs = [(ref(one), ref(other)) for one, other in zip(tensors, passed, strict=True)]
-        outputs = iter(passed)
-        return with_tensors(value, lambda each: next(outputs) if each.requires_grad else each)
+        tensors = list({id(each): each for each in tensors}.values())
+        source_of = _sources(tensors)
+        sources = list({id(each): each for each in source_of}.values())
+        passed = dict(zip(map(id, sources), _Pass.apply(self._then, self._is_writable, *sources), strict=True))
+        self._sources = [(TensorWeakRef(each), TensorWeakRef(passed[id(each)])) for each in sources]
+        views = {
+            id(each): each._view_func(passed[id(source)])  # type: ignore[attr-defined]
+            for each, source in zip(tensors, source_of, strict=True)
+            if each is not source
+        }
+        self._views = [(TensorWeakRef(each), TensorWeakRef(views[id(each)])) for each in tensors if id(each) in views]
+        passed |= views
+        return _replace_in_place(value, lambda each: passed.get(id(each), each), self._replaced)
 
-    def adopt_written(self) -> None:
-        """Make tensors whose passed ones were written to in place part of the graph that this made.
+    def end(self, output: Any) -> tuple[Any, set[int]]:
+        """Put the caller's tensors back into its containers, and into what the module returns.
 
-        Their memory is one. Without the node, they would have been written to themselves, and all that uses them
-        afterwards would get its gradient through the operator that wrote.
+        A tensor whose passed one was written to in place joins the graph that this made: their memory is one, and
+        without the node it would have been written to itself.
+
+        Returns:
+            The output, and the ids of the inputs that were not written to.
         """
-        for tensor, passed in ((one(), other()) for one, other in self._pairs):
-            if tensor is not None and passed is not None and getattr(passed.grad_fn, "then", None) != self._then:
-                # It is written to in the graph alone: values that were saved for backward are valid.
-                with _autograd._unsafe_preserve_version_counter(tensor):
-                    _Adopt.apply(tensor, passed)
+        for container, key, part, new in self._replaced:
+            if container.get is not None and container.set is not None and container.get(key) is new:
+                container.set(key, part)
+        self._replaced = []
+        own: dict[int, Tensor] = {}
+        unwritten: set[int] = set()
+        for tensor, passed in _alive(self._sources):
+            own[id(passed)] = tensor
+            if getattr(passed.grad_fn, "then", None) == self._then:
+                unwritten.add(id(tensor))
+                continue
+            # It is written to in the graph alone: values that were saved for backward are valid.
+            with _autograd._unsafe_preserve_version_counter(tensor):
+                _Adopt.apply(tensor, passed)
+        for tensor, passed in _alive(self._views):
+            own[id(passed)] = tensor
+            if id(tensor._base) in unwritten:
+                unwritten.add(id(tensor))
+        return _replace_in_place(output, lambda each: own.get(id(each), each), []), unwritten
+
+
+def _sources(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """For each tensor that which is passed: itself, or the base of several views, to each of which a write is seen."""
+    bases = [each if each._base is None else each._base for each in tensors]
+    counts = Counter(map(id, bases))
+    return [base if counts[id(base)] > 1 else each for each, base in zip(tensors, bases, strict=True)]
+
+
+def _alive(pairs: Iterable[_Pair]) -> list[tuple[Tensor, Tensor]]:
+    found = [(one(), other()) for one, other in pairs]
+    return [(one, other) for one, other in found if one is not None and other is not None]
 
 
 def after_gradients_of(value: Any, then: Callable[[], None]) -> Any:
@@ -193,8 +308,10 @@ class _Adopt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, written: Tensor) -> Tensor:
         ctx.mark_dirty(tensor)
+        ctx.is_view = tensor._base is not None
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor]:
+        # For a view None would take the gradient of all of its base.
+        return torch.zeros_like(gradient) if ctx.is_view else None, gradient

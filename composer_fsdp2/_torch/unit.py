@@ -2,11 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -20,6 +21,9 @@ def repair_unit(module: FSDPModule) -> None:
     """Have a unit that ``fully_shard`` made do the rest: see ``UnitState`` and ``UnitGroup``."""
     state = state_of(module)
     state.__class__ = UnitState
+    state.own_policy = state._mp_policy
+    # torch 2.7 casts by pytree, which would make other containers of the caller's.
+    state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False, output_dtype=None)
     for group in groups_of(state):
         group.__class__ = UnitGroup
         group.unit_state = state
@@ -52,33 +56,36 @@ class UnitState(FSDPState):
     precision. FSDP1's full parameters were views, which are not cached.
     """
 
+    own_policy: MixedPrecisionPolicy
     _autocast_cached: bool | None = None  # before the forward of which this is the outermost unit
     _has_hook_to_come = False  # a forward has ended whose backward would leave gradients in full parameters
 
     def _root_pre_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._refuse_lost_gradients()
+        self.refuse_lost_gradients()
         is_outermost = self._state_ctx.iter_forward_root is None
         args, kwargs = super()._root_pre_forward(module, args, kwargs)
         if is_outermost:
             self._autocast_cached = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
-        return self._cast_forward_inputs(args, kwargs)  # ahead of torch 2.7's own cast
+        return self._cast_forward_inputs(args, kwargs)
 
     def _cast_forward_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        policy = self._mp_policy
+        policy = self.own_policy
         if not (policy.cast_forward_inputs and policy.param_dtype):
             return args, kwargs
         return cast_floats((args, kwargs), policy.param_dtype)
 
     def _cast_output_dtype(self, output: Any) -> Any:
-        dtype = self._mp_policy.output_dtype
+        dtype = self.own_policy.output_dtype
         return output if dtype is None else cast_floats(output, dtype)
 
     def _register_pre_backward_hook(self, output: Any) -> Any:
         """Called where the unit's forward ends."""
         groups = groups_of(self)
+        inputs: set[int] = set()  # a hook on one would come after the unit's backward
         for group in reversed(groups):
-            group.adopt_written()
+            output, unwritten = group.end_passage(output)
+            inputs |= unwritten
         if self._state_ctx.iter_forward_root is self:
             self.restore_autocast_cache()
         if not torch.is_grad_enabled():
@@ -87,7 +94,8 @@ class UnitState(FSDPState):
             return super()._register_pre_backward_hook(output)
         reached = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         for tensor in reached:
-            _hookable(tensor).register_hook(self._pre_backward)
+            if id(tensor) not in inputs:
+                _hookable(tensor).register_hook(self._pre_backward)
         if not reached and any(map(_needs_hook, groups)) and (where := hidden_gradient(output)):
             raise PlanError(_HIDDEN.format(unit=_name_of(self), output=type(output).__qualname__, where=where))
         self._has_hook_to_come = any(group.is_unsharded and not _has_gradients(group) for group in groups)
@@ -97,11 +105,11 @@ class UnitState(FSDPState):
         self._has_hook_to_come = False
         return super()._pre_backward(gradient)
 
-    def _refuse_lost_gradients(self) -> None:
+    def refuse_lost_gradients(self) -> None:
         """Raise where a backward reached parameters of the unit without passing its outputs.
 
-        Called where the next forward begins. The parameters of a unit that reshards after forward are not there in such
-        a backward, which fails.
+        Called where the next forward begins, and where the unit is resharded (clipping, state dicts). The parameters of
+        a unit that reshards after forward are not there in such a backward, which fails.
         """
         if self._has_hook_to_come and any(group.is_unsharded and _has_gradients(group) for group in groups_of(self)):
             raise PlanError(_LOST.format(unit=_name_of(self)))
@@ -184,10 +192,17 @@ class UnitGroup(FSDPParamGroup):
     def _end_backward(self) -> None:
         self.post_backward()
 
-    def adopt_written(self) -> None:
-        if self._passage is not None:
-            self._passage.adopt_written()
-            self._passage = None
+    def end_passage(self, output: Any) -> tuple[Any, set[int]]:
+        """See ``Passage.end``."""
+        if self._passage is None:
+            return output, set()
+        passage, self._passage = self._passage, None
+        return passage.end(output)
+
+    def _to_sharded(self) -> None:
+        """Called wherever the unit's shards take the place of its full parameters: reshard, clipping, state dicts."""
+        self.unit_state.refuse_lost_gradients()
+        super()._to_sharded()
 
     def post_backward(self, *unused: Any) -> None:
         """torch calls it wherever the unit's backward ends."""

@@ -25,8 +25,9 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import register_pytree_node
 
-from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
 from composer_fsdp2._torch.passing import tensors_in, with_tensors
 from composer_fsdp2._torch.reset import reset_after_error
 from composer_fsdp2.errors import PlanError
@@ -284,6 +285,128 @@ OTHERS = {
 }
 
 
+class Adding(nn.Module):
+    """A unit that adds an auxiliary loss to the container that it is given."""
+
+    def __init__(self, add: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.fc, self.add = nn.Linear(WIDTH, WIDTH), add
+
+    def forward(self, x: torch.Tensor, losses: Any) -> torch.Tensor:
+        y = x + torch.tanh(self.fc(x))
+        self.add(losses, y.square().mean())
+        return y
+
+
+class Written(nn.Module):
+    """A unit that writes to its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(1.5)
+        return self.fc(y * 1)
+
+
+class Skipped(nn.Module):
+    """A unit that returns its input, as a block that stochastic depth leaves out, and something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"hidden": x, "own": self.fc(x * 1)}
+
+
+class Calling(nn.Module):
+    """A root that calls its units with ``call``."""
+
+    def __init__(self, make: Callable[[], nn.Module], call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList([make(), make()])
+        self.head, self.call = nn.Linear(WIDTH, WIDTH), call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.call(self.layers, self.embed(x)))
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Adding | Written | Skipped)
+
+
+def append(losses: list[torch.Tensor], loss: torch.Tensor) -> None:
+    losses.append(loss)
+
+
+def add_item(losses: dict[str, torch.Tensor], loss: torch.Tensor) -> None:
+    losses[str(len(losses))] = loss
+
+
+def add_field(losses: Out, loss: torch.Tensor) -> None:
+    losses.hidden = losses.hidden + loss
+
+
+def with_list(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    losses: list[torch.Tensor] = []
+    for layer in layers:
+        x = layer(x, losses)
+    return x * (1 + sum(losses))
+
+
+def with_dict(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    losses = {"first": x}  # whose tensor passes through the unit
+    for layer in layers:
+        x = layer(x, losses=losses)
+    return sum(losses.values()) + x
+
+
+def with_field(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    losses = Out(x.mean())
+    for layer in layers:
+        x = layer(x, losses)
+    return x * losses.hidden
+
+
+def write_twice(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = x * layer(x, x)
+    return x
+
+
+def write_view(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = x * 1
+        x = x + layer(x[:, :2], x)
+    return x
+
+
+def write_slices(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    parts = [layer(x[:, number : number + 1], x.detach()) for number, layer in enumerate(layers)]
+    return x + sum(parts)
+
+
+def add_to_skipped(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        out = layer(x)
+        out["hidden"] += out["own"]  # which is x
+        x = torch.tanh(x) * 1
+    return x
+
+
+OTHERS |= {
+    "a list added to": partial(whole, partial(Calling, partial(Adding, append), with_list)),
+    "a dict added to": partial(whole, partial(Calling, partial(Adding, add_item), with_dict)),
+    "a field added to": partial(whole, partial(Calling, partial(Adding, add_field), with_field)),
+    "a tensor passed twice and written to": partial(whole, partial(Calling, Written, write_twice)),
+    "a view written to beside its base": partial(whole, partial(Calling, Written, write_view)),
+    "two slices written to": partial(whole, partial(Calling, Written, write_slices)),
+    "an input returned and written to": partial(whole, partial(Calling, Skipped, add_to_skipped)),
+}
+
+
 # --- trained by us, by FSDP1, and in one process
 
 
@@ -430,6 +553,13 @@ class Plain:
         self.hidden = hidden
 
 
+class Slots:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
 class Hiding(nn.Module):
     """Two layers that are in one unit, or in a root alone."""
 
@@ -466,15 +596,22 @@ def check_guard() -> None:
         model(batch(0))
     reset_after_error(model.encoder)
 
-    # Where nothing can be seen, the next forward raises: a closure, and a tensor that is not in the output.
+    model = Whole(Hiding(Slots))
+    ours(model, None)
+    with pytest.raises(PlanError, match=r"returned Slots, .* in Slots\.hidden"):
+        model(batch(0))
+
+    # Where nothing can be seen, what comes after the backward raises: a closure, and a tensor that is not returned.
     elsewhere: list[torch.Tensor] = []
     for returned in (lambda hidden: lambda: hidden, elsewhere.append):
-        model = Whole(Hiding(returned))
-        ours(model, None)
-        output = model(batch(0))
-        (elsewhere[0] if output is None else output()).sum().backward()
-        with pytest.raises(PlanError, match=r"parameters of the root unit \(Hiding\) without passing"):
-            model(batch(0))
+        for after in (lambda model: model(batch(0)), lambda model: clip_grad_norm_(model, 1.0), nn.Module.state_dict):
+            model = Whole(Hiding(returned))
+            ours(model, None)
+            elsewhere.clear()
+            output = model(batch(0))
+            (elsewhere[0] if output is None else output()).sum().backward()
+            with pytest.raises(PlanError, match=r"parameters of the root unit \(Hiding\) without passing"):
+                after(model)
 
 
 def test_a_unit_without_a_backward_hook_is_an_error():
@@ -526,6 +663,60 @@ class Frozenly(Around):
 def test_what_needs_no_hook_is_no_error():
     """The guard would end runs that train as they should."""
     run_ranks(check_legitimate, 2)
+
+
+class Cache:
+    """As a KV cache: pytree knows it, FSDP1 did not."""
+
+    def __init__(self, keys: list[torch.Tensor] | None = None) -> None:
+        self.keys, self.num_updates = keys or [], 0
+
+    def update(self, key: torch.Tensor) -> None:
+        self.keys.append(key)
+        self.num_updates += 1
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor, cache: Cache, seen: list[torch.Tensor]) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            cache.update(x)
+            seen.append(x)
+        return x
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return False
+
+
+def check_caches() -> None:
+    with contextlib.suppress(ValueError):  # of another test on these ranks
+        register_pytree_node(
+            Cache,
+            lambda cache: ([cache.keys], None),
+            lambda children, _: Cache(*children),
+            serialized_type_name="Cache",
+        )
+    low = torch.bfloat16
+    cast = {"mixed_precision": MixedPrecision(param_dtype=low, reduce_dtype=low, cast_forward_inputs=True)}
+    for shard, options in ((ours, {}), (ours, cast), (fsdp1, {})):
+        for is_training in (True, False):
+            model = Whole(Caching())
+            shard(model, None, **options)
+            given = torch.ones(2, WIDTH, requires_grad=is_training) * 1
+            cache, seen = Cache([given]), []
+            with torch.set_grad_enabled(is_training):
+                model.encoder(batch(0)[0][:2], cache, seen)
+            assert cache.num_updates == len(seen) == 2 and len(cache.keys) == 3, (shard, options, is_training)
+            assert cache.keys[0] is given  # what the caller put in
+
+
+def test_a_cache_keeps_what_units_add():
+    """Cached decoding, and auxiliary losses in a list, would lose what a unit adds to them, without an error."""
+    run_ranks(check_caches, 2)
 
 
 def test_values_without_a_change_are_the_same_objects():
