@@ -1,8 +1,10 @@
 """FSDP1's objects in scripts and callbacks: its class, its state dict types, its forms of optimizer state."""
 
 import contextlib
+import copyreg
 import functools
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -54,6 +56,18 @@ def _of_scripts() -> type:
     return _SeesUnits(FullyShardedDataParallel.__name__, (FullyShardedDataParallel,), names)
 
 
+def _by_name(cls: type) -> Any:
+    """For pickle: the public name, or that of a script's subclass."""
+    return (
+        (pkgutil.resolve_name, ("torch.distributed.fsdp:FullyShardedDataParallel",))
+        if cls is _of_scripts()
+        else (cls.__qualname__)
+    )
+
+
+copyreg.pickle(_SeesUnits, _by_name)
+
+
 @seam(
     "torch.distributed.fsdp",
     "FullyShardedDataParallel",
@@ -86,10 +100,9 @@ def static_method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 @seam(
-    "torch",
+    "torch.serialization",
     "save",
     why="torch.save(model.state_dict()) wrote rank 0's shards, without a word, where FSDP1's was full",
-    leaves=("torch",),
 )
 def save(original: Callable[..., Any], obj: object, *args: Any, **kwargs: Any) -> None:
     """``torch.save``, which warns once of shards in a dict."""

@@ -60,9 +60,7 @@ def seam(module: str, *names: str, why: str, leaves: tuple[str, ...] = ()) -> Ca
     """The decorated function takes the place of ``names`` in ``module``; see ``Seam`` for what it is called with."""
 
     def note(replacement: F) -> F:
-        _SEAMS.extend(
-            Seam(module=module, name=name, replacement=replacement, why=why, leaves=leaves) for name in names
-        )
+        _SEAMS.extend(Seam(module=module, name=name, replacement=replacement, why=why, leaves=leaves) for name in names)
         return replacement
 
     return note

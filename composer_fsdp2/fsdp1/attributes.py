@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -15,10 +16,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.private_names import ActivationWrapper
 from composer_fsdp2.errors import CallError, UnsupportedError
-from composer_fsdp2.fsdp1.state_dicts import STATIC_METHODS
+from composer_fsdp2.fsdp1.state_dicts import STATIC_METHODS, returns_full_values
 from composer_fsdp2.sharding.sharded import sharded_roots
 from composer_fsdp2.training.clipping import clip_grad_norm_
 from composer_fsdp2.training.full_params import summon_full_params
@@ -50,6 +52,7 @@ def open_fsdp1_attributes(model: nn.Module) -> None:
         if not isinstance(unit, FSDPModule):
             continue
         cls = type(unit)
+        _refuse_saving_shards(cls)
         taken = _TAKEN.setdefault(cls, set())
         for name, attribute in _ATTRIBUTES.items():
             is_ours = vars(cls).get(name) is attribute
@@ -84,8 +87,10 @@ class _FSDP1Attribute:
             # A child, a parameter or a buffer, and what the user's class or a checkpointing wrapper hands on.
             return module.__getattr__(self.name)
         except AttributeError:
-            if self.written_out and not _is_written_out(sys._getframe(1)):
-                raise
+            if self.written_out:
+                if not _is_written_out(sys._getframe(1)):
+                    raise
+                _refuse_endless(sys._getframe(1), self.name)
         say_what_replaces(f"module.{self.name}", self.instead)
         return self.value(module)
 
@@ -93,6 +98,24 @@ class _FSDP1Attribute:
 def _is_written_out(caller: FrameType) -> bool:
     """Whether the caller's source says ``x.name``, rather than ``hasattr(x, "name")``; see [Note: written out]."""
     return dis.opname[caller.f_code.co_code[caller.f_lasti]] in ("LOAD_ATTR", "LOAD_METHOD")
+
+
+# Where a name was read last, as (frame, instruction), how often in a row, and since when.
+_last_read: tuple[tuple[int, int], int, float] = ((0, 0), 0, 0.0)
+_ENDLESS_READS, _ENDLESS_S = 100_000, 10.0
+
+
+def _refuse_endless(caller: FrameType, name: str) -> None:
+    """Raise in ``while isinstance(m, FullyShardedDataParallel): m = m.module``, which would never end."""
+    global _last_read
+    place = (id(caller), caller.f_lasti)
+    before, count, since = _last_read
+    _last_read = (place, count + 1, since) if place == before else (place, 1, time.monotonic())
+    if _last_read[1] % _ENDLESS_READS == 0 and time.monotonic() - _last_read[2] < _ENDLESS_S:
+        raise CallError(
+            f"a loop reads {name} of a module over and over: fully_shard wraps nothing, so that the module is its own "
+            f"{name}; write `if` for `while`, or leave the loop out"
+        )
 
 
 def _wrapped(unit: nn.Module) -> nn.Module:
@@ -136,8 +159,33 @@ def _no_sync(unit: nn.Module) -> Callable[[], AbstractContextManager[None]]:
 
 def _require_root(unit: nn.Module, name: str) -> nn.Module:
     if not _is_root(unit):
-        raise CallError(f"{name} of a {type(unit).__name__} inside another unit (FSDP1 refused it too); call the root's")
+        raise CallError(
+            f"{name} of a {type(unit).__name__} inside another unit (FSDP1 refused it too); call the root's"
+        )
     return unit
+
+
+def _refuse_saving_shards(cls: type) -> None:
+    """Have ``save_pretrained`` of a sharded class refuse shards, of which Hugging Face would write this rank's."""
+    original: Any = getattr(cls, "save_pretrained", None)
+    if not callable(original) or hasattr(original, "refuses_shards"):
+        return
+
+    @functools.wraps(original)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("state_dict") or next((each for each in args if isinstance(each, dict)), None)
+        values = self.parameters() if given is None else given.values()
+        if any(isinstance(each, DTensor) for each in values) and not (given is None and returns_full_values(self)):
+            raise CallError(
+                f"save_pretrained of a {type(self).__name__} whose parameters are sharded: write `with "
+                "composer_fsdp2.summon_full_params(model, writeback=False):` around it, entered on all ranks, or pass "
+                "state_dict=get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+                "cpu_offload=True)), called on all ranks"
+            )
+        return original(self, *args, **kwargs)
+
+    save_pretrained.refuses_shards = True  # type: ignore[attr-defined]
+    cls.save_pretrained = save_pretrained  # type: ignore[attr-defined]
 
 
 def _refuse_comm_hook(unit: nn.Module) -> Callable[..., None]:

@@ -128,6 +128,14 @@ def state_dict_type(
             _put(unit, settings)
 
 
+def returns_full_values(unit: nn.Module) -> bool:
+    """Whether a script set the type by which ``state_dict()`` of this unit is full on every rank."""
+    found = _IN_FORCE.get(unit)
+    return found is not None and found.settings.state_dict_config == FullStateDictConfig(
+        offload_to_cpu=found.settings.state_dict_config.offload_to_cpu
+    )
+
+
 def _put(unit: nn.Module, settings: StateDictSettings | None) -> None:
     if earlier := _IN_FORCE.pop(unit, None):
         earlier.end()
@@ -352,7 +360,10 @@ def _named_state(
     if not keeps:
         return {}
     groups = [
-        {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": [names[i] for i in group["params"]]}
+        {
+            **copy.deepcopy({k: v for k, v in group.items() if k != "params"}),
+            "params": [names[i] for i in group["params"]],
+        }
         for group in given["param_groups"]
     ]
     return {"state": named, "param_groups": groups}
@@ -402,10 +413,12 @@ def _state_by_position(
 
 
 def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
-    is_full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
-    if not (is_full and isinstance(parameter, DTensor)):
+    """In memory of its own: an optimizer steps in the tensors that it loads."""
+    if not isinstance(value, torch.Tensor):
         return value
-    return laid_out_as(parameter, own_part(parameter, value.detach()).clone())
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+        return laid_out_as(parameter, own_part(parameter, value.detach()).clone())
+    return value.detach().clone()
 
 
 # Of a named state dict: its groups, and its state as (name, key, value).
@@ -445,7 +458,7 @@ def _sent_by_rank_0(given: Mapping[str, Any] | None) -> _Entries:
     return sent[0], values()
 
 
-_OPTIONS = "StateDictOptions(full_state_dict=True, cpu_offload=True)` of torch.distributed.checkpoint.state_dict"
+_OPTIONS = "StateDictOptions(full_state_dict=True, cpu_offload=True))` of torch.distributed.checkpoint.state_dict"
 _MODEL = f"write `get_model_state_dict(model, options={_OPTIONS}"
 _SAVES = f"write `get_optimizer_state_dict(model, optim, options={_OPTIONS}"
 _LOADS = f"write `set_optimizer_state_dict(model, optim, state, options={_OPTIONS}"

@@ -196,8 +196,8 @@ def check_loading() -> None:
             target, given = (model, given) if whole else (model.decoder, strip(given))
             assert not any(target.load_state_dict(given, **options))
         assert_same(full(model.state_dict()), dict(state))
-        for value in given.values():
-            value.zero_()
+        for name in dict(target.named_parameters()):  # with `assign` torch takes buffers themselves
+            given[name].zero_()
         assert_same(full(model.state_dict()), dict(state), "the model follows the state dict")
         if not options.get("assign"):
             step(model, optimizer)
@@ -218,12 +218,6 @@ def check_loading() -> None:
         assert texts[0] == texts[1]
         found = build(by_us).load_state_dict({**state, "more": torch.zeros(1)}, strict=False)
         assert found.unexpected_keys == ["more"] and not found.missing_keys
-
-    def check_sharded_tensors() -> None:
-        from torch.distributed._shard.sharded_tensor import init_from_local_shards
-
-        theirs = init_from_local_shards([], (11, 6)) if False else None
-        assert theirs is None
 
     for_each(check_misfits, {"misfits": ()})
 
@@ -303,13 +297,18 @@ def check_optimizer() -> None:
             plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             step(model, plain)
             of_plain = FSDP.optim_state_dict(model, plain)
-            assert_same(FSDP.shard_full_optim_state_dict(of_plain, model)["param_groups"][0]["params"], list(range(13)))
+            assert_same(
+                FSDP.shard_full_optim_state_dict(of_plain, model)["param_groups"][0]["params"],
+                list(range(len(list(model.parameters())))),
+            )
             # to another key, with an unsharded model, as FSDP1's own function does it
             single = Model()
             of_single = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.9)
             rekeyed = FSDP.rekey_optim_state_dict(of_plain, torch.distributed.fsdp.OptimStateKeyType.PARAM_ID, single)
             of_single.load_state_dict(rekeyed)
-            momenta = {n: of_single.state[p]["momentum_buffer"] for n, p in single.named_parameters() if p in of_single.state}
+            momenta = {
+                n: of_single.state[p]["momentum_buffer"] for n, p in single.named_parameters() if p in of_single.state
+            }
             assert_same(momenta, {n: of_plain["state"][n]["momentum_buffer"] for n in momenta})
 
     def check_refused() -> None:
@@ -371,7 +370,7 @@ def check_methods() -> None:
         results = []
         for shard, under in ((as_fsdp1, nullcontext), (by_us, FSDP2)):
             torch.manual_seed(0)
-            model = Model().double()
+            model = Model()
             shard(model, "cpu")
             with under():
                 results.append(clipped(model, max_norm, norm_type))
@@ -414,12 +413,15 @@ def check_class() -> None:
         assert FSDP.__name__ == "FullyShardedDataParallel" and FSDP.__module__ == real.__module__
         # what torch and Composer see is as before
         assert of_torch.FSDP is real and not isinstance(root, of_torch.FSDP)
-        assert not of_torch.FSDP.fsdp_modules.__name__ != "fsdp_modules"
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(model, options=options)
         assert bool(state) == (dist.get_rank() == 0)
         get_optimizer_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert accelerate.utils.extract_model_from_parallel(root) is root
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="write `if` for `while`"):
+                while isinstance(root, FSDP):
+                    root = root.module
         # FSDP1's own objects are FSDP1's
         theirs = FSDP(nn.Linear(3, 4), device_id=torch.device("cpu"), use_orig_params=True)
         assert type(theirs) is real and isinstance(theirs, FSDP) and isinstance(theirs, real)
@@ -472,6 +474,49 @@ def test_plain_save(tmp_path: Path):
 
 
 def check_save_pretrained(folder: str) -> None:
-    from test_full_params import sharded  # the same model  # noqa: F401
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    from composer_fsdp2 import prepare_fully_shard
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=16, n_head=2, n_layer=2, n_positions=32, vocab_size=67, use_cache=False)
+    inner = GPT2LMHeadModel(config)
+    inner.fsdp_wrap_fn = lambda module: isinstance(module, GPT2Block)
+    expected = {name: value.detach().clone() for name, value in inner.state_dict().items()}
+    model = nn.ModuleList([inner])
+    prepare_fully_shard(model, None, {"mixed_precision": "FULL"}, device="cpu")
+
+    def check(name: str, context: Callable[[], AbstractContextManager[None]], is_given: bool | None) -> None:
+        path = f"{folder}/{name}"
+        with FSDP2():
+            with context():
+                state = inner.state_dict() if is_given else None
+                if is_given is None:
+                    inner.save_pretrained(f"{path}{dist.get_rank() or ''}")
+                elif dist.get_rank() == 0:
+                    inner.save_pretrained(path, state_dict=state)
+            dist.barrier()
+        loaded = GPT2LMHeadModel.from_pretrained(path)
+        assert loaded.lm_head.weight is loaded.transformer.wte.weight
+        assert_same(dict(loaded.state_dict()), expected)
+
+    whole = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    for_each(
+        check,
+        {
+            "full": ("full", lambda: FSDP.state_dict_type(model, FULL, whole), True),
+            "full, bare": ("bare_full", lambda: FSDP.state_dict_type(model, FULL), None),
+            "summoned": ("summoned", lambda: FSDP.summon_full_params(model, writeback=False), False),
+        },
+    )
+    with FSDP2():
+        for options in ({}, {"safe_serialization": False}, {"state_dict": inner.state_dict()}):
+            with pytest.raises(RuntimeError, match=r"save_pretrained of a GPT2LMHeadModel.*summon_full_params"):
+                inner.save_pretrained(f"{folder}/bare", **options)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_save_pretrained(tmp_path: Path):
+    """A directory for from_pretrained, written in each of the ways that scripts have: bare, it held rank 0's shards."""
+    run_ranks(check_save_pretrained, 2, str(tmp_path))
