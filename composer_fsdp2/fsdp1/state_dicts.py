@@ -8,7 +8,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -436,26 +436,33 @@ def _sent_by_rank_0(given: Mapping[str, Any] | None) -> _Entries:
     """Rank 0's. Called on all ranks; a broadcast of the names and numbers, and one for each tensor as it is read."""
     is_first, device = dist.get_rank() == 0, device_of_group()
     groups, entries = _entries(given if is_first and given else {})
-    tensors: list[torch.Tensor] = []
-    described = []
-    for name, key, value in entries:
-        is_sent = isinstance(value, torch.Tensor) and value.dim() > 0
-        described.append((name, key, (value.shape, value.dtype) if is_sent else value, is_sent))
-        if is_sent:
-            tensors.append(value)
-    sent = [groups, described]
+    own = list(entries)
+    sent: list[Any] = [groups, [(name, key, _described(value)) for name, key, value in own]]
     dist.broadcast_object_list(sent, src=0)
 
     def values() -> Iterator[tuple[str, str, Any]]:
-        waiting = iter(tensors)
-        for name, key, value, is_tensor in sent[1]:
-            if is_tensor:
-                shape, dtype = value
-                value = next(waiting).to(device) if is_first else torch.empty(shape, dtype=dtype, device=device)
-                dist.broadcast(value, src=0)
-            yield name, key, value
+        for place, (name, key, value) in enumerate(sent[1]):
+            if isinstance(value, _Tensor):
+                full = (
+                    own[place][2].to(device) if is_first else torch.empty(value.shape, dtype=value.dtype, device=device)
+                )
+                dist.broadcast(full, src=0)
+                yield name, key, full
+            else:
+                yield name, key, value
 
     return sent[0], values()
+
+
+class _Tensor(NamedTuple):
+    """A tensor that is sent after its description."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _described(value: Any) -> Any:
+    return _Tensor(value.shape, value.dtype) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 _OPTIONS = "StateDictOptions(full_state_dict=True, cpu_offload=True))` of torch.distributed.checkpoint.state_dict"
