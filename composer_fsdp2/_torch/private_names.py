@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
+from torch.distributed._shard import sharded_tensor as _sharded_tensor
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrappers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 ActivationWrapper, CheckpointImpl = _wrappers.ActivationWrapper, _wrappers.CheckpointImpl
 checkpoint_wrapper, offload_wrapper = _wrappers.checkpoint_wrapper, _wrappers.offload_wrapper
+ShardedTensor = _sharded_tensor.ShardedTensor  # type: ignore[attr-defined]
 # The base of all batch norms, which FSDP1 kept out of mixed precision.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 # What torch.save calls to rebuild a tensor.

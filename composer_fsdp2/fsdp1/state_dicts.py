@@ -45,10 +45,14 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 class _InForce:
-    """The state dict type of one unit, with the hooks that carry it out."""
+    """The state dict type of one unit, with the hooks that carry it out.
 
-    def __init__(self, unit: nn.Module, settings: StateDictSettings) -> None:
-        self.settings = settings
+    Args:
+        keeps: Whether this rank returns full values.
+    """
+
+    def __init__(self, unit: nn.Module, settings: StateDictSettings, keeps: bool) -> None:
+        self.settings, self.keeps = settings, keeps
         self._hooks = (
             unit.register_state_dict_pre_hook(_rest),
             unit.register_state_dict_post_hook(_present),
@@ -59,7 +63,7 @@ class _InForce:
             hook.remove()
 
 
-# By unit; a unit that is not here has no type: its state dict holds the DTensors that torch's own functions expect.
+# By unit. A unit without a type returns DTensors, which torch's own functions expect.
 _IN_FORCE: WeakKeyDictionary[nn.Module, _InForce] = WeakKeyDictionary()
 
 
@@ -85,16 +89,19 @@ def set_state_dict_type(
     if state_dict_type not in _CONFIGS:
         raise UnsupportedError(
             f"{state_dict_type}: flat parameters, which fully_shard does not have; write "
-            "StateDictType.SHARDED_STATE_DICT with ShardedStateDictConfig, which gives each rank its own shards too"
+            "StateDictType.SHARDED_STATE_DICT with ShardedStateDictConfig, where each rank saves its own shards too"
         )
-    given, settings = (state_dict_config, optim_state_dict_config), []
-    for config, expected in zip(given, _CONFIGS[state_dict_type], strict=True):
+    of_model, of_optimizer = _CONFIGS[state_dict_type]
+    for config, expected in ((state_dict_config, of_model), (optim_state_dict_config, of_optimizer)):
         if config is not None and type(config) is not expected:
             raise CallError(f"{state_dict_type} takes a {expected.__name__}, and got a {type(config).__name__}")
-        settings.append(expected() if config is None else config)
+    settings = StateDictSettings(
+        state_dict_type, state_dict_config or of_model(), optim_state_dict_config or of_optimizer()
+    )
     before = get_state_dict_type(module)
+    keeps = _keeps_full_values(module, settings.state_dict_config)
     for unit in fsdp_modules(module):
-        _put(unit, StateDictSettings(state_dict_type, *settings))
+        _put(unit, settings, keeps)
     return before
 
 
@@ -119,13 +126,13 @@ def state_dict_type(
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
     """``set_state_dict_type`` for the length of a with block, also if the block raises."""
-    before = {unit: _IN_FORCE[unit].settings if unit in _IN_FORCE else None for unit in fsdp_modules(module)}
+    before = {unit: _IN_FORCE.get(unit) for unit in fsdp_modules(module)}
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
-        for unit, settings in before.items():
-            _put(unit, settings)
+        for unit, earlier in before.items():
+            _put(unit, earlier and earlier.settings, earlier is None or earlier.keeps)
 
 
 def returns_full_values(unit: nn.Module) -> bool:
@@ -136,11 +143,11 @@ def returns_full_values(unit: nn.Module) -> bool:
     )
 
 
-def _put(unit: nn.Module, settings: StateDictSettings | None) -> None:
+def _put(unit: nn.Module, settings: StateDictSettings | None, keeps: bool) -> None:
     if earlier := _IN_FORCE.pop(unit, None):
         earlier.end()
     if settings is not None:
-        _IN_FORCE[unit] = _InForce(unit, settings)
+        _IN_FORCE[unit] = _InForce(unit, settings, keeps)
 
 
 def _rest(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -166,11 +173,10 @@ def _present(unit: nn.Module, state_dict: dict[str, Any], prefix: str, local_met
 
     As under FSDP1, a rank that keeps nothing keeps the entries of modules outside of all units.
     """
-    settings = _IN_FORCE[unit].settings if unit in _IN_FORCE else None  # a copy of a unit has its hooks alone
-    if settings is None or _called_for_shards():
+    found = _IN_FORCE.get(unit)  # None for a copy of a unit, which has its hooks alone
+    if found is None or _called_for_shards():
         return
-    config, is_full = settings.state_dict_config, settings.state_dict_type is FULL
-    keeps = _keeps_full_values(unit, getattr(config, "rank0_only", False))
+    config, is_full, keeps = found.settings.state_dict_config, found.settings.state_dict_type is FULL, found.keeps
     parameters = {without_wrappers(name): each for name, each in unit.named_parameters(remove_duplicate=False)}
     tied: dict[nn.Parameter, torch.Tensor] = {}
     for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -190,19 +196,18 @@ def _present(unit: nn.Module, state_dict: dict[str, Any], prefix: str, local_met
             del state_dict[key]
 
 
-def _keeps_full_values(module: nn.Module, rank0_only: bool) -> bool:
+def _keeps_full_values(model: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
     """Whether this rank returns full values; with ``rank0_only`` the first rank of each replica, as under FSDP1."""
-    if not rank0_only:
+    if not getattr(config, "rank0_only", False):
         return True
-    sharded = next((each for each in module.parameters() if isinstance(each, DTensor)), None)
-    if sharded is None:
-        return dist.get_rank() == 0
-    mesh = sharded.device_mesh
-    return not any(mesh.get_local_rank(axis) for axis in splitting_axes(sharded) or range(mesh.ndim))
+    reshard(model)
+    sharded = [each for each in model.parameters() if isinstance(each, DTensor)]
+    axes = {(each.device_mesh, axis) for each in sharded for axis in splitting_axes(each)}
+    return not any(mesh.get_local_rank(axis) for mesh, axis in axes) if axes else dist.get_rank() == 0
 
 
 def _full_copy(value: DTensor, *, to_cpu: bool, keeps: bool = True) -> torch.Tensor:
-    """The full tensor, in memory of its own. Called on all ranks of the mesh."""
+    """The full tensor, which shares no memory with the shard. Called on all ranks of the mesh."""
     full = gather_full(value)
     if not keeps:
         return full
@@ -229,7 +234,7 @@ def optim_state_dict(
     """The optimizer's state by parameter name, under the state dict type of ``model``.
 
     Args:
-        optim_state_dict: To be converted in place of ``optim.state_dict()``.
+        optim_state_dict: Converted instead of ``optim.state_dict()``.
         group: FSDP1's; the parameters know their mesh.
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``; with ``rank0_only`` an empty dict
@@ -318,7 +323,7 @@ def _parameters_of(
     if optim is not None:
         return [parameter for group in optim.param_groups for parameter in group["params"]]
     if optim_input is not None or model is None:
-        raise UnsupportedError("optim_input: holds the parameters from before sharding; pass optim=optimizer instead")
+        raise UnsupportedError("optim_input lists the parameters from before sharding; pass optim=optimizer instead")
     reshard(model)
     return list(model.parameters())
 
@@ -345,7 +350,7 @@ def _named_state(
             lambda gathered: f"optimizer state of {gathered}",
             CallError,
         )
-    keeps = _keeps_full_values(model, getattr(config, "rank0_only", False))
+    keeps = _keeps_full_values(model, config)
     named: dict[str, dict[str, Any]] = {}
     for place, values in state.items():
         of_parameter = named[names[place]] = {}
@@ -370,7 +375,7 @@ def _named_state(
 
 
 def _refuse_unknown_shard(name: str, key: str, value: Any, parameter: nn.Parameter) -> None:
-    """An optimizer that keeps a plain tensor of the shard's shape keeps a part, and nothing tells which."""
+    """Raise for a plain tensor of the shard's shape: a part of a full one, without its offset."""
     if (
         isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
@@ -413,7 +418,7 @@ def _state_by_position(
 
 
 def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
-    """In memory of its own: an optimizer steps in the tensors that it loads."""
+    """A copy, since an optimizer steps in the tensors that it loads."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:

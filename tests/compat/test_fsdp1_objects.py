@@ -141,7 +141,7 @@ def check_full_state_dict() -> None:
             ours.load_state_dict(state)
             FSDP.set_state_dict_type(ours, earlier.state_dict_type, earlier.state_dict_config)
             assert_same(dict(ours.state_dict()), dict(single.state_dict()))
-            # torch's and Composer's own functions go on as without a type
+            # torch's and Composer's functions are not affected
             of_torch = get_model_state_dict(ours)
             assert isinstance(of_torch["decoder.head.weight"], DTensor)
             with FSDP.state_dict_type(ours, SHARDED):
@@ -345,7 +345,7 @@ def test_optimizer_state():
 
 
 def clipped(model: Model, max_norm: float, norm_type: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """Two microbatches, the first one's gradients kept unreduced, then clipping, as a script's own loop does it."""
+    """Two microbatches, the first one's gradients kept unreduced, then clipping, as in a script's loop."""
     model.zero_grad()
     clips = [each for each in model.modules() if isinstance(each, FSDP) and each.check_is_root()]
     assert clips == [model.decoder] == FSDP.fsdp_modules(model, root_only=True)
@@ -447,8 +447,8 @@ def check_class() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_isinstance():
-    """`if isinstance(module, FSDP): module.clip_grad_norm_(1.0)` is how scripts find what is sharded: the branch was
-    skipped, without a word."""
+    """`if isinstance(module, FSDP): module.clip_grad_norm_(1.0)` finds the sharded modules in scripts: the branch was
+    skipped, without an error."""
     run_ranks(check_class, 2)
 
 
@@ -523,5 +523,5 @@ def check_save_pretrained(folder: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_save_pretrained(tmp_path: Path):
-    """A directory for from_pretrained, written in each of the ways that scripts have: bare, it held rank 0's shards."""
+    """A directory for from_pretrained, by each idiom of scripts: a bare call failed, or saved rank 0's shards."""
     run_ranks(check_save_pretrained, 2, str(tmp_path))

@@ -14,17 +14,24 @@ from support.training import FULL, HSDP_2X2, adamw
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from composer_fsdp2 import prepare_fully_shard
 
 FULL_TYPE = StateDictType.FULL_STATE_DICT
+TENSOR = {
+    "tensor_parallel_degree": 2,
+    "layer_plan": {"decoder.blocks.0.fc_in": ColwiseParallel(), "decoder.blocks.0.fc_out": RowwiseParallel()},
+}
 
 
 def build(config: dict[str, Any] | None = None, seed: int = 0, **options: Any) -> tuple[Model, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = Model(**options)
     if config is not None:
-        prepare_fully_shard(model, None, FULL | config, device="cpu")
+        config = dict(config)
+        tensor = config.pop("tensor_parallel", None) and TENSOR
+        prepare_fully_shard(model, None, FULL | config, device="cpu", tensor_parallel=tensor)
     optimizer = adamw(model)
     model(tokens(seed)).square().mean().backward()
     optimizer.step()
@@ -68,9 +75,16 @@ def check_round_trip(config: dict[str, Any], savers: list[int]) -> None:
     torch.testing.assert_close(osd["state"], kept["state"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("config", "world_size", "savers"), [({}, 2, [0]), ({"sharding_strategy": "NO_SHARD"}, 2, [0]), (HSDP_2X2, 4, [0, 2])]
-)
-def test_round_trip(config: dict[str, Any], world_size: int, savers: list[int]):
+LAYOUTS = {
+    "shards": ({}, 2, [0]),
+    "NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, 2, [0]),
+    "replicas": (HSDP_2X2, 4, [0, 2]),
+    "tensor parallel": ({"tensor_parallel": True}, 4, [0]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_round_trip(layout: str):
     """With rank0_only the first rank of each replica has the state dict, as under FSDP1; ties stay one tensor."""
+    config, world_size, savers = LAYOUTS[layout]
     run_ranks(check_round_trip, world_size, config, savers)
