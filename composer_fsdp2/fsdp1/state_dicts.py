@@ -132,7 +132,7 @@ def state_dict_type(
         yield
     finally:
         for unit, earlier in before.items():
-            _put(unit, earlier and earlier.settings, earlier is None or earlier.keeps)
+            _put(unit, None if earlier is None else earlier.settings, earlier is None or earlier.keeps)
 
 
 def returns_full_values(unit: nn.Module) -> bool:

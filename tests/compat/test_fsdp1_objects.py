@@ -456,12 +456,14 @@ def test_isinstance():
 
 
 def check_plain_save(folder: str) -> list[str]:
+    from composer_fsdp2.compat import fsdp2
+
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("composer_fsdp2").addHandler(handler)
     model, _ = model_and_optimizer(by_us)
-    with FSDP2():
+    with fsdp2():  # torch.save is a name in a module that the oracle's FSDP2 passes over
         torch.save({"model": get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))}, io.BytesIO())
         torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)
         assert not lines
