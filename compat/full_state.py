@@ -1,74 +1,119 @@
-"""Callbacks that ask FSDP1 for full state (LLM Foundry's MonolithicCheckpointSaver)."""
+"""FSDP1's objects in scripts and callbacks: its class, its state dict types, its forms of optimizer state."""
 
 import contextlib
+import copyreg
+import functools
+import inspect
+import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.sharding.sharded import is_sharded, reshard
+from composer_fsdp2.fsdp1.attributes import say_what_replaces
+from composer_fsdp2.fsdp1.state_dicts import STATIC_METHODS
+from composer_fsdp2.sharding.placements import splitting_axes
+from composer_fsdp2.sharding.sharded import is_sharded
 
 from .seams import seam
 
+# For these a module is FSDP1's only if it is: they unwrap it, or choose FSDP1's functions for it.
+_KNOW_FSDP1_ONLY = ("torch", "composer", "composer_fsdp2", "accelerate", "transformers", "peft")
+
+
+def _is_script(caller: FrameType) -> bool:
+    return str(caller.f_globals.get("__name__")).partition(".")[0] not in _KNOW_FSDP1_ONLY
+
+
+class _SeesUnits(type):
+    """The type of the class that scripts see; ``isinstance`` in a script is true for modules that we sharded."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if cls is not _of_scripts():
+            return type.__instancecheck__(cls, instance)
+        is_unit = isinstance(instance, FSDPModule) and _is_script(sys._getframe(1))
+        return is_unit or isinstance(instance, FullyShardedDataParallel)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        if cls is not _of_scripts():
+            return type.__subclasscheck__(cls, subclass)
+        is_unit = issubclass(subclass, FSDPModule) and _is_script(sys._getframe(1))
+        return is_unit or issubclass(subclass, FullyShardedDataParallel)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """FSDP1's own object, which torch knows."""
+        return FullyShardedDataParallel(*args, **kwargs) if cls is _of_scripts() else super().__call__(*args, **kwargs)
+
+
+@functools.cache
+def _of_scripts() -> type:
+    names = {name: getattr(FullyShardedDataParallel, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return _SeesUnits(FullyShardedDataParallel.__name__, (FullyShardedDataParallel,), names)
+
+
+def _by_name(cls: type) -> Any:
+    """For pickle: the public name, or that of a script's subclass."""
+    return (
+        (pkgutil.resolve_name, ("torch.distributed.fsdp:FullyShardedDataParallel",))
+        if cls is _of_scripts()
+        else (cls.__qualname__)
+    )
+
+
+copyreg.pickle(_SeesUnits, _by_name)
+
 
 @seam(
-    "composer.core.state",
-    "fsdp_state_dict_type_context",
-    why="LLM Foundry's MonolithicCheckpointSaver asks FSDP1 for full state, which raised KeyError or AttributeError",
+    "torch.distributed.fsdp",
+    "FullyShardedDataParallel",
+    why="isinstance(module, FullyShardedDataParallel) was false in scripts, which then left out clipping or saving",
+    leaves=("torch", "composer", "composer_fsdp2"),
 )
-@contextlib.contextmanager
-def state_dict_type_context(
-    original: Callable[..., Any], module: torch.nn.Module, state_dict_type: str = "full"
-) -> Iterator[None]:
-    """``composer.core.state.fsdp_state_dict_type_context``: with 'full', state is full, in host memory, on rank 0."""
-    if not is_sharded(module):
-        with original(module, state_dict_type):
-            yield
-        return
-    reshard(module)
-    if state_dict_type != "full":
-        yield
-        return
-    hook = module.register_state_dict_post_hook(_gather_full_values)
-    token = _asks_for_full.set(True)
-    try:
-        yield
-    finally:
-        _asks_for_full.reset(token)
-        hook.remove()
-
-
-def _gather_full_values(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """A hook on ``state_dict``: full values, on rank 0 alone. Called on all ranks; gathers one tensor at a time."""
-    for name, value in list(state_dict.items()):
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        if dist.get_rank() == 0:
-            state_dict[name] = full.cpu() if isinstance(full, torch.Tensor) else full
-        else:
-            del state_dict[name]
-
-
-# Whether a block asks for full state. Of this context, since FSDP1's function is told of none.
-_asks_for_full = ContextVar("asks_for_full", default=False)
+def class_of_scripts(original: type) -> type:
+    """FSDP1's class under its public name, and wherever a script has imported it before ``install``."""
+    return _of_scripts()
 
 
 @seam(
     "torch.distributed.fsdp.fully_sharded_data_parallel",
-    "FullyShardedDataParallel.optim_state_dict",
-    why="LLM Foundry's MonolithicCheckpointSaver asks it for full optimizer state; it knows FSDP1's modules only",
+    *(f"FullyShardedDataParallel.{name}" for name in STATIC_METHODS),
+    why="scripts and LLM Foundry's MonolithicCheckpointSaver call them, and FSDP1's raise KeyError or AttributeError",
 )
-def optim_state_dict(
-    original: Callable[..., Any], model: torch.nn.Module, optim: torch.optim.Optimizer, *args: Any, **kwargs: Any
-) -> dict[str, Any]:
-    """``FullyShardedDataParallel.optim_state_dict``; within ``fsdp_state_dict_type_context`` of a sharded model."""
-    if not (_asks_for_full.get() and is_sharded(model)):
-        found: dict[str, Any] = original(model, optim, *args, **kwargs)
-        return found
-    return get_optimizer_state_dict(model, optim, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def static_method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A static method of FSDP1's class: ours for a model that ``fully_shard`` sharded, and that has no FSDP1 in it."""
+    name = original.__name__
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    model: nn.Module = given["model"] if "model" in given else given["module"]
+    is_of_fsdp1 = any(isinstance(each, FullyShardedDataParallel) for each in model.modules())
+    # torch's own functions for checkpoints choose FSDP1's way where they find its modules.
+    is_inside = name == "fsdp_modules" and not _is_script(sys._getframe(2))
+    if is_of_fsdp1 or is_inside or not is_sharded(model):
+        return original(*args, **kwargs)
+    ours, instead = STATIC_METHODS[name]
+    say_what_replaces(f"FullyShardedDataParallel.{name}", instead)
+    return ours(*args, **kwargs)
+
+
+@seam(
+    "torch.serialization",
+    "save",
+    why="torch.save(model.state_dict()) wrote rank 0's shards, without a word, where FSDP1's was full",
+)
+def save(original: Callable[..., Any], obj: object, *args: Any, **kwargs: Any) -> None:
+    """``torch.save``, which warns once of shards in a dict."""
+    values = obj.values() if isinstance(obj, dict) else ()
+    inner = (each for value in values for each in (value.values() if isinstance(value, dict) else (value,)))
+    if any(isinstance(each, DTensor) and splitting_axes(each) for each in inner):
+        say_what_replaces("torch.save(model.state_dict())", f"it saves this rank's shards alone; {_SAVE_FULL}")
+    original(obj, *args, **kwargs)
+
+
+_SAVE_FULL = STATIC_METHODS["state_dict_type"][1]
 
 
 # Whether algorithms' shards go into a state dict as they are: an argument of ``State.state_dict``, which takes none.

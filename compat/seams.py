@@ -27,15 +27,22 @@ class Seam:
         name: ``function``, or ``Class.method``.
         replacement: Called with the original and then with what that would have been called with.
         why: What goes wrong without it (read and measured on Composer 0.32.1).
+        leaves: Packages whose modules keep the original under their own names.
     """
 
     module: str
     name: str
     replacement: Callable[..., Any]
     why: str
+    leaves: tuple[str, ...] = ()
 
     def around(self, original: Any) -> Any:
-        """What takes the original's place; for the raw descriptor of a class or static method, such a descriptor."""
+        """What takes the original's place; for the raw descriptor of a class or static method, such a descriptor.
+
+        For a class, what the replacement returns: it is called with the class, once.
+        """
+        if isinstance(original, type):
+            return self.replacement(original)
         if isinstance(original, classmethod | staticmethod):
             return type(original)(self.around(original.__func__))
 
@@ -49,11 +56,11 @@ class Seam:
 _SEAMS: list[Seam] = []
 
 
-def seam(module: str, *names: str, why: str) -> Callable[[F], F]:
+def seam(module: str, *names: str, why: str, leaves: tuple[str, ...] = ()) -> Callable[[F], F]:
     """The decorated function takes the place of ``names`` in ``module``; see ``Seam`` for what it is called with."""
 
     def note(replacement: F) -> F:
-        _SEAMS.extend(Seam(module=module, name=name, replacement=replacement, why=why) for name in names)
+        _SEAMS.extend(Seam(module=module, name=name, replacement=replacement, why=why, leaves=leaves) for name in names)
         return replacement
 
     return note
@@ -79,13 +86,13 @@ def replace(seams: Sequence[Seam]) -> list[Replacement]:
     replacements = [
         Replacement(each, original, each.around(original)) for each, original in zip(seams, originals, strict=True)
     ]
-    _rebind([(each.seam, each.original, each.new) for each in replacements])
+    _rebind([(each.seam, each.original, each.new, each.seam.leaves) for each in replacements])
     return replacements
 
 
 def put_back(replacements: Sequence[Replacement]) -> None:
     """Undo ``replace``, also in modules that were imported in between."""
-    _rebind([(each.seam, each.new, each.original) for each in replacements])
+    _rebind([(each.seam, each.new, each.original, ()) for each in replacements])
 
 
 def _owner(seam: Seam) -> Any:
@@ -99,18 +106,24 @@ def _attribute(seam: Seam) -> str:
     return seam.name.rpartition(".")[2]
 
 
-def _rebind(changes: Sequence[tuple[Seam, Any, Any]]) -> None:
-    """Set what each change's seam names, and every other binding of the old function, to the new one."""
-    functions: dict[int, Any] = {}
-    for seam_, old, new in changes:
+def _rebind(changes: Sequence[tuple[Seam, Any, Any, tuple[str, ...]]]) -> None:
+    """Set what each change's seam names, and every other binding of the old function or class, to the new one.
+
+    Args:
+        changes: The seam, the old, the new, and the packages whose modules are left alone.
+    """
+    functions: dict[int, tuple[Any, tuple[str, ...]]] = {}
+    for seam_, old, new, leaves in changes:
         owner = _owner(seam_)
         setattr(owner, _attribute(seam_), new)
         if isinstance(owner, ModuleType):
-            functions[id(old)] = new
+            functions[id(old)] = new, leaves
     # `from composer.distributed import prepare_fsdp_module` binds the function itself, under this name or another.
     # Thousands of modules, so they are gone through once for all changes.
     for module in list(sys.modules.values()):
         bindings = getattr(module, "__dict__", None)
         if isinstance(bindings, dict) and isinstance(module, ModuleType):
             for name in [name for name, value in list(bindings.items()) if id(value) in functions]:
-                setattr(module, name, functions[id(bindings[name])])
+                new, leaves = functions[id(bindings[name])]
+                if module.__name__.partition(".")[0] not in leaves:
+                    setattr(module, name, new)

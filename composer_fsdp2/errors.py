@@ -51,6 +51,13 @@ class CheckpointError(ComposerFSDP2Error, ValueError, RuntimeError):
     """
 
 
+class CallError(ComposerFSDP2Error, RuntimeError):
+    """A method of FSDP1's class is called on the wrong module, or with arguments that do not fit each other.
+
+    A RuntimeError, as FSDP1 raised.
+    """
+
+
 class RanksDivergedError(ComposerFSDP2Error, RuntimeError):
     """Ranks are at different collectives, or one did not arrive; names where each of them is.
 

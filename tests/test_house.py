@@ -61,7 +61,7 @@ ROOMS = {
     ),
     "sharding": room(
         "__init__ agree long_work buffers classes dtypes modules activations placements optimizer root_record sharded "
-        "ties frozen hosts materialize meshes units select plan decide split apply",
+        "ties frozen hosts materialize meshes units select plan decide split full_values apply",
         rooms="errors config _torch",
         packages="torch",
     ),
@@ -83,7 +83,7 @@ ROOMS = {
         packages="torch",
     ),
     "fsdp1": room(
-        "__init__ attributes objects parsing policy_words parallel_words children experts keys policies "
+        "__init__ state_dicts attributes objects parsing policy_words parallel_words children experts keys policies "
         "tensor_words towers "
         "module_settings recomputed hooks read translate",
         rooms="errors config _torch sharding training",

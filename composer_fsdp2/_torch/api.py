@@ -33,6 +33,7 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
         "offload_wrapper",
     ),
     "torch.distributed.fsdp.sharded_grad_scaler": ("ShardedGradScaler",),
+    "torch.distributed._shard.sharded_tensor": ("ShardedTensor",),
     "torch.distributed._functional_collectives": ("AsyncCollectiveTensor", "all_reduce"),
     "torch.distributed.tensor._dtensor_spec": ("DTensorSpec",),
     "torch.distributed.tensor.placement_types": ("_StridedShard",),

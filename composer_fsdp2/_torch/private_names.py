@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard import sharded_tensor as _sharded_tensor
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrappers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 ActivationWrapper, CheckpointImpl = _wrappers.ActivationWrapper, _wrappers.CheckpointImpl
 checkpoint_wrapper, offload_wrapper = _wrappers.checkpoint_wrapper, _wrappers.offload_wrapper
+ShardedTensor = _sharded_tensor.ShardedTensor  # type: ignore[attr-defined]
 # The base of all batch norms, which FSDP1 kept out of mixed precision.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 # What torch.save calls to rebuild a tensor.
@@ -125,13 +127,16 @@ def custom_loading(model: nn.Module) -> dict[str, str]:
     }
 
 
+_NOT_THE_USERS = ("torch.nn.modules.", "torch.distributed.", "composer_fsdp2.sharding.full_values")
+
+
 def _loading_code(module: nn.Module) -> Iterator[Any]:
     """The functions of a module that are not torch's."""
     pre_hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
     for code in (module._load_from_state_dict, *pre_hooks, *module._load_state_dict_post_hooks.values()):
         function = getattr(code, "func", code)  # a partial's
         # Sharding and checkpoint wrappers hook in too, and BatchNorm reads files of torch 0.4.
-        if not getattr(function, "__module__", "").startswith(("torch.nn.modules.", "torch.distributed.")):
+        if not getattr(function, "__module__", "").startswith(_NOT_THE_USERS):
             yield function
 
 

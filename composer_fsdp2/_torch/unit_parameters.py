@@ -62,6 +62,12 @@ def parameters_of_unit(unit: FSDPModule) -> list[UnitParameter]:
     return found
 
 
+def owners_of_unit(unit: FSDPModule) -> list[nn.Module]:
+    """The modules in which a unit's parameters are registered; also before the unit is ready for a forward."""
+    infos = [parameter._module_info for group in groups_of(state_of(unit)) for parameter in group.fsdp_params]
+    return list(dict.fromkeys(owner for info in infos for owner in (info.module, *info.shared_modules)))
+
+
 def has_unreduced_gradients(unit: FSDPModule) -> bool:
     """Whether gradients of the unit wait for a later microbatch to be communicated."""
     return any(

@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
-from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
+from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2.checkpoint.names import canonical
 from composer_fsdp2.comparing.run_record import Fingerprint, Settings
+from composer_fsdp2.sharding.full_values import gather_full
 
 PARAMETER = "parameter"
 # Of one tensor: what it is, and the parameter it belongs to.
@@ -159,22 +160,12 @@ def full_tensors(
         elif not all(key in each for each in sizes):
             notes.append(f"{key[0]} of {key[1]} is not on every rank, and was not compared")
         else:
-            yield key, _on_cpu(_full(part.tensor))
+            yield key, _on_cpu(gather_full(part.tensor) if isinstance(part.tensor, DTensor) else part.tensor)
     numbers: dict[Key, float] = {}
     for of_rank in _from_all(state.numbers):
         numbers = {**of_rank, **numbers}
     for key, number in numbers.items():
         yield key, torch.tensor([number], dtype=torch.float64)
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local, device_type = local_tensor(tensor), tensor.device_mesh.device_type
-    # What is offloaded to the CPU cannot travel from there where the group is NCCL's.
-    on_mesh: Any = tensor if local.device.type == device_type else with_local_tensor(tensor, local.to(device_type))
-    full: torch.Tensor = on_mesh.full_tensor()
-    return full
 
 
 def _of_flat(

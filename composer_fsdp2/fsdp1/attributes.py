@@ -1,20 +1,28 @@
 """Names that scripts use on modules wrapped by FSDP1, on the modules that ``fully_shard`` leaves where they are."""
 
+import contextlib
 import dis
 import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, cast
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.private_names import ActivationWrapper
+from composer_fsdp2.errors import CallError, UnsupportedError
+from composer_fsdp2.fsdp1.state_dicts import STATIC_METHODS, returns_full_values
+from composer_fsdp2.sharding.sharded import sharded_roots
+from composer_fsdp2.training.clipping import clip_grad_norm_
 from composer_fsdp2.training.full_params import summon_full_params
 
 log = logging.getLogger(__name__)
@@ -23,10 +31,11 @@ _MISSING = object()
 
 # By class: the names that the modules of some instance have for themselves (a child called `module`).
 _TAKEN: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
+_ROOTS: WeakSet[nn.Module] = WeakSet()
 
 
 def open_fsdp1_attributes(model: nn.Module) -> None:
-    """Let scripts written for FSDP1 read ``module``, ``_fsdp_wrapped_module`` and ``summon_full_params`` on units.
+    """Let scripts written for FSDP1 use attributes and methods of its class on units; ``_TABLE`` lists them.
 
     Each logs once what replaces it. A name that the user's class, or a module of it, has for itself is left alone.
 
@@ -38,10 +47,12 @@ def open_fsdp1_attributes(model: nn.Module) -> None:
     The names are entries of the class that ``fully_shard`` made, not of the modules: they are no child and no state,
     and are not copied. Called by ``prepare_fully_shard`` on each rank; does not communicate.
     """
+    _ROOTS.update(root for _, root in sharded_roots(model))
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
         cls = type(unit)
+        _refuse_saving_shards(cls)
         taken = _TAKEN.setdefault(cls, set())
         for name, attribute in _ATTRIBUTES.items():
             is_ours = vars(cls).get(name) is attribute
@@ -66,7 +77,7 @@ def say_what_replaces(name: str, instead: str) -> None:
 class _FSDP1Attribute:
     """An entry of a class that is found only where a module has nothing else under the name."""
 
-    def __init__(self, name: str, value: Callable[[nn.Module], Any], instead: str, *, written_out: bool) -> None:
+    def __init__(self, name: str, value: Callable[[nn.Module], Any], instead: str, written_out: bool) -> None:
         self.name, self.value, self.instead, self.written_out = name, value, instead, written_out
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
@@ -76,8 +87,10 @@ class _FSDP1Attribute:
             # A child, a parameter or a buffer, and what the user's class or a checkpointing wrapper hands on.
             return module.__getattr__(self.name)
         except AttributeError:
-            if self.written_out and not _is_written_out(sys._getframe(1)):
-                raise
+            if self.written_out:
+                if not _is_written_out(sys._getframe(1)):
+                    raise
+                _refuse_endless(sys._getframe(1), self.name)
         say_what_replaces(f"module.{self.name}", self.instead)
         return self.value(module)
 
@@ -85,6 +98,24 @@ class _FSDP1Attribute:
 def _is_written_out(caller: FrameType) -> bool:
     """Whether the caller's source says ``x.name``, rather than ``hasattr(x, "name")``; see [Note: written out]."""
     return dis.opname[caller.f_code.co_code[caller.f_lasti]] in ("LOAD_ATTR", "LOAD_METHOD")
+
+
+# Where a name was read last, as (frame, instruction), how often in a row, and since when.
+_last_read: tuple[tuple[int, int], int, float] = ((0, 0), 0, 0.0)
+_ENDLESS_READS, _ENDLESS_S = 100_000, 10.0
+
+
+def _refuse_endless(caller: FrameType, name: str) -> None:
+    """Raise in ``while isinstance(m, FullyShardedDataParallel): m = m.module``, which would never end."""
+    global _last_read
+    place = (id(caller), caller.f_lasti)
+    before, count, since = _last_read
+    _last_read = (place, count + 1, since) if place == before else (place, 1, time.monotonic())
+    if _last_read[1] % _ENDLESS_READS == 0 and time.monotonic() - _last_read[2] < _ENDLESS_S:
+        raise CallError(
+            f"a loop reads {name} of a module over and over: fully_shard wraps nothing, so that the module is its own "
+            f"{name}; write `if` for `while`, or leave the loop out"
+        )
 
 
 def _wrapped(unit: nn.Module) -> nn.Module:
@@ -101,23 +132,98 @@ def _summon(unit: nn.Module) -> Callable[..., AbstractContextManager[None]]:
     return summon
 
 
-_ATTRIBUTES = {
-    attribute.name: attribute
-    for attribute in (
-        _FSDP1Attribute(
-            "module", _wrapped, "fully_shard wraps nothing, so the module itself is what you hold", written_out=True
-        ),
-        _FSDP1Attribute(
-            "_fsdp_wrapped_module",
-            lambda unit: unit,
-            "fully_shard wraps nothing, so the module itself is what you hold; names of parameters have no such part",
-            written_out=True,
-        ),
-        _FSDP1Attribute(
-            "summon_full_params",
-            _summon,
-            "write `with composer_fsdp2.summon_full_params(module):`",
-            written_out=False,
-        ),
-    )
+def _is_root(unit: nn.Module) -> bool:
+    return unit in _ROOTS
+
+
+def _clip(unit: nn.Module) -> Callable[..., torch.Tensor]:
+    def clip(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        _require_root(unit, "clip_grad_norm_")
+        return clip_grad_norm_(unit, max_norm, norm_type)[""]
+
+    return clip
+
+
+def _no_sync(unit: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        root = cast(FSDPModule, _require_root(unit, "no_sync"))
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    return no_sync
+
+
+def _require_root(unit: nn.Module, name: str) -> nn.Module:
+    if not _is_root(unit):
+        raise CallError(
+            f"{name} of a {type(unit).__name__} inside another unit (FSDP1 refused it too); call the root's"
+        )
+    return unit
+
+
+def _refuse_saving_shards(cls: type) -> None:
+    """Have ``save_pretrained`` of a sharded class refuse shards, of which Hugging Face would write this rank's."""
+    original: Any = getattr(cls, "save_pretrained", None)
+    if not callable(original) or hasattr(original, "refuses_shards"):
+        return
+
+    @functools.wraps(original)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("state_dict") or next((each for each in args if isinstance(each, dict)), None)
+        values = self.parameters() if given is None else given.values()
+        if any(isinstance(each, DTensor) for each in values) and not (given is None and returns_full_values(self)):
+            raise CallError(
+                f"save_pretrained of a {type(self).__name__} whose parameters are sharded: write `with "
+                "composer_fsdp2.summon_full_params(model, writeback=False):` around it, entered on all ranks, or pass "
+                "state_dict=get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+                "cpu_offload=True)), called on all ranks"
+            )
+        return original(self, *args, **kwargs)
+
+    save_pretrained.refuses_shards = True  # type: ignore[attr-defined]
+    cls.save_pretrained = save_pretrained  # type: ignore[attr-defined]
+
+
+def _refuse_comm_hook(unit: nn.Module) -> Callable[..., None]:
+    def register(*args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(
+            "register_comm_hook: fully_shard reduces gradients itself; write reduce_dtype in mixed_precision for "
+            "gradients in low precision, and a hook of the optimizer's step for what changes them after the reduction"
+        )
+
+    return register
+
+
+_IS_THE_MODULE = "fully_shard wraps nothing, so the module itself is what you hold"
+# By name: the value for a unit, what replaces it, and whether only `unit.name` finds it (see [Note: written out]).
+_TABLE: dict[str, tuple[Callable[[nn.Module], Any], str, bool]] = {
+    "module": (_wrapped, _IS_THE_MODULE, True),
+    "_fsdp_wrapped_module": (
+        lambda unit: unit,
+        f"{_IS_THE_MODULE}; names of parameters have no such part",
+        True,
+    ),
+    "summon_full_params": (_summon, "write `with composer_fsdp2.summon_full_params(module):`", False),
+    "clip_grad_norm_": (_clip, "write `composer_fsdp2.clip_grad_norm_(model, max_norm)`", False),
+    "no_sync": (
+        _no_sync,
+        "write `root.set_requires_gradient_sync(False)`, and True before the last microbatch, or call "
+        "composer_fsdp2.begin_microbatch with `gradient_sync` in the configuration",
+        False,
+    ),
+    "check_is_root": (
+        lambda unit: functools.partial(_is_root, unit),
+        "the direct children of the model that prepare_fully_shard got are the roots",
+        False,
+    ),
+    "register_comm_hook": (_refuse_comm_hook, "fully_shard has no such hooks", False),
+    **{
+        name: (functools.partial(lambda function, unit: function, function), instead, False)
+        for name, (function, instead) in STATIC_METHODS.items()
+    },
 }
+_ATTRIBUTES = {name: _FSDP1Attribute(name, *rest) for name, rest in _TABLE.items()}

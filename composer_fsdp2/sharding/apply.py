@@ -25,6 +25,7 @@ from composer_fsdp2._torch.repairs import repair_cpu_collectives
 from composer_fsdp2._torch.slices import parent_mesh
 from composer_fsdp2._torch.strided import keep_strides
 from composer_fsdp2._torch.unit import keeps_what_copies_read, repair_unit
+from composer_fsdp2._torch.unit_parameters import owners_of_unit
 from composer_fsdp2.errors import ComposerFSDP2Error, PlanError, UnsupportedError
 from composer_fsdp2.sharding.activations import turn_off_caches, wrap_activations
 from composer_fsdp2.sharding.agree import agree
@@ -32,6 +33,7 @@ from composer_fsdp2.sharding.buffers import cast_buffers
 from composer_fsdp2.sharding.decide import refuse_sharded
 from composer_fsdp2.sharding.dtypes import dtype_name, mixed_precision_policy, torch_dtype
 from composer_fsdp2.sharding.frozen import freeze
+from composer_fsdp2.sharding.full_values import accept_full_values
 from composer_fsdp2.sharding.materialize import (
     Initializers,
     Materializer,
@@ -253,6 +255,7 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[
     head = targets[0]
     assert isinstance(head, FSDPModule)
     repair_unit(head)
+    accept_full_values(head, owners_of_unit(head))
     return head
 
 

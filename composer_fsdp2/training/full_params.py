@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from composer_fsdp2._torch.private_names import local_box
 from composer_fsdp2._torch.unit_parameters import (
     UnitParameter,
     distinct_units,
@@ -27,6 +26,7 @@ from composer_fsdp2._torch.unit_parameters import (
 )
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
+from composer_fsdp2.sharding.full_values import gather_full, own_part
 from composer_fsdp2.sharding.placements import laid_out_as, splitting_axes
 from composer_fsdp2.sharding.root_record import record_of
 from composer_fsdp2.sharding.sharded import Unit
@@ -250,12 +250,10 @@ def _gather(tensor: DTensor, options: _Options) -> torch.Tensor | None:
 
     A tensor that is not a DTensor is not copied.
     """
-    mesh, axes, local = tensor.device_mesh, splitting_axes(tensor), tensor.to_local().detach()
+    mesh, axes = tensor.device_mesh, splitting_axes(tensor)
+    full = gather_full(tensor)
     if not axes:
-        return local.to("cpu", copy=True) if options.offload_to_cpu else local.to(mesh.device_type)
-    if local.device.type != mesh.device_type:  # offloaded: the ranks exchange what lies on the mesh's device
-        tensor = laid_out_as(tensor, local.to(mesh.device_type))
-    full = tensor.full_tensor()
+        return full.to("cpu", copy=True) if options.offload_to_cpu else full
     if options.rank0_only and any(mesh.get_local_rank(axis) for axis in axes):
         return None
     return full.cpu() if options.offload_to_cpu else full
@@ -310,7 +308,7 @@ class _FullParameter:
             return f"{self.name} was replaced by one of shape {tuple(written.shape)}; it has {tuple(self.shard.shape)}"
         if self._is_shard(written):
             return ""
-        self.local.copy_(self._part(written))
+        self.local.copy_(own_part(self.shard, written))
         return ""
 
     @torch.no_grad()
@@ -324,9 +322,9 @@ class _FullParameter:
             if written is self.full:  # a parameter that replaced it says nothing about its gradient
                 shard.grad = None
         elif shard.grad is None:
-            shard.grad = laid_out_as(self.shard, self._part(grad).to(self.local.device, copy=True))
+            shard.grad = laid_out_as(self.shard, own_part(self.shard, grad).to(self.local.device, copy=True))
         else:
-            cast(DTensor, shard.grad).to_local().copy_(self._part(grad))
+            cast(DTensor, shard.grad).to_local().copy_(own_part(self.shard, grad))
         return ""
 
     def _standing(self) -> nn.Parameter | None:
@@ -336,11 +334,6 @@ class _FullParameter:
         if len(others) > 1:
             return None
         return next(iter(others.values()), self.full)
-
-    def _part(self, full: torch.Tensor) -> torch.Tensor:
-        for dim, (offset, size) in enumerate(zip(*local_box(self.shard), strict=True)):
-            full = full.narrow(dim, offset, size)
-        return full
 
     def _is_shard(self, full: torch.Tensor | None) -> bool:
         """Whether it lies in the shard's own memory, as it does where nothing is split."""

@@ -169,7 +169,7 @@ def a_run(config: dict[str, Any], number: int, **options: Any) -> Iterator[Any]:
 
 def save(trainer: Any, folder: Path) -> dict[str, Path]:
     """Of a run of FSDP1's every layout that it had; of ours those that it has."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel  # under the shim, too
 
     is_fsdp1 = isinstance(trainer.state.model.model, FullyShardedDataParallel)
     paths: dict[str, Path] = {}

@@ -109,7 +109,7 @@ def own_name(name: str) -> str:
 
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every parameter, full, by the name it had before any wrapping. Called on all ranks."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel  # under the shim, too
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         with FullyShardedDataParallel.summon_full_params(model):

@@ -165,7 +165,8 @@ def result(trainer: Any) -> Trained:
 
 def shards(model: nn.Module) -> set[str]:
     """Who sharded the model: the names of FSDP's base classes found in it."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel  # under the shim, too
 
     return {
         kind.__name__

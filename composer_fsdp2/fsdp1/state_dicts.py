@@ -1,0 +1,491 @@
+"""FSDP1's state dict types on a sharded model: full values or shards, of the model and of its optimizer.
+
+``FullyShardedDataParallel``'s static methods of these names, with their arguments and results. Under install() the
+class itself calls them for a model that ``fully_shard`` sharded.
+"""
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
+from composer_fsdp2._torch.private_names import without_wrappers
+from composer_fsdp2.config.text import and_more
+from composer_fsdp2.errors import CallError, UnsupportedError
+from composer_fsdp2.sharding.agree import agree, device_of_group
+from composer_fsdp2.sharding.full_values import gather_full, own_part
+from composer_fsdp2.sharding.placements import laid_out_as, splitting_axes
+from composer_fsdp2.sharding.sharded import reshard, sharded_roots
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    FULL: (FullStateDictConfig, FullOptimStateDictConfig),
+    SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+class _InForce:
+    """The state dict type of one unit, with the hooks that carry it out.
+
+    Args:
+        keeps: Whether this rank returns full values.
+    """
+
+    def __init__(self, unit: nn.Module, settings: StateDictSettings, keeps: bool) -> None:
+        self.settings, self.keeps = settings, keeps
+        self._hooks = (
+            unit.register_state_dict_pre_hook(_rest),
+            unit.register_state_dict_post_hook(_present),
+        )
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+# By unit. A unit without a type returns DTensors, which torch's own functions expect.
+_IN_FORCE: WeakKeyDictionary[nn.Module, _InForce] = WeakKeyDictionary()
+
+
+def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[nn.Module]:
+    """The units of ``module``, or its roots."""
+    if root_only:
+        return [root for _, root in sharded_roots(module)]
+    return [each for each in module.modules() if isinstance(each, FSDPModule)]
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Have ``state_dict()`` of the units below ``module`` return full values or shards; return the earlier settings.
+
+    Raises:
+        UnsupportedError: ``LOCAL_STATE_DICT``.
+        CallError: a config of another type than ``state_dict_type``.
+    """
+    if state_dict_type not in _CONFIGS:
+        raise UnsupportedError(
+            f"{state_dict_type}: flat parameters, which fully_shard does not have; write "
+            "StateDictType.SHARDED_STATE_DICT with ShardedStateDictConfig, where each rank saves its own shards too"
+        )
+    of_model, of_optimizer = _CONFIGS[state_dict_type]
+    for config, expected in ((state_dict_config, of_model), (optim_state_dict_config, of_optimizer)):
+        if config is not None and type(config) is not expected:
+            raise CallError(f"{state_dict_type} takes a {expected.__name__}, and got a {type(config).__name__}")
+    settings = StateDictSettings(
+        state_dict_type, state_dict_config or of_model(), optim_state_dict_config or of_optimizer()
+    )
+    before = get_state_dict_type(module)
+    keeps = _keeps_full_values(module, settings.state_dict_config)
+    for unit in fsdp_modules(module):
+        _put(unit, settings, keeps)
+    return before
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """The settings of the units below ``module``; FSDP1's default, full values, where none were set.
+
+    Raises:
+        CallError: units have different settings.
+    """
+    default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+    found = [_IN_FORCE[unit].settings if unit in _IN_FORCE else default for unit in fsdp_modules(module)]
+    if other := next((each for each in found if each != found[0]), None):
+        raise CallError(f"units below one module have different state dict types: {found[0]} and {other}")
+    return found[0] if found else default
+
+
+@contextlib.contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """``set_state_dict_type`` for the length of a with block, also if the block raises."""
+    before = {unit: _IN_FORCE.get(unit) for unit in fsdp_modules(module)}
+    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        for unit, earlier in before.items():
+            _put(unit, None if earlier is None else earlier.settings, earlier is None or earlier.keeps)
+
+
+def returns_full_values(unit: nn.Module) -> bool:
+    """Whether a script set the type by which ``state_dict()`` of this unit is full on every rank."""
+    found = _IN_FORCE.get(unit)
+    return found is not None and found.settings.state_dict_config == FullStateDictConfig(
+        offload_to_cpu=found.settings.state_dict_config.offload_to_cpu
+    )
+
+
+def _put(unit: nn.Module, settings: StateDictSettings | None, keeps: bool) -> None:
+    if earlier := _IN_FORCE.pop(unit, None):
+        earlier.end()
+    if settings is not None:
+        _IN_FORCE[unit] = _InForce(unit, settings, keeps)
+
+
+def _rest(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Ahead of ``state_dict``: a root shows full parameters, in low precision, after a forward without gradients."""
+    reshard(module)
+
+
+# These build on the DTensors of a state dict, whatever type a script has set.
+_NEED_SHARDS = ("torch.distributed.checkpoint.state_dict", "composer_fsdp2.checkpoint.target")
+
+
+def _called_for_shards() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _NEED_SHARDS:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _present(unit: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """After ``state_dict`` of a unit and of all below it. Called on all ranks, for FULL; gathers one tensor at a time.
+
+    As under FSDP1, a rank that keeps nothing keeps the entries of modules outside of all units.
+    """
+    found = _IN_FORCE.get(unit)  # None for a copy of a unit, which has its hooks alone
+    if found is None or _called_for_shards():
+        return
+    config, is_full, keeps = found.settings.state_dict_config, found.settings.state_dict_type is FULL, found.keeps
+    parameters = {without_wrappers(name): each for name, each in unit.named_parameters(remove_duplicate=False)}
+    tied: dict[nn.Parameter, torch.Tensor] = {}
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        value = state_dict[key]
+        if not isinstance(value, torch.Tensor):
+            continue
+        parameter = parameters.get(without_wrappers(key.removeprefix(prefix)))
+        if parameter in tied:
+            state_dict[key] = tied[parameter]
+        elif is_full and isinstance(value, DTensor):
+            state_dict[key] = _full_copy(value, to_cpu=config.offload_to_cpu, keeps=keeps)
+            if parameter is not None:
+                tied[parameter] = state_dict[key]
+        elif config.offload_to_cpu:
+            state_dict[key] = _on_cpu(value)
+        if not keeps:
+            del state_dict[key]
+
+
+def _keeps_full_values(model: nn.Module, config: StateDictConfig | OptimStateDictConfig) -> bool:
+    """Whether this rank returns full values; with ``rank0_only`` the first rank of each replica, as under FSDP1."""
+    if not getattr(config, "rank0_only", False):
+        return True
+    reshard(model)
+    sharded = [each for each in model.parameters() if isinstance(each, DTensor)]
+    axes = {(each.device_mesh, axis) for each in sharded for axis in splitting_axes(each)}
+    return not any(mesh.get_local_rank(axis) for mesh, axis in axes) if axes else dist.get_rank() == 0
+
+
+def _full_copy(value: DTensor, *, to_cpu: bool, keeps: bool = True) -> torch.Tensor:
+    """The full tensor, which shares no memory with the shard. Called on all ranks of the mesh."""
+    full = gather_full(value)
+    if not keeps:
+        return full
+    moved = full.to("cpu") if to_cpu else full
+    is_own = moved.untyped_storage().data_ptr() != local_tensor(value).untyped_storage().data_ptr()
+    return moved if is_own else moved.clone()
+
+
+def _on_cpu(value: torch.Tensor) -> torch.Tensor:
+    """A DTensor keeps its mesh and its placements."""
+    return with_local_tensor(value, local_tensor(value).detach().to("cpu"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer state
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any] | None = None,
+    group: Any = None,
+) -> dict[str, Any]:
+    """The optimizer's state by parameter name, under the state dict type of ``model``.
+
+    Args:
+        optim_state_dict: Converted instead of ``optim.state_dict()``.
+        group: FSDP1's; the parameters know their mesh.
+    Returns:
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``; with ``rank0_only`` an empty dict
+        on the other ranks.
+    Called on all ranks; gathers one tensor at a time.
+    """
+    settings = get_state_dict_type(model)
+    return _named_state(model, optim, optim_state_dict, settings.state_dict_type, settings.optim_state_dict_config)
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_input: Any = None,
+    rank0_only: bool = True,
+    group: Any = None,
+) -> dict[str, Any]:
+    """``optim_state_dict`` of full values, whatever type is set. Called on all ranks."""
+    return _named_state(model, optim, None, FULL, FullOptimStateDictConfig(rank0_only=rank0_only))
+
+
+def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
+    """``optim_state_dict`` of shards, whatever type is set."""
+    return _named_state(model, optim, None, SHARDED, ShardedOptimStateDictConfig())
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: Any = None,
+) -> dict[str, Any]:
+    """What ``optim.load_state_dict`` takes: the named state dict by position, cut into this rank's shards.
+
+    Args:
+        optim_state_dict: Of full values or of this mesh's DTensors. With ``rank0_only`` in force that of rank 0 is
+            sent to all ranks, which must all call then; else nothing is communicated.
+        load_directly: Load it, too.
+    Raises:
+        CallError: parameters that ``optim`` does not have; names them.
+    """
+    if is_named_optimizer:
+        raise UnsupportedError("is_named_optimizer=True: torchrec's optimizers do not know DTensors; pass False")
+    rank0_only = getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False)
+    found = _state_by_position(model, _parameters_of(optim), optim_state_dict, rank0_only=rank0_only)
+    if load_directly:
+        optim.load_state_dict(found)
+    return found
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any],
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """``optim_state_dict_to_load`` of the full values on each rank; without ``optim``, of one over all parameters."""
+    return _state_by_position(model, _parameters_of(optim, model, optim_input), full_optim_state_dict)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any] | None,
+    model: nn.Module,
+    optim_input: Any = None,
+    optim: torch.optim.Optimizer | None = None,
+    group: Any = None,
+) -> dict[str, Any]:
+    """``shard_full_optim_state_dict`` of rank 0's values. Called on all ranks; sends them one at a time."""
+    parameters = _parameters_of(optim, model, optim_input)
+    return _state_by_position(model, parameters, full_optim_state_dict, rank0_only=True)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """``optim_state_dict_to_load`` of shards."""
+    return _state_by_position(model, _parameters_of(optim), sharded_optim_state_dict)
+
+
+def _parameters_of(
+    optim: torch.optim.Optimizer | None, model: nn.Module | None = None, optim_input: Any = None
+) -> list[nn.Parameter]:
+    """In the order of the positions in ``optim.state_dict()``."""
+    if optim is not None:
+        return [parameter for group in optim.param_groups for parameter in group["params"]]
+    if optim_input is not None or model is None:
+        raise UnsupportedError("optim_input lists the parameters from before sharding; pass optim=optimizer instead")
+    reshard(model)
+    return list(model.parameters())
+
+
+def _named_state(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    given: Mapping[str, Any] | None,
+    kind: StateDictType,
+    config: OptimStateDictConfig,
+) -> dict[str, Any]:
+    reshard(model)
+    given = optim.state_dict() if given is None else given
+    parameters = _parameters_of(optim)
+    by_parameter = {each: without_wrappers(name) for name, each in model.named_parameters()}
+    if num_foreign := sum(each not in by_parameter for each in parameters):
+        raise CallError(f"{num_foreign} parameters of the {type(optim).__name__} are not the model's; pass its model")
+    names = [by_parameter[each] for each in parameters]
+    state = {place: given["state"][place] for place in range(len(names)) if place in given["state"]}
+    if kind is FULL:
+        # A rank that lacks state of a parameter would leave the others waiting in its all-gather.
+        agree(
+            lambda: [(names[place], key) for place, of in state.items() for key in of if isinstance(of[key], DTensor)],
+            lambda gathered: f"optimizer state of {gathered}",
+            CallError,
+        )
+    keeps = _keeps_full_values(model, config)
+    named: dict[str, dict[str, Any]] = {}
+    for place, values in state.items():
+        of_parameter = named[names[place]] = {}
+        for key, value in values.items():
+            _refuse_unknown_shard(names[place], key, value, parameters[place])
+            if kind is FULL and isinstance(value, DTensor):
+                value = _full_copy(value, to_cpu=config.offload_to_cpu, keeps=keeps)
+            elif isinstance(value, torch.Tensor) and config.offload_to_cpu:
+                value = _on_cpu(value)
+            if keeps:
+                of_parameter[key] = value
+    if not keeps:
+        return {}
+    groups = [
+        {
+            **copy.deepcopy({k: v for k, v in group.items() if k != "params"}),
+            "params": [names[i] for i in group["params"]],
+        }
+        for group in given["param_groups"]
+    ]
+    return {"state": named, "param_groups": groups}
+
+
+def _refuse_unknown_shard(name: str, key: str, value: Any, parameter: nn.Parameter) -> None:
+    """Raise for a plain tensor of the shard's shape: a part of a full one, without its offset."""
+    if (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and value.dim()
+        and splitting_axes(parameter)
+        and value.shape == local_tensor(parameter).shape
+    ):
+        raise UnsupportedError(
+            f"{key} of {name} is a plain tensor of this rank's shard; let the optimizer make its state with "
+            "torch.zeros_like(parameter), which is a DTensor"
+        )
+
+
+def _state_by_position(
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    given: Mapping[str, Any] | None,
+    *,
+    rank0_only: bool = False,
+) -> dict[str, Any]:
+    reshard(model)
+    by_name = {without_wrappers(name): each for name, each in model.named_parameters(remove_duplicate=False)}
+    places = {parameter: place for place, parameter in enumerate(parameters)}
+    groups, entries = _sent_by_rank_0(given) if rank0_only else _entries(given or {})
+    of_groups = [without_wrappers(name) for group in groups for name in group["params"]]
+    if unknown := [name for name in of_groups if by_name.get(name) not in places]:
+        raise CallError(f"optimizer state of parameters that this optimizer does not have: {and_more(unknown, 5)}")
+    state: dict[int, dict[str, Any]] = {}
+    for name, key, value in entries:
+        parameter = by_name.get(without_wrappers(name))
+        if parameter in places:
+            state.setdefault(places[parameter], {})[key] = _shard_like(parameter, value)
+    return {
+        "state": state,
+        "param_groups": [
+            {**group, "params": sorted(places[by_name[without_wrappers(name)]] for name in group["params"])}
+            for group in groups
+        ],
+    }
+
+
+def _shard_like(parameter: nn.Parameter, value: Any) -> Any:
+    """A copy, since an optimizer steps in the tensors that it loads."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+        return laid_out_as(parameter, own_part(parameter, value.detach()).clone())
+    return value.detach().clone()
+
+
+# Of a named state dict: its groups, and its state as (name, key, value).
+_Entries = tuple[Sequence[Mapping[str, Any]], Iterator[tuple[str, str, Any]]]
+
+
+def _entries(given: Mapping[str, Any]) -> _Entries:
+    state = given.get("state", {})
+    return given.get("param_groups", ()), (
+        (name, key, value) for name, values in state.items() for key, value in values.items()
+    )
+
+
+def _sent_by_rank_0(given: Mapping[str, Any] | None) -> _Entries:
+    """Rank 0's. Called on all ranks; a broadcast of the names and numbers, and one for each tensor as it is read."""
+    is_first, device = dist.get_rank() == 0, device_of_group()
+    groups, entries = _entries(given if is_first and given else {})
+    own = list(entries)
+    sent: list[Any] = [groups, [(name, key, _described(value)) for name, key, value in own]]
+    dist.broadcast_object_list(sent, src=0)
+
+    def values() -> Iterator[tuple[str, str, Any]]:
+        for place, (name, key, value) in enumerate(sent[1]):
+            if isinstance(value, _Tensor):
+                full = (
+                    own[place][2].to(device) if is_first else torch.empty(value.shape, dtype=value.dtype, device=device)
+                )
+                dist.broadcast(full, src=0)
+                yield name, key, full
+            else:
+                yield name, key, value
+
+    return sent[0], values()
+
+
+class _Tensor(NamedTuple):
+    """A tensor that is sent after its description."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _described(value: Any) -> Any:
+    return _Tensor(value.shape, value.dtype) if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+_OPTIONS = "StateDictOptions(full_state_dict=True, cpu_offload=True))` of torch.distributed.checkpoint.state_dict"
+_MODEL = f"write `get_model_state_dict(model, options={_OPTIONS}"
+_SAVES = f"write `get_optimizer_state_dict(model, optim, options={_OPTIONS}"
+_LOADS = f"write `set_optimizer_state_dict(model, optim, state, options={_OPTIONS}"
+
+# What a script calls on the class, or on a unit with the model as an argument; and what it writes now.
+STATIC_METHODS: dict[str, tuple[Callable[..., Any], str]] = {
+    "fsdp_modules": (fsdp_modules, "write `[m for m in model.modules() if isinstance(m, FSDPModule)]`"),
+    "set_state_dict_type": (set_state_dict_type, _MODEL),
+    "get_state_dict_type": (get_state_dict_type, _MODEL),
+    "state_dict_type": (state_dict_type, _MODEL),
+    "optim_state_dict": (optim_state_dict, _SAVES),
+    "full_optim_state_dict": (full_optim_state_dict, _SAVES),
+    "sharded_optim_state_dict": (sharded_optim_state_dict, _SAVES),
+    "optim_state_dict_to_load": (optim_state_dict_to_load, _LOADS),
+    "shard_full_optim_state_dict": (shard_full_optim_state_dict, _LOADS),
+    "scatter_full_optim_state_dict": (scatter_full_optim_state_dict, _LOADS),
+    "flatten_sharded_optim_state_dict": (flatten_sharded_optim_state_dict, _LOADS),
+}

@@ -1,0 +1,78 @@
+"""Full values of sharded tensors: gathered from the ranks, and cut into this rank's shard."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2._torch.parts import local_tensor, with_local_tensor
+from composer_fsdp2._torch.private_names import ShardedTensor, local_box
+from composer_fsdp2.sharding.placements import laid_out_as, splitting_axes
+
+
+@torch.no_grad()
+def gather_full(tensor: DTensor) -> torch.Tensor:
+    """The full tensor, on the device of its mesh; a replicated one shares the memory of its local tensor.
+
+    Called on all ranks of the mesh; one all-gather for each axis that splits the tensor.
+    """
+    # A tensor that is offloaded to the CPU cannot be sent from there over NCCL.
+    on_mesh = local_tensor(tensor).detach().to(tensor.device_mesh.device_type)
+    if not splitting_axes(tensor) and not any(placement.is_partial() for placement in tensor.placements):
+        return on_mesh
+    moved: Any = with_local_tensor(tensor, on_mesh)
+    full: torch.Tensor = moved.full_tensor()
+    return full
+
+
+def own_part(like: DTensor, full: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a full tensor, as a view of it; ``like`` has the shape and the placements."""
+    for dim, (offset, size) in enumerate(zip(*local_box(like), strict=True)):
+        full = full.narrow(dim, offset, size)
+    return full
+
+
+def accept_full_values(unit: FSDPModule, owners: Iterable[nn.Module]) -> None:
+    """Let ``load_state_dict`` of the modules that own a unit's parameters take full tensors, as FSDP1's did.
+
+    Called where the unit is sharded. The hook runs after the module's own load hooks, and does not communicate.
+    """
+    for owner in owners:
+        owner.register_load_state_dict_pre_hook(partial(_cut_full_values, unit))
+
+
+def _cut_full_values(
+    unit: FSDPModule,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Mapping[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Replace full tensors in a state dict by this rank's shards; torch reports what does not fit."""
+    unit.reshard()  # a root keeps its full parameters after a forward without gradients
+    for name, parameter in module._parameters.items():
+        key = prefix + name
+        given = state_dict.get(key)
+        if isinstance(given, ShardedTensor):
+            error_msgs.append(
+                f"{key} is a ShardedTensor, FSDP1's shard of another run; composer_fsdp2.load_checkpoint(path, model) "
+                "reads the checkpoint"
+            )
+        elif (
+            isinstance(parameter, DTensor)
+            and isinstance(given, torch.Tensor)
+            and not isinstance(given, DTensor)
+            and given.shape == parameter.shape
+        ):
+            part = own_part(parameter, given.detach())
+            if local_metadata.get("assign_to_params_buffers"):
+                part = part.clone()  # the parameter would keep the memory of the full tensor
+            state_dict[key] = laid_out_as(parameter, part)
