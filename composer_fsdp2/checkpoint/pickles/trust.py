@@ -19,6 +19,7 @@ import io
 import logging
 import pickle
 import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,10 @@ _MAX_PARTS = 1_000_000
 _MAX_ARRAY_BYTES = 64 << 20
 
 
+# Protocols 0 to 2 name these modules and what is in them as Python 2 did: __builtin__.long is int.
+_PYTHON_2_MODULES = ("__builtin__", "copy_reg", "exceptions")
+
+
 class UntrustedError(CheckpointError):
     """A pickle names what is not on the list; it opens with trust=True."""
 
@@ -68,7 +73,8 @@ class _Names:
     _made: dict[str, Any] = field(default_factory=dict)
 
     def find(self, module: str, name: str) -> Any:
-        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+        if module in _PYTHON_2_MODULES:
+            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         full = f"{module}.{name}"
         if full not in self._made:
             self._made[full] = self._look_up(module, name, full)
@@ -200,7 +206,8 @@ def read_pickle(
         if names.refused:
             raise UntrustedError(
                 f"{where}: the pickle names {', '.join(dict.fromkeys(names.refused))}, which could run anything, and "
-                "was not read; if you know who wrote it, read it with trust=True (--trust)"
+                "was not read; if you know who wrote it, read it with trust=True (--trust; trust_checkpoint: true in an "
+                "fsdp_config)"
             ) from None
         if isinstance(error, UnsupportedPickleError):
             raise CheckpointError(f"{where}: {error}") from None
