@@ -136,11 +136,12 @@ def as_tree(found: Mapping[EntryPath, Any], path: EntryPath = ()) -> Any:
 
 
 def integer_keys(paths: Iterable[EntryPath]) -> Iterator[EntryPath]:
-    """The dicts whose keys ``as_tree`` takes for ints, by entries' paths; not those of model and optimizers."""
+    """The dicts whose keys ``as_tree`` takes for ints, by entries' paths; neither optimizers' nor weights' names."""
     for path in paths:
-        if path[1:2] in (("model",), ("optimizers",)) or path[:2] in _TEXT_KEYS:
+        if path[1:2] == ("optimizers",) or path[:2] in _TEXT_KEYS:
             continue
-        yield from (path[:end] for end in range(2, len(path)) if _is_integer(path[end]))
+        first = 3 if path[1:2] == ("model",) else 2
+        yield from (path[:end] for end in range(first, len(path)) if _is_integer(path[end]))
 
 
 def _is_integer(key: str | int) -> bool:

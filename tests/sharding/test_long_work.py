@@ -13,9 +13,9 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from support.cases import for_each
 from support.ranks import RankError, impatient, run_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding import long_work as module

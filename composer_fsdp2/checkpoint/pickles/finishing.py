@@ -16,7 +16,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, InertObject
 
 @dataclass(slots=True)
 class Finisher:
-    """Puts NumPy's arrays and dtypes, ranges and classes in place of ours, and refuses what would be endless to walk through.
+    """Puts NumPy's arrays and dtypes, ranges and classes in place of ours; refuses what is endless to walk through.
 
     Containers are changed in place: one may be in several others. A dozen lists, each twice in the next, are small in a
     pickle and 4096 lists to whoever walks through them; so each is walked once here, and its parts are counted.

@@ -206,8 +206,8 @@ def read_pickle(
         if names.refused:
             raise UntrustedError(
                 f"{where}: the pickle names {', '.join(dict.fromkeys(names.refused))}, which could run anything, and "
-                "was not read; if you know who wrote it, read it with trust=True (--trust; trust_checkpoint: true in an "
-                "fsdp_config)"
+                "was not read; if you know who wrote it, read it with trust=True (--trust; trust_checkpoint: true in "
+                "an fsdp_config)"
             ) from None
         if isinstance(error, UnsupportedPickleError):
             raise CheckpointError(f"{where}: {error}") from None
