@@ -910,6 +910,7 @@ def test_every_way_to_match_positions_is_counted():
         assert _only_matching(shapes, candidates) == expected, (shapes, candidates)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 def test_keys_that_may_have_been_text_are_named(tmp_path: Path):
     """A callback's {'5': ...} comes back as {5: ...} from a converted folder; whoever converts reads which dicts."""
     state = {
