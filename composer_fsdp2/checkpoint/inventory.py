@@ -183,7 +183,7 @@ class ObjectRecord:
         load: Reads the value; called once, when it is first needed. Ranks send records to each other: it must pickle.
         num_bytes: On disk, where it lies apart; 0 where it is part of a pickle that was read anyway.
         source: Where it lies apart.
-        is_flattened: Whether the file has its leaves alone, so that it must be ``fitted`` to a live value.
+        is_flattened: Whether the file stores only its leaves; its containers are inferred until it is ``fitted``.
     """
 
     name: str

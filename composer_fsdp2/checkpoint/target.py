@@ -90,7 +90,7 @@ class ModelTarget:
     Args:
         tensors: Parameters and persistent buffers.
         extra: Names of extra state, and the modules that take it (``set_extra_state``).
-        leafless: Names of extra state that is empty at present, of which a sharded checkpoint has nothing.
+        leafless: Names of extra state without leaves, which a sharded checkpoint does not store.
         others: Names of entries that a hook on ``state_dict`` added. ``load_state_dict`` itself takes none of them.
         parameters: By every canonical name.
         custom_loading: What ``load_state_dict`` runs beside torch's own code, by the module's canonical path.

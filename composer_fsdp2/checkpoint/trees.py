@@ -72,7 +72,7 @@ def fitted(found: Any, live: Any) -> Any:
     file's: entries of ``live`` without a place in ``found`` are left out, unless they have no leaves.
     """
     if isinstance(live, list) and isinstance(found, dict):
-        if found == {}:  # what as_tree puts where the file has no leaf
+        if found == {}:  # as_tree's placeholder for a position without leaves
             found = [{} for part in live if isinstance(part, Mapping | list)] or found
         elif all(isinstance(key, int) and 0 <= key < len(live) for key in found):
             found = [found.get(number, {}) for number in range(max(found) + 1)]

@@ -210,7 +210,7 @@ class _Text(str, metaclass=FixedClass):
 
 
 class Range(InertObject):
-    """A range, which becomes one once the whole pickle is read: until then it could be copied into a list."""
+    """A range before ``Finisher`` builds it: a hostile pickle cannot copy this one into a list."""
 
     kind = GlobalName("builtins", "range")
 
@@ -227,7 +227,7 @@ def _counter(counts: Any = ()) -> collections.Counter[Any]:
 @Function
 def _default_dict(factory: Any = None, items: Any = ()) -> collections.defaultdict[Any, Any]:
     factory = real_class(factory)
-    if isinstance(factory, GlobalName | Function | FixedClass):  # others, beside builtin types, were imported by trust
+    if isinstance(factory, GlobalName | Function | FixedClass):  # any other factory is a builtin type or trusted
         raise UnsupportedPickleError(f"holds a defaultdict of {short(factory)}, which is not supported")
     return collections.defaultdict(factory, items)
 
@@ -262,12 +262,12 @@ def _device(*args: Any) -> torch.device:
         raise pickle.UnpicklingError("a device that is not a name")
     try:
         return torch.device(*args)
-    except RuntimeError as error:  # another build of torch knows it
+    except RuntimeError as error:  # of another build of torch
         raise UnsupportedPickleError(f"holds a device that this torch does not have ({error})") from None
 
 
-# Classes that a pickle may hold as values, and as what fills a defaultdict: while it is read it has only what stands
-# for them here, which calls nothing, or counts its calls.
+# Classes that a pickle may contain as values or as a defaultdict's factory. During unpickling their stand-ins (the
+# keys) replace them, which refuse calls or count them; ``Finisher`` restores the classes.
 _BUILTINS = {GlobalName("builtins", kind.__name__): kind for kind in (bool, dict, float, int, list, str, tuple)}
 _CLASSES: dict[Any, type] = {
     **_BUILTINS,
@@ -286,7 +286,7 @@ _CLASSES: dict[Any, type] = {
 
 
 def real_class(value: Any) -> Any:
-    """The class for which a name or function of ours stands; any other value as it is."""
+    """The class of a stand-in; any other value unchanged."""
     return _CLASSES.get(value, value) if isinstance(value, GlobalName | Function | type) else value
 
 

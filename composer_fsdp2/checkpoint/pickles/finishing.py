@@ -16,7 +16,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, InertObject
 
 @dataclass(slots=True)
 class Finisher:
-    """Puts NumPy's arrays and dtypes, ranges and classes in place of ours; refuses what is endless to walk through.
+    """Replaces stand-ins by NumPy's arrays and dtypes, ranges and classes; refuses values that are endless to walk.
 
     Containers are changed in place: one may be in several others. A dozen lists, each twice in the next, are small in a
     pickle and 4096 lists to whoever walks through them; so each is walked once here, and its parts are counted.
@@ -96,7 +96,7 @@ class Finisher:
         return array.value()
 
     def _finish_range(self, value: Range) -> range:
-        """A range is as many parts as numbers: what reads the value may make a list of it."""
+        """A range counts as many parts as its numbers, because a reader may copy it into a list."""
         numbers = value.value()
         num_numbers = len(numbers[: self.max_parts + 1])
         if num_numbers > self.max_parts:

@@ -4,7 +4,7 @@ A pickle calls whatever it names. torch's own loader of sharded checkpoints unpi
 without a limit (pytorch#189308), so a checkpoint could run anything. Here a name that is not in the tables of
 ``allowed.py`` is refused, and most of those that are become inert values of our own: ``GlobalName`` for a class or
 function, ``InertObject`` for what it would have made. Only types of plain data (``OrderedDict``, ``timedelta``, NumPy
-arrays) are really built.
+arrays) are really built, and a class such as ``int`` is itself again in the finished value.
 
 [Note: hostile pickles] A pickle can also set attributes of what it names (BUILD). So a name becomes nothing that could
 be changed for the rest of the process: an immutable type of C, a class of ours that is fixed (``FixedClass``), or a
@@ -54,7 +54,7 @@ _MAX_PARTS = 1_000_000
 _MAX_ARRAY_BYTES = 64 << 20
 
 
-# Protocols 0 to 2 name these modules and what is in them as Python 2 did: __builtin__.long is int.
+# Protocols 0 to 2 use Python 2's names of these modules and their contents: __builtin__.long is int.
 _PYTHON_2_MODULES = ("__builtin__", "copy_reg", "exceptions")
 
 
