@@ -356,7 +356,7 @@ class Staging:
                 ) from error
 
     def _extra_of(self, name: str) -> Any:
-        """The argument of a module's ``set_extra_state``; its present state is recorded first, for ``undo_custom_load``."""
+        """The argument of a module's ``set_extra_state``; its present state is recorded, for ``undo_custom_load``."""
         module, record = self.plan.extra[name]
         live = copy.deepcopy(module.get_extra_state())
         self._extra_before.append((module, live))
