@@ -215,6 +215,7 @@ def without_ignored(
     ignore(shown)
     shown.setdefault("state", {})
     state: dict[str, Any] = shown["state"]
+    flattened = {(*MODEL, name) for name, record in inventory.model.items() if getattr(record, "is_flattened", False)}
     tensors: dict[EntryPath, TensorRecord] = {}
     objects: dict[EntryPath, ObjectRecord] = {}
 
@@ -228,7 +229,7 @@ def without_ignored(
                 )
             tensors[path] = known[1] if known else TensorRecord.of_tensor(value, dotted(path))
         else:
-            objects[path] = ObjectRecord.of_value(dotted(path), value)
+            objects[path] = ObjectRecord.of_value(dotted(path), value, is_flattened=path in flattened)
 
     for name, value in state.get("model", {}).items():
         keep((*MODEL, name), value)

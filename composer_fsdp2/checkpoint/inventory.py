@@ -183,18 +183,20 @@ class ObjectRecord:
         load: Reads the value; called once, when it is first needed. Ranks send records to each other: it must pickle.
         num_bytes: On disk, where it lies apart; 0 where it is part of a pickle that was read anyway.
         source: Where it lies apart.
+        is_flattened: Whether the file stores only its leaves; its containers are inferred until it is ``fitted``.
     """
 
     name: str
     load: Callable[[], Any] = field(repr=False)
     num_bytes: int = 0
     source: NestedArchive | None = None
+    is_flattened: bool = False
     _value: Any = field(default=..., repr=False)
 
     @classmethod
-    def of_value(cls, name: str, value: Any) -> "ObjectRecord":
+    def of_value(cls, name: str, value: Any, *, is_flattened: bool = False) -> "ObjectRecord":
         """A record of what was read already."""
-        return cls(name, _unread, _value=value)
+        return cls(name, _unread, is_flattened=is_flattened, _value=value)
 
     def value(self) -> Any:
         """Raises CheckpointError: damaged, or more than plain data and not trusted."""
@@ -302,7 +304,8 @@ class CheckpointInventory:
                 if entry == path:
                     found[dotted(path[2:])] = record
                 else:
-                    found[dotted(entry[2:])] = ObjectRecord(dotted(entry), functools.partial(self.tree, entry))
+                    load = functools.partial(self.tree, entry)
+                    found[dotted(entry[2:])] = ObjectRecord(dotted(entry), load, is_flattened=True)
         return found
 
     @cached_property

@@ -92,6 +92,8 @@ class ModelMatching:
             if name in self.file:
                 used.add(name)
                 self.extra[name] = (module, self.file[name])
+            elif name in self.target.leafless:
+                self.extra[name] = (module, ObjectRecord.of_value(name, {}, is_flattened=True))
             else:
                 self._differ(DifferenceKind.MISSING, name, "nothing", "extra state")
         for name in (name for name in self.file if name in self.target.others):

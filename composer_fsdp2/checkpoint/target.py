@@ -14,6 +14,7 @@ from composer_fsdp2._torch.parts import local_tensor
 from composer_fsdp2._torch.private_names import custom_loading, local_box, versions_in
 from composer_fsdp2.checkpoint.boxes import Box
 from composer_fsdp2.checkpoint.names import canonical
+from composer_fsdp2.checkpoint.trees import is_leafless
 from composer_fsdp2.sharding.placements import laid_out_as, replicating_axes
 from composer_fsdp2.sharding.ties import tie_groups
 
@@ -89,6 +90,7 @@ class ModelTarget:
     Args:
         tensors: Parameters and persistent buffers.
         extra: Names of extra state, and the modules that take it (``set_extra_state``).
+        leafless: Names of extra state without leaves, which a sharded checkpoint does not store.
         others: Names of entries that a hook on ``state_dict`` added. ``load_state_dict`` itself takes none of them.
         parameters: By every canonical name.
         custom_loading: What ``load_state_dict`` runs beside torch's own code, by the module's canonical path.
@@ -98,6 +100,7 @@ class ModelTarget:
 
     tensors: tuple[TensorTarget, ...]
     extra: dict[str, nn.Module]
+    leafless: frozenset[str]
     others: frozenset[str]
     parameters: dict[str, nn.Parameter]
     custom_loading: dict[str, str]
@@ -139,6 +142,7 @@ def model_target(model: nn.Module) -> ModelTarget:
     return ModelTarget(
         tensors=tuple(TensorTarget(names=names, value=value, live=live[names[0]]) for names, value in groups.items()),
         extra=extra,
+        leafless=frozenset(name for name in extra if is_leafless(values[name])),
         others=others - renamed.keys(),
         parameters=parameters,
         custom_loading={canonical(f"{path}.").removesuffix("."): code for path, code in custom_loading(model).items()},

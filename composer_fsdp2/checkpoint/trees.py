@@ -71,28 +71,33 @@ def fitted(found: Any, live: Any) -> Any:
     Keys, classes of dicts and empty containers are those of ``live``; see [Note: flattened state]. Every leaf is the
     file's: entries of ``live`` without a place in ``found`` are left out, unless they have no leaves.
     """
+    if isinstance(live, list) and isinstance(found, dict):
+        if found == {}:  # as_tree's placeholder for a position without leaves
+            found = [{} for part in live if isinstance(part, Mapping | list)] or found
+        elif all(isinstance(key, int) and 0 <= key < len(live) for key in found):
+            found = [found.get(number, {}) for number in range(max(found) + 1)]
     if isinstance(live, Mapping) and isinstance(found, dict):
         own_keys = {str(key): key for key in live}
         parts = {}
         for key, part in found.items():
             own = own_keys.get(str(key), key)
             parts[own] = fitted(part, live.get(own))
-        parts |= {key: copy.deepcopy(part) for key, part in live.items() if key not in parts and _is_leafless(part)}
+        parts |= {key: copy.deepcopy(part) for key, part in live.items() if key not in parts and is_leafless(part)}
         return _of_class_of(live, parts)
     if isinstance(live, list) and isinstance(found, list):
         rest = live[len(found) :]
         return [
             *(fitted(part, own) for part, own in itertools.zip_longest(found, live[: len(found)])),
-            *(copy.deepcopy(rest) if _is_leafless(rest) else ()),
+            *(copy.deepcopy(rest) if is_leafless(rest) else ()),
         ]
     return found
 
 
-def _is_leafless(value: Any) -> bool:
+def is_leafless(value: Any) -> bool:
     """Whether flattening leaves nothing of it: an empty dict, or a list of them. An empty list is a leaf."""
     if isinstance(value, list):
-        return bool(value) and all(map(_is_leafless, value))
-    return isinstance(value, Mapping) and all(map(_is_leafless, value.values()))
+        return bool(value) and all(map(is_leafless, value))
+    return isinstance(value, Mapping) and all(map(is_leafless, value.values()))
 
 
 # Texts of Hugging Face's JSON files and of the machine; their keys are text in any case.
@@ -100,7 +105,7 @@ _TEXT_KEYS: tuple[EntryPath, ...] = (("state", "integrations"), ("state", "metad
 # MultiStepLR's, also within SequentialLR and ChainedScheduler, which call a Counter's methods.
 _SCHEDULERS: EntryPath = ("state", "schedulers")
 _COUNTERS = ("milestones",)
-_MAX_EMPTY = 1024  # in one list: a hostile position would ask for memory without end
+_MAX_EMPTY = 1024  # in one list: a hostile position would ask for memory without end; beyond, a dict by position
 
 
 def as_tree(found: Mapping[EntryPath, Any], path: EntryPath = ()) -> Any:
@@ -121,7 +126,7 @@ def as_tree(found: Mapping[EntryPath, Any], path: EntryPath = ()) -> Any:
     inner: dict[Any, Any] = {key: as_tree(below, (*path, key)) for key, below in by_first.items()}
     if inner and all(isinstance(key, int) for key in inner):
         is_plausible = min(inner) >= 0 and max(inner) < len(inner) + _MAX_EMPTY
-        return [inner.get(number, {}) for number in (range(max(inner) + 1) if is_plausible else sorted(inner))]
+        return [inner.get(number, {}) for number in range(max(inner) + 1)] if is_plausible else inner
     if path[:2] not in _TEXT_KEYS:
         inner = {int(key) if _is_integer(key) else key: part for key, part in inner.items()}
     if path[:2] == _SCHEDULERS and path[-1] in _COUNTERS:
@@ -131,11 +136,12 @@ def as_tree(found: Mapping[EntryPath, Any], path: EntryPath = ()) -> Any:
 
 
 def integer_keys(paths: Iterable[EntryPath]) -> Iterator[EntryPath]:
-    """The dicts whose keys ``as_tree`` takes for ints, by entries' paths; not those of model and optimizers."""
+    """The dicts whose keys ``as_tree`` takes for ints, by entries' paths; neither optimizers' nor weights' names."""
     for path in paths:
-        if path[1:2] in (("model",), ("optimizers",)) or path[:2] in _TEXT_KEYS:
+        if path[1:2] == ("optimizers",) or path[:2] in _TEXT_KEYS:
             continue
-        yield from (path[:end] for end in range(2, len(path)) if _is_integer(path[end]))
+        first = 3 if path[1:2] == ("model",) else 2
+        yield from (path[:end] for end in range(first, len(path)) if _is_integer(path[end]))
 
 
 def _is_integer(key: str | int) -> bool:

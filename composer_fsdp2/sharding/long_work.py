@@ -1,11 +1,12 @@
 """Work of hours on some ranks, while the others wait for it outside of collectives."""
 
+import bisect
 import collections
 import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -49,18 +50,18 @@ def long_work(
             responding. All ranks raise, and only once all others have finished.
 
     Called on all ranks, or in one process without a group. Store messages: two and one every five seconds for a working
-    rank, two a second for a waiting one.
+    rank, two a second for a waiting one, and one every five seconds for watching another rank.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return work()
-    workers = range(dist.get_world_size()) if ranks is None else sorted(ranks)
+    workers = range(dist.get_world_size()) if ranks is None else sorted(set(ranks))
     return _LongWork(what, workers, error_type).run(work)
 
 
 # In the counter of finished ranks: what a rank adds that failed, and one that found another to be gone.
 _FAILED, _GONE = 1 << 24, 1 << 48
-# What a rank adds to its heartbeats when it has finished.
-_FINISHED = 1 << 48
+# What a rank adds to its heartbeats for each finished rank that it has passed, and when it has finished itself.
+_PASSED, _FINISHED = 1 << 24, 1 << 48
 _numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
@@ -68,24 +69,24 @@ class _LongWork:
     """One call of ``long_work``, as one rank sees it.
 
     Keys in the store: each working rank's heartbeats, the number of finished ranks, and the first error. Each rank
-    watches the heartbeats of one working rank, the next after itself: so the messages of a rank do not grow with the
-    number of ranks.
+    watches the heartbeats of one working rank, the next unfinished one after itself: the messages of a rank do not grow
+    with the number of ranks. A finished rank may die unnoticed, so its watchers pass it, and with it the ranks that it
+    has passed itself: one step every five seconds, and log2(number of ranks) steps past any number of live ranks.
     """
 
-    def __init__(self, what: str, workers: Collection[int], error_type: type[ComposerFSDP2Error]) -> None:
-        self._what, self._num_workers, self._error_type = what, len(workers), error_type
+    def __init__(self, what: str, workers: Sequence[int], error_type: type[ComposerFSDP2Error]) -> None:
+        self._what, self._workers, self._error_type = what, workers, error_type
         self._store: Any = default_store()
         self._prefix = f"long_work/{what}/{next(_numbers[what])}"  # ranks call in one order
         self._rank = dist.get_rank()
-        self._is_working = self._rank in workers
-        others = [rank for rank in workers if rank != self._rank]
-        self._watched = next((rank for rank in others if rank > self._rank), others[0] if others else None)
+        self._is_worker = self._is_working = self._rank in workers
+        self._num_passed = 0
         self._ended = threading.Event()
 
     def run(self, work: Callable[[], T]) -> T | None:
         thread = threading.Thread(target=self._beat_and_watch, name=f"heartbeat: {self._what}", daemon=True)
         value: T | None = None
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             with self._connected():
                 self._beat()
@@ -93,7 +94,9 @@ class _LongWork:
             if self._is_working:
                 try:
                     value = work()
-                except Exception as caught:
+                except (KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as caught:  # torch's CheckpointException is no Exception
                     error = caught
                 self._finish(error)
             self._wait(error)
@@ -123,7 +126,7 @@ class _LongWork:
         """
         with self._connected(own_error):
             pause_s = _SHORTEST_POLL_S
-            while (finished := self._store.add(self._finished, 0)) < _GONE and finished % _FAILED < self._num_workers:
+            while (finished := self._store.add(self._finished, 0)) < _GONE and finished % _FAILED < len(self._workers):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_POLL_S)
             first_error = self._store.get(self._error).decode() if finished >= _FAILED else None
@@ -133,24 +136,39 @@ class _LongWork:
             raise self._error_type(first_error)
 
     def _beat_and_watch(self) -> None:
-        """Count this rank's heartbeats, and look for those of the next working rank."""
+        """Count this rank's heartbeats, and look for those of the next unfinished rank."""
         known, known_since = 0, time.monotonic()
         with contextlib.suppress(RuntimeError):  # the store has ended: the thread that waits raises
             while not self._ended.wait(_BEAT_EVERY_S):
                 self._beat()
-                if self._watched is None:
+                watched = self._watched()
+                if watched is None:
                     continue
-                beats, now = self._store.add(self._heartbeats(self._watched), 0), time.monotonic()
+                beats, now = self._store.add(self._heartbeats(watched), 0), time.monotonic()
                 limit_s = _GONE_AFTER_S if beats else _COME_WITHIN_S
-                if beats >= _FINISHED or beats != known:
+                if beats >= _FINISHED:
+                    self._go_past(1 + beats % _FINISHED // _PASSED)
+                    known, known_since = 0, now
+                elif beats != known:
                     known, known_since = beats, now
                 elif now - known_since > limit_s:
                     self._report(
-                        f"rank {self._watched} has stopped responding while {self._what} (no heartbeat for "
+                        f"rank {watched} has stopped responding while {self._what} (no heartbeat for "
                         f"{limit_s:.0f} s); check its log, and start again"
                     )
                     self._store.add(self._finished, _GONE)
                     return
+
+    def _watched(self) -> int | None:
+        """The next working rank that is not known to have finished; None if all others have."""
+        if self._num_passed >= len(self._workers) - self._is_worker:
+            return None
+        return self._workers[(bisect.bisect_right(self._workers, self._rank) + self._num_passed) % len(self._workers)]
+
+    def _go_past(self, num_finished: int) -> None:
+        self._num_passed += num_finished
+        if self._is_worker:  # for the ranks that watch this one
+            self._store.add(self._heartbeats(self._rank), num_finished * _PASSED)
 
     def _beat(self) -> None:
         if self._is_working:

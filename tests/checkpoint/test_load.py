@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import gzip
@@ -795,6 +796,75 @@ def check_extra_state(folder: str) -> None:
     ours = WithExtraState()
     refused("less", path, ours, None, [r"missing: child\._extra_state"])
     assert ours.root["name"] == "new"
+
+
+class Stateful(nn.Module):
+    """Its extra state is what it is told."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.state, self.given = state, None
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.given = state
+
+
+def extra_states(number: int) -> dict[str, Any]:
+    """Everything that flattening forgets."""
+    return {
+        "a_dict": {1: {2: number}, "5": number, "empty": {}, "list": [[{}, {}], {"a": number}, {}]},
+        "classes": {True: collections.Counter({3: number}), "ordered": collections.OrderedDict(a=number)},
+        "a_list": [number, {}, {"0": 1}],
+        "far": [*({} for _ in range(1500)), {"a": number}],
+        "a_tuple": (number, {3: {}}),
+        "empty": {},
+        "without_leaves": {"a": {}, "b": [{}]},
+    }
+
+
+def check_containers_of_extra_state(folder: str) -> None:
+    def model(number: int, kind: type[nn.ModuleDict] = nn.ModuleDict) -> nn.ModuleDict:
+        return kind({name: Stateful(state) for name, state in extra_states(number).items()})
+
+    directory = f"{folder}/directory"
+    save_directory(composer_state(model(5)), checkpoint_id=directory)
+    paths = {"sharded": directory, "full": saved(composer_state(model(5)), f"{folder}/full.pt")}
+
+    def check(path: str | Path, kind: type[nn.ModuleDict]) -> None:
+        ours = model(0, kind)
+        report = load_checkpoint(path, ours)
+        assert (report.left_out, report.kept) == ((), ()), report
+        for name, state in extra_states(5).items():
+            child = ours[name]
+            assert isinstance(child, Stateful)
+            assert described(child.given) == described(state), name
+            assert child.given is not child.state, "what the module has may change"
+
+    cases = itertools.product(paths.values(), (nn.ModuleDict, WithLoadingOverride))
+    for_each(check, {f"{case}": case for case in cases})
+
+
+class WithLoadingOverride(nn.ModuleDict):
+    """``load_state_dict`` is called for it."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+
+
+def described(value: Any) -> Any:
+    """A nested value's classes, keys and leaves, in no order."""
+    if isinstance(value, dict):
+        return type(value), sorted((repr(key), repr(described(part))) for key, part in value.items())
+    return (type(value), *map(described, value)) if isinstance(value, list | tuple) else repr(value)
+
+
+def test_extra_state_of_a_sharded_checkpoint_keeps_its_containers(tmp_path: Path):
+    """A module's integer keys came back as text or the reverse, and an empty extra state was "missing"."""
+    run_ranks(check_containers_of_extra_state, 2, str(tmp_path))
 
 
 class Picky(WithExtraState):

@@ -258,6 +258,10 @@ def _numpy_values() -> dict[str, Any]:
         "text": numpy.array(["ab", "c"]),
         "complex": numpy.array([1 + 2j]),
         "bool": numpy.array([True, False]),
+        "times": numpy.array(["2024-01-01", "1969-07-20"], dtype="M8[D]"),
+        "time": numpy.datetime64("2024-01-01T12:00", "15m"),
+        "big-endian durations": numpy.arange(3).astype(">m8[us]"),
+        "no unit": numpy.array([3]).astype("m8"),
         "random state": numpy.random.RandomState(0).get_state(),
     }
 
@@ -272,7 +276,11 @@ def test_numpy_names_of_both_versions(protocol: int, numpy_version: int):
     if numpy_version == 1:  # a shorter name: lengths before it and frames change
         data = _renamed(data, new.decode(), old.decode())
     assert (new in data) == (numpy_version == 2) and (old in data) == (numpy_version == 1)
-    assert_same(read_pickle(data, where="file.pt"), values)
+    found = read_pickle(data, where="file.pt")
+    assert_same(found, values)
+    assert [getattr(found[name], "dtype", None) for name in values] == [
+        getattr(values[name], "dtype", None) for name in values
+    ]
 
 
 def _renamed(data: bytes, old: str, new: str) -> bytes:
@@ -300,14 +308,47 @@ def _renamed(data: bytes, old: str, new: str) -> bytes:
     [
         numpy.array([{"a": 1}], dtype=object),
         numpy.zeros(2, dtype=[("x", "f4"), ("y", object)]),
-        numpy.array(["2024-01-01"], dtype="M8[D]"),
+        numpy.zeros(2, dtype=[("x", "f4")]),
+        numpy.zeros(2, dtype=[("x", "f4")])[0],
+        {range(3): 1},
+        collections.defaultdict(torch.Tensor),
     ],
-    ids=["objects", "fields", "times"],
+    ids=["objects", "fields with objects", "fields", "scalar with fields", "range as a key", "defaultdict"],
 )
-def test_numpy_arrays_of_more_than_numbers(value: Any):
-    """An object array pickles what it holds, and would be a way around the list."""
-    with pytest.raises(CheckpointError, match=r"file\.pt"):
+def test_what_is_harmless_and_unsupported(value: Any):
+    """A checkpoint with such a value in a callback's state was called damaged. (An object array pickles what it holds,
+    and would be a way around the list.)"""
+    with pytest.raises(CheckpointError, match=r"^file\.pt: holds .*which is not supported$"):
         read_pickle(pickle.dumps(value, protocol=2), where="file.pt")
+
+
+FACTORIES = [int, float, bool, str, list, dict, tuple, set, frozenset, bytes, bytearray, complex]
+FACTORIES += [collections.OrderedDict, collections.Counter, collections.deque, collections.defaultdict]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_classes_and_what_fills_a_defaultdict(protocol: int):
+    """A callback that counts in a defaultdict(int) could not go on: protocol 2, torch.save's, names int as Python 2."""
+    value = {
+        "grouped": [collections.defaultdict(factory, {"a": factory()}) for factory in FACTORIES],
+        "classes": (FACTORIES, range, {"a": int}),
+        "ranges": [range(3), range(10, 0, -2), range(0)],
+    }
+    found = read_pickle(pickle.dumps(value, protocol=protocol), where="file.pt")
+    assert found == value and found["grouped"][0]["b"] == 0
+    assert [each.default_factory for each in found["grouped"]] == FACTORIES
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_trust_finds_python_2s_names(protocol: int, caplog: pytest.LogCaptureFixture):
+    """A trusted file with an exception that a callback noted: protocol 2 has it in a module that is gone."""
+    value = {"error": FileNotFoundError(2, "gone"), "filled": collections.defaultdict(fractions.Fraction)}
+    data = pickle.dumps(value, protocol=protocol)
+    with pytest.raises(CheckpointError, match=r"names builtins\.\w+Error, .*--trust; trust_checkpoint: true"):
+        read_pickle(data, where="file.pt")
+    found = read_pickle(data, where="file.pt", trust=True)
+    assert type(found["error"]) is FileNotFoundError and found["filled"]["a"] == 0
+    assert "Error is imported" in caplog.text
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -328,11 +369,15 @@ def test_composers_plain_data(protocol: int):
         "complex": 1 - 2j,
         "slice": slice(1, None, 2),
         "size": torch.Size([2, 3]),
+        "device": torch.device("cuda", 1),
         "dtype": torch.bfloat16,
         "text": "ü\n",
     }
     found = read_pickle(pickle.dumps(value, protocol=protocol), where="file.pt")
     assert found == value and type(found["torch_version"]) is str
+    assert {key: type(part) for key, part in found.items() if key != "torch_version"} == {
+        key: type(part) for key, part in value.items() if key != "torch_version"
+    }, "torch.Size is no plain tuple"
 
 
 # --- what stands for a pickled object

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from support.cases import for_each
 from support.ranks import RankError, impatient, run_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding import long_work as module
@@ -58,6 +60,7 @@ def check_errors() -> dict[str, tuple[str, str]]:
             "only worker": (0, KeyError("no space"), [0]),
             "one of two": (1, KeyError("no space"), [0, 1]),
             "Ctrl-C": (0, KeyboardInterrupt(), [0]),
+            "no Exception": (0, CheckpointException("a load", {}), [0]),
             "not text": (0, CheckpointError(os.fsdecode(b"run-\xff.pt")), [0]),
         },
     )
@@ -74,6 +77,8 @@ def test_an_error_is_everybodys():
     assert second["only worker"] == ("CheckpointError", f"rank 0 {of_other}")
     assert first["one of two"] == ("CheckpointError", f"rank 1 {of_other}")
     assert first["Ctrl-C"][0] == "KeyboardInterrupt" and "rank 0" in second["Ctrl-C"][1]
+    assert first["no Exception"][0] == "CheckpointException", "as torch's loader raises it"
+    assert "rank 0 could not go on: CheckpointException" in second["no Exception"][1]
     assert second["not text"][0] == "CheckpointError" and "run-" in second["not text"][1]
 
 
@@ -94,6 +99,28 @@ def test_a_rank_that_is_killed():
     errors = {failure.rank: failure.error for failure in caught.value.failures}
     assert "SIGKILL" in errors[1]
     assert "CheckpointError: rank 1 has stopped responding while copying (no heartbeat" in errors[0]
+
+
+def check_node_that_dies() -> None:
+    """Ranks 1 to 3, of which only 3 is still working, are killed at once."""
+    rank = dist.get_rank()
+
+    def dies() -> None:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank in (1, 2):
+        threading.Thread(target=dies, daemon=True).start()
+    with mock.patch.multiple(module, **QUICK):
+        long_work(dies if rank == 3 else lambda: None, "copying", error_type=CheckpointError)
+
+
+def test_a_node_that_dies_with_finished_ranks():
+    """A working rank died with the finished one that watched it, and the others waited for it for ever."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(check_node_that_dies, 4, fresh=True)
+    errors = {failure.rank: failure.error for failure in caught.value.failures}
+    assert "CheckpointError: rank 3 has stopped responding while copying (no heartbeat" in errors[0]
 
 
 def check_absent() -> str:
@@ -141,18 +168,18 @@ class CountingStore:
         return call
 
 
-@pytest.mark.parametrize("num_workers", [1, 64])
-def test_messages_do_not_grow_with_the_ranks(num_workers: int):
-    """At 1,024 ranks a store that is asked by each about each would be what all wait for: a million messages."""
+def stores_of_many_ranks(num_workers: int, work: Callable[[int, list[Any]], None]) -> list[CountingStore]:
+    """64 threads as ranks, of which the first run ``work`` with their number and all ranks' calls."""
     num_ranks, shared, own = 64, dist.HashStore(), threading.local()
     stores = [CountingStore(shared) for _ in range(num_ranks)]
     world = mock.Mock(get_rank=lambda: own.rank)
+    calls: list[Any] = [None] * num_ranks
 
     def be(rank: int) -> Any:
         own.rank = rank
-        call = module._LongWork("copying", range(num_workers), CheckpointError)
+        calls[rank] = module._LongWork("copying", range(num_workers), CheckpointError)
         ready.wait()
-        return call.run(lambda: time.sleep(0.5) or rank)
+        return calls[rank].run(lambda: work(rank, calls) or rank)
 
     ready = threading.Barrier(num_ranks)
     with (
@@ -164,6 +191,28 @@ def test_messages_do_not_grow_with_the_ranks(num_workers: int):
     ):
         values = list(ranks.map(be, range(num_ranks)))
     assert values == [*range(num_workers), *[None] * (num_ranks - num_workers)]
-    assert max(len(set(store.keys)) for store in stores) <= 3
+    return stores
+
+
+@pytest.mark.parametrize("num_workers", [1, 64])
+def test_messages_do_not_grow_with_the_ranks(num_workers: int):
+    """At 1,024 ranks a store that is asked by each about each would be what all wait for: a million messages."""
+    stores = stores_of_many_ranks(num_workers, lambda rank, calls: time.sleep(0.5))
+    assert max(len(set(store.keys)) for store in stores) <= 4
     assert len({key for store in stores for key in store.keys}) == num_workers + 1
     assert max(len(store.keys) for store in stores) < 40
+
+
+def test_the_last_working_rank_is_watched():
+    """63 ranks that have finished are passed in a few steps, without a message of each about each."""
+    watched: list[int | None] = []
+
+    def work(rank: int, calls: list[Any]) -> None:
+        if rank == 40:
+            time.sleep(4)
+            watched.extend(call._watched() for call in calls)
+
+    stores = stores_of_many_ranks(64, work)
+    assert watched == [None if rank == 40 else 40 for rank in range(64)]
+    assert max(len(set(store.keys)) for store in stores) <= 3 + 2 * 6  # log2(64)
+    assert max(len(store.keys) for store in stores) < 100

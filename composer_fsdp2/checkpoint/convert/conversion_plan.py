@@ -161,8 +161,9 @@ def _inferred(inventory: CheckpointInventory) -> Iterator[str]:
     found = dict.fromkeys(map(dotted, integer_keys(inventory.entries)))
     if found:
         yield (
-            "takes keys that are numbers for ints, which the source does not record, and has no empty dicts of it: "
-            f"below {and_more(list(found), 8)}"
+            "the source does not record whether a key was text or an int, nor empty dicts or classes of dicts: a key "
+            "such as '5' becomes 5, and only a load into a live state restores the rest: below "
+            f"{and_more(list(found), 8)}"
         )
 
 

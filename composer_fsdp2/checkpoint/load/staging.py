@@ -29,6 +29,7 @@ from composer_fsdp2.checkpoint.load.optimizer_state import ParameterState
 from composer_fsdp2.checkpoint.load.replicated import ReplicatedState
 from composer_fsdp2.checkpoint.read import Reader, bytes_of, files_of, materialized
 from composer_fsdp2.checkpoint.target import LocalBox, TensorTarget
+from composer_fsdp2.checkpoint.trees import fitted
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding.agree import gather
 from composer_fsdp2.sharding.hosts import first_ranks_of_hosts
@@ -325,10 +326,7 @@ class Staging:
             (tensor, local_tensor(tensor).detach().to("cpu", copy=True))
             for tensor in (*model.parameters(), *model.buffers())
         ]
-        self._extra_before = [
-            (module, copy.deepcopy(module.get_extra_state())) for module, _ in self.plan.extra.values()
-        ]
-        values = {**self.extra, **self._others}
+        values = {name: self._extra_of(name) for name in self.plan.extra} | self._others
         for planned, staged in zip(self.plan.tensors, self.tensors, strict=True):
             assert staged.data is not None
             value = staged.box.rebuilt(staged.data.to(planned.target.local.device))
@@ -350,13 +348,20 @@ class Staging:
     def _set_extra_state(self) -> None:
         for name, (module, _) in self.plan.extra.items():
             try:
-                self._extra_before.append((module, copy.deepcopy(module.get_extra_state())))
-                module.set_extra_state(self.extra[name])
+                module.set_extra_state(self._extra_of(name))
             except Exception as error:
                 raise CheckpointError(
                     f"{self.plan.inventory.path}: {name}: {type(module).__name__} refused its extra state "
                     f"({type(error).__name__}: {error}); nothing was changed"
                 ) from error
+
+    def _extra_of(self, name: str) -> Any:
+        """The argument of a module's ``set_extra_state``; its present state is recorded, for ``undo_custom_load``."""
+        module, record = self.plan.extra[name]
+        live = copy.deepcopy(module.get_extra_state())
+        self._extra_before.append((module, live))
+        is_flattened = isinstance(record, ObjectRecord) and record.is_flattened
+        return fitted(self.extra[name], live) if is_flattened else self.extra[name]
 
     def pass_on(self, reader: Reader) -> None:
         """Put into place what several ranks of a node hold, from the file; see ``ReplicatedState.pass_on``.

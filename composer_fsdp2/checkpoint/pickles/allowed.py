@@ -75,6 +75,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> S
 
 @Function
 def _parameter(data: Any, requires_grad: Any = True, *rest: Any) -> Any:
+    """torch._utils._rebuild_parameter: the tensor; an nn.Parameter in a callback's state comes back as a Tensor."""
     return data
 
 
@@ -156,13 +157,14 @@ def _scalar(dtype: Any, data: Any) -> Any:
     """numpy.core.multiarray.scalar."""
     import numpy
 
-    if not isinstance(dtype, Dtype) or not isinstance(data, bytes):
-        raise pickle.UnpicklingError("a NumPy scalar of an object type")
-    return numpy.frombuffer(data, dtype=dtype.value())[0]
+    kind = dtype.value() if isinstance(dtype, Dtype) else None
+    if kind is None or not isinstance(data, bytes):
+        raise pickle.UnpicklingError("a NumPy scalar that holds no plain number")
+    return numpy.frombuffer(data, dtype=kind)[0]
 
 
 class Dtype(InertObject):
-    """numpy.dtype('f8', align, copy) and its __setstate__, which says the byte order."""
+    """numpy.dtype('f8', align, copy) and its __setstate__, which has the byte order, and the unit of times."""
 
     kind = GlobalName("numpy", "dtype")
     code: str | None = None
@@ -175,9 +177,23 @@ class Dtype(InertObject):
         if not isinstance(code, str) or not code.isalnum() or len(code) > 16 or order not in ("<", ">", "=", "|"):
             raise pickle.UnpicklingError(f"numpy.dtype({short(code)}) of byte order {short(order)}")
         dtype = numpy.dtype(code)
-        if dtype.kind not in "biufcSU":  # O holds objects; V has fields
-            raise pickle.UnpicklingError(f"numpy.dtype({code!r}), which is not a plain number or text")
+        if dtype.kind not in "biufcSUmM":
+            what = "objects" if dtype.kind == "O" else "fields or raw bytes"
+            raise UnsupportedPickleError(f"holds a NumPy value of {what} ({dtype}), which is not supported")
+        if dtype.kind in "mM" and isinstance(self.state, tuple) and len(self.state) == 9:
+            dtype = numpy.dtype(f"{dtype.kind}8{_unit(self.state[8])}")
         return dtype.newbyteorder(order)
+
+
+def _unit(state: Any) -> str:
+    """[25s], from the last part of the state of a datetime64's or timedelta64's dtype."""
+    _, (unit, count, divisor, _) = state
+    if unit not in _UNITS or not isinstance(count, int) or divisor != 1:
+        raise pickle.UnpicklingError(f"a NumPy time in units of {short(count)} {short(unit)}")
+    return "" if unit == b"generic" else f"[{count}{unit.decode()}]"
+
+
+_UNITS = (b"generic", b"Y", b"M", b"W", b"D", b"h", b"m", b"s", b"ms", b"us", b"ns", b"ps", b"fs", b"as")
 
 
 class NumpyDtypeClass(Dtype):
@@ -193,8 +209,13 @@ class _Text(str, metaclass=FixedClass):
         return text
 
 
-# What fills a defaultdict; stays a name in the pickle, where nothing else calls it.
-_FACTORIES: dict[str, Any] = {f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, str)}
+class Range(InertObject):
+    """A range before ``Finisher`` builds it: a hostile pickle cannot copy this one into a list."""
+
+    kind = GlobalName("builtins", "range")
+
+    def value(self) -> range:
+        return range(*self.args)
 
 
 @Function
@@ -205,9 +226,10 @@ def _counter(counts: Any = ()) -> collections.Counter[Any]:
 # Not the classes themselves, whose calls nobody would count.
 @Function
 def _default_dict(factory: Any = None, items: Any = ()) -> collections.defaultdict[Any, Any]:
-    if factory is not None and str(factory) not in _FACTORIES:
-        raise pickle.UnpicklingError(f"a defaultdict of {short(factory)}")
-    return collections.defaultdict(_FACTORIES.get(str(factory)), items)
+    factory = real_class(factory)
+    if isinstance(factory, GlobalName | Function | FixedClass):  # any other factory is a builtin type or trusted
+        raise UnsupportedPickleError(f"holds a defaultdict of {short(factory)}, which is not supported")
+    return collections.defaultdict(factory, items)
 
 
 @Function
@@ -230,18 +252,42 @@ def _frozenset(members: Any = ()) -> frozenset[Any]:
     return frozenset(members)
 
 
-@Function
-def _size(sizes: Any = ()) -> tuple[int, ...]:
-    """torch.Size."""
-    return tuple(sizes)
+_size = Function(torch.Size)
 
 
 @Function
-def _device(*args: Any) -> str:
+def _device(*args: Any) -> torch.device:
     """torch.device('cuda', 0)."""
     if not all(isinstance(part, str | int) for part in args):
         raise pickle.UnpicklingError("a device that is not a name")
-    return ":".join(map(str, args))
+    try:
+        return torch.device(*args)
+    except RuntimeError as error:  # of another build of torch
+        raise UnsupportedPickleError(f"holds a device that this torch does not have ({error})") from None
+
+
+# Classes that a pickle may contain as values or as a defaultdict's factory. During unpickling their stand-ins (the
+# keys) replace them, which refuse calls or count them; ``Finisher`` restores the classes.
+_BUILTINS = {GlobalName("builtins", kind.__name__): kind for kind in (bool, dict, float, int, list, str, tuple)}
+_CLASSES: dict[Any, type] = {
+    **_BUILTINS,
+    Range: range,
+    _set: set,
+    _frozenset: frozenset,
+    _bytes: bytes,
+    _bytearray: bytearray,
+    _counter: collections.Counter,
+    _default_dict: collections.defaultdict,
+    _ordered_dict: collections.OrderedDict,
+    _deque: collections.deque,
+    _size: torch.Size,
+    _device: torch.device,
+}
+
+
+def real_class(value: Any) -> Any:
+    """The class of a stand-in; any other value unchanged."""
+    return _CLASSES.get(value, value) if isinstance(value, GlobalName | Function | type) else value
 
 
 TENSOR: dict[str, Any] = {
@@ -267,6 +313,7 @@ DATA: dict[str, Any] = {
     "builtins.frozenset": _frozenset,
     "builtins.complex": complex,
     "builtins.slice": slice,
+    "builtins.range": Range,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytearray,
     "torch.torch_version.TorchVersion": _Text,
@@ -297,7 +344,7 @@ DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value
 
 # Types and functions that a pickle may hold as values; they are not called.
 INERT = {
-    *_FACTORIES,
+    *map(str, _BUILTINS),
     "torch.Tensor",
     "torch.nn.parameter.Parameter",
     "torch.storage.UntypedStorage",

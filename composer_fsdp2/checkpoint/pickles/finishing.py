@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_fsdp2.checkpoint.pickles.allowed import Array, Dtype
-from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor
+from composer_fsdp2.checkpoint.pickles.allowed import Array, Dtype, Range, real_class
+from composer_fsdp2.checkpoint.pickles.stand_ins import InertObject, StoredTensor, UnsupportedPickleError
 
 _MAX_DEPTH = 200  # what reads the value afterwards recurses
 _LEAVES = frozenset({str, int, float, bool, bytes, type(None), StoredTensor})  # most parts; seen without a call
@@ -16,7 +16,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, InertObject
 
 @dataclass(slots=True)
 class Finisher:
-    """Puts NumPy's arrays and dtypes in place of ours, and refuses what would be endless to walk through.
+    """Replaces stand-ins by NumPy's arrays and dtypes, ranges and classes; refuses values that are endless to walk.
 
     Containers are changed in place: one may be in several others. A dozen lists, each twice in the next, are small in a
     pickle and 4096 lists to whoever walks through them; so each is walked once here, and its parts are counted.
@@ -33,7 +33,7 @@ class Finisher:
 
     def finish(self, value: Any) -> Any:
         if type(value) in _LEAVES or not isinstance(value, _CONTAINERS):
-            return value
+            return real_class(value)
         if id(value) not in self._done:
             outer = self._num_parts, self._height
             self._depth += 1
@@ -79,6 +79,8 @@ class Finisher:
             return self._finish_array(value)
         elif isinstance(value, Dtype):
             return value.value()
+        elif isinstance(value, Range):
+            return self._finish_range(value)
         else:
             value.args, value.state = self.finish(value.args), self.finish(value.state)
         return value
@@ -93,8 +95,17 @@ class Finisher:
             raise pickle.UnpicklingError("NumPy arrays that repeat their bytes without end")
         return array.value()
 
+    def _finish_range(self, value: Range) -> range:
+        """A range counts as many parts as its numbers, because a reader may copy it into a list."""
+        numbers = value.value()
+        num_numbers = len(numbers[: self.max_parts + 1])
+        if num_numbers > self.max_parts:
+            raise UnsupportedPickleError(f"holds a range of more than {self.max_parts} numbers, which is not supported")
+        self._num_parts += num_numbers
+        return numbers
+
     def _finish_hashed(self, parts: Iterable[Any]) -> None:
         """Keys and members stay as they are; where one is a value of ours, nothing could look it up."""
         for part in parts:
             if type(part) not in _LEAVES and self.finish(part) is not part:
-                raise pickle.UnpicklingError("a NumPy value as a key")
+                raise UnsupportedPickleError("holds a NumPy value, a range or a class as a key, which is not supported")

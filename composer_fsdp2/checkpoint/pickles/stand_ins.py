@@ -163,4 +163,6 @@ def contains_inert(value: Any) -> bool:
 
 def short(value: Any) -> str:
     """A value's text for a message; a container's type only, because its text may be endless."""
-    return repr(value)[:100] if isinstance(value, str | int | bytes | GlobalName) else f"a {type(value).__name__}"
+    if isinstance(value, GlobalName):
+        return str(value)[:100]
+    return repr(value)[:100] if isinstance(value, str | int | bytes) else f"a {type(value).__name__}"

@@ -4,7 +4,7 @@ A pickle calls whatever it names. torch's own loader of sharded checkpoints unpi
 without a limit (pytorch#189308), so a checkpoint could run anything. Here a name that is not in the tables of
 ``allowed.py`` is refused, and most of those that are become inert values of our own: ``GlobalName`` for a class or
 function, ``InertObject`` for what it would have made. Only types of plain data (``OrderedDict``, ``timedelta``, NumPy
-arrays) are really built.
+arrays) are really built, and a class such as ``int`` is itself again in the finished value.
 
 [Note: hostile pickles] A pickle can also set attributes of what it names (BUILD). So a name becomes nothing that could
 be changed for the rest of the process: an immutable type of C, a class of ours that is fixed (``FixedClass``), or a
@@ -19,6 +19,7 @@ import io
 import logging
 import pickle
 import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,10 @@ _MAX_PARTS = 1_000_000
 _MAX_ARRAY_BYTES = 64 << 20
 
 
+# Protocols 0 to 2 use Python 2's names of these modules and their contents: __builtin__.long is int.
+_PYTHON_2_MODULES = ("__builtin__", "copy_reg", "exceptions")
+
+
 class UntrustedError(CheckpointError):
     """A pickle names what is not on the list; it opens with trust=True."""
 
@@ -68,7 +73,8 @@ class _Names:
     _made: dict[str, Any] = field(default_factory=dict)
 
     def find(self, module: str, name: str) -> Any:
-        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+        if module in _PYTHON_2_MODULES:
+            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         full = f"{module}.{name}"
         if full not in self._made:
             self._made[full] = self._look_up(module, name, full)
@@ -200,7 +206,8 @@ def read_pickle(
         if names.refused:
             raise UntrustedError(
                 f"{where}: the pickle names {', '.join(dict.fromkeys(names.refused))}, which could run anything, and "
-                "was not read; if you know who wrote it, read it with trust=True (--trust)"
+                "was not read; if you know who wrote it, read it with trust=True (--trust; trust_checkpoint: true in "
+                "an fsdp_config)"
             ) from None
         if isinstance(error, UnsupportedPickleError):
             raise CheckpointError(f"{where}: {error}") from None

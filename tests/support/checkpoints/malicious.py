@@ -145,6 +145,12 @@ def hostile() -> dict[str, bytes]:
         "bytes by their number": b"cbuiltins\nbytes\n(" + integer(1 << 40) + b"tR.",
         "bytearray by its number": b"cbuiltins\nbytearray\n(" + integer(1 << 40) + b"tR.",
         "bytes that are not there": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"abc.",
+        "range as a list": _range(b"cbuiltins\nset\n(", b"tR."),
+        "range as a pair": _range(b"ccollections\nOrderedDict\n((", b"ltR."),
+        "range as sizes": _range(b"ctorch\nSize\n(", b"tR."),
+        "range that others make a list of": _range(b"", b"."),
+        "range again and again": b"(" + _range(b"", b"p0\n", 1_000_000) + b"g0\n" * 40 + b"l.",
+        "range changed for everybody": b"cbuiltins\nrange\nN}" + text("value") + b"cbuiltins\nset\ns\x86b.",
         "doubling lists": doubling + b".",
         "doubling tuples": tuples + b".",
         "doubling tuples in a message": b"ctorch\ndevice\n(" + tuples + b"tR.",
@@ -164,6 +170,10 @@ def hostile() -> dict[str, bytes]:
         "no end": b"N",
         "nothing": b"",
     }
+
+
+def _range(before: bytes, after: bytes, length: int = 1 << 40) -> bytes:
+    return before + b"cbuiltins\nrange\n(" + integer(length) + b"tR" + after
 
 
 def _array(code: bytes, shape: bytes = b"K\x01") -> bytes:
