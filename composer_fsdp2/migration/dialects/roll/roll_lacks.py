@@ -135,7 +135,8 @@ LACKS: tuple[Lack, ...] = (
         hint="set model_args.ulysses_size: {value}"),
     Lack(asked="frozen parameters", outcome=_NEEDS_DECISION, target="model_args.freeze_module_prefix",
         reason="ROLL says it in model_args, outside of this section",
-        hint="set model_args.freeze_module_prefix: {value}, by names of the transformers model"),
+        hint="set model_args.freeze_module_prefix: {value}, by names of the transformers model; a dot at the end of a "
+        "module's name keeps longer names out"),
     Lack(asked="tiled MLP", when=lambda run: tiles_of(run)[0] is None, outcome=_APPROXIMATE,
         reason=f"ROLL tiles {', '.join(dict.fromkeys(MLPS.values()))} only: the same numbers, and more memory in long "
         "sequences"),
