@@ -23,6 +23,7 @@ class RunConfig(Value):
         async_save: Whether checkpoints are written while training goes on.
         save_only_model: Whether they lack the optimizer.
         max_grad_norm: To which norm gradients are clipped.
+        other_clipping: How they are clipped where it is not to a norm, with its threshold: ``value 0.5``.
         num_ranks, num_nodes: Of the run, where its file tells.
         tensor_parallel, pipeline_parallel, expert_parallel: Over how many ranks, beside those of the mesh.
         has_expert_axis: Whether the ranks of experts are not among those that share a batch's shards, but an axis of
@@ -41,6 +42,7 @@ class RunConfig(Value):
     async_save: bool = False
     save_only_model: bool = False
     max_grad_norm: float | None = None
+    other_clipping: str | None = None
     num_ranks: int | None = None
     num_nodes: int | None = None
     tensor_parallel: int = 1
@@ -68,7 +70,7 @@ class RunConfig(Value):
 
     def with_degrees(self) -> "RunConfig":
         """With the degree that was left open, where the number of ranks tells it; else as it is."""
-        others = self.tensor_parallel * self.pipeline_parallel * self.expert_parallel
+        others = self.tensor_parallel * self.pipeline_parallel * (self.expert_parallel if self.has_expert_axis else 1)
         if self.num_ranks is None or others != 1:
             return self
         try:

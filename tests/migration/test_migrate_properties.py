@@ -88,6 +88,14 @@ def test_what_a_target_lacks_is_told_with_its_own_reason(file: File, to: str) ->
 
 @examples(100)
 @given(ANY_FILE, ANY_TARGET)
+def test_what_is_lost_has_a_finding_of_its_own(file: File, to: str) -> None:
+    """'Please report the file as a fault' of what the target just has no word for: nobody can act on it."""
+    faults = [each for section in migrated(file, to).sections for each in section.findings]
+    assert not [each for each in faults if each.origin is Origin.WRITING and each.outcome.blocks]
+
+
+@examples(100)
+@given(ANY_FILE, ANY_TARGET)
 def test_comments_of_the_section_stay(file: File, to: str) -> None:
     """What a user wrote about a setting is worth more than the setting."""
     result = migrated(file, to)
@@ -316,6 +324,8 @@ PARTS = {
     "reshard_after_forward": ["reshard_after_forward"],
     "param_dtype": ["mixed_precision.param_dtype", "precision"],
     "reduce_dtype": ["mixed_precision.reduce_dtype"],
+    "gradient clipping": ["max_grad_norm"],
+    "clipping by value": ["max_grad_norm", "other_clipping"],
     "products in fp8": ["precision"],
     "autocast": ["precision"],
     "mixed_precision": ["mixed_precision"],
@@ -349,7 +359,7 @@ PARTS = {
 # Units that a system makes whatever its file says: ROLL the embeddings where they are not tied, TorchTitan both ends.
 ALWAYS_UNITS = {"roll": {"embeddings"}, "torchtitan": {"embeddings", "output"}}
 # Of the run itself, beside its configuration.
-OF_RUN = ("precision", "strict", "verbose")
+OF_RUN = ("precision", "strict", "verbose", "max_grad_norm", "other_clipping")
 
 
 def parts_of(run: RunConfig) -> dict[str, Any]:

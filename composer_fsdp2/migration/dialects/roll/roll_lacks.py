@@ -96,6 +96,11 @@ LACKS: tuple[Lack, ...] = (
         target="model_args.gradient_checkpointing_use_reentrant",
         reason="ROLL recomputes without reentering, in mixtures of experts excepted; both give the same numbers",
         hint="set model_args.gradient_checkpointing_use_reentrant: true for the same implementation"),
+    Lack(asked="non-reentrant checkpointing", outcome=_APPROXIMATE,
+        when=lambda run: run.expert_parallel != 1 or run.config.idle_experts is not None,
+        target="model_args.gradient_checkpointing_use_reentrant",
+        reason="ROLL reenters in mixtures of experts unless it is set to false; both give the same numbers",
+        hint="set model_args.gradient_checkpointing_use_reentrant: false for the same implementation"),
     Lack(asked="activation offloading", outcome=_UNSUPPORTED, reason="ROLL does not keep activations in CPU memory"),
     Lack(asked="Transformer Engine", outcome=_UNSUPPORTED, reason="ROLL recomputes with torch's implementation only"),
     *(Lack(asked=f"prefetch in {phase}", outcome=_APPROXIMATE, reason=f"ROLL leaves the order of gathers in {phase} to "
@@ -151,6 +156,9 @@ LACKS: tuple[Lack, ...] = (
         outcome=_APPROXIMATE, target="max_grad_norm",
         reason=f"ROLL clips gradients to a norm of {GRAD_NORM} unless the top of the file says otherwise",
         hint="set max_grad_norm there to a large number, such as 1.0e+9, or train with clipping"),
+    Lack(asked="clipping by value", outcome=_NEEDS_DECISION, target="max_grad_norm",
+        reason=f"ROLL clips gradients to a norm, {GRAD_NORM} unless the top of the file sets it; the run clips them by "
+        "{value}", hint="choose a norm, or a large number for none"),
     Lack(asked="dtype of stored parameters", outcome=_APPROXIMATE, target="reduce_dtype",
         when=lambda run: run.stored_dtype != _reduced_in(run),
         reason="ROLL stores trained parameters, and the optimizer's state, in reduce_dtype, and not {value}"),

@@ -90,7 +90,8 @@ def of_async_save(finding: Finding, worker: Worker) -> Finding:
 def of_ulysses(finding: Finding, worker: Worker) -> Finding:
     size, shards = worker["model_args.ulysses_size"], worker["fsdp_size"]
     if isinstance(size, int) and isinstance(shards, int) and shards < size:
-        return replace(finding, hint=f"ROLL itself fails with it, as fsdp_size {shards} is smaller")
+        reason = f"ROLL fails with it, because fsdp_size {shards} is smaller: no run was trained so"
+        return undecided(finding, reason, f"set fsdp_size to {size} or more, or ulysses_size to 1")
     return finding
 
 
