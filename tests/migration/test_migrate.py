@@ -725,6 +725,7 @@ def test_a_norm_that_is_no_number_is_a_decision(text: str, to: str) -> None:
 
 
 LOST = {
+    "one shard": ("run.toml", "[training]\nlocal_batch_size = 8\n[parallelism]\ndata_parallel_shard_degree = 1\n"),
     "TorchTitan's defaults": ("run.toml", "[training]\nlocal_batch_size = 8\n"),
     "tensor parallelism": ("run.yaml", f"{TENSOR}fsdp_config: {{sharding_strategy: FULL_SHARD}}\n"),
     "context parallelism": ("run.yaml", "fsdp_config: {context_parallel_degree: 2}\n"),
@@ -760,3 +761,28 @@ def test_sizes_that_contradict_the_number_of_processes_are_a_decision(sizes: str
     migration = migrate_text(text)
     assert migration.exit_code == exit_code, migration.blocking
     assert [each.key for each in migration.blocking] == ["parallelism_config.dp_shard_size"] * exit_code
+
+
+NESTED = {
+    "axolotl": ("axolotl", "base_model: m\nmicro_batch_size: 1\ndatasets: []\nfsdp_version: 2\nfsdp_config: {@}\n"),
+    "huggingface": ("accelerate", "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2, @}\n"),
+    "composer": ("composer", "parallelism_config: {fsdp: {sharding_strategy: FULL_SHARD, @}}\n"),
+    "roll": ("roll", "a: {strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 2, @}}}\n"),
+}
+INNER = (
+    "fsdp: full_shard",
+    "fsdp_config: {fsdp_version: 2}",
+    "strategy_args: {strategy_name: fsdp2_train, strategy_config: {}}",
+    "distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 3}",
+)
+
+
+@pytest.mark.parametrize("dialect", NESTED)
+def test_a_section_in_another_is_a_key_of_that_one(dialect: str) -> None:
+    """`fsdp` in an fsdp_config was a section of its own: edits overlapped, a fault of the command's."""
+    own, text = NESTED[dialect]
+    for inner in INNER:
+        for to in TARGETS:
+            (section,) = migrate_text(text.replace("@", inner), to=to).sections
+            assert section.dialect == dialect, (inner, to)
+            assert to == own or any(inner.partition(":")[0] in each.key for each in section.findings)

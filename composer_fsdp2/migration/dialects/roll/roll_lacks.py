@@ -22,7 +22,7 @@ def has_open_replicas(mesh: MeshSpec) -> bool:
 
 
 def _keeps_full_parameters(mesh: MeshSpec) -> bool:
-    return not mesh.is_grouped and mesh.has_replicas and mesh.shard_degree == 1
+    return not mesh.is_grouped and mesh.shard_degree == 1
 
 
 def _is_for_so_many_ranks(mesh: MeshSpec) -> bool:
