@@ -111,8 +111,18 @@ def _parts(finding: Finding) -> tuple[str, ...]:
 
 # Units that the target adds by default. They change no result.
 _MORE_UNITS = ("wrap.embeddings", "wrap.output")
-# Fields without an effect on training, and the number of ranks.
-_NO_FIELDS = ("num_ranks", "num_nodes", "verbose", "strict", "has_expert_axis", "tiled_chunks", "config.")
+# Fields without an effect on training, the number of ranks, and what is made in code, of which keys have findings.
+_NO_FIELDS = (
+    "num_ranks",
+    "num_nodes",
+    "verbose",
+    "strict",
+    "has_expert_axis",
+    "tiled_chunks",
+    "config.",
+    "adapter",
+    "has_fp8_layers",
+)
 
 
 def _flat(run: RunConfig, asked: RunConfig) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class RunConfig(Value):
         tiled_chunks: Into how many pieces of the sequence MLPs are cut whose classes the file does not name.
         selective_checkpointing: Which of the checkpointed modules are recomputed: every n-th, or by operator.
         compile: Whether the model is compiled.
+        adapter: What is trained in the place of the model's own parameters, such as ``lora``; made in code everywhere.
+        has_fp8_layers: Whether layers compute in fp8 whatever the precision is; they are made in code as well.
     """
 
     config: ShardingConfig
@@ -52,6 +54,8 @@ class RunConfig(Value):
     tiled_chunks: int | None = None
     selective_checkpointing: str | None = None
     compile: bool = False
+    adapter: str | None = None
+    has_fp8_layers: bool = False
 
     @property
     def wrap(self) -> Wrap:

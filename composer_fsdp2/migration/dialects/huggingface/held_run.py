@@ -50,6 +50,7 @@ def run_of(held: Held) -> RunConfig:
         expert_parallel=settings["ep_size"],
         has_expert_axis=settings["ep_size"] != 1,
         save_only_model=is_axolotl and bool(around.get("save_only_model")),
+        adapter=around.get("adapter") if is_axolotl else None,
         compile=is_axolotl and around.get("torch_compile") in (True, "auto"),
         tiled_chunks=settings["tiled_mlp_num_shards"] if settings["tiled_mlp"] else None,
     )

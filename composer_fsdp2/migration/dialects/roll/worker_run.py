@@ -44,6 +44,7 @@ def run_of(worker: Worker) -> RunConfig:
         max_grad_norm=worker.top.get("max_grad_norm", GRAD_NORM) if is_training else None,
         num_ranks=worker.num_ranks,
         expert_parallel=worker["ep_size"],
+        adapter="lora" if worker["model_args.lora_target"] and is_training else None,
         tiled_chunks=None if tiled is not None else _chunks(worker),
     )
 
