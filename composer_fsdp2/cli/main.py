@@ -49,9 +49,11 @@ def _options(
 
 
 def main() -> None:
-    """The console script. Exit code: the script's own for ``run`` and ``train``, 2 if there is nothing to run; of other
-    verbs 141, as of a command that SIGPIPE ends, where nobody reads the output any more, and 130, as of one that SIGINT
-    ends, before the verb itself answers an interrupt."""
+    """The console script. Exit code: the script's own for ``run`` and ``train``, 2 without a script or module to run.
+
+    Other verbs end with 141 (128 + SIGPIPE) where the reader of their output has closed it, and with 130 (128 + SIGINT)
+    where they are interrupted before they handle interrupts themselves.
+    """
     is_of_script = sys.argv[1:2] in (["run"], ["train"])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names that a terminal cannot show are told with escapes

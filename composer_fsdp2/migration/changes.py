@@ -225,7 +225,7 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
     told = [each for each in reading.findings if target.keeps_implicit or not _is_kept(each)]
     once, lacks = told_once(told, expression.findings, reading, target)
     answered = {*became, *(finding.key for finding in expression.findings)}
-    # A key of its own system that the target neither writes nor names in a finding.
+    # Source-specific keys that the target neither writes nor names in a finding.
     own = {
         each.key: row
         for each in told

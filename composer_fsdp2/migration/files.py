@@ -89,7 +89,7 @@ class Destination:
         }
         for source in sources:
             path = self.output / _result_name(source, target)
-            for result in (path, path.with_suffix(target.suffix)):  # a file of its own may have another ending
+            for result in (path, path.with_suffix(target.suffix)):  # a new file may have another ending
                 taken = inputs.get(_place(result, folds))
                 if taken is not None:
                     whose = "" if taken == source.file else f" by the result of {_name(source.file)}"
@@ -121,7 +121,7 @@ def _is_at(path: Path, file: Path) -> bool:
 
 
 def _place(path: Path, folds_case: bool) -> str:
-    """Where a file is written: links in its folder are followed, and a link of its own name is replaced."""
+    """The path that a write to ``path`` changes: links among its folders are followed, and a final link is replaced."""
     place = os.path.join(os.path.realpath(path.parent), path.name)
     return place.casefold() if folds_case else place
 

@@ -289,7 +289,7 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[st
 
 
 def _outermost(file: _File, found: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    """Without the sections in what another one replaces as a whole: to that one's system they are keys of its own."""
+    """Drop sections inside the mapping that another section replaces: that section's system reads them as its keys."""
     frames = {each: DIALECTS[each[0]].frame(Section.at(each[1], file.values_for(each[0]))) for each in found}
     kept = list(found)
     for inner in found:

@@ -111,7 +111,7 @@ def _parts(finding: Finding) -> tuple[str, ...]:
 
 # Units that the target adds by default. They change no result.
 _MORE_UNITS = ("wrap.embeddings", "wrap.output")
-# Fields without an effect on training, the number of ranks, and what is made in code, of which keys have findings.
+# Fields without an effect on training, the number of ranks, and parts of the model's code, whose keys have findings.
 _NO_FIELDS = (
     "num_ranks",
     "num_nodes",

@@ -31,8 +31,8 @@ class RunConfig(Value):
         tiled_chunks: Into how many pieces of the sequence MLPs are cut whose classes the file does not name.
         selective_checkpointing: Which of the checkpointed modules are recomputed: every n-th, or by operator.
         compile: Whether the model is compiled.
-        adapter: What is trained in the place of the model's own parameters, such as ``lora``; made in code everywhere.
-        has_fp8_layers: Whether layers compute in fp8 whatever the precision is; they are made in code as well.
+        adapter: The adapter, such as ``lora``, that is trained instead of the model's parameters; the code creates it.
+        has_fp8_layers: Whether a converter replaces layers by fp8 ones, at any precision.
     """
 
     config: ShardingConfig

@@ -547,7 +547,7 @@ def test_two_results_are_not_one_file(tmp_path: Path):
 
 
 def test_no_result_takes_the_place_of_another_input(tmp_path: Path):
-    """`written`, and a configuration that nobody had a copy of was another run's."""
+    """The result of one run overwrote another run's configuration, without a backup."""
     text = "fsdp_config: {limit_all_gathers: true}\n"
     for path in ("p/sub/x.yaml", "c/x.yaml", "q/y.yaml", "r/y.toml"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

@@ -744,7 +744,7 @@ LOST = {
 
 @pytest.mark.parametrize("case", LOST)
 def test_what_a_target_has_no_word_for_is_no_fault_of_the_command(case: str) -> None:
-    """'Please report the file' stood beside the finding that says what to do, or in its place."""
+    """'Please report the file' stood beside the finding with the next step, or replaced it."""
     name, text = LOST[case]
     for to in TARGETS:
         assert not [each for each in migrate_text(text, name, to=to).blocking if "please report" in each.hint]
@@ -779,7 +779,7 @@ INNER = (
 
 @pytest.mark.parametrize("dialect", NESTED)
 def test_a_section_in_another_is_a_key_of_that_one(dialect: str) -> None:
-    """`fsdp` in an fsdp_config was a section of its own: edits overlapped, a fault of the command's."""
+    """`fsdp` in an fsdp_config was read as a second section, and its edits overlapped with the first one's."""
     own, text = NESTED[dialect]
     for inner in INNER:
         for to in TARGETS:

@@ -75,8 +75,7 @@ def test_every_key_has_one_finding(file: File, to: str) -> None:
 @examples(100)
 @given(ANY_FILE, ANY_TARGET)
 def test_what_a_target_lacks_is_told_with_its_own_reason(file: File, to: str) -> None:
-    """ROLL trains without context parallelism, at exit 0: a finding that a key was dropped had taken the decision's
-    place."""
+    """ROLL trains without context parallelism, at exit 0: 'a key was dropped' replaced the decision."""
     result = migrated(file, to)
     for report, (dialect, section) in zip(result.sections, sections_of(file.text, file.suffix), strict=True):
         run = None if dialect.name == TARGETS[to].name else dialect.read(section).run
@@ -89,7 +88,7 @@ def test_what_a_target_lacks_is_told_with_its_own_reason(file: File, to: str) ->
 @examples(100)
 @given(ANY_FILE, ANY_TARGET)
 def test_what_is_lost_has_a_finding_of_its_own(file: File, to: str) -> None:
-    """'Please report the file as a fault' of what the target just has no word for: nobody can act on it."""
+    """'Please report the file as a fault' is no next step for a feature that the target lacks."""
     faults = [each for section in migrated(file, to).sections for each in section.findings]
     assert not [each for each in faults if each.origin is Origin.WRITING and each.outcome.blocks]
 

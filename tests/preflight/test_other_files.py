@@ -99,7 +99,7 @@ TITAN = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size =
     ],
 )
 def test_what_stops_a_migration_stops_a_plan(tmp_path: Path, name: str, text: str, key: str | None):
-    """A plan of another run, at exit 0: of all parameters where an adapter is trained, in 16 bits where 4 are kept."""
+    """A plan of another run, at exit 0: of all parameters instead of an adapter's, in 16 bits instead of 4."""
     (tmp_path / name).write_text(text)
     run = read_run(tmp_path / name, world_size=4, model_config=config(tmp_path), microbatch=1, sequence=16)
     step = plan_step(run, name, Questions(machine=GPUS["h100"]))

@@ -77,7 +77,7 @@ def findings_of(worker: Worker) -> Iterator[Finding]:
 
 
 def norm_problem(worker: Worker) -> str:
-    """What is wrong with the norm to which gradients are clipped; "" if nothing is."""
+    """The error of the gradient clipping norm; "" without an error."""
     norm = worker.top.get("max_grad_norm")
     return "" if norm is None or INT.fits(norm) or isinstance(norm, float) else "it takes a number"
 
