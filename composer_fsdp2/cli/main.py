@@ -49,8 +49,11 @@ def _options(
 
 
 def main() -> None:
-    """The console script. Exit code: the script's own for ``run`` and ``train``, 2 if there is nothing to run; 141, as
-    of a command that SIGPIPE ends, where nobody reads the output of another verb any more."""
+    """The console script. Exit code: the script's own for ``run`` and ``train``, 2 without a script or module to run.
+
+    Other verbs end with 141 (128 + SIGPIPE) where the reader of their output has closed it, and with 130 (128 + SIGINT)
+    where they are interrupted before they handle interrupts themselves.
+    """
     is_of_script = sys.argv[1:2] in (["run"], ["train"])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names that a terminal cannot show are told with escapes
@@ -78,6 +81,11 @@ def main() -> None:
         if is_full:
             print(f"composer-fsdp2: standard output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(2 if is_full else 128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        if is_of_script:
+            raise
+        print("composer-fsdp2: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except IncompatibleVersionError as error:
         print(f"composer-fsdp2: {error}", file=sys.stderr)
         sys.exit(2)

@@ -20,6 +20,7 @@ from composer_fsdp2.config.value import Value
 TOLERANCE = 1e-6  # relative
 BATCHES_OF_TOLERANCE = 10
 _PARAMETER = "parameter"
+_SCALED = "amp_fp16"  # where the first gradient norms are no numbers, until the scaler has found its scale
 _SUMMED = 1e-12  # by how much sums of parts in fp64 differ from one another, at most
 
 
@@ -86,11 +87,11 @@ def judge(first: RunRecord, fsdp2: RunRecord, again: Sequence[RunRecord], *, tol
 
 
 def relative(value: float, of: float) -> float:
-    """The difference to ``of``, relative to it; infinite where one of them alone is no finite number.
+    """The difference to ``of``, relative to it; infinite where the two are not equal and one is no finite number.
 
-    Both are none where a scaler of fp16 looks for its scale.
+    A NaN equals nothing, not even another one.
     """
-    if value == of or (math.isnan(value) and math.isnan(of)):
+    if value == of:
         return 0.0
     if not (math.isfinite(value) and math.isfinite(of)):
         return math.inf
@@ -204,7 +205,8 @@ def _start(first: RunRecord, other: RunRecord) -> list[_Apart]:
 
 def _apart(theirs: Fingerprint, ours: Fingerprint) -> float:
     """Of two tensors of which the sums and the sums of squares are known."""
-    if theirs.size != ours.size:
+    sums = (theirs.total, theirs.squares, ours.total, ours.squares)
+    if theirs.size != ours.size or not all(map(math.isfinite, sums)):
         return math.inf
     width = math.sqrt(theirs.size * theirs.squares)  # what a sum can be at most
     of_sums = abs(ours.total - theirs.total) / width if width else (0.0 if ours.total == theirs.total else math.inf)
@@ -238,9 +240,15 @@ def _norms(first: RunRecord, other: RunRecord) -> list[_Apart]:
 
 
 def _by_batch(first: RunRecord, other: RunRecord, what: str) -> list[_Apart]:
+    pairs = [(getattr(theirs, what), getattr(ours, what), ours.batch) for theirs, ours in _pairs(first, other)]
+    is_scaled = first.precision == _SCALED
     return [
-        _Apart(relative(getattr(ours, what), getattr(theirs, what)), f"batch {ours.batch}", number)
-        for number, (theirs, ours) in enumerate(_pairs(first, other), 1)
+        _Apart(
+            0.0 if is_scaled and math.isnan(theirs) and math.isnan(ours) else relative(ours, theirs),
+            f"batch {batch}",
+            number,
+        )
+        for number, (theirs, ours, batch) in enumerate(pairs, 1)
     ] or [_Apart(math.inf)]
 
 

@@ -84,6 +84,8 @@ class KeptTensors:
                 if self._entries[sizes_of][1] != self._entries[key][1]:
                     return None
                 sizes, rounding = size(self[sizes_of]), _ROUNDING * self._largest[kind]
+                if not math.isfinite(rounding):
+                    return None
                 of_kinds = {
                     PARAMETER: 2 * _STEP * learning_rates,
                     "exp_avg": 2 * _MOMENTUM * rounding,

@@ -79,13 +79,21 @@ def fingerprints(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
         for key, each in sums.items():
             of_ranks.setdefault(key, []).append(each)
     totals: dict[Key, tuple[float, ...]] = {
-        key: tuple(map(math.fsum, zip(*each, strict=True))) for key, each in of_ranks.items()
+        key: tuple(map(_sum, zip(*each, strict=True))) for key, each in of_ranks.items()
     }
     totals |= {key: (number, number**2, 1.0) for key, number in numbers.items()}
     return tuple(
         Fingerprint(kind=kind, name=name, total=total, squares=squares, size=round(size))
         for (kind, name), (total, squares, size) in totals.items()
     )
+
+
+def _sum(numbers: Sequence[float]) -> float:
+    """The sum; no finite number where one of them is none, or where it is too large."""
+    try:
+        return math.fsum(numbers)
+    except (ValueError, OverflowError):  # of both infinities; of finite numbers
+        return sum(numbers)
 
 
 def settings(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Settings, ...]:

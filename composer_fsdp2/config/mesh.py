@@ -232,6 +232,13 @@ class MeshSpec(Value):
         return self.degree(AxisRole.SHARD)
 
     @property
+    def known_shard_degree(self) -> int:
+        """``shard_degree``; of groups of consecutive ranks also before the world size is known."""
+        groups = [self.axes[number].groups for number in self.axes_of(AxisRole.SHARD)]
+        sizes = (each.number for each in groups if each is not None and each.rule is GroupRule.CONSECUTIVE)
+        return next(sizes, self.shard_degree)
+
+    @property
     def replicate_degree(self) -> int:
         return self.degree(AxisRole.REPLICATE)
 

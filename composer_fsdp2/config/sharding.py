@@ -223,9 +223,10 @@ def check_reshard_degree(reshard_after_forward: bool | int, mesh: MeshSpec, wher
             f"{place}reshard_after_forward is {reshard_after_forward}; give true, false or a group size",
             keys=("reshard_after_forward",),
         )
-    if mesh.shard_degree != -1 and mesh.shard_degree % reshard_after_forward:
+    shards = mesh.known_shard_degree
+    if shards != -1 and shards % reshard_after_forward:
         raise ConfigError(
-            f"{place}reshard_after_forward {reshard_after_forward} does not divide the {mesh.shard_degree} ranks that "
-            f"a parameter is sharded over; use {divisors_text(mesh.shard_degree)}",
+            f"{place}reshard_after_forward {reshard_after_forward} does not divide the {shards} ranks that "
+            f"a parameter is sharded over; use {divisors_text(shards)}",
             keys=("reshard_after_forward",),
         )

@@ -60,6 +60,10 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
     "reentrant checkpointing": lambda run: _if(
         "reentrant", run.config.activation_checkpointing.checkpoint and run.config.activation_checkpointing.reentrant
     ),
+    "non-reentrant checkpointing": lambda run: _if(
+        "non-reentrant",
+        run.config.activation_checkpointing.checkpoint and not run.config.activation_checkpointing.reentrant,
+    ),
     "unused implementation": lambda run: _if(
         "not reentrant",
         not run.config.activation_checkpointing.checkpoint and not run.config.activation_checkpointing.reentrant,
@@ -82,7 +86,10 @@ CAPABILITIES: dict[str, Callable[[RunConfig], Any]] = {
     "state_dict_type": lambda run: run.state_dict_type,
     "async_save": lambda run: _if(True, run.async_save),
     "model only": lambda run: _if(True, run.save_only_model),
-    "gradient clipping": lambda run: "off" if run.max_grad_norm is None else run.max_grad_norm,
+    "gradient clipping": lambda run: _if(
+        "off" if run.max_grad_norm is None else run.max_grad_norm, run.other_clipping is None
+    ),
+    "clipping by value": lambda run: run.other_clipping,
     "frozen parameters": lambda run: ", ".join(run.config.freeze) or None,
     "tensor parallelism": lambda run: _if(run.tensor_parallel, run.tensor_parallel != 1),
     "context parallelism": lambda run: _if(run.context_parallel, run.context_parallel != 1),

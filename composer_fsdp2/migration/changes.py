@@ -223,21 +223,24 @@ def _translated(document: Document, of: Dialect, section: Section, reading: Read
     }
     # Of what a target does by itself, its own findings tell, unless it keeps to what FSDP1 did.
     told = [each for each in reading.findings if target.keeps_implicit or not _is_kept(each)]
-    kept = {*became, *(finding.key for finding in expression.findings)}
     once, lacks = told_once(told, expression.findings, reading, target)
+    answered = {*became, *(finding.key for finding in expression.findings)}
+    # Source-specific keys that the target neither writes nor names in a finding.
+    own = {
+        each.key: row
+        for each in told
+        if of.is_own(each) and (row := of.row_of(each.key)) and answered.isdisjoint((each.key, row.capability))
+    }
     findings = (
-        *(
-            _dropped(each, target) if of.is_own(each) and each.key not in kept else _with_words(each, became, target)
-            for each in once
-        ),
+        *(_dropped(each, target) if each.key in own else _with_words(each, became, target) for each in once),
         *lacks,
     )
-    # A key of its own system may go where the target has no key of its aspect; elsewhere the writer has to write it.
+    # Such a key may go where the target has no key of its aspect; elsewhere the writer has to write it.
     aspects = {row.aspect for row in target.rows} - {Aspect.OTHER}
     lost = (
         replace(_dropped(each, target), key=row.sets or row.name, origin=Origin.LACKING)
         for each in once
-        if of.is_own(each) and each.key not in kept and (row := of.row_of(each.key)) and row.aspect not in aspects
+        if (row := own.get(each.key)) and row.aspect not in aspects
     )
     not_said = (*expression.findings, *lost)
     frame = of.frame(section)

@@ -307,11 +307,14 @@ def told_once(
     settled = []
     for finding in told:
         row = reading.rows.get(finding.key)
-        lack = next((each for each in lacks if row is not None and each.key in _asked_by(row)), None)
-        if finding.asks and lack is not None:
+        if row is None or not finding.asks or (finding.outcome.blocks and finding.outcome is not row.outcome):
+            settled.append(finding)  # also where its value is what needs a decision, whatever the target has
+            continue
+        lack = next((each for each in lacks if each.key in _asked_by(row)), None)
+        if lack is not None:
             of_keys.append(lack)
             finding = _by_target(finding, lack)
-        elif finding.asks and row is not None and finding.outcome.blocks and (same := target.row_for(row.capability)):
+        elif finding.outcome.blocks and (same := target.row_for(row.capability)):
             reason = f"{same.meaning or same.name}, there as here"
             finding = replace(finding, outcome=Outcome.EXACT, target=same.name, reason=reason, hint="")
         settled.append(finding)

@@ -81,9 +81,21 @@ class Destination:
         if self.output.is_file():
             fault = f"there are {len(sources)} results" if len(sources) > 1 else f"its name ends in none of {_ENDINGS}"
             raise ConfigError(f"{_name(self.output)} is a file, and {fault}; give a folder")
-        own = [source.file for source in sources if _is_at(self.output / _result_name(source, target), source.file)]
-        if own:
-            raise ConfigError(f"{_name(own[0])} would be overwritten; --write changes files in place, and keeps copies")
+        folds = _folds_case(self.output)
+        inputs = {
+            _place(path, folds): each.file
+            for each in sources
+            for path in (each.file, Path(os.path.realpath(each.file)))
+        }
+        for source in sources:
+            path = self.output / _result_name(source, target)
+            for result in (path, path.with_suffix(target.suffix)):  # a new file may have another ending
+                taken = inputs.get(_place(result, folds))
+                if taken is not None:
+                    whose = "" if taken == source.file else f" by the result of {_name(source.file)}"
+                    raise ConfigError(
+                        f"{_name(taken)} would be overwritten{whose}; --write changes files in place, and keeps copies"
+                    )
 
     def _check_standard_input(self, sources: Sequence[SourceFile]) -> None:
         if self.in_place:
@@ -106,6 +118,21 @@ def _name(path: Path) -> str:
 
 def _is_at(path: Path, file: Path) -> bool:
     return path.exists() and file.exists() and path.samefile(file)
+
+
+def _place(path: Path, folds_case: bool) -> str:
+    """The path that a write to ``path`` changes: links among its folders are followed, and a final link is replaced."""
+    place = os.path.join(os.path.realpath(path.parent), path.name)
+    return place.casefold() if folds_case else place
+
+
+def _folds_case(folder: Path) -> bool:
+    """Whether names there that differ in upper and lower case are one file."""
+    above = Path(os.path.realpath(folder))
+    named = next(
+        (each for each in (above, *above.parents) if each.exists() and each.name.swapcase() != each.name), None
+    )
+    return named is not None and _is_at(named.with_name(named.name.swapcase()), named)
 
 
 def _result_name(source: SourceFile, target: Dialect) -> Path:
@@ -295,19 +322,21 @@ def _refuse_doubled(
     Args:
         look: Migrates a file, and writes nothing.
     """
-    alike: dict[Path, list[SourceFile]] = {}
+    output = destination.output or Path()
+    folds = _folds_case(output)
+    alike: dict[str, list[SourceFile]] = {}
     for source in sources:
-        alike.setdefault(source.file.relative_to(source.base).with_suffix(""), []).append(source)
-    found: dict[Path, list[Path]] = {}
+        path = output / source.file.relative_to(source.base).with_suffix("")
+        alike.setdefault(_place(path, folds), []).append(source)
+    found: dict[str, tuple[Path, list[Path]]] = {}
     for source in (each for group in alike.values() if len(group) > 1 for each in group):
         migration = look(source).migration
         if migration is not None and (migration.exit_code == 0 or destination.force):
             target = _target(migration, source, destination, is_folder=True)
-            found.setdefault(target, []).append(source.file)
-    output = destination.output or Path()
+            found.setdefault(_place(target, folds), (target, []))[1].append(source.file)
     doubled = [
         f"{_name(path.relative_to(output))} of {' and '.join(map(_name, files))}"
-        for path, files in found.items()
+        for path, files in found.values()
         if files[1:]
     ]
     if doubled:

@@ -267,6 +267,8 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[st
     found = [(name, path) for name in names for path in DIALECTS[name].sections(file.values_for(name))]
     if at is not None and not document.problem:
         found = _sections_at(file, found, dialect, at)
+    else:
+        found = _outermost(file, found)
     if not found:
         _refuse_unreadable(file, names)
         raise NothingToMigrateError(
@@ -284,6 +286,17 @@ def _sections(file: _File, dialect: str | None, at: str | None) -> list[tuple[st
             "write it out there"
         )
     return here
+
+
+def _outermost(file: _File, found: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """Drop sections inside the mapping that another section replaces: that section's system reads them as its keys."""
+    frames = {each: DIALECTS[each[0]].frame(Section.at(each[1], file.values_for(each[0]))) for each in found}
+    kept = list(found)
+    for inner in found:
+        entries = (frame.entry for each in kept if each != inner and (frame := frames[each]) is not None)
+        if any(entry and inner[1][: len(entry)] == entry for entry in entries):
+            kept.remove(inner)
+    return kept
 
 
 def _one_of(names: Sequence[str]) -> str:

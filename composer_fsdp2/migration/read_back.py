@@ -38,6 +38,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "activation_checkpointing": tuple(f"activation_checkpointing.{name}" for name in ("classes", "reentrant")),
     "recomputed modules": ("activation_checkpointing.classes",),
     "reentrant checkpointing": ("activation_checkpointing.reentrant",),
+    "non-reentrant checkpointing": ("activation_checkpointing.reentrant",),
     "unused implementation": ("activation_checkpointing.reentrant",),
     "selective checkpointing": ("selective_checkpointing",),
     "activation offloading": ("activation_checkpointing",),
@@ -49,6 +50,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "state_dict_type": ("state_dict_type",),
     "model only": ("save_only_model",),
     "gradient clipping": ("max_grad_norm",),
+    "clipping by value": ("max_grad_norm", "other_clipping"),
     "frozen parameters": ("freeze",),
     "tensor parallelism": ("tensor_parallel",),
     "context parallelism": ("context_parallel_degree",),
@@ -109,8 +111,18 @@ def _parts(finding: Finding) -> tuple[str, ...]:
 
 # Units that the target adds by default. They change no result.
 _MORE_UNITS = ("wrap.embeddings", "wrap.output")
-# Fields without an effect on training, and the number of ranks.
-_NO_FIELDS = ("num_ranks", "num_nodes", "verbose", "strict", "has_expert_axis", "tiled_chunks", "config.")
+# Fields without an effect on training, the number of ranks, and parts of the model's code, whose keys have findings.
+_NO_FIELDS = (
+    "num_ranks",
+    "num_nodes",
+    "verbose",
+    "strict",
+    "has_expert_axis",
+    "tiled_chunks",
+    "config.",
+    "adapter",
+    "has_fp8_layers",
+)
 
 
 def _flat(run: RunConfig, asked: RunConfig) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class RunConfig(Value):
         async_save: Whether checkpoints are written while training goes on.
         save_only_model: Whether they lack the optimizer.
         max_grad_norm: To which norm gradients are clipped.
+        other_clipping: How they are clipped where it is not to a norm, with its threshold: ``value 0.5``.
         num_ranks, num_nodes: Of the run, where its file tells.
         tensor_parallel, pipeline_parallel, expert_parallel: Over how many ranks, beside those of the mesh.
         has_expert_axis: Whether the ranks of experts are not among those that share a batch's shards, but an axis of
@@ -30,6 +31,8 @@ class RunConfig(Value):
         tiled_chunks: Into how many pieces of the sequence MLPs are cut whose classes the file does not name.
         selective_checkpointing: Which of the checkpointed modules are recomputed: every n-th, or by operator.
         compile: Whether the model is compiled.
+        adapter: The adapter, such as ``lora``, that is trained instead of the model's parameters; the code creates it.
+        has_fp8_layers: Whether a converter replaces layers by fp8 ones, at any precision.
     """
 
     config: ShardingConfig
@@ -41,6 +44,7 @@ class RunConfig(Value):
     async_save: bool = False
     save_only_model: bool = False
     max_grad_norm: float | None = None
+    other_clipping: str | None = None
     num_ranks: int | None = None
     num_nodes: int | None = None
     tensor_parallel: int = 1
@@ -50,6 +54,8 @@ class RunConfig(Value):
     tiled_chunks: int | None = None
     selective_checkpointing: str | None = None
     compile: bool = False
+    adapter: str | None = None
+    has_fp8_layers: bool = False
 
     @property
     def wrap(self) -> Wrap:
@@ -68,7 +74,7 @@ class RunConfig(Value):
 
     def with_degrees(self) -> "RunConfig":
         """With the degree that was left open, where the number of ranks tells it; else as it is."""
-        others = self.tensor_parallel * self.pipeline_parallel * self.expert_parallel
+        others = self.tensor_parallel * self.pipeline_parallel * (self.expert_parallel if self.has_expert_axis else 1)
         if self.num_ranks is None or others != 1:
             return self
         try:

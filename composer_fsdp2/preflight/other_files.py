@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from composer_fsdp2.config.findings import Finding, Outcome
+from composer_fsdp2.config.findings import Finding, Origin, Outcome
+from composer_fsdp2.config.rows import Aspect
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migration.dialect import Dialect, Section
+from composer_fsdp2.migration.dialect import Dialect, Expression, Reading, Section, told_once
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.composer.beside_section import findings_beside, tensor_degree
 from composer_fsdp2.migration.dialects.composer.surroundings import around_of, precision_of
@@ -50,6 +51,8 @@ class _Asked:
     named: str | None = None
     is_own_model: bool = False
     findings: tuple[Finding, ...] = field(default=())
+    adapter: str | None = None
+    has_fp8_layers: bool = False
 
 
 def read_other_file(
@@ -83,8 +86,9 @@ def read_other_file(
         sequence=sequence,
         longest=longest_sequence(whole),
     )
-    findings = [*asked.findings, *batches.findings]
-    return of_model(
+    adapters = [_without_adapter(asked.adapter)] if asked.adapter and model is None else []
+    findings = [*adapters, *asked.findings, *batches.findings]
+    run = of_model(
         whole,
         asked.fsdp,
         world_size=world_size,
@@ -97,6 +101,19 @@ def read_other_file(
         device=device,
         gpus_per_node=gpus_per_node,
         findings=[replace(each, where=str(file.path)) for each in findings] if is_bare else file.placed(findings),
+    )
+    return replace(run, has_fp8_layers=asked.has_fp8_layers)
+
+
+def _without_adapter(adapter: str) -> Finding:
+    return Finding(
+        key="adapter",
+        value=adapter,
+        outcome=Outcome.NEEDS_DECISION,
+        target="a full fine-tune",
+        reason="the adapter is made in code; gradients and optimizer state are counted for all parameters of the model",
+        hint="--model MODULE:FUNCTION plans the model with its adapter",
+        origin=Origin.IMPLICIT,
     )
 
 
@@ -184,7 +201,10 @@ def _of_run(file: RunFile, dialect: Dialect, section: Section, world_size: int) 
         raise ConfigError(f"{file.path}: {text}", keys=tuple(each.key for each in blocking))
     run = reading.run
     expression = _COMPOSER.express(run)
-    told = [each for each in expression.findings if each.outcome is not Outcome.EXACT]
+    told = [
+        *_undecided(reading, expression),
+        *(each for each in expression.findings if each.outcome is not Outcome.EXACT),
+    ]
     if run.num_ranks not in (None, world_size):
         told.append(assumed("number of ranks", run.num_ranks, f"{world_size} are planned, as asked for"))
     return _Asked(
@@ -194,7 +214,23 @@ def _of_run(file: RunFile, dialect: Dialect, section: Section, world_size: int) 
         precision=run.precision,
         is_own_model=dialect.has_own_models,
         findings=tuple(told),
+        adapter=run.adapter,
+        has_fp8_layers=run.has_fp8_layers,
     )
+
+
+def _undecided(reading: Reading, expression: Expression) -> list[Finding]:
+    """What needs a decision whatever Composer has, or changes how the run is sharded, beside what Composer lacks."""
+    told, _ = told_once(reading.findings, expression.findings, reading, _COMPOSER)
+    lacks = {each.key for each in expression.findings}
+    found = []
+    for each in told:
+        row = reading.rows.get(each.key)
+        is_lack = row is not None and row.capability in lacks
+        changes = row is not None and row.aspect is not Aspect.OTHER and each.outcome is Outcome.APPROXIMATE
+        if not is_lack and (each.outcome.blocks or (changes and each.origin is Origin.KEY)):
+            found.append(each)
+    return found
 
 
 def _with_layers(asked: _Asked, model: nn.Module) -> _Asked:

@@ -54,6 +54,7 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         gpus_per_node=questions.gpus_per_node,
     )
     machine, fsdp1 = questions.machine, None
+    peak = "amp_fp8" if run.has_fp8_layers else run.precision
     if questions.against_fsdp1:
         fsdp1 = model_fsdp1(
             run.plan, world_size=run.world_size, optimizer=optimizer, num_microbatches=run.num_microbatches
@@ -72,7 +73,7 @@ def plan_step(run: PreflightRun, source: str, questions: Questions) -> PlannedSt
         sequence_length=run.sequence_length,
         findings=(*run.translation.findings, *run.findings, *findings),
         memory=questions.memory,
-        bounds=step_bounds(estimate, trace, machine.computing_in(run.precision)) if machine else None,
+        bounds=step_bounds(estimate, trace, machine.computing_in(peak)) if machine else None,
         fsdp1=fsdp1,
     )
 

@@ -37,6 +37,7 @@ class PreflightRun:
         batch_rows: Of a batch, on one rank; the last microbatch may have fewer than the others.
         sequence_length: In tokens.
         optimizer: None where the file names none.
+        has_fp8_layers: Whether layers compute in fp8 whatever ``precision`` is.
         findings: What was replaced so that the model could be built, and what was assumed; with the place in the file.
     """
 
@@ -52,6 +53,7 @@ class PreflightRun:
     sequence_length: int
     optimizer: OptimizerChoice | None
     findings: tuple[Finding, ...]
+    has_fp8_layers: bool = False
 
     @property
     def computed_rows(self) -> int:

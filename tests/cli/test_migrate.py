@@ -546,6 +546,35 @@ def test_two_results_are_not_one_file(tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["run.json", "run.yaml"]
 
 
+def test_no_result_takes_the_place_of_another_input(tmp_path: Path):
+    """The result of one run overwrote another run's configuration, without a backup."""
+    text = "fsdp_config: {limit_all_gathers: true}\n"
+    for path in ("p/sub/x.yaml", "c/x.yaml", "q/y.yaml", "r/y.toml"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text if path.endswith("yaml") else "[training]\nlocal_batch_size = 8\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "sub").symlink_to("../c")
+    for arguments in (["p", "c", "-o", "o"], ["p/sub/x.yaml", "c", "-o", "c"]):
+        done = run(tmp_path, *arguments)
+        assert done.returncode == 2 and "c/x.yaml would be overwritten" in done.stderr, done.stderr
+    done = run(tmp_path, "q/y.yaml", "r", "-o", "r", "--to", "torchtitan")
+    assert done.returncode == 2 and "r/y.toml would be overwritten by the result of q/y.yaml" in done.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+
+
+def test_results_through_a_link_are_not_one_file(tmp_path: Path):
+    """Of two runs one was gone: two folders of the output were one."""
+    for path, strategy in (("a/s/x.yaml", "FULL_SHARD"), ("a/t/x.yaml", "SHARD_GRAD_OP")):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(f"fsdp_config: {{sharding_strategy: {strategy}}}\n")
+    (tmp_path / "o" / "s").mkdir(parents=True)
+    (tmp_path / "o" / "t").symlink_to("s")
+    done = run(tmp_path, "a", "-o", "o")
+    assert done.returncode == 2 and "a/s/x.yaml and a/t/x.yaml" in done.stderr
+    assert not [*(tmp_path / "o" / "s").iterdir()]
+
+
 def test_a_redirected_text_is_utf_8_in_any_locale(tmp_path: Path):
     """`migrate f > g` wrote the name of a model's folder as an escape, which the training script took literally."""
     (tmp_path / "f.yaml").write_text(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import composer_fsdp2
+from composer_fsdp2.cli import main
 
 YAML = "model: {name: mpt}\nfsdp_config:\n  sharding_strategy: FULL_SHARD  # kept\n  limit_all_gathers: true\n"
 # By what a user asks for: the words, and variables of the environment.
@@ -100,3 +102,22 @@ def test_words_are_completed(told: dict[str, dict[str, Any]]):
     assert told["a verb"]["out"].split() == ["migrate"]
     assert told["an option"]["out"].split() == ["--dry-run"]
     assert told["a value"]["out"].split() == ["torchtitan"]
+
+
+@pytest.mark.parametrize("verb", ["compare", "migrate", "explain", "plan"])
+def test_ctrl_c_while_a_verb_is_imported_is_one_line(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A traceback of forty lines of torch's imports, after a Ctrl-C in the first seconds."""
+
+    def interrupted(*arguments: object, obj: list[Callable[[], object]], **options: object) -> None:
+        obj.append(interrupt)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "app", interrupted)
+    monkeypatch.setattr(sys, "argv", ["composer-fsdp2", verb])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "composer-fsdp2: interrupted\n")

@@ -187,6 +187,40 @@ def test_no_number_is_never_the_same_as_a_number():
     assert different(made_run("FSDP2", losses=(math.inf, 2.0)), made_run(losses=(math.inf, 2.0)), first) == set()
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (math.nan, 1.0),
+        (1.0, math.nan),
+        (math.nan, math.nan),
+        (math.inf, 1.0),
+        (1.0, math.inf),
+        (math.inf, math.inf),
+        (math.inf, math.nan),
+        (-math.inf, math.nan),
+    ],
+)
+def test_a_start_that_is_no_number_is_not_the_same(theirs: float, ours: float):
+    """Weights of NaN began 'the same' as weights that can be trained."""
+
+    def started(title: str, *sums: float) -> RunRecord:
+        broken = replace(MOMENT, kind="parameter", total=sums[0], squares=abs(sums[-1]))
+        return replace(made_run(title), start=(broken, MOMENT))
+
+    for a, b in (((theirs,), (ours,)), ((1.0, theirs), (1.0, ours)), ((theirs, 1.0), (ours, 1.0))):
+        first, again = started("FSDP1", *a), started("FSDP1 again", *a)
+        assert START in different(started("FSDP2", *b), again, first)
+
+
+def test_losses_that_are_no_numbers_are_the_same_while_a_scale_is_looked_for():
+    """Runs that both diverge prove nothing; with fp16 the first norms are no numbers in a run that trains."""
+    runs = [made_run(title, losses=(math.nan, 2.0)) for title in ("FSDP1", "FSDP2", "FSDP1 again")]
+    first, fsdp2, again = runs
+    assert different(fsdp2, again, first) == {LOSSES, NORMS}
+    first, fsdp2, again = (replace(each, precision="amp_fp16") for each in runs)
+    assert different(fsdp2, again, first) == set()
+
+
 def test_what_one_run_alone_has_is_a_difference():
     """Tensors that are not there cannot be apart; a report of those that are would be a good one."""
     assert different(replace(made_run("FSDP2"), start=made_run().start[:1])) == {START}

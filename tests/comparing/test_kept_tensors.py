@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -107,3 +108,15 @@ def test_a_fault_where_gradients_are_small_is_judged(tmp_path: Path, fault: Faul
     """What optimizers do with rounding must hide no row that was lost, and no bias that something else moves."""
     found = distances(tmp_path, fault)
     assert found[FAULTS[fault]].distance > 1e-5
+
+
+def test_a_moment_that_is_infinite_excuses_nothing(tmp_path: Path):
+    """Any difference was below a rounding that was infinite, too."""
+    kept = trained()
+    dict(kept)["exp_avg_sq", "head.bias"][0] = torch.inf
+    keep_tensors(tmp_path / "first", kept, is_writing=True)
+    other = [(key, tensor + 1.0 if key[0] != "parameter" else tensor) for key, tensor in trained()]
+    found, _, _ = KeptTensors(tmp_path / "first").distances(other, learning_rates=STEPS * LEARNING_RATE)
+    apart = {(each.kind, each.name): each.distance for each in found}
+    assert all(distance > 0 for (kind, _), distance in apart.items() if kind != "parameter"), apart
+    assert apart["exp_avg_sq", "head.bias"] == math.inf

@@ -38,7 +38,7 @@ COMPOSER: Mapping[str, list[Any]] = {
     "min_params": ["1e8", 100],
     "flatten_parameters": [True],
     "load_fsdp_monolith_rank0_only": [True],
-    "reshard_after_forward": [True, False, 2],
+    "reshard_after_forward": [True, False, 2, 8],
     "gradient_sync": ["every", "last", "defer_replica"],
     "reshard_after_backward": [True, False],
     "collective_guard": [None, 30],
@@ -229,6 +229,10 @@ class File:
 
 
 TENSOR = "tp_config: {tensor_parallel_degree: 2, strategy: ffn}\n"
+CLIPPING = [
+    f"algorithms: {{gradient_clipping: {{clipping_type: {kind}, clipping_threshold: {threshold}}}}}\n"
+    for kind, threshold in (("norm", 0.5), ("value", 0.5), ("adaptive", 0.1), ("norm", -1), ("norm", "{a: null}"))
+]
 AROUND = [
     "# a comment\n",
     "\n",
@@ -316,6 +320,8 @@ def composer_files(draw: st.DrawFn, sane: bool = False) -> File:
         before += f"precision: {draw(st.sampled_from(['amp_bf16', 'amp_fp16', 'fp32', 'amp_fp8']))}\n"
     if draw(st.integers(0, 3)) == 0:
         before += TENSOR
+    if draw(st.integers(0, 3)) == 0:
+        before += draw(st.sampled_from(CLIPPING))
     comments: list[str] = []
     heads = draw(st.sampled_from([("fsdp_config",), ("trainer", "fsdp_config"), ("parallelism_config", "fsdp")]))
     indent = draw(st.sampled_from(["  ", "    "]))
@@ -396,6 +402,9 @@ def accelerate_files(draw: st.DrawFn) -> File:
     text = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n"
     text += f"mixed_precision: {draw(st.sampled_from(['bf16', 'no', 'fp16']))}  # here\nnum_processes: 8\n"
     text += "fsdp_config:\n" + draw(block(values, "  ", comments))
+    if draw(st.integers(0, 3)) == 0:
+        shards, replicas = draw(st.sampled_from([(8, 1), (4, 2), (2, 2), (3, 2)]))  # of 8 ranks or of others
+        text += f"parallelism_config: {{dp_shard_size: {shards}, dp_replicate_size: {replicas}}}\n"
     return File("", text, "", tuple(f"fsdp_config.{key}" for key in values), ("# here", *comments))
 
 
@@ -441,7 +450,8 @@ def roll_files(draw: st.DrawFn) -> File:
     before, after = draw(around())
     comments: list[str] = []
     name = draw(st.sampled_from(["fsdp2_train", "fsdp2_infer"]))
-    before += "actor_train:\n  model_args: {flash_attn: fa2}\n  device_mapping: list(range(0, 8))\n"
+    model_args = draw(st.sampled_from(["flash_attn: fa2", "ulysses_size: 2", "freeze_module_prefix: model.visual."]))
+    before += f"actor_train:\n  model_args: {{{model_args}}}\n  device_mapping: list(range(0, 8))\n"
     section = f"  strategy_args:\n    strategy_name: {name}\n    strategy_config:\n"
     section += draw(block(values, "      ", comments))
     keys = tuple(values)

@@ -649,6 +649,7 @@ REFUSED = {
     "a monolith beside split layers": (4, TENSOR, "load_monolith_rank0_only: true"),
     "groups beside split layers": (4, TENSOR, "process_group: set2"),
     "a group size beside split layers": (4, TENSOR, "reshard_after_forward: 2"),
+    "a group size that no group takes": (16, "", "process_group: set2, reshard_after_forward: 8"),
     "groups beside divided sequences": (4, "", "process_group: set2, context_parallel_degree: 2"),
     "experts beside replicas": (4, "", "data_parallel_replicate_degree: 2, expert_parallel_degree: 2"),
     "experts beside groups": (4, "", "process_group: set2, expert_parallel_degree: 2"),
@@ -707,3 +708,81 @@ def test_what_the_runtime_takes_is_the_same_afterwards(case: str, monkeypatch: p
     assert migration.exit_code == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert asked_of_runtime(migration.after, num_ranks) == asked_of_runtime(text, num_ranks)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: {strategy_args: {strategy_name: fsdp2_train, strategy_config: {}}}\nmax_grad_norm: {a: null}\n",
+        "base_model: m\ndatasets: []\nmicro_batch_size: 1\nfsdp_config: {reshard_after_forward: true}\n"
+        "max_grad_norm: '1'\n",
+    ],
+)
+@pytest.mark.parametrize("to", ["composer", "torchtitan", "accelerate"])
+def test_a_norm_that_is_no_number_is_a_decision(text: str, to: str) -> None:
+    """It was a fault of the command, or text in the place of a norm in the new file."""
+    assert "max_grad_norm" in [each.key for each in migrate_text(text, to=to).blocking]
+
+
+LOST = {
+    "one shard": ("run.toml", "[training]\nlocal_batch_size = 8\n[parallelism]\ndata_parallel_shard_degree = 1\n"),
+    "TorchTitan's defaults": ("run.toml", "[training]\nlocal_batch_size = 8\n"),
+    "tensor parallelism": ("run.yaml", f"{TENSOR}fsdp_config: {{sharding_strategy: FULL_SHARD}}\n"),
+    "context parallelism": ("run.yaml", "fsdp_config: {context_parallel_degree: 2}\n"),
+    "recomputed experts": (
+        "run.yaml",
+        "base_model: m\nmicro_batch_size: 1\nexpert_parallel_size: 2\nfsdp_version: 2\nfsdp_config:\n"
+        "  auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  activation_checkpointing: true\n",
+    ),
+    "replicas of experts": (
+        "run.yaml",
+        "a:\n  strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 2, ep_size: 2}}\n"
+        "  device_mapping: list(range(0, 8))\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_what_a_target_has_no_word_for_is_no_fault_of_the_command(case: str) -> None:
+    """'Please report the file' stood beside the finding with the next step, or replaced it."""
+    name, text = LOST[case]
+    for to in TARGETS:
+        assert not [each for each in migrate_text(text, name, to=to).blocking if "please report" in each.hint]
+
+
+@pytest.mark.parametrize(("sizes", "exit_code"), [("4, dp_replicate_size: 2", 0), ("8", 0), ("3", 1), ("4", 1)])
+def test_sizes_that_contradict_the_number_of_processes_are_a_decision(sizes: str, exit_code: int) -> None:
+    """accelerate refuses to start so; here the run was planned for ranks that it does not have."""
+    text = (
+        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 8\n"
+        f"parallelism_config: {{dp_shard_size: {sizes}}}\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
+    )
+    migration = migrate_text(text)
+    assert migration.exit_code == exit_code, migration.blocking
+    assert [each.key for each in migration.blocking] == ["parallelism_config.dp_shard_size"] * exit_code
+
+
+NESTED = {
+    "axolotl": ("axolotl", "base_model: m\nmicro_batch_size: 1\ndatasets: []\nfsdp_version: 2\nfsdp_config: {@}\n"),
+    "huggingface": ("accelerate", "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2, @}\n"),
+    "composer": ("composer", "parallelism_config: {fsdp: {sharding_strategy: FULL_SHARD, @}}\n"),
+    "roll": ("roll", "a: {strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 2, @}}}\n"),
+}
+INNER = (
+    "fsdp: full_shard",
+    "fsdp_config: {fsdp_version: 2}",
+    "strategy_args: {strategy_name: fsdp2_train, strategy_config: {}}",
+    "distributed_type: DEEPSPEED, deepspeed_config: {zero_stage: 3}",
+)
+
+
+@pytest.mark.parametrize("dialect", NESTED)
+def test_a_section_in_another_is_a_key_of_that_one(dialect: str) -> None:
+    """`fsdp` in an fsdp_config was read as a second section, and its edits overlapped with the first one's."""
+    own, text = NESTED[dialect]
+    for inner in INNER:
+        for to in TARGETS:
+            (section,) = migrate_text(text.replace("@", inner), to=to).sections
+            assert section.dialect == dialect, (inner, to)
+            assert to == own or any(inner.partition(":")[0] in each.key for each in section.findings)

@@ -12,6 +12,7 @@ import torch
 
 from composer_fsdp2.config.findings import Origin
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.estimate.bounds import GPUS
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import PreflightRun
 from composer_fsdp2.preflight.read_run import read_run
@@ -76,6 +77,36 @@ def test_layers_that_torchtitan_splits_ask_for_a_decision(tmp_path: Path):
     # TorchTitan's own blocks are transformers' layers; the embeddings and the output are units as well.
     assert len([unit for unit in run.plan.units if unit.parameters]) == 3 + 2 + 1
     assert "wrap_policy" in assumed(run)
+
+
+AXOLOTL = "base_model: m\ndatasets: []\nmicro_batch_size: 1\nfsdp_version: 2\nbf16: true\n"
+AXOLOTL += "fsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
+ROLL = "a:\n  model_args: {freeze_module_prefix: model.layers.1}\n  device_mapping: list(range(0, 4))\n"
+ROLL += "  strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 4}}\n"
+TITAN = "[model]\nname = 'llama3'\nflavor = '8B'\n[training]\nlocal_batch_size = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key"),
+    [
+        ("run.yaml", AXOLOTL, None),
+        ("run.yaml", AXOLOTL + "adapter: lora\n", "adapter"),
+        ("run.yaml", AXOLOTL + "load_in_4bit: true\n", "quantized weights"),
+        ("run.yaml", AXOLOTL + "unfrozen_parameters: [lm_head]\n", "trained parameters"),
+        ("run.yaml", ROLL, "model_args.freeze_module_prefix"),
+        ("run.toml", TITAN, None),
+        ("run.toml", TITAN.replace("flavor", "converters = ['float8']\nflavor"), "model.converters"),
+    ],
+)
+def test_what_stops_a_migration_stops_a_plan(tmp_path: Path, name: str, text: str, key: str | None):
+    """A plan of another run, at exit 0: of all parameters instead of an adapter's, in 16 bits instead of 4."""
+    (tmp_path / name).write_text(text)
+    run = read_run(tmp_path / name, world_size=4, model_config=config(tmp_path), microbatch=1, sequence=16)
+    step = plan_step(run, name, Questions(machine=GPUS["h100"]))
+    assert [each.key for each in step.blocking] == ([] if key is None else [key])
+    assert step.bounds is not None
+    peak = GPUS["h100"].fp8_flops if key == "model.converters" else GPUS["h100"].flops
+    assert step.bounds.machine.flops == peak  # a lower bound of the time by a lower peak would be none
 
 
 def test_ranks_of_one_sequence_compute_the_rows_of_all(tmp_path: Path):

@@ -33,6 +33,7 @@ from composer_fsdp2.migration.dialect import Reading, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.migrate import migrate_text
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
+from composer_fsdp2.migration.targets import TARGETS
 
 COMPOSER = DIALECTS["composer"]
 
@@ -258,6 +259,36 @@ def test_the_threshold_of_clipping_goes_with_the_run():
     """Other systems clip by a key of theirs; without it they do not clip, or clip at 1."""
     text = "algorithms: {gradient_clipping: {clipping_type: norm, clipping_threshold: 0.5}}\nfsdp_config: {}\n"
     assert "max_norm = 0.5" in migrate_text(text, to="torchtitan").after
+
+
+@pytest.mark.parametrize("clipping", ["value, clipping_threshold: 0.5", "adaptive, clipping_threshold: 0.5"])
+@pytest.mark.parametrize("to", ["roll", "torchtitan", "accelerate", "axolotl"])
+def test_gradients_clipped_by_value_are_not_left_unclipped(to: str, clipping: str):
+    """It was reported as off: the run trained without clipping, or to a norm of 1."""
+    text = f"algorithms: {{gradient_clipping: {{clipping_type: {clipping}}}}}\nfsdp_config: {{}}\n"
+    assert migrate_text(text).exit_code == 0
+    told = [each for each in migrate_text(text, to=to).blocking if "clipping" in each.key]
+    assert [str(each.value) for each in told] == [clipping.replace(", clipping_threshold:", "")]
+    assert not [each for each in migrate_text(text, to=to).sections[0].findings if each.value == "off"]
+
+
+@pytest.mark.parametrize("threshold", ["{a: null}", "-1", "0", "null", "'1'", ".nan"])
+@pytest.mark.parametrize("to", sorted(TARGETS))
+def test_a_threshold_that_is_no_norm_is_a_decision(to: str, threshold: str):
+    """TorchTitan's file got a negative norm, which turns gradients round; a mapping was a fault of the command."""
+    clipping = f"{{clipping_type: norm, clipping_threshold: {threshold}}}"
+    migration = migrate_text(f"algorithms: {{gradient_clipping: {clipping}}}\nfsdp_config: {{}}\n", to=to)
+    (found,) = [each for each in migration.blocking if "clipping" in each.key]
+    assert "positive number" in found.reason and migration.after == migration.before
+
+
+def test_a_threshold_that_is_known_where_it_runs_stays():
+    """A variable's name was written as a norm."""
+    clipping = "{clipping_type: norm, clipping_threshold: '${oc.env:NOBODY_SETS_THIS}'}"
+    text = f"algorithms: {{gradient_clipping: {clipping}}}\nfsdp_config: {{}}\n"
+    assert migrate_text(text).exit_code == 0
+    migration = migrate_text(text, to="torchtitan")
+    assert migration.exit_code == 1 and "max_norm" not in migration.after
 
 
 # --- as a target

@@ -330,8 +330,28 @@ def test_embeddings_are_wrapped_against_the_guide():
 def test_frozen_prefixes_have_commas_between_them():
     """ROLL's own help says so; as one name they would match no parameter, and everything would be trained."""
     expected = ("model.visual", "lm_head")
-    for written in ("model.visual, lm_head", ["model.visual", "lm_head"], "model.visual,lm_head,"):
+    for written in ("model.visual,lm_head", ["model.visual", "lm_head"], "model.visual.,lm_head."):
         assert run_of({}, model_args={"freeze_module_prefix": written}).config.freeze == expected
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [
+        ("model.layers.1", Outcome.NEEDS_DECISION),  # of layers.10 as well
+        ("model.embed,model.layers.1", Outcome.NEEDS_DECISION),
+        ("model.visual, lm_head.", Outcome.NEEDS_DECISION),  # " lm_head." begins no name
+        ("lm_head.,", Outcome.NEEDS_DECISION),  # an empty prefix begins each
+        ("", Outcome.NEEDS_DECISION),
+        ("model.embed", Outcome.APPROXIMATE),  # of embed_tokens as well
+        ("model.layers.1.,model.visual.", Outcome.EXACT),
+    ],
+)
+def test_a_prefix_freezes_no_fewer_parameters_than_roll_did(prefix: str, expected: Outcome):
+    """ROLL compares the beginnings of names, and layers.10 would be trained that was frozen beside layers.1."""
+    migration = migrate_text(shape(f"{{freeze_module_prefix: '{prefix}'}}"), "run.yaml")
+    findings = [each for each in migration.sections[0].findings if "freeze" in each.key]
+    assert [each.outcome for each in findings] == [expected], findings
+    assert migration.exit_code == expected.blocks
 
 
 # --- what FSDP2 alone cannot do
@@ -341,6 +361,8 @@ def test_frozen_prefixes_have_commas_between_them():
     ("config", "model_args", "key", "expected"),
     [
         ({"fsdp_size": 4}, {"ulysses_size": 2}, "model_args.ulysses_size", Outcome.EXACT),
+        ({"fsdp_size": 1}, {"ulysses_size": 2}, "model_args.ulysses_size", Outcome.NEEDS_DECISION),  # ROLL fails
+        ({}, {"ulysses_size": 2}, "model_args.ulysses_size", Outcome.NEEDS_DECISION),
         ({"ep_size": 2}, {}, "ep_size", Outcome.APPROXIMATE),
         ({"ep_size": 2, "efsdp_size": 4}, {}, "efsdp_size", Outcome.APPROXIMATE),
         ({"efsdp_size": 4}, {}, "efsdp_size", Outcome.UNNEEDED),
@@ -350,7 +372,7 @@ def test_frozen_prefixes_have_commas_between_them():
         ({"tiled_num_shards": 8}, {}, "tiled_num_shards", Outcome.UNNEEDED),
         ({"model_type": "qwen3"}, {}, "model_type", Outcome.UNNEEDED),
         ({"moe_use_grouped_mm": True}, {}, "moe_use_grouped_mm", Outcome.APPROXIMATE),
-        ({}, {"freeze_module_prefix": "vision_model"}, "model_args.freeze_module_prefix", Outcome.EXACT),
+        ({}, {"freeze_module_prefix": "vision_model."}, "model_args.freeze_module_prefix", Outcome.EXACT),
         ({}, {"lora_target": "all"}, "model_args.lora_target", Outcome.APPROXIMATE),
         ({"save_only_model": True}, {}, "save_only_model", Outcome.APPROXIMATE),
         ({"fused_optimizer": True}, {}, "fused_optimizer", Outcome.APPROXIMATE),

@@ -37,7 +37,13 @@ from composer_fsdp2.migration.dialects.composer.composer_words import (
     precision_words,
 )
 from composer_fsdp2.migration.dialects.composer.set_by_foundry import REENTRANT, set_by_foundry_in, with_foundrys
-from composer_fsdp2.migration.dialects.composer.surroundings import Given, around_of, clipping_of, precision_of
+from composer_fsdp2.migration.dialects.composer.surroundings import (
+    Given,
+    around_of,
+    clipped,
+    clipping_problem,
+    precision_of,
+)
 from composer_fsdp2.migration.dialects.composer.unread import contradictions_of, unknown_keys
 from composer_fsdp2.migration.dialects.composer.unsaid import implicit_findings
 from composer_fsdp2.migration.dialects.fingerprints import is_hugging_face
@@ -78,7 +84,8 @@ class ComposerDialect(Dialect):
         unknown = unknown_keys(section.given)
         around = around_of(section)
         precision, problem = precision_of(around)
-        elsewhere = (*unknown, *([problem] if problem else []), *findings_beside(section, around))
+        problems = [each for each in (problem, clipping_problem(around)) if each is not None]
+        elsewhere = (*unknown, *problems, *findings_beside(section, around))
         by_foundry = set_by_foundry_in(section)
         in_effect = known | {name: value for name, (value, _) in by_foundry.items()}
         degree = tensor_degree(section, around)
@@ -92,7 +99,7 @@ class ComposerDialect(Dialect):
             *elsewhere,
             *implicit_findings(section, around, by_foundry),
         )
-        if any(each.outcome.blocks for each in unknown) or problem or effective.config is None:
+        if any(each.outcome.blocks for each in unknown) or problems or effective.config is None:
             return Reading(run=None, findings=findings)
         aspects = {row.name: row.aspect for row in KEYS if row.aspect is not Aspect.OTHER}
         sharded = replace(effective.config, mesh=effective.config.mesh.data_parallel)
@@ -191,7 +198,7 @@ _COMPANIONS: dict[str, Given] = {"activation_checkpointing_policy": {"activation
 
 
 def _run(config: ShardingConfig, translation: Translation, known: Given, around: Given) -> RunConfig:
-    clipping = clipping_of(around)
+    norm, otherwise = clipped(around)
     return RunConfig(
         config=config,
         precision=translation.precision,
@@ -199,5 +206,6 @@ def _run(config: ShardingConfig, translation: Translation, known: Given, around:
         strict=translation.strict,
         verbose=translation.verbose,
         async_save=bool(known.get("async_save")),
-        max_grad_norm=clipping.get("clipping_threshold") if clipping.get("clipping_type") == "norm" else None,
+        max_grad_norm=norm,
+        other_clipping=otherwise,
     )

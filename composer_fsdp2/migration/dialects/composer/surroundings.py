@@ -6,6 +6,7 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.fsdp1.parsing import PRECISIONS
 from composer_fsdp2.migration.dialect import Section
+from composer_fsdp2.migration.interpolation import has_interpolation
 
 Given = Mapping[str, Any]
 # Composer's default for a GPU, on which nearly all of these files were trained.
@@ -40,6 +41,31 @@ def precision_of(around: Given) -> tuple[str, Finding | None]:
         hint=f"say {_OLD_PRECISIONS[given]}" if is_old else f"say one of {', '.join(PRECISIONS)}",
     )
     return _DEFAULT_PRECISION, finding
+
+
+def clipped(around: Given) -> tuple[float | None, str | None]:
+    """The norm to which gradients are clipped, and how they are where it is not by a norm that is known here."""
+    clipping = clipping_of(around)
+    kind, threshold = clipping.get("clipping_type"), clipping.get("clipping_threshold")
+    if not clipping or (kind == "norm" and not has_interpolation(threshold)):
+        return threshold, None
+    return None, f"{kind} {threshold}"
+
+
+def clipping_problem(around: Given) -> Finding | None:
+    """A finding where the threshold is no positive number."""
+    clipping = clipping_of(around)
+    threshold = clipping.get("clipping_threshold")
+    is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool) and threshold > 0
+    if not clipping or is_number or has_interpolation(threshold):
+        return None
+    return Finding(
+        key="algorithms.gradient_clipping.clipping_threshold",
+        value=threshold,
+        outcome=Outcome.NEEDS_DECISION,
+        reason="it takes a positive number",
+        hint="write one, or remove gradient_clipping to clip nothing",
+    )
 
 
 def clipping_of(around: Given) -> Given:

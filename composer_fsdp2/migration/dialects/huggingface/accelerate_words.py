@@ -267,7 +267,12 @@ OF_FSDP1: tuple[Lack, ...] = (
 
 # Of what only other systems' files ask for.
 # fmt: off
+STORED_AS_CREATED = Lack(asked="dtype of stored parameters", outcome=_APPROXIMATE,
+    when=lambda run: run.precision == "fp32" and run.stored_dtype is not None,
+    reason="without mixed precision trained parameters keep the dtype that they are created in; {value} was asked for",
+    hint="create the model in {value}")
 OF_OTHERS: tuple[Lack, ...] = (
+    STORED_AS_CREATED,
     Lack(asked="dtype of stored parameters", outcome=_APPROXIMATE, target="float32",
         when=lambda run: run.precision != "fp32" and run.stored_dtype != "float32",
         reason="accelerate stores trained parameters, and the optimizer's state, in float32 under mixed precision, and "
@@ -276,6 +281,9 @@ OF_OTHERS: tuple[Lack, ...] = (
         outcome=_APPROXIMATE, target="accelerator.clip_grad_norm_",
         reason="no configuration file of accelerate's clips gradients, and FSDP does not by itself",
         hint=f"accelerator.clip_grad_norm_(parameters, {{value}}) {_SCRIPT}, or a Trainer's max_grad_norm"),
+    Lack(asked="clipping by value", outcome=_NEEDS_DECISION, target="the training script",
+        reason="Hugging Face's files clip gradients to a norm or not at all; the run clips them by {value}",
+        hint="choose a norm, or clip in the script"),
     Lack(asked="async_save", outcome=_APPROXIMATE,
         reason="accelerate writes checkpoints before training goes on: the same files, later"),
     Lack(asked="model only", outcome=_APPROXIMATE, target="accelerator.save_model",
@@ -293,5 +301,9 @@ OF_OTHERS: tuple[Lack, ...] = (
         hint="recompute activations, or use shorter microbatches"),
     *(Lack(asked=f"{kind} parallelism", outcome=_UNSUPPORTED, reason=f"accelerate has no {kind} parallelism with FSDP2"
         ) for kind in ("pipeline", "expert")),
+    *(Lack(asked=f"{kind} parallelism", when=lambda run: not degrees_of(run), outcome=_NEEDS_DECISION,
+        target=f"parallelism_config.{DEGREES_PREFIX}{kind[0]}p_size",
+        reason="its degree is written together with those of the mesh, and the number of ranks is not known here",
+        hint="write {value} beside the other sizes") for kind in ("tensor", "context")),
 )
 # fmt: on

@@ -36,6 +36,7 @@ from composer_fsdp2.migration.dialects.huggingface.accelerate_words import (
     OF_FSDP1,
     OF_OTHERS,
     STATE_DICTS,
+    STORED_AS_CREATED,
     WORDS_BY_PRECISION,
     degrees_of,
     precision_differences,
@@ -74,6 +75,7 @@ _SAYS = frozenset(
 # fmt: off
 _LACKS: tuple[Lack, ...] = (
     *(lack for lack in (*OF_FSDP1, *OF_OTHERS) if lack.asked not in _SAYS),
+    STORED_AS_CREATED,
     Lack(asked="dtype of stored parameters", outcome=_NEEDS_DECISION,
         when=lambda run: run.precision != "fp32" and run.stored_dtype != _loaded_in(run),
         reason="axolotl's FSDP2 stores trained parameters, and the optimizer's state, in the low dtype that it loads "

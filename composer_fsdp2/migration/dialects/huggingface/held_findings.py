@@ -112,7 +112,8 @@ def _of_no_row(given: GivenKey, held: Held) -> Finding:
     near = nearest(name.removeprefix(PREFIX), {known for _, known in BY_PLACE})
     prefix = PREFIX if name.startswith(PREFIX) and near != "fsdp" else ""
     finding = replace(finding, reason=f"{system} knows no such key, and passed over it", known=False)
-    return replace(finding, hint=f"did you mean {prefix}{near}?") if near else idle(finding, finding.reason)
+    hint = f"write it beside fsdp_config, not in it: {near}" if near == name else f"did you mean {prefix}{near}?"
+    return replace(finding, hint=hint) if near else idle(finding, finding.reason)
 
 
 def _unread(usual: Finding, given: GivenKey, row: Row, held: Held) -> Finding:

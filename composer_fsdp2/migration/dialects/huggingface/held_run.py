@@ -50,6 +50,7 @@ def run_of(held: Held) -> RunConfig:
         expert_parallel=settings["ep_size"],
         has_expert_axis=settings["ep_size"] != 1,
         save_only_model=is_axolotl and bool(around.get("save_only_model")),
+        adapter=around.get("adapter") if is_axolotl else None,
         compile=is_axolotl and around.get("torch_compile") in (True, "auto"),
         tiled_chunks=settings["tiled_mlp_num_shards"] if settings["tiled_mlp"] else None,
     )
@@ -113,6 +114,9 @@ def _mesh(held: Held) -> MeshSpec:
         shard *= settings["cp_size"] * settings["sp_size"]  # parameters are sharded over the ranks of a sequence, too
         if shard == 1:
             raise ConfigError("dp_shard_size is 1, which is no sharding; give the number of ranks of one replica")
+        ranks, total = held.around.get("num_processes"), replicate * shard * settings["tp_size"]
+        if not held.reader.is_trainer and isinstance(ranks, int) and ranks != total:
+            raise ConfigError(f"the sizes of parallelism_config make {total} ranks, and num_processes is {ranks}")
         return MeshSpec.of_degrees(shard, replicate if replicate > 1 else None)
     if strategy is None or not strategy.is_hybrid:
         return MeshSpec()

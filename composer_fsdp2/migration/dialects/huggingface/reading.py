@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from composer_fsdp2.config.rows import INT
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
 from composer_fsdp2.migration.dialects.huggingface.given_keys import given_keys, is_bare, reader_of
@@ -178,6 +179,9 @@ def _loading(held: Held) -> None:
 
 def _contradictions(held: Held) -> None:
     settings, problems = held.settings, held.problems
+    norm = held.around.get("max_grad_norm")
+    if held.reader.is_trainer and not (norm is None or INT.fits(norm) or isinstance(norm, float)):
+        problems.setdefault("max_grad_norm", f"a Trainer clips to a number, not to {norm!r}")
     if _refuses_to_load(held):
         keys = _sync_keys(held)
         problems.setdefault(

@@ -11,7 +11,7 @@ from composer_fsdp2.migration.dialects.roll.roll_lacks import LACKS, has_open_re
 from composer_fsdp2.migration.dialects.roll.roll_wishes import answers_to
 from composer_fsdp2.migration.dialects.roll.roll_words import STRATEGIES, word_of
 from composer_fsdp2.migration.dialects.roll.worker import Worker
-from composer_fsdp2.migration.dialects.roll.worker_findings import findings_of, problem_of
+from composer_fsdp2.migration.dialects.roll.worker_findings import findings_of, norm_problem, problem_of
 from composer_fsdp2.migration.dialects.roll.worker_keys import BY_NAME, ROWS
 from composer_fsdp2.migration.dialects.roll.worker_run import run_of
 from composer_fsdp2.migration.paths import Path, merged, nested
@@ -66,7 +66,7 @@ class RollDialect(Dialect):
         worker = Worker.of(section, BY_NAME)
         findings = tuple(findings_of(worker))
         aspects = deciding({row.name: row.aspect for row in ROWS if row.name in worker.given}, findings)
-        is_bad = bool(worker.misshapen) or any(problem_of(worker, row) for row in ROWS)
+        is_bad = bool(worker.misshapen or norm_problem(worker)) or any(problem_of(worker, row) for row in ROWS)
         return Reading(run=None if is_bad else run_of(worker), findings=findings, aspects=aspects, rows=BY_NAME)
 
     def express(self, run: RunConfig) -> Expression:

@@ -22,7 +22,7 @@ def has_open_replicas(mesh: MeshSpec) -> bool:
 
 
 def _keeps_full_parameters(mesh: MeshSpec) -> bool:
-    return not mesh.is_grouped and mesh.has_replicas and mesh.shard_degree == 1
+    return not mesh.is_grouped and mesh.shard_degree == 1
 
 
 def _is_for_so_many_ranks(mesh: MeshSpec) -> bool:
@@ -96,6 +96,11 @@ LACKS: tuple[Lack, ...] = (
         target="model_args.gradient_checkpointing_use_reentrant",
         reason="ROLL recomputes without reentering, in mixtures of experts excepted; both give the same numbers",
         hint="set model_args.gradient_checkpointing_use_reentrant: true for the same implementation"),
+    Lack(asked="non-reentrant checkpointing", outcome=_APPROXIMATE,
+        when=lambda run: run.expert_parallel != 1 or run.config.idle_experts is not None,
+        target="model_args.gradient_checkpointing_use_reentrant",
+        reason="ROLL reenters in mixtures of experts unless it is set to false; both give the same numbers",
+        hint="set model_args.gradient_checkpointing_use_reentrant: false for the same implementation"),
     Lack(asked="activation offloading", outcome=_UNSUPPORTED, reason="ROLL does not keep activations in CPU memory"),
     Lack(asked="Transformer Engine", outcome=_UNSUPPORTED, reason="ROLL recomputes with torch's implementation only"),
     *(Lack(asked=f"prefetch in {phase}", outcome=_APPROXIMATE, reason=f"ROLL leaves the order of gathers in {phase} to "
@@ -135,7 +140,8 @@ LACKS: tuple[Lack, ...] = (
         hint="set model_args.ulysses_size: {value}"),
     Lack(asked="frozen parameters", outcome=_NEEDS_DECISION, target="model_args.freeze_module_prefix",
         reason="ROLL says it in model_args, outside of this section",
-        hint="set model_args.freeze_module_prefix: {value}, by names of the transformers model"),
+        hint="set model_args.freeze_module_prefix: {value}, by names of the transformers model; a dot at the end of a "
+        "module's name keeps longer names out"),
     Lack(asked="tiled MLP", when=lambda run: tiles_of(run)[0] is None, outcome=_APPROXIMATE,
         reason=f"ROLL tiles {', '.join(dict.fromkeys(MLPS.values()))} only: the same numbers, and more memory in long "
         "sequences"),
@@ -150,6 +156,9 @@ LACKS: tuple[Lack, ...] = (
         outcome=_APPROXIMATE, target="max_grad_norm",
         reason=f"ROLL clips gradients to a norm of {GRAD_NORM} unless the top of the file says otherwise",
         hint="set max_grad_norm there to a large number, such as 1.0e+9, or train with clipping"),
+    Lack(asked="clipping by value", outcome=_NEEDS_DECISION, target="max_grad_norm",
+        reason=f"ROLL clips gradients to a norm, {GRAD_NORM} unless the top of the file sets it; the run clips them by "
+        "{value}", hint="choose a norm, or a large number for none"),
     Lack(asked="dtype of stored parameters", outcome=_APPROXIMATE, target="reduce_dtype",
         when=lambda run: run.stored_dtype != _reduced_in(run),
         reason="ROLL stores trained parameters, and the optimizer's state, in reduce_dtype, and not {value}"),

@@ -67,6 +67,12 @@ class Worker:
         return not row.is_neutral(self[name])
 
 
+def frozen_in(worker: Worker) -> list[str]:
+    """The prefixes as ROLL compares them with names of parameters: a list, or a text divided at commas."""
+    given = worker["model_args.freeze_module_prefix"]
+    return [str(each) for each in given] if isinstance(given, list) else str(given or "").split(",")
+
+
 def reduced_in(worker: Worker) -> str:
     return dtype_of(worker.given.get("reduce_dtype"), "float32" if worker["enable_mix_precision"] else "bfloat16")
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.config.rows import idle, undecided
 from composer_fsdp2.migration.dialects.roll.roll_words import MLPS, word_of
-from composer_fsdp2.migration.dialects.roll.worker import Worker, reduced_in
+from composer_fsdp2.migration.dialects.roll.worker import Worker, frozen_in, reduced_in
 
 
 def of_fsdp_size(finding: Finding, worker: Worker) -> Finding:
@@ -90,8 +90,33 @@ def of_async_save(finding: Finding, worker: Worker) -> Finding:
 def of_ulysses(finding: Finding, worker: Worker) -> Finding:
     size, shards = worker["model_args.ulysses_size"], worker["fsdp_size"]
     if isinstance(size, int) and isinstance(shards, int) and shards < size:
-        return replace(finding, hint=f"ROLL itself fails with it, as fsdp_size {shards} is smaller")
+        reason = f"ROLL fails with it, because fsdp_size {shards} is smaller: no run was trained so"
+        return undecided(finding, reason, f"set fsdp_size to {size} or more, or ulysses_size to 1")
     return finding
+
+
+def of_freeze(finding: Finding, worker: Worker) -> Finding:
+    """ROLL freezes each parameter whose name starts with a prefix; here a prefix ends at a dot."""
+    names = frozen_in(worker)
+    if not finding.asks:
+        return finding
+    if "" in map(str.strip, names):
+        return undecided(finding, "an empty prefix freezes every parameter", "remove the comma, or name the modules")
+    if names != [each.strip() for each in names]:
+        reason = "releases of ROLL that keep the spaces around a comma freeze nothing by such a prefix"
+        return undecided(finding, reason, "as written: remove the spaces; as such a release trained: remove the prefix")
+    open_ = [each for each in names if not each.endswith(".")]
+    if numbered := next((each for each in open_ if each[-1].isdigit()), None):
+        reason = f"ROLL freezes all names that start with {numbered}, also those of {numbered}0; here it ends at a dot"
+        return undecided(finding, reason, f"{numbered}. for this module alone; or name each of them")
+    if not open_:
+        return finding
+    return replace(
+        finding,
+        outcome=Outcome.APPROXIMATE,
+        reason=f"here {open_[0]} ends at a dot; ROLL also freezes {open_[0]}_2, if the model has such a name",
+        hint="name the others, too, if there are any; a prefix with a dot at its end is the same in both",
+    )
 
 
 def of_tiling(finding: Finding, worker: Worker) -> Finding:

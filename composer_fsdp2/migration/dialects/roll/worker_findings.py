@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from composer_fsdp2.config.findings import Finding, Origin, Outcome
-from composer_fsdp2.config.rows import Row, finding_of, idle, undecided, unknown_key
+from composer_fsdp2.config.rows import INT, Row, finding_of, idle, undecided, unknown_key
 from composer_fsdp2.migration.dialect import implicit
 from composer_fsdp2.migration.dialects.roll.worker import Worker
 from composer_fsdp2.migration.dialects.roll.worker_keys import BY_NAME, ROWS
@@ -67,11 +67,19 @@ def findings_of(worker: Worker) -> Iterator[Finding]:
             yield undecided(row.usual(key, value), problem, hint)
         else:
             yield _finding(worker, row)
+    if problem := norm_problem(worker):
+        yield implicit("max_grad_norm", Outcome.NEEDS_DECISION, problem, value=worker.top["max_grad_norm"])
     for row in ROWS:
         is_for_it = worker.is_training or row.name not in _FOR_GRADIENTS
         if row.tells_default and row.name not in worker.given and is_for_it:
             yield replace(_finding(worker, row), origin=Origin.IMPLICIT)
     yield from (*(_IMPLICIT_TRAINING if worker.is_training else ()), *_IMPLICIT)
+
+
+def norm_problem(worker: Worker) -> str:
+    """The error of the gradient clipping norm; "" without an error."""
+    norm = worker.top.get("max_grad_norm")
+    return "" if norm is None or INT.fits(norm) or isinstance(norm, float) else "it takes a number"
 
 
 def problem_of(worker: Worker, row: Row) -> str:

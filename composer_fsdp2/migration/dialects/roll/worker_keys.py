@@ -125,9 +125,9 @@ ROWS: tuple[Row, ...] = (
         reason="attention exchanges heads for sequence, there as here, and these ranks take one batch; a model whose "
         "attention cannot be divided so is refused when it is planned"),
     Row(name="model_args.freeze_module_prefix", default=None, outcome=Outcome.EXACT, target="freeze",
-        neutral=(None, ""), aspect=Aspect.FREEZE, capability="frozen parameters",
+        neutral=(None,), aspect=Aspect.FREEZE, capability="frozen parameters", decide=fates.of_freeze,
         meaning="parameters that are not trained, by the beginning of their names",
-        reason="the same parameters, frozen before the model is sharded; prefixes end at dots"),
+        reason="the same parameters, frozen before the model is sharded, by prefixes that end at a dot"),
     Row(name="model_args.lora_target", default=None, outcome=Outcome.APPROXIMATE, target="units", neutral=(None,),
         meaning="layers that get a LoRA adapter, each of which ROLL makes a unit",
         reason="adapters stay inside their layer's unit: the same numbers with fewer and larger gathers"),

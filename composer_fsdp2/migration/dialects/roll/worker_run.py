@@ -10,7 +10,7 @@ from composer_fsdp2.config.sharding import (
     ShardingConfig,
 )
 from composer_fsdp2.migration.dialects.roll.roll_words import GRAD_NORM, MLPS, PRECISIONS, dtype_of
-from composer_fsdp2.migration.dialects.roll.worker import Worker, reduced_in
+from composer_fsdp2.migration.dialects.roll.worker import Worker, frozen_in, reduced_in
 from composer_fsdp2.migration.run import RunConfig, Wrap, WrapKind
 
 
@@ -23,7 +23,7 @@ def run_of(worker: Worker) -> RunConfig:
         config=ShardingConfig(
             mesh=_mesh(worker),
             wrap=_wrap(worker),
-            freeze=_prefixes(worker["model_args.freeze_module_prefix"]),
+            freeze=tuple(name for each in frozen_in(worker) if (name := each.strip().removesuffix("."))),
             idle_experts=IdleExperts.IN_ORDER if experts else None,
             context_parallel_degree=worker["model_args.ulysses_size"] or 1,
             tiled_mlp=tiled,
@@ -44,6 +44,7 @@ def run_of(worker: Worker) -> RunConfig:
         max_grad_norm=worker.top.get("max_grad_norm", GRAD_NORM) if is_training else None,
         num_ranks=worker.num_ranks,
         expert_parallel=worker["ep_size"],
+        adapter="lora" if worker["model_args.lora_target"] and is_training else None,
         tiled_chunks=None if tiled is not None else _chunks(worker),
     )
 
@@ -58,12 +59,6 @@ def _tiled(worker: Worker) -> TiledMLP | None:
     """The MLPs that are tiled, where the file says of which model they are."""
     chunks, cls = _chunks(worker), MLPS.get(str(worker["model_type"]))
     return None if chunks is None or cls is None else TiledMLP(classes=(cls,), chunks=chunks)
-
-
-def _prefixes(given: object) -> tuple[str, ...]:
-    """Names with commas between them, or a list."""
-    names = given if isinstance(given, list) else str(given or "").split(",")
-    return tuple(name for each in names if (name := str(each).strip()))
 
 
 def _mesh(worker: Worker) -> MeshSpec:

@@ -70,9 +70,7 @@ def of_compile(finding: Finding, file: File) -> Finding:
 
 
 def of_converters(finding: Finding, file: File) -> Finding:
-    names = file["model.converters"]
-    names = [names] if isinstance(names, str) else names
-    if not finding.asks or any("float8" in name or "mx" in name for name in names):
+    if not finding.asks or file.has_fp8_layers:
         return finding
     return replace(
         finding,

@@ -79,6 +79,13 @@ class File:
         name, _, values = condition.partition(" = ")
         return self[name] in values.split(" or ") if values else not self.known[name].is_neutral(self[name])
 
+    @property
+    def has_fp8_layers(self) -> bool:
+        """Whether a converter makes layers of float8 or MX."""
+        names = self["model.converters"]
+        names = [names] if isinstance(names, str) else names
+        return self["float8.enable_float8_linear"] or any("float8" in name or "mx" in name for name in names)
+
     def is_read(self, row: Row) -> bool:
         return not row.only_with or self.is_on(row.only_with)
 

@@ -42,5 +42,6 @@ def run_of(file: File) -> RunConfig:
         max_grad_norm=file["training.max_norm"],
         selective_checkpointing=option if mode == "selective" and option != "1" else None,
         compile=file["compile.enable"],
+        has_fp8_layers=file.has_fp8_layers,
         **{kind: file[f"parallelism.{kind}_degree"] for kind in PARALLELISMS},
     )
