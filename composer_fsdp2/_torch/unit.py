@@ -58,7 +58,7 @@ def _lay_out_gradients(shard: DTensor) -> None:
         return
     mesh, placements = shard.device_mesh, shard.placements  # not the shard, which would be kept alive by its own hook
 
-    @unserializable_hook  # type: ignore[no-untyped-call, untyped-decorator]
+    @unserializable_hook
     def lay_out(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.redistribute(mesh, placements) if isinstance(gradient, DTensor) else gradient
 
@@ -238,7 +238,7 @@ class UnitGroup(FSDPParamGroup):
         Of the DTensor's operators and of those on its local tensor; ``foreach`` and fused ones, which optimizers use,
         count for neither.
         """
-        shards = [parameter.sharded_param for parameter in self.fsdp_params]
+        shards: list[Any] = [parameter.sharded_param for parameter in self.fsdp_params]
         return _num_steps + sum(shard._version + shard._local_tensor._version for shard in shards)
 
     def unshard(self, async_op: bool = False) -> None:

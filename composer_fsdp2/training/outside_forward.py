@@ -1,6 +1,6 @@
 """Parameters that a script uses outside of their unit's forward: in a loss, a penalty, a metric.
 
-They are DTensors there. torch raises for an operator on DTensors and plain tensors; for the sum of a loss and a penalty
+They are DTensors there; torch raises for an operator on DTensors and plain tensors; for the sum of a loss and a penalty
 not until the backward.
 """
 
@@ -25,14 +25,14 @@ from composer_fsdp2.sharding.ties import join
 
 
 class InFull(TorchFunctionMode):
-    """Within the block, operators get DTensors in full: torch refuses some, mixed with plain tensors above all.
+    """Within the block, operators get full tensors for DTensors, which torch refuses beside plain ones.
 
     Each rank computes a loss of its own from a full tensor, so its gradient is averaged over the ranks of its mesh, as
     ``fully_shard`` averages those of a forward: the numbers are those of one process. The sum of an elementwise penalty
-    alone stays sharded, also of one over all parameters, of which one number is all-reduced in the end; and so do
-    operators that write into a DTensor.
+    stays sharded, also over all parameters; one number is all-reduced in the end. Writes into a DTensor
+    are torch's own.
 
-    An operator that gets one in full is a collective, and another in backward: all ranks run the same ones.
+    An operator on a full tensor is one collective, and another in backward: all ranks run the same operators.
     """
 
     def __torch_function__(
@@ -48,7 +48,7 @@ class InFull(TorchFunctionMode):
         return func(*args[:num_written], *rest, **options)
 
 
-# What asks a tensor, or tells it something.
+# Attributes, metadata and hooks.
 _NO_OPERATORS = {
     "__get__", "__len__", "__hash__", "__repr__", "__format__", "__deepcopy__", "__reduce_ex__", "size", "dim", "numel",
     "nelement", "ndimension", "element_size", "stride", "storage_offset", "is_floating_point", "is_complex", "type",
@@ -68,7 +68,7 @@ _IN_PLACE = [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floord
 
 
 def _stays_sharded(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether each rank computes its part of an operator's result alone, and exactly so in every torch."""
+    """Whether an operator on shards needs no communication, and is exact in torch 2.7 and later."""
     operands = [*args, *options.values()]
     shards = [each for each in operands if isinstance(each, DTensor)]
     others = [each for each in operands if not isinstance(each, DTensor)]
@@ -91,7 +91,8 @@ def full(value: Any) -> Any:
 
 def _full(tensor: DTensor) -> torch.Tensor:
     mesh = tensor.device_mesh
-    whole = tensor.to(mesh.device_type).full_tensor()  # NCCL knows no CPU tensors, as of offloaded parameters
+    on_mesh: Any = tensor.to(mesh.device_type)  # NCCL knows no CPU tensors, as of offloaded parameters
+    whole: torch.Tensor = on_mesh.full_tensor()
     if whole.requires_grad:
         whole.register_hook(partial(_averaged, mesh))
     return whole
@@ -102,15 +103,14 @@ def _averaged(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(gradient, mesh, [Partial()] * mesh.ndim).full_tensor() / mesh.size()
 
 
-_MIXED = "got mixed torch.Tensor and DTensor"  # in torch 2.7 and 2.13
+def explain_mixed(model: nn.Module, error: RuntimeError) -> None:
+    """Add to an error that a DTensor's operator raised where the script used which parameter, and what to write.
 
-
-def explain_mixed(model: nn.Module, error: BaseException) -> None:
-    """Add to torch's error about mixed tensors where the script used which parameter, and what to write; else nothing.
-
-    Only reads.
+    Only reads; other errors stay as they are.
     """
-    if _MIXED in str(error):
+    frames = list(_frames(error.__traceback__))
+    is_of_operator = frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")
+    if type(error) is RuntimeError and is_of_operator:  # out of memory and lost connections are subclasses
         error.add_note(f"composer_fsdp2: {_where_mixed(model, error)}. {_IN_FULL}")
 
 
