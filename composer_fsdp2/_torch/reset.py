@@ -75,6 +75,7 @@ def _reset_iteration(root: Any) -> None:
             group._training_state = TrainingState.IDLE
             group._to_sharded()
     root._state_ctx.iter_forward_root = None
+    root._state_ctx.num_open = 0  # ours: see UnitState
     root._state_ctx.post_backward_final_callback_queued = False
 
 

@@ -94,6 +94,8 @@ class UnitState(FSDPState):
         self._refuse_lost_gradients()
         is_outermost = self._state_ctx.iter_forward_root is None
         args, kwargs = super()._root_pre_forward(module, args, kwargs)
+        context: Any = self._state_ctx  # one for all units of a root
+        context.num_open = getattr(context, "num_open", 0) + 1
         if is_outermost:
             self._autocast_cached = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
@@ -116,8 +118,10 @@ class UnitState(FSDPState):
             group.adopt_written()
         if self._state_ctx.iter_forward_root is self:
             self.restore_autocast_cache()
+        context: Any = self._state_ctx
+        context.num_open = max(0, getattr(context, "num_open", 0) - 1)
         if not torch.is_grad_enabled():
-            if self._state_ctx.iter_forward_root is self:
+            if not context.num_open:  # also of a method like generate, which calls the forward
                 self._show_shards()
             return self._cast_output_dtype(output)
         if torch._C._are_functorch_transforms_active():
@@ -265,6 +269,8 @@ class UnitGroup(FSDPParamGroup):
 
     def finalize_backward(self) -> None:
         super().finalize_backward()
+        context: Any = self.unit_state._state_ctx
+        context.num_open = 0  # an error may have ended a forward
         self.show_shards()
 
     def _register_post_backward_hook(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
