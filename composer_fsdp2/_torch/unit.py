@@ -94,8 +94,6 @@ class UnitState(FSDPState):
         self._refuse_lost_gradients()
         is_outermost = self._state_ctx.iter_forward_root is None
         args, kwargs = super()._root_pre_forward(module, args, kwargs)
-        context: Any = self._state_ctx  # one for all units of a root
-        context.num_open = getattr(context, "num_open", 0) + 1
         if is_outermost:
             self._autocast_cached = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
@@ -118,10 +116,8 @@ class UnitState(FSDPState):
             group.adopt_written()
         if self._state_ctx.iter_forward_root is self:
             self.restore_autocast_cache()
-        context: Any = self._state_ctx
-        context.num_open = max(0, getattr(context, "num_open", 0) - 1)
         if not torch.is_grad_enabled():
-            if not context.num_open:  # also of a method like generate, which calls the forward
+            if self._state_ctx.iter_forward_root in (self, None):  # None where generate, say, called the forward
                 self._show_shards()
             return self._cast_output_dtype(output)
         if torch._C._are_functorch_transforms_active():
@@ -135,8 +131,9 @@ class UnitState(FSDPState):
         return self._cast_output_dtype(output)
 
     def _show_shards(self) -> None:
-        for state in self._state_ctx.all_states:
-            for group in groups_of(state):
+        groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
+        if not any(group.num_open for group in groups):
+            for group in groups:
                 group.show_shards()
 
     def _pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -226,8 +223,18 @@ class UnitGroup(FSDPParamGroup):
     """
 
     unit_state: UnitState
+    num_open = 0  # forwards that are under way, as within generate
     _passage: Passage | None = None
     _shown: int | None = None  # while the modules of a gathered unit show the shards: the shards' versions, added up
+
+    def pre_forward(self, *args: Any) -> Any:
+        # torch 2.13 calls it for each of a unit's several modules, and post_forward once.
+        self.num_open = self.num_open + 1 if len(self.modules) == 1 else 1
+        return super().pre_forward(*args)
+
+    def post_forward(self, *args: Any) -> Any:
+        self.num_open = max(0, self.num_open - 1)
+        return super().post_forward(*args)
 
     def show_shards(self) -> None:
         """Register the shards in the unit's modules; what is gathered stays for the next forward or backward."""
@@ -269,8 +276,7 @@ class UnitGroup(FSDPParamGroup):
 
     def finalize_backward(self) -> None:
         super().finalize_backward()
-        context: Any = self.unit_state._state_ctx
-        context.num_open = 0  # an error may have ended a forward
+        self.num_open = 0  # an error may have ended a forward
         self.show_shards()
 
     def _register_post_backward_hook(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

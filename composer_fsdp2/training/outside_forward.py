@@ -104,14 +104,15 @@ def _averaged(mesh: DeviceMesh, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def explain_mixed(model: nn.Module, error: RuntimeError) -> None:
-    """Add to an error that a DTensor's operator raised where the script used which parameter, and what to write.
+    """Add to torch's error about mixed tensors where the script used which parameter, and what to write.
 
     Only reads; other errors stay as they are.
     """
-    frames = list(_frames(error.__traceback__))
-    is_of_operator = frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")
-    if type(error) is RuntimeError and is_of_operator:  # out of memory and lost connections are subclasses
+    if _MIXED in str(error):
         error.add_note(f"composer_fsdp2: {_where_mixed(model, error)}. {_IN_FULL}")
+
+
+_MIXED = "got mixed torch.Tensor and DTensor"  # of no class of its own, and in torch 2.13 raised outside of Python
 
 
 def _where_mixed(model: nn.Module, error: BaseException) -> str:
