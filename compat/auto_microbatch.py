@@ -34,6 +34,7 @@ from composer_fsdp2.training.out_of_memory import (
     reset,
 )
 
+from .outside_forward import parameters_at_hand
 from .seams import seam
 
 log = logging.getLogger(__name__)
@@ -395,6 +396,13 @@ def _eval_loop(
     original: Callable[..., Any], self: Any, evaluator: Evaluator, metrics: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     """``Trainer._eval_loop``."""
+    with parameters_at_hand(self):
+        return _evaluate(original, self, evaluator, metrics, *args, **kwargs)
+
+
+def _evaluate(
+    original: Callable[..., Any], self: Any, evaluator: Evaluator, metrics: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
     global _evaluation
     if not is_sharded(self.state.model) or not (evaluator.auto_microbatching or self.state.auto_microbatching):
         return original(self, evaluator, metrics, *args, **kwargs)

@@ -22,7 +22,7 @@ from composer_fsdp2.training.clipping import clip_grad_adaptive_, clip_grad_norm
 from composer_fsdp2.training.guard import check_guard
 from composer_fsdp2.training.microbatches import begin_microbatch
 
-from . import auto_microbatch, batches, monitors
+from . import auto_microbatch, batches, monitors, outside_forward
 from .context import refuse_tasks, weighed_microbatch
 from .preflight import name_layers_to_freeze, refuse_copies
 from .seams import seam
@@ -60,7 +60,9 @@ def run_event(original: Callable[..., Any], self: Any, event: Event | str) -> An
     if event in _MEETINGS:
         check_guard(self.state.model, _MEETINGS[event])
     batches.before_event(self.state, event)
-    result = original(self, event)
+    with outside_forward.around_event(self.state, event):
+        result = original(self, event)
+    outside_forward.after_event(self.state, event)
     batches.after_event(self.state, event)
     auto_microbatch.after_event(self.state, event)
     return result
@@ -153,7 +155,7 @@ def train_microbatch(
     is_final_microbatch: bool,
 ) -> dict[str, torch.Tensor]:
     begin_microbatch(self.state.model, is_last=is_final_microbatch)
-    with weighed_microbatch(self):
+    with weighed_microbatch(self), outside_forward.parameters_at_hand(self):
         losses: dict[str, torch.Tensor] = original(self, use_grad_scaling, current_batch_size, is_final_microbatch)
     return losses
 

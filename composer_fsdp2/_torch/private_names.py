@@ -61,6 +61,11 @@ def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, buffer) for name, buffer in registered.items() if buffer is not None] if registered else []
 
 
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether something was registered with ``register_hook`` or ``register_post_accumulate_grad_hook``."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which box of the full tensor this rank holds: (offsets, sizes), in elements."""
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -73,6 +73,7 @@ def _reset_iteration(root: Any) -> None:
             group._all_reduce_state = group._partial_reduce_output = None
             group._post_forward_indices.clear()
             group._training_state = TrainingState.IDLE
+            group.num_open = 0  # UnitGroup's
             group._to_sharded()
     root._state_ctx.iter_forward_root = None
     root._state_ctx.post_backward_final_callback_queued = False

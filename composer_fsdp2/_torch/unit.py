@@ -1,6 +1,7 @@
 """The steps that ``fully_shard`` leaves out at the beginning and end of a unit's forward and backward."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import unserializable_hook
 
 from composer_fsdp2._torch.groups import groups_of, has_gradient, state_of
 from composer_fsdp2._torch.passing import Passage, cast_floats, hidden_gradient, tensors_in
@@ -19,6 +23,7 @@ from composer_fsdp2.errors import PlanError
 
 def repair_unit(module: FSDPModule) -> None:
     """Have a unit that ``fully_shard`` made do the rest: see ``UnitState`` and ``UnitGroup``."""
+    _count_steps()
     state = state_of(module)
     state.__class__ = UnitState
     state.own_policy = state._mp_policy
@@ -28,10 +33,40 @@ def repair_unit(module: FSDPModule) -> None:
         group.__class__ = UnitGroup
         group.unit_state = state
         for parameter in group.fsdp_params:
+            _lay_out_gradients(parameter.sharded_param)
             info = parameter._module_info
             for owner in (info.module, *info.shared_modules):
                 if isinstance(owner, nn.RNNBase):
                     owner.flatten_parameters = leave_weights  # type: ignore[method-assign]
+
+
+_num_steps = 0  # of all optimizers
+
+
+@functools.cache
+def _count_steps() -> None:
+    def count(*unused: Any) -> None:
+        global _num_steps
+        _num_steps += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+def _lay_out_gradients(shard: DTensor) -> None:
+    """A gradient that reaches the shard itself, as from a penalty, is laid out as the shard.
+
+    autograd leaves it as the operator's backward made it, replicated for one (``shard.sum()``): the unit's own gradient
+    would be added to that, and the optimizer would get a full tensor. The unit's own gradients do not pass this hook.
+    """
+    if not shard.requires_grad:
+        return
+    mesh, placements = shard.device_mesh, shard.placements  # not the shard, which would be kept alive by its own hook
+
+    @unserializable_hook
+    def lay_out(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.redistribute(mesh, placements) if isinstance(gradient, DTensor) else gradient
+
+    shard.register_hook(lay_out)
 
 
 def leave_weights() -> None:
@@ -89,6 +124,8 @@ class UnitState(FSDPState):
         if self._state_ctx.iter_forward_root is self:
             self.restore_autocast_cache()
         if not torch.is_grad_enabled():
+            if self._state_ctx.iter_forward_root in (self, None):  # None where generate, say, called the forward
+                self._show_shards()
             return self._cast_output_dtype(output)
         if torch._C._are_functorch_transforms_active():
             return super()._register_pre_backward_hook(output)
@@ -100,6 +137,12 @@ class UnitState(FSDPState):
             raise PlanError(_HIDDEN.format(unit=_name_of(self), output=type(output).__qualname__, where=where))
         self._has_hook_to_come = any(group.is_unsharded and not _has_gradients(group) for group in groups)
         return self._cast_output_dtype(output)
+
+    def _show_shards(self) -> None:
+        groups = [group for state in self._state_ctx.all_states for group in groups_of(state)]
+        if not any(group.num_open for group in groups):
+            for group in groups:
+                group.show_shards()
 
     def _pre_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         self._has_hook_to_come = False
@@ -177,10 +220,74 @@ class UnitGroup(FSDPParamGroup):
     (pytorch#160291); and a hook after accumulation runs while its gradient is on its way (pytorch#180666).
 
     The unit may write to its inputs in place, as it could where FSDP1's hook was on the flat parameter.
+
+    Between steps its modules show the shards, as under FSDP1, also where it stays gathered for the next forward (a root
+    after an evaluation, all units with ``reshard_after_backward: false``). torch shows the full parameters then: a
+    penalty computed from them before the next forward would read memory that is freed by its backward (torch ends with
+    a segmentation fault), and its gradient would come after their reduction. And a step of the optimizer in between is
+    seen: torch would go on with the parameters from before it, without an error.
+
+    What a script noted on a parameter is on the full parameter, too.
     """
 
     unit_state: UnitState
+    num_open = 0  # forwards that are under way, as within generate
     _passage: Passage | None = None
+    _shown: int | None = None  # while the modules of a gathered unit show the shards: the shards' versions, added up
+
+    def pre_forward(self, *args: Any) -> Any:
+        # torch 2.13 calls it for each of a unit's several modules, and post_forward once.
+        self.num_open = self.num_open + 1 if len(self.modules) == 1 else 1
+        return super().pre_forward(*args)
+
+    def post_forward(self, *args: Any) -> Any:
+        self.num_open = max(0, self.num_open - 1)
+        return super().post_forward(*args)
+
+    def show_shards(self) -> None:
+        """Register the shards in the unit's modules; what is gathered stays for the next forward or backward."""
+        if self.is_unsharded and self._shown is None:
+            for parameter in self.fsdp_params:
+                parameter._setattr_on_modules(parameter.sharded_param)
+            self._shown = self._versions()
+
+    def _versions(self) -> int:
+        """Grows with each write into a shard, on all ranks alike.
+
+        Of the DTensor's operators and of those on its local tensor; ``foreach`` and fused ones, which optimizers use,
+        count for neither.
+        """
+        shards: list[Any] = [parameter.sharded_param for parameter in self.fsdp_params]
+        return _num_steps + sum(shard._version + shard._local_tensor._version for shard in shards)
+
+    def unshard(self, async_op: bool = False) -> None:
+        if self._shown is not None:
+            if self._shown == self._versions():
+                self._to_unsharded()
+            else:
+                self._to_sharded()
+        super().unshard(async_op)
+
+    def _to_sharded(self) -> None:
+        """Called wherever the unit's shards take the place of its full parameters: reshard, clipping, state dicts."""
+        self.unit_state.refuse_lost_gradients()
+        self._shown = None
+        super()._to_sharded()
+
+    def _to_unsharded(self) -> None:
+        if self._shown is not None:
+            self._shown = None
+            for parameter in self.fsdp_params:
+                parameter.to_unsharded()
+        super()._to_unsharded()
+        for parameter in self.fsdp_params:
+            if noted := vars(parameter.sharded_param):
+                vars(parameter._unsharded_param).update(noted)
+
+    def finalize_backward(self) -> None:
+        super().finalize_backward()
+        self.num_open = 0  # an error may have ended a forward
+        self.show_shards()
 
     def _register_post_backward_hook(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._are_functorch_transforms_active():
@@ -198,11 +305,6 @@ class UnitGroup(FSDPParamGroup):
             return output, set()
         passage, self._passage = self._passage, None
         return passage.end(output)
-
-    def _to_sharded(self) -> None:
-        """Called wherever the unit's shards take the place of its full parameters: reshard, clipping, state dicts."""
-        self.unit_state.refuse_lost_gradients()
-        super()._to_sharded()
 
     def post_backward(self, *unused: Any) -> None:
         """torch calls it wherever the unit's backward ends."""

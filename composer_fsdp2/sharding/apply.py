@@ -241,6 +241,7 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[
     # Looked up again: a checkpointing wrapper may stand at the path by now, and FSDP(AC(block)) is FSDP1's nesting.
     targets = [at_path(model, path) for path in unit.modules]
     unsharded = left_alone.union(_parameter_at(model, spec.name) for spec in unit.replicated)
+    noted = {spec.name: vars(_parameter_at(model, spec.name)) for spec in unit.parameters}
     fully_shard(
         targets if len(targets) > 1 else targets[0],
         mesh=mesh,
@@ -256,6 +257,8 @@ def _shard(model: nn.Module, unit: ShardUnit, mesh: DeviceMesh, left_alone: set[
     assert isinstance(head, FSDPModule)
     repair_unit(head)
     accept_full_values(head, owners_of_unit(head))
+    for name, attributes in noted.items():
+        vars(_parameter_at(model, name)).update(attributes)  # what a script noted on it
     return head
 
 

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_fsdp2._torch.private_names import has_hooks
 from composer_fsdp2.config.choices import ModelChoices
 from composer_fsdp2.config.sharding import (
     LOW_PRECISION,
@@ -258,6 +259,12 @@ def _notes_of_parameters(units: Sequence[ShardUnit], uses: Sequence[ParameterUse
     copied = [spec.name for unit in units for spec in unit.parameters if not parameters[spec.names].is_contiguous()]
     if copied:
         yield f"{and_more(copied)} not contiguous: fully_shard takes no other layout, so contiguous copies are sharded"
+    hooked = [spec.name for unit in units for spec in unit.parameters if has_hooks(parameters[spec.names])]
+    if hooked:
+        yield (
+            f"{and_more(hooked, 3)}: hooks of a parameter do not run once it is sharded (FSDP1 ran none either); call "
+            "register_post_accumulate_grad_hook on the sharded parameter, after sharding, for the averaged gradient"
+        )
 
 
 def cast_gradients(model: nn.Module, plan: ShardingPlan) -> list[str]:

@@ -1,0 +1,164 @@
+"""What a Composer script does with parameters in a loss, an algorithm or a metric: as in one process, or named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.cases import for_each
+from support.comparing import full_parameters
+from support.oracle import FSDP1, FSDP2, UNSHARDED
+from support.ranks import run_ranks
+from support.trainers import make_trainer
+from support.training import HSDP_2X2
+
+pytestmark = pytest.mark.composer
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+    "gathered between microbatches": {"gradient_sync": "last", "reshard_after_backward": False},
+    "offloaded": {"cpu_offload": True},
+}
+
+
+def l2(model: Any) -> Any:
+    return sum(parameter.pow(2).sum() for parameter in model.parameters())
+
+
+def build(kind: str) -> Any:
+    from support.scripts.train_with_trainer import Model
+    from torchmetrics import MeanMetric
+
+    class Script(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = MeanMetric()
+
+        def forward(self, batch: Any) -> Any:
+            if kind == "encoded outside of forward":
+                return self.model.lm_head(self.encode(batch[0]))
+            if kind == "added up in forward":
+                return super().forward(batch).pow(2).mean() + 0.01 * l2(self)
+            return super().forward(batch)
+
+        def encode(self, x: Any) -> Any:
+            return self.model.wte(x)
+
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            if kind == "added up in forward":
+                return outputs
+            loss, weight = super().loss(outputs, batch), self.model.blocks[0].up.weight
+            if kind in ("penalty", "unclipped"):
+                return loss + 0.01 * l2(self)
+            if kind == "orthogonality":
+                return loss + 0.01 * (weight.T @ weight - torch.eye(8)).pow(2).sum() + weight.norm()
+            if kind == "batch":
+                return loss + F.linear(outputs[..., :8], weight).pow(2).mean()
+            if kind == "several":
+                return {"main": loss, "penalty": 0.01 * l2(self)}
+            return loss
+
+        def get_metrics(self, is_train: bool = False) -> Any:
+            return {} if is_train or kind != "metric" else {"Mean": self.metric}
+
+        def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+            metric.update(F.linear(outputs[..., :8], self.model.blocks[0].up.weight).pow(2).mean() + 0.01 * l2(self))
+
+    return Script()
+
+
+def algorithm() -> Any:
+    from composer.core import Algorithm, Event
+
+    class Decay(Algorithm):
+        """Weight decay as a term of the loss."""
+
+        def match(self, event: Any, state: Any) -> bool:
+            return event == Event.AFTER_LOSS
+
+        def apply(self, event: Any, state: Any, logger: Any) -> None:
+            state.loss = state.loss + 0.01 * l2(state.model)
+
+    return Decay()
+
+
+def train(under: Any, config: dict[str, Any] | None, kind: str) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+    """The losses of batches, full parameters, and the evaluation's metric."""
+    torch.set_default_dtype(torch.float64)
+    with under():
+        trainer = make_trainer(
+            None if config is None else {"mixed_precision": "FULL", **config},
+            model=build(kind),
+            clip=None if kind == "unclipped" else ("norm", 0.5),  # FSDP1's clipping knows no float64
+            eval_interval="2ba" if kind == "metric" else None,
+            algorithms=[algorithm()] if kind == "algorithm" else (),
+            batches=3,
+            precision="fp32",
+        )
+        trainer.fit()
+        record = next(each for each in trainer.state.callbacks if type(each).__name__ == "Record")
+        metrics = {name: float(value.compute()) for name, value in trainer.state.eval_metrics.get("eval", {}).items()}
+        parameters = {name.removeprefix("module."): each for name, each in full_parameters(trainer.state.model).items()}
+        trainer.close()
+    return record.losses, parameters, metrics
+
+
+def check_beside_unsharded(config: dict[str, Any], kind: str) -> None:
+    losses, parameters, metrics = train(FSDP2, config, kind)
+    expected_losses, expected, expected_metrics = train(UNSHARDED, None, kind)
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=0)
+    assert parameters.keys() == expected.keys()
+    for name, parameter in expected.items():
+        torch.testing.assert_close(parameters[name], parameter, rtol=1e-6, atol=1e-8, msg=name)
+    assert metrics.keys() == expected_metrics.keys()
+    torch.testing.assert_close(metrics, expected_metrics, rtol=1e-6, atol=0)
+
+
+def check_all(cases: dict[str, tuple[dict[str, Any], str]]) -> None:
+    for_each(check_beside_unsharded, cases)
+
+
+def test_a_loss_that_uses_parameters():
+    """A penalty in the loss or an algorithm, of several losses, or on a batch; and a metric of an evaluation."""
+    kinds = ("penalty", "orthogonality", "batch", "several", "algorithm", "metric")
+    cases = {kind: ({}, kind) for kind in kinds} | {name: (CONFIGS[name], "penalty") for name in CONFIGS}
+    run_ranks(check_all, 2, cases)
+
+
+def test_a_loss_that_uses_parameters_beside_replicas():
+    """Its gradient is averaged once."""
+    run_ranks(check_all, 4, {"penalty": (HSDP_2X2, "penalty"), "batch": (HSDP_2X2, "batch")})
+
+
+def check_as_fsdp1() -> None:
+    _, ours, _ = train(FSDP2, {}, "unclipped")
+    _, theirs, _ = train(FSDP1, {}, "unclipped")
+    for name, parameter in theirs.items():
+        torch.testing.assert_close(ours[name], parameter, rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_a_penalty_as_under_fsdp1():
+    """FSDP1's gradients of an elementwise penalty were those of one process, whose scripts go on so."""
+    run_ranks(check_as_fsdp1, 2)
+
+
+def check_errors() -> dict[str, str]:
+    notes = {}
+    for kind in ("encoded outside of forward", "added up in forward"):
+        try:
+            train(FSDP2, {}, kind)
+        except RuntimeError as error:
+            notes[kind] = " ".join(error.__notes__)
+    return notes
+
+
+def test_what_cannot_work_is_named():
+    """Where torch's error has an operator's name alone, ours has the module, and what to write."""
+    for notes in run_ranks(check_errors, 2, fresh=True):
+        assert "model.wte.weight is sharded" in notes["encoded outside of forward"], notes
+        assert "outside of the forward of its unit, model" in notes["encoded outside of forward"], notes
+        assert "in the loss of the ComposerModel" in notes["added up in forward"], notes

@@ -1,0 +1,325 @@
+"""Parameters that a script uses outside of their unit's forward: exact beside one process, or an error by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.cases import for_each
+from support.comparing import full
+from support.models import WIDTH, Model, ModelWithScalar, tokens
+from support.ranks import run_ranks
+from support.training import FULL, HSDP_2X2, assert_gradients
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2 import begin_microbatch, clip_grad_norm_, prepare_fully_shard, summon_full_params
+from composer_fsdp2.sharding.plan import ShardingPlan
+from composer_fsdp2.sharding.root_record import find_kept
+from composer_fsdp2.training.outside_forward import InFull, explain_mixed
+
+Term = Callable[[nn.Module, torch.Tensor], Any]  # of the loss, from the model and its output
+
+
+def l2(model: nn.Module, output: torch.Tensor) -> Any:
+    return sum(parameter.pow(2).sum() for parameter in model.parameters())
+
+
+def block_weight(model: nn.Module) -> torch.Tensor:
+    return model.get_submodule("decoder.blocks.0.fc_in").weight
+
+
+def orthogonality(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    """Of a block's weight, beside a plain matrix."""
+    weight = block_weight(model)
+    return (weight.T @ weight - torch.eye(WIDTH)).pow(2).sum()
+
+
+def projected(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    """A batch through a block's weight: each rank has a gradient of its own for it."""
+    return F.linear(output[..., :WIDTH], block_weight(model)).pow(2).mean()
+
+
+def tied_logits(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    return (output.mean(1)[:, :WIDTH] @ model.get_submodule("decoder.embed").weight.T).pow(2).mean()
+
+
+def norms(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    """Reductions of each kind, on shards of which the last is smaller; and what lies in a list, or is written to."""
+    weight = block_weight(model)
+    total = torch.zeros(())
+    total += weight.norm()
+    total.add_(weight.abs().sum())
+    total = total + torch.stack([weight.mean(), weight.abs().amax(), output.mean()]).sum() + weight.sum() ** 2
+    return total + 2 * (weight.pow(2).sum() + 1) + weight.std() + weight.flatten().max(0).values / 3
+
+
+TERMS: dict[str, Term] = {
+    "l2": l2, "orthogonality": orthogonality, "projected": projected, "tied logits": tied_logits, "norms": norms,
+}  # fmt: skip
+
+
+def all_terms(model: nn.Module, output: torch.Tensor) -> Any:
+    return sum(term(model, output) for term in TERMS.values())
+
+
+def check_term(
+    term: Term, config: dict[str, Any], build: Callable[[], nn.Module] = Model, *, dtype: Any = torch.float64
+) -> None:
+    """Two batches of two microbatches, clipped, beside one process that has all ranks' batches."""
+    torch.set_default_dtype(dtype)
+    model, reference = (seeded(build) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    its = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    prepare_fully_shard(model, optimizer, FULL | config, device="cpu")
+    ranks = dist.get_world_size()
+    for step in range(2):
+        for number in range(2):
+            seed = 2 * step + number
+            begin_microbatch(model, is_last=number == 1)
+            output = model(tokens(ranks * seed + dist.get_rank()))
+            with InFull():
+                loss = output.pow(2).mean() + 0.1 * term(model, output)
+            assert not isinstance(loss, DTensor), type(loss)
+            loss.backward()
+            values = []
+            for rank in range(ranks):
+                expected = reference(tokens(ranks * seed + rank))
+                values.append(expected.pow(2).mean() + 0.1 * term(reference, expected))
+                (values[-1] / ranks).backward()
+            torch.testing.assert_close(loss, values[dist.get_rank()], rtol=1e-12, atol=0)
+        assert_gradients(model, reference)
+        clip_grad_norm_(model, 0.5)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        for each in (optimizer, its):
+            each.step()
+            each.zero_grad()
+    for name, parameter in reference.named_parameters():
+        ours = dict(model.named_parameters())[name]
+        torch.testing.assert_close(full(ours), parameter.detach(), rtol=1e-11, atol=1e-13, msg=name)
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(4)
+    return build()
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+    "gathered between microbatches": {"gradient_sync": "last", "reshard_after_backward": False},
+    "offloaded": {"cpu_offload": True},
+}
+
+
+def check_terms() -> None:
+    cases: dict[str, Any] = {name: (term, {}) for name, term in TERMS.items()}
+    cases |= {name: (all_terms, CONFIGS[name]) for name in CONFIGS}
+    for_each(check_term, cases | {"replicated": (l2, {}, ModelWithScalar)})
+
+
+def test_a_penalty_trains_as_in_one_process():
+    """A loss that uses parameters, of a block or the root, gives the numbers of one process, to the last digits: where
+    FSDP1 gave them, and for what it computed of 1-D shards."""
+    run_ranks(check_terms, 2)
+
+
+def check_terms_with_replicas() -> None:
+    configs = {"HSDP": HSDP_2X2, "deferred": HSDP_2X2 | {"gradient_sync": "defer_replica"}}
+    for_each(check_term, {name: (all_terms, config) for name, config in configs.items()})
+
+
+def test_a_penalty_with_replicas():
+    """Its gradient is averaged once, over shards and replicas, also where the other gradients wait for the last
+    microbatch."""
+    run_ranks(check_terms_with_replicas, 4)
+
+
+def check_recipe(config: dict[str, Any]) -> None:
+    """The page's: without the block, each penalty in full."""
+
+    def in_full(model: nn.Module, output: torch.Tensor) -> Any:
+        squares = [parameter.pow(2).sum() for parameter in model.parameters()]
+        return sum(each.full_tensor() if isinstance(each, DTensor) else each for each in squares)
+
+    check_term(in_full, config)
+
+
+def test_the_recipe_without_a_trainer():
+    """penalty.full_tensor() is right in a loop of one's own."""
+    run_ranks(for_each_config, 2)
+
+
+def for_each_config() -> None:
+    for_each(check_recipe, {name: (config,) for name, config in CONFIGS.items()})
+
+
+def check_shown_between_steps(config: dict[str, Any], optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    torch.set_default_dtype(torch.float64)
+    model, reference = seeded(Model), seeded(Model)
+    optimizers = [optimizer(each.parameters()) for each in (model, reference)]
+    prepare_fully_shard(model, optimizers[0], FULL | config, device="cpu")
+    for step in range(2):
+        for is_last in (False, True):
+            begin_microbatch(model, is_last=is_last)
+            with torch.no_grad():
+                torch.testing.assert_close(model(tokens(7)), reference(tokens(7)))
+            assert all(isinstance(each, DTensor) for each in model.parameters()), "full after an evaluation"
+            penalty = l2(model, torch.empty(0)).full_tensor()
+            (model(tokens(step)).mean() + penalty).backward()
+            (reference(tokens(step)).mean() + l2(reference, torch.empty(0))).backward()
+            assert all(isinstance(each, DTensor) for each in model.parameters()), "full after a backward"
+        assert_gradients(model, reference)
+        with torch.no_grad():  # what it gathers is old after the step
+            model(tokens(7))
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens(7)), reference(tokens(7)))
+        model.decoder.blocks[0].fc_in.weight.requires_grad_(step == 1)
+        reference.decoder.blocks[0].fc_in.weight.requires_grad_(step == 1)
+
+
+# Each writes into the shards in another way.
+OPTIMIZERS = {
+    "one by one": partial(torch.optim.SGD, lr=0.1, foreach=False),
+    "foreach": partial(torch.optim.SGD, lr=0.1, foreach=True),
+    "fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
+}
+
+
+def check_all_shown() -> None:
+    cases = {name: (CONFIGS[name], OPTIMIZERS["foreach"]) for name in CONFIGS}
+    cases |= {how: ({}, OPTIMIZERS[how]) for how in OPTIMIZERS}
+    for_each(check_shown_between_steps, cases)
+
+
+def test_parameters_are_shards_between_steps():
+    """A penalty computed after an evaluation, or between microbatches, read memory that its backward had freed, and a
+    forward after optimizer.step() ran on the weights from before it."""
+    run_ranks(check_all_shown, 2)
+
+
+def noted(model: nn.Module) -> dict[str, Any]:
+    return {name: vars(parameter).get("tag") for name, parameter in model.named_parameters()}
+
+
+def check_attributes(config: dict[str, Any], device: str, tied: bool) -> None:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Model(tied=tied)
+    if device == "meta":
+        model.decoder.param_init_fn = lambda module: getattr(module, "reset_parameters", lambda: None)()
+    names = {name: name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.tag, parameter._omit_weight_decay = name, True
+    prepare_fully_shard(model, None, FULL | config, device="cpu")
+    assert noted(model) == names
+    seen: dict[str, Any] = {}
+    model.decoder.blocks[0].register_forward_hook(lambda block, *unused: seen.update(noted(block)))
+    output = model(tokens(1))
+    assert seen == {name: f"decoder.blocks.0.{name}" for name in seen} and seen, seen
+    assert noted(model) == names, "after forward"
+    output.mean().backward()
+    assert noted(model) == names, "after backward"
+    with summon_full_params(model):
+        assert noted(model) == names, "in full"
+    if tied:
+        assert model.decoder.head.weight.tag == "decoder.embed.weight"
+
+
+def check_all_attributes() -> None:
+    cases = {
+        f"{name}, {device}": (CONFIGS[name], device, device == "meta")
+        for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+        for device in ("cpu", "meta")
+    }
+    for_each(check_attributes, cases)
+
+
+def test_what_a_script_noted_on_a_parameter_stays():
+    """An optimizer's groups by p.optim_group, Hugging Face's _is_hf_initialized, Foundry's flags: gone after sharding,
+    so that weights were drawn anew or decayed."""
+    run_ranks(check_all_attributes, 2)
+
+
+def check_hooks() -> list[str]:
+    model = Model()
+    fired: list[str] = []
+    weight = model.decoder.head.weight
+    weight.register_hook(lambda gradient: fired.append("hook"))
+    model.decoder.norm.weight.register_post_accumulate_grad_hook(lambda parameter: fired.append("accumulated"))
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    sharded = model.decoder.head.weight
+    sharded.register_post_accumulate_grad_hook(lambda parameter: fired.append(type(parameter.grad).__name__))
+    model(tokens(1)).mean().backward()
+    assert fired == ["DTensor"], fired
+    plan = find_kept(model, ShardingPlan)
+    assert plan is not None
+    return [note for note in plan.notes if "hook" in note]
+
+
+def test_hooks_of_parameters_are_named():
+    """FSDP1 ran none of them either, without a word; the log says which, and where to register them."""
+    for notes in run_ranks(check_hooks, 2):
+        assert len(notes) == 1, notes
+        assert notes[0].startswith("decoder.norm.weight, decoder.head.weight: hooks"), notes
+        assert "after sharding" in notes[0]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x)
+
+
+class Encoding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        if how == "encode":
+            return self.encoder.encode(x)
+        if how == "layer":
+            return self.encoder.layer(x)
+        if how == "weight":
+            return x @ self.encoder.layer.weight
+        return self.encoder(x).sum() + self.encoder.layer.weight.sum()
+
+
+def check_explained() -> dict[str, str]:
+    model = Encoding()
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    notes = {}
+    for how in ("encode", "layer", "weight"):
+        with contextlib.suppress(RuntimeError):
+            try:
+                model(torch.ones(2, 4), how)
+            except RuntimeError as error:
+                explain_mixed(model, error)
+                [notes[how]] = error.__notes__
+                raise
+    return notes
+
+
+def test_an_error_that_says_what_to_write():
+    """Not only an operator's name: which parameter, in which method of which module, and the line to write."""
+    for notes in run_ranks(check_explained, 2):
+        assert "encoder.layer.weight, encoder.layer.bias are sharded within encoder.encode()" in notes["encode"]
+        assert 'register_fsdp_forward_method(model.encoder, "encode")' in notes["encode"]
+        assert "outside of the forward of its unit, encoder" in notes["layer"]
+        assert "test_outside_forward.py:" in notes["weight"] and "full_tensor()" in notes["weight"]
