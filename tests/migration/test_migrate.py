@@ -725,6 +725,11 @@ def test_a_norm_that_is_no_number_is_a_decision(text: str, to: str) -> None:
 
 
 LOST = {
+    "a norm of 0": ("run.toml", "[training]\nlocal_batch_size = 8\nmax_norm = 0\n"),
+    "a norm below 0": (
+        "run.yaml",
+        "a: {strategy_args: {strategy_name: fsdp2_train, strategy_config: {}}}\nmax_grad_norm: -1\n",
+    ),
     "one shard": ("run.toml", "[training]\nlocal_batch_size = 8\n[parallelism]\ndata_parallel_shard_degree = 1\n"),
     "TorchTitan's defaults": ("run.toml", "[training]\nlocal_batch_size = 8\n"),
     "tensor parallelism": ("run.yaml", f"{TENSOR}fsdp_config: {{sharding_strategy: FULL_SHARD}}\n"),

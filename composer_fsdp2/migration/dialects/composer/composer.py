@@ -109,7 +109,7 @@ class ComposerDialect(Dialect):
     def express(self, run: RunConfig) -> Expression:
         """The keys of the section, and Composer's ``precision`` and LLM Foundry's ``algorithms`` beside it."""
         beside = [Setting(aspect=Aspect.PRECISION, key="precision", value=run.precision)]
-        if run.max_grad_norm is not None:
+        if run.max_grad_norm is not None and run.max_grad_norm > 0:
             clipping = {"clipping_type": "norm", "clipping_threshold": run.max_grad_norm}
             beside.append(Setting(aspect=Aspect.OTHER, key="algorithms", value={"gradient_clipping": clipping}))
         return replace(super().express(run), beside=tuple(beside))

@@ -67,7 +67,11 @@ LACKS: tuple[Lack, ...] = (
         reason="the file does not name the classes of the MLPs, so that they are computed in one piece: the same "
         "numbers, and more memory in long sequences",
         hint="set tiled_mlp: {classes: [the class of the model's MLPs], chunks: {value}}"),
-    Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None,
+    Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None and not run.max_grad_norm > 0,
+        outcome=_NEEDS_DECISION, target="algorithms: {gradient_clipping: ...}",
+        reason="a run whose gradients are clipped to a norm of {value} trains nothing, or in the wrong direction",
+        hint="set a positive norm, or clip nothing"),
+    Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None and run.max_grad_norm > 0,
         outcome=_EXACT, target="algorithms: {gradient_clipping: {clipping_type: norm, clipping_threshold: {value}}}",
         reason="Composer clips by an algorithm, which stands beside the section: LLM Foundry reads it there",
         hint="a script hands it to the Trainer: algorithms=GradientClipping('norm', {value})"),

@@ -81,6 +81,10 @@ _LACKS: tuple[Lack, ...] = (
         reason="axolotl's FSDP2 stores trained parameters, and the optimizer's state, in the low dtype that it loads "
         "the model in, and the run stores them in {value}: FSDP1 and accelerate upcast them to float32",
         hint="--to accelerate keeps float32, as fsdp_version: 1 does; --force writes it, to train in the low dtype"),
+    Lack(asked="gradient clipping", when=lambda run: run.max_grad_norm is not None and not run.max_grad_norm > 0,
+        outcome=_NEEDS_DECISION, target="max_grad_norm",
+        reason="axolotl clips nothing at a norm of {value}, with which the run trains nothing, or in the wrong "
+        "direction", hint="set a positive norm, or 0 to clip nothing"),
     Lack(asked="classes of tiled MLPs", outcome=_APPROXIMATE, target="tiled_mlp",
         reason="axolotl tiles the MLPs of the model that it loads, and takes no classes: the same numbers"),
     Lack(asked="further units", outcome=_APPROXIMATE,

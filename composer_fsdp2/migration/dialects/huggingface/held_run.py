@@ -115,7 +115,8 @@ def _mesh(held: Held) -> MeshSpec:
         if shard == 1:
             raise ConfigError("dp_shard_size is 1, which is no sharding; give the number of ranks of one replica")
         ranks, total = held.around.get("num_processes"), replicate * shard * settings["tp_size"]
-        if not held.reader.is_trainer and isinstance(ranks, int) and ranks != total:
+        is_launched = held.reader in (Reader.ACCELERATE_FSDP1, Reader.ACCELERATE_FSDP2)
+        if is_launched and isinstance(ranks, int) and ranks != total:
             raise ConfigError(f"the sizes of parallelism_config make {total} ranks, and num_processes is {ranks}")
         return MeshSpec.of_degrees(shard, replicate if replicate > 1 else None)
     if strategy is None or not strategy.is_hybrid:

@@ -89,10 +89,13 @@ def of_async_save(finding: Finding, worker: Worker) -> Finding:
 
 def of_ulysses(finding: Finding, worker: Worker) -> Finding:
     size, shards = worker["model_args.ulysses_size"], worker["fsdp_size"]
-    if isinstance(size, int) and isinstance(shards, int) and shards < size:
+    if not (isinstance(size, int) and isinstance(shards, int) and shards < size):
+        return finding
+    if "fsdp_size" in worker.given:
         reason = f"ROLL fails with it, because fsdp_size {shards} is smaller: no run was trained so"
         return undecided(finding, reason, f"set fsdp_size to {size} or more, or ulysses_size to 1")
-    return finding
+    hint = f"ROLL fails where fsdp_size is smaller, and its default is {shards}"  # or an interpolation, read elsewhere
+    return replace(finding, outcome=Outcome.APPROXIMATE, hint=hint)
 
 
 def of_freeze(finding: Finding, worker: Worker) -> Finding:
