@@ -783,6 +783,7 @@ class Mlps(nn.Module):
 def copies_alive(shard: Shard, *, is_recomputed: bool) -> dict[str, Any]:
     """After a forward under autocast, and within it, by whether it was an evaluation; and the parameters afterwards."""
     torch.manual_seed(0)
+    torch.set_autocast_cache_enabled(True)  # another test's error may have ended a forward on these ranks
     model = Whole(Mlps())
     shapes, optimizer = {each.shape for each in model.parameters() if each.dim() > 1}, sgd(model)
     if is_recomputed and shard is fsdp1:
