@@ -261,14 +261,15 @@ class Passage:
                 _Adopt.apply(tensor, passed)
         for tensor, passed in _alive(self._views):
             own[id(passed)] = tensor
-            if id(tensor._base) in unwritten:
-                unwritten.add(id(tensor))
+            unwritten |= {id(tensor)} if id(tensor._base) in unwritten else set()
         return _replace_in_place(output, lambda each: own.get(id(each), each), []), unwritten
 
 
 def _sources(tensors: Sequence[Tensor]) -> list[Tensor]:
     """For each tensor that which is passed: itself, or the base of several views, to each of which a write is seen."""
-    bases = [each if each._base is None else each._base for each in tensors]
+    # A mode would take it for an operator, as that of ``run_idle_experts`` does.
+    with torch._C.DisableTorchFunction():
+        bases = [each if each._base is None else each._base for each in tensors]
     counts = Counter(map(id, bases))
     return [base if counts[id(base)] > 1 else each for each, base in zip(tensors, bases, strict=True)]
 

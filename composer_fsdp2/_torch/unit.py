@@ -294,7 +294,7 @@ class UnitGroup(FSDPParamGroup):
             return super()._register_post_backward_hook(args, kwargs)
         # torch calls a unit of several modules at the end of the last one's forward: too late to adopt.
         self._passage = Passage(self._end_backward, is_writable=len(self.modules) == 1)
-        return self._passage.through((args, kwargs))
+        return self._passage.through((args, dict(kwargs)))  # other hooks may keep the mapping
 
     def _end_backward(self) -> None:
         self.post_backward()
