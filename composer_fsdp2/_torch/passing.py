@@ -281,7 +281,11 @@ def _alive(pairs: Iterable[_Pair]) -> list[tuple[Tensor, Tensor]]:
 
 def after_gradients_of(value: Any, then: Callable[[], None]) -> Any:
     """The same nested value; ``then`` is called where the gradients of all its tensors are there."""
-    return Passage(then).through(value)
+    tensors = [each for each in tensors_in(value) if each.requires_grad] if torch.is_grad_enabled() else []
+    if not tensors:
+        return value
+    outputs = iter(_Pass.apply(then, True, *tensors))
+    return with_tensors(value, lambda each: next(outputs) if each.requires_grad else each)
 
 
 def after_backward(then: Callable[[], None]) -> None:

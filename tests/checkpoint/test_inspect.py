@@ -90,7 +90,7 @@ def test_no_pickle_is_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     state = composer_state()
     state["state"]["callbacks"] = [("Evil", Runs(tmp_path / "made"))]
     torch.save(state, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"posix\.mkdir.*trust=True \(--trust\)"):
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir.*trust=True \(--trust"):
         inspect_checkpoint(tmp_path / "x.pt")
     assert not (tmp_path / "made").exists()
     inspect_checkpoint(tmp_path / "x.pt", trust=True)
@@ -357,11 +357,18 @@ def test_bytes_are_said_in_units_that_one_can_read():
 # --- what a terminal can show
 
 
+class Terminal(io.TextIOWrapper):
+    """What is not a terminal gets UTF-8 in any locale."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def printed_by(*arguments: str) -> tuple[int, str]:
     """The exit code and the output of ``composer-fsdp2``, on a terminal that knows ASCII alone."""
     from composer_fsdp2.cli import main as cli
 
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    terminal = Terminal(io.BytesIO(), encoding="ascii", errors="strict")
     with (
         mock.patch.object(sys, "argv", ["composer-fsdp2", *arguments]),
         mock.patch.object(sys, "stdout", terminal),
