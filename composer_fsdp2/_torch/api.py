@@ -53,7 +53,7 @@ _IN_MODULES: dict[str, tuple[str, ...]] = {
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch.autograd": ("_unsafe_preserve_version_counter",),
     "torch.utils.hooks": ("unserializable_hook",),
-    "torch.utils._pytree": ("tree_flatten", "tree_unflatten"),
+    "torch.utils._pytree": ("SUPPORTED_NODES",),
     "torch.utils._foreach_utils": ("_group_tensors_by_device_and_dtype",),
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3"),
     "torch": (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils.weak import TensorWeakRef
 
 _autograd: Any = torch.autograd
@@ -82,10 +82,12 @@ def _opened(value: Any) -> _Container | None:
         return _Container(list(value), type(value))
     if isinstance(value, list):
         return _Container(list(value), type(value), range(len(value)), partial(_item, value), value.__setitem__)
-    parts, form = tree_flatten(value, is_leaf=lambda each: each is not value)
-    if form.is_leaf():
+    # Not tree_flatten, whose is_leaf would be kept, with the value, by a cycle of references until it is collected.
+    node = SUPPORTED_NODES.get(type(value))
+    if node is None:
         return None
-    return _Container(parts, partial(tree_unflatten, treespec=form), is_registered=True)
+    parts, context = node.flatten_fn(value)
+    return _Container(parts, lambda parts: node.unflatten_fn(parts, context), is_registered=True)
 
 
 def _item(value: list[Any], number: int) -> Any:
