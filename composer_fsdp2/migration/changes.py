@@ -19,7 +19,7 @@ from composer_fsdp2.migration.dialect import (
 )
 from composer_fsdp2.migration.documents import Document, Edit, NewEntry, entries_of
 from composer_fsdp2.migration.documents.yaml import flow_text
-from composer_fsdp2.migration.interpolation import has_interpolation
+from composer_fsdp2.migration.interpolated import has_interpolation
 from composer_fsdp2.migration.paths import Path, Settings, has_path, value_at
 from composer_fsdp2.migration.run import RunConfig
 from composer_fsdp2.migration.targets import file_text, file_values

@@ -16,6 +16,7 @@ from composer_fsdp2.config.findings import Finding
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migration.documents.edits import references_in
 from composer_fsdp2.migration.documents.yaml import flow_text
+from composer_fsdp2.migration.interpolated import interpolations
 from composer_fsdp2.migration.paths import Path, has_path, value_at
 
 # Where values are an environment variable's: what the file has there, and the value.
@@ -49,7 +50,7 @@ def resolve(values: Any) -> Resolved:
 
     What comes from the environment is what changes when nothing there can be resolved, by whichever way it came.
     """
-    texts = list(_interpolations(values, ()))
+    texts = list(interpolations(values, ()))
     if not texts:
         return Resolved(values=values)
     _check_size(values, texts)
@@ -87,22 +88,6 @@ def _check_size(values: Any, texts: Iterable[tuple[str, Path]]) -> None:
         raise ConfigError("interpolations refer to each other too deep") from error
     if count > _MOST:
         raise ConfigError(f"interpolations stand for {count} others, and {_MOST} are the most that is resolved")
-
-
-def has_interpolation(value: Any) -> bool:
-    """Whether an interpolation stands in a value or, nested, below it."""
-    return any(True for _ in _interpolations(value, ()))
-
-
-def _interpolations(value: Any, path: Path) -> Iterator[tuple[str, Path]]:
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _interpolations(each, (*path, key))
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from _interpolations(each, (*path, number))
-    elif isinstance(value, str) and "${" in value:
-        yield value, path
 
 
 def _absolute(text: str, path: Path) -> str:

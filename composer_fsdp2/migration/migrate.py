@@ -20,7 +20,8 @@ from composer_fsdp2.migration.dialect import Dialect, Section
 from composer_fsdp2.migration.dialects import DIALECTS
 from composer_fsdp2.migration.dialects.fingerprints import FOREIGN_WORDS, foreign_system
 from composer_fsdp2.migration.documents import Document, differences, open_document, referred
-from composer_fsdp2.migration.interpolation import Resolved, has_interpolation, resolve, shown
+from composer_fsdp2.migration.interpolated import has_interpolation
+from composer_fsdp2.migration.interpolation import Resolved, resolve, shown
 from composer_fsdp2.migration.paths import Path, has_path, value_at, walk
 from composer_fsdp2.migration.read_back import lost_findings
 from composer_fsdp2.migration.references import not_as_meant, shared_findings, with_shared

@@ -10,7 +10,7 @@ from composer_fsdp2.config.parallel import TiledMLP
 from composer_fsdp2.config.sharding import ShardingConfig
 from composer_fsdp2.config.text import and_more
 from composer_fsdp2.migration.dialect import Dialect, Section
-from composer_fsdp2.migration.interpolation import has_interpolation
+from composer_fsdp2.migration.interpolated import has_interpolation
 from composer_fsdp2.migration.run import RunConfig, WrapKind
 
 # Finding key (a capability of ``capabilities.py`` or an implicit behaviour) -> the fields of a run that it covers.

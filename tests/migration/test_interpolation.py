@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from composer_fsdp2.config.findings import Outcome
-from composer_fsdp2.migration.interpolation import has_interpolation, resolve
+from composer_fsdp2.migration.interpolated import has_interpolation
+from composer_fsdp2.migration.interpolation import resolve
 from composer_fsdp2.migration.migrate import migrate_text
 
 # Read by OmegaConf itself, too, which is the measure.

@@ -6,7 +6,7 @@ from typing import Any
 from composer_fsdp2.config.findings import Finding, Outcome
 from composer_fsdp2.fsdp1.parsing import PRECISIONS
 from composer_fsdp2.migration.dialect import Section
-from composer_fsdp2.migration.interpolation import has_interpolation
+from composer_fsdp2.migration.interpolated import has_interpolation
 
 Given = Mapping[str, Any]
 # Composer's default for a GPU, on which nearly all of these files were trained.
