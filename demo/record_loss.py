@@ -10,7 +10,10 @@ import torch
 from composer import Callback, Logger, State
 from composer.utils import dist
 from llmfoundry.registry import callbacks
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
+
+# FSDP1's own: under the shim the public name stands for what we sharded, too.
+from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["RecordLoss"]
 

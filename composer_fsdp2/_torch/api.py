@@ -72,6 +72,7 @@ _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{_FULLY_SHARD}._fsdp_state", "FSDPState"): ("_comm_ctx", "_device_handle", "_is_root", "_modules",
         "_modules_to_run_forward", "_mp_policy", "_pre_backward", "_register_pre_backward_hook",
         "_root_post_backward_final_callback", "_root_pre_forward", "_state_ctx", "_training_state"),
+    ("torch", "Tensor"): ("_view_func",),
     ("torch.storage", "UntypedStorage"): ("_cdata",),
     ("torch._ops", "OpOverload"): ("_schema",),
     ("torch.library", "Library"): ("_destroy",),
