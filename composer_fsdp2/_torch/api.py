@@ -72,7 +72,6 @@ _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     (f"{_FULLY_SHARD}._fsdp_state", "FSDPState"): ("_comm_ctx", "_device_handle", "_is_root", "_modules",
         "_modules_to_run_forward", "_mp_policy", "_pre_backward", "_register_pre_backward_hook",
         "_root_post_backward_final_callback", "_root_pre_forward", "_state_ctx", "_training_state"),
-    ("torch", "Tensor"): ("_view_func",),
     ("torch.storage", "UntypedStorage"): ("_cdata",),
     ("torch._ops", "OpOverload"): ("_schema",),
     ("torch.library", "Library"): ("_destroy",),
@@ -93,7 +92,7 @@ _IN_CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("torch.optim", "Optimizer"): ("_optimizer_load_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
     ("torch.nn", "Module"): ("_buffers", "_load_from_state_dict", "_load_state_dict_post_hooks",
         "_load_state_dict_pre_hooks", "_metadata", "_parameters"),
-    ("torch", "Tensor"): ("_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version"),
+    ("torch", "Tensor"): ("_backward_hooks", "_base", "_post_accumulate_grad_hooks", "_version", "_view_func"),
     ("torch", "ScriptObject"): ("_type",),
 }
 # fmt: on
