@@ -115,7 +115,7 @@ ROOMS = {
     ),
     "migration": room(
         "__init__ paths wish processes run capabilities dialect documents/edits documents/json documents/toml "
-        "documents/yaml_text documents/yaml documents/__init__ interpolation dialects/fingerprints "
+        "documents/yaml_text documents/yaml documents/__init__ interpolated interpolation dialects/fingerprints "
         "dialects/composer/surroundings dialects/composer/set_by_foundry dialects/composer/beside_section "
         "dialects/composer/unsaid dialects/composer/unread dialects/composer/composer_lacks "
         "dialects/composer/composer_words dialects/composer/composer_wishes "
