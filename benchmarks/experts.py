@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"argument --experts: {EXPERT} ranks do not divide {given.experts}")
     options = asdict(Sizes(given.width, given.layers, given.experts))
     found = on_ranks(measure, RANKS, "cpu", options, start_method="fork")
-    return beside.conclude(given, found, axes_clipped=1)
+    return beside.conclude(given, found)
 
 
 def measure(given: dict[str, int]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = asdict(LlamaSizes(TOKENS, given.width, given.layers, given.heads))
     found = on_ranks(measure, RANKS, "cpu", options, start_method="fork")
-    return beside.conclude(given, found, axes_clipped=2)
+    return beside.conclude(given, found)
 
 
 def measure(given: dict[str, int]) -> dict[str, Any]:

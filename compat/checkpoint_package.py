@@ -5,27 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from composer.checkpoint import save
-from torch import nn
 
 from composer_fsdp2.sharding.agree import gather
-from composer_fsdp2.sharding.sharded import reshard
 
 from .seams import seam
-
-
-@seam(
-    "composer.checkpoint.state_dict",
-    "get_model_state_dict",
-    "get_optim_state_dict",
-    why="state of a model that stands gathered after an evaluation was saved as plain tensors",
-)
-def state_dict_of_shards(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """``get_model_state_dict`` and ``get_optim_state_dict`` of ``composer.checkpoint``, which saves and loads by them.
-
-    Called on all ranks, as torch's functions of the same names, which they call.
-    """
-    reshard(model)
-    return original(model, *args, **kwargs)
 
 
 @seam(

@@ -218,7 +218,8 @@ def check_migrated(block: Block) -> None:
     if dist.get_rank() == 0:
         command = ["composer-fsdp2", "migrate", *shlex.split(block.options["migrated"])]
         done = subprocess.run(command, env=environment(), text=True, capture_output=True, timeout=COMMAND_S)
-        assert done.returncode == 0, f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr}"
+        wanted = int(block.options.get("exit", 0))
+        assert done.returncode == wanted, f"{shlex.join(command)} ended with {done.returncode}:\n{done.stderr}"
         assert done.stdout == block.text, f"{shlex.join(command)} printed\n{done.stdout}"
 
 
