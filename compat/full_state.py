@@ -58,11 +58,9 @@ def _of_scripts() -> type:
 
 def _by_name(cls: type) -> Any:
     """For pickle: the public name, or that of a script's subclass."""
-    return (
-        (pkgutil.resolve_name, ("torch.distributed.fsdp:FullyShardedDataParallel",))
-        if cls is _of_scripts()
-        else (cls.__qualname__)
-    )
+    if cls is _of_scripts():
+        return pkgutil.resolve_name, ("torch.distributed.fsdp:FullyShardedDataParallel",)
+    return cls.__qualname__
 
 
 copyreg.pickle(_SeesUnits, _by_name)

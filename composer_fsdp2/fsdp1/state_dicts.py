@@ -34,7 +34,7 @@ from composer_fsdp2.errors import CallError, UnsupportedError
 from composer_fsdp2.sharding.agree import agree, device_of_group
 from composer_fsdp2.sharding.full_values import gather_full, own_part
 from composer_fsdp2.sharding.placements import laid_out_as, splitting_axes
-from composer_fsdp2.sharding.sharded import reshard, sharded_roots
+from composer_fsdp2.sharding.sharded import sharded_roots
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 
@@ -45,7 +45,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 class _InForce:
-    """The state dict type of one unit, with the hooks that carry it out.
+    """The state dict type of one unit, with the hook that carries it out.
 
     Args:
         keeps: Whether this rank returns full values.
@@ -53,14 +53,7 @@ class _InForce:
 
     def __init__(self, unit: nn.Module, settings: StateDictSettings, keeps: bool) -> None:
         self.settings, self.keeps = settings, keeps
-        self._hooks = (
-            unit.register_state_dict_pre_hook(_rest),
-            unit.register_state_dict_post_hook(_present),
-        )
-
-    def end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self.hook = unit.register_state_dict_post_hook(_present)
 
 
 # By unit. A unit without a type returns DTensors, which torch's own functions expect.
@@ -145,14 +138,9 @@ def returns_full_values(unit: nn.Module) -> bool:
 
 def _put(unit: nn.Module, settings: StateDictSettings | None, keeps: bool) -> None:
     if earlier := _IN_FORCE.pop(unit, None):
-        earlier.end()
+        earlier.hook.remove()
     if settings is not None:
         _IN_FORCE[unit] = _InForce(unit, settings, keeps)
-
-
-def _rest(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Ahead of ``state_dict``: a root shows full parameters, in low precision, after a forward without gradients."""
-    reshard(module)
 
 
 # These build on the DTensors of a state dict, whatever type a script has set.
@@ -200,7 +188,6 @@ def _keeps_full_values(model: nn.Module, config: StateDictConfig | OptimStateDic
     """Whether this rank returns full values; with ``rank0_only`` the first rank of each replica, as under FSDP1."""
     if not getattr(config, "rank0_only", False):
         return True
-    reshard(model)
     sharded = [each for each in model.parameters() if isinstance(each, DTensor)]
     axes = {(each.device_mesh, axis) for each in sharded for axis in splitting_axes(each)}
     return not any(mesh.get_local_rank(axis) for mesh, axis in axes) if axes else dist.get_rank() == 0
@@ -324,7 +311,6 @@ def _parameters_of(
         return [parameter for group in optim.param_groups for parameter in group["params"]]
     if optim_input is not None or model is None:
         raise UnsupportedError("optim_input lists the parameters from before sharding; pass optim=optimizer instead")
-    reshard(model)
     return list(model.parameters())
 
 
@@ -335,7 +321,6 @@ def _named_state(
     kind: StateDictType,
     config: OptimStateDictConfig,
 ) -> dict[str, Any]:
-    reshard(model)
     given = optim.state_dict() if given is None else given
     parameters = _parameters_of(optim)
     by_parameter = {each: without_wrappers(name) for name, each in model.named_parameters()}
@@ -396,7 +381,6 @@ def _state_by_position(
     *,
     rank0_only: bool = False,
 ) -> dict[str, Any]:
-    reshard(model)
     by_name = {without_wrappers(name): each for name, each in model.named_parameters(remove_duplicate=False)}
     places = {parameter: place for place, parameter in enumerate(parameters)}
     groups, entries = _sent_by_rank_0(given) if rank0_only else _entries(given or {})

@@ -34,10 +34,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters everywhere, so that ``model.parameters()`` are the sharded ones again.
+    """Free gathered parameters everywhere.
 
-    After a forward without gradients a root keeps its parameters gathered, and ``named_parameters`` and state dicts
-    would then show plain tensors. Call it between forward passes only; does not communicate.
+    After a forward without gradients a root keeps its parameters gathered for the next one, though its modules show the
+    shards. Whoever writes to shards by other means than an optimizer or a tensor's own operators calls this first; the
+    next forward then gathers what was written. Call it between forward passes only; does not communicate.
+
+    Raises:
+        PlanError: gradients of gathered parameters were never reduced.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

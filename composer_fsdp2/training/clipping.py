@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.parts import by_kind, local_tensor, multiply_each_, norm_of_each
+from composer_fsdp2.errors import CallError
 from composer_fsdp2.sharding.placements import split_dimension, splitting_axes, splitting_axes_of_all
 from composer_fsdp2.sharding.root_record import mesh_of, record_of
 from composer_fsdp2.sharding.sharded import reshard, resting_parameters, sharded_roots
@@ -30,18 +31,21 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         model: A model after ``prepare_fully_shard``; gradients may be sharded, empty on some ranks, offloaded to the
             CPU or plain tensors.
         max_norm: The largest norm allowed.
-        norm_type: The order p of the norm; ``math.inf`` for the largest absolute value.
+        norm_type: The order p of the norm, above 0; ``math.inf`` for the largest absolute value.
     Returns:
         The total norm of each root's gradients by the root's path, a scalar on the mesh's device.
+    Raises:
+        CallError: ``norm_type`` is not above 0. FSDP1 divided by zero, or returned a number that is no norm.
 
     Called on all ranks; one all-reduce of one number for each root, of which none is launched where every rank has all
     averaged gradients (NO_SHARD). Two for a root whose ranks are a 2-D mesh of some of the world's.
     """
+    if not norm_type > 0:
+        raise CallError(f"norm_type is {norm_type}; it is the order of the norm: a number above 0, or math.inf")
     check_guard(model, "clip_grad_norm_")
     norms = {}
     for path, root in sharded_roots(model):
         device = torch.device(mesh_of(root).device_type)
-        # After a forward without gradients a root shows gathered parameters, which have none.
         trainable = (parameter for parameter in resting_parameters(root) if parameter.requires_grad)
         grads = _grads_of(trainable)
         total = _total_norm(grads, float(norm_type), record_of(root).groups, device)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from composer_fsdp2 import clip_grad_adaptive_, clip_grad_norm_, prepare_fully_shard
-from composer_fsdp2.errors import PlanError
+from composer_fsdp2.errors import CallError, PlanError
 from composer_fsdp2.training.clipping import norm_of_gradients
 
 
@@ -280,6 +280,24 @@ def check_foreign() -> None:
 def test_a_model_that_others_sharded_is_refused():
     """An error that names no cause would be looked for in the gradients."""
     run_ranks(check_foreign, 2)
+
+
+def check_orders() -> list[str]:
+    model = Chain(a=layer(), b=layer())
+    prepare_fully_shard(model, None, {}, device="cpu")
+    model(features(dist.get_rank())).sum().backward()
+    said = []
+    for order in (0, -math.inf, math.nan):
+        with pytest.raises(CallError) as raised:
+            clip_grad_norm_(model, 1.0, order)
+        said.append(str(raised.value))
+    return said
+
+
+def test_an_order_that_is_no_norm_is_refused():
+    """0 ended in ZeroDivisionError, and -inf clipped by the largest value."""
+    for said in run_ranks(check_orders, 2):
+        assert [each.split(";")[0] for each in said] == ["norm_type is 0", "norm_type is -inf", "norm_type is nan"]
 
 
 def check_without_gradients() -> dict[str, float]:

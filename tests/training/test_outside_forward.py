@@ -59,8 +59,14 @@ def norms(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
     return total + 2 * (weight.pow(2).sum() + 1) + weight.std() + weight.flatten().max(0).values / 3
 
 
+@torch.compile(backend="aot_eager")
+def compiled(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    return orthogonality(model, output) + projected(model, output)
+
+
 TERMS: dict[str, Term] = {
     "l2": l2, "orthogonality": orthogonality, "projected": projected, "tied logits": tied_logits, "norms": norms,
+    "compiled": compiled,
 }  # fmt: skip
 
 
