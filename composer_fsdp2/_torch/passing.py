@@ -78,7 +78,9 @@ def _opened(value: Any) -> _Container | None:
         return _Container(list(value.values()), rebuild, keys, value.get, value.__setitem__)
     if isinstance(value, tuple):  # PackedSequence among them
         return _Container(value, value._make if hasattr(value, "_make") else type(value))
-    if isinstance(value, set | frozenset):
+    if isinstance(value, set):
+        return _Container(list(value), type(value), list(value), *_replacing(value))
+    if isinstance(value, frozenset):
         return _Container(list(value), type(value))
     if isinstance(value, list):
         return _Container(list(value), type(value), range(len(value)), partial(_item, value), value.__setitem__)
@@ -92,6 +94,22 @@ def _opened(value: Any) -> _Container | None:
 
 def _item(value: list[Any], number: int) -> Any:
     return value[number] if number < len(value) else None
+
+
+def _replacing(value: set[Any]) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
+    """``get`` and ``set`` of a set, whose keys are the members that it has now."""
+    present: dict[Any, Any] = {}
+
+    def get(key: Any) -> Any:
+        member = present.get(key, key)
+        return member if member in value else None
+
+    def put(key: Any, member: Any) -> None:
+        value.discard(present.get(key, key))
+        value.add(member)
+        present[key] = member
+
+    return get, put
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -57,7 +57,7 @@ def _cut_full_values(
     error_msgs: list[str],
 ) -> None:
     """Replace full tensors in a state dict by this rank's shards; torch reports what does not fit."""
-    unit.reshard()  # a root keeps its full parameters after a forward without gradients
+    unit.reshard()  # a root may be gathered, with the values from before
     for name, parameter in module._parameters.items():
         key = prefix + name
         given = state_dict.get(key)

@@ -344,6 +344,10 @@ def add_item(losses: dict[str, torch.Tensor], loss: torch.Tensor) -> None:
     losses[str(len(losses))] = loss
 
 
+def add_member(losses: set[torch.Tensor], loss: torch.Tensor) -> None:
+    losses.add(loss)
+
+
 def add_field(losses: Out, loss: torch.Tensor) -> None:
     losses.hidden = losses.hidden + loss
 
@@ -360,6 +364,15 @@ def with_dict(layers: Any, x: torch.Tensor) -> torch.Tensor:
     for layer in layers:
         x = layer(x, losses=losses)
     return sum(losses.values()) + x
+
+
+def with_set(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    first = x.mean()
+    losses = {first}
+    for layer in layers:
+        x = layer(x, losses)
+    assert first in losses
+    return x * (1 + sum(losses))
 
 
 def with_field(layers: Any, x: torch.Tensor) -> torch.Tensor:
@@ -399,6 +412,7 @@ def add_to_skipped(layers: Any, x: torch.Tensor) -> torch.Tensor:
 OTHERS |= {
     "a list added to": partial(whole, partial(Calling, partial(Adding, append), with_list)),
     "a dict added to": partial(whole, partial(Calling, partial(Adding, add_item), with_dict)),
+    "a set added to": partial(whole, partial(Calling, partial(Adding, add_member), with_set)),
     "a field added to": partial(whole, partial(Calling, partial(Adding, add_field), with_field)),
     "a tensor passed twice and written to": partial(whole, partial(Calling, Written, write_twice)),
     "a view written to beside its base": partial(whole, partial(Calling, Written, write_view)),
