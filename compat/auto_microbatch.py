@@ -23,6 +23,7 @@ from composer.trainer import trainer as composer_trainer
 from composer.utils import ParallelismConfig, get_device
 from torchmetrics import Metric
 
+from composer_fsdp2._torch.scaler import after_unscaling
 from composer_fsdp2.sharding.root_record import find_kept, keep
 from composer_fsdp2.sharding.sharded import is_sharded
 from composer_fsdp2.training.control import ANSWER_WITHIN
@@ -59,10 +60,11 @@ class _Recovery:
         self.votes.start()
         return _Before(BatchSnapshot.take(model), _MetricsSnapshot.take(metrics))
 
-    def vote_at_the_end(self) -> None:
-        """The vote after which the ranks communicate about the gradients."""
-        if self.votes.is_on:
+    def commit(self) -> None:
+        """Vote, once in a batch: the ranks communicate about its gradients next, and it cannot be repeated any more."""
+        if self.votes.is_on and not self.is_committed:
             self.votes.check("the end of the last microbatch")
+        self.is_committed = True
 
     def note_clean(self) -> None:
         self._num_clean += 1
@@ -213,31 +215,23 @@ _WITHOUT_VOTES = (
 
 @contextmanager
 def _without_composer_retries(state: State, recovery: _Recovery) -> Iterator[None]:
-    state.auto_microbatching, recovery.is_training = False, True
+    global _training
+    state.auto_microbatching, recovery.is_training, _training = False, True, recovery
     try:
-        with _voting_before_unscaling(state.scaler, recovery):
+        with _voting_after_unscaling(state.scaler, recovery):
             yield
     finally:
-        state.auto_microbatching, recovery.is_training = True, False
+        state.auto_microbatching, recovery.is_training, _training = True, False, None
 
 
 @contextmanager
-def _voting_before_unscaling(scaler: Any, recovery: _Recovery) -> Iterator[None]:
+def _voting_after_unscaling(scaler: Any, recovery: _Recovery) -> Iterator[None]:
     """The scaler of fp16 asks all ranks for overflows before the event that ends a batch."""
     if scaler is None:
         yield
         return
-    unscale = scaler.unscale_
-
-    def unscale_(optimizer: torch.optim.Optimizer) -> None:
-        recovery.vote_at_the_end()
-        unscale(optimizer)
-
-    scaler.unscale_ = unscale_
-    try:
+    with after_unscaling(scaler, recovery.commit):
         yield
-    finally:
-        del scaler.unscale_
 
 
 def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> None:
@@ -272,9 +266,7 @@ def after_event(state: State, event: Event) -> None:
     if recovery is None:
         return
     evaluation = _evaluation if _evaluation is not None and _evaluation.recovery is recovery else None
-    if event is Event.BEFORE_TRAIN_BATCH and recovery.is_training and recovery.votes.is_on:
-        recovery.votes.check("the first microbatch")  # the batch's size is summed up next
-    elif event is Event.EVAL_BATCH_START and evaluation is not None:
+    if event is Event.EVAL_BATCH_START and evaluation is not None:
         evaluation.begin_batch()
     elif event is Event.EVAL_BATCH_END and evaluation is not None:
         evaluation.end_batch()
@@ -285,10 +277,8 @@ def after_event(state: State, event: Event) -> None:
 def before_event(state: State, event: Event) -> None:
     """The last vote of a batch: algorithms clip next, and then the optimizer steps."""
     recovery = _known_recovery(state)
-    if recovery is None or not recovery.is_training or event is not Event.AFTER_TRAIN_BATCH:
-        return
-    recovery.vote_at_the_end()
-    recovery.is_committed = True
+    if recovery is not None and recovery.is_training and event is Event.AFTER_TRAIN_BATCH:
+        recovery.commit()
 
 
 @dataclass(slots=True)
@@ -385,6 +375,8 @@ _PLAIN = (int, float, str, list, dict, set, torch.Tensor)
 
 # The one that this process is in. Not kept with its model: Composer's functions below are told of no model.
 _evaluation: _Evaluation | None = None
+# Of the batch that this process trains on.
+_training: _Recovery | None = None
 
 
 @seam(
@@ -465,6 +457,12 @@ def _readd_fsdp_sync_hooks(
 ) -> list[Any]:
     """``composer.trainer.trainer._readd_fsdp_sync_hooks``: a run without FSDP1's modules needs no patch of FSDP1."""
     return list(original(fsdp_modules, sync_hook)) if fsdp_modules else []
+
+
+def vote_before_reduction() -> None:
+    """Vote before a reduction of the Trainer's or of a script's in the midst of a batch, as of the batch's size."""
+    if _training is not None and _training.votes.is_on and not _training.is_committed:
+        _training.votes.check("a reduction of composer.utils.dist")
 
 
 def answers(tensor: torch.Tensor, reduce_operation: str) -> bool:

@@ -168,6 +168,7 @@ def train_microbatch(
 )
 def all_reduce(original: Callable[..., Any], tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
     if not auto_microbatch.answers(tensor, reduce_operation) and not monitors.is_reduced(tensor):
+        auto_microbatch.vote_before_reduction()
         original(tensor, reduce_operation)
 
 

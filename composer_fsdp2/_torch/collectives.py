@@ -17,6 +17,7 @@ from torch.distributed import _functional_collectives
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import placement_types
 
 from composer_fsdp2._torch.groups import groups_of, put_in_place, state_of
 
@@ -92,6 +93,7 @@ def watch_collectives(
     if between_units:
         for name in _functional:
             setattr(_functional_collectives, name, functools.partial(_launch_of_split_layer, name))
+        _placing.shard_dim_alltoall = _exchange_of_split_layer
 
     def stop() -> None:
         _forget(listed)
@@ -106,9 +108,16 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     _launching.dist.all_reduce(tensor, group=group)
 
 
+def announce(kind: str) -> None:
+    """Announce to the watches of what lies between units; all ranks come to it."""
+    for watch in _live():
+        if watch.between_units:
+            watch.before(InFlight("", kind, "a layer that ranks divide"))
+
+
 def launch(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Launch a collective between units, as ``dist.all_to_all_single``, whose buffers are there; announced."""
-    _announce_between_units(collective.__name__)
+    announce(collective.__name__)
     collective(*args, **kwargs)
 
 
@@ -131,6 +140,7 @@ def _forget(listed: "weakref.ref[_Watch]") -> None:
         _launching.dist = dist
     if not any(watch.between_units for watch in _live()):
         vars(_functional_collectives).update(_functional)
+        _placing.shard_dim_alltoall = _shard_dim_alltoall
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -145,6 +155,8 @@ class _Watch:
 # Weakly: the units hold their watch, in what replaces their methods.
 _watched: "list[weakref.ref[_Watch]]" = []
 _launching: Any = _fsdp_collectives
+_placing: Any = placement_types
+_shard_dim_alltoall: Callable[..., torch.Tensor] = _placing.shard_dim_alltoall
 _functional = {
     name: function for name in _OF_SPLIT_LAYERS if (function := vars(_functional_collectives).get(name)) is not None
 }
@@ -180,12 +192,6 @@ def _live() -> list[_Watch]:
     return [watch for listed in _watched if (watch := listed()) is not None]
 
 
-def _announce_between_units(kind: str) -> None:
-    for watch in _live():
-        if watch.between_units:
-            watch.before(InFlight("", kind, "a layer that ranks divide"))
-
-
 def _launch_of_split_layer(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """One of torch's functional collectives; see [Note: room before]."""
     if type(tensor) in (torch.Tensor, _functional_collectives.AsyncCollectiveTensor):  # no compiler traces it
@@ -195,8 +201,19 @@ def _launch_of_split_layer(name: str, tensor: torch.Tensor, *args: Any, **kwargs
         copies = (1, num_ranks) if kind == "all-gather" else (1, 1)
         room = [torch.empty(copy * tensor.nbytes, dtype=torch.uint8, device=tensor.device) for copy in copies]
         del room
-        _announce_between_units(kind)
+        announce(kind)
     return _functional[name](tensor, *args, **kwargs)
+
+
+def _exchange_of_split_layer(
+    tensor: torch.Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int
+) -> torch.Tensor:
+    """What DTensors call to move from one sharded dimension to another; on the CPU an all-gather, announced as such."""
+    if mesh.device_type != "cpu" and type(tensor) in (torch.Tensor, _functional_collectives.AsyncCollectiveTensor):
+        room = [torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device) for _ in range(3)]
+        del room
+        announce("all-to-all")
+    return _shard_dim_alltoall(tensor, gather_dim, shard_dim, mesh, mesh_dim)
 
 
 def _launch(function: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.distributed._shard import sharded_tensor as _sharded_tensor
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as _wrappers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import _random as random_of_dtensors
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -190,3 +191,12 @@ def transformer_engine_checkpoint_wrapper(seed: int) -> Callable[[nn.Module], nn
         use_reentrant=False,
         get_rng_state_tracker=lambda: tracker,
     )
+
+
+def dtensor_random_states() -> dict[str, torch.Tensor]:
+    """The states from which DTensors draw on a GPU, as in a split dropout, beside torch's own generator; not a copy.
+
+    torch 2.13 has none, and torch 2.7 none before the first draw.
+    """
+    states: dict[str, torch.Tensor] = getattr(random_of_dtensors._rng_tracker, "rng_states", {})
+    return states

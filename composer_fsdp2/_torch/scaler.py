@@ -1,6 +1,8 @@
 """A gradient scaler for sharded and unsharded gradients together."""
 
+import contextlib
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,3 +44,23 @@ def _shard_with_gradient(gradient: torch.Tensor) -> torch.Tensor:
     holder = local.detach()
     holder.grad = local
     return holder
+
+
+@contextlib.contextmanager
+def after_unscaling(scaler: Any, then: Callable[[], None]) -> Iterator[None]:
+    """Within the block, ``unscale_`` calls ``then`` once it has all its tensors.
+
+    It communicates after that, and notes that it was called: an error of ``then`` leaves it to be called again.
+    """
+    unscale = scaler._unscale_grads_
+
+    def unscale_grads(*args: Any, **kwargs: Any) -> Any:
+        found = unscale(*args, **kwargs)
+        then()
+        return found
+
+    scaler._unscale_grads_ = unscale_grads
+    try:
+        yield
+    finally:
+        del scaler._unscale_grads_

@@ -137,7 +137,7 @@ def _is_root(unit: nn.Module) -> bool:
 
 
 def _clip(unit: nn.Module) -> Callable[..., torch.Tensor]:
-    def clip(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip(max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         _require_root(unit, "clip_grad_norm_")
         return clip_grad_norm_(unit, max_norm, norm_type)[""]
 

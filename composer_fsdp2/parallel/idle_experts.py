@@ -29,6 +29,7 @@ from composer_fsdp2.parallel.asking import Ask, asking
 from composer_fsdp2.parallel.connecting import Arguments, connect_first, kept_without_rows, without_rows
 from composer_fsdp2.sharding.modules import at_path
 from composer_fsdp2.training.control import Question
+from composer_fsdp2.training.out_of_memory import is_out_of_memory
 
 _WAY_OUT = (
     "Leave the experts in the unit of their layer, which is exact too; or, if every rank calls all of them in one "
@@ -204,7 +205,8 @@ class _Order:
             try:
                 self._outputs.extend(self._output_of(number, args, kwargs))
             except Exception as error:
-                if not _has_units_below(self.experts[number]):
+                # Who is out of memory says so by a vote, which the others come to next, or by ending.
+                if not is_out_of_memory(error) and not _has_units_below(self.experts[number]):
                     self._agree(_Problem.FAILS, number)
                 error.add_note(
                     f"idle_experts: in_order ran {self._names[number]} on no rows, as no token of this rank chose it"

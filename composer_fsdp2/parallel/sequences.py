@@ -18,6 +18,7 @@ from composer_fsdp2.parallel.qwen_vl import QWEN_VL
 from composer_fsdp2.sharding.modules import ancestors_or_self, at_path
 from composer_fsdp2.sharding.plan import ShardingPlan
 from composer_fsdp2.sharding.root_record import keep
+from composer_fsdp2.training.out_of_memory import ExchangingGroup
 
 know(HUGGING_FACE)
 know(QWEN_VL)
@@ -78,6 +79,7 @@ def keep_context(model: nn.Module, group: ContextGroup | None) -> None:
     """Keep the group with a model that was just sharded, for ``find_context``."""
     if group is not None:
         keep(model, group)
+        keep(model, ExchangingGroup(group.group))
 
 
 def _tensor_degree(config: ShardingConfig) -> int:

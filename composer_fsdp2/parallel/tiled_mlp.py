@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from composer_fsdp2._torch.collectives import announce
 from composer_fsdp2._torch.private_names import BatchNorm, without_wrappers
 from composer_fsdp2.config.parallel import TiledMLP
 from composer_fsdp2.errors import PlanError
@@ -187,6 +188,7 @@ class _InPieces:
             devices = [] if hidden.device.type == "cpu" else [hidden.device]
             with torch.no_grad(), torch.random.fork_rng(devices, device_type=hidden.device.type):
                 output = run(sample)
+            announce("trial")  # a rank that failed in it tries again, which the others then must, too
             self.num_parts = max(mesh.size() // max(output.shape[_SEQUENCE], 1), 1)
         return self.num_parts
 

@@ -19,7 +19,7 @@ from composer_fsdp2.training.reductions import LocalValues, reduce_parts
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float | str = 2.0) -> dict[str, torch.Tensor]:
     """Scale the gradients below each root so that their norm is at most ``max_norm``; return the norms before.
 
     FSDP1 clipped each of its roots by itself, and Composer called it for each, so a model with several roots has
@@ -31,7 +31,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         model: A model after ``prepare_fully_shard``; gradients may be sharded, empty on some ranks, offloaded to the
             CPU or plain tensors.
         max_norm: The largest norm allowed.
-        norm_type: The order p of the norm, above 0; ``math.inf`` for the largest absolute value.
+        norm_type: The order p of the norm, above 0; ``math.inf`` or ``"inf"`` for the largest absolute value.
     Returns:
         The total norm of each root's gradients by the root's path, a scalar on the mesh's device.
     Raises:
@@ -40,7 +40,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Called on all ranks; one all-reduce of one number for each root, of which none is launched where every rank has all
     averaged gradients (NO_SHARD). Two for a root whose ranks are a 2-D mesh of some of the world's.
     """
-    if not norm_type > 0:
+    order = float(norm_type)
+    if not order > 0:
         raise CallError(f"norm_type is {norm_type}; it is the order of the norm: a number above 0, or math.inf")
     check_guard(model, "clip_grad_norm_")
     norms = {}
@@ -48,7 +49,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         device = torch.device(mesh_of(root).device_type)
         trainable = (parameter for parameter in resting_parameters(root) if parameter.requires_grad)
         grads = _grads_of(trainable)
-        total = _total_norm(grads, float(norm_type), record_of(root).groups, device)
+        total = _total_norm(grads, order, record_of(root).groups, device)
         _scale(grads, total, float(max_norm))
         norms[path] = total
     return norms

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2._torch.collectives import InFlight, all_gather_single, reduce_scatter_single, watch_collectives
 from composer_fsdp2._torch.groups import process_groups_of
-from composer_fsdp2._torch.private_names import own_buffers
+from composer_fsdp2._torch.private_names import dtensor_random_states, own_buffers
 from composer_fsdp2._torch.reset import forget_masks, reset_after_error
+from composer_fsdp2.config.mesh import EXPERT_AXIS
 from composer_fsdp2.sharding.agree import device_of_group
 from composer_fsdp2.sharding.root_record import find_kept, keep
 from composer_fsdp2.sharding.sharded import units
@@ -129,6 +131,13 @@ class OutOfMemoryVote:
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangingGroup:
+    """A group that exchanges all-to-all, and that is no axis of the parameters' meshes; kept with the model."""
+
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
 class _LatestVote:
     """Weakly: while it is on, a vote reaches the units, by which it is kept."""
 
@@ -160,8 +169,13 @@ _WARM_UP_ELEMENTS = (1, 1 << 20)
 
 def _warm_up(model: nn.Module) -> None:
     """Use each axis of the model once, with all kinds of collectives that it sends. Called on all ranks."""
-    groups = dict.fromkeys(group for unit in units(model).values() for group in process_groups_of(unit))
-    for group in groups:
+    of_units = [group for unit in units(model).values() for group in process_groups_of(unit)]
+    meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
+    of_meshes = [group for mesh in meshes for group in mesh.get_all_groups()]  # the axes that split layers, too
+    exchanging = [mesh.get_group(EXPERT_AXIS) for mesh in meshes if EXPERT_AXIS in (mesh.mesh_dim_names or ())]
+    if (beside := find_kept(model, ExchangingGroup)) is not None:
+        exchanging.append(beside.group)
+    for group in dict.fromkeys([*of_units, *of_meshes, *exchanging]):
         size = dist.get_world_size(group)
         for numel in _WARM_UP_ELEMENTS:
             part = torch.zeros(max(1, numel // size), device=device_of_group(group))
@@ -169,6 +183,8 @@ def _warm_up(model: nn.Module) -> None:
             all_gather_single(full, part, group)
             reduce_scatter_single(part, full, group)
             dist.all_reduce(part, group=group)
+            if group in exchanging:
+                dist.all_to_all_single(torch.empty_like(full), full, group=group)
 
 
 _TEXTS = (
@@ -222,6 +238,7 @@ class BatchSnapshot:
 
     cpu: torch.Tensor
     device: torch.Tensor | None
+    of_dtensors: dict[str, torch.Tensor]
     python: Any
     numpy: Any
     buffers: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
@@ -234,6 +251,7 @@ class BatchSnapshot:
         return cls(
             cpu=torch.get_rng_state(),
             device=torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+            of_dtensors={name: state.clone() for name, state in dtensor_random_states().items()},
             python=random.getstate(),
             numpy=numpy.random.get_state(),
             buffers=[
@@ -250,6 +268,7 @@ class BatchSnapshot:
         torch.set_rng_state(self.cpu)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device)
+        dtensor_random_states().update({name: state.clone() for name, state in self.of_dtensors.items()})
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         for module, name, buffer, before in self.buffers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -299,6 +300,50 @@ def test_with_a_scaler():
 
 
 # --- an allocator that hardly finds memory
+
+
+def check_beside_reductions() -> None:
+    from composer.devices import DeviceCPU
+
+    from composer_fsdp2._torch.scaler import ShardedGradScaler
+
+    counts, unscales = DeviceCPU.tensor_to_device, ShardedGradScaler._unscale_grads_
+    times: list[int] = []
+
+    def fail_once(*ranks: int) -> None:
+        if times and dist.get_rank() in ranks:
+            times.pop()
+            out_of_memory()
+
+    def count(self: Any, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0 and sys._getframe(1).f_code.co_name == "_train_microbatches":
+            fail_once(1)
+        return counts(self, tensor)
+
+    def unscale(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fail_once(1)
+        return unscales(self, *args, **kwargs)
+
+    def check(owner: Any, name: str, replacement: Any, fp16: bool) -> None:
+        expected = left_by(*run(2, {}, fp16=fp16, batches=BATCHES))
+        times[:] = [1]
+        with mock.patch.object(owner, name, replacement):
+            found = left_by(*run("auto", {}, fp16=fp16, batches=BATCHES, dist_timeout=60))
+        assert dist.get_rank() == 0 or not times
+        assert_same(found, expected)
+
+    for_each(
+        check,
+        {
+            "the number of samples": (DeviceCPU, "tensor_to_device", count, False),
+            "overflows": (ShardedGradScaler, "_unscale_grads_", unscale, True),
+        },
+    )
+
+
+def test_out_of_memory_before_the_trainers_own_reductions():
+    """One rank out of memory between the last vote and the Trainer's all-reduce left the others in it."""
+    run_ranks(check_beside_reductions, 2)
 
 
 def check_thrashing(fp16: bool) -> list[tuple[int, bool, float]]:

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.comparing import full
+from support.comparing import assert_same, full
+from support.memory import gradients_of_halved, run_out_of_memory
 from support.models import tokens
 from support.ranks import run_ranks
 from support.training import FULL, assert_close, named_parameters
@@ -642,3 +643,35 @@ def test_experts_that_the_models_hooks_make_units():
     for layer in model.decoder.layers:
         layer.moe.runs_every_expert = True
     assert not plan_of(model, {}).notes
+
+
+# --- out of memory
+
+
+def check_out_of_memory() -> None:
+    rows = torch.cat([batch(number, dist.get_rank()) for number in range(4)])
+
+    def gradients(size: int, failing: int | None) -> dict[str, torch.Tensor]:
+        model = build()
+        prepare_fully_shard(model, None, FULL | IN_ORDER, device="cpu")
+        times = [1] * (dist.get_rank() == failing)
+
+        def hungry(expert: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if times and not len(args[0]):
+                times.pop()
+                run_out_of_memory("cpu")
+
+        for layer in model.decoder.layers:
+            for expert in layer.moe.experts:
+                expert.register_forward_pre_hook(hungry)
+        found = gradients_of_halved(model, partial(loss_of, model), rows, size)
+        assert not times, "no expert was idle"
+        return found
+
+    expected = gradients(2, None)
+    for_each(lambda failing: assert_same(gradients(4, failing), expected), {f"rank {each}": (each,) for each in (0, 1)})
+
+
+def test_out_of_memory_in_an_idle_expert():
+    """The batch is halved, as for any other module; the others heard of an expert that failed, and the run ended."""
+    run_ranks(check_out_of_memory, 2)

@@ -6,13 +6,15 @@ import copy
 import pickle
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support import language
 from support.cases import for_each
 from support.comparing import assert_same, full
-from support.memory import HostMemory
+from support.memory import HostMemory, gradients_of_halved, run_out_of_memory
 from support.models import Chain
 from support.ranks import run_ranks
 from support.training import FULL, HSDP_2X2, train_alike
@@ -479,3 +481,42 @@ def test_the_plan_says_which():
     assert plan.digest != without.digest
     assert "  tiled: 2 MLPs in 8 pieces, first net.1.mlp" in plan.explain().splitlines()
     assert plan.to_json()["config"]["tiled_mlp"] == {"classes": ["SwiGLU"], "chunks": 8}
+
+
+# --- out of memory
+
+
+class Hungry(language.MLP):
+    """Is out of memory after its last collective, on rank 1, once."""
+
+    times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if Hungry.times and dist.get_rank() == 1:
+            Hungry.times = 0
+            run_out_of_memory("cpu")
+        return x
+
+
+def check_out_of_memory_in_the_trial() -> None:
+    tiled = {"tiled_mlp": {"classes": ["Hungry"], "chunks": 2}}
+    split = {"tensor_parallel_degree": 2, "layer_plan": language.layer_plan()}
+
+    def gradients(size: int, times: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        with mock.patch.object(language, "MLP", Hungry):
+            model = language.Language()
+        prepare_fully_shard(model, None, FULL | tiled, device="cpu", tensor_parallel=split)
+        Hungry.times = times
+        found = gradients_of_halved(model, partial(language.loss_of, model), language.batch(0, 4), size)
+        assert dist.get_rank() == 0 or not Hungry.times
+        return found
+
+    assert_same(gradients(4, 1), gradients(2, 0))
+
+
+def test_out_of_memory_in_the_trial_under_tensor_parallelism():
+    """The first forward tries an MLP on one place: a rank that fails in it tries again, and so must the others, whose
+    collectives would be of other layers."""
+    run_ranks(check_out_of_memory_in_the_trial, 2)

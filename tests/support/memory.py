@@ -1,4 +1,5 @@
-"""A device that is out of memory, where there is one: ``run_out_of_memory(device)``; what a block takes of the host's.
+"""A device that is out of memory, where there is one: ``run_out_of_memory(device)``; a batch that is repeated then in
+smaller parts: ``gradients_of_halved``; what a block takes of the host's.
 
 with HostMemory() as host:
     work()
@@ -7,15 +8,22 @@ assert host.peak_bytes <= allowed
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+from support.comparing import full
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
+
 TOO_MUCH_BYTES = 2**45  # 32 TiB
+ANSWER_WITHIN = timedelta(seconds=60)  # a hang
 
 
 def run_out_of_memory(device: str) -> None:
@@ -23,6 +31,27 @@ def run_out_of_memory(device: str) -> None:
     if device == "cuda":
         torch.empty(TOO_MUCH_BYTES, dtype=torch.uint8, device=device)
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32768.00 GiB (injected)")
+
+
+def gradients_of_halved(
+    model: nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, size: int
+) -> dict[str, torch.Tensor]:
+    """Of a batch in parts of ``size`` rows, and of half as many each time that some rank is out of memory.
+
+    Called on all ranks.
+    """
+    votes = OutOfMemoryVote(model, ANSWER_WITHIN)
+    votes.start()
+
+    def run() -> None:
+        for part in rows.split(size):
+            (loss_of(part) * len(part) / len(rows)).backward()
+
+    while not votes.succeeded(run):
+        model.zero_grad()
+        size //= 2
+    votes.stop()
+    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
 
 
 class HostMemory(TorchDispatchMode):

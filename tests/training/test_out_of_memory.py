@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,11 +29,14 @@ from support.ranks import run_ranks
 from support.training import FULL, HSDP_2X2, assert_close
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
+from composer_fsdp2._torch.collectives import watch_collectives
+from composer_fsdp2._torch.private_names import random_of_dtensors
 from composer_fsdp2.sharding.agree import gather
+from composer_fsdp2.sharding.sharded import units
 from composer_fsdp2.training.guard import CollectiveGuard
 from composer_fsdp2.training.out_of_memory import BatchSnapshot, OutOfMemoryVote, is_out_of_memory, reset
 
@@ -232,10 +236,10 @@ class InsideAt(OutOfMemoryAt):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def divided_model(kind: str) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
-    """One that all ranks divide, and the loss of some rows."""
+def divided_model(kind: str, degree: int | None = None) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
+    """One that all ranks, or groups of ``degree`` ranks, divide, and the loss of some rows."""
     torch.manual_seed(0)
-    degree = dist.get_world_size()
+    degree = degree or dist.get_world_size()
     if kind == "context":
         holder = reader.build()
         prepare_fully_shard(holder, None, FULL | {"context_parallel_degree": degree}, device="cpu")
@@ -453,33 +457,86 @@ def test_out_of_memory_inside_a_collective(tmp_path: Path):
 # --- what only a GPU's libraries run out of
 
 
-def check_warm_up() -> list[tuple[str, list[int]]]:
-    """(collective, ranks of its group), in order."""
-    model = model_for(HSDP_2X2)
-    seen: list[tuple[str, list[int]]] = []
+def groups_in_warm_up(model: nn.Module) -> dict[tuple[int, ...], set[str]]:
+    """By the ranks of each group: the collectives that it was used for before the first vote."""
+    seen: dict[tuple[int, ...], set[str]] = {}
 
     def noted(name: str, function: Any) -> Any:
         def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
-            group = next((each for each in args if isinstance(each, dist.ProcessGroup)), group)
-            seen.append((name, dist.get_process_group_ranks(group)))
-            return function(*args, group=group, **kwargs) if group not in args else function(*args, **kwargs)
+            given = next((each for each in args if isinstance(each, dist.ProcessGroup)), group)
+            ranks = range(dist.get_world_size()) if given is None else dist.get_process_group_ranks(given)
+            seen.setdefault(tuple(ranks), set()).add(name)
+            return function(*args, **kwargs) if group is None else function(*args, group=group, **kwargs)
 
         return call
 
-    with mock.patch.multiple(
-        dist, **{name: noted(name, getattr(dist, name)) for name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce")}
-    ):
+    names = (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "all_to_all_single")
+    with mock.patch.multiple(dist, **{name: noted(name, getattr(dist, name)) for name in names}):
         OutOfMemoryVote(model)
     return seen
+
+
+def check_warm_up() -> dict[tuple[int, ...], set[str]]:
+    return groups_in_warm_up(model_for(HSDP_2X2))
 
 
 def test_every_axis_is_used_before_the_first_vote():
     """NCCL takes its own memory at an axis' first collective; in a full batch, one rank alone would fail inside it."""
     for rank, seen in enumerate(run_ranks(check_warm_up, 4)):
-        shard, replicate = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        shard, replicate = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
         for ranks in (shard, replicate):
-            kinds = {kind for kind, of_group in seen if of_group == ranks}
-            assert kinds == {ALL_GATHER, REDUCE_SCATTER, "all_reduce"}, (ranks, seen)
+            assert seen[ranks] == {ALL_GATHER, REDUCE_SCATTER, "all_reduce"}, (ranks, seen)
+
+
+def check_warm_up_of_divided(kind: str) -> dict[tuple[int, ...], set[str]]:
+    return groups_in_warm_up(divided_model(kind, degree=2)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "exchanges"), [("tensor", False), ("sequence", False), ("context", True), ("experts", True)]
+)
+def test_axes_that_divide_layers_are_used_before_the_first_vote(kind: str, exchanges: bool):
+    """The same of the groups along which layers, sequences and experts are divided."""
+    wanted = {ALL_GATHER, REDUCE_SCATTER, "all_reduce"} | ({"all_to_all_single"} if exchanges else set())
+    for rank, seen in enumerate(run_ranks(check_warm_up_of_divided, 4, kind)):
+        assert wanted <= seen[(rank // 2 * 2, rank // 2 * 2 + 1)], seen
+
+
+def check_exchange_of_split_layers() -> tuple[list[str], list[str]]:
+    """What is announced and what is launched; torch's operator for NCCL is played, as gloo has none."""
+    model, _ = divided_model("tensor")
+    announced: list[str] = []
+    launched: list[str] = []
+    stop = watch_collectives(units(model), lambda flight: announced.append(flight.kind), between_units=True)
+    exchange = placement_types.shard_dim_alltoall
+    played = SimpleNamespace(shard_dim_alltoall=lambda *args: launched.append("all-to-all"))
+    # torch 2.7 asks for the group's name, 2.13 for the group.
+    groups = {"_resolve_group_name": mock.Mock(), "_resolve_group": mock.Mock()}
+    with (
+        mock.patch.object(torch.ops, "_dtensor", played),
+        mock.patch.dict(vars(torch.distributed._functional_collectives), groups),
+    ):
+        exchange(torch.ones(2, 2), 0, 1, SimpleNamespace(device_type="cuda"), 0)
+    stop()
+    assert placement_types.shard_dim_alltoall is not exchange, "still watched"
+    return announced, launched
+
+
+def test_an_exchange_between_dimensions_is_voted_on():
+    """A split layer that moves from one sharded dimension to another calls another function on a GPU than on a CPU."""
+    for announced, launched in run_ranks(check_exchange_of_split_layers, 2):
+        assert announced == launched == ["all-to-all"]
+
+
+def test_random_states_of_dtensors_are_put_back():
+    """torch 2.7 draws a split dropout on a GPU from a state of its own: a repeated batch would drop other elements. The
+    tracker that has the state is played, as torch makes it on a GPU only."""
+    tracker = SimpleNamespace(rng_states={"parallel-rng": torch.zeros(16, dtype=torch.uint8)})
+    with mock.patch.object(random_of_dtensors, "_rng_tracker", tracker):
+        before = BatchSnapshot.take(nn.Linear(1, 1))
+        tracker.rng_states["parallel-rng"].add_(1)
+        before.restore()
+        assert not tracker.rng_states["parallel-rng"].any()
 
 
 def check_reset_waits() -> list[str]:
