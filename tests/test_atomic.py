@@ -8,8 +8,6 @@ import pytest
 
 from composer_fsdp2.atomic import replacing
 
-pytestmark = pytest.mark.any_torch
-
 
 def test_what_was_there_stays_until_all_is_written(tmp_path: Path):
     """A reader, or a run that is killed, would find half a file under the name."""

@@ -6,12 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 
 from composer_fsdp2.cli.main import app
-
-pytestmark = pytest.mark.any_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -23,8 +23,6 @@ from composer_fsdp2.comparing.launching import RunFailedError
 from composer_fsdp2.comparing.outcome import SCHEMA
 from composer_fsdp2.comparing.run_record import RunRecord
 
-pytestmark = pytest.mark.any_torch
-
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Options]:

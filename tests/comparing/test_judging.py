@@ -10,8 +10,6 @@ import pytest
 from composer_fsdp2.comparing.judging import DATA, LOSSES, NORMS, PARAMETERS, SETTINGS, START, Verdict, judge
 from composer_fsdp2.comparing.run_record import BatchRecord, Fingerprint, RunRecord, Settings, TensorDistance
 
-pytestmark = pytest.mark.any_torch
-
 MOMENT = Fingerprint(kind="exp_avg", name="w", total=1.0, squares=2.0, size=4)
 
 

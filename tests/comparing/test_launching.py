@@ -16,8 +16,6 @@ from support.commands import Ended, environment, run_here
 
 from composer_fsdp2.comparing.outcome import SCHEMA
 
-pytestmark = pytest.mark.any_torch
-
 COMPARE = [sys.executable, "-m", "composer_fsdp2", "compare"]
 
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from composer_fsdp2.comparing import whole_tensors
-
-pytestmark = pytest.mark.any_torch
 
 
 def test_parts_that_are_infinite_both_ways_have_a_sum():

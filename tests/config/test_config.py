@@ -16,8 +16,6 @@ from composer_fsdp2.config.mesh import AxisRole, GroupRule, MeshAxis, RankGroups
 from composer_fsdp2.config.sharding import check_reshard_degree
 from composer_fsdp2.fsdp1.parsing import ShardingStrategy
 
-pytestmark = pytest.mark.any_torch
-
 
 @pytest.mark.parametrize(
     ("spec", "world_size", "shape"),

@@ -9,8 +9,6 @@ import pytest
 from composer_fsdp2 import Finding, Outcome
 from composer_fsdp2.config.findings import format_findings
 
-pytestmark = pytest.mark.any_torch
-
 FINDING = Finding(
     key="ignored_modules",
     value=[1, 2],

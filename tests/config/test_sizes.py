@@ -10,8 +10,6 @@ import pytest
 from composer_fsdp2.config.sizes import Reserve, parse_bandwidth, parse_bytes, parse_flops, parse_reserve
 from composer_fsdp2.errors import ConfigError
 
-pytestmark = pytest.mark.any_torch
-
 READ: list[tuple[Callable[[str, str], Any], str, Any]] = [
     (parse_bytes, "80GiB", 80 * 2**30),
     (parse_bytes, "80 gb", 80 * 10**9),

@@ -21,8 +21,6 @@ from composer_fsdp2 import ComposerFSDP2Error, ShardingConfig, Translation, plan
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_OF_MODULES
 from composer_fsdp2.fsdp1.module_settings import read_overrides
 
-pytestmark = pytest.mark.any_torch
-
 WRONG: dict[str, Any] = {
     "None": None,
     "true": True,

@@ -11,8 +11,6 @@ from composer_fsdp2.config.rows import ANY, Row
 from composer_fsdp2.config.text import nearest
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME, KeyGroup
 
-pytestmark = pytest.mark.any_torch
-
 # By what a key takes, in words.
 WRONG_VALUES = {
     "true or false": "yes",

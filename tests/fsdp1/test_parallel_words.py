@@ -12,8 +12,6 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.fsdp1.parallel_words import parse_tiled_mlp, tiled_words
 from composer_fsdp2.fsdp1.translate import translate
 
-pytestmark = pytest.mark.any_torch
-
 
 def test_tiled_mlp_is_read_and_written():
     """What a YAML, OmegaConf or a script says is one value, and its words mean it again."""

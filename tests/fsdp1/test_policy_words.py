@@ -22,8 +22,6 @@ from composer_fsdp2.fsdp1.policy_words import (
 )
 from composer_fsdp2.fsdp1.translate import translate
 
-pytestmark = pytest.mark.any_torch
-
 LAYERS = "transformer_layer_cls_to_wrap"
 
 

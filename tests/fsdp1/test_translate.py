@@ -42,8 +42,6 @@ from composer_fsdp2.config.sharding import MixedPrecision as OurMixedPrecision
 from composer_fsdp2.fsdp1.keys import KEYS
 from composer_fsdp2.fsdp1.module_settings import read_overrides
 
-pytestmark = pytest.mark.any_torch
-
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 

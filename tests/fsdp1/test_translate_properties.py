@@ -7,7 +7,6 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +17,6 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision,
 
 from composer_fsdp2 import ConfigError, Outcome, ShardingConfig, Translation, translate
 from composer_fsdp2.fsdp1.keys import KEYS, KEYS_BY_NAME
-
-pytestmark = pytest.mark.any_torch
 
 WORLD_SIZES = [None, 1, 2, 4]
 PRECISIONS = ["fp32", "amp_fp16", "amp_bf16", "amp_fp8", None]

@@ -21,8 +21,6 @@ from composer_fsdp2.estimate.planned_step import SCHEMA, Memory, PlannedStep
 from composer_fsdp2.preflight.planned import Questions, plan_step
 from composer_fsdp2.preflight.preflight_run import OptimizerChoice
 
-pytestmark = pytest.mark.any_torch
-
 ALL = Questions(
     memory=Memory(given_bytes=2**20, reserve=Reserve(share=0, fixed_bytes=0)), machine=GPUS["h100"], against_fsdp1=True
 )

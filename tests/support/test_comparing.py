@@ -11,8 +11,6 @@ import pytest
 import torch
 from support.comparing import differences
 
-pytestmark = pytest.mark.any_torch
-
 NAN = float("nan")
 
 

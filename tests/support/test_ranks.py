@@ -112,13 +112,11 @@ def test_equal_meshes_share_their_groups():
     assert others == [(sums, num_threads)] * 3
 
 
-@pytest.mark.any_torch
 def test_launch_variables():
     """Composer's dist module sees the ranks of one node."""
     assert run_ranks(check_launch_variables, 2) == [["0", "2", "0", "2", "0"], ["1", "2", "1", "2", "0"]]
 
 
-@pytest.mark.any_torch
 def test_variables_last_for_one_call(monkeypatch):
     """A test's variables reach its ranks, those of an earlier one do not."""
     run_ranks(check_variables, 2, env={"FROM_CALL": "1"})
@@ -136,7 +134,6 @@ def test_settings_are_reset(tmp_path, monkeypatch):
     assert first[0][-1] == str(tmp_path)
 
 
-@pytest.mark.any_torch
 def test_pool_is_reused_and_replaced_after_a_failure():
     """Tests share the cost of one start, but never the ranks of a failed check."""
     pids = run_ranks(check_pid, 2)
@@ -155,7 +152,6 @@ def test_pool_is_reused_and_replaced_after_a_failure():
     assert caught.value.running == [0]
 
 
-@pytest.mark.any_torch
 def test_timeout_shows_every_stack():
     """A deadlock names the ranks and the lines they wait in."""
     with pytest.raises(RankError, match="took more than 3 s; still running: rank 0, 1") as caught:
@@ -166,7 +162,6 @@ def test_timeout_shows_every_stack():
     assert caught.value.running == [0, 1]
 
 
-@pytest.mark.any_torch
 def test_death_of_a_rank_comes_before_its_peers_errors():
     """A crash is the first cause, not the closed connection that the other rank reports."""
     with pytest.raises(RankError, match="first on rank 1 of 2: process died with signal SIGSEGV") as caught:
@@ -174,7 +169,6 @@ def test_death_of_a_rank_comes_before_its_peers_errors():
     assert "in check_death_of_rank_1" in caught.value.failures[0].traceback
 
 
-@pytest.mark.any_torch
 def test_fresh_ranks_are_not_pooled():
     """A check that needs clean processes gets them, and leaves the pool as it was."""
     pooled, fresh = run_ranks(check_pid, 1), run_ranks(check_pid, 1, fresh=True)
@@ -183,7 +177,6 @@ def test_fresh_ranks_are_not_pooled():
         os.kill(fresh[0], 0)
 
 
-@pytest.mark.any_torch
 def test_ranks_that_do_not_start_say_why(monkeypatch: pytest.MonkeyPatch):
     """A broken environment shows the interpreter's own message."""
     with pytest.raises(RuntimeError, match="imports no_such_module did not start") as caught:
@@ -206,7 +199,6 @@ def test_ranks_have_other_hashes():
     assert first != second
 
 
-@pytest.mark.any_torch
 def test_ranks_die_with_their_parent(tmp_path):
     """A killed pytest leaves no process behind, not even one inside a collective."""
     (tmp_path / "body.py").write_text(
@@ -228,7 +220,6 @@ def test_ranks_die_with_their_parent(tmp_path):
     assert _eventually(lambda: not _is_running(pid), 10), f"rank {pid} outlived its parent"
 
 
-@pytest.mark.any_torch
 def test_local_functions_are_refused():
     """A closure fails at once with a reason instead of an import error on every rank."""
     with pytest.raises(ValueError, match="must be a top-level function"):
