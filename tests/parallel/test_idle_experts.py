@@ -235,7 +235,7 @@ def test_idle_experts_train_as_one_process_does():
 def check_passed_over(reentrant: bool | None) -> None:
     """Experts of two arguments, where a rank with no token for any of them has seen what they take, and where not."""
     section, options = (IN_ORDER, {}) if reentrant is None else recomputing(Layer, reentrant=reentrant)
-    section |= {"wrap_policy": {**EXPERTS, "moe_experts": ["Weighted"]}}
+    section = section | {"wrap_policy": {**EXPERTS, "moe_experts": ["Weighted"]}}
     model, reference = sharded(section, expert=Weighted, **options)
     for step in range(2):
         for peer in range(2):
