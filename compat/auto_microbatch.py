@@ -11,7 +11,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -217,21 +217,12 @@ _WITHOUT_VOTES = (
 def _without_composer_retries(state: State, recovery: _Recovery) -> Iterator[None]:
     global _training
     state.auto_microbatching, recovery.is_training, _training = False, True, recovery
+    scaler = state.scaler  # of fp16: it asks all ranks for overflows before the event that ends a batch
     try:
-        with _voting_after_unscaling(state.scaler, recovery):
+        with nullcontext() if scaler is None else after_unscaling(scaler, recovery.commit):
             yield
     finally:
         state.auto_microbatching, recovery.is_training, _training = True, False, None
-
-
-@contextmanager
-def _voting_after_unscaling(scaler: Any, recovery: _Recovery) -> Iterator[None]:
-    """The scaler of fp16 asks all ranks for overflows before the event that ends a batch."""
-    if scaler is None:
-        yield
-        return
-    with after_unscaling(scaler, recovery.commit):
-        yield
 
 
 def _watch_thrashing(trainer: Any, recovery: _Recovery, retries_before: int) -> None:

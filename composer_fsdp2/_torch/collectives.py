@@ -115,6 +115,11 @@ def announce(kind: str) -> None:
             watch.before(InFlight("", kind, "a layer that ranks divide"))
 
 
+def is_announced() -> bool:
+    """Whether ``announce`` reaches a watch."""
+    return any(watch.between_units for watch in _live())
+
+
 def launch(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Launch a collective between units, as ``dist.all_to_all_single``, whose buffers are there; announced."""
     announce(collective.__name__)

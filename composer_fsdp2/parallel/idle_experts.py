@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from composer_fsdp2._torch.collectives import is_announced
 from composer_fsdp2._torch.passing import tensors_in
 from composer_fsdp2._torch.private_names import BatchNorm
 from composer_fsdp2.config.parallel import ExpertBlock
@@ -205,8 +206,9 @@ class _Order:
             try:
                 self._outputs.extend(self._output_of(number, args, kwargs))
             except Exception as error:
-                # Who is out of memory says so by a vote, which the others come to next, or by ending.
-                if not is_out_of_memory(error) and not _has_units_below(self.experts[number]):
+                # Where ranks vote, the vote that the others come to next tells them of a rank that is out of memory.
+                is_voted_on = is_out_of_memory(error) and is_announced()
+                if not is_voted_on and not _has_units_below(self.experts[number]):
                     self._agree(_Problem.FAILS, number)
                 error.add_note(
                     f"idle_experts: in_order ran {self._names[number]} on no rows, as no token of this rank chose it"
