@@ -648,22 +648,28 @@ def test_experts_that_the_models_hooks_make_units():
 # --- out of memory
 
 
+def hungry_model(failing: int | None) -> tuple[Model, list[int]]:
+    """Rank ``failing`` is out of memory in the first expert that it runs on no rows, once; what is left of that."""
+    model = build()
+    prepare_fully_shard(model, None, FULL | IN_ORDER, device="cpu")
+    times = [1] * (dist.get_rank() == failing)
+
+    def hungry(expert: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if times and not len(args[0]):
+            times.pop()
+            run_out_of_memory("cpu")
+
+    for layer in model.decoder.layers:
+        for expert in layer.moe.experts:
+            expert.register_forward_pre_hook(hungry)
+    return model, times
+
+
 def check_out_of_memory() -> None:
     rows = torch.cat([batch(number, dist.get_rank()) for number in range(4)])
 
     def gradients(size: int, failing: int | None) -> dict[str, torch.Tensor]:
-        model = build()
-        prepare_fully_shard(model, None, FULL | IN_ORDER, device="cpu")
-        times = [1] * (dist.get_rank() == failing)
-
-        def hungry(expert: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if times and not len(args[0]):
-                times.pop()
-                run_out_of_memory("cpu")
-
-        for layer in model.decoder.layers:
-            for expert in layer.moe.experts:
-                expert.register_forward_pre_hook(hungry)
+        model, times = hungry_model(failing)
         found = gradients_of_halved(model, partial(loss_of, model), rows, size)
         assert not times, "no expert was idle"
         return found
@@ -675,3 +681,18 @@ def check_out_of_memory() -> None:
 def test_out_of_memory_in_an_idle_expert():
     """The batch is halved, as for any other module; the others heard of an expert that failed, and the run ended."""
     run_ranks(check_out_of_memory, 2)
+
+
+def check_out_of_memory_without_votes() -> str:
+    model, _ = hungry_model(1)
+    try:
+        loss_of(model, batch(0, dist.get_rank()))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_out_of_memory_where_nobody_votes():
+    """The others do not wait for the rank."""
+    other, failed = run_ranks(check_out_of_memory_without_votes, 2)
+    assert "failed on no rows on another rank" in other and "out of memory" in failed
