@@ -21,6 +21,8 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.sharding import long_work as module
 from composer_fsdp2.sharding.long_work import long_work
 
+# The rank that is left has to notice first that the others are gone, and to see it in the store.
+NOTICED_WITHIN_S = 60.0
 QUICK = {"_GONE_AFTER_S": 0.6, "_COME_WITHIN_S": 0.6, "_BEAT_EVERY_S": 0.1}
 
 
@@ -95,7 +97,7 @@ def check_killed() -> None:
 def test_a_rank_that_is_killed():
     """One that ran out of memory while it unpacked: the others would wait for it for ever."""
     with pytest.raises(RankError) as caught:
-        run_ranks(check_killed, 2, fresh=True)
+        run_ranks(check_killed, 2, fresh=True, peer_grace_s=NOTICED_WITHIN_S)
     errors = {failure.rank: failure.error for failure in caught.value.failures}
     assert "SIGKILL" in errors[1]
     assert "CheckpointError: rank 1 has stopped responding while copying (no heartbeat" in errors[0]
@@ -118,7 +120,7 @@ def check_node_that_dies() -> None:
 def test_a_node_that_dies_with_finished_ranks():
     """A working rank died with the finished one that watched it, and the others waited for it for ever."""
     with pytest.raises(RankError) as caught:
-        run_ranks(check_node_that_dies, 4, fresh=True)
+        run_ranks(check_node_that_dies, 4, fresh=True, peer_grace_s=NOTICED_WITHIN_S)
     errors = {failure.rank: failure.error for failure in caught.value.failures}
     assert "CheckpointError: rank 3 has stopped responding while copying (no heartbeat" in errors[0]
 

@@ -68,7 +68,7 @@ WITH_COMPOSER = (
 START_TIMEOUT_S = 180
 NUM_HASH_SEEDS = 2  # Of two ranks next to each other, each has its own.
 MAX_CALLS = 200  # Then new processes: something always leaks.
-PEER_GRACE_S = 1.0  # After a failure: how long other ranks may still report their own.
+PEER_GRACE_S = 1.0
 STACK_GRACE_S = 0.3  # After SIGUSR1: faulthandler writes from the signal handler, within milliseconds.
 TAIL_CHARS = 4000
 # What a healthy rank raises because its peer is gone or late; never the first cause if there is another error.
@@ -126,6 +126,7 @@ def run_ranks(
     env: dict[str, str] | None = None,
     fresh: bool = False,
     backend: str = "gloo",
+    peer_grace_s: float = PEER_GRACE_S,
 ) -> list[Any]:
     """Return ``check(*args)`` of every rank, in rank order.
 
@@ -140,6 +141,7 @@ def run_ranks(
         fresh: Fork new processes and end them afterwards. See [Note: pooled ranks].
         backend: ``gloo``, or ``nccl`` with a GPU for each rank. The latter always forks new processes, which import
             torch themselves: CUDA cannot be used in the child of a process that has looked for devices.
+        peer_grace_s: After a failure: how long other ranks may still report their own.
     Raises:
         RankError: a rank failed, died or was still running at ``timeout_s``; the pool is then discarded.
         ValueError: the check cannot be imported by the ranks.
@@ -157,7 +159,7 @@ def run_ranks(
         str(pool.folder / f"store-{pool.num_calls}"), timeout_s, environ, list(sys.path), os.getcwd(), backend,
     )  # fmt: skip
     try:
-        return pool.run(call, env or {})
+        return pool.run(call, env or {}, peer_grace_s)
     except BaseException:  # KeyboardInterrupt and pytest-timeout too: the ranks are in an unknown state.
         pool.close()
         raise
@@ -234,7 +236,7 @@ class _Pool:
     def is_alive(self) -> bool:
         return self.folder.exists() and all(process.poll() is None for process in self.processes)
 
-    def run(self, call: _Call, env: dict[str, str]) -> list[Any]:
+    def run(self, call: _Call, env: dict[str, str], peer_grace_s: float) -> list[Any]:
         """Have every rank run the check; each answers once all have passed the barrier."""
         self.num_calls += 1
         self.output_start = [self._file(rank, "output").stat().st_size for rank in range(call.world_size)]
@@ -242,15 +244,15 @@ class _Pool:
         for rank, connection in enumerate(self.connections):
             environ = {**call.environ, **_rank_variables(rank, call.world_size), **env}
             self._send(connection, pickle.dumps(_Call(**{**vars(call), "environ": environ})))
-        results = self._collect(name, call.timeout_s)
+        results = self._collect(name, call.timeout_s, peer_grace_s)
         return [pickle.loads(result) for result in results]
 
     def _send(self, connection: Connection, message: bytes) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # A dead rank is reported by _collect.
             connection.send_bytes(message)
 
-    def _collect(self, doing: str, timeout_s: float) -> list[bytes]:
-        """Wait for one answer of every rank; on an error, give the others ``PEER_GRACE_S`` for theirs."""
+    def _collect(self, doing: str, timeout_s: float, peer_grace_s: float = PEER_GRACE_S) -> list[bytes]:
+        """Wait for one answer of every rank; on an error, give the others ``peer_grace_s`` for theirs."""
         asked = range(len(self.connections))
         answers: dict[int, bytes | RankFailure] = {}
         deadline = time.monotonic() + timeout_s
@@ -264,7 +266,7 @@ class _Pool:
             for connection in ready:
                 answer = answers[pending[connection]] = self._receive(pending[connection], connection)
                 if isinstance(answer, RankFailure):
-                    deadline = min(deadline, time.monotonic() + PEER_GRACE_S)
+                    deadline = min(deadline, time.monotonic() + peer_grace_s)
         failures = sorted((a for a in answers.values() if isinstance(a, RankFailure)), key=lambda f: f.order)
         running = [rank for rank in asked if rank not in answers]
         if failures or running:
