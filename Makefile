@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-newest test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench gpu check docs venv venv-engine venv-newest clean
+.PHONY: help demo test test-others test-newest test-all test-all-engine test-all-official test-all-checkpoints test-all-parity test-engine coverage bench gpu check docs venv venv-engine venv-newest clean
 # The two environments install the same folder and would write the same metadata at once.
 .NOTPARALLEL:
 
@@ -36,14 +36,17 @@ demo: venv ## from FSDP1 to FSDP2 on CPU, start to end
 	$(PY) demo/run.py $(ARGS)
 
 test: test-engine venv ## all tests but the slow ones, on both stacks; ARGS="-k name" selects on the official one
-	$(PY) $(PYTEST) -m "not slow" $(ARGS)
+	$(PY) $(PYTEST) -m "not slow and not others" $(ARGS)
+
+test-others: venv ## how torch, Composer and FSDP1 behave by themselves: for a change of a pinned version
+	$(PY) $(PYTEST) -m others $(ARGS)
 
 test-engine: venv-engine ## the engine's tests without Composer, on a newer torch
-	$(PY_ENGINE) $(PYTEST) -m "not slow and not any_torch" $(ENGINE_TESTS)
+	$(PY_ENGINE) $(PYTEST) -m "not slow and not any_torch and not others" $(ENGINE_TESTS)
 
 test-newest: venv-newest ## the engine's tests on the newest torch that pip finds
 	$(PY_NEWEST) -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version.split()[0])'
-	$(PY_NEWEST) $(PYTEST) -m "not slow and not any_torch" $(ENGINE_TESTS)
+	$(PY_NEWEST) $(PYTEST) -m "not slow and not any_torch and not others" $(ENGINE_TESTS)
 
 test-all: test-all-engine test-all-official test-all-checkpoints test-all-parity ## the slow tests too, in four parts
 
@@ -61,8 +64,8 @@ test-all-parity: venv ## ... of parity with FSDP1
 
 coverage: venv venv-engine ## branch coverage of `make test`; .coverage says which test file runs which line
 	$(PY) -m coverage erase
-	-$(PY_ENGINE) -m coverage run $(PYTEST) -m "not slow and not any_torch" $(ENGINE_TESTS)
-	-$(PY) -m coverage run $(PYTEST) -m "not slow" $(ARGS)
+	-$(PY_ENGINE) -m coverage run $(PYTEST) -m "not slow and not any_torch and not others" $(ENGINE_TESTS)
+	-$(PY) -m coverage run $(PYTEST) -m "not slow and not others" $(ARGS)
 	-$(PY) -m coverage combine --quiet --append # a process that was killed may leave half a file
 	$(PY) -m coverage report --ignore-errors --skip-covered --sort=cover
 
@@ -96,6 +99,7 @@ check: venv ## lint, format, types, generated tables, and that every test can be
 	$(PY) -m mypy
 	$(PY) tools/generate_docs.py --check
 	$(PY) -m pytest --collect-only -q
+	@echo "checked; after a change of a pinned version (pyproject.toml) run make test-others too"
 
 docs: venv ## write the generated tables again
 	$(PY) tools/generate_docs.py
