@@ -201,6 +201,10 @@ def one_process(batches: list[list[list[int]]]) -> list[float]:
     return losses
 
 
+def assert_same_losses(trainer: Any, expected: list[float]) -> None:
+    assert recorded(trainer).losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
 # --- what is trained on, and counted
 
 
@@ -216,25 +220,23 @@ def check_trained() -> None:
     block = dist.get_rank() // 2
 
     def check(how: BroadcastBatch, replicated: bool, microbatch: int | None, tensor: bool) -> None:
-        batches = trained_by_blocks(how, replicated=replicated)[:3]
+        batches = trained_by_blocks(how, replicated=replicated)[:2]
         with FSDP2():
-            trainer = make(how, replicated=replicated, duration="3ba", microbatch=microbatch, tensor=tensor)
+            trainer = make(how, replicated=replicated, duration="2ba", microbatch=microbatch, tensor=tensor)
             trainer.fit()
-        seen, losses = recorded(trainer).microbatches, recorded(trainer).losses
+        seen = recorded(trainer).microbatches
         flat = [number for each in seen for number in each]
         assert flat == [number for each in batches for number in each[block]], f"{seen}, not {batches}"
         rows = len(batches[0][block])
-        assert len(seen) == 3 * (1 if microbatch == 4 or rows == 2 else 2), f"microbatches: {seen}"
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(one_process(batches)), rtol=1e-5, atol=1e-6)
+        assert len(seen) == 2 * (1 if microbatch == 4 or rows == 2 else 2), f"microbatches: {seen}"
+        assert_same_losses(trainer, one_process(batches))
         time = trainer.state.timestamp
         counted = [int(each.value) for each in (time.batch, time.sample, time.token)]
-        assert counted == [3, 3 * 4 * ROWS, 3 * 4 * ROWS * TOKENS], f"batches, samples, tokens: {counted}"
+        assert counted == [2, 2 * 4 * ROWS, 2 * 4 * ROWS * TOKENS], f"batches, samples, tokens: {counted}"
         trainer.close()
 
     cases: dict[str, tuple[BroadcastBatch, bool, int | None, bool]] = {
-        f"{name}, {'split layers' * tensor}": (*way, ROWS, tensor)
-        for name, way in WAYS.items()
-        for tensor in (True, False)
+        name: (*way, ROWS, tensor) for (name, way), tensor in zip(WAYS.items(), (True, False) * 2, strict=True)
     }
     cases |= {
         "gather in one microbatch": (GATHER, False, 4, True),
@@ -267,11 +269,9 @@ def check_durations() -> None:
 
     cases = {
         "an epoch of the same data": (OFF, True, "1ep", 6, 1, 48),
-        "an epoch of first": (FIRST, False, "1ep", 3, 1, 24),
         "two epochs of gather": (GATHER, False, "2ep", 6, 2, 48),
-        "samples": (GATHER, False, "16sp", 2, 0, 16),
+        "samples of first": (FIRST, False, "16sp", 2, 0, 16),
         "tokens": (GATHER, False, "64tok", 2, 0, 16),
-        "samples of the same data": (OFF, True, "16sp", 2, 0, 16),
         "a subset": (GATHER, False, "subset", 4, 2, 32),
     }
     for_each(check, cases)
@@ -319,10 +319,9 @@ def check_refusals() -> None:
         refused(make(OFF, loader=odd), remedies)  # ranks 0 and 1 have the same
         later = ChangesLater(dataset, 2, 0, shuffle=False)
         refused(make(OFF, loader=DataLoader(dataset, ROWS, sampler=later), duration="2ep"), "its epoch", batches=6)
-        for tensor in (True, False):
-            trainer = make(OFF, check=False, duration="1ba", tensor=tensor)
-            trainer.fit()
-            trainer.close()
+        trainer = make(OFF, check=False, duration="1ba", tensor=True)
+        trainer.fit()
+        trainer.close()
 
 
 def test_different_data_in_a_group_is_an_error_before_anything_is_trained():
@@ -345,14 +344,12 @@ def random_algorithm(event: str) -> Any:
 
 def check_random() -> None:
     words = "algorithm or microbatch_transforms that draws random numbers.*Composer seeds each rank"
-    for how in (OFF, FIRST, GATHER):
-        for event in ("after_dataloader", "before_forward"):
-            with FSDP2():
-                options = {"algorithms": [random_algorithm(event)], "replicated": how is OFF}
-                trainer = make(how, duration="2ba", **options)
-                refused(trainer, words)
-                seen = recorded(trainer).microbatches
-                assert bool(seen) == (event == "before_forward"), f"a forward of other shapes would hang: {seen}"
+    for how, event in ((OFF, "before_forward"), (FIRST, "after_dataloader"), (GATHER, "before_forward")):
+        with FSDP2():
+            trainer = make(how, duration="2ba", algorithms=[random_algorithm(event)], replicated=how is OFF)
+            refused(trainer, words)
+        seen = recorded(trainer).microbatches
+        assert bool(seen) == (event == "before_forward"), f"a forward of other shapes would hang: {seen}"
 
 
 def test_an_algorithm_that_draws_other_numbers_on_each_rank_is_an_error():
@@ -361,13 +358,12 @@ def test_an_algorithm_that_draws_other_numbers_on_each_rank_is_an_error():
 
 
 def check_random_beside_split_layers() -> None:
-    for how in (OFF, GATHER):
-        for event in ("after_dataloader", "before_forward"):
-            with FSDP2():
-                options = {"algorithms": [random_algorithm(event)], "replicated": how is OFF}
-                trainer = make(how, duration="2ba", tensor=True, **options)
-                trainer.fit()
-                trainer.close()
+    for how, event in ((OFF, "after_dataloader"), (GATHER, "before_forward")):
+        with FSDP2():
+            options = {"algorithms": [random_algorithm(event)], "replicated": how is OFF}
+            trainer = make(how, duration="2ba", tensor=True, **options)
+            trainer.fit()
+            trainer.close()
 
 
 def test_an_algorithm_draws_the_same_numbers_on_the_ranks_that_split_a_layer():
@@ -378,29 +374,24 @@ def test_an_algorithm_draws_the_same_numbers_on_the_ranks_that_split_a_layer():
 def check_resumes(folder: str) -> None:
     block = dist.get_rank() // 2
 
-    def check(how: BroadcastBatch, replicated: bool, name: str) -> None:
+    def check(how: BroadcastBatch, replicated: bool) -> None:
+        saved = f"{folder}/{how.name}"
         with FSDP2():
-            trainer = make(
-                how, replicated=replicated, duration="2ba", save_folder=f"{folder}/{name}", save_interval="2ba"
-            )
-            trainer.fit()
-            trainer.close()
-            resumed = make(how, replicated=replicated, duration="3ba", load_path=f"{folder}/{name}/ep0-ba2-rank0.pt")
+            make(how, replicated=replicated, duration="1ba", save_folder=saved, save_interval="1ba").fit()
+            resumed = make(how, replicated=replicated, duration="2ba", load_path=f"{saved}/ep0-ba1-rank0.pt")
             resumed.fit()
-        batches = trained_by_blocks(how, replicated=replicated)[:3]
+        batches = trained_by_blocks(how, replicated=replicated)[:2]
         flat = [number for each in recorded(resumed).microbatches for number in each]
-        assert flat == batches[2][block], f"{flat}, not {batches[2][block]}"
-        loss = recorded(resumed).losses
-        torch.testing.assert_close(torch.tensor(loss), torch.tensor(one_process(batches)[2:]), rtol=1e-5, atol=1e-6)
+        assert flat == batches[1][block], f"{flat}, not {batches[1][block]}"
+        assert_same_losses(resumed, one_process(batches)[1:])
         resumed.close()
 
-    ways = {name: way for name, way in WAYS.items() if name != "gather of the same"}
-    for_each(check, {name: (*way, name.split()[-1]) for name, way in ways.items()})
+    for_each(check, {how.name: (how, how is OFF) for how in BroadcastBatch})
     with FSDP2():
-        resumed = make(OFF, duration="3ba", load_path=f"{folder}/data/ep0-ba2-rank0.pt")
+        resumed = make(OFF, duration="2ba", load_path=f"{folder}/{OFF.name}/ep0-ba1-rank0.pt")
         with pytest.raises(ConfigError, match=r"the first batch of fit"):
             resumed.fit()
-        assert int(resumed.state.timestamp.batch) == 2
+        assert int(resumed.state.timestamp.batch) == 1
         resumed.close()
 
 
@@ -485,8 +476,7 @@ def check_auto() -> None:
         of_ranks = [samples_of(rank, 2) for rank in range(2)]
         both = [[a + b] for a, b in zip(*of_ranks, strict=True)]
         batches = ([[each] for each in samples_of(0, 1)] if replicated else both)[:3]
-        losses = torch.tensor(recorded(trainer).losses)
-        torch.testing.assert_close(losses, torch.tensor(one_process(batches)), rtol=1e-5, atol=1e-6)
+        assert_same_losses(trainer, one_process(batches))
         trainer.close()
 
 
@@ -519,13 +509,9 @@ def check_evaluations() -> None:
         expected = dict.fromkeys([number for number in read if number % 4 in (0, 2)] if how is FIRST else read, 2)
         assert seen == expected, f"{num_samples} samples in batches of {rows}: {dict(seen)}, not {expected}"
 
-    cases = {
-        f"{name}, {num_samples} in batches of {rows}": (*way, num_samples, rows)
-        for name, way in WAYS.items()
-        for num_samples in (5, 6, 7, 8)
-        for rows in (1, 2)
-    }
-    for_each(check, cases)
+    sizes = ((5, 1), (6, 2), (7, 2), (8, 1), (5, 2), (7, 1))  # samples, and rows of a batch
+    cases = {f"{how.name}, {size}": (how, how is OFF, *size) for how in BroadcastBatch for size in sizes}
+    for_each(check, cases | {"GATHER of the same": (GATHER, True, 7, 2)})
     trainer.close()
 
 
@@ -561,16 +547,13 @@ def test_different_data_in_an_evaluation_or_prediction_is_an_error():
 
 def check_predictions() -> None:
     dataset, rank = Samples(8), dist.get_rank()
-    for how in (FIRST, GATHER):
+    for how, of_block in ((FIRST, [0, 2]), (GATHER, [0, 2, 1, 3])):
         with FSDP2():
             trainer = make(how)
-            loader = DataLoader(dataset, ROWS, sampler=DistributedSampler(dataset, 2, rank, shuffle=False))
-            outputs = trainer.predict(loader)
-            assert [len(each) for each in outputs] == [2 if how is FIRST else 4] * 2
-            net = build_net()
-            expected = net(dataset.tokens[[0, 2] if how is FIRST else [0, 2, 1, 3]])
-            torch.testing.assert_close(outputs[0], expected)
+            outputs = trainer.predict(DataLoader(dataset, ROWS, sampler=DistributedSampler(dataset, 2, rank, False)))
             trainer.close()
+        assert [len(each) for each in outputs] == [len(of_block)] * 2
+        torch.testing.assert_close(outputs[0], build_net()(dataset.tokens[of_block]))
 
 
 def test_predictions_are_those_of_the_groups_rows():
@@ -582,36 +565,28 @@ def test_predictions_are_those_of_the_groups_rows():
 
 
 def check_waits() -> None:
-    with FSDP2():
-        trainer = make(OFF, replicated=True, duration="2ba")
-        trainer.fit()
-        with Synchronisations() as found:
-            trainer.fit(duration="1ba")
-        trainer.close()
-    waits = found.of_packages("composer_fsdp2", "composer_fsdp2.compat")
-    assert len(waits) > 0, "the first batch of a fit is compared"
-    with FSDP2():
-        trainer = make(OFF, replicated=True, duration="2ba", callbacks=[second_batch(found)])
-        trainer.fit()
-        trainer.close()
-    waits = found.of_packages("composer_fsdp2", "composer_fsdp2.compat")
-    assert not waits, waits
-
-
-def second_batch(found: Synchronisations) -> Any:
-    """Collect from the second batch on."""
     from composer import Callback
 
-    class Second(Callback):
+    found = Synchronisations()
+
+    class SecondBatch(Callback):
+        """Collects from the second batch on."""
+
         def batch_end(self, state: Any, logger: Any) -> None:
             if int(state.timestamp.batch) == 1:
-                found.found.clear()
                 found.__enter__()
 
         def fit_end(self, state: Any, logger: Any) -> None:
             found.__exit__(None, None, None)
 
-    return Second()
+    with FSDP2():
+        trainer = make(OFF, replicated=True, duration="2ba", callbacks=[SecondBatch()])
+        trainer.fit()
+        assert not (waits := found.of_packages("composer_fsdp2", "composer_fsdp2.compat")), waits
+        with Synchronisations() as of_first:
+            trainer.fit(duration="1ba")
+        assert of_first.of_packages("composer_fsdp2", "composer_fsdp2.compat"), "the first batch of a fit is compared"
+        trainer.close()
 
 
 def test_nothing_of_a_check_waits_after_the_first_batch():
