@@ -136,19 +136,36 @@ def build() -> Any:
 
 def run(
     microbatch: int | str,
-    config: dict[str, Any],
+    config: Any,
     hungry: dict[str, Any] | None = None,
     *,
     fp16: bool = False,
+    limits: dict[int, int] | None = None,
+    callbacks: tuple[Any, ...] = (),
     **options: Any,
-) -> tuple[Trained, Any]:
+) -> tuple[Trained, Any, list[int]]:
+    """What a run left, its closed Trainer, and the size of a microbatch at the end of each batch.
+
+    ``limits`` changes the limit of what is hungry from a batch on.
+    """
+    from composer import Callback
     from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    sizes: list[int] = []
+
+    class Watch(Callback):
+        def batch_start(self, state: Any, logger: Any) -> None:
+            if limits and appetite:
+                appetite.limit = limits.get(int(state.timestamp.batch), appetite.limit)
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            sizes.append(state.device_train_microbatch_size)
 
     unshard = FlatParamHandle.unshard
     with FSDP2(), on_gpu():
         model = build()
         appetite = Hungry(model, **hungry) if hungry else None
-        trainer = make_trainer(config, model=model, microbatch=microbatch, **options)
+        trainer = make_trainer(config, model=model, microbatch=microbatch, callbacks=[Watch(), *callbacks], **options)
         if fp16:
             use_fp16(trainer)
         trainer.fit()
@@ -157,7 +174,7 @@ def run(
         if appetite is not None:
             assert appetite.times == appetite.expected, f"{hungry}: {appetite.times}"
     assert FlatParamHandle.unshard is unshard, "FSDP1 is left patched, for the next Trainer of this process"
-    return trained, trainer
+    return trained, trainer, sizes
 
 
 def use_fp16(trainer: Any) -> None:
@@ -170,11 +187,11 @@ def use_fp16(trainer: Any) -> None:
     trainer.state.scaler = ShardedGradScaler(device="cpu")
 
 
-def left_by(trained: Trained, trainer: Any) -> dict[str, Any]:
+def left_by(trained: Trained, trainer: Any, sizes: list[int]) -> dict[str, Any]:
     state = trainer.state
     return {
-        "losses": trained.losses,
-        "parameters": trained.parameters,
+        "run": trained,
+        "size": sizes[-1],
         "buffers": {name: value.clone() for name, value in state.model.named_buffers() if "metric" not in name},
         "train metrics": {name: metric.compute().item() for name, metric in state.train_metrics.items()},
         "random": torch.rand(3),
@@ -192,10 +209,9 @@ def check_phases() -> None:
     expected = left_by(*run(2, {}, batches=BATCHES))
 
     def check(phase: str, ranks: tuple[int, ...]) -> None:
-        trained, trainer = run("auto", {}, {"phase": phase, "limit": 2, "ranks": ranks}, batches=BATCHES)
-        assert trainer.state.device_train_microbatch_size == 2
-        assert trainer.state.auto_microbatching
-        assert_same(left_by(trained, trainer), expected)
+        found = run("auto", {}, {"phase": phase, "limit": 2, "ranks": ranks}, batches=BATCHES)
+        assert found[1].state.auto_microbatching
+        assert_same(left_by(*found), expected)
 
     for_each(check, {phase: (phase, ranks) for phase, ranks in PHASES.items()})
 
@@ -206,25 +222,9 @@ def test_the_run_is_the_one_with_the_smaller_microbatch():
 
 
 def check_two_halvings() -> list[int]:
-    """The size at the end of each batch; one rank runs out in the second batch, and again in the fifth."""
-    from composer import Callback
-
-    sizes: list[int] = []
-
-    class Narrowing(Callback):
-        def batch_start(self, state: Any, logger: Any) -> None:
-            appetite.limit = {2: 2, 5: 1}.get(int(state.timestamp.batch) + 1, appetite.limit)
-
-        def batch_end(self, state: Any, logger: Any) -> None:
-            sizes.append(state.device_train_microbatch_size)
-
-    with FSDP2(), on_gpu():
-        model = build()
-        appetite = Hungry(model, "block", 4, (1,), times=2)
-        trainer = make_trainer({}, model=model, microbatch="auto", callbacks=[Narrowing()], batches=6, dist_timeout=60)
-        trainer.fit()
-        trainer.close()
-        assert appetite.times == appetite.expected
+    """One rank runs out in the third batch, and again in the sixth."""
+    hungry = {"phase": "block", "limit": 4, "ranks": (1,), "times": 2}
+    *_, sizes = run("auto", {}, hungry, limits={2: 2, 5: 1}, batches=6, dist_timeout=60)
     return sizes
 
 
@@ -246,10 +246,7 @@ def check_configs() -> None:
 
     def check(config: Any, optimizer: str) -> None:
         options = {"optimizer": optimizer, "clip": ("norm", 0.5), "batches": BATCHES}
-        expected = left_by(*run(1, config, **options))
-        trained, trainer = run("auto", config, hungry, **options)
-        assert trainer.state.device_train_microbatch_size == 1
-        assert_same(left_by(trained, trainer), expected)
+        assert_same(left_by(*run("auto", config, hungry, **options)), left_by(*run(1, config, **options)))
 
     for_each(check, configs)
 
@@ -334,7 +331,7 @@ def check_thrashing() -> list[tuple[int, bool, float]]:
         mock.patch.object(auto_microbatch, "_has_allocator", return_value=True),
         mock.patch.object(composer_trainer, "_update_num_consecutive_thrashes", side_effect=counts),
     ):
-        run("auto", {}, None, fp16=True, callbacks=[Look()])
+        run("auto", {}, None, fp16=True, callbacks=(Look(),))
     return seen
 
 
@@ -432,17 +429,18 @@ class HungryStep(torch.optim.SGD):
 
 
 def check_errors() -> tuple[str, str]:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
     too_small = error_of("auto", hungry={"phase": "block", "limit": 0, "ranks": (1,)})
+    assert _fsdp_collectives.dist is dist, "a script that goes on by itself would wait in votes"
     with FSDP2(), on_gpu():
         model = build()
         optimizer = HungryStep(model.parameters(), lr=0.1)
         trainer = make_trainer({}, model=model, microbatch="auto", optimizer=optimizer, dist_timeout=5)
-        try:
+        with pytest.raises(RuntimeError) as in_step:
             trainer.fit()
-        except RuntimeError as error:
-            in_step = str(error)
         trainer.close()
-    return too_small, in_step
+    return too_small, str(in_step.value)
 
 
 def test_errors_come_on_every_rank():
@@ -482,7 +480,7 @@ def check_votes_end() -> list[tuple[int, bool, int]]:
         mock.patch.object(out_of_memory, "own_buffers", wraps=out_of_memory.own_buffers) as buffers,
         mock.patch.object(auto_microbatch, "_values", wraps=auto_microbatch._values) as metrics,
     ):
-        run("auto", {}, None, batches=6, callbacks=[Counting()], eval_interval="5ba")
+        run("auto", {}, None, batches=6, callbacks=(Counting(),), eval_interval="5ba")
     return votes
 
 
@@ -500,25 +498,22 @@ def test_votes_end():
 def check_out_of_memory_after_votes() -> tuple[str, str]:
     from composer import Callback, Evaluator
 
-    class Later(Callback):
-        def batch_start(self, state: Any, logger: Any) -> None:
-            appetite.limit = 2 if int(state.timestamp.batch) == 3 else 4
+    hungry = {"phase": "block", "limit": 4, "ranks": (0, 1)}
+    in_training = error_of("auto", hungry=hungry, limits={3: 2}, batches=6)
 
+    class Later(Callback):
         def eval_batch_start(self, state: Any, logger: Any) -> None:
             appetite.limit = 2 if int(state.eval_timestamp.batch) == 3 else 4
 
     with FSDP2(), on_gpu():
         model = build()
-        appetite = Hungry(model, "block", 4, (0, 1))
-        trainer = make_trainer({}, model=model, microbatch="auto", callbacks=[Later()], batches=6)
-        with pytest.raises(RuntimeError) as in_training:
-            trainer.fit()
-        appetite.in_training = False
+        appetite = Hungry(model, **hungry, in_training=False)
+        trainer = make_trainer({}, model=model, callbacks=[Later()])
         evaluator = Evaluator(label="eval", dataloader=loader(32), device_eval_microbatch_size="auto", metric_names=[])
         with pytest.raises(RuntimeError) as in_evaluation:
             trainer.eval(evaluator)
         trainer.close()
-    return str(in_training.value), str(in_evaluation.value)
+    return in_training, str(in_evaluation.value)
 
 
 def test_out_of_memory_after_the_votes():
@@ -526,24 +521,6 @@ def test_out_of_memory_after_the_votes():
     for in_training, in_evaluation in run_ranks(check_out_of_memory_after_votes, 2, timeout_s=TIME_LIMIT_S):
         assert "Set device_train_microbatch_size below 4" in in_training, in_training
         assert "Set device_eval_microbatch_size below 4" in in_evaluation, in_evaluation
-
-
-def check_error_between_batches() -> bool:
-    from composer import Callback
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
-    class Failing(Callback):
-        def batch_end(self, state: Any, logger: Any) -> None:
-            raise ValueError("of a callback")
-
-    error = error_of("auto", callbacks=[Failing()])
-    assert "of a callback" in error, error
-    return _fsdp_collectives.dist is dist
-
-
-def test_votes_end_with_an_error():
-    """A script that catches it and goes on by itself would wait in votes that the others do not cast."""
-    assert run_ranks(check_error_between_batches, 2, timeout_s=TIME_LIMIT_S) == [True, True]
 
 
 ERRORS = (

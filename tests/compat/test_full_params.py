@@ -120,29 +120,6 @@ def test_static_form():
     run_ranks(check_static_form, 2)
 
 
-def check_composers_call() -> None:
-    """EMA's own function; Composer asks for FSDP1 first, and answers no."""
-    from composer.algorithms.ema import ema
-    from composer.models import ComposerClassifier
-
-    from composer_fsdp2 import prepare_fully_shard
-
-    torch.manual_seed(0)
-    model = ComposerClassifier(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), num_classes=2)
-    weight = model.module[0].weight.detach().clone()
-    prepare_fully_shard(model, None, FULL, device="cpu")
-    with mock.patch("composer.utils.misc.is_model_fsdp", return_value=True):
-        context = ema.get_model_context_manager(model)
-    with context:
-        assert torch.equal(model.module[0].weight, weight)
-    assert isinstance(model.module[0].weight, DTensor)
-
-
-def test_composers_own_call():
-    """`model.module.summon_full_params(model.module)`, where `model.module` is a root and the model's own child."""
-    run_ranks(check_composers_call, 2)
-
-
 # --- Hugging Face
 
 

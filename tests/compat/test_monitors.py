@@ -7,7 +7,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,48 +47,41 @@ def with_thin() -> Any:
     return model
 
 
-@dataclass
-class Run:
-    under: Under
-    keys: dict[str, Any] | None = None
-    optimizer: Any = "decoupled_adamw"
-    model: Any = None
-    interval: int = 2
-    with_optimizer: bool = True
-    ac: bool = False
-    batches: int = 2
+def run(
+    under: Under,
+    keys: dict[str, Any] | None = None,
+    callback: Any = None,
+    *,
+    optimizer: Any = "decoupled_adamw",
+    build: Callable[[], Any] = with_thin,
+    with_optimizer: bool = True,
+    ac: bool = False,
+) -> dict[str, list[float]]:
+    """What two batches log, by key; what is not Trainer's own. Called on all ranks."""
+    from composer.callbacks import OptimizerMonitor
+    from composer.loggers import InMemoryLogger
 
-    def logged(self, callback: Any = None) -> dict[str, list[float]]:
-        """What one run logs, by key; what is not Trainer's own. Called on all ranks."""
-        from composer.callbacks import OptimizerMonitor
-        from composer.loggers import InMemoryLogger
-
-        model = self.model() if self.model else with_thin()
-        keys = None if self.keys is None else {**self.keys, "activation_checkpointing": self.ac}
-        if keys and "ignored_modules" in keys:
-            keys["ignored_modules"] = [model.thin]
-        optimizer = self.optimizer
-        memory = InMemoryLogger()
-        monitor = callback or OptimizerMonitor(
-            log_optimizer_metrics=self.with_optimizer, batch_log_interval=self.interval
+    model, memory = build(), InMemoryLogger()
+    if keys is not None:
+        keys = keys | {"activation_checkpointing": ac}
+        keys |= {"ignored_modules": [model.thin]} if "ignored_modules" in keys else {}
+    with under():
+        trainer = make_trainer(
+            keys,
+            model=model,
+            optimizer=build_optimizer(optimizer, model) if isinstance(optimizer, str) else optimizer(model),
+            batches=2,
+            callbacks=[callback or OptimizerMonitor(log_optimizer_metrics=with_optimizer, batch_log_interval=2)],
+            loggers=[memory],
         )
-        with self.under():
-            trainer = make_trainer(
-                keys,
-                model=model,
-                optimizer=build_optimizer(optimizer, model) if isinstance(optimizer, str) else optimizer(model),
-                batches=self.batches,
-                callbacks=[monitor],
-                loggers=[memory],
-            )
-            trainer.fit()
-            trainer.close()
-        kinds = ("l2_norm", "activations", "layerwise_lr", "clipped_batches", "user")
-        return {
-            key.replace("/module.", "/"): [value for _, value in values]
-            for key, values in memory.data.items()
-            if key.startswith(kinds) and "/module_" not in key  # what DDP itself gets and gives
-        }
+        trainer.fit()
+        trainer.close()
+    kinds = ("l2_norm", "activations", "layerwise_lr", "clipped_batches", "user")
+    return {
+        key.replace("/module.", "/"): [value for _, value in values]
+        for key, values in memory.data.items()
+        if key.startswith(kinds) and "/module_" not in key  # what DDP itself gets and gives
+    }
 
 
 def foundry_optimizer(name: str) -> Any:
@@ -130,8 +122,8 @@ def check_values() -> dict[str, dict[str, Any]]:
     def check(name: str, with_optimizer: bool, keys: dict[str, Any]) -> dict[str, Any]:
         optimizer = name if name.islower() else foundry_optimizer(name)
         shared = {"optimizer": optimizer, "with_optimizer": with_optimizer}
-        logged = Run(FSDP2, keys, **shared).logged()
-        assert_same_log(logged, Run(UNSHARDED, **shared).logged(), name)
+        logged = run(FSDP2, keys, **shared)
+        assert_same_log(logged, run(UNSHARDED, **shared), name)
         assert ("l2_norm/moment/thin.row" in logged) == (with_optimizer and "sgd" not in name)
         assert "l2_norm/grad/thin.row" in logged
         return logged
@@ -154,9 +146,9 @@ def test_the_norms_are_the_whole_models():
 def check_four() -> None:
     def check(keys: dict[str, Any]) -> None:
         optimizer = "decoupled_adamw"
-        ours = Run(FSDP2, keys, optimizer=optimizer).logged()
+        ours = run(FSDP2, keys, optimizer=optimizer)
         if "process_group" not in keys:
-            assert_same_log(ours, Run(UNSHARDED, optimizer=optimizer).logged(), f"{keys}")
+            assert_same_log(ours, run(UNSHARDED, optimizer=optimizer), f"{keys}")
         squares = sum(v[0] ** 2 for key, v in ours.items() if key.startswith("l2_norm/grad/") and "global" not in key)
         assert ours["l2_norm/grad/global"][0] == pytest.approx(math.sqrt(squares))
 
@@ -170,10 +162,10 @@ def test_replicas_and_groups():
 
 def check_like_fsdp1() -> None:
     """Where FSDP1 was right, 1-D with DecoupledAdamW: its very keys and numbers, on rank 0 and on the others."""
-    theirs = Run(FSDP1, {}, model=build_model, ac=True).logged()
-    ours = Run(FSDP2, {"fsdp1_metric_names": True}, model=build_model, ac=True).logged()
+    theirs = run(FSDP1, {}, build=build_model, ac=True)
+    ours = run(FSDP2, {"fsdp1_metric_names": True}, build=build_model, ac=True)
     assert_same_log(ours, theirs, "FSDP1's names")
-    plain = Run(FSDP2, {}, model=build_model, ac=True).logged()
+    plain = run(FSDP2, {}, build=build_model, ac=True)
     assert_same_log(plain, {own_name(key): value for key, value in theirs.items()}, "plain")
     assert any("_checkpoint_wrapped_module" in key for key in theirs)
     assert not any("wrapped_module" in key for key in plain)
@@ -196,7 +188,7 @@ def on_rank_1_only() -> Any:
 
 
 def check_ignored() -> list[dict[str, list[float]]]:
-    found = [Run(FSDP2, {"ignored_modules": True}, model=build).logged() for build in (with_thin, on_rank_1_only)]
+    found = [run(FSDP2, {"ignored_modules": True}, build=build) for build in (with_thin, on_rank_1_only)]
     for name in ("thin.row", "thin.gain"):
         assert f"l2_norm/update/{name}" in found[0]
     assert found[1]["l2_norm/grad/thin.row"][0] > 0
@@ -255,13 +247,10 @@ def check_changes(config: dict[str, Any]) -> list[int]:
         optimizer.step()
         if without is not None:
             without.grad = None
-        others = [mock.patch.object(dist, name, side_effect=NotImplementedError) for name in OTHERS]
-        with (
-            mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce,
-            contextlib.ExitStack() as stack,
-        ):
-            for each in others if is_alike else ():
-                stack.enter_context(each)
+        with contextlib.ExitStack() as stack:
+            for name in OTHERS if is_alike else ():
+                stack.enter_context(mock.patch.object(dist, name, side_effect=NotImplementedError))
+            all_reduce = stack.enter_context(mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce))
             logged = log()
         trained = {name: each for name, each in model.named_parameters() if each.grad is not None}
         for name, parameter in trained.items():
@@ -298,8 +287,9 @@ def check_all_changes() -> dict[str, list[int]]:
 
 
 def test_metrics_that_change():
-    """One all-reduce, whatever the model's size. Ranks compare which metrics they have only where those of one are new: a collective and a wait for the GPU
-    less. Metrics that differ, or cannot be had, are still an error on all ranks, and the next batch is logged again."""
+    """One all-reduce, whatever the model's size. Ranks compare which metrics they have only where those of one are new:
+    a collective and a wait for the GPU less. Metrics that differ, or cannot be had, are still an error on all ranks,
+    and the next batch is logged again."""
     for counts in run_ranks(check_all_changes, 4, timeout_s=300):
         assert counts == {
             "sharded": [2, 1, 3, 1],
@@ -418,7 +408,7 @@ def failing(model: nn.Module) -> torch.optim.Optimizer:
 
 def check_error() -> str:
     with pytest.raises(Exception, match="no metric of") as error:
-        Run(FSDP2, {}, optimizer=failing).logged()
+        run(FSDP2, {}, optimizer=failing)
     return f"{type(error.value).__name__}: {error.value}"
 
 
@@ -449,8 +439,8 @@ def check_own_callback() -> None:
 
     def check(name: str) -> None:
         optimizer = name if name.islower() else foundry_optimizer(name)
-        ours = Run(FSDP2, {}, optimizer=optimizer).logged(Own())
-        whole = Run(UNSHARDED, optimizer=optimizer, interval=1).logged()
+        ours = run(FSDP2, {}, Own(), optimizer=optimizer)
+        whole = run(UNSHARDED, optimizer=optimizer)
         for key in set(whole) - {"l2_norm/grad/global"}:
             # Foundry's methods add up over ranks what is whole on each, as they did under FSDP1.
             if optimizer is name or "thin.gain" not in key:
@@ -504,7 +494,7 @@ def check_activations() -> None:
         return model
 
     def logged(under: Under, keys: dict[str, Any] | None, ac: bool = True) -> dict[str, list[float]]:
-        return Run(under, keys, "sgd", build, ac=ac).logged(ActivationMonitor(interval="2ba"))
+        return run(under, keys, ActivationMonitor(interval="2ba"), optimizer="sgd", build=build, ac=ac)
 
     whole, theirs = logged(UNSHARDED, None, ac=False), logged(FSDP1, {})
     assert "activations/average/squash_output.0" in whole
@@ -516,5 +506,5 @@ def check_activations() -> None:
 
 
 def test_activation_monitor():
-    """Names and numbers of an unsharded run, also where activations are checkpointed; or FSDP1's, wrapper by wrapper."""
+    """Names and numbers of an unsharded run, though activations are checkpointed; or FSDP1's, wrapper by wrapper."""
     run_ranks(check_activations, 2, timeout_s=300)

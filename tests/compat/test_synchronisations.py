@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,20 +45,12 @@ def check_batch() -> None:
     of_own, of_theirs = (Counter(map(str, each.found)) for each in (own, theirs))
     assert all(any(each.kind == kind for each in theirs.found) for kind in ("read", "sent")), of_theirs
     assert not of_own - of_theirs, of_own - of_theirs
+    # Neither clipping nor the average of what every rank holds unsharded.
+    for build in (build_model, with_scalars):
+        found = synchronisations(FSDP2, {}, build()).of_packages("composer_fsdp2", "composer_fsdp2.compat")
+        assert not found, f"{build.__name__}: {found}"
 
 
 def test_a_batch_waits_no_more_often_than_composers_own():
     """A GPU would stand still while the host waits for it, and then has yet to launch what comes next."""
     run_ranks(check_batch, 2)
-
-
-def check_models() -> None:
-    builds: dict[str, Callable[[], Any]] = {"tied": build_model, "scalars": with_scalars}
-    for name, build in builds.items():
-        found = synchronisations(FSDP2, {}, build()).of_packages("composer_fsdp2", "composer_fsdp2.compat")
-        assert not found, f"{name}: {found}"
-
-
-def test_nothing_of_ours_waits():
-    """Neither clipping nor the average of what every rank holds unsharded."""
-    run_ranks(check_models, 2)

@@ -102,11 +102,9 @@ def norms_in(logger: Any) -> dict[str, float]:
 def assert_same(found: Run, expected: Run, what: str) -> None:
     assert largest_difference(found.losses, expected.losses) <= 1e-12, what
     torch.testing.assert_close(found.eval_loss, expected.eval_loss, rtol=0, atol=1e-6)  # fp32 metrics
-    assert found.parameters.keys() == expected.parameters.keys()
-    for name, value in found.parameters.items():
-        torch.testing.assert_close(
-            value, expected.parameters[name], rtol=0, atol=1e-12, msg=lambda t, n=name: f"{what}: {n}: {t}"
-        )
+    torch.testing.assert_close(
+        found.parameters, expected.parameters, rtol=0, atol=1e-12, msg=lambda text: f"{what}: {text}"
+    )
 
 
 def test_a_trainer_splits_layers_and_trains_as_one_process():
@@ -160,7 +158,7 @@ def test_ranks_that_split_layers_draw_the_same_numbers():
     assert_same_values(second, first, in_bits=True)
 
 
-def on_a_small_device() -> list[float]:
+def on_a_small_device(config: dict[str, Any]) -> list[float]:
     """device_train_microbatch_size auto, where more than two rows at once do not fit: the size and the losses."""
     from composer import Callback
 
@@ -177,16 +175,22 @@ def on_a_small_device() -> list[float]:
             sizes.append(state.device_train_microbatch_size)
 
     with FSDP2(), on_gpu():
-        run = train(split(), tensor_degree=TENSOR, num_microbatches="auto", callbacks=(OutOfMemory(),))
+        degree = 1 if config else TENSOR
+        run = train(split(config), tensor_degree=degree, num_microbatches="auto", callbacks=(OutOfMemory(),))
     return [*sizes, *run.losses]
 
 
+def on_small_devices() -> dict[str, list[float]]:
+    return for_each(on_a_small_device, {"compared": ({},), "gathered": ({"broadcast_batch": "gather"},)})
+
+
 def test_ranks_of_a_group_halve_their_microbatches_together():
-    """One rank that runs out of memory before its forward would leave the other at an all-reduce; between the layers
-    themselves: ``tests/training/test_out_of_memory.py``."""
-    first, second = run_ranks(on_a_small_device, 2)
+    """One rank that runs out of memory before its forward would leave the other at an all-reduce, or where the first
+    batch is compared; between the layers themselves: ``tests/training/test_out_of_memory.py``."""
+    first, second = run_ranks(on_small_devices, 2)
     assert first == second
-    assert first[:2] == [2, 2]
+    assert first["compared"][:2] == first["gathered"][:2] == [2, 2]
+    assert largest_difference(first["gathered"][2:], first["compared"][2:]) <= 1e-12
 
 
 # --- checkpoints
@@ -250,8 +254,7 @@ def test_a_checkpoint_of_split_layers_goes_on_anywhere(saved_runs: tuple[Path, R
     resumed["full, one process"] = run_ranks(resume_alone, 1, saved(folder, "full"))[0]
     for name, run in resumed.items():
         assert largest_difference(run.losses, uninterrupted.losses[1:]) <= 1e-12, name
-        for each, value in run.parameters.items():
-            torch.testing.assert_close(value, uninterrupted.parameters[each], rtol=0, atol=1e-12)
+        torch.testing.assert_close(run.parameters, uninterrupted.parameters, rtol=0, atol=1e-12)
 
 
 # --- the commands

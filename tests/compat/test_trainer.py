@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.comparing import full_parameters, own_name
+from support.comparing import assert_same, full_parameters, own_name
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
 from support.references import reference
@@ -77,11 +78,9 @@ def assert_alike(ours: Trained, theirs: Trained, what: str, tolerance: float = 1
     assert ours.shards == {"FSDPModule"}, f"{what}: sharded by {ours.shards}"
     difference = largest_difference(ours.losses, theirs.losses)
     assert difference <= tolerance, f"{what}: losses differ by {difference}\n{ours.losses}\n{theirs.losses}"
-    assert ours.parameters.keys() == theirs.parameters.keys(), what
-    for name, parameter in theirs.parameters.items():
-        torch.testing.assert_close(
-            ours.parameters[name], parameter, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{what}, {n}: {text}"
-        )
+    torch.testing.assert_close(
+        ours.parameters, theirs.parameters, rtol=1e-5, atol=1e-6, msg=lambda text: f"{what}: {text}"
+    )
 
 
 def look_at_blocks() -> Any:
@@ -101,40 +100,30 @@ def look_at_blocks() -> Any:
 
 
 def check_ways() -> None:
-    def check(strategy: str, way: str) -> None:
-        keys = {"sharding_strategy": strategy, "data_parallel_shard_degree": 2}
+    from composer.utils import FSDP2Config, ParallelismConfig
+
+    def check(way: str, parallelism: Any, keeps: bool) -> None:
         look = look_at_blocks()
         with environment_of(way):
-            ours = fit(FSDP2, ways()[way](keys), callbacks=[look], **CLIPPED_WITH_EVALS)
-        assert_alike(ours, fsdp1(strategy), way)
-        assert look.kept == {strategy == "SHARD_GRAD_OP"}, f"blocks kept whole after forward: {look.kept}"
+            ours = fit(FSDP2, parallelism, callbacks=[look], **CLIPPED_WITH_EVALS)
+        assert_alike(ours, fsdp1("SHARD_GRAD_OP" if keeps else "FULL_SHARD"), way)
+        assert look.kept == {keeps}, f"blocks kept whole after forward: {look.kept}"
 
-    asked = zip(itertools.cycle(("FULL_SHARD", "SHARD_GRAD_OP")), ways())
-    for_each(check, {f"{strategy} as {way}": (strategy, way) for strategy, way in asked})
+    of_fsdp2 = [FSDP2Config(reshard_after_forward=not keeps, activation_checkpointing=True) for keeps in (False, True)]
+    cases: dict[str, tuple[str, Any, bool]] = {
+        "FSDP2Config": ("FSDP2Config", of_fsdp2[False], False),
+        "FSDP2Config, in a ParallelismConfig": ("FSDP2Config", ParallelismConfig(fsdp2=of_fsdp2[True]), True),
+    }
+    for (way, ask), strategy in zip(ways().items(), ("FULL_SHARD", "SHARD_GRAD_OP") * 2, strict=True):
+        keys = {"sharding_strategy": strategy, "data_parallel_shard_degree": 2}
+        cases[way] = (way, ask(keys), strategy == "SHARD_GRAD_OP")
+    for_each(check, cases)
 
 
 def test_every_way_to_ask_trains_on_fsdp2_with_fsdp1s_losses():
-    """A dict, an FSDPConfig, a ParallelismConfig, FSDP_VERSION=2: the strategy is honoured and the curve is FSDP1's."""
+    """A dict, an FSDPConfig, a ParallelismConfig, FSDP_VERSION=2: the strategy is honoured and the curve is FSDP1's.
+    Composer's own FSDP2 cannot shard this model, because its embedding is tied; its config object can stay."""
     run_ranks(check_ways, 2)
-
-
-def check_fsdp2_config() -> None:
-    from composer.utils import FSDP2Config, ParallelismConfig
-
-    def check(keeps: bool, is_wrapped: bool) -> None:
-        look = look_at_blocks()
-        config = FSDP2Config(reshard_after_forward=not keeps, activation_checkpointing=True)
-        parallelism = ParallelismConfig(fsdp2=config) if is_wrapped else config
-        ours = fit(FSDP2, parallelism, callbacks=[look], **CLIPPED_WITH_EVALS)
-        assert_alike(ours, fsdp1("FULL_SHARD"), "FSDP2Config")
-        assert look.kept == {keeps}
-
-    for_each(check, {"as it is, keeps": (True, False), "in a ParallelismConfig, drops": (False, True)})
-
-
-def test_fsdp2_config_comes_to_ours():
-    """Composer's own FSDP2 cannot shard this model, because its embedding is tied; its config object can stay."""
-    run_ranks(check_fsdp2_config, 2)
 
 
 def check_unwrapped_child() -> None:
@@ -465,7 +454,7 @@ class Untouched:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.before = self.look()
-        self.values = [parameter.detach().clone() for parameter in model.parameters()]
+        self.values = copy.deepcopy(model.state_dict())
 
     def look(self) -> tuple[Any, ...]:
         return (
@@ -476,8 +465,7 @@ class Untouched:
 
     def check(self, what: str) -> None:
         assert self.look() == self.before, f"{what}: the model or the optimizer was changed"
-        for parameter, value in zip(self.model.parameters(), self.values, strict=True):
-            torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
+        assert_same(self.model.state_dict(), self.values, what)
 
 
 # What is wrong: the keys, and what the error must name.
@@ -501,34 +489,28 @@ def error_of(act: Callable[..., Any], *arguments: Any, **options: Any) -> str:
     return str(raised.value)
 
 
-def check_bad_keys() -> None:
+def check_refused(build: Callable[[], Any], parallelism: Any, named: str) -> None:
     from composer.core import Precision
     from composer.devices import DeviceCPU
     from composer.utils import FSDPConfig
 
     from composer_fsdp2.compat import prepare_fsdp_module
 
-    def check(keys: dict[str, Any], named: str) -> None:
-        model = build_model()
-        optimizer = build_optimizer("sgd", model)
-        untouched = Untouched(model, optimizer)
-        for way in ("dict", "FSDP_VERSION=2"):
-            with environment_of(way), FSDP2():
-                assert named in error_of(make_trainer, keys, model=model, optimizer=optimizer)
-            untouched.check(way)
-        arguments = model, [optimizer], FSDPConfig(**keys), Precision.FP32, DeviceCPU()
+    model = build()
+    optimizer = build_optimizer("sgd", build_model() if "same model" in named else model)
+    untouched = Untouched(model, optimizer)
+    for way in ("dict", "FSDP_VERSION=2"):
+        with environment_of(way), FSDP2():
+            message = error_of(make_trainer, parallelism, model=model, optimizer=optimizer)
+        assert named in message, message
+        untouched.check(way)
+    if parallelism and isinstance(parallelism, dict):
+        arguments = model, [optimizer], FSDPConfig(**parallelism), Precision.FP32, DeviceCPU()
         assert named in error_of(prepare_fsdp_module, *arguments)
         untouched.check("prepare_fsdp_module")
 
-    for_each(check, BAD_KEYS)
 
-
-def test_bad_keys_are_named_before_anything_is_changed():
-    """A typo trained as FULL_SHARD without a word; now every rank says which key, and what was meant."""
-    run_ranks(check_bad_keys, 2)
-
-
-def check_bad_models() -> None:
+def check_bad_input() -> None:
     from composer.utils import FSDPConfig, ParallelismConfig, TPConfig
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -543,28 +525,21 @@ def check_bad_models() -> None:
             model.model.fsdp_wrap_fn = lambda module: "yes"
         return model
 
-    def check(build: Callable[[], Any], parallelism: Any, named: str) -> None:
-        model = build()
-        optimizer = build_optimizer("sgd", build_model() if "same model" in named else model)
-        untouched = Untouched(model, optimizer)
-        with FSDP2():
-            message = error_of(make_trainer, parallelism, model=model, optimizer=optimizer)
-        assert named in message, message
-        untouched.check(named)
-
     tp = ParallelismConfig(fsdp=FSDPConfig(), tp=TPConfig(tensor_parallel_degree=2))
     cases: dict[str, tuple[Callable[[], Any], Any, str]] = {
+        **{name: (build_model, keys, named) for name, (keys, named) in BAD_KEYS.items()},
         "tensor parallelism": (build_model, tp, "parallelism_config.tp"),
         "FSDP1 inside": (wrapped, {}, "model.blocks.1' is sharded already, by FSDP1"),
         "another model's optimizer": (build_model, {}, "same model must be passed"),
         "a wrap function that fails on one rank": (failing_on_rank_1, {}, ("rank 1", "'yes'")[dist.get_rank()]),
     }
-    for_each(check, cases)
+    for_each(check_refused, cases)
 
 
-def test_what_cannot_be_sharded_is_refused_on_every_rank():
-    """A rank that goes on alone waits for ever; a model that is half sharded can be neither used nor saved."""
-    run_ranks(check_bad_models, 2)
+def test_bad_input_is_refused_on_every_rank_before_anything_is_changed():
+    """A typo trained as FULL_SHARD without a word; now every rank says which key, and what was meant. A rank that goes
+    on alone waits for ever; a model that is half sharded can be neither used nor saved."""
+    run_ranks(check_bad_input, 2)
 
 
 # --- runs that are not sharded
@@ -573,19 +548,16 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank():
 def check_unsharded() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    curves, parameters = [], []
+    left = []
     for under in (contextlib.nullcontext, FSDP2):
         with under():
             trainer = make_trainer(None, batches=3, clip=("norm", 0.1))
             trainer.fit()
             assert isinstance(trainer.state.model, DistributedDataParallel)
             assert shards(trainer.state.model) == set()
-            curves.append(result(trainer).losses)
-            parameters.append(full_parameters(trainer.state.model))
+            left.append((result(trainer).losses, full_parameters(trainer.state.model)))
             trainer.close()
-    assert curves[0] == curves[1]
-    for name, parameter in parameters[0].items():
-        torch.testing.assert_close(parameters[1][name], parameter, rtol=0, atol=0)
+    assert_same(left[1], left[0], in_bits=True)
 
 
 def test_runs_without_fsdp_are_left_alone():

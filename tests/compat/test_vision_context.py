@@ -119,16 +119,10 @@ def test_what_was_not_tested_is_refused():
 def test_texts_and_images_over_ranks_train_as_in_one_process():
     """ROLL's context-parallel run of Qwen2.5-VL: an image lies over the border of two parts; its tower, the places in
     three dimensions, padding on either side and rows that ranks cannot divide evenly are as in whole rows."""
-    run_ranks(
-        check_all,
-        4,
-        {
-            "two ranks a sequence": ({}, 2, 16, ""),
-            "padded": ({}, 2, 17, "right"),
-            "padded on the left": ({}, 2, 16, "left"),
-            "recomputed": (RECOMPUTED, 2, 16, "right"),
-            "four ranks a sequence": ({}, 4, 18, ""),
-            "blocks of the tower are units": (TOWER_UNITS, 2, 16, ""),
-            "frozen tower, tiled": (FROZEN, 2, 16, "right"),
-        },
-    )
+    cases: dict[str, tuple[dict[str, Any], int, int, str]] = {
+        "recomputed, padded": (RECOMPUTED, 2, 17, "right"),
+        "blocks of the tower are units, padded on the left": (TOWER_UNITS, 2, 16, "left"),
+        "four ranks a sequence": ({}, 4, 18, ""),
+        "frozen tower, tiled": (FROZEN, 2, 16, "right"),
+    }
+    run_ranks(check_all, 4, cases)
