@@ -430,6 +430,8 @@ def check_own_callback() -> None:
         """Reports as OptimizerMonitor did, by the optimizer's three methods."""
 
         def batch_end(self, state: Any, logger: Any) -> None:
+            if int(state.timestamp.batch) < 2:
+                return
             optimizer, metrics = state.optimizers[0], {}
             for name, parameter in state.model.named_parameters():
                 if parameter.grad is not None:
