@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -100,52 +102,48 @@ def left_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [(value.to_local(), value.placements) if isinstance(value, DTensor) else value for value in values]
 
 
-def train(make: Callable[..., torch.optim.Optimizer], *, on_own_parts: bool) -> tuple[list[Any], int]:
-    """What is left after a few steps, and how often a DTensor was dispatched in the last of them."""
+def train(make: Callable[..., torch.optim.Optimizer], moment: str | None = None) -> tuple[list[Any], list[int]]:
+    """What is left after a few steps, and how often a DTensor was dispatched in each of them.
+
+    Without a trainer: under the shim if the moment is given at which the script builds its optimizer.
+    """
     from composer_fsdp2.compat.optimizers import update_own_parts
 
-    model = sharded()
-    optimizer = make(model.parameters())
-    if on_own_parts:
-        update_own_parts(optimizer)
-        update_own_parts(optimizer)  # of a run that goes on with fit
-    for step in range(STEPS):
-        give_gradients(model, step)
-        with DispatchedOfDTensors() as mode:
-            optimizer.step()
-    return left_by(model, optimizer), mode.count
+    torch.manual_seed(0)
+    model = Chain(a=layer(), b=Thin(), c=layer())
+    optimizer = make(model.parameters()) if moment == "before install" else None
+    num_dispatched = []
+    with FSDP2() if moment else contextlib.nullcontext():
+        if moment == "before sharding":
+            optimizer = make(model.parameters())
+        prepare_fully_shard(model, optimizer, FULL, "fp32", "cpu")
+        optimizer = optimizer or make(model.parameters())
+        for step in range(STEPS):
+            give_gradients(model, step)
+            with DispatchedOfDTensors() as mode:
+                optimizer.step()
+            num_dispatched.append(mode.count)
+            if moment:
+                update_own_parts(optimizer)  # as a Trainer that goes on with it
+    return left_by(model, optimizer), num_dispatched
+
+
+def check_updates(kinds: dict[str, Callable[..., torch.optim.Optimizer]]) -> None:
+    def check(make: Callable[..., torch.optim.Optimizer], moment: str) -> None:
+        expected, num_dispatched = train(make)
+        assert all(num_dispatched)
+        found, num_dispatched = train(make, moment)
+        # The first step may make the state of DTensors.
+        assert num_dispatched[1:] == [0] * (STEPS - 1), num_dispatched
+        assert_same(found, expected, in_bits=True)
+
+    moments = itertools.cycle(("before install", "before sharding", "after sharding"))
+    cases = zip(kinds.items(), moments, strict=False)
+    for_each(check, {f"{name}, {moment}": (make, moment) for (name, make), moment in cases})
 
 
 def check_loop() -> None:
-    """A loop of the script's own under install(), around an optimizer built at each possible moment."""
-    from composer_fsdp2.compat.optimizers import update_own_parts
-
-    def check(make: Callable[..., torch.optim.Optimizer], moment: str) -> None:
-        torch.manual_seed(0)
-        model = Chain(a=layer(), b=Thin(), c=layer())
-        optimizer = make(model.parameters()) if moment == "before install" else None
-        with FSDP2():
-            if moment == "before sharding":
-                optimizer = make(model.parameters())
-            prepare_fully_shard(model, optimizer, FULL, "fp32", "cpu")
-            if optimizer is None:
-                optimizer = make(model.parameters())
-            num_dispatched = []
-            for step in range(STEPS):
-                give_gradients(model, step)
-                with DispatchedOfDTensors() as mode:
-                    optimizer.step()
-                update_own_parts(optimizer)  # as a Trainer that goes on with it
-                num_dispatched.append(mode.count)
-        # The first step makes the state of DTensors.
-        assert num_dispatched[1:] == [0] * (STEPS - 1), num_dispatched
-        expected, num_dispatched_before = train(make, on_own_parts=False)
-        assert num_dispatched_before > 0
-        assert_same(left_by(model, optimizer), expected, in_bits=True)
-
-    moments = itertools.cycle(("before install", "before sharding", "after sharding"))
-    cases = zip(optimizers().items(), moments, strict=False)
-    for_each(check, {f"{name}, {moment}": (make, moment) for (name, make), moment in cases})
+    check_updates(optimizers())
 
 
 def test_a_loop_without_a_trainer():
@@ -198,12 +196,12 @@ def check_lion_in_chunks() -> None:
     from composer_fsdp2.compat import optimizers as compat_optimizers
 
     make = optimizers()["lion"]
-    expected, _ = train(make, on_own_parts=False)
+    expected, _ = train(make)
     with (
         mock.patch.object(compat_optimizers._Waiting, "MAX_BYTES", 1),
         mock.patch.object(compat_optimizers, "lion_", wraps=compat_optimizers.lion_) as update,
     ):
-        found, _ = train(make, on_own_parts=True)
+        found, _ = train(make, "after sharding")
     assert_same(found, expected, in_bits=True)
     assert update.call_count > STEPS
     for call in update.call_args_list:
@@ -246,8 +244,6 @@ def check_subclasses() -> None:
     from composer.optim import DecoupledAdamW
     from llmfoundry.optim import DecoupledLionW
 
-    from composer_fsdp2.compat.optimizers import update_own_parts
-
     class OwnStep(DecoupledLionW):  # type: ignore[misc]
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
@@ -273,15 +269,8 @@ def check_subclasses() -> None:
             return super().step(closure)
 
     def check(kind: Any) -> None:
-        def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-            return kind(parameters, lr=0.1)
-
-        optimizer = make(sharded().parameters())
-        update_own_parts(optimizer)
-        assert not {"adamw", "lionw"} & vars(optimizer).keys()
-        found, _ = train(make, on_own_parts=True)
-        expected, num_dispatched = train(make, on_own_parts=False)
-        assert num_dispatched > 0
+        found, _ = train(partial(kind, lr=0.1), "after sharding")
+        expected, _ = train(partial(kind, lr=0.1))
         assert_same(found, expected, in_bits=True)
 
     for_each(check, {kind.__name__: (kind,) for kind in (OwnStep, OwnUpdate, Counting)})
@@ -302,15 +291,9 @@ def check_plain_subclasses() -> None:
     class PlainLionW(DecoupledLionW):  # type: ignore[misc]
         pass
 
-    def check(kind: Any, known: Any) -> None:
+    for known in (DecoupledAdamW, DecoupledLionW):
         assert not hasattr(known.step, "hooked"), "there was an optimizer of this class before"
-        found, num_dispatched = train(lambda parameters: kind(parameters, lr=0.1), on_own_parts=True)
-        assert num_dispatched == 0
-        expected, num_dispatched = train(lambda parameters: known(parameters, lr=0.1), on_own_parts=False)
-        assert num_dispatched > 0
-        assert_same(found, expected, in_bits=True)
-
-    for_each(check, {"AdamW": (PlainAdamW, DecoupledAdamW), "LionW": (PlainLionW, DecoupledLionW)})
+    check_updates({kind.__name__: partial(kind, lr=0.1) for kind in (PlainAdamW, PlainLionW)})
 
 
 def test_plain_subclasses_are_updated_like_their_class():
