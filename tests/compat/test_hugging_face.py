@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
-from support.comparing import full
+from support.comparing import assert_same, full
 from support.known_models import BLOCKS, TEXT, hugging_face
 from support.ranks import run_ranks
 from support.training import FULL, assert_close, named_parameters
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import summon_full_params
+from composer_fsdp2 import prepare_fully_shard, summon_full_params
 
 pytestmark = pytest.mark.composer
 
@@ -77,8 +78,6 @@ def count_forwards(model: nn.Module, class_name: str) -> Counter[str]:
 
 def check(kind: str, config: dict[str, Any], **options: Any) -> Any:
     """A step of the sharded model beside one process on all batches, and the tokens before and after it."""
-    from composer_fsdp2 import prepare_fully_shard
-
     model, reference = hugging_face(kind, **options), hugging_face(kind, **options)
     counts = count_forwards(model, BLOCKS[kind])
     ours, theirs = (
@@ -156,7 +155,6 @@ def test_they_train_and_generate_as_in_one_process():
 
 def check_lengths() -> list[tuple[int, int]]:
     """One rank's first prompts end after one new token, the other's go on; then both evaluate."""
-    from composer_fsdp2 import prepare_fully_shard
 
     def check(options: dict[str, Any]) -> tuple[int, int]:
         model, reference = (hugging_face("llama", **options) for _ in range(2))
@@ -182,8 +180,6 @@ def test_ranks_that_stop_early_go_on_gathering():
 
 
 def check_saved(folder: str) -> None:
-    from composer_fsdp2 import prepare_fully_shard
-
     model = hugging_face("llama")
     metadata = model.get_metadata()["model"]["config"]
     assert metadata["class"] == "transformers.models.llama.modeling_llama.LlamaForCausalLM"
@@ -201,6 +197,58 @@ def test_what_is_saved_names_the_models_own_class(tmp_path: Path):
     nowhere."""
     run_ranks(check_saved, 2, str(tmp_path))
     assert json.loads(Path(tmp_path, "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+# --- full parameters
+
+
+def check_unwrapping() -> None:
+    """Each with the model, and with a unit within it."""
+    import accelerate.utils
+    from peft.tuners.lora.corda import get_model_device
+    from transformers import modeling_utils
+
+    model = hugging_face("gpt2")
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    for unit in (model.model, model.model.transformer.h[0]):
+        children = dict(unit.named_modules())
+        assert modeling_utils.unwrap_model(unit) is unit
+        assert modeling_utils.unwrap_model(unit, recursive=True) is unit
+        with mock.patch.object(modeling_utils, "is_accelerate_available", return_value=False):
+            assert modeling_utils.unwrap_model(unit) is unit
+        for recursive in (False, True):
+            assert accelerate.utils.extract_model_from_parallel(unit, recursive=recursive) is unit
+            assert accelerate.utils.extract_model_from_parallel(unit, keep_fp32_wrapper=False) is unit
+        assert get_model_device(unit) == "cpu"
+        assert unit.module is unit  # for a script
+        assert dict(unit.named_modules()) == children
+
+
+def test_hugging_faces_unwrapping():
+    """transformers' and accelerate's functions take wrappers off for as long as there is a `module`: saving a model
+    would end in a RecursionError, or never."""
+    run_ranks(check_unwrapping, 2)
+
+
+def check_save_adapters(folder: str) -> None:
+    from peft.utils import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    model = hugging_face("gpt2", adapters=True)
+    expected = {name: value.clone() for name, value in get_peft_model_state_dict(model.model).items()}
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    root = model.model
+    with root.summon_full_params(root, writeback=False):
+        assert_same(get_peft_model_state_dict(root), expected)
+        if dist.get_rank() == 0:
+            root.save_pretrained(folder)
+    dist.barrier()
+    assert_same(load_file(Path(folder, "adapter_model.safetensors")), expected)
+
+
+def test_save_adapters(tmp_path: Path):
+    """peft writes its adapters, whole, and asks no unit what it wraps."""
+    run_ranks(check_save_adapters, 2, str(tmp_path))
 
 
 # --- plans

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,21 +30,16 @@ from support.trainers import (
     result,
     shards,
 )
+from support.training import FULL
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composer_fsdp2 import ComposerFSDP2Error, ConfigError
+from composer_fsdp2 import ComposerFSDP2Error, ConfigError, prepare_fully_shard
 
 pytestmark = pytest.mark.composer
 
 CLIPPED_WITH_EVALS: dict[str, Any] = {"batches": 4, "clip": ("norm", 0.1), "eval_interval": "2ba"}
-
-
-def fsdp1(strategy: str, **keys: Any) -> Trained:
-    """What FSDP1 trains; once for all tests, also those whose keys change no number, such as what is recomputed."""
-    trained = reference(fit, FSDP1, {"sharding_strategy": strategy, **keys}, **CLIPPED_WITH_EVALS)
-    assert trained.shards == {"FullyShardedDataParallel"}
-    return trained
 
 
 # --- every way to ask
@@ -83,47 +77,68 @@ def assert_alike(ours: Trained, theirs: Trained, what: str, tolerance: float = 1
     )
 
 
-def look_at_blocks() -> Any:
-    """A callback that notes whether the blocks hold their full parameters when the model's forward has ended."""
+def check_curve(way: str, parallelism: Any, keys: dict[str, Any], options: dict[str, Any] | None = None) -> Any:
+    """Beside FSDP1 with its keys; returns where the embedding lies."""
     from composer import Callback
-    from torch.distributed.tensor import DTensor
+
+    kept: set[bool] = set()
+    where: list[Any] = []
 
     class Look(Callback):
-        def __init__(self) -> None:
-            self.kept: set[bool] = set()
+        """Whether blocks hold their full parameters when the model's forward has ended."""
 
         def after_forward(self, state: Any, logger: Any) -> None:
-            parameters = state.model.model.blocks.parameters()
-            self.kept |= {not isinstance(parameter, DTensor) for parameter in parameters}
+            kept.update(not isinstance(each, DTensor) for each in state.model.model.blocks.parameters())
 
-    return Look()
+        def fit_start(self, state: Any, logger: Any) -> None:
+            weight = state.model.model.wte.weight
+            where.extend([weight.device_mesh.mesh.tolist(), weight.placements])
+
+    options = CLIPPED_WITH_EVALS | (options or {})
+    with environment_of(way):
+        ours = fit(FSDP2, parallelism, callbacks=[Look()], **options)
+    # Once for all that asks for the same.
+    theirs = reference(fit, FSDP1, keys, **options)
+    assert theirs.shards == {"FullyShardedDataParallel"}
+    assert_alike(ours, theirs, way)
+    if "NO_SHARD" not in keys.values():
+        assert kept == {keys.get("sharding_strategy") in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")}
+    return where
 
 
-def check_ways() -> None:
+STRATEGIES = [{"sharding_strategy": each} for each in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")]
+RECOMPUTING: tuple[dict[str, Any], ...] = (
+    {"activation_checkpointing": True},
+    {"activation_checkpointing": True, "activation_checkpointing_reentrant": False},
+    {"activation_cpu_offload": True},
+)
+
+
+def check_curves() -> None:
     from composer.utils import FSDP2Config, ParallelismConfig
 
-    def check(way: str, parallelism: Any, keeps: bool) -> None:
-        look = look_at_blocks()
-        with environment_of(way):
-            ours = fit(FSDP2, parallelism, callbacks=[look], **CLIPPED_WITH_EVALS)
-        assert_alike(ours, fsdp1("SHARD_GRAD_OP" if keeps else "FULL_SHARD"), way)
-        assert look.kept == {keeps}, f"blocks kept whole after forward: {look.kept}"
-
+    full, zero_2, replicas = STRATEGIES
     of_fsdp2 = [FSDP2Config(reshard_after_forward=not keeps, activation_checkpointing=True) for keeps in (False, True)]
-    cases: dict[str, tuple[str, Any, bool]] = {
-        "FSDP2Config": ("FSDP2Config", of_fsdp2[False], False),
-        "FSDP2Config, in a ParallelismConfig": ("FSDP2Config", ParallelismConfig(fsdp2=of_fsdp2[True]), True),
+    cases: dict[str, tuple[Any, ...]] = {
+        "FSDP2Config": ("FSDP2Config", of_fsdp2[False], full),
+        "FSDP2Config, in a ParallelismConfig": ("FSDP2Config", ParallelismConfig(fsdp2=of_fsdp2[True]), zero_2),
+        "replicas": ("dict", replicas, replicas),
+        "replicas of a group": ("dict", replicas | {"process_group": [0, 1]}, replicas),
+        "a group of its own": ("dict", full | {"process_group": "self"}, full | {"process_group": "self"}),
+        "two groups of the optimizer": ("dict", {}, {}, {"optimizer": "groups"}),
     }
-    for (way, ask), strategy in zip(ways().items(), ("FULL_SHARD", "SHARD_GRAD_OP") * 2, strict=True):
-        keys = {"sharding_strategy": strategy, "data_parallel_shard_degree": 2}
-        cases[way] = (way, ask(keys), strategy == "SHARD_GRAD_OP")
-    for_each(check, cases)
+    for (way, ask), keys in zip(ways().items(), (full, zero_2) * 2, strict=True):
+        cases[way] = (way, ask(keys | {"data_parallel_shard_degree": 2}), keys)
+    for keys, recomputing in zip(STRATEGIES, RECOMPUTING, strict=True):
+        cases[f"{recomputing}"] = ("dict", keys | recomputing, keys)
+    for_each(check_curve, cases)
 
 
 def test_every_way_to_ask_trains_on_fsdp2_with_fsdp1s_losses():
-    """A dict, an FSDPConfig, a ParallelismConfig, FSDP_VERSION=2: the strategy is honoured and the curve is FSDP1's.
-    Composer's own FSDP2 cannot shard this model, because its embedding is tied; its config object can stay."""
-    run_ranks(check_ways, 2)
+    """A dict, an FSDPConfig, a ParallelismConfig, FSDP_VERSION=2: the curve is FSDP1's, whatever the strategy, the
+    group and the treatment of activations. Composer's own FSDP2 cannot shard this model, because its embedding is tied;
+    its config object can stay."""
+    run_ranks(check_curves, 2)
 
 
 def check_unwrapped_child() -> None:
@@ -182,66 +197,26 @@ def test_one_configuration_serves_several_trainers():
     run_ranks(check_reuse, 2)
 
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-RECOMPUTING: tuple[dict[str, Any], ...] = (
-    {"activation_checkpointing": True},
-    {"activation_checkpointing": True, "activation_checkpointing_reentrant": False},
-    {"activation_cpu_offload": True},
-)
+def check_ignored_modules_and_schedules() -> str:
+    from composer.optim import CosineAnnealingWithWarmupScheduler
 
+    def run(under: Under) -> Trained:
+        model, schedule = build_model(), CosineAnnealingWithWarmupScheduler("2ba", "1dur")
+        ignored = {"ignored_modules": [model.model.blocks[0]]}
+        return fit(under, ignored, model=model, optimizer="groups", schedulers=schedule, eval_interval="2ba")
 
-def check_losses() -> None:
-    def check(strategy: str, recomputing: dict[str, Any]) -> None:
-        keys = {"sharding_strategy": strategy, **recomputing}
-        assert_alike(fit(FSDP2, keys, **CLIPPED_WITH_EVALS), fsdp1(strategy), str(keys))
-
-    for_each(check, {str(case): case for case in (("NO_SHARD", {}), *zip(itertools.cycle(STRATEGIES), RECOMPUTING))})
-
-
-def test_losses_are_fsdp1s():
-    """Whoever moves a run must see the same curve, whatever the strategy and the treatment of activations."""
-    run_ranks(check_losses, 2)
-
-
-def check_groups_and_ignored_modules() -> list[str]:
-    from composer_fsdp2 import ShardedGradScaler
-
-    def check(strategy: str, group: Any) -> None:
-        keys = {"sharding_strategy": strategy, "process_group": group}
-        assert_alike(fit(FSDP2, keys, **CLIPPED_WITH_EVALS), fsdp1(strategy, process_group=group), str(keys))
-
-    cases = (("FULL_SHARD", "self"), ("NO_SHARD", [0, 1]))
-    for_each(check, {f"{case}": case for case in cases})
-    options = {**CLIPPED_WITH_EVALS, "clip": None}
-    runs = {}
-    for under in (FSDP1, FSDP2):
-        model = build_model(tied=True)
-        runs[under] = fit(under, {"ignored_modules": [model.model.blocks[0]]}, model=model, **options)
-    assert_alike(runs[FSDP2], runs[FSDP1], "ignored modules")
+    assert_alike(run(FSDP2), run(FSDP1), "ignored modules")
     with FSDP2():
         trainer = make_trainer({})
         scaler = trainer.state.scaler
         trainer.close()
-    return [type(scaler).__name__] if isinstance(scaler, ShardedGradScaler) else []
+    return type(scaler).__name__
 
 
-def test_groups_and_ignored_modules():
-    """`process_group` and `ignored_modules` mean in a Trainer what they meant under FSDP1, and its gradient scaler
-    takes whole and sharded gradients together."""
-    assert run_ranks(check_groups_and_ignored_modules, 2) == [["ShardedGradScaler"]] * 2
-
-
-def check_optimizers() -> None:
-    from composer.optim import CosineAnnealingWithWarmupScheduler
-
-    options = {"optimizer": "groups", "schedulers": CosineAnnealingWithWarmupScheduler("2ba", "1dur")}
-    theirs, ours = (fit(under, {}, **CLIPPED_WITH_EVALS | options) for under in (FSDP1, FSDP2))
-    assert_alike(ours, theirs, "groups")
-
-
-def test_composers_optimizers_and_schedulers_follow():
-    """A schedule that holds the old groups, or a decay that is lost with them, would bend the curve."""
-    run_ranks(check_optimizers, 2)
+def test_ignored_modules_and_schedules():
+    """They mean what they meant under FSDP1, whose gradient scaler took whole and sharded gradients together; a
+    schedule that holds the old groups of an optimizer, or a decay that is lost with them, would bend the curve."""
+    assert run_ranks(check_ignored_modules_and_schedules, 2) == ["ShardedGradScaler"] * 2
 
 
 def check_initialisation() -> None:
@@ -289,9 +264,7 @@ def check_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
     def check(way: str, parallelism: Any, keys: dict[str, Any]) -> None:
-        theirs = reference(fit, FSDP1, keys, **CLIPPED_WITH_EVALS)
-        with environment_of(way):
-            check_mesh_and_curve(parallelism, theirs, way, keeps=keys is zero2)
+        assert check_curve(way, parallelism, keys) == [[[0, 1], [2, 3]], (Replicate(), Shard(0))]
 
     cases = {
         "dict": ("dict", zero3, zero3),
@@ -299,22 +272,6 @@ def check_replicas() -> None:
         "FSDP2Config": ("FSDP2Config", FSDP2Config(device_mesh=mesh), zero3),
     }
     for_each(check, cases)
-
-
-def check_mesh_and_curve(parallelism: Any, theirs: Trained, what: str, *, keeps: bool) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
-    look = look_at_blocks()
-    with FSDP2():
-        trainer = make_trainer(parallelism, callbacks=[look], **CLIPPED_WITH_EVALS)
-        weight = trainer.state.model.model.wte.weight
-        assert weight.placements == (Replicate(), Shard(0)), f"{what}: {weight.placements}"
-        assert weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]], f"{what}: {weight.device_mesh}"
-        trainer.fit()
-        ours = result(trainer)
-        trainer.close()
-    assert_alike(ours, theirs, what)
-    assert look.kept == {keeps}, f"{what}: blocks kept whole after forward: {look.kept}"
 
 
 def test_replica_degrees_become_a_2d_mesh():
@@ -505,7 +462,6 @@ def check_refused(build: Callable[[], Any], parallelism: Any, named: str) -> Non
 
 def check_bad_input() -> None:
     from composer.utils import FSDPConfig, ParallelismConfig, TPConfig
-    from torch.distributed.fsdp import FullyShardedDataParallel
 
     def wrapped() -> Any:
         model = build_model()
@@ -533,6 +489,99 @@ def test_bad_input_is_refused_on_every_rank_before_anything_is_changed():
     """A typo trained as FULL_SHARD without a word; now every rank says which key, and what was meant. A rank that goes
     on alone waits for ever; a model that is half sharded can be neither used nor saved."""
     run_ranks(check_bad_input, 2)
+
+
+# --- full parameters, as scripts reach them
+
+
+def train_with_surgery(under: Under, parallelism: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """A run whose callback reads and changes full weights and gradients, as it was written for FSDP1."""
+    from composer import Callback, State
+
+    seen: list[Any] = []
+
+    class Surgery(Callback):
+        def after_backward(self, state: State, logger: Any) -> None:
+            root = state.model.model
+            assert root.module is not None
+            with FullyShardedDataParallel.summon_full_params(state.model, with_grads=True):
+                norms = [p.grad.norm() for p in root.parameters() if p.grad is not None]
+                seen.append(("gradients", float(torch.stack(norms).norm())))
+                for parameter in root.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.clamp_(-0.05, 0.05)
+
+        def batch_end(self, state: State, logger: Any) -> None:
+            root = state.model.model
+            with torch.no_grad(), root.summon_full_params(root, recurse=False):
+                root.module.lm_head.weight.mul_(0.9)
+            self.note("batch", state)
+
+        def eval_end(self, state: State, logger: Any) -> None:
+            self.note("eval", state)
+
+        def note(self, when: str, state: State) -> None:
+            root = state.model.model
+            with root.summon_full_params(state.model, writeback=False, offload_to_cpu=False):
+                assert root._fsdp_wrapped_module.lm_head.weight.shape == (13, 8)
+                for name, parameter in state.model.named_parameters():
+                    seen.append(
+                        (when, own_name(name), tuple(parameter.shape), float(parameter.detach().square().sum()))
+                    )
+                    if when == "batch":  # not after an eval, where FSDP1 runs the next forward on what it discards
+                        parameter.detach().zero_()
+
+    trained = fit(under, parallelism, callbacks=[Surgery()], eval_interval="2ba")
+    return trained, seen
+
+
+def check_surgery() -> Any:
+    keys = {"sharding_strategy": "SHARD_GRAD_OP"}
+    return train_with_surgery(FSDP1, keys), train_with_surgery(FSDP2, keys)
+
+
+def test_a_callback_written_for_fsdp1():
+    """Clipping of full gradients, surgery on weights and reading them after an eval: the same run on FSDP2, without a
+    line changed."""
+    for (theirs, their_notes), (ours, our_notes) in run_ranks(check_surgery, 2):
+        assert theirs.shards == {"FullyShardedDataParallel"} and ours.shards == {"FSDPModule"}
+        assert largest_difference(ours.losses, theirs.losses) <= 1e-6
+        assert [note[:-1] for note in our_notes] == [note[:-1] for note in their_notes]
+        assert [note[-1] for note in our_notes] == pytest.approx([note[-1] for note in their_notes], rel=1e-5)
+        assert {note[0] for note in our_notes} == {"gradients", "batch", "eval"}
+        torch.testing.assert_close(ours.parameters, theirs.parameters, rtol=1e-5, atol=1e-7)
+
+
+def check_static_form() -> None:
+    original = vars(FullyShardedDataParallel)["summon_full_params"]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    whole = [parameter.detach().clone() for parameter in model.parameters()]
+    prepare_fully_shard(model, None, FULL, device="cpu")
+    with FSDP2():
+        with FullyShardedDataParallel.summon_full_params(model, recurse=True, writeback=False):
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole, strict=True))
+        with FullyShardedDataParallel.summon_full_params(nn.Linear(3, 4)):
+            pass
+        # A model of FSDP1's, say a reward model that a script wraps itself, is FSDP1's.
+        other = nn.Linear(3, 4)
+        weight = other.weight.detach().clone()
+        wrapped = FullyShardedDataParallel(other, device_id=torch.device("cpu"), use_orig_params=True)
+        assert wrapped.module.weight.shape != weight.shape
+        for around in (wrapped, nn.ModuleList([wrapped])):
+            with FullyShardedDataParallel.summon_full_params(around):
+                assert torch.equal(wrapped.module.weight, weight)
+        with wrapped.summon_full_params(wrapped):
+            assert torch.equal(wrapped.module.weight, weight)
+    assert vars(FullyShardedDataParallel)["summon_full_params"] is original
+    with FullyShardedDataParallel.summon_full_params(model):
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_static_form():
+    """`FullyShardedDataParallel.summon_full_params(model)` shows shards without the shim; with it a model that FSDP1
+    wraps is still FSDP1's."""
+    run_ranks(check_static_form, 2)
 
 
 # --- runs that are not sharded
