@@ -112,17 +112,13 @@ def build() -> Any:
 
     model = build_model()
 
-    class Counted(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner, self.dropout = inner, nn.Dropout(0.25)
-            self.register_buffer("samples", torch.zeros(()))
+    def count(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        module.samples += len(args[0])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.samples += len(x)
-            return self.dropout(self.inner(x))
-
-    model.model.blocks[0] = Counted(model.model.blocks[0])
+    counted = nn.Sequential(model.model.blocks[0], nn.Dropout(0.25))
+    counted.register_buffer("samples", torch.zeros(()))
+    counted.register_forward_pre_hook(count)
+    model.model.blocks[0] = counted
     metric = {"mean": torchmetrics.MeanMetric(), "samples": torchmetrics.SumMetric(), "nested": nested_metric()}
     model.train_metrics, model.val_metrics = metric, {n: m.clone() for n, m in metric.items()}
     model.get_metrics = lambda is_train=False: model.train_metrics if is_train else model.val_metrics

@@ -483,22 +483,6 @@ def test_different_data_in_an_evaluation_or_prediction_is_an_error():
     run_ranks(check_eval_refusals, 2)
 
 
-def check_predictions() -> None:
-    dataset, rank = Samples(8), dist.get_rank()
-    for how, of_block in ((FIRST, [0, 2]), (GATHER, [0, 2, 1, 3])):
-        with FSDP2():
-            trainer = make(how)
-            outputs = trainer.predict(DataLoader(dataset, ROWS, sampler=DistributedSampler(dataset, 2, rank, False)))
-            trainer.close()
-        assert [len(each) for each in outputs] == [len(of_block)] * 2
-        torch.testing.assert_close(outputs[0], build_net()(dataset.tokens[of_block]))
-
-
-def test_predictions_are_those_of_the_groups_rows():
-    """Every rank of a group returns the outputs of all rows that the group computes."""
-    run_ranks(check_predictions, 2)
-
-
 # --- beside the rest of a Trainer
 
 

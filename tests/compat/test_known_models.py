@@ -271,7 +271,8 @@ def test_what_was_not_tested_is_refused():
     assert config is not None
     for expected, (kind, changes) in cases.items():
         model = kind()
-        vars(model.model.config).update(changes)
+        for name, value in changes.items():
+            setattr(model.model.config, name, value)
         with pytest.raises(UnsupportedError, match=expected):
             plan_sharding(model, config)
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import own_name
+from support.models import Thin
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
 from support.trainers import build_model, build_optimizer, make_trainer
@@ -28,21 +29,9 @@ from composer_fsdp2 import prepare_fully_shard
 pytestmark = pytest.mark.composer
 
 
-class Thin(nn.Module):
-    """A single row, of which rank 1 holds nothing; a number that stays whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.row = nn.Parameter(torch.linspace(0.5, 1.5, 13)[None])
-        self.gain = nn.Parameter(torch.tensor(0.9))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.row * self.gain
-
-
 def with_thin() -> Any:
     model = build_model(tied=False)
-    model.thin = Thin()
+    model.thin = Thin(13)
     forward = model.forward
     model.forward = lambda batch: model.thin(forward(batch))
     return model
@@ -355,21 +344,31 @@ def cost(num_layers: int, config: dict[str, Any], kind: Any) -> int:
     return sum(event in ("call", "c_call") for event in calls)
 
 
-def check_cost() -> None:
+def own_optimizer() -> Any:
+    """Of which it is not known what it reports; on one rank it cannot, of some."""
     from composer.optim import DecoupledAdamW
 
     class Own(DecoupledAdamW):
-        """Of which it is not known what it reports."""
-
         def report_per_parameter_metrics(self, param: Any, name: str, optimizer_metrics: Any) -> Any:
+            if dist.get_rank() == 1 and "down" in name:
+                raise ArithmeticError(f"no metric of {name}")
             return super().report_per_parameter_metrics(param, name, optimizer_metrics)
+
+    return Own
+
+
+def check_cost() -> None:
+    from composer.optim import DecoupledAdamW
 
     def check(config: dict[str, Any], kind: Any) -> None:
         cost(1, config, kind)  # what is looked up once
         of_16, of_32 = (cost(num_layers, config, kind) for num_layers in (16, 32))
         assert of_32 <= 2.1 * of_16, f"{of_16}, {of_32} for twice the parameters"
 
-    cases: dict[str, tuple[dict[str, Any], Any]] = {"sharded": ({}, DecoupledAdamW), "own metrics": ({}, Own)}
+    cases: dict[str, tuple[dict[str, Any], Any]] = {
+        "sharded": ({}, DecoupledAdamW),
+        "own metrics": ({}, own_optimizer()),
+    }
     cases |= {f"ignored, {name}": ({"ignored_modules": True}, kind) for name, (_, kind) in cases.items()}
     for_each(check, cases)
 
@@ -379,21 +378,9 @@ def test_the_cost_grows_with_the_model():
     run_ranks(check_cost, 2)
 
 
-def failing(model: nn.Module) -> torch.optim.Optimizer:
-    from composer.optim import DecoupledAdamW
-
-    class Own(DecoupledAdamW):
-        def report_per_parameter_metrics(self, param: Any, name: str, optimizer_metrics: Any) -> Any:
-            if dist.get_rank() == 1 and "down" in name:
-                raise ArithmeticError(f"no metric of {name}")
-            return super().report_per_parameter_metrics(param, name, optimizer_metrics)
-
-    return Own(model.parameters(), lr=1e-3)
-
-
 def check_error() -> str:
     with pytest.raises(Exception, match="no metric of") as error:
-        run(FSDP2, {}, optimizer=failing)
+        run(FSDP2, {}, optimizer=lambda model: own_optimizer()(model.parameters(), lr=1e-3))
     return f"{type(error.value).__name__}: {error.value}"
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.cases import for_each
 from support.comparing import assert_same
-from support.models import Chain, layer
+from support.models import Chain, Thin, layer
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.trainers import make_trainer
@@ -27,17 +27,6 @@ from composer_fsdp2 import prepare_fully_shard
 pytestmark = pytest.mark.foundry
 
 STEPS = 2
-
-
-class Thin(nn.Module):
-    """A row, which all ranks but one hold nothing of, and a scalar, which stays unsharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.row, self.gain = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.randn(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.row * self.gain
 
 
 class DispatchedOfDTensors(TorchDispatchMode):

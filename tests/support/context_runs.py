@@ -47,6 +47,7 @@ class Trained:
     losses: list[float]
     metrics: dict[str, float]
     parameters: dict[str, torch.Tensor]
+    num_counts: int  # how often tokens were counted
 
 
 def train(run: Run) -> Trained:
@@ -67,11 +68,12 @@ def train(run: Run) -> Trained:
         **(POLICY if run.kind == "qwen2" else {}),  # the others have hooks
         **run.config,
     }
+    count = mock.Mock(side_effect=_num_tokens)
     rows = _rows(ROWS, is_even=run.kind in EXPERTS)
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
-        train_dataloader=DataSpec(_loader(rows, BATCH, blocks, run.degree), get_num_tokens_in_batch=_num_tokens),
+        train_dataloader=DataSpec(_loader(rows, BATCH, blocks, run.degree), get_num_tokens_in_batch=count),
         eval_dataloader=Evaluator(
             label="eval", dataloader=_loader(rows[:16], BATCH, blocks, run.degree), metric_names=METRICS
         ),
@@ -98,7 +100,8 @@ def train(run: Run) -> Trained:
         for label, found in {"train": trainer.state.train_metrics, **trainer.state.eval_metrics}.items()
         for name, metric in found.items()
     }
-    trained = Trained(losses=record.losses, metrics=metrics, parameters=full_parameters(trainer.state.model))
+    parameters = full_parameters(trainer.state.model)
+    trained = Trained(losses=record.losses, metrics=metrics, parameters=parameters, num_counts=count.call_count)
     trainer.close()
     return trained
 
