@@ -218,9 +218,9 @@ def test_the_run_is_the_one_with_the_smaller_microbatch():
 
 
 def check_two_halvings() -> list[int]:
-    """One rank runs out in the third batch, and again in the sixth."""
+    """One rank runs out in the second batch, and again in the fifth."""
     hungry = {"phase": "block", "limit": 4, "ranks": (1,), "times": 2}
-    *_, sizes = run("auto", {}, hungry, limits={2: 2, 5: 1}, batches=6, dist_timeout=60)
+    *_, sizes = run("auto", {}, hungry, limits={1: 2, 4: 1}, batches=6, dist_timeout=60)
     return sizes
 
 

@@ -13,10 +13,7 @@ import torch.distributed as dist
 from support.cases import for_each
 from support.comparing import full
 from support.known_models import IMAGE_TOKEN, TEXT, hugging_face, llava, mixture, qwen_vl
-from support.mpt import TINY, train_mpt
-from support.oracle import FSDP1, FSDP2
 from support.ranks import run_ranks
-from support.trainers import largest_difference
 from support.training import FULL, assert_close, assert_gradients, named_parameters
 from torch import nn
 from torch.nn import functional as F
@@ -322,20 +319,3 @@ def check_tiled() -> None:
 def test_models_of_others_train_in_pieces_as_before():
     """Whatever an MLP is called and made of, its gradients are those of one piece."""
     run_ranks(check_tiled, 2)
-
-
-def check_trainer() -> None:
-    """MPT by Foundry from the meta device, with clipping, under Composer's Trainer."""
-    section = {"sharding_strategy": "FULL_SHARD", "mixed_precision": "FULL", "state_dict_type": "sharded"}
-    tiled = section | {"tiled_mlp": {"classes": ["MPTMLP"], "chunks": 5}, "activation_checkpointing": True}
-    theirs, ours = (
-        train_mpt("cpu", under, TINY, config=config, attention="torch", batches=2).losses
-        for under, config in ((FSDP1, section), (FSDP2, tiled))
-    )
-    assert largest_difference(ours, theirs) <= 1e-6, f"{ours}, FSDP1 {theirs}"
-
-
-@pytest.mark.foundry
-def test_a_trainers_run_in_pieces_has_fsdp1s_losses():
-    """One key in a configuration, and long sequences fit; the curve is the same."""
-    run_ranks(check_trainer, 2)

@@ -16,7 +16,6 @@ from support.comparing import assert_same
 from support.models import Chain, Thin, layer
 from support.oracle import FSDP2
 from support.ranks import run_ranks
-from support.trainers import make_trainer
 from support.training import FULL
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -165,20 +164,6 @@ def check_gradients_that_lie_otherwise() -> None:
 def test_gradients_that_lie_otherwise():
     """Local tensors of other shapes would broadcast into each other, without an error."""
     run_ranks(check_gradients_that_lie_otherwise, 2)
-
-
-def check_trainer() -> None:
-    with FSDP2():
-        trainer = make_trainer({}, optimizer="decoupled_adamw", batches=1)
-        trainer.fit()
-        (optimizer,) = trainer.state.optimizers
-        assert "adamw" in vars(optimizer)
-        trainer.close()
-
-
-def test_the_trainers_optimizer():
-    """Nothing in the script says so."""
-    run_ranks(check_trainer, 2)
 
 
 def check_lion_in_chunks() -> None:

@@ -309,26 +309,19 @@ def test_meshes_of_ranks_in_another_order():
 
 def check_groups_of_a_run(folder: str) -> None:
     warnings.simplefilter("ignore")
-    made: list[list[int]] = []
-
-    def counted(new_group: Any) -> Any:
-        def call(ranks: Any = None, *args: Any, **options: Any) -> Any:
-            made.append(list(range(dist.get_world_size())) if ranks is None else list(ranks))
-            return new_group(ranks, *args, **options)
-
-        return call
 
     def run(name: str, config: dict[str, Any], expected: list[list[int]]) -> None:
-        made.clear()
         options = {"save_folder": f"{folder}/{name}", "save_interval": "2ba", "batches": 2}
+        new_group = mock.Mock(wraps=dist.new_group)
         with FSDP2(), contextlib.ExitStack() as stack:
             for module in (dist, dist.distributed_c10d, dist.device_mesh):
-                stack.enter_context(mock.patch.object(module, "new_group", counted(module.new_group)))
+                stack.enter_context(mock.patch.object(module, "new_group", new_group))
             trainer = make_trainer(config | {"state_dict_type": "sharded"}, **options)
             trainer.fit()
             mesh = trainer.state.model.model.wte.weight.device_mesh
             assert mesh.get_all_groups() == trainer.state.device_mesh.get_all_groups()
             trainer.close()
+        made = [[*call.args, call.kwargs.get("ranks")][0] for call in new_group.call_args_list]
         assert made == expected, f"{made}, expected {expected}"
 
     degrees = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
