@@ -230,7 +230,7 @@ def check_initialisation() -> None:
         with environment_of(way), FSDP2():
             trainer = make_trainer(parallelism, model=build(), batches=2)
             # As under Composer's own FSDP2, where a script asks what happened.
-            assert trainer.state.fsdp_config.sync_module_states == (build is not build_model)
+            assert bool(trainer.state.fsdp_config.sync_module_states) == (build is not build_model)
             trainer.fit()
             losses = result(trainer).losses
             trainer.close()
@@ -391,24 +391,14 @@ def test_state_dict_type_defaults():
 # --- bad input
 
 
-class Untouched:
-    """Remembers a model and its optimizer, and tells what an error left changed."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.before = self.look()
-        self.values = copy.deepcopy(model.state_dict())
-
-    def look(self) -> tuple[Any, ...]:
-        return (
-            [(name, id(module), type(module)) for name, module in self.model.named_modules()],
-            [(name, id(parameter)) for name, parameter in self.model.named_parameters()],
-            [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups],
-        )
-
-    def check(self, what: str) -> None:
-        assert self.look() == self.before, f"{what}: the model or the optimizer was changed"
-        assert_same(self.model.state_dict(), self.values, what)
+def footprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What an error must leave as it was: objects by identity, tensors by value."""
+    return [
+        [(name, id(module), type(module).__name__) for name, module in model.named_modules()],
+        [(name, id(parameter)) for name, parameter in model.named_parameters()],
+        [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups],
+        copy.deepcopy(model.state_dict()),
+    ]
 
 
 # What is wrong: the keys, and what the error must name.
@@ -441,16 +431,16 @@ def check_refused(build: Callable[[], Any], parallelism: Any, named: str) -> Non
 
     model = build()
     optimizer = build_optimizer("sgd", build_model() if "same model" in named else model)
-    untouched = Untouched(model, optimizer)
+    before = footprint(model, optimizer)
     for way in ("dict", "FSDP_VERSION=2"):
         with environment_of(way), FSDP2():
             message = error_of(make_trainer, parallelism, model=model, optimizer=optimizer)
         assert named in message, message
-        untouched.check(way)
+        assert_same(footprint(model, optimizer), before, way)
     if parallelism and isinstance(parallelism, dict):
         arguments = model, [optimizer], FSDPConfig(**parallelism), Precision.FP32, DeviceCPU()
         assert named in error_of(prepare_fsdp_module, *arguments)
-        untouched.check("prepare_fsdp_module")
+        assert_same(footprint(model, optimizer), before)
 
 
 def check_bad_input() -> None:
