@@ -152,10 +152,9 @@ def averages_in(path: str) -> dict[str, torch.Tensor]:
 
 KINDS: dict[str, tuple[Under, dict[str, Any] | None]] = {
     "full, async": (FSDP2, {**CONFIG, "async_save": True}),
-    "sharded": (FSDP2, {**CONFIG, "state_dict_type": "sharded"}),
     "sharded, async, own planner": (
         FSDP2,
-        {"state_dict_type": "sharded", "async_save": True, "save_planner": DefaultSavePlanner()},
+        {**CONFIG, "state_dict_type": "sharded", "async_save": True, "save_planner": DefaultSavePlanner()},
     ),
     "FSDP1": (FSDP1, {**CONFIG, "state_dict_type": "sharded"}),
     "DDP": (UNSHARDED, None),

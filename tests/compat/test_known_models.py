@@ -123,7 +123,6 @@ def test_mixtures_of_experts_train_as_one_process_does():
         "Qwen3Moe, all called": ("Qwen3Moe", False, {}),
         "Qwen3Moe, recomputed, reentrant": ("Qwen3Moe", True, reentrant),
         "Qwen2Moe, idle passed over": ("Qwen2Moe", True, {}),
-        "Mixtral, all called": ("Mixtral", False, {}),
         "Mixtral, recomputed": ("Mixtral", True, not_reentrant),
     }
     run_ranks(check_all, 2, check_experts, cases)
