@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,11 +107,7 @@ def assert_alike(ours: Averaged, theirs: Averaged, what: str, *, since: int = 0)
 
 
 def assert_values(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], what: str) -> None:
-    assert ours.keys() == theirs.keys(), what
-    for name, value in theirs.items():
-        torch.testing.assert_close(
-            ours[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{what}, {n}: {text}"
-        )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda text: f"{what}: {text}")
 
 
 # --- training and evaluations
@@ -122,15 +117,10 @@ def check_training() -> None:
     from torch.distributed.tensor import DTensor
 
     theirs = averaged(UNSHARDED, None)
-    assert_alike(averaged(FSDP1, dict(CONFIG)), theirs, "FSDP1")
-
-    def check(strategy: str) -> None:
-        ours = averaged(FSDP2, {**CONFIG, "sharding_strategy": strategy})
-        assert_alike(ours, theirs, strategy)
-        for name, value in ours.averages.items():
-            assert not torch.allclose(value, ours.parameters[name]), f"{name}: the average is the parameter itself"
-
-    for_each(check, {strategy: (strategy,) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")})
+    ours = averaged(FSDP2, {**CONFIG, "sharding_strategy": "SHARD_GRAD_OP"})
+    assert_alike(ours, theirs, "SHARD_GRAD_OP")
+    for name, value in ours.averages.items():
+        assert not torch.allclose(value, ours.parameters[name]), f"{name}: the average is the parameter itself"
     with FSDP2():
         trainer, ema, _ = make({}, batches=2)
         trainer.fit()
@@ -161,11 +151,11 @@ def averages_in(path: str) -> dict[str, torch.Tensor]:
 
 
 KINDS: dict[str, tuple[Under, dict[str, Any] | None]] = {
-    "full": (FSDP2, {**CONFIG}),
-    "sharded": (FSDP2, {**CONFIG, "state_dict_type": "sharded"}),
     "full, async": (FSDP2, {**CONFIG, "async_save": True}),
-    "sharded, async": (FSDP2, {"state_dict_type": "sharded", "async_save": True}),
-    "sharded, own planner": (FSDP2, {"state_dict_type": "sharded", "save_planner": DefaultSavePlanner()}),
+    "sharded, async, own planner": (
+        FSDP2,
+        {**CONFIG, "state_dict_type": "sharded", "async_save": True, "save_planner": DefaultSavePlanner()},
+    ),
     "FSDP1": (FSDP1, {**CONFIG, "state_dict_type": "sharded"}),
     "DDP": (UNSHARDED, None),
 }
@@ -248,8 +238,7 @@ def check_late_start(folder: str) -> None:
         resumed = averaged(FSDP2, config, **options, load_path=path_of(place, kind))
         assert_alike(resumed, theirs, "resumed", since=SAVED_AT)
 
-    cases = itertools.product(("full", "sharded"), (False, True))
-    for_each(check, {f"{kind}, mixed initialisation: {is_mixed}": (kind, is_mixed) for kind, is_mixed in cases})
+    for_each(check, {"sharded": ("sharded", False), "full, mixed initialisation": ("full", True)})
 
 
 def test_checkpoint_from_before_the_first_average(tmp_path: Path):

@@ -7,11 +7,10 @@ real GPU run out of memory.
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import itertools
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +42,6 @@ def out_of_memory() -> None:
 class Hungry:
     """Raises in one phase of a microbatch of more than ``limit`` samples, on the ranks ``ranks``."""
 
-    PHASES = ("before forward", "embedding", "block", "output", "loss", "backward", "last backward")
-
     def __init__(
         self,
         model: nn.Module,
@@ -58,54 +55,34 @@ class Hungry:
         self.limit, self.is_here, self.model, self.in_training = limit, dist.get_rank() in ranks, model, in_training
         self.expected, self.times = times if self.is_here else 0, 0
         net = model.model
-
-        def hungry(*args: Any) -> None:
-            size = next(len(arg) for arg in self._tensors(args))
-            self.check(size)
-
         match phase:
             case "before forward":
-                model.register_forward_pre_hook(lambda module, args: self.check(len(args[0][0])))
+                model.register_forward_pre_hook(lambda module, args: self.check(args[0][0]))
             case "embedding":
-                net.wte.register_forward_hook(hungry)
+                net.wte.register_forward_hook(lambda module, args, output: self.check(output))
             case "block":
-                net.blocks[1].up.register_forward_hook(hungry)
+                net.blocks[1].up.register_forward_hook(lambda module, args, output: self.check(output))
             case "output":
-                model.register_forward_hook(lambda module, args, output: self.check(len(output)))
+                model.register_forward_hook(lambda module, args, output: self.check(output))
             case "backward":
-                net.blocks[0].register_full_backward_pre_hook(lambda module, gradients: self.check(len(gradients[0])))
+                net.blocks[0].register_full_backward_pre_hook(lambda module, gradients: self.check(gradients[0]))
             case "last backward":
                 net.wte.register_forward_hook(self.watch_gradient)
             case "metric":
                 update = model.update_metric
-
-                def hungry_update(batch: Any, outputs: Any, metric: Any) -> Any:
-                    update(batch, outputs, metric)
-                    self.check(len(outputs))
-
-                model.update_metric = hungry_update
+                model.update_metric = lambda batch, outputs, metric: (
+                    update(batch, outputs, metric),
+                    self.check(outputs),
+                )
             case "loss":
                 loss = model.loss
-
-                def hungry_loss(outputs: Any, batch: Any) -> Any:
-                    self.check(len(outputs))
-                    return loss(outputs, batch)
-
-                model.loss = hungry_loss
+                model.loss = lambda outputs, batch: self.check(outputs) or loss(outputs, batch)
 
     def watch_gradient(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        output.register_hook(lambda gradient: self.check(len(gradient)))
+        output.register_hook(self.check)
 
-    @staticmethod
-    def _tensors(values: Any) -> Iterator[torch.Tensor]:
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                yield value
-            elif isinstance(value, tuple):
-                yield from Hungry._tensors(value)
-
-    def check(self, size: int) -> None:
-        if self.is_here and size > self.limit and self.model.training == self.in_training:
+    def check(self, tensor: torch.Tensor) -> None:
+        if self.is_here and len(tensor) > self.limit and self.model.training == self.in_training:
             self.times += 1
             out_of_memory()
 
@@ -135,17 +112,13 @@ def build() -> Any:
 
     model = build_model()
 
-    class Counted(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner, self.dropout = inner, nn.Dropout(0.25)
-            self.register_buffer("samples", torch.zeros(()))
+    def count(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        module.samples += len(args[0])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.samples += len(x)
-            return self.dropout(self.inner(x))
-
-    model.model.blocks[0] = Counted(model.model.blocks[0])
+    counted = nn.Sequential(model.model.blocks[0], nn.Dropout(0.25))
+    counted.register_buffer("samples", torch.zeros(()))
+    counted.register_forward_pre_hook(count)
+    model.model.blocks[0] = counted
     metric = {"mean": torchmetrics.MeanMetric(), "samples": torchmetrics.SumMetric(), "nested": nested_metric()}
     model.train_metrics, model.val_metrics = metric, {n: m.clone() for n, m in metric.items()}
     model.get_metrics = lambda is_train=False: model.train_metrics if is_train else model.val_metrics
@@ -159,19 +132,36 @@ def build() -> Any:
 
 def run(
     microbatch: int | str,
-    config: dict[str, Any],
+    config: Any,
     hungry: dict[str, Any] | None = None,
     *,
     fp16: bool = False,
+    limits: dict[int, int] | None = None,
+    callbacks: tuple[Any, ...] = (),
     **options: Any,
-) -> tuple[Trained, Any]:
+) -> tuple[Trained, Any, list[int]]:
+    """What a run left, its closed Trainer, and the size of a microbatch at the end of each batch.
+
+    ``limits`` changes the limit of what is hungry from a batch on.
+    """
+    from composer import Callback
     from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+    sizes: list[int] = []
+
+    class Watch(Callback):
+        def batch_start(self, state: Any, logger: Any) -> None:
+            if limits and appetite:
+                appetite.limit = limits.get(int(state.timestamp.batch), appetite.limit)
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            sizes.append(state.device_train_microbatch_size)
 
     unshard = FlatParamHandle.unshard
     with FSDP2(), on_gpu():
         model = build()
         appetite = Hungry(model, **hungry) if hungry else None
-        trainer = make_trainer(config, model=model, microbatch=microbatch, **options)
+        trainer = make_trainer(config, model=model, microbatch=microbatch, callbacks=[Watch(), *callbacks], **options)
         if fp16:
             use_fp16(trainer)
         trainer.fit()
@@ -180,7 +170,7 @@ def run(
         if appetite is not None:
             assert appetite.times == appetite.expected, f"{hungry}: {appetite.times}"
     assert FlatParamHandle.unshard is unshard, "FSDP1 is left patched, for the next Trainer of this process"
-    return trained, trainer
+    return trained, trainer, sizes
 
 
 def use_fp16(trainer: Any) -> None:
@@ -193,57 +183,44 @@ def use_fp16(trainer: Any) -> None:
     trainer.state.scaler = ShardedGradScaler(device="cpu")
 
 
-def left_by(trained: Trained, trainer: Any) -> dict[str, Any]:
+def left_by(trained: Trained, trainer: Any, sizes: list[int]) -> dict[str, Any]:
     state = trainer.state
     return {
-        "losses": trained.losses,
-        "parameters": trained.parameters,
+        "run": trained,
+        "size": sizes[-1],
         "buffers": {name: value.clone() for name, value in state.model.named_buffers() if "metric" not in name},
         "train metrics": {name: metric.compute().item() for name, metric in state.train_metrics.items()},
         "random": torch.rand(3),
     }
 
 
-def check_phases(config: dict[str, Any], phases: tuple[str, ...]) -> None:
-    expected = left_by(*run(2, config, batches=BATCHES))
+# On which ranks: one alone leaves the others waiting.
+PHASES: dict[str, tuple[int, ...]] = {
+    "before forward": (0,), "embedding": (1,), "block": (0, 1), "output": (1,), "loss": (0,), "backward": (1,),
+    "last backward": (0, 1),
+}  # fmt: skip
 
-    def check_phase(phase: str, ranks: tuple[int, ...]) -> None:
-        trained, trainer = run("auto", config, {"phase": phase, "limit": 2, "ranks": ranks}, batches=BATCHES)
-        assert trainer.state.device_train_microbatch_size == 2
-        assert trainer.state.auto_microbatching
-        assert_same(left_by(trained, trainer), expected)
 
-    for_each(
-        check_phase,
-        {f"{phase}, ranks {ranks}": (phase, ranks) for phase in phases for ranks in ((0,), (1,), (0, 1))},
-    )
+def check_phases() -> None:
+    expected = left_by(*run(2, {}, batches=BATCHES))
+
+    def check(phase: str, ranks: tuple[int, ...]) -> None:
+        found = run("auto", {}, {"phase": phase, "limit": 2, "ranks": ranks}, batches=BATCHES)
+        assert found[1].state.auto_microbatching
+        assert_same(left_by(*found), expected)
+
+    for_each(check, {phase: (phase, ranks) for phase, ranks in PHASES.items()})
 
 
 def test_the_run_is_the_one_with_the_smaller_microbatch():
     """To the bit: a user who finds the size in a short run trains the long one with it."""
-    run_ranks(check_phases, 2, {}, Hungry.PHASES, timeout_s=TIME_LIMIT_S)
+    run_ranks(check_phases, 2, timeout_s=TIME_LIMIT_S)
 
 
 def check_two_halvings() -> list[int]:
-    """The size at the end of each batch; one rank runs out in the second batch, and again in the fifth."""
-    from composer import Callback
-
-    sizes: list[int] = []
-
-    class Narrowing(Callback):
-        def batch_start(self, state: Any, logger: Any) -> None:
-            appetite.limit = {2: 2, 5: 1}.get(int(state.timestamp.batch) + 1, appetite.limit)
-
-        def batch_end(self, state: Any, logger: Any) -> None:
-            sizes.append(state.device_train_microbatch_size)
-
-    with FSDP2(), on_gpu():
-        model = build()
-        appetite = Hungry(model, "block", 4, (1,), times=2)
-        trainer = make_trainer({}, model=model, microbatch="auto", callbacks=[Narrowing()], batches=6, dist_timeout=60)
-        trainer.fit()
-        trainer.close()
-        assert appetite.times == appetite.expected
+    """One rank runs out in the second batch, and again in the fifth."""
+    hungry = {"phase": "block", "limit": 4, "ranks": (1,), "times": 2}
+    *_, sizes = run("auto", {}, hungry, limits={1: 2, 4: 1}, batches=6, dist_timeout=60)
     return sizes
 
 
@@ -255,51 +232,24 @@ def test_votes_go_on_for_as_long_after_each_halving():
 def check_configs() -> None:
     from composer.utils import FSDP2Config, ParallelismConfig
 
-    hungry = {"phase": "block", "limit": 1, "ranks": (1,)}
-    configs: dict[str, Any] = {
-        "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
-        "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
-        "last": {"gradient_sync": "last", "reshard_after_backward": False},
-        "recomputed": {"activation_checkpointing": True},
-        "FSDP2Config": ParallelismConfig(fsdp2=FSDP2Config()),
+    hungry = {"phase": "block", "limit": 1, "ranks": (1,), "times": 2}
+    configs: dict[str, tuple[Any, str]] = {
+        "NO_SHARD": ({"sharding_strategy": "NO_SHARD"}, "sgd"),
+        "last": ({"gradient_sync": "last", "reshard_after_backward": False}, "decoupled_adamw"),
+        "recomputed": ({"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True}, "sgd"),
+        "FSDP2Config": (ParallelismConfig(fsdp2=FSDP2Config()), "decoupled_adamw"),
     }
 
-    def check_config(config: Any, optimizer: str) -> None:
+    def check(config: Any, optimizer: str) -> None:
         options = {"optimizer": optimizer, "clip": ("norm", 0.5), "batches": BATCHES}
-        expected = left_by(*run(1, config, **options))
-        trained, trainer = run("auto", config, {**hungry, "times": 2}, **options)
-        assert trainer.state.device_train_microbatch_size == 1
-        assert_same(left_by(trained, trainer), expected)
+        assert_same(left_by(*run("auto", config, hungry, **options)), left_by(*run(1, config, **options)))
 
-    optimizers = ("sgd", "decoupled_adamw")
-    for_each(check_config, {f"{name}, {each}": (configs[name], each) for name in configs for each in optimizers})
+    for_each(check, configs)
 
 
 def test_however_it_is_sharded():
     """Also with FSDP2Config, for which Composer refuses 'auto'; halved twice, to one sample."""
     run_ranks(check_configs, 2, timeout_s=TIME_LIMIT_S)
-
-
-def check_fp16() -> None:
-    # The training metrics come last before the scaler; they are of a model in evaluation mode.
-    cases = [{"phase": "metric", "in_training": False}, {"phase": "last backward"}]
-    expected = left_by(*run(2, {}, fp16=True, batches=BATCHES))
-
-    def check(case: dict[str, Any]) -> None:
-        hungry = {"limit": 2, "ranks": (1,), **case}
-        trained, trainer = run("auto", {}, hungry, fp16=True, dist_timeout=60, batches=BATCHES)
-        assert_same(left_by(trained, trainer), expected)
-
-    for_each(check, {f"{case}": (case,) for case in cases})
-
-
-@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-def test_with_a_scaler():
-    """fp16: ranks that wait in the scaler's all-reduce are not in a vote."""
-    run_ranks(check_fp16, 2, timeout_s=TIME_LIMIT_S)
-
-
-# --- an allocator that hardly finds memory
 
 
 def check_beside_reductions() -> None:
@@ -310,43 +260,53 @@ def check_beside_reductions() -> None:
     counts, unscales = DeviceCPU.tensor_to_device, ShardedGradScaler._unscale_grads_
     times: list[int] = []
 
-    def fail_once(*ranks: int) -> None:
-        if times and dist.get_rank() in ranks:
+    def fail_once() -> None:
+        if times and dist.get_rank() == 1:
             times.pop()
             out_of_memory()
 
     def count(self: Any, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0 and sys._getframe(1).f_code.co_name == "_train_microbatches":
-            fail_once(1)
+            fail_once()
         return counts(self, tensor)
 
     def unscale(self: Any, *args: Any, **kwargs: Any) -> Any:
-        fail_once(1)
+        fail_once()
         return unscales(self, *args, **kwargs)
 
-    def check(owner: Any, name: str, replacement: Any, fp16: bool) -> None:
-        expected = left_by(*run(2, {}, fp16=fp16, batches=BATCHES))
-        times[:] = [1]
-        with mock.patch.object(owner, name, replacement):
-            found = left_by(*run("auto", {}, fp16=fp16, batches=BATCHES, dist_timeout=60))
-        assert dist.get_rank() == 0 or not times
-        assert_same(found, expected)
+    expected = {fp16: left_by(*run(2, {}, fp16=fp16, batches=BATCHES)) for fp16 in (False, True)}
 
+    def check(patch: tuple[Any, str, Any] | None, hungry: dict[str, Any] | None, fp16: bool) -> None:
+        times[:] = [1]
+        with mock.patch.object(*patch) if patch else contextlib.nullcontext():
+            found = left_by(*run("auto", {}, hungry, fp16=fp16, batches=BATCHES, dist_timeout=60))
+        assert patch is None or dist.get_rank() == 0 or not times
+        assert_same(found, expected[fp16])
+
+    of_one = {"limit": 2, "ranks": (1,)}
     for_each(
         check,
         {
-            "the number of samples": (DeviceCPU, "tensor_to_device", count, False),
-            "overflows": (ShardedGradScaler, "_unscale_grads_", unscale, True),
+            "the number of samples": ((DeviceCPU, "tensor_to_device", count), None, False),
+            "overflows": ((ShardedGradScaler, "_unscale_grads_", unscale), None, True),
+            "fp16, the last backward": (None, of_one | {"phase": "last backward"}, True),
+            # The training metrics come last before the scaler; they are of a model in evaluation mode.
+            "fp16, metrics": (None, of_one | {"phase": "metric", "in_training": False}, True),
         },
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 def test_out_of_memory_before_the_trainers_own_reductions():
-    """One rank out of memory between the last vote and the Trainer's all-reduce left the others in it."""
-    run_ranks(check_beside_reductions, 2)
+    """One rank out of memory between the last vote and an all-reduce of the Trainer's or of fp16's scaler left the
+    others in it."""
+    run_ranks(check_beside_reductions, 2, timeout_s=TIME_LIMIT_S)
 
 
-def check_thrashing(fp16: bool) -> list[tuple[int, bool, float]]:
+# --- an allocator that hardly finds memory
+
+
+def check_thrashing() -> list[tuple[int, bool, float]]:
     """At the end of each batch: the size, whether loss and outputs are there, and the norm of the gradients."""
     from composer import Callback
     from composer.trainer import trainer as composer_trainer
@@ -367,15 +327,14 @@ def check_thrashing(fp16: bool) -> list[tuple[int, bool, float]]:
         mock.patch.object(auto_microbatch, "_has_allocator", return_value=True),
         mock.patch.object(composer_trainer, "_update_num_consecutive_thrashes", side_effect=counts),
     ):
-        run("auto", {}, None, fp16=fp16, callbacks=[Look()])
+        run("auto", {}, None, fp16=True, callbacks=(Look(),))
     return seen
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-@pytest.mark.parametrize("fp16", [False, True], ids=["fp32", "fp16"])
-def test_an_allocator_that_tries_again_and_again(fp16: bool):
+def test_an_allocator_that_tries_again_and_again():
     """The next batch is halved; this one, for which the optimizer has stepped, stays as its callbacks expect it."""
-    for seen in run_ranks(check_thrashing, 2, fp16, timeout_s=TIME_LIMIT_S):
+    for seen in run_ranks(check_thrashing, 2, timeout_s=TIME_LIMIT_S):
         assert [size for size, _, _ in seen] == [4, 2, 2, 2]  # callbacks of the second batch see the next one's
         assert all(is_there and norm > 0 for _, is_there, norm in seen), seen
 
@@ -411,11 +370,7 @@ def evaluated(microbatch: int | str, hungry: dict[str, Any] | None) -> dict[str,
         trainer.close()
     if appetite is not None:
         assert appetite.times == appetite.expected, f"{hungry}: {appetite.times}"
-    return {"metrics": metrics, "buffers": buffers, "size": evaluator.device_eval_microbatch_size} | vars_of(trained)
-
-
-def vars_of(trained: Trained) -> dict[str, Any]:
-    return {"losses": trained.losses, "parameters": trained.parameters}
+    return {"metrics": metrics, "buffers": buffers, "size": evaluator.device_eval_microbatch_size, "run": trained}
 
 
 def loader(num_samples: int = 16) -> Any:
@@ -433,8 +388,7 @@ def check_evaluations() -> None:
     def check(phase: str, ranks: tuple[int, ...]) -> None:
         assert_same(evaluated("auto", {"phase": phase, "limit": 2, "ranks": ranks, "in_training": False}), expected)
 
-    cases = itertools.product(("embedding", "block", "metric"), ((0,), (1,), (0, 1)))
-    for_each(check, {f"{phase}, ranks {ranks}": (phase, ranks) for phase, ranks in cases})
+    for_each(check, {"embedding": ("embedding", (0,)), "block": ("block", (1,)), "metric": ("metric", (0, 1))})
     hungry = {"phase": "metric", "limit": 0, "in_training": False}
     ended = evaluated(2, {**hungry, "ranks": (0, 1), "times": 1})  # a size that is given: an error like any other
     found = evaluated("auto", {**hungry, "ranks": (1,), "times": 3})
@@ -471,17 +425,18 @@ class HungryStep(torch.optim.SGD):
 
 
 def check_errors() -> tuple[str, str]:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
     too_small = error_of("auto", hungry={"phase": "block", "limit": 0, "ranks": (1,)})
+    assert _fsdp_collectives.dist is dist, "a script that goes on by itself would wait in votes"
     with FSDP2(), on_gpu():
         model = build()
         optimizer = HungryStep(model.parameters(), lr=0.1)
-        trainer = make_trainer({}, model=model, microbatch="auto", optimizer=optimizer, dist_timeout=10)
-        try:
+        trainer = make_trainer({}, model=model, microbatch="auto", optimizer=optimizer, dist_timeout=5)
+        with pytest.raises(RuntimeError) as in_step:
             trainer.fit()
-        except RuntimeError as error:
-            in_step = str(error)
         trainer.close()
-    return too_small, in_step
+    return too_small, str(in_step.value)
 
 
 def test_errors_come_on_every_rank():
@@ -521,7 +476,7 @@ def check_votes_end() -> list[tuple[int, bool, int]]:
         mock.patch.object(out_of_memory, "own_buffers", wraps=out_of_memory.own_buffers) as buffers,
         mock.patch.object(auto_microbatch, "_values", wraps=auto_microbatch._values) as metrics,
     ):
-        run("auto", {}, None, batches=8, callbacks=[Counting()], eval_interval="5ba")
+        run("auto", {}, None, batches=6, callbacks=(Counting(),), eval_interval="5ba")
     return votes
 
 
@@ -530,34 +485,31 @@ def test_votes_end():
     evaluation begins it anew."""
     for votes in run_ranks(check_votes_end, 2, timeout_s=TIME_LIMIT_S):
         counts, is_torchs, copies = zip(*votes, strict=True)
-        assert all(counts[number] > 10 for number in (0, 1, 2, 5, 6, 7)), counts
+        assert all(counts[number] > 10 for number in (0, 1, 2, 5)), counts
         assert counts[3:5] == (0, 0), counts
-        assert is_torchs == (False, False, True, True, True, False, False, True)
-        assert [bool(number) for number in copies] == [True, True, True, False, False, True, True, True], copies
+        assert is_torchs[:5] == (False, False, True, True, True) and not is_torchs[5]
+        assert [bool(number) for number in copies] == [True, True, True, False, False, True], copies
 
 
 def check_out_of_memory_after_votes() -> tuple[str, str]:
     from composer import Callback, Evaluator
 
-    class Later(Callback):
-        def batch_start(self, state: Any, logger: Any) -> None:
-            appetite.limit = 2 if int(state.timestamp.batch) == 3 else 4
+    hungry = {"phase": "block", "limit": 4, "ranks": (0, 1)}
+    in_training = error_of("auto", hungry=hungry, limits={3: 2}, batches=6)
 
+    class Later(Callback):
         def eval_batch_start(self, state: Any, logger: Any) -> None:
             appetite.limit = 2 if int(state.eval_timestamp.batch) == 3 else 4
 
     with FSDP2(), on_gpu():
         model = build()
-        appetite = Hungry(model, "block", 4, (0, 1))
-        trainer = make_trainer({}, model=model, microbatch="auto", callbacks=[Later()], batches=6)
-        with pytest.raises(RuntimeError) as in_training:
-            trainer.fit()
-        appetite.in_training = False
+        appetite = Hungry(model, **hungry, in_training=False)
+        trainer = make_trainer({}, model=model, callbacks=[Later()])
         evaluator = Evaluator(label="eval", dataloader=loader(32), device_eval_microbatch_size="auto", metric_names=[])
         with pytest.raises(RuntimeError) as in_evaluation:
             trainer.eval(evaluator)
         trainer.close()
-    return str(in_training.value), str(in_evaluation.value)
+    return in_training, str(in_evaluation.value)
 
 
 def test_out_of_memory_after_the_votes():
@@ -565,24 +517,6 @@ def test_out_of_memory_after_the_votes():
     for in_training, in_evaluation in run_ranks(check_out_of_memory_after_votes, 2, timeout_s=TIME_LIMIT_S):
         assert "Set device_train_microbatch_size below 4" in in_training, in_training
         assert "Set device_eval_microbatch_size below 4" in in_evaluation, in_evaluation
-
-
-def check_error_between_batches() -> bool:
-    from composer import Callback
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
-    class Failing(Callback):
-        def batch_end(self, state: Any, logger: Any) -> None:
-            raise ValueError("of a callback")
-
-    error = error_of("auto", callbacks=[Failing()])
-    assert "of a callback" in error, error
-    return _fsdp_collectives.dist is dist
-
-
-def test_votes_end_with_an_error():
-    """A script that catches it and goes on by itself would wait in votes that the others do not cast."""
-    assert run_ranks(check_error_between_batches, 2, timeout_s=TIME_LIMIT_S) == [True, True]
 
 
 ERRORS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from support.comparing import full_parameters
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.synchronisations import Synchronisations
-from support.trainers import on_gpu
+from support.trainers import objects_of_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -162,6 +163,16 @@ def share(trainer: Any, how: BroadcastBatch | None, check: bool | None = None) -
     start_data_blocks(trainer.state.model, config)
 
 
+@contextlib.contextmanager
+def trained(how: BroadcastBatch | None, **options: Any) -> Iterator[Any]:
+    """What ``make`` makes, after fit; closed afterwards."""
+    with FSDP2():
+        trainer = make(how, **options)
+        trainer.fit()
+    yield trainer
+    trainer.close()
+
+
 def recorded(trainer: Any) -> Any:
     return next(callback for callback in trainer.state.callbacks if type(callback).__name__ == "Record")
 
@@ -201,6 +212,14 @@ def one_process(batches: list[list[list[int]]]) -> list[float]:
     return losses
 
 
+def samples_in(trainer: Any) -> list[int]:
+    return [number for each in recorded(trainer).microbatches for number in each]
+
+
+def assert_same_losses(trainer: Any, expected: list[float]) -> None:
+    assert recorded(trainer).losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
 # --- what is trained on, and counted
 
 
@@ -216,25 +235,18 @@ def check_trained() -> None:
     block = dist.get_rank() // 2
 
     def check(how: BroadcastBatch, replicated: bool, microbatch: int | None, tensor: bool) -> None:
-        batches = trained_by_blocks(how, replicated=replicated)[:3]
-        with FSDP2():
-            trainer = make(how, replicated=replicated, duration="3ba", microbatch=microbatch, tensor=tensor)
-            trainer.fit()
-        seen, losses = recorded(trainer).microbatches, recorded(trainer).losses
-        flat = [number for each in seen for number in each]
-        assert flat == [number for each in batches for number in each[block]], f"{seen}, not {batches}"
-        rows = len(batches[0][block])
-        assert len(seen) == 3 * (1 if microbatch == 4 or rows == 2 else 2), f"microbatches: {seen}"
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(one_process(batches)), rtol=1e-5, atol=1e-6)
-        time = trainer.state.timestamp
+        batches = trained_by_blocks(how, replicated=replicated)[:2]
+        options: dict[str, Any] = {"duration": "2ba", "microbatch": microbatch, "tensor": tensor}
+        with trained(how, replicated=replicated, **options) as trainer:
+            seen, rows, time = recorded(trainer).microbatches, len(batches[0][block]), trainer.state.timestamp
+        assert samples_in(trainer) == [number for each in batches for number in each[block]], f"{seen}, not {batches}"
+        assert len(seen) == 2 * (1 if microbatch == 4 or rows == 2 else 2), f"microbatches: {seen}"
+        assert_same_losses(trainer, one_process(batches))
         counted = [int(each.value) for each in (time.batch, time.sample, time.token)]
-        assert counted == [3, 3 * 4 * ROWS, 3 * 4 * ROWS * TOKENS], f"batches, samples, tokens: {counted}"
-        trainer.close()
+        assert counted == [2, 2 * 4 * ROWS, 2 * 4 * ROWS * TOKENS], f"batches, samples, tokens: {counted}"
 
     cases: dict[str, tuple[BroadcastBatch, bool, int | None, bool]] = {
-        f"{name}, {'split layers' * tensor}": (*way, ROWS, tensor)
-        for name, way in WAYS.items()
-        for tensor in (True, False)
+        name: (*way, ROWS, tensor) for (name, way), tensor in zip(WAYS.items(), (True, False) * 2, strict=True)
     }
     cases |= {
         "gather in one microbatch": (GATHER, False, 4, True),
@@ -252,26 +264,21 @@ def test_ranks_that_share_a_batch_train_as_one_process_on_its_samples():
 def check_durations() -> None:
     def check(how: BroadcastBatch, replicated: bool, duration: str, batches: int, epochs: int, samples: int) -> None:
         options = {"train_subset_num_batches": 2} if duration == "subset" else {}
-        with FSDP2():
-            trainer = make(how, replicated=replicated, duration="2ep" if options else duration, **options)
-            trainer.fit()
-        time = trainer.state.timestamp
+        with trained(how, replicated=replicated, duration="2ep" if options else duration, **options) as trainer:
+            time = trainer.state.timestamp
         found = (int(time.batch), int(time.epoch), int(time.sample))
         assert found == (batches, epochs, samples), f"batches, epochs, samples: {found}"
         if how is GATHER and duration == "2ep":
-            flat = [number for each in recorded(trainer).microbatches for number in each]
-            both: list[Any] = [None] * 4
-            dist.all_gather_object(both, flat)
-            assert Counter(both[0] + both[2]) == dict.fromkeys(range(NUM_SAMPLES), 2), "each sample once an epoch"
-        trainer.close()
+            of_ranks = objects_of_ranks(samples_in(trainer))
+            assert Counter(of_ranks[0] + of_ranks[2]) == dict.fromkeys(range(NUM_SAMPLES), 2), (
+                "each sample once an epoch"
+            )
 
     cases = {
         "an epoch of the same data": (OFF, True, "1ep", 6, 1, 48),
-        "an epoch of first": (FIRST, False, "1ep", 3, 1, 24),
         "two epochs of gather": (GATHER, False, "2ep", 6, 2, 48),
-        "samples": (GATHER, False, "16sp", 2, 0, 16),
+        "samples of first": (FIRST, False, "16sp", 2, 0, 16),
         "tokens": (GATHER, False, "64tok", 2, 0, 16),
-        "samples of the same data": (OFF, True, "16sp", 2, 0, 16),
         "a subset": (GATHER, False, "subset", 4, 2, 32),
     }
     for_each(check, cases)
@@ -319,10 +326,8 @@ def check_refusals() -> None:
         refused(make(OFF, loader=odd), remedies)  # ranks 0 and 1 have the same
         later = ChangesLater(dataset, 2, 0, shuffle=False)
         refused(make(OFF, loader=DataLoader(dataset, ROWS, sampler=later), duration="2ep"), "its epoch", batches=6)
-        for tensor in (True, False):
-            trainer = make(OFF, check=False, duration="1ba", tensor=tensor)
-            trainer.fit()
-            trainer.close()
+    with trained(OFF, check=False, duration="1ba", tensor=True):
+        pass
 
 
 def test_different_data_in_a_group_is_an_error_before_anything_is_trained():
@@ -345,14 +350,12 @@ def random_algorithm(event: str) -> Any:
 
 def check_random() -> None:
     words = "algorithm or microbatch_transforms that draws random numbers.*Composer seeds each rank"
-    for how in (OFF, FIRST, GATHER):
-        for event in ("after_dataloader", "before_forward"):
-            with FSDP2():
-                options = {"algorithms": [random_algorithm(event)], "replicated": how is OFF}
-                trainer = make(how, duration="2ba", **options)
-                refused(trainer, words)
-                seen = recorded(trainer).microbatches
-                assert bool(seen) == (event == "before_forward"), f"a forward of other shapes would hang: {seen}"
+    for how, event in ((OFF, "before_forward"), (FIRST, "after_dataloader"), (GATHER, "before_forward")):
+        with FSDP2():
+            trainer = make(how, duration="2ba", algorithms=[random_algorithm(event)], replicated=how is OFF)
+            refused(trainer, words)
+        seen = recorded(trainer).microbatches
+        assert bool(seen) == (event == "before_forward"), f"a forward of other shapes would hang: {seen}"
 
 
 def test_an_algorithm_that_draws_other_numbers_on_each_rank_is_an_error():
@@ -361,13 +364,10 @@ def test_an_algorithm_that_draws_other_numbers_on_each_rank_is_an_error():
 
 
 def check_random_beside_split_layers() -> None:
-    for how in (OFF, GATHER):
-        for event in ("after_dataloader", "before_forward"):
-            with FSDP2():
-                options = {"algorithms": [random_algorithm(event)], "replicated": how is OFF}
-                trainer = make(how, duration="2ba", tensor=True, **options)
-                trainer.fit()
-                trainer.close()
+    for how, event in ((OFF, "after_dataloader"), (GATHER, "before_forward")):
+        options = {"algorithms": [random_algorithm(event)], "replicated": how is OFF}
+        with trained(how, duration="2ba", tensor=True, **options):
+            pass
 
 
 def test_an_algorithm_draws_the_same_numbers_on_the_ranks_that_split_a_layer():
@@ -378,29 +378,21 @@ def test_an_algorithm_draws_the_same_numbers_on_the_ranks_that_split_a_layer():
 def check_resumes(folder: str) -> None:
     block = dist.get_rank() // 2
 
-    def check(how: BroadcastBatch, replicated: bool, name: str) -> None:
-        with FSDP2():
-            trainer = make(
-                how, replicated=replicated, duration="2ba", save_folder=f"{folder}/{name}", save_interval="2ba"
-            )
-            trainer.fit()
-            trainer.close()
-            resumed = make(how, replicated=replicated, duration="3ba", load_path=f"{folder}/{name}/ep0-ba2-rank0.pt")
-            resumed.fit()
-        batches = trained_by_blocks(how, replicated=replicated)[:3]
-        flat = [number for each in recorded(resumed).microbatches for number in each]
-        assert flat == batches[2][block], f"{flat}, not {batches[2][block]}"
-        loss = recorded(resumed).losses
-        torch.testing.assert_close(torch.tensor(loss), torch.tensor(one_process(batches)[2:]), rtol=1e-5, atol=1e-6)
-        resumed.close()
+    def check(how: BroadcastBatch, replicated: bool) -> None:
+        saved, options = f"{folder}/{how.name}", {"replicated": replicated}
+        batches = trained_by_blocks(how, replicated=replicated)[:2]
+        with trained(how, duration="1ba", save_folder=saved, save_interval="1ba", **options):
+            pass
+        with trained(how, duration="2ba", load_path=f"{saved}/ep0-ba1-rank0.pt", **options) as resumed:
+            assert samples_in(resumed) == batches[1][block]
+            assert_same_losses(resumed, one_process(batches)[1:])
 
-    ways = {name: way for name, way in WAYS.items() if name != "gather of the same"}
-    for_each(check, {name: (*way, name.split()[-1]) for name, way in ways.items()})
+    for_each(check, {how.name: (how, how is OFF) for how in BroadcastBatch})
     with FSDP2():
-        resumed = make(OFF, duration="3ba", load_path=f"{folder}/data/ep0-ba2-rank0.pt")
+        resumed = make(OFF, duration="2ba", load_path=f"{folder}/{OFF.name}/ep0-ba1-rank0.pt")
         with pytest.raises(ConfigError, match=r"the first batch of fit"):
             resumed.fit()
-        assert int(resumed.state.timestamp.batch) == 2
+        assert int(resumed.state.timestamp.batch) == 1
         resumed.close()
 
 
@@ -427,72 +419,17 @@ class Stream(IterableDataset[Any]):
 
 def check_ends() -> None:
     for how, rows in ((FIRST, 2), (GATHER, 3)):
-        with FSDP2():
-            loader = DataLoader(Stream(ends_after=3), batch_size=ROWS, drop_last=False)
-            trainer = make(how, loader=loader, train_subset_num_batches=5, microbatch=4)
-            trainer.fit()
+        loader = DataLoader(Stream(ends_after=3), batch_size=ROWS, drop_last=False)
+        with trained(how, loader=loader, train_subset_num_batches=5, microbatch=4) as trainer:
             seen, time = recorded(trainer).microbatches, trainer.state.timestamp
-            assert (int(time.epoch), int(time.batch)) == (1, 2), time
-            assert seen[0] == ([0, 1] if how is FIRST else [0, 1, 1000, 1001]), seen
-            assert len(seen[1]) == rows, f"the last rank's second batch has one row: {seen}"
-            trainer.close()
+        assert (int(time.epoch), int(time.batch)) == (1, 2), time
+        assert seen[0] == ([0, 1] if how is FIRST else [0, 1, 1000, 1001]), seen
+        assert len(seen[1]) == rows, f"the last rank's second batch has one row: {seen}"
 
 
 def test_loaders_that_end_at_different_batches_end_the_epoch_on_all_ranks():
     """No rank waits for the batch of another whose data has ended, and a smaller last batch is no error."""
     run_ranks(check_ends, 2)
-
-
-def check_unjoinable() -> None:
-    def collate(samples: list[Any]) -> Any:
-        batch = torch.utils.data.default_collate(samples)
-        return batch | {"input_ids": batch["input_ids"][:, : 3 if dist.get_rank() == 3 else 4]}
-
-    loader = DataLoader(Samples(), ROWS, sampler=sampler(Samples(), replicated=False), collate_fn=collate)
-    with FSDP2():
-        trainer = make(GATHER, loader=loader)
-        with pytest.raises(ConfigError, match=r"batch has rows of 4 and 3 tokens and no attention_mask"):
-            trainer.fit()
-        trainer.close()
-
-
-def test_batches_that_one_group_cannot_join_are_an_error_on_all_ranks():
-    """The ranks of other groups would wait in their first forward."""
-    run_ranks(check_unjoinable, 4)
-
-
-def hungry_model(rank: int) -> Any:
-    """It is out of memory on one rank for more than one row."""
-    model = build_model()
-    forward = model.net.forward
-
-    def hungry(tokens: torch.Tensor) -> torch.Tensor:
-        if dist.get_rank() == rank and len(tokens) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        result: torch.Tensor = forward(tokens)
-        return result
-
-    model.net.forward = hungry
-    return model
-
-
-def check_auto() -> None:
-    for how, replicated in ((OFF, True), (GATHER, False)):
-        with FSDP2(), on_gpu():
-            trainer = make(how, replicated=replicated, microbatch="auto", duration="3ba", model=hungry_model(1))
-            trainer.fit()
-        assert trainer.state.device_train_microbatch_size == 1
-        of_ranks = [samples_of(rank, 2) for rank in range(2)]
-        both = [[a + b] for a, b in zip(*of_ranks, strict=True)]
-        batches = ([[each] for each in samples_of(0, 1)] if replicated else both)[:3]
-        losses = torch.tensor(recorded(trainer).losses)
-        torch.testing.assert_close(losses, torch.tensor(one_process(batches)), rtol=1e-5, atol=1e-6)
-        trainer.close()
-
-
-def test_a_first_batch_that_is_repeated_in_smaller_microbatches_is_compared_once():
-    """With device_train_microbatch_size: auto a rank out of memory leaves no other waiting in a comparison."""
-    run_ranks(check_auto, 2)
 
 
 # --- evaluations and predictions
@@ -519,13 +456,9 @@ def check_evaluations() -> None:
         expected = dict.fromkeys([number for number in read if number % 4 in (0, 2)] if how is FIRST else read, 2)
         assert seen == expected, f"{num_samples} samples in batches of {rows}: {dict(seen)}, not {expected}"
 
-    cases = {
-        f"{name}, {num_samples} in batches of {rows}": (*way, num_samples, rows)
-        for name, way in WAYS.items()
-        for num_samples in (5, 6, 7, 8)
-        for rows in (1, 2)
-    }
-    for_each(check, cases)
+    sizes = ((5, 1), (6, 2), (7, 2), (8, 1), (5, 2), (7, 1))  # samples, and rows of a batch
+    cases = {f"{how.name}, {size}": (how, how is OFF, *size) for how in BroadcastBatch for size in sizes}
+    for_each(check, cases | {"GATHER of the same": (GATHER, True, 7, 2)})
     trainer.close()
 
 
@@ -536,21 +469,12 @@ def test_an_evaluation_sees_every_sample_as_often_as_ranks_compute_it():
 
 
 def check_eval_refusals() -> None:
-    dataset = Samples()
+    loader = DataLoader(Samples(), ROWS, sampler=sampler(Samples(), replicated=False))
     with FSDP2():
-        trainer = make(
-            OFF,
-            replicated=True,
-            duration="1ba",
-            eval_interval="1ba",
-            eval_dataloader=DataLoader(dataset, ROWS, sampler=sampler(dataset, replicated=False)),
-        )
-        with pytest.raises(ConfigError, match="the first batch of an evaluation"):
-            trainer.fit()
-        trainer.close()
-        trainer = make(OFF, replicated=True, duration="1ba")
-        with pytest.raises(ConfigError, match="the first batch of predict"):
-            trainer.predict(DataLoader(dataset, ROWS, sampler=sampler(dataset, replicated=False)))
+        trainer = make(OFF, replicated=True)
+        for act, what in ((trainer.eval, "an evaluation"), (trainer.predict, "predict")):
+            with pytest.raises(ConfigError, match=f"the first batch of {what}"):
+                act(loader)
         trainer.close()
 
 
@@ -559,59 +483,33 @@ def test_different_data_in_an_evaluation_or_prediction_is_an_error():
     run_ranks(check_eval_refusals, 2)
 
 
-def check_predictions() -> None:
-    dataset, rank = Samples(8), dist.get_rank()
-    for how in (FIRST, GATHER):
-        with FSDP2():
-            trainer = make(how)
-            loader = DataLoader(dataset, ROWS, sampler=DistributedSampler(dataset, 2, rank, shuffle=False))
-            outputs = trainer.predict(loader)
-            assert [len(each) for each in outputs] == [2 if how is FIRST else 4] * 2
-            net = build_net()
-            expected = net(dataset.tokens[[0, 2] if how is FIRST else [0, 2, 1, 3]])
-            torch.testing.assert_close(outputs[0], expected)
-            trainer.close()
-
-
-def test_predictions_are_those_of_the_groups_rows():
-    """Every rank of a group returns the outputs of all rows that the group computes."""
-    run_ranks(check_predictions, 2)
-
-
 # --- beside the rest of a Trainer
 
 
 def check_waits() -> None:
-    with FSDP2():
-        trainer = make(OFF, replicated=True, duration="2ba")
-        trainer.fit()
-        with Synchronisations() as found:
-            trainer.fit(duration="1ba")
-        trainer.close()
-    waits = found.of_packages("composer_fsdp2", "composer_fsdp2.compat")
-    assert len(waits) > 0, "the first batch of a fit is compared"
-    with FSDP2():
-        trainer = make(OFF, replicated=True, duration="2ba", callbacks=[second_batch(found)])
-        trainer.fit()
-        trainer.close()
-    waits = found.of_packages("composer_fsdp2", "composer_fsdp2.compat")
-    assert not waits, waits
-
-
-def second_batch(found: Synchronisations) -> Any:
-    """Collect from the second batch on."""
     from composer import Callback
 
-    class Second(Callback):
+    found = Synchronisations()
+
+    class SecondBatch(Callback):
+        """Collects from the second batch on."""
+
         def batch_end(self, state: Any, logger: Any) -> None:
             if int(state.timestamp.batch) == 1:
-                found.found.clear()
                 found.__enter__()
 
         def fit_end(self, state: Any, logger: Any) -> None:
-            found.__exit__(None, None, None)
+            if int(state.timestamp.batch) == 2:
+                found.__exit__(None, None, None)
 
-    return Second()
+    with FSDP2():
+        trainer = make(OFF, replicated=True, duration="2ba", callbacks=[SecondBatch()])
+        trainer.fit()
+        assert not (waits := found.of_packages("composer_fsdp2", "composer_fsdp2.compat")), waits
+        with Synchronisations() as of_first:
+            trainer.fit(duration="1ba")
+        assert of_first.of_packages("composer_fsdp2", "composer_fsdp2.compat"), "the first batch of a fit is compared"
+        trainer.close()
 
 
 def test_nothing_of_a_check_waits_after_the_first_batch():

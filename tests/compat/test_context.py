@@ -1,11 +1,9 @@
-"""Runs whose ranks divide each sequence, through Composer's Trainer, beside one process: the same curve."""
+"""Runs whose ranks divide each sequence, or hold different experts, through Composer's Trainer, beside one process."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
+from support.comparing import assert_same, full_parameters
 from support.context_runs import (
     KINDS,
     LENGTH,
@@ -65,16 +64,9 @@ def check_run(kind: str, theirs: Trained, folder: str) -> None:
 def assert_alike(ours: Trained, theirs: Trained) -> None:
     assert largest_difference(ours.losses, theirs.losses) <= 1e-12, (ours.losses, theirs.losses)
     assert_same_parameters(ours, theirs)
-    differ = {
-        name: (ours.metrics[name], each)
-        for name, each in theirs.metrics.items()
-        if not _is_close(ours.metrics[name], each)
-    }
-    assert ours.metrics.keys() == theirs.metrics.keys() and not differ, differ
-
-
-def _is_close(a: float, b: float) -> bool:
-    return a == pytest.approx(b, rel=1e-6, nan_ok=True)
+    # Each count reads the device, and a microbatch had one more.
+    assert ours.num_counts == theirs.num_counts
+    assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-6, nan_ok=True)
 
 
 def assert_same_parameters(ours: Trained, theirs: Trained) -> None:
@@ -148,9 +140,9 @@ def check_padding(attention: str, padding: str) -> None:
 
 
 def check_paddings() -> None:
-    paddings = [f"{place}{counted}" for place in ("right", "left", "between") for counted in ("", ", counted")]
-    cases = {f"{attention}, {padding}": (attention, padding) for attention in ("sdpa", "eager") for padding in paddings}
-    for_each(check_padding, cases)
+    paddings = ("right", "right, counted", "left", "left, counted", "between", "between, counted")
+    cases = {padding: ("sdpa", padding) for padding in paddings}
+    for_each(check_padding, cases | {"eager": ("eager", "left"), "eager, counted": ("eager", "right, counted")})
 
 
 def test_padding_needs_no_mask():
@@ -179,25 +171,6 @@ def test_padding_is_read_in_host_memory():
         moved["labels"].fill_(1)
         with pytest.raises((NotImplementedError, RuntimeError), match="meta"):  # no longer what was copied
             Padding.of(moved["attention_mask"], moved["labels"])
-
-
-# --- tokens
-
-
-def check_counts(degree: int) -> int:
-    """How often tokens are counted in a batch."""
-    from support import context_runs
-
-    count = mock.Mock(side_effect=context_runs._num_tokens)
-    with mock.patch.object(context_runs, "_num_tokens", count), FSDP2() if degree else contextlib.nullcontext():
-        train(Run(kind="qwen2", degree=degree, batches=1, by_tokens=True))
-    return count.call_count
-
-
-def test_tokens_are_counted_no_more_often():
-    """Each count reads the device, and a microbatch had one more."""
-    [alone] = run_ranks(check_counts, 1, 0)
-    assert run_ranks(check_counts, 2, 2) == [alone, alone]
 
 
 # --- what is refused
@@ -239,7 +212,7 @@ def own_forward(self: Any, input_ids: Any = None, labels: Any = None, **options:
 FACTORS = {"short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
 
 
-def refused_models() -> Iterator[tuple[Any, str]]:
+def refused_models() -> list[tuple[Any, str]]:
     import transformers
 
     def attention(model: Any) -> Any:
@@ -248,41 +221,50 @@ def refused_models() -> Iterator[tuple[Any, str]]:
     def mpt_attention(model: Any) -> Any:
         return model.transformer.blocks[0].attn
 
+    def config(model: Any) -> Any:
+        return model.config
+
+    def mpt(name: str, value: Any, where: Callable[[Any], Any] = config) -> Any:
+        return changed(build("mpt").model, name, value, where)
+
     sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
-    yield llama(attention_dropout=0.25), "model.model.layers.0.self_attn: attention dropout of 0.25"
-    qwen = transformers.Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True)
-    yield transformers.Qwen2ForCausalLM(qwen), "a sliding window or chunks of 4096 places"
-    mistral = transformers.MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    yield transformers.MistralForCausalLM(mistral), "set it to null in the model's configuration"
-    yield changed(llama(), "_attn_implementation", "flex_attention", lambda model: model.config), "'flex_attention'"
-    yield transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=4)), "in this release"
-    yield llama("LlamaModel"), "LlamaModel has no loss over shifted labels"
-    yield llama("LlamaForSequenceClassification"), "has no loss over shifted labels"
-    yield changed(llama(), "is_causal", False, attention), "it is not causal"
-    yield changed(llama(), "sinks", nn.Parameter(torch.zeros(4)), attention), "likely one for each head"
-    yield changed(llama(), "mixer", nn.Conv1d(4, 4, 2), attention), "self_attn.mixer is a convolution over places"
-    for kind in ({"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", "factor": 2.0} | FACTORS):
-        yield llama(rope_scaling=kind), "which depend on the length of what it sees, a part of a sequence"
-    yield changed(llama(), "loss_function", nn.functional.cross_entropy), "was given a loss_function of its own"
-    own = llama()
+    heads = {**sizes, "num_attention_heads": 4, "num_key_value_heads": 2}
+    own, hybrid = llama(), llama()
     own.__class__ = type("OwnLoss", (type(own),), {"forward": own_forward})
-    yield own, "OwnLoss.forward is written in "
-    hybrid = llama()
     hybrid.model.layers.append(nn.Linear(16, 16))
-    yield hybrid, "model.layers.1 has no attention, and may mix places in another way"
-    mpt = functools.partial(lambda: build("mpt").model)
-    yield changed(mpt(), "attn_dropout_p", 0.5, mpt_attention), "attention dropout of 0.5"
-    yield changed(mpt(), "sliding_window_size", 8, mpt_attention), "its sliding_window_size was not tested"
-    yield changed(mpt(), "reuse_kv_layer_idx", 0, mpt_attention), "its reuse_kv_layer_idx was not tested"
-    yield changed(mpt(), "attn_impl", "other", mpt_attention), "set it to torch or flash"
-    yield changed(mpt(), "use_cache", True, lambda model: model.config), "use_cache keeps keys and values"
-    for changes, text in (
-        ({"rope": True, "rope_impl": "dail"}, "attn_config.rope_impl: hf"),
-        ({"prefix_lm": True}, "prefix_lm was not tested"),
-    ):
-        yield changed(mpt(), "attn_config", changes, lambda model: model.config), text
-    yield changed(mpt(), "ffn_config", {"ffn_type": "mb_moe"}, lambda model: model.config), "balances experts"
-    yield changed(mpt(), "use_pad_tok_in_ffn", False, lambda model: model.config), "use_pad_tok_in_ffn: false"
+    of_length = "which depend on the length of what it sees, a part of a sequence"
+    return [
+        (llama(attention_dropout=0.25), "model.model.layers.0.self_attn: attention dropout of 0.25"),
+        (
+            transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**heads, use_sliding_window=True)),
+            "a sliding window or chunks of 4096 places",
+        ),
+        (
+            transformers.MistralForCausalLM(transformers.MistralConfig(**heads)),
+            "set it to null in the model's configuration",
+        ),
+        (changed(llama(), "_attn_implementation", "flex_attention", config), "'flex_attention'"),
+        (transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=4)), "in this release"),
+        (llama("LlamaModel"), "LlamaModel has no loss over shifted labels"),
+        (llama("LlamaForSequenceClassification"), "has no loss over shifted labels"),
+        (changed(llama(), "is_causal", False, attention), "it is not causal"),
+        (changed(llama(), "sinks", nn.Parameter(torch.zeros(4)), attention), "likely one for each head"),
+        (changed(llama(), "mixer", nn.Conv1d(4, 4, 2), attention), "self_attn.mixer is a convolution over places"),
+        (llama(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), of_length),
+        (llama(rope_scaling={"rope_type": "longrope", "factor": 2.0} | FACTORS), of_length),
+        (changed(llama(), "loss_function", nn.functional.cross_entropy), "was given a loss_function of its own"),
+        (own, "OwnLoss.forward is written in "),
+        (hybrid, "model.layers.1 has no attention, and may mix places in another way"),
+        (mpt("attn_dropout_p", 0.5, mpt_attention), "attention dropout of 0.5"),
+        (mpt("sliding_window_size", 8, mpt_attention), "its sliding_window_size was not tested"),
+        (mpt("reuse_kv_layer_idx", 0, mpt_attention), "its reuse_kv_layer_idx was not tested"),
+        (mpt("attn_impl", "other", mpt_attention), "set it to torch or flash"),
+        (mpt("use_cache", True), "use_cache keeps keys and values"),
+        (mpt("attn_config", {"rope": True, "rope_impl": "dail"}), "attn_config.rope_impl: hf"),
+        (mpt("attn_config", {"prefix_lm": True}), "prefix_lm was not tested"),
+        (mpt("ffn_config", {"ffn_type": "mb_moe"}), "balances experts"),
+        (mpt("use_pad_tok_in_ffn", False), "use_pad_tok_in_ffn: false"),
+    ]
 
 
 def check_refused_models() -> None:
@@ -344,3 +326,69 @@ def check_refused_tasks() -> None:
 def test_tasks_in_context_are_refused_before_training():
     """Their places in a row are not those of a part: the first evaluation would fail, or score other tokens."""
     run_ranks(check_refused_tasks, 2)
+
+
+# --- ranks that hold different experts of LLM Foundry's torch_dmoe
+
+
+def split(degree: int, **config: Any) -> dict[str, Any]:
+    return {"expert_parallel_degree": degree, **config}
+
+
+def runs_of_experts(folder: str) -> dict[str, Trained]:
+    def run(kind: str, config: dict[str, Any], options: dict[str, Any]) -> Trained:
+        with FSDP2():
+            return train(Run(kind=kind, config=config, **{"degree": 1} | options))
+
+    glu, mlp = f"{folder}/glu", f"{folder}/mlp"
+    sharded = {"state_dict_type": "sharded"}
+    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "sequences divided too": ("mpt-glu", split(2), {"degree": 2}),
+        "sharded, saved": ("mpt-glu", split(2, **sharded), {"save_folder": glu}),
+        "sharded, resumed at 4": ("mpt-glu", split(4, **sharded), {"load_path": f"{glu}/ep0-ba2"}),
+        "full, saved": ("mpt-mlp", split(2, activation_checkpointing=False), {"save_folder": mlp}),
+    }
+    return for_each(run, cases)
+
+
+def alone(load_path: str | None) -> dict[str, Trained]:
+    """One process; under the shim for what it mends in checkpoints."""
+    with FSDP2():
+        kinds = ("mpt-mlp",) if load_path else ("mpt-glu", "mpt-mlp")
+        return {kind: train(Run(kind=kind, degree=0, load_path=load_path)) for kind in kinds}
+
+
+def test_a_trainer_splits_experts_and_trains_as_one_process(tmp_path: Path):
+    """The curve, metrics and weights; and from a checkpoint of degree 2, at 4 and on one process."""
+    [expected] = run_ranks(alone, 1, None)
+    runs = run_ranks(runs_of_experts, 4, str(tmp_path))[0]
+    runs["full, resumed alone"] = run_ranks(alone, 1, f"{tmp_path}/mlp/ep0-ba2-rank0.pt")[0]["mpt-mlp"]
+    for name, found in runs.items():
+        theirs = expected["mpt-mlp" if "full" in name else "mpt-glu"]
+        assert largest_difference(found.losses, theirs.losses[-len(found.losses) :]) <= 1e-12, name
+        if "resumed" not in name:  # after its evaluation
+            assert found.metrics == pytest.approx(theirs.metrics, rel=1e-6, nan_ok=True), name  # fp32 accumulators
+        for each, value in theirs.parameters.items():
+            difference = float((found.parameters[each] - value).abs().max())
+            assert difference <= 1e-10, f"{name}, {each}: {difference}"
+
+
+def check_own_values() -> None:
+    """From the meta device; and with replicas, which LLM Foundry refuses too."""
+    torch.set_default_dtype(torch.float64)
+    values = []
+    for config in ({}, split(2)):
+        with torch.device("meta"):
+            model = build("mpt-glu")
+        torch.manual_seed(7)
+        prepare_fully_shard(model, None, FULL | config, device="cpu")
+        values.append(full_parameters(model))
+    assert_same(values[1], values[0])
+    replicas = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
+    with FSDP2(), pytest.raises(UnsupportedError, match=r"HSDP [+] MoE is not supported"):
+        train(Run(kind="mpt-glu", degree=1, config=split(2, sharding_strategy="HYBRID_SHARD", **replicas)))
+
+
+def test_split_experts_get_the_values_of_foundrys_initialization():
+    """The same weights as without the key, drawn by MPT's own param_init_fn."""
+    run_ranks(check_own_values, 4)

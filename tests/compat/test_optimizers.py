@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from support.cases import for_each
 from support.comparing import assert_same
-from support.models import Chain, layer
+from support.models import Chain, Thin, layer
 from support.oracle import FSDP2
 from support.ranks import run_ranks
 from support.training import FULL
@@ -18,20 +21,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from composer_fsdp2 import prepare_fully_shard
+
 pytestmark = pytest.mark.foundry
 
-STEPS = 3
-
-
-class Thin(nn.Module):
-    """A row, which all ranks but one hold nothing of, and a scalar, which stays unsharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.row, self.gain = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.randn(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.row * self.gain
+STEPS = 2
 
 
 class DispatchedOfDTensors(TorchDispatchMode):
@@ -51,8 +45,6 @@ class DispatchedOfDTensors(TorchDispatchMode):
 
 
 def sharded() -> nn.Module:
-    from composer_fsdp2 import prepare_fully_shard
-
     torch.manual_seed(0)
     model = Chain(a=layer(), b=Thin(), c=layer())
     prepare_fully_shard(model, None, FULL, "fp32", "cpu")
@@ -98,70 +90,54 @@ def left_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [(value.to_local(), value.placements) if isinstance(value, DTensor) else value for value in values]
 
 
-def train(make: Callable[..., torch.optim.Optimizer], *, on_own_parts: bool) -> tuple[list[Any], int]:
-    """What is left after a few steps, and how often a DTensor was dispatched in the last of them."""
+def train(make: Callable[..., torch.optim.Optimizer], moment: str | None = None) -> tuple[list[Any], list[int]]:
+    """What is left after a few steps, and how often a DTensor was dispatched in each of them.
+
+    Without a trainer: under the shim if the moment is given at which the script builds its optimizer.
+    """
     from composer_fsdp2.compat.optimizers import update_own_parts
 
-    model = sharded()
-    optimizer = make(model.parameters())
-    if on_own_parts:
-        update_own_parts(optimizer)
-        update_own_parts(optimizer)  # of a run that goes on with fit
-    for step in range(STEPS):
-        give_gradients(model, step)
-        with DispatchedOfDTensors() as mode:
-            optimizer.step()
-    return left_by(model, optimizer), mode.count
+    torch.manual_seed(0)
+    model = Chain(a=layer(), b=Thin(), c=layer())
+    optimizer = make(model.parameters()) if moment == "before install" else None
+    num_dispatched = []
+    with FSDP2() if moment else contextlib.nullcontext():
+        if moment == "before sharding":
+            optimizer = make(model.parameters())
+        prepare_fully_shard(model, optimizer, FULL, "fp32", "cpu")
+        optimizer = optimizer or make(model.parameters())
+        for step in range(STEPS):
+            give_gradients(model, step)
+            with DispatchedOfDTensors() as mode:
+                optimizer.step()
+            num_dispatched.append(mode.count)
+            if moment:
+                update_own_parts(optimizer)  # as a Trainer that goes on with it
+    return left_by(model, optimizer), num_dispatched
 
 
-def check_updates() -> None:
-    def check(make: Callable[..., torch.optim.Optimizer]) -> None:
-        expected, num_dispatched = train(make, on_own_parts=False)
-        assert num_dispatched > 0
-        found, num_dispatched = train(make, on_own_parts=True)
-        assert num_dispatched == 0
+def check_updates(kinds: dict[str, Callable[..., torch.optim.Optimizer]]) -> None:
+    def check(make: Callable[..., torch.optim.Optimizer], moment: str) -> None:
+        expected, num_dispatched = train(make)
+        assert all(num_dispatched)
+        found, num_dispatched = train(make, moment)
+        # The first step may make the state of DTensors.
+        assert num_dispatched[1:] == [0] * (STEPS - 1), num_dispatched
         assert_same(found, expected, in_bits=True)
 
-    for_each(check, {name: (make,) for name, make in optimizers().items()})
+    moments = itertools.cycle(("before install", "before sharding", "after sharding"))
+    cases = zip(kinds.items(), moments, strict=False)
+    for_each(check, {f"{name}, {moment}": (make, moment) for (name, make), moment in cases})
 
 
-def test_the_same_bits_without_dispatch():
-    """80 layers took 128 ms of Python in each step, before anything was launched on a GPU."""
-    run_ranks(check_updates, 2)
-
-
-def check_without_trainer() -> None:
-    """A loop of the script's own under install(), around an optimizer built at each possible moment."""
-    from composer_fsdp2 import prepare_fully_shard
-
-    def check(make: Callable[..., torch.optim.Optimizer], moment: str) -> None:
-        torch.manual_seed(0)
-        model = Chain(a=layer(), b=Thin(), c=layer())
-        optimizer = make(model.parameters()) if moment == "before install" else None
-        with FSDP2():
-            if moment == "before sharding":
-                optimizer = make(model.parameters())
-            prepare_fully_shard(model, optimizer, FULL, "fp32", "cpu")
-            if optimizer is None:
-                optimizer = make(model.parameters())
-            num_dispatched = []
-            for step in range(STEPS):
-                give_gradients(model, step)
-                with DispatchedOfDTensors() as mode:
-                    optimizer.step()
-                num_dispatched.append(mode.count)
-        # The first step makes the state of DTensors.
-        assert num_dispatched[1:] == [0] * (STEPS - 1), num_dispatched
-        expected, _ = train(make, on_own_parts=False)
-        assert_same(left_by(model, optimizer), expected, in_bits=True)
-
-    moments = ("before install", "before sharding", "after sharding")
-    for_each(check, {f"{name}, {each}": (make, each) for name, make in optimizers().items() for each in moments})
+def check_loop() -> None:
+    check_updates(optimizers())
 
 
 def test_a_loop_without_a_trainer():
-    """A script that shards and steps by itself took 6 to 9 times as long for a step as on plain tensors."""
-    run_ranks(check_without_trainer, 2)
+    """The same bits, and no dispatch: a script took 6 to 9 times as long for a step as on plain tensors, for 80 layers
+    128 ms of Python before anything was launched on a GPU."""
+    run_ranks(check_loop, 2)
 
 
 def check_gradients_that_lie_otherwise() -> None:
@@ -190,63 +166,16 @@ def test_gradients_that_lie_otherwise():
     run_ranks(check_gradients_that_lie_otherwise, 2)
 
 
-def check_own_update() -> None:
-    from composer.optim import DecoupledAdamW
-
-    from composer_fsdp2.compat.optimizers import update_own_parts
-
-    given: list[Any] = []
-
-    class Own(DecoupledAdamW):
-        @staticmethod
-        def adamw(params: list[Any], *args: Any, **kwargs: Any) -> None:
-            given.extend(params)
-
-    model = sharded()
-    for optimizer in (Own(model.parameters()), torch.optim.AdamW(model.parameters())):
-        update_own_parts(optimizer)
-        give_gradients(model, 1)
-        optimizer.step()
-        assert "adamw" not in vars(optimizer)
-    assert [id(parameter) for parameter in given] == [id(parameter) for parameter in model.parameters()]
-
-
-def test_an_update_of_ones_own_is_given_dtensors():
-    """It may not be elementwise."""
-    run_ranks(check_own_update, 2)
-
-
-def check_trainer() -> None:
-    from support.trainers import build_model, make_trainer
-
-    with FSDP2():
-        model = build_model()
-        trainer = make_trainer({}, model=model, optimizer="decoupled_adamw", batches=2)
-        trainer.fit()
-        (optimizer,) = trainer.state.optimizers
-        assert "adamw" in vars(optimizer)
-        give_gradients(model, 0)  # fit leaves none
-        with DispatchedOfDTensors() as mode:
-            optimizer.step()
-        assert mode.count == 0
-        trainer.close()
-
-
-def test_the_trainers_optimizer():
-    """Nothing in the script says so."""
-    run_ranks(check_trainer, 2)
-
-
 def check_lion_in_chunks() -> None:
     from composer_fsdp2.compat import optimizers as compat_optimizers
 
     make = optimizers()["lion"]
-    expected, _ = train(make, on_own_parts=False)
+    expected, _ = train(make)
     with (
         mock.patch.object(compat_optimizers._Waiting, "MAX_BYTES", 1),
         mock.patch.object(compat_optimizers, "lion_", wraps=compat_optimizers.lion_) as update,
     ):
-        found, _ = train(make, on_own_parts=True)
+        found, _ = train(make, "after sharding")
     assert_same(found, expected, in_bits=True)
     assert update.call_count > STEPS
     for call in update.call_args_list:
@@ -289,8 +218,6 @@ def check_subclasses() -> None:
     from composer.optim import DecoupledAdamW
     from llmfoundry.optim import DecoupledLionW
 
-    from composer_fsdp2.compat.optimizers import update_own_parts
-
     class OwnStep(DecoupledLionW):  # type: ignore[misc]
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
@@ -302,27 +229,28 @@ def check_subclasses() -> None:
                         p, grad=p.grad, exp_avg=state["exp_avg"], lr=0.1, initial_lr=0.1, wd=0, beta1=0.9, beta2=0.99
                     )
 
+    class OwnUpdate(DecoupledAdamW):  # type: ignore[misc]
+        """Which is not elementwise, and so needs DTensors."""
+
+        @staticmethod
+        def adamw(params: list[Any], grads: list[Any], *args: Any, **kwargs: Any) -> None:
+            for parameter, gradient in zip(params, grads, strict=True):
+                parameter.sub_(gradient / gradient.norm())
+
     class Counting(DecoupledAdamW):  # type: ignore[misc]
         def step(self, closure: Any = None) -> Any:
             self.state["steps"] = self.state.get("steps", 0) + 1
             return super().step(closure)
 
     def check(kind: Any) -> None:
-        def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-            return kind(parameters, lr=0.1)
-
-        optimizer = make(sharded().parameters())
-        update_own_parts(optimizer)
-        assert not {"adamw", "lionw"} & vars(optimizer).keys()
-        found, _ = train(make, on_own_parts=True)
-        expected, num_dispatched = train(make, on_own_parts=False)
-        assert num_dispatched > 0
+        found, _ = train(partial(kind, lr=0.1), "after sharding")
+        expected, _ = train(partial(kind, lr=0.1))
         assert_same(found, expected, in_bits=True)
 
-    for_each(check, {kind.__name__: (kind,) for kind in (OwnStep, Counting)})
+    for_each(check, {kind.__name__: (kind,) for kind in (OwnStep, OwnUpdate, Counting)})
 
 
-def test_subclasses_with_a_step_of_their_own_stay_as_they_are():
+def test_subclasses_with_a_step_or_an_update_of_their_own_stay_as_they_are():
     """Their calls have other forms, and their state other values, than those of the class that we know."""
     run_ranks(check_subclasses, 2)
 
@@ -337,15 +265,9 @@ def check_plain_subclasses() -> None:
     class PlainLionW(DecoupledLionW):  # type: ignore[misc]
         pass
 
-    def check(kind: Any, known: Any) -> None:
+    for known in (DecoupledAdamW, DecoupledLionW):
         assert not hasattr(known.step, "hooked"), "there was an optimizer of this class before"
-        found, num_dispatched = train(lambda parameters: kind(parameters, lr=0.1), on_own_parts=True)
-        assert num_dispatched == 0
-        expected, num_dispatched = train(lambda parameters: known(parameters, lr=0.1), on_own_parts=False)
-        assert num_dispatched > 0
-        assert_same(found, expected, in_bits=True)
-
-    for_each(check, {"AdamW": (PlainAdamW, DecoupledAdamW), "LionW": (PlainLionW, DecoupledLionW)})
+    check_updates({kind.__name__: partial(kind, lr=0.1) for kind in (PlainAdamW, PlainLionW)})
 
 
 def test_plain_subclasses_are_updated_like_their_class():

@@ -14,14 +14,14 @@ from unittest import mock
 import pytest
 import torch
 from support.cases import for_each
-from support.comparing import differences, full_parameters, own_name
+from support.comparing import assert_same, differences, full_parameters, own_name
 from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
 from support.ranks import run_ranks
 from support.trainer_parts import FOLDER, ROWS, Beside, Kind, Ours, Row
 from support.trainers import build_model, build_optimizer, close, objects_of_ranks
 from torch import nn
 
-from composer_fsdp2.errors import ComposerFSDP2Error, UnsupportedError
+from composer_fsdp2.errors import UnsupportedError
 
 pytestmark = pytest.mark.foundry
 
@@ -272,7 +272,7 @@ def run(under: Under, rows: Sequence[Row], folder: str, **keys: Any) -> Left:
             train_dataloader=loader(),
             eval_dataloader=evaluator if "eval_interval" in options else None,
             eval_interval=options.get("eval_interval", 1),
-            max_duration=options.get("duration", "3ba"),
+            max_duration=options.get("duration", "2ba"),
             device="cpu",
             precision=options.get("precision", "fp32"),
             device_train_microbatch_size=options.get("microbatch", 2),
@@ -364,14 +364,19 @@ def error_of(under: Under, rows: Sequence[Row], folder: str) -> Exception:
     return raised.value
 
 
+def check_fsdp1(rows: Sequence[Row], folder: str) -> None:
+    """What FSDP1 makes of a row that has another reference, or none."""
+    [row] = rows
+    if row.fsdp1 == "trains":
+        run(FSDP1, rows, folder, **SHARDED)
+    else:
+        text = str(error_of(FSDP1, rows, folder))
+        assert row.fsdp1 in text, f"FSDP1 raises {text}"
+
+
 def check_rows(rows: Sequence[Row], folder: str) -> None:
     row = rows[0]
     place = f"{folder}/{row.title}".replace(" ", "-")
-    if row.fsdp1 not in ("trains", "hangs"):
-        text = str(error_of(FSDP1, rows, f"{place}-0"))
-        assert row.fsdp1 in text, f"FSDP1 raises {text}"
-    elif row.ours is Ours.REFUSED and row.fsdp1 == "trains":
-        run(FSDP1, rows, f"{place}-0", **SHARDED)
     if row.ours is Ours.REFUSED:
         error = error_of(FSDP2, rows, f"{place}-1")
         assert isinstance(error, UnsupportedError), repr(error)
@@ -387,10 +392,9 @@ def check_rows(rows: Sequence[Row], folder: str) -> None:
 
 
 def together(row: Row) -> Any:
-    """Callbacks that leave training alone share a run, and so does what changes only data."""
-    is_shared = row.trainer.get("shared") or (
-        row.kind is Kind.CALLBACK and row.ours is Ours.EQUAL and row.fsdp1 == "trains"
-    )
+    """Callbacks that leave training alone share a run, and so does what the table says."""
+    is_callback = row.kind is Kind.CALLBACK and row.ours is Ours.EQUAL and row.fsdp1 == "trains"
+    is_shared = is_callback or row.trainer.keys() & {"shared", "together"}
     return (row.kind, row.model, repr(row.trainer)) if is_shared else row.title
 
 
@@ -402,7 +406,16 @@ def check_table(folder: str, is_slow: bool) -> None:
     for row in ROWS:
         if row.is_run and row.is_slow == is_slow:
             groups.setdefault(together(row), []).append(row)
-    for_each(check_rows, {", ".join(row.title for row in rows): (rows, folder) for rows in groups.values()})
+        if is_slow and row.is_run and row.fsdp1 != "hangs" and (row.fsdp1 != "trains" or row.ours is Ours.REFUSED):
+            groups["FSDP1", row.title] = [row]
+    cases = {
+        f"{'FSDP1: ' * (key[0] == 'FSDP1')}{', '.join(row.title for row in rows)}": (
+            check_fsdp1 if key[0] == "FSDP1" else check_rows,
+            rows,
+        )
+        for key, rows in groups.items()
+    }
+    for_each(lambda check, rows: check(rows, folder), cases)
 
 
 @pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
@@ -425,16 +438,11 @@ def row_of(name: str, **values: Any) -> Row:
 
 
 def check_replicas(folder: str) -> None:
-    row = row_of("SqueezeExcite")
-    alike = {}
-    for under in (FSDP1, FSDP2):
-        left = run(under, [row], folder, **SHARDED, sharding_strategy="NO_SHARD")
-        weights = {name: value for name, value in left.parameters.items() if ".se." in name}
-        assert weights
-        of_ranks = objects_of_ranks(weights)
-        alike[under] = all(not list(differences(each, of_ranks[0], in_bits=True)) for each in of_ranks)
-    assert alike[FSDP2], "replicas train different models"
-    assert not alike[FSDP1], "FSDP1's replicas are alike now: the seed of surgery is no longer needed"
+    left = run(FSDP2, [row_of("SqueezeExcite")], folder, **SHARDED, sharding_strategy="NO_SHARD")
+    weights = {name: value for name, value in left.parameters.items() if ".se." in name}
+    assert weights
+    for each in objects_of_ranks(weights):
+        assert_same(each, weights, "replicas train different models", in_bits=True)
 
 
 def test_replicas_get_the_same_new_weights(tmp_path: Path):
@@ -462,8 +470,7 @@ def check_own_surgery(folder: str) -> str:
     with mock.patch.dict(globals(), make=lambda *_: surgeon("INIT")):
         theirs, ours = (run(under, [row], folder, **SHARDED) for under in (FSDP1, FSDP2))
     assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
-    for name, value in theirs.parameters.items():
-        torch.testing.assert_close(ours.parameters[name], value, msg=name)
+    torch.testing.assert_close(ours.parameters, theirs.parameters)
     with mock.patch.dict(globals(), make=lambda *_: surgeon("FIT_START")):
         return str(error_of(FSDP2, [row], folder))
 
@@ -475,7 +482,7 @@ def test_own_surgery(tmp_path: Path):
         assert "Event.INIT" in message
 
 
-SAVED_AT = 2
+SAVED_AT = 1
 
 
 def saving(row: Row, folder: str) -> Row:
@@ -510,18 +517,14 @@ def test_surgery_that_a_checkpoint_asks_for(tmp_path: Path):
 
 def check_loading(folder: str) -> None:
     warnings.simplefilter("ignore")
-    plain = row_of("LabelSmoothing")
+    whole = run(FSDP1, [saving(row_of("LabelSmoothing"), folder)], folder, **SHARDED)
 
     def check(event: str) -> None:
-        left = {}
-        for under in (FSDP1, FSDP2):
-            place = f"{folder}/{event}-{under.__name__}"
-            whole = run(under, [saving(plain, place)], folder, **SHARDED)
-            loads = row_of("LoadCheckpoint", model="images", arguments={"load_path": f"{place}/ep0-ba{SAVED_AT}"})
-            loads = replace(loads, arguments={**loads.arguments, "event": event})
-            left[under] = run(under, [loads], folder, **SHARDED)
-            assert len(left[under].losses) == len(whole.losses) - SAVED_AT, "nothing was loaded"
-        assert measured(left[FSDP2], left[FSDP1]) is Ours.EQUAL
+        arguments = {"load_path": f"{folder}/ep0-ba{SAVED_AT}", "event": event}
+        rows = [row_of("LoadCheckpoint", model="images", arguments=arguments)]
+        theirs, ours = (run(under, rows, folder, **SHARDED) for under in (FSDP1, FSDP2))
+        assert len(ours.losses) == len(whole.losses) - SAVED_AT, "nothing was loaded"
+        assert measured(ours, theirs) is Ours.EQUAL
 
     for_each(check, {event: (event,) for event in ("BEFORE_LOAD", "AFTER_LOAD")})
 
@@ -529,23 +532,3 @@ def check_loading(folder: str) -> None:
 def test_a_checkpoint_is_loaded_at_an_event(tmp_path: Path):
     """Of the callback LoadCheckpoint: the run goes on from there, as under FSDP1."""
     run_ranks(check_loading, 2, str(tmp_path))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# StochasticDepth
-
-
-def check_skipped_blocks(folder: str) -> str:
-    row = row_of(
-        "StochasticDepth", model="bottlenecks", arguments={"target_layer_name": "ResNetBottleneck", "drop_rate": 0.9}
-    )
-    with pytest.raises(ComposerFSDP2Error) as raised:
-        run(FSDP2, [row], folder, **SHARDED, collective_guard=5)
-    return str(raised.value)
-
-
-def test_blocks_that_ranks_skip(tmp_path: Path):
-    """Ranks that drop different blocks, which FSDP1 made units, waited for each other until the time limit."""
-    for message in run_ranks(check_skipped_blocks, 2, str(tmp_path), fresh=True):
-        assert "ranks stand before different collectives" in message
-        assert "module.blocks" in message

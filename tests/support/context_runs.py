@@ -1,4 +1,4 @@
-"""Runs under context parallelism, and of one process, through Composer's Trainer in float64: ``train(run)``.
+"""Runs that divide sequences or experts, and of one process, through Composer's Trainer in float64: ``train(run)``.
 
 Imports Composer, Foundry and transformers only when called, so that collecting the tests stays cheap.
 """
@@ -6,7 +6,7 @@ Imports Composer, Foundry and transformers only when called, so that collecting 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -28,6 +28,7 @@ class Run:
         degree: Of context parallelism; 0 is one process without it.
         batches: After how many it ends.
         by_tokens: Whether microbatches weigh by their tokens, not by their rows.
+        config: More of the section.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Run:
     by_tokens: bool = False
     save_folder: str | None = None
     load_path: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,7 @@ class Trained:
     losses: list[float]
     metrics: dict[str, float]
     parameters: dict[str, torch.Tensor]
+    num_counts: int  # how often tokens were counted
 
 
 def train(run: Run) -> Trained:
@@ -63,12 +66,14 @@ def train(run: Run) -> Trained:
         "activation_checkpointing": True,
         "activation_checkpointing_reentrant": False,
         **(POLICY if run.kind == "qwen2" else {}),  # the others have hooks
+        **run.config,
     }
-    rows = _rows(ROWS)
+    count = mock.Mock(side_effect=_num_tokens)
+    rows = _rows(ROWS, is_even=run.kind in EXPERTS)
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
-        train_dataloader=DataSpec(_loader(rows, BATCH, blocks, run.degree), get_num_tokens_in_batch=_num_tokens),
+        train_dataloader=DataSpec(_loader(rows, BATCH, blocks, run.degree), get_num_tokens_in_batch=count),
         eval_dataloader=Evaluator(
             label="eval", dataloader=_loader(rows[:16], BATCH, blocks, run.degree), metric_names=METRICS
         ),
@@ -95,13 +100,15 @@ def train(run: Run) -> Trained:
         for label, found in {"train": trainer.state.train_metrics, **trainer.state.eval_metrics}.items()
         for name, metric in found.items()
     }
-    trained = Trained(losses=record.losses, metrics=metrics, parameters=full_parameters(trainer.state.model))
+    parameters = full_parameters(trainer.state.model)
+    trained = Trained(losses=record.losses, metrics=metrics, parameters=parameters, num_counts=count.call_count)
     trainer.close()
     return trained
 
 
 POLICY = {"wrap_policy": {"transformer_layer_cls_to_wrap": "auto"}, "activation_checkpointing_policy": "auto"}
 METRICS = ["LanguageCrossEntropy", "LanguagePerplexity", "TokenAccuracy"]
+EXPERTS = ("mpt-glu", "mpt-mlp")  # two layers of four experts, two for each token: LLM Foundry's torch_dmoe
 KINDS = ("llama", "qwen2", "mpt", "mpt-alibi", "mpt-rope", "mpt-gqa")
 
 
@@ -156,10 +163,16 @@ def _mpt(kind: str) -> Any:
         "mpt-rope": {"rope": True, "rope_impl": "hf"},
         "mpt-gqa": {"attn_type": "grouped_query_attention", "kv_n_heads": 2},
     }
+    experts: dict[str, Any] = {
+        "ffn_type": "torch_dmoe", "ffn_hidden_size": 12, "mlp_type": kind.removeprefix("mpt-"), "moe_num_experts": 4,
+        "moe_top_k": 2, "moe_normalize_expert_weights": 1, "moe_jitter_eps": None, "uniform_expert_assignment": False,
+        "ffn_act_fn": {"name": "gelu"},
+    }  # fmt: skip
     model = ComposerMPTCausalLM(
         d_model=16, n_heads=HEADS, n_layers=2, expansion_ratio=2, max_seq_len=16, vocab_size=VOCABULARY,
-        learned_pos_emb=kind in ("mpt", "mpt-gqa"), norm_type="layernorm", loss_fn="torch_crossentropy",
-        init_device="cpu", attn_config={"attn_impl": "torch", **attentions[kind]},
+        learned_pos_emb=kind in ("mpt", "mpt-gqa", *EXPERTS), norm_type="layernorm", loss_fn="torch_crossentropy",
+        init_device="cpu", attn_config={"attn_impl": "torch", **attentions.get(kind, {})},
+        **({"ffn_config": experts} if kind in EXPERTS else {}),
     )  # fmt: skip
     return model.double()
 
@@ -201,8 +214,14 @@ def loss_in_float64(
     return losses / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-def _rows(number: int) -> list[dict[str, torch.Tensor]]:
-    """Of different lengths, padded on the right, with two sequences in each; some tokens are not to be learned."""
+def _rows(number: int, *, is_even: bool) -> list[dict[str, torch.Tensor]]:
+    """Of different lengths, padded on the right, with two sequences in each; some tokens are not to be learned.
+
+    Even ones are full, and all learned: the mean over rows is that over tokens.
+    """
+    if is_even:
+        tokens = torch.randint(VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(3))
+        return [{"input_ids": row, "labels": row} for row in tokens]
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(4, LENGTH + 1, (number,), generator=generator)
     rows = []

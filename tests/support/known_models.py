@@ -66,3 +66,49 @@ def mixture(architecture: str, num_experts: int, *, device: str = "meta") -> nn.
     of_experts = {} if architecture == "Mixtral" else {"moe_intermediate_size": 8}
     words = f"{architecture}Config {architecture}ForCausalLM"
     return build(words, **TEXT, **sizes, **of_experts, device=device)
+
+
+# The classes, the block, where adapters go, and sizes.
+_TRAINED: dict[str, tuple[str, str, list[str], dict[str, Any]]] = {
+    "gpt2": ("GPT2Config GPT2LMHeadModel", "GPT2Block", ["c_attn"], {
+        "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 32, "initializer_range": 0.5, "bos_token_id": 1,
+        "eos_token_id": 2, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}),
+    "llama": ("LlamaConfig LlamaForCausalLM", "LlamaDecoderLayer", ["q_proj", "v_proj"], {
+        "hidden_size": 16, "intermediate_size": 26, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 32, "initializer_range": 0.5}),
+    "t5": ("T5Config T5ForConditionalGeneration", "T5Block", ["q", "v"], {
+        "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+        "initializer_factor": 3.0, "decoder_start_token_id": 0}),
+}  # fmt: skip
+BLOCKS = {kind: block for kind, (_, block, *_) in _TRAINED.items()}
+
+
+def hugging_face(
+    kind: str, *, adapters: bool = False, hooks: bool = True, dtype: torch.dtype = torch.float64, **config: Any
+) -> Any:
+    """A ComposerModel with values from seed 0: so wide that the tokens that it generates are not all the same.
+
+    Args:
+        kind: gpt2, llama or t5, whose generation runs the encoder by itself.
+        adapters: Peft's, which alone are trained then.
+        hooks: Those that LLM Foundry puts on a Hugging Face model.
+    """
+    from composer.models import HuggingFaceModel
+
+    words, block, targets, sizes = _TRAINED[kind]
+    torch.manual_seed(0)
+    inner = build(words, **sizes, vocab_size=TEXT["vocab_size"], **config, device="cpu").model.to(dtype)
+    peft_config = None
+    if adapters:
+        from peft import LoraConfig
+
+        task = "SEQ_2_SEQ_LM" if kind == "t5" else "CAUSAL_LM"
+        # A second matrix of zeros would make the adapter no different from none.
+        peft_config = LoraConfig(
+            r=3, task_type=task, target_modules=targets, fan_in_fan_out=kind == "gpt2", init_lora_weights=False
+        )
+    model: Any = HuggingFaceModel(inner, tokenizer=None, use_logits=True, peft_config=peft_config)
+    if hooks:
+        model.model.fsdp_wrap_fn = lambda module: type(module).__name__ == block
+        model.model.activation_checkpointing_fn = model.model.fsdp_wrap_fn
+    return model

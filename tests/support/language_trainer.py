@@ -88,7 +88,7 @@ def train(
     tied: bool = False,
     make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     clip: tuple[str, float] | None = ("norm", 0.5),
-    num_batches: int = 4,
+    num_batches: int = 2,
     num_microbatches: int | str = 1,
     dtype: torch.dtype = torch.float64,
     algorithms: tuple[Any, ...] = (),
@@ -96,7 +96,7 @@ def train(
     keep_optimizer: bool = False,
     **options: Any,
 ) -> Run:
-    """Train on the same eight sequences a batch whatever the ranks, with an eval every third and a falling learning
+    """Train on the same eight sequences a batch whatever the ranks, with an eval at the end and a falling learning
     rate.
 
     The ranks of a group along the tensor axis read the same. Called on all ranks.
@@ -118,7 +118,7 @@ def train(
         schedulers=CosineAnnealingScheduler(t_max="8ba"),
         train_dataloader=loader(NUM_SAMPLES, place),
         eval_dataloader=loader(16, place),
-        eval_interval="3ba",
+        eval_interval="2ba",
         max_duration=f"{num_batches}ba",
         device="cpu",
         device_train_microbatch_size=size,

@@ -86,9 +86,13 @@ FOLDER = "{folder}"
 _SLOW = (
     "Alibi (BERT)", "CutMix", "MixUp", "SqueezeExcite2d", "SqueezeExciteConv2d", "StochasticDepth (sample)",
     "EvalGauntlet", "EvalOutputLogging", "FDiffMetrics", "LossPerpVsContextLengthLogger",
+    "DecoupledAdaLRLion", "DecoupledClipLion",  # tests/compat/test_monitors.py has runs with them
 )  # fmt: skip
 _EPOCHS = {"duration": "3ep", "batch": 16, "microbatch": 16}
 _SHARED = {"shared": True}  # with others that change the data alone
+_TOGETHER = {"together": True}  # with others of which each leaves the rest to do its part
+_LARGE = {**_TOGETHER, "batch": 8, "microbatch": 4}  # of which GhostBatchNorm makes two
+_DRAWS = {**_TOGETHER, "draws": True}
 _PICTURES = {**_SHARED, "data": "pictures"}
 _EVALUATES = {"eval_interval": "1ba"}
 _STOPS = {"eval_interval": "2ba", "duration": "6ba"}  # and does, after the first evaluation
@@ -121,27 +125,28 @@ ALGORITHMS = (
                arguments={"max_sequence_length": 16, "train_sequence_length_scaling": 0.5}),
     _algorithm("AugMix", "images", trainer=_PICTURES),
     _algorithm("AugmentAndMixTransform", "images", trainer={**_PICTURES, "transform": True}),
-    _algorithm("BlurPool", "images", arguments={"min_channels": 4}),
-    _algorithm("ChannelsLast", "images", ours=Ours.CLOSE,
+    _algorithm("BlurPool", "images", trainer=_LARGE, arguments={"min_channels": 4}),
+    _algorithm("ChannelsLast", "images", trainer=_TOGETHER, ours=Ours.CLOSE,
                why="the cause was not looked for"),
     _algorithm("ColOut", "images", trainer=_SHARED, arguments={"p_row": 0.2, "p_col": 0.2}),
     _algorithm("ColOutTransform", "images", trainer={**_PICTURES, "transform": True}),
     _algorithm("CutMix", "images"),
     _algorithm("CutOut", "images", trainer=_SHARED),
-    _algorithm("EMA", "images", arguments={"half_life": "2ba"}, why="each rank averages its own shards"),
-    _algorithm("Factorize", "images", why=_DRAWN_ALIKE, trainer={"draws": True},
+    _algorithm("EMA", "images", trainer=_LARGE, arguments={"half_life": "2ba"},
+               why="each rank averages its own shards"),
+    _algorithm("Factorize", "images", why=_DRAWN_ALIKE, trainer=_DRAWS,
                arguments={"min_channels": 4, "latent_channels": 4, "min_features": 4, "latent_features": 4}),
-    _algorithm("GatedLinearUnits", "bert", why=_DRAWN_ALIKE, trainer={"draws": True}),
-    _algorithm("GhostBatchNorm", "images", arguments={"ghost_batch_size": 2}, trainer={"microbatch": 4}),
-    _algorithm("GradientClipping", "images", use="norm", ours=Ours.CLOSE,
+    _algorithm("GatedLinearUnits", "bert", why=_DRAWN_ALIKE, trainer=_DRAWS),
+    _algorithm("GhostBatchNorm", "images", arguments={"ghost_batch_size": 2}, trainer=_LARGE),
+    _algorithm("GradientClipping", "images", use="norm", ours=Ours.CLOSE, trainer=_TOGETHER,
                arguments={"clipping_type": "norm", "clipping_threshold": 0.1}),
-    _algorithm("GradientClipping", "images", use="value",
+    _algorithm("GradientClipping", "images", use="value", trainer=_LARGE,
                arguments={"clipping_type": "value", "clipping_threshold": 0.01},
                why="by the largest absolute value, as under FSDP1"),
     _algorithm("GradientClipping", "images", use="adaptive", beside=Beside.DDP, ours=Ours.CLOSE,
                arguments={"clipping_type": "adaptive", "clipping_threshold": 0.01},
                fsdp1="clipping type must be 'norm' or 'value'"),
-    _algorithm("GyroDropout", "images", arguments={"p": 0.5, "sigma": 4, "tau": 2}),
+    _algorithm("GyroDropout", "images", trainer=_LARGE, arguments={"p": 0.5, "sigma": 4, "tau": 2}),
     _algorithm("LabelSmoothing", "images", trainer=_SHARED),
     _algorithm("LayerFreezing", "images", arguments={"freeze_start": 0.0}, trainer=_EPOCHS),
     _algorithm("LowPrecisionGroupNorm", "images", trainer=_BF16, why=_NO_BF16_CHECK),
@@ -159,10 +164,10 @@ ALGORITHMS = (
     _algorithm("SWA", "images", ours=Ours.REFUSED, error="use the algorithm EMA", trainer=_EPOCHS,
                arguments={"swa_start": "0.2dur", "swa_end": "0.8dur"},
                fsdp1="cannot pickle", why="copies the model; EMA averages shards"),
-    _algorithm("SelectiveBackprop", "images", arguments={"start": 0.2, "interrupt": 0}),
-    _algorithm("SeqLengthWarmup", "bert",
+    _algorithm("SelectiveBackprop", "images", trainer=_LARGE, arguments={"start": 0.2, "interrupt": 0}),
+    _algorithm("SeqLengthWarmup", "bert", trainer=_DRAWS,
                arguments={"duration": 0.5, "min_seq_length": 4, "max_seq_length": 16, "step_size": 8}),
-    _algorithm("SqueezeExcite", "images", why=_DRAWN_ALIKE, trainer={"draws": True},
+    _algorithm("SqueezeExcite", "images", why=_DRAWN_ALIKE, trainer=_DRAWS,
                arguments={"latent_channels": 4, "min_channels": 4}),
     _algorithm("SqueezeExcite2d", "squeezed"),
     _algorithm("SqueezeExciteConv2d", "squeezed"),
@@ -171,7 +176,7 @@ ALGORITHMS = (
     _algorithm("StochasticDepth", "", use="block", fsdp1="hangs", ours=Ours.NOT_RUN,
                why="ranks skip different blocks, and wait for each other for ever where units are among them (FSDP1 "
                "made one of each BatchNorm); `collective_guard` names the block, `stochastic_method: sample` trains"),
-    _algorithm("WeightStandardization", "images"),
+    _algorithm("WeightStandardization", "images", trainer=_LARGE),
 )  # fmt: skip
 CALLBACKS = (
     _callback("ActivationMonitor", arguments={"interval": "1ba"},
@@ -186,7 +191,7 @@ CALLBACKS = (
               why="export in one process, from a checkpoint: `composer.utils.export_for_inference`"),
     _callback("FreeOutputs"),
     _callback("Generate", "gpt2", arguments={"prompts": ["w3 w4"], "interval": "2ba", "max_new_tokens": 3}),
-    _callback("ImageVisualizer", "images", arguments={"interval": "1ba"}),
+    _callback("ImageVisualizer", "images", trainer=_STOPS, arguments={"interval": "1ba"}),
     _callback("LRMonitor"),
     _callback("LoadCheckpoint", "", test="tests/compat/test_trainer_parts.py::test_a_checkpoint_is_loaded_at_an_event"),
     _callback("MLPerfCallback", "", ours=Ours.NOT_RUN, why="needs mlperf_logging, which its repository alone has"),

@@ -1,0 +1,319 @@
+"""What is divided, tiled or idle in transformers' and Foundry's own models, beside one process with all batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import full
+from support.known_models import IMAGE_TOKEN, TEXT, hugging_face, llava, mixture, qwen_vl
+from support.ranks import run_ranks
+from support.training import FULL, assert_close, assert_gradients, named_parameters
+from torch import nn
+from torch.nn import functional as F
+
+from composer_fsdp2 import UnsupportedError, plan_sharding, prepare_fully_shard, translate
+
+pytestmark = [pytest.mark.composer, pytest.mark.filterwarnings("ignore")]
+
+GUARD = {"collective_guard": 60}
+RECOMPUTED = {"activation_checkpointing": True}
+Loss = Callable[[Any, int, int], torch.Tensor]  # of a model in a step of a rank
+
+
+def built(build: Callable[..., Any], *arguments: Any) -> Any:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    return build(*arguments, device="cpu")
+
+
+def compare(model: Any, section: dict[str, Any], loss: Loss, num_steps: int) -> Any:
+    """Gradients beside those of one process, which is returned."""
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, None, FULL | GUARD | section, device="cpu")
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(named_parameters(model)[name].requires_grad)
+    for step in range(num_steps):
+        loss(model, step, dist.get_rank()).backward()
+        for rank in range(dist.get_world_size()):
+            of_rank = loss(reference, step, rank) / dist.get_world_size()
+            if of_rank.requires_grad:  # not of text alone, where that is frozen
+                of_rank.backward()
+        assert_gradients(model, reference)
+        for each in (model, reference):
+            each.zero_grad()
+        with torch.no_grad():
+            loss(model, step, dist.get_rank())
+    return reference
+
+
+def check_all(check: Callable[..., None], cases: dict[str, tuple[Any, ...]]) -> None:
+    for_each(check, cases)
+
+
+# --- idle_experts
+
+NUM_EXPERTS = 6
+LAYERS = {"Qwen3Moe": "Qwen3MoeDecoderLayer", "Qwen2Moe": "Qwen2MoeDecoderLayer", "Mixtral": "MixtralDecoderLayer"}
+EXPERTS = {"Qwen3Moe": "Qwen3MoeMLP", "Qwen2Moe": "Qwen2MoeMLP", "Mixtral": "MixtralBlockSparseTop2MLP"}
+
+
+def passing_over(kind: type[nn.Module]) -> type[nn.Module]:
+    """A block of experts whose loop calls none without tokens, as later transformers' do."""
+
+    class PassingOver(kind):  # type: ignore[misc,valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            experts = [(lambda rows, expert=expert: expert(rows) if len(rows) else rows) for expert in self.experts]
+            vars(self)["experts"] = experts  # ahead of the modules of that name
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                del vars(self)["experts"]
+
+    return PassingOver
+
+
+def tokens_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(3, 60, (1, 3), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of_tokens(model: Any, step: int, rank: int) -> torch.Tensor:
+    tokens = tokens_of(step, rank)
+    return model.model(tokens, labels=tokens).loss
+
+
+def check_experts(architecture: str, skips: bool, section: dict[str, Any]) -> None:
+    model, layer = built(mixture, architecture, NUM_EXPERTS), LAYERS[architecture]
+    blocks = [module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.ModuleList)]
+    kind = passing_over(type(blocks[0])) if skips else type(blocks[0])
+    for block in blocks:
+        block.__class__ = kind
+    model.model.activation_checkpointing_fn = lambda module: type(module).__name__ == layer
+    idle: list[int] = []  # of the first block in each forward
+
+    def look(gate: nn.Module, args: Any, scores: torch.Tensor) -> None:
+        idle.append(NUM_EXPERTS - len(set(scores.topk(2, dim=-1).indices.flatten().tolist())))
+
+    blocks[0].gate.register_forward_hook(look)
+    policy = {"transformer_layer_cls_to_wrap": [layer], "moe_experts": [EXPERTS[architecture]]}
+    reference = compare(model, {"wrap_policy": policy, "idle_experts": "in_order"} | section, loss_of_tokens, 2)
+    assert max(idle) > 0
+    if section:  # of no matter to what generates
+        return
+    prompt = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompts = torch.cat([tokens_of(step, dist.get_rank()) for step in range(2)])
+    ours, theirs = (
+        each.eval().model.generate(prompts, attention_mask=torch.ones_like(prompts), **prompt)
+        for each in (model, reference)
+    )
+    assert torch.equal(ours, theirs)
+
+
+def test_mixtures_of_experts_train_as_one_process_does():
+    """The models that people fine-tune, whose loop passes over idle experts in one release and not in another."""
+    reentrant = RECOMPUTED | {"activation_checkpointing_reentrant": True}
+    not_reentrant = RECOMPUTED | {"activation_checkpointing_reentrant": False}
+    cases: dict[str, tuple[str, bool, dict[str, Any]]] = {
+        "Qwen3Moe, all called": ("Qwen3Moe", False, {}),
+        "Qwen3Moe, recomputed, reentrant": ("Qwen3Moe", True, reentrant),
+        "Qwen2Moe, idle passed over": ("Qwen2Moe", True, {}),
+        "Mixtral, recomputed": ("Mixtral", True, not_reentrant),
+    }
+    run_ranks(check_all, 2, check_experts, cases)
+
+
+# --- idle_towers
+
+QWEN_LAYER = "Qwen2_5_VLDecoderLayer"
+AUTO = {"wrap_policy": {"transformer_layer_cls_to_wrap": "auto"}, "idle_towers": "auto"}
+# Also what lies between tower and text, and the embeddings that are called before a tower is.
+ALL_UNITS = {"wrap_policy": {"min_num_params": 200}, "idle_towers": "auto"}
+OF_LLAVA = {"transformer_layer_cls_to_wrap": ["CLIPEncoderLayer", "LlamaDecoderLayer"], "wrap_embeddings": True}
+LLAVA = {"wrap_policy": OF_LLAVA, "idle_towers": "auto"}
+IN_ROOT = {"wrap_policy": {"transformer_layer_cls_to_wrap": [QWEN_LAYER]}}
+
+
+def with_image(kind: Any, tokens: torch.Tensor, draw: torch.Generator, size: int, at: int = 2) -> dict[str, Any]:
+    """An image in each row from this place on, of this size where the model takes any."""
+    if kind is llava:
+        tokens[:, at : at + 4] = IMAGE_TOKEN
+        return {"pixel_values": torch.randn(len(tokens), 3, 28, 28, generator=draw)}
+    tokens[:, at], tokens[:, at + 1 : at + 1 + size] = IMAGE_TOKEN - 1, IMAGE_TOKEN
+    patches = torch.randn(4 * size * len(tokens), 3 * 2 * 14 * 14, generator=draw)
+    return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 2, 2 * size]] * len(tokens))}
+
+
+# By step and rank: 0 is text alone, else the image's size. In turn, nobody has one in the last step, and in the first
+# each rank has another size or none.
+IMAGES: dict[str, Callable[[int, int], int]] = {
+    "on the first": lambda step, rank: int(rank == 0),
+    "in turn": lambda step, rank: [1 + rank if rank else 0, int(rank == 0), 0][step],
+}
+
+
+def check_towers(kind: Any, section: dict[str, Any], images: str) -> None:
+    def loss(model: Any, step: int, rank: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(10 * step + rank)
+        tokens = torch.randint(3, 60, (2, 9), generator=draw)
+        size = IMAGES[images](step, rank)
+        image = with_image(kind, tokens, draw, size) if size else {}
+        return model.model(tokens, labels=tokens, attention_mask=torch.ones_like(tokens), **image).loss
+
+    compare(built(kind), section, loss, 3)
+
+
+def test_an_image_on_one_rank_and_text_on_the_other():
+    """The run would abort, or wait without end, at the first batch of text."""
+    recomputed = RECOMPUTED | {"activation_checkpointing_policy": "auto"}
+    cases: dict[str, tuple[Any, ...]] = {
+        "Qwen2.5-VL, tower in the root": (qwen_vl, IN_ROOT, "on the first"),
+        "Qwen2.5-VL, recomputed": (qwen_vl, AUTO | recomputed, "in turn"),
+        "Qwen2.5-VL, all units": (qwen_vl, ALL_UNITS, "in turn"),
+        "LLaVA": (llava, LLAVA, "in turn"),
+        "LLaVA, text frozen": (llava, LLAVA | {"freeze": ["model.language_model"]}, "on the first"),
+        "LLaVA, tower frozen": (llava, LLAVA | {"freeze": ["model.vision_tower"]}, "on the first"),
+    }
+    run_ranks(check_all, 2, check_towers, cases)
+
+
+# --- context_parallel_degree
+
+
+def rotated(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    """The tower's rotation without its rounding to float32, which is another one for gradients of two parts."""
+    cos, sin = cos.unsqueeze(-2).to(query.dtype), sin.unsqueeze(-2).to(query.dtype)
+    turned = [torch.cat([-half[1], half[0]], -1) for half in (query.chunk(2, -1), key.chunk(2, -1))]
+    return query * cos + turned[0] * sin, key * cos + turned[1] * sin
+
+
+def part_of_batch(step: int, number: int, num_places: int, padding: str) -> dict[str, torch.Tensor]:
+    """An image of another size in each row of each batch but the last one's, over the middle of the rows."""
+    draw = torch.Generator().manual_seed(10 * step + number)
+    tokens = torch.randint(3, 60, (2, num_places), generator=draw)
+    mask, labels = torch.ones_like(tokens), tokens.clone()
+    images = with_image(qwen_vl, tokens, draw, 3 + number, at=4) if (step, number) != (1, 1) else {}
+    if padding:
+        mask[0, slice(-2 - number, None) if padding == "right" else slice(1 + number)] = 0
+    labels[(mask == 0) | (tokens >= IMAGE_TOKEN - 1)] = -100
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels, **images}
+
+
+def loss_of_whole(model: Any, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """In float64: the model itself computes its loss in float32."""
+    sums, count = [], 0
+    for each in batches:
+        given = {name: value for name, value in each.items() if name != "labels"}
+        logits, labels = model.model(**given).logits[:, :-1], each["labels"][:, 1:]
+        sums.append(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+        count += int((labels != -100).sum())
+    return torch.stack(sums).sum() / count
+
+
+@mock.patch("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.apply_rotary_pos_emb_vision", rotated)
+def check_sequences(section: dict[str, Any], degree: int, num_places: int, padding: str) -> None:
+    model = built(qwen_vl)
+    for path, module in list(model.named_modules()):  # torch's norms of the same weights: its own round to float32
+        if type(module).__name__ == "Qwen2RMSNorm":
+            model.set_submodule(path, nn.RMSNorm(len(module.weight), eps=module.variance_epsilon))
+    reference = copy.deepcopy(model)
+    reference.model.visual.requires_grad_("freeze" not in section)
+    prepare_fully_shard(model, None, FULL | IN_ROOT | section | {"context_parallel_degree": degree}, device="cpu")
+    for step in range(2):
+        numbers = range(dist.get_world_size() // degree)
+        batches = [part_of_batch(step, number, num_places, padding) for number in numbers]
+        loss = model.model(**batches[dist.get_rank() // degree]).loss
+        loss.backward()
+        expected = loss_of_whole(reference, batches)
+        expected.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        assert abs(total.item() / dist.get_world_size() - expected.item()) <= 1e-12
+        assert_gradients(model, reference)
+        for each in (model, reference):
+            each.zero_grad()
+
+
+def test_texts_and_images_over_ranks_train_as_in_one_process():
+    """ROLL's context-parallel run of Qwen2.5-VL: an image lies over the border of two parts; its tower, the places in
+    three dimensions, padding on either side and rows that ranks cannot divide evenly are as in whole rows."""
+    recomputed = RECOMPUTED | {"activation_checkpointing_policy": [QWEN_LAYER]}
+    frozen = recomputed | {"freeze": ["model.visual"], "tiled_mlp": {"classes": ["Qwen2MLP"], "chunks": 3}}
+    cases: dict[str, tuple[dict[str, Any], int, int, str]] = {
+        "recomputed, padded": (recomputed, 2, 17, "right"),
+        # In the last step one pair of ranks has no image.
+        "blocks of the tower are units, padded on the left": (AUTO, 2, 16, "left"),
+        "four ranks a sequence": ({}, 4, 18, ""),
+        "frozen tower, tiled": (frozen, 2, 16, "right"),
+    }
+    run_ranks(check_all, 4, check_sequences, cases)
+
+
+def test_what_was_not_tested_is_refused():
+    """A window that is cut at the border of a part would train on other sequences than the model has; features of
+    LLaVA's images belong to places of whole rows, and each rank would put them into the first of its part."""
+    cases = {
+        "use_sliding_window: false": (qwen_vl, {"use_sliding_window": True}),
+        "attn_implementation: sdpa": (qwen_vl, {"_attn_implementation": "flash_attention_2"}),
+        r"context_parallel_degree 2: model: .*; ": (llava, {}),
+    }
+    config = translate(FULL | {"context_parallel_degree": 2}, precision="fp32", device="cpu").config
+    assert config is not None
+    for expected, (kind, changes) in cases.items():
+        model = kind()
+        for name, value in changes.items():
+            setattr(model.model.config, name, value)
+        with pytest.raises(UnsupportedError, match=expected):
+            plan_sharding(model, config)
+
+
+# --- tiled_mlp
+
+
+def mpt(ffn_type: str) -> nn.Module:
+    from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    torch.manual_seed(0)
+    config = MPTConfig(
+        d_model=16, n_heads=2, n_layers=2, vocab_size=TEXT["vocab_size"], max_seq_len=32,
+        ffn_config={"ffn_type": ffn_type}, attn_config={"attn_impl": "torch"}, init_device="cpu",
+    )  # fmt: skip
+    return nn.ModuleDict({"model": MPTForCausalLM(config).double()})
+
+
+def places(seed: int) -> torch.Tensor:
+    return torch.randint(TEXT["vocab_size"], (2, 13), generator=torch.Generator().manual_seed(seed))
+
+
+def check_tiled() -> None:
+    def check(model: Any, layers: str, mlp: str, config: dict[str, Any]) -> None:
+        reference = copy.deepcopy(model)
+        policy = {"wrap_policy": {"transformer_layer_cls_to_wrap": [layers]}}
+        tiled = {"tiled_mlp": {"classes": [mlp], "chunks": 4}}
+        prepare_fully_shard(model, None, FULL | policy | tiled | config, device="cpu")
+        model.model(input_ids=places(dist.get_rank())).logits.square().mean().backward()
+        for peer in range(2):
+            (reference.model(input_ids=places(peer)).logits.square().mean() / 2).backward()
+        sharded = named_parameters(model)
+        for name, parameter in reference.named_parameters():
+            assert_close(name, full(sharded[name].grad), parameter.grad, rtol=1e-12, atol=1e-14)
+
+    recomputed = {"activation_checkpointing": True, "activation_checkpointing_policy": "auto"}
+    cases: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
+        "Llama, recomputed": (hugging_face("llama", hooks=False), "LlamaDecoderLayer", "LlamaMLP", recomputed),
+        "GPT-2": (hugging_face("gpt2", hooks=False), "GPT2Block", "GPT2MLP", {}),
+        "MPT": (mpt("mptmlp"), "MPTBlock", "MPTMLP", {}),
+        "MPT, GLU": (mpt("mptglu"), "MPTBlock", "MPTGLU", {}),
+    }
+    for_each(check, cases)
+
+
+@pytest.mark.foundry
+def test_models_of_others_train_in_pieces_as_before():
+    """Whatever an MLP is called and made of, its gradients are those of one piece."""
+    run_ranks(check_tiled, 2)

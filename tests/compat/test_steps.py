@@ -1,0 +1,353 @@
+"""What a Trainer does between two batches: clipping, gradient_sync, collective_guard, offload; and where it waits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cases import for_each
+from support.comparing import assert_same, full, full_parameters
+from support.oracle import FSDP1, FSDP2, UNSHARDED, Under
+from support.ranks import run_ranks
+from support.references import reference
+from support.saved import named
+from support.synchronisations import Synchronisations
+from support.trainers import Trained, build_model, close, fit, largest_difference, make_trainer, result
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_fsdp2 import ComposerFSDP2Error, RanksDivergedError, begin_microbatch
+
+pytestmark = pytest.mark.composer
+
+# --- clipping
+
+BATCHES = 3  # with momentum, the last one has the clipped steps of two
+
+
+def two_roots() -> Any:
+    """A model with two direct children, which FSDP1 wrapped, and clipped, each for itself."""
+    model = build_model()
+    torch.manual_seed(4)
+    model.scale = nn.Linear(13, 13)
+    forward = model.forward
+    model.forward = lambda batch: model.scale(forward(batch))
+    return model
+
+
+def with_row() -> Any:
+    """Untied, with a parameter of one row, of which rank 1 holds nothing."""
+    model = build_model(tied=False)
+    model.row = nn.Linear(13, 1, bias=False)
+    nn.init.constant_(model.row.weight, 0.3)
+    forward = model.forward
+    model.forward = lambda batch: (x := forward(batch)) + x * model.row(x)
+    return model
+
+
+CLIPS: dict[str, tuple[Any, dict[str, Any], tuple[str, float]]] = {
+    "one root": (build_model, {"sharding_strategy": "FULL_SHARD"}, ("norm", 0.05)),
+    "nearly nothing": (build_model, {"sharding_strategy": "FULL_SHARD"}, ("norm", 1e-6)),
+    "values": (build_model, {"sharding_strategy": "NO_SHARD"}, ("value", 0.01)),
+    "two roots": (two_roots, {"sharding_strategy": "SHARD_GRAD_OP"}, ("norm", 0.05)),
+    "values of a row, offloaded": (with_row, {"cpu_offload": True}, ("value", 0.01)),
+}
+
+
+def check_like_fsdp1() -> None:
+    from composer.utils import FSDP2Config
+
+    def check(build: Any, keys: dict[str, Any], clip: tuple[str, float]) -> None:
+        def run(under: Any, config: Any, clip: tuple[str, float] | None) -> Trained:
+            return fit(under, config, model=build(), clip=clip, batches=BATCHES)
+
+        theirs = run(FSDP1, keys if "cpu_offload" not in keys else {}, clip)  # which Composer's FSDP1 refuses
+        unclipped = run(FSDP2, keys, None)
+        assert largest_difference(theirs.losses, unclipped.losses) > 0.01, "clips nothing"
+        for config in (keys, FSDP2Config()) if clip == ("norm", 1e-6) else (keys,):
+            ours = run(FSDP2, config, clip)
+            assert close(ours.losses, theirs.losses), f"{ours.losses}, FSDP1 {theirs.losses}"
+            torch.testing.assert_close(ours.parameters, theirs.parameters, rtol=1e-5, atol=1e-6)
+        assert run(FSDP2, keys, (clip[0], 1e6)).losses == unclipped.losses
+
+    for_each(check, CLIPS)
+
+
+def test_clipping_is_fsdp1s():
+    """Same norm, same threshold, same curve, also where a model has several roots, which FSDP1 clipped one by one. Over
+    FSDP2, Composer's clipping looked for FSDP1's modules, found none and did nothing."""
+    run_ranks(check_like_fsdp1, 2)
+
+
+def check_function() -> None:
+    """composer.functional.apply_gradient_clipping, in a training loop of the user's own."""
+    import composer.functional
+
+    with FSDP2():
+        trainer = make_trainer({})
+        model = trainer.state.model
+        batch = [torch.arange(10).reshape(2, 5)]
+        for is_fsdp in (True, False):  # what people pass here depends on what they think they run
+            model.zero_grad()
+            model.loss(model(batch), batch).backward()
+            composer.functional.apply_gradient_clipping(model, "norm", 1e-3, is_fsdp)
+            grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
+            norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
+            assert norm == pytest.approx(1e-3, rel=0.01), f"fsdp_enabled={is_fsdp}: {norm}"
+        trainer.close()
+
+
+def test_the_function_clips_too():
+    """Training loops without the algorithm call composer.functional, imported before the shim came."""
+    run_ranks(check_function, 2)
+
+
+def check_adaptive() -> None:
+    unclipped, whole = (fit(UNSHARDED, None, model=with_row(), clip=clip) for clip in (None, ("adaptive", 0.01)))
+    assert largest_difference(whole.losses, unclipped.losses) > 1e-3, "clips nothing"
+
+    def check(keys: dict[str, Any]) -> None:
+        ours = fit(FSDP2, keys, model=with_row(), clip=("adaptive", 0.01))
+        assert close(ours.losses, whole.losses), f"{ours.losses}, whole {whole.losses}"
+        theirs = {name.removeprefix("module."): value for name, value in whole.parameters.items()}
+        torch.testing.assert_close(ours.parameters, theirs, rtol=1e-5, atol=1e-6)
+
+    for_each(check, {f"{keys}": (keys,) for keys in ({}, {"cpu_offload": True})})
+
+
+def test_adaptive_clipping_is_the_whole_models():
+    """A run that clipped adaptively on one GPU, or under DDP, keeps its curve when it is sharded; FSDP1 refused it."""
+    run_ranks(check_adaptive, 2, timeout_s=300)
+
+
+def check_unknown() -> None:
+    model = build_model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with FSDP2():
+        trainer = make_trainer({}, model=model, clip=("adaptiv", 0.1))
+        with pytest.raises(ComposerFSDP2Error, match=r"'adaptiv'.*'norm', 'value' or 'adaptive'") as refusal:
+            trainer.fit()
+        assert isinstance(refusal.value, ValueError)  # as FSDP1's was
+        assert_same(full_parameters(model), before, "a step was made")
+        trainer.close()
+
+
+def test_a_misspelt_type_is_refused():
+    """It would train unclipped."""
+    run_ranks(check_unknown, 2)
+
+
+# --- microbatches
+
+TIME_LIMIT_S = 180  # a hang
+KEYS: dict[str, dict[str, Any]] = {
+    "every": {},
+    "last": {"gradient_sync": "last"},
+    "last, kept": {"gradient_sync": "last", "reshard_after_backward": False},
+}
+CLIP = ("norm", 0.5)
+
+
+class Reductions(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "c10d" and "reduce_scatter" in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def check_against_fsdp1() -> None:
+    def check(optimizer: str, name: str, num_reductions: int) -> None:
+        options = {"optimizer": optimizer, "clip": CLIP, "microbatch": 1, "eval_interval": "2ba"}
+        with Reductions() as mode:
+            ours = fit(FSDP2, KEYS[name], **options)
+        theirs = reference(fit, FSDP1, {}, **options)
+        assert close(ours.losses, theirs.losses), f"{ours.losses}, {theirs.losses}"
+        assert ours.eval_parameters == [["DTensor"], ["DTensor"]], ours.eval_parameters
+        assert_alike(ours.parameters, theirs.parameters, "after training")
+        assert mode.count == num_reductions
+
+    # Four batches of four microbatches over three units: the Trainer says which one is the last.
+    cases = (("sgd", "every", 4 * 4 * 3), ("sgd", "last", 4 * 3), ("decoupled_adamw", "last, kept", 4 * 3))
+    for_each(check, {name: (optimizer, name, number) for optimizer, name, number in cases})
+
+
+def test_the_curve_is_fsdp1s():
+    """FSDP1 under Composer reduced in every microbatch; who asks for less communicates less, and trains the same."""
+    run_ranks(check_against_fsdp1, 2)
+
+
+def fit_after_an_error(under: Under, keys: dict[str, Any], where: str) -> dict[str, torch.Tensor]:
+    """The parameters after a batch, where the one before ended with an error in its second microbatch."""
+    with under():
+        model = build_model()
+        count = 0
+
+        def fail_once(*unused: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == 2:
+                raise ValueError("once")
+
+        if where == "forward":
+            model.model.blocks[1].up.register_forward_hook(fail_once)
+        else:
+            model.model.wte.register_full_backward_hook(fail_once)
+        trainer = make_trainer(keys, model=model, microbatch=1, batches=1, optimizer="adamw")
+        with pytest.raises(ValueError, match="once"):
+            trainer.fit()
+        trainer.fit(duration="1ba", reset_time=True)
+        parameters = result(trainer).parameters
+        trainer.close()
+    return parameters
+
+
+def assert_alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], where: str) -> None:
+    torch.testing.assert_close(ours, theirs, msg=lambda text: f"{where}: {text}")
+
+
+def check_after_an_error() -> None:
+    def check(where: str, name: str) -> None:
+        ours = fit_after_an_error(FSDP2, KEYS[name], where)
+        assert_alike(ours, reference(fit_after_an_error, FSDP1, {}, where), where)
+
+    for_each(check, {name: ("forward", name) for name in KEYS})
+    every, last = (fit_after_an_error(FSDP2, KEYS[name], "backward") for name in ("every", "last"))
+    assert_alike(last, every, "backward")  # FSDP1 itself stays in its backward then
+
+
+def test_a_fit_after_an_error():
+    """Gradients that the broken batch had not communicated yet would be in the next one's, which no zero_grad sees."""
+    run_ranks(check_after_an_error, 2)
+
+
+def check_cleanup() -> None:
+    from composer.trainer import trainer as composer_trainer
+
+    x = torch.randint(0, 13, (2, 6))
+
+    def gradients(fails: bool) -> dict[str, torch.Tensor]:
+        with FSDP2():
+            trainer = make_trainer({"gradient_sync": "last"}, batches=1)
+            model = trainer.state.model.model
+            if fails:
+                begin_microbatch(trainer.state.model, is_last=False)
+                model(x).sum().backward()  # whose gradients wait for the last microbatch
+                handle = model.blocks[0].up.register_full_backward_hook(raise_out_of_memory)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    model(x).sum().backward()
+                handle.remove()
+                composer_trainer._fsdp_reshard_and_cleanup(trainer.state.model)
+                trainer.state.model.zero_grad()
+            model(x).sum().backward()
+            found = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+            trainer.close()
+        return found
+
+    assert_same(gradients(fails=True), gradients(fails=False))
+
+
+def raise_out_of_memory(*unused: Any) -> None:
+    raise RuntimeError("CUDA out of memory")
+
+
+def test_composers_own_way_back_from_an_error():
+    """A script that catches an error and calls Composer's `_fsdp_reshard_and_cleanup` goes on: the model is where it
+    was between batches."""
+    run_ranks(check_cleanup, 2)
+
+
+# --- collective_guard
+
+
+def check_guard() -> str:
+    with FSDP2():
+        trainer = make_trainer({"collective_guard": 3})
+        if dist.get_rank() == 1:
+            split = trainer._train_data_spec.split_batch
+            trainer._train_data_spec.split_batch = lambda batch, size: split(batch, size)[:1]
+        with pytest.raises(RanksDivergedError) as raised:
+            trainer.fit()
+    return str(raised.value)
+
+
+def test_a_trainers_ranks_that_part():
+    """A microbatch less on one rank: both ranks end, and say where each was."""
+    for message in run_ranks(check_guard, 2, timeout_s=TIME_LIMIT_S, fresh=True):
+        assert "rank 1 stands before the end of a training batch" in message
+        assert "rank 0 stands before the all-gather of model in forward" in message
+
+
+# --- offload; without a GPU only the wiring shows: parameters and communication share the CPU
+
+SAVED_AT = 2
+
+
+def check_offloaded(folder: str) -> None:
+    training: dict[str, Any] = {"batches": 4, "optimizer": "adamw", "clip": ("norm", 0.1)}
+    theirs = fit(FSDP1, {}, **training)
+    assert theirs.shards == {"FullyShardedDataParallel"}
+
+    def check(state_dict_type: str) -> None:
+        config = {"cpu_offload": True, "state_dict_type": state_dict_type}
+        saved = f"{folder}/{state_dict_type}"
+        whole = fit(FSDP2, dict(config), save_folder=saved, save_interval=f"{SAVED_AT}ba", **training)
+        assert whole.shards == {"FSDPModule"}
+        difference = largest_difference(whole.losses, theirs.losses)
+        assert difference <= 1e-6, f"{whole.losses}, {theirs.losses}"
+        resumed = fit(FSDP2, dict(config), load_path=f"{saved}/{named(state_dict_type, SAVED_AT)}", **training)
+        assert resumed.losses == whole.losses[SAVED_AT:], f"{resumed.losses}, {whole.losses}"
+
+    for_each(check, {state_dict_type: (state_dict_type,) for state_dict_type in ("full", "sharded")})
+
+
+def test_offloaded_run_has_fsdp1s_curve(tmp_path: Path):
+    """cpu_offload is carried over, and clipping, saving and loading know that parameters lie in host memory."""
+    run_ranks(check_offloaded, 2, str(tmp_path))
+
+
+# --- synchronisations
+
+
+def synchronisations(under: Under, parallelism: Any, model: nn.Module) -> Synchronisations:
+    """Of one batch of two microbatches, once the optimizer has its state, from the beginning of fit to its end."""
+    with under():
+        trainer = make_trainer(parallelism, model=model, optimizer="decoupled_adamw", clip=("norm", 0.05), batches=2)
+        trainer.fit()
+        with Synchronisations() as found:
+            trainer.fit(duration="1ba")
+        assert trainer.state.timestamp.batch.value == 3
+        trainer.close()
+    return found
+
+
+def with_scalars() -> Any:
+    """Every rank holds a scalar unsharded; its gradient is averaged where the backward ends."""
+    model = build_model()
+    model.model.gain, model.model.bias = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
+    forward = model.model.forward
+    model.model.forward = lambda x: forward(x) * model.model.gain + model.model.bias
+    return model
+
+
+def check_batch() -> None:
+    from composer.utils import FSDP2Config, ParallelismConfig
+
+    own = synchronisations(FSDP2, {}, build_model(tied=False))
+    theirs = synchronisations(UNSHARDED, ParallelismConfig(fsdp2=FSDP2Config()), build_model(tied=False))
+    of_own, of_theirs = (Counter(map(str, each.found)) for each in (own, theirs))
+    assert all(any(each.kind == kind for each in theirs.found) for kind in ("read", "sent")), of_theirs
+    assert not of_own - of_theirs, of_own - of_theirs
+    # Neither clipping nor the average of what every rank holds unsharded.
+    for build in (build_model, with_scalars):
+        found = synchronisations(FSDP2, {}, build()).of_packages("composer_fsdp2", "composer_fsdp2.compat")
+        assert not found, f"{build.__name__}: {found}"
+
+
+def test_a_batch_waits_no_more_often_than_composers_own():
+    """A GPU would stand still while the host waits for it, and then has yet to launch what comes next."""
+    run_ranks(check_batch, 2)
