@@ -141,18 +141,14 @@ def test_a_rank_that_never_comes():
     assert "rank 1 has stopped responding" in run_ranks(check_absent, 2)[0]
 
 
+def check_one_rank() -> int | None:
+    return long_work(lambda: threading.active_count(), "unpacking", ranks=[0]) - threading.active_count()
+
+
 def test_alone():
-    """A script on one process needs no store, and no thread."""
+    """A script on one process needs no store, and no thread; Composer starts a process group on a single GPU too."""
     before = threading.active_count()
     assert long_work(lambda: threading.active_count(), "unpacking", ranks=[0]) == before
-
-
-def check_one_rank() -> int | None:
-    return long_work(lambda: threading.active_count(), "unpacking") - threading.active_count()
-
-
-def test_a_world_of_one():
-    """Composer starts a process group on a single GPU too."""
     assert run_ranks(check_one_rank, 1) == [0]
 
 
@@ -211,7 +207,7 @@ def test_the_last_working_rank_is_watched():
 
     def work(rank: int, calls: list[Any]) -> None:
         if rank == 40:
-            time.sleep(4)
+            time.sleep(3)
             watched.extend(call._watched() for call in calls)
 
     stores = stores_of_many_ranks(64, work)

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
@@ -359,16 +358,16 @@ def repeated() -> nn.Module:
     return Chain(net=Repeated())
 
 
-@pytest.mark.parametrize(
-    "build",
-    [twice_in_one_unit, in_two_units, unit_in_two_units, in_two_children, repeated],
-    ids=lambda build: build.__name__,
-)
-def test_modules_that_run_more_than_once(build: Callable[[], nn.Module]):
+def check_shared() -> None:
+    settings = SETTINGS | {"prefetch": {"forward_prefetch": True, "backward_prefetch_limit": 2}}
+    builds = (twice_in_one_unit, in_two_units, unit_in_two_units, in_two_children, repeated)
+    for_each(check_shape, {build.__name__: (build, odd_features, settings) for build in builds})
+
+
+def test_modules_that_run_more_than_once():
     """Layers shared across a network (ALBERT, recurrent depth) get the gradients of all their uses, gathered and freed
     between them, and recomputed."""
-    prefetched = {"prefetch": {"forward_prefetch": True, "backward_prefetch_limit": 2}}
-    run_ranks(check_shape, 2, build, odd_features, SETTINGS | prefetched)
+    run_ranks(check_shared, 2)
 
 
 # --- parameters that no unit can shard with the others
@@ -529,24 +528,8 @@ def policy() -> nn.Module:
     return Chain(inlet=layer(ODD), a=unit(Pair(layer(ODD), block())), b=block(), outlet=nn.Linear(ODD, 1))
 
 
-class Preference(nn.Module):
-    """Direct Preference Optimization: one loss of a chosen and a rejected answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy = policy()
-
-    def forward(self, pair: torch.Tensor) -> torch.Tensor:
-        chosen, rejected = self.policy(pair[0]), self.policy(pair[1])
-        return functional.logsigmoid(chosen - rejected)
-
-
-def pairs(seed: int) -> torch.Tensor:
-    return torch.stack([odd_features(2 * seed), odd_features(2 * seed + 1)])
-
-
-def check_several_backwards(config: dict[str, Any], is_reversed: bool) -> None:
-    """Two forwards, one without gradients between them, then a backward for each, in either order."""
+def check_several_backwards(config: dict[str, Any], how: str) -> None:
+    """Two forwards, one without gradients between them, then a backward for each, in either order, or one for both."""
     torch.set_default_dtype(torch.float64)
     model = nn.Sequential(policy())
     reference = copy.deepcopy(model)
@@ -560,7 +543,7 @@ def check_several_backwards(config: dict[str, Any], is_reversed: bool) -> None:
                 losses.append(torch.stack(outputs).square().mean())
                 with torch.no_grad():
                     each(odd_features(3))
-            for loss in reversed(losses) if is_reversed else losses:
+            for loss in {"in order": losses, "reversed": losses[::-1], "at once": [losses[0] + losses[1]]}[how]:
                 loss.backward()
     for name, parameter in reference.named_parameters():
         gradient = named_parameters(model)[name].grad
@@ -569,22 +552,15 @@ def check_several_backwards(config: dict[str, Any], is_reversed: bool) -> None:
 
 
 def check_all_backwards() -> None:
-    cases = {
-        f"{name}, reversed {is_reversed}": (config, is_reversed)
-        for name, config in SETTINGS.items()
-        for is_reversed in (False, True)
-    }
+    ways = ("in order", "reversed", "at once")
+    cases = {f"{name}, {how}": (config, how) for name, config in SETTINGS.items() for how in ways}
     for_each(check_several_backwards, cases)
 
 
-def test_two_forwards_before_one_backward():
-    """Preference training under activation checkpointing, which plain FSDP2 was reported to fail (pytorch#153354,
-    #171779): parameters must be gathered for the recomputation of both forwards."""
-    run_ranks(check_shape, 2, Preference, pairs, SETTINGS)
-
-
-def test_two_forwards_then_two_backwards():
-    """Losses that are differentiated one by one find the parameters gathered again after the first."""
+def test_two_forwards_before_a_backward():
+    """Preference training (DPO: one loss of a chosen and a rejected answer) under activation checkpointing, which plain
+    FSDP2 was reported to fail (pytorch#153354, #171779): parameters must be gathered for the recomputation of both
+    forwards, and losses that are differentiated one by one find them gathered again after the first."""
     run_ranks(check_all_backwards, 2)
 
 

@@ -293,7 +293,6 @@ CASES: dict[str, Case] = {
         units={
             "child.inner.deep": ["child.inner.deep.rest.weight"],
             "child.inner.middle+child.head": ["child.inner.middle.tied.weight"],
-            "child.inner": [],
             "child": ["child.rest.weight"],
         },
     ),

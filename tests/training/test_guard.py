@@ -27,7 +27,7 @@ from composer_fsdp2 import (
 )
 from composer_fsdp2.training.node import Node
 
-LIMIT_S = 3
+LIMIT_S = 2
 TIME_LIMIT_S = 120  # a hang
 
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import language, reader
+from support.cases import all_of
 from support.comparing import full
 from support.examples import IS_THOROUGH
 from support.experts import MoELanguage
@@ -293,28 +294,19 @@ def test_out_of_memory_between_collectives_of_divided_layers():
     run_ranks(check_all_divided, 2, timeout_s=TIME_LIMIT_S)
 
 
-class TiedSiblings(nn.Module):
+def tied_siblings() -> nn.Module:
     """Blocks that share a parameter: one unit of several modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6)) for _ in range(3))
-        self.head = nn.Linear(6, 6)
-        tie(self.blocks[0][0], self.blocks[2][0])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.Sequential)
+    blocks = {name: nn.Sequential(nn.Linear(6, 6)) for name in "abc"}
+    tie(blocks["a"][0], blocks["c"][0])
+    return Chain(net=Chain(dict.fromkeys(blocks, True), **blocks, head=nn.Linear(6, 6)))
 
 
 def check_nothing_left() -> None:
+    """A run that evaluates a thousand times starts and stops votes as often; and a second Trainer in the process needs
+    the memory of the first."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    model = Chain(net=TiedSiblings())
+    model = tied_siblings()
     prepare_fully_shard(model, None, FULL, precision="fp32")
     states = [unit._get_fsdp_state() for unit in model.modules() if isinstance(unit, FSDPModule)]
     watched = [*states, *(state._fsdp_param_group for state in states if hasattr(state, "_fsdp_param_group"))]
@@ -337,13 +329,8 @@ def check_nothing_left() -> None:
     assert _fsdp_collectives.dist is dist
 
 
-def test_votes_leave_nothing_behind():
-    """A run that evaluates a thousand times starts and stops them a thousand times; and a second Trainer in the process
-    needs the memory of the first."""
-    run_ranks(check_nothing_left, 2)
-
-
-def check_part() -> list[bool]:
+def check_part() -> None:
+    """The forward of an encoder alone begins there, and so does the way back."""
     model = model_for({})
     part = model.body.inner.decoder.blocks[0]
     votes = OutOfMemoryVote(model)
@@ -355,18 +342,14 @@ def check_part() -> list[bool]:
 
     handle = part.fc_out.register_forward_hook(fail)
     x = torch.randn(2, 6)
-    done = [votes.succeeded(lambda: part(x).sum().backward())]
+    assert not votes.succeeded(lambda: part(x).sum().backward())
     handle.remove()
     assert all(isinstance(p, DTensor) for p in part.parameters())
-    return [*done, votes.succeeded(lambda: part(x).sum().backward())]
-
-
-def test_a_part_that_is_called_by_itself():
-    """The forward of an encoder alone begins there, and so does the way back."""
-    assert run_ranks(check_part, 2) == [[False, True]] * 2
+    assert votes.succeeded(lambda: part(x).sum().backward())
 
 
 def check_settings() -> None:
+    """A loop of one's own that goes on without microbatches would train without communicating after a reset."""
     model = model_for({"gradient_sync": "last", "reshard_after_backward": False})
     begin_microbatch(model, is_last=False)
     model.body(batch_of(0)).square().mean().backward()
@@ -375,24 +358,14 @@ def check_settings() -> None:
     assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in model.parameters() if p.dim())
 
 
-def test_after_a_reset_nothing_is_put_off():
-    """A loop of one's own that goes on without microbatches would train without communicating."""
-    run_ranks(check_settings, 2)
-
-
-def check_default_device() -> bool:
+def check_default_device() -> None:
+    """Under torch.set_default_device("cuda") a rank would need memory of the device to say that there is none."""
     model = model_for({"collective_guard": 20})
     votes = OutOfMemoryVote(model)
     votes.start()
     with torch.device("meta"):  # as a script's torch.set_default_device
         model.body.inner.decoder.blocks[0](torch.randn(2, 6, device="cpu"))
     reset(model)
-    return True
-
-
-def test_votes_stay_in_host_memory():
-    """Under torch.set_default_device("cuda") a rank would need memory of the device to say that there is none."""
-    assert run_ranks(check_default_device, 2) == [True, True]
 
 
 def test_buffers_that_a_forward_replaces():
@@ -489,8 +462,9 @@ def test_every_axis_is_used_before_the_first_vote():
             assert sums | {"all_to_all_single"} <= of_kinds[kind][neighbours], (kind, of_kinds)
 
 
-def check_exchange_of_split_layers() -> tuple[list[str], list[str]]:
-    """What is announced and what is launched; torch's operator for NCCL is played, as gloo has none."""
+def check_exchange_of_split_layers() -> None:
+    """A split layer that moves from one sharded dimension to another calls another function on a GPU than on a CPU:
+    torch's operator for NCCL is played, as gloo has none."""
     model, _ = divided_model("tensor")
     announced: list[str] = []
     launched: list[str] = []
@@ -506,13 +480,7 @@ def check_exchange_of_split_layers() -> tuple[list[str], list[str]]:
         exchange(torch.ones(2, 2), 0, 1, SimpleNamespace(device_type="cuda"), 0)
     stop()
     assert placement_types.shard_dim_alltoall is not exchange, "still watched"
-    return announced, launched
-
-
-def test_an_exchange_between_dimensions_is_voted_on():
-    """A split layer that moves from one sharded dimension to another calls another function on a GPU than on a CPU."""
-    for announced, launched in run_ranks(check_exchange_of_split_layers, 2):
-        assert announced == launched == ["all-to-all"]
+    assert announced == launched == ["all-to-all"], (announced, launched)
 
 
 def test_random_states_of_dtensors_are_put_back():
@@ -526,8 +494,10 @@ def test_random_states_of_dtensors_are_put_back():
         assert not tracker.rng_states["parallel-rng"].any()
 
 
-def check_reset_waits() -> list[str]:
-    """What a reset does after an error within a block, whose parameters are gathered then."""
+def check_reset_waits() -> None:
+    """After an error within a block, whose parameters are gathered then: what an fp16 reduction divides on a stream of
+    its own would be divided after the memory has another owner. The CPU stands in for a device: nothing is given back
+    before it is waited for."""
 
     def fail(*unused: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory (injected)")
@@ -552,16 +522,7 @@ def check_reset_waits() -> list[str]:
         mock.patch.object(torch.cpu, "synchronize", synchronize),
     ):
         reset(model)
-    return order
-
-
-def test_the_way_back_waits_for_the_device():
-    """What an fp16 reduction divides on a stream of its own would be divided after the memory has another owner.
-
-    The CPU stands in for a device: nothing is given back before it is waited for.
-    """
-    for order in run_ranks(check_reset_waits, 2):
-        assert order[0] == "device" and "memory" in order, order
+    assert order[0] == "device" and "memory" in order, order
 
 
 @pytest.mark.parametrize(
@@ -578,7 +539,8 @@ def test_libraries_that_are_out_of_memory(error: RuntimeError, is_repeated: bool
     assert is_out_of_memory(error) == is_repeated
 
 
-def check_nccls_memory() -> str:
+def check_nccls_memory() -> None:
+    """The others are inside the collective: a vote would be an answer to nobody. The error says what may be set."""
     model = model_for({})
     votes = OutOfMemoryVote(model)
     votes.start()
@@ -586,13 +548,17 @@ def check_nccls_memory() -> str:
     def run() -> None:
         raise dist.DistBackendError("ncclUnhandledCudaError: ... Cuda failure 2 'out of memory'")
 
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="device_train_microbatch_size") as caught:
         votes.succeeded(run)
     votes.stop()
-    return str(caught.value)
+    assert "NCCL_BUFFSIZE" in str(caught.value)
 
 
-def test_nccl_out_of_memory_says_what_to_do():
-    """The others are inside the collective: a vote would be an answer to nobody. The error says what may be set."""
-    for text in run_ranks(check_nccls_memory, 2):
-        assert "device_train_microbatch_size" in text and "NCCL_BUFFSIZE" in text
+def check_votes() -> None:
+    all_of(check_nothing_left, check_part, check_settings, check_default_device, check_exchange_of_split_layers)
+    all_of(check_reset_waits, check_nccls_memory)
+
+
+def test_votes_and_the_way_back():
+    """What is voted on, what a vote costs and leaves behind, and what a reset waits for."""
+    run_ranks(check_votes, 2)
