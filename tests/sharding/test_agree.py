@@ -81,6 +81,7 @@ def check_sent(length: int) -> tuple[str, int]:
     return str(error.value), max(sent)
 
 
+@pytest.mark.any_torch
 def test_different_decisions_are_not_gathered():
     """Plans of two megabytes, of 1,024 ranks, are two gigabytes on every GPU, where an error was to be read."""
     for message, longest in run_ranks(check_sent, 3, 10**6):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import for_each
+from support.cases import all_of, for_each
 from support.comparing import full
 from support.examples import IS_THOROUGH
 from support.models import WIDTH, Block, Chain, Model, features, layer, tie, tokens
@@ -163,33 +163,6 @@ class OnlyBlocks(nn.Module):
         return self.net(x)
 
 
-def check_only_blocks() -> list[bool]:
-    model = train_alike(OnlyBlocks, {}, features)
-    model(features(0))
-    return [isinstance(parameter, DTensor) for parameter in model.parameters()]
-
-
-def test_blocks_without_a_parameter_above_them_are_freed_after_forward():
-    """torch never frees a root: if each block were one, FULL_SHARD would hold the whole model after forward."""
-    assert all(all(freed) for freed in run_ranks(check_only_blocks, 2))
-
-
-def check_unit_settings() -> tuple[bool, bool]:
-    class Net(Chain):
-        pass
-
-    answers = {"a": {"reshard_after_forward": False}, "b": True}
-    model = Chain(net=Net(answers, a=layer(), b=layer(), rest=layer()))
-    prepare_fully_shard(model, None, {}, device="cpu")
-    model(features(0))
-    return isinstance(model.net.a.weight, DTensor), isinstance(model.net.b.weight, DTensor)
-
-
-def test_settings_of_one_module_hold_for_it():
-    """A wrap function's dict changes its own module and no other."""
-    assert run_ranks(check_unit_settings, 2) == [(False, True)] * 2
-
-
 def record_prefetch(config: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     model = Model()
     forward: dict[str, list[str]] = {}
@@ -217,6 +190,45 @@ def test_prefetch_reaches_torch():
     ((forward, backward),) = run_ranks(record_prefetch, 1, text)
     assert forward == {"decoder": blocks, blocks[0]: blocks[1:]}
     assert backward == {path: [path] for path in [*blocks, "decoder"]}
+
+
+def check_only_blocks() -> None:
+    """torch never frees a root: if each block were one, FULL_SHARD would hold the whole model after forward."""
+    model = train_alike(OnlyBlocks, {}, features)
+    model(features(0))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def check_unit_settings() -> None:
+    """A wrap function's dict changes its own module and no other."""
+    answers = {"a": {"reshard_after_forward": False}, "b": True}
+    model = Chain(net=Chain(answers, a=layer(), b=layer(), rest=layer()))
+    prepare_fully_shard(model, None, {}, device="cpu")
+    model(features(0))
+    assert not isinstance(model.net.a.weight, DTensor) and isinstance(model.net.b.weight, DTensor)
+
+
+def check_reshard() -> None:
+    """After an evaluation a root stays gathered, but checkpoints and optimizers see its shards; reshard frees the
+    memory, and training goes on afterwards."""
+    model = Model()
+    prepare_fully_shard(model, None, ZERO_2, device="cpu")
+    with torch.no_grad():
+        model(tokens(0))
+    [group] = groups_of(state_of(model.decoder))
+    assert group.is_unsharded and all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    reshard(model)
+    assert not group.is_unsharded and all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model(tokens(0)).sum().backward()
+
+
+def check_freed() -> None:
+    all_of(check_only_blocks, check_unit_settings, check_reshard)
+
+
+def test_what_is_freed_when():
+    """Of roots without parameters, of units with settings of their own, and after an evaluation."""
+    run_ranks(check_freed, 2)
 
 
 # --- what stays as it was
@@ -259,25 +271,6 @@ def test_names_stay_and_the_unit_surrounds_the_checkpointing():
     run_ranks(check_names_and_nesting, 1)
 
 
-def check_reshard() -> None:
-    model = Model()
-    prepare_fully_shard(model, None, {"sharding_strategy": "SHARD_GRAD_OP"}, device="cpu")
-    with torch.no_grad():
-        model(tokens(0))
-    [group] = groups_of(state_of(model.decoder))
-    assert group.is_unsharded and all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    reshard(model)
-    assert not group.is_unsharded and all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    output = model(tokens(0))
-    output.sum().backward()
-
-
-def test_reshard_after_evaluation():
-    """After an evaluation a root stays gathered, but checkpoints and optimizers see its shards; reshard frees the
-    memory, and training goes on afterwards."""
-    run_ranks(check_reshard, 2)
-
-
 # --- entry points beside forward
 
 
@@ -292,6 +285,7 @@ class Entered(Chain):
 
 
 def check_entry_points() -> None:
+    """Evaluation and generation of a model with tied children find full parameters, not shards."""
     torch.set_default_dtype(torch.float64)
     model, reference = (Entered(a=layer(), b=layer()) for _ in range(2))
     tie(model.a, model.b)
@@ -304,12 +298,8 @@ def check_entry_points() -> None:
             torch.testing.assert_close(enter(model), enter(reference), rtol=1e-12, atol=1e-14)
 
 
-def test_other_ways_into_a_model_that_is_a_unit():
-    """Evaluation and generation of a model with tied children find full parameters, not shards."""
-    run_ranks(check_entry_points, 2)
-
-
 def check_children_by_themselves() -> None:
+    """A ComposerModel's eval_forward or loss may use one of its networks alone: each is a root."""
     torch.set_default_dtype(torch.float64)
     model, reference = (Chain(a=Block(), b=Block()) for _ in range(2))
     reference.load_state_dict(model.state_dict())
@@ -319,16 +309,33 @@ def check_children_by_themselves() -> None:
     assert [path for path, _ in sharded_roots(model)] == ["a", "b"]
 
 
-def test_children_may_be_called_one_by_one():
-    """A ComposerModel's eval_forward or loss may use one of its networks alone: each is a root."""
-    run_ranks(check_children_by_themselves, 2)
+def check_left_out_gradients() -> None:
+    """What FSDP1 did not wrap is the user's own: the same object, not sharded, its gradients not averaged."""
+    model = Chain(kept=layer(), left=layer())
+    model.left._fsdp_wrap = False
+    left = model.left.weight
+    optimizer = sgd(model)
+    prepare_fully_shard(model, optimizer, FULL, device="cpu")
+    model(features(dist.get_rank())).square().mean().backward()
+    gradients = [torch.empty_like(left.grad) for _ in range(2)]
+    dist.all_gather(gradients, left.grad)
+    assert model.left.weight is left and not torch.equal(*gradients)
+
+
+def check_ways_in() -> None:
+    all_of(check_entry_points, check_children_by_themselves, check_left_out_gradients)
+
+
+def test_ways_in_beside_forward():
+    """Composer's and the user's own, and what lies beside all units."""
+    run_ranks(check_ways_in, 2)
 
 
 # --- awkward parameters
 
 
 class Awkward(nn.Module):
-    """Transposed and strided weights, one of a single row and one without elements beside usual ones."""
+    """Transposed and strided weights, one of a single row, one of one element, and an adapter of rank zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,11 +343,12 @@ class Awkward(nn.Module):
         self.strided = nn.Parameter(torch.randn(4, 12)[:, ::2])
         self.row = nn.Parameter(torch.randn(1, 6))
         self.gain = nn.Parameter(torch.randn(1))
+        self.down, self.up = nn.Parameter(torch.randn(6, 0)), nn.Parameter(torch.randn(0, 6))
         self.conv = nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
         assert not self.turned.is_contiguous() and not self.strided.is_contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x @ self.turned.t() @ self.strided + self.row * self.gain
+        y = x @ self.turned.t() @ self.strided + self.row * self.gain + x @ self.down @ self.up
         return y.sum(-1) + self.conv(y[:, None, None].expand(-1, 1, 2, -1)).mean((1, 2, 3))
 
 
@@ -352,8 +360,8 @@ def check_awkward() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_awkward_layouts_and_sizes(world_size: int):
-    """A transposed weight, a channels_last convolution and a parameter with fewer rows than ranks need no change of
-    the model; fully_shard by itself refuses the first two."""
+    """A transposed weight, a channels_last convolution, a parameter with fewer rows than ranks and one without elements
+    need no change of the model; fully_shard by itself refuses the first two, and fails in a backward of the last."""
     run_ranks(check_awkward, world_size)
 
 
@@ -417,62 +425,48 @@ def without_parts() -> Iterator[tuple[nn.Module, ShardingPlan]]:
     yield model, replace(plan_sharding(model, config), caching=("net.trunk",))
 
 
-def check_another_models_plan() -> list[str]:
+def check_another_models_plan() -> None:
+    """The message has the first difference, and the model is untouched."""
     small, planned = Model(num_blocks=1), Model(num_blocks=2)
     plan = plan_sharding(planned, ShardingConfig())
-    messages = []
     others = [small, Model(num_blocks=3), Model(num_blocks=2, tied=True), Model(num_blocks=2).half()]
     pairs = [*((model, plan) for model in others), *without_parts()]
-    for model, plan in pairs:
+    parts = ["no module 'decoder.blocks.1'", "decoder.blocks.2", "decoder.embed.weight", "float16"]
+    parts += ["no module 'net.act'", "no module 'net.b'", "no parameter left.weight", "no module 'net.trunk'"]
+    for (model, plan), part in zip(pairs, parts, strict=True):
         types = [type(module) for module in model.modules()]
         parameters = list(model.parameters())
-        try:
+        with pytest.raises(PlanError, match="made for another model") as error:
             apply_plan(model, plan)
-        except PlanError as error:
-            messages.append(str(error))
+        assert part in str(error.value), error.value
         assert all(parameter.requires_grad for parameter in parameters)
         assert [type(module) for module in model.modules()] == types
         assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
-    return messages
+
+
+def check_applied_twice() -> None:
+    """A model that is sharded already is refused, also with a plan of its twin that is not."""
+    model, other = Model(), Model()
+    apply_plan(model, plan_sharding(model, ShardingConfig()))
+    with pytest.raises(PlanError, match="sharded already, by FSDP2"):
+        apply_plan(model, plan_sharding(other, ShardingConfig()))
+
+
+def check_wrong_world() -> None:
+    model = Model()
+    plan = plan_sharding(model, ShardingConfig(mesh=MeshSpec.of_degrees(shard=3)))
+    with pytest.raises(ConfigError, match="makes 3 ranks, but the world size is 2"):
+        apply_plan(model, plan)
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def check_other_plans() -> None:
+    all_of(check_another_models_plan, check_applied_twice, check_wrong_world)
 
 
 def test_plan_of_another_model():
-    """A plan that was kept while the model changed is refused by the first difference, and the model is untouched."""
-    for messages in run_ranks(check_another_models_plan, 2):
-        assert len(messages) == 8
-        parts = ["no module 'decoder.blocks.1'", "decoder.blocks.2", "decoder.embed.weight", "float16"]
-        parts += ["no module 'net.act'", "no module 'net.b'", "no parameter left.weight", "no module 'net.trunk'"]
-        assert all("made for another model" in message for message in messages)
-        assert [part for part, message in zip(parts, messages, strict=True) if part not in message] == []
-
-
-def check_applied_twice() -> str:
-    model, other = Model(), Model()
-    apply_plan(model, plan_sharding(model, ShardingConfig()))
-    with pytest.raises(PlanError) as error:
-        apply_plan(model, plan_sharding(other, ShardingConfig()))
-    return str(error.value)
-
-
-def test_a_plan_is_applied_once():
-    """A model that is sharded already is refused, also with a plan of its twin that is not."""
-    assert all("sharded already, by FSDP2" in message for message in run_ranks(check_applied_twice, 2))
-
-
-def check_wrong_world() -> str:
-    model = Model()
-    plan = plan_sharding(model, ShardingConfig(mesh=MeshSpec.of_degrees(shard=3)))
-    try:
-        apply_plan(model, plan)
-    except ConfigError as error:
-        assert not any(isinstance(module, FSDPModule) for module in model.modules())
-        return str(error)
-    return ""
-
-
-def test_plan_for_another_number_of_ranks():
-    """A plan made for 3 ranks is not carried out on 2."""
-    assert all("makes 3 ranks, but the world size is 2" in message for message in run_ranks(check_wrong_world, 2))
+    """A plan that was kept while the model, or the number of ranks, changed is refused."""
+    run_ranks(check_other_plans, 2)
 
 
 def test_apply_needs_a_process_group():
@@ -480,21 +474,3 @@ def test_apply_needs_a_process_group():
     model = Model()
     with pytest.raises(ConfigError, match=r"apply_plan needs a process group.*composer -n N.*torchrun"):
         apply_plan(model, plan_sharding(model, ShardingConfig()))
-
-
-def check_left_out_gradients() -> tuple[bool, bool]:
-    torch.set_default_dtype(torch.float64)
-    model = Chain(kept=layer(), left=layer())
-    model.left._fsdp_wrap = False
-    left = model.left.weight
-    optimizer = sgd(model)
-    prepare_fully_shard(model, optimizer, FULL, device="cpu")
-    model(features(dist.get_rank())).square().mean().backward()
-    gradients = [torch.empty_like(left.grad) for _ in range(2)]
-    dist.all_gather(gradients, left.grad)
-    return model.left.weight is left, torch.equal(*gradients)
-
-
-def test_left_out_parameters_are_left_alone():
-    """What FSDP1 did not wrap is the user's own: the same object, not sharded, its gradients not averaged."""
-    assert run_ranks(check_left_out_gradients, 2) == [(True, False)] * 2

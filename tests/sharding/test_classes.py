@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import full
 from support.models import Block, Chain, FakeMetric, Model, features, layer
 from support.ranks import run_ranks
 from support.training import train_alike
@@ -138,26 +137,6 @@ def test_a_policy_is_never_reentrant():
     assert any("activation_checkpointing_reentrant is off" in note for note in plan.notes)
 
 
-def check_embeddings_learn() -> None:
-    """Beside Composer's default, which is reentrant."""
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.table = nn.Embedding(8, 4)
-
-        def forward(self, words: torch.Tensor) -> torch.Tensor:
-            return self.table(words)
-
-    model = Chain(net=Chain(words=Words(), head=nn.Linear(4, 4)))
-    section = {"activation_checkpointing": True, "activation_checkpointing_policy": ["Words"]}
-    prepare_fully_shard(model, None, section, device="cpu")
-    model(torch.arange(4)).sum().backward()
-    # Not only there: what a backward does not reach gets zeros beside the others of its unit.
-    assert all(full(parameter.grad).any() for parameter in model.parameters())
-
-
 # --- training
 
 
@@ -207,7 +186,6 @@ def check_wrong() -> None:
 
 
 def check_all_recomputed() -> None:
-    check_embeddings_learn()
     check_wrong()
     on = {"activation_checkpointing": True}
     check_recomputed(on, 0, None)  # no hooks: nothing

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
-from support.cases import for_each
+from support.cases import all_of, for_each
 from support.comparing import assert_same, full, own_name
 from support.examples import IS_THOROUGH, examples
 from support.memory import HostMemory
@@ -31,7 +31,7 @@ from composer_fsdp2 import PlanError, ShardingConfig, plan_sharding, prepare_ful
 
 SEED = 100
 ODD = 5  # rows that divide by neither 2 nor 4
-NUM_TREES = 60 if IS_THOROUGH else 4
+NUM_TREES = 60 if IS_THOROUGH else 6
 
 
 # --- models on the meta device
@@ -72,21 +72,6 @@ def nested() -> nn.Module:
     inner = Chain(drawn=Drawn(), deep=Chain(block=Block(ODD), shared=shared, other=Chain(again=shared)))
     answers = {"inner": True, "inner.deep": True, "inner.deep.block": True, "last": True}
     return Chain(net=Chain(answers, first=nn.Linear(ODD, ODD), inner=inner, last=Drawn(), end=Drawn()))
-
-
-def tied_units() -> nn.Module:
-    """Ties of three across units, which become one group."""
-    blocks = {name: Chain(own=Block(ODD), tied=layer(ODD)) for name in "abc"}
-    model = Chain(net=Chain(dict.fromkeys("abc", True), **blocks, rest=nn.Linear(ODD, ODD)))
-    tie(*(each.tied for each in blocks.values()))
-    return model
-
-
-def tied_children() -> nn.Module:
-    """A tie across direct children makes the model the unit; what each child says of its own part still holds."""
-    model = Chain(a=Chain({"block": True}, block=Block(ODD), tied=layer(ODD)), b=Hooked(ODD), c=layer(ODD))
-    tie(model.a.tied, model.b.tied)
-    return model
 
 
 class Hooked(nn.Module):
@@ -182,8 +167,7 @@ def some_trees() -> list[Tree]:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    build.__name__: build
-    for build in (decoder, tied_decoder, nested, tied_units, tied_children, hooked, partly_real, turned)
+    build.__name__: build for build in (decoder, tied_decoder, nested, hooked, partly_real, turned)
 }
 
 
@@ -367,34 +351,22 @@ def test_an_initialisation_by_class_names():
 WIDTH = 64
 
 
-class Layers(nn.Module):
+def layers(turned: bool) -> nn.Module:
     """Six equal units of four layers, and a smaller one above; ``turned`` weights lie transposed in memory."""
-
-    def __init__(self, *, turned: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Chain(**{name: layer(WIDTH) for name in "abcd"}) for _ in range(6))
-        self.end = layer(WIDTH)
-        if turned:
-            for each in self.modules():
-                if isinstance(each, nn.Linear):
-                    each.weight = nn.Parameter(each.weight.detach().t().contiguous().t())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.end(x)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return type(module) is Chain
-
-    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
-        return type(module) is Chain
+    blocks = {f"block{i}": Chain(**{name: layer(WIDTH) for name in "abcd"}) for i in range(6)}
+    model = nn.Sequential(Chain(dict.fromkeys(blocks, True), **blocks, end=layer(WIDTH)))
+    for block in blocks.values():
+        block._activation_checkpointing = True
+    for each in model.modules() if turned else ():
+        if isinstance(each, nn.Linear):
+            each.weight = nn.Parameter(each.weight.detach().t().contiguous().t())
+    return model
 
 
 def peak(device: str, turned: bool, with_optimizer: bool, config: dict[str, Any]) -> tuple[int, int, int]:
     """The peak while sharding, this rank's shards, and the largest unit, in bytes."""
     with torch.device(device):
-        model = nn.Sequential(Layers(turned=turned))
+        model = layers(turned)
     optimizer = torch.optim.AdamW(model.parameters()) if with_optimizer else None
     unit_bytes = 4 * max(unit.numel for unit in plan_sharding(model, ShardingConfig()).units)
     with HostMemory() as live:
@@ -561,21 +533,6 @@ def test_what_would_never_get_a_value():
 # --- meta on some ranks
 
 
-def check_mixed() -> None:
-    model = mixed(1)
-    expected: list[Any] = [values_of(model) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(expected)
-    prepare_fully_shard(model, None, {"sync_module_states": True}, device="cpu")
-    for name, value in values_of(model).items():
-        assert torch.equal(value, expected[0][name]), name
-    assert model.decoder.embed.weight is model.decoder.head.weight
-
-
-def test_rank_0_loads_and_the_others_wait_on_meta():
-    """A checkpoint read by rank 0 alone reaches every rank, non-persistent buffers included."""
-    run_ranks(check_mixed, 2)
-
-
 # --- rank 0's values
 
 
@@ -597,29 +554,32 @@ class Kinds(nn.Module):
         return x @ self.weight
 
 
-def check_sync(sync: bool) -> tuple[bool, dict[str, torch.dtype]]:
+def check_sync(sync: bool) -> None:
     torch.manual_seed(dist.get_rank())
     model = Chain(net=Chain({"kinds": True}, kinds=Kinds(), rest=layer(), tied=layer()))
     tie(model.net.rest, model.net.tied)
-    dtypes = {name: tensor.dtype for name, tensor in values_of(model).items()}
-    first: list[Any] = [values_of(model) if dist.get_rank() == 0 else None]
+    own = values_of(model)
+    first: list[Any] = [own]
     dist.broadcast_object_list(first)
     prepare_fully_shard(model, None, FULL | {"sync_module_states": sync}, device="cpu")
-    now = values_of(model) if sync else None
-    if now is not None:
-        assert {name: tensor.dtype for name, tensor in now.items()} == dtypes
-        for name, value in now.items():
-            assert torch.equal(value, first[0][name]), name
-    return torch.equal(model.net.kinds.count, first[0]["net.kinds.count"]), dtypes
+    if sync:
+        assert_same(values_of(model), first[0])
+    else:
+        assert torch.equal(model.net.kinds.count, own["net.kinds.count"])
 
 
-def test_sync_module_states():
-    """Ranks that loaded or drew different values start from rank 0's, of every dtype; without it nothing is sent."""
-    assert [equal for equal, _ in run_ranks(check_sync, 2, True)] == [True, True]
-    assert [equal for equal, _ in run_ranks(check_sync, 2, False)] == [True, False]
+def check_mixed() -> None:
+    """A checkpoint read by rank 0 alone reaches every rank, non-persistent buffers included."""
+    model = mixed(1)
+    expected: list[Any] = [values_of(model) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(expected)
+    prepare_fully_shard(model, None, SENT, device="cpu")
+    assert_same(values_of(model), expected[0])
+    assert model.decoder.embed.weight is model.decoder.head.weight
 
 
 def check_left_out() -> None:
+    """Excluded children, metrics and the model's own parameters keep each rank's values, as under FSDP1."""
     torch.manual_seed(dist.get_rank())
     model = Chain(
         net=Chain(tied=layer(), more=layer()), left=Chain(inner=nn.BatchNorm1d(6), tied=layer()), metric=FakeMetric()
@@ -634,13 +594,18 @@ def check_left_out() -> None:
         if name.startswith(("left.inner", "metric", "own"))
     }
     assert len(kept) == 7
-    prepare_fully_shard(model, None, {"sync_module_states": True}, device="cpu")
+    prepare_fully_shard(model, None, SENT, device="cpu")
     now = dict([*model.named_parameters(), *model.named_buffers()])
     for name, (tensor, value) in kept.items():
         assert now[name] is tensor and torch.equal(tensor, value), f"{name} was touched"
     assert isinstance(model.net.more.weight, DTensor)
 
 
-def test_what_is_left_out_is_not_sent():
-    """Excluded children, metrics and the model's own parameters keep each rank's values, as under FSDP1."""
-    run_ranks(check_left_out, 2)
+def check_sent() -> None:
+    for_each(check_sync, {"sent": (True,), "each its own": (False,)})
+    all_of(check_mixed, check_left_out)
+
+
+def test_sync_module_states():
+    """Ranks that loaded or drew different values start from rank 0's, of every dtype; without it nothing is sent."""
+    run_ranks(check_sent, 2)

@@ -7,6 +7,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -120,6 +121,14 @@ def observe(model: nn.Module, summon: Any, options: dict[str, Any]) -> Any:
     return seen, full_values(model), full_values(model, grads=True)
 
 
+def wrapped_and_sharded() -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
+    """On four ranks, two replicas."""
+    if dist.get_world_size() == 2:
+        return wrapped, sharded
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return partial(wrapped, ShardingStrategy.HYBRID_SHARD, device_mesh=mesh), partial(sharded, REPLICAS)
+
+
 def check_options(cases: list[dict[str, Any]]) -> list[int]:
     """How many parameters each case sees whole on this rank.
 
@@ -127,18 +136,19 @@ def check_options(cases: list[dict[str, Any]]) -> list[int]:
     it refuses it together with with_grads; what it shows and keeps is the same without.
     """
     of_fsdp1: dict[str, Any] = {}
+    wrap, shard = wrapped_and_sharded()
 
     def check(options: dict[str, Any]) -> int | None:
         if options["writeback"] and options["rank0_only"]:
-            for error, model, summon in ((NotImplementedError, wrapped(), FSDP1), (UnsupportedError, sharded(), OURS)):
+            for error, model, summon in ((NotImplementedError, wrap(), FSDP1), (UnsupportedError, shard(), OURS)):
                 with pytest.raises(error), summon(model.decoder, **options):
                     pass
             return None
         as_theirs = options | {"offload_to_cpu": False}
         if str(as_theirs) not in of_fsdp1:
-            of_fsdp1[str(as_theirs)] = observe(wrapped(), FSDP1, as_theirs)
+            of_fsdp1[str(as_theirs)] = observe(wrap(), FSDP1, as_theirs)
         theirs = of_fsdp1[str(as_theirs)]
-        ours = observe(sharded(), OURS, options)
+        ours = observe(shard(), OURS, options)
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
         return len(ours[0])
 
@@ -153,24 +163,12 @@ def test_options_do_what_fsdp1s_did():
     assert set(first) == {everything, of_the_unit} and set(second) == {everything, of_the_unit, 0}
 
 
-def check_replicas() -> list[int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-    def check(options: dict[str, Any]) -> int:
-        options = {"recurse": True, "with_grads": False} | options
-        theirs = observe(wrapped(ShardingStrategy.HYBRID_SHARD, device_mesh=mesh), FSDP1, options)
-        ours = observe(sharded(REPLICAS), OURS, options)
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-        return len(ours[0])
-
-    cases = ({"writeback": False, "rank0_only": True}, {"with_grads": True})
-    return [*for_each(check, {f"{options}": (options,) for options in cases}).values()]
-
-
 def test_replicas():
     """Each node's first rank holds the whole model, as it did under FSDP1; replicas are written alike."""
     everything = len(shapes())
-    assert run_ranks(check_replicas, 4) == [[everything, everything], [0, everything]] * 2
+    on_one = dict(zip(NAMES, (True, False, True, False, False), strict=True))
+    with_grads = dict(zip(NAMES, (True, True, False, False, True), strict=True))
+    assert run_ranks(check_options, 4, [on_one, with_grads]) == [[everything, everything], [0, everything]] * 2
 
 
 def check_written_in_place(options: dict[str, Any]) -> None:

@@ -205,7 +205,7 @@ def check_all(configs: dict[str, dict[str, Any]], num_points: int) -> None:
 def test_out_of_memory_anywhere(num_ranks: int):
     """Gradients, buffers and random numbers of the repeated batch are those of a run that began with its size; a
     reduction over replicas that was put off is dropped with the batch."""
-    run_ranks(check_all, num_ranks, CONFIGS[num_ranks], 16 if IS_THOROUGH else 4, timeout_s=TIME_LIMIT_S)
+    run_ranks(check_all, num_ranks, CONFIGS[num_ranks], 16 if IS_THOROUGH else 3, timeout_s=TIME_LIMIT_S)
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def check_divided(kind: str) -> None:
     expected, _, _ = train_divided(kind, None, 2)
     train_divided(kind, None, 4)  # torch looks up once how DTensors of these shapes are computed
     _, total, _ = train_divided(kind, None, 4)
-    for failing, point in points_of(gather(total), 14 if IS_THOROUGH else 3):
+    for failing, point in points_of(gather(total), 14 if IS_THOROUGH else 2):
         where = f"{kind}, rank {failing}, operation {point}"
         found, _, raised = train_divided(kind, point if dist.get_rank() == failing else None, 4)
         assert raised == (dist.get_rank() == failing), where
