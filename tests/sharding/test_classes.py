@@ -194,6 +194,7 @@ def check_all_recomputed() -> None:
     check_recomputed({"activation_cpu_offload": True} | POLICY, 0, OffloadWrapper)
 
 
+@pytest.mark.any_torch
 def test_each_chosen_module_runs_once_more_and_the_numbers_stay():
     """Losses, gradients and parameters are those of one process, with and without; a layer runs again once."""
     run_ranks(check_all_recomputed, 2)

@@ -120,7 +120,7 @@ def test_process_group_of_the_model():
             assert len({found[rank][name][1] for rank in group}) == 1, f"{name}: a group clips alike"
 
 
-@pytest.mark.parametrize("where", ["FSDP1", "FSDP2"])
+@pytest.mark.parametrize("where", [pytest.param("FSDP1", marks=pytest.mark.any_torch), "FSDP2"])
 def test_process_group_of_one_module(where: str):
     """One module lies on ranks of its own, the rest on all; all ranks find one norm. FSDP2 calls a mesh ``mesh``.
 
