@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import for_each
+from support.cases import all_of, for_each
 from support.models import Block, Chain, Model, layer, tokens
 from support.ranks import run_ranks
 from support.training import sgd
@@ -30,21 +30,18 @@ from composer_fsdp2 import (
 # --- what it gives back
 
 
-def check_result() -> tuple[Any, bool, str]:
+def check_result() -> None:
+    """Composer calls it with these positions and unpacks a list and a dict."""
     model = Model()
     config = {"sharding_strategy": "SHARD_GRAD_OP", "mixed_precision": {"param_dtype": "bf16"}}
     printed = repr(config)
-    result = prepare_fully_shard(model, [sgd(model)], config, "fp32", "cpu", False, 1234)
+    assert prepare_fully_shard(model, [sgd(model)], config, "fp32", "cpu", False, 1234) == ([], {})
     assert repr(config) == printed
-    return result, all(isinstance(p, DTensor) for p in model.parameters()), type(model.decoder).__name__
+    assert all(isinstance(p, DTensor) for p in model.parameters()) and type(model.decoder).__name__ == "Decoder"
 
 
-def test_signature_and_result_of_prepare_fsdp_module():
-    """Composer calls it with these positions and unpacks a list and a dict."""
-    assert run_ranks(check_result, 2) == [(([], {}), True, "Decoder")] * 2
-
-
-def check_config_forms() -> list[list[torch.Size]]:
+def check_config_forms() -> None:
+    """A YAML section and a configuration object with the same words shard alike."""
     forms = [
         {"data_parallel_replicate_degree": 2},
         types.SimpleNamespace(data_parallel_replicate_degree=2, sharding_strategy="FULL_SHARD"),
@@ -54,14 +51,36 @@ def check_config_forms() -> list[list[torch.Size]]:
         model = Model()
         prepare_fully_shard(model, None, config, device=torch.device("cpu"), precision="fp32")
         shapes.append([parameter.to_local().shape for parameter in model.parameters()])
-    return shapes
+    assert shapes[0] == shapes[1] and shapes[0][0] == (11, 6)  # two replicas of one rank each: full parameters
 
 
-def test_mapping_or_object():
-    """A YAML section and a configuration object with the same words shard alike."""
-    for by_mapping, by_object in run_ranks(check_config_forms, 2):
-        assert by_mapping == by_object
-        assert by_mapping[0] == (11, 6)  # two replicas of one rank each: full parameters
+def check_not_strict() -> None:
+    """The error names the key and the way on, and that way works on the same model."""
+    config = {"te_shard_fp8_weight": True}
+    model = Model()
+    with pytest.raises(UnsupportedError, match=r"(?s)te_shard_fp8_weight.*strict: false"):
+        prepare_fully_shard(model, None, config, "amp_fp8", "cpu")
+    prepare_fully_shard(model, None, config | {"strict": False}, "amp_fp8", "cpu")
+    assert isinstance(model.decoder, FSDPModule)
+
+
+def check_again() -> None:
+    """Sharding twice by accident does not break the run."""
+    model = Model()
+    prepare_fully_shard(model, None, {}, device="cpu")
+    model(tokens(0)).sum().backward()
+    with pytest.raises(PlanError, match="'decoder' is sharded already, by FSDP2"):
+        prepare_fully_shard(model, None, {}, device="cpu")
+    model(tokens(0)).sum().backward()
+
+
+def check_calls() -> None:
+    all_of(check_result, check_config_forms, check_not_strict, check_again)
+
+
+def test_signature_and_result_of_prepare_fsdp_module():
+    """What Composer and scripts give it, and what they get back."""
+    run_ranks(check_calls, 2)
 
 
 def check_log(config: dict[str, Any]) -> list[tuple[str, str]]:
@@ -103,24 +122,6 @@ def test_a_clean_configuration_is_silent():
     about_the_model = ("own", "chain.kept")
     warnings = [text for level, text in records if level == "WARNING"]
     assert [text for text in warnings if not any(part in text for part in about_the_model)] == []
-
-
-def check_not_strict() -> tuple[str, bool]:
-    config = {"te_shard_fp8_weight": True}
-    model = Model()
-    try:
-        prepare_fully_shard(model, None, config, "amp_fp8", "cpu")
-    except UnsupportedError as error:
-        message = str(error)
-    prepare_fully_shard(model, None, config | {"strict": False}, "amp_fp8", "cpu")
-    return message, isinstance(model.decoder, FSDPModule)
-
-
-def test_strict_false_goes_on():
-    """The error names the key and the way on, and that way works on the same model."""
-    for message, is_sharded in run_ranks(check_not_strict, 2):
-        assert "te_shard_fp8_weight" in message and "strict: false" in message
-        assert is_sharded
 
 
 # --- bad input
@@ -289,32 +290,25 @@ BAD_INPUTS: dict[str, Case] = {
     ),
     "mesh of a module": (wrapping({"device_mesh": 1}), sgd, {}, {}, ConfigError, "device_mesh is 1"),
     "two dtypes": (two_dtypes, sgd, {"mixed_precision": "PURE"}, {"precision": "amp_fp16"}, PlanError, "computes in"),
-    "nothing to shard": (nothing_to_shard, sgd, {}, {}, PlanError, "nothing to shard"),
+    "nothing to shard": (nothing_to_shard, sgd, {}, {}, PlanError, "pass the module that contains"),
 }
 
 
-def refusal(name: str) -> tuple[list[str], str, bool]:
-    build, make_optimizers, config, options, _, _ = BAD_INPUTS[name]
+def check_bad_input(
+    build: Callable[[], nn.Module], make: Any, config: Any, options: dict[str, Any], kind: type[Exception], part: str
+) -> None:
     model = build()
-    optimizers = make_optimizers(model)
+    optimizers = make(model)
     before = footprint(model, optimizers)
-    try:
+    with pytest.raises(kind) as error:
         prepare_fully_shard(model, optimizers, config, **{"device": "cpu", "precision": "fp32", **options})
-    except Exception as error:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        return kinds, str(error), footprint(model, optimizers) == before
-    return [], "not refused", False
+    assert part in str(error.value), error.value
+    assert isinstance(error.value, ComposerFSDP2Error) and isinstance(error.value, ValueError)
+    assert footprint(model, optimizers) == before, "something was changed"
 
 
 def check_bad_inputs() -> None:
-    def check(name: str) -> None:
-        *_, kind, part = BAD_INPUTS[name]
-        kinds, message, is_untouched = refusal(name)
-        assert part in message, message
-        assert {ComposerFSDP2Error.__name__, "ValueError", kind.__name__} <= {*kinds}, kinds
-        assert is_untouched, "something was changed"
-
-    for_each(check, {name: (name,) for name in BAD_INPUTS})
+    for_each(check_bad_input, BAD_INPUTS)
 
 
 def test_bad_input_is_refused_and_nothing_is_touched():
@@ -323,50 +317,41 @@ def test_bad_input_is_refused_and_nothing_is_touched():
     run_ranks(check_bad_inputs, 2)
 
 
-def check_one_rank_only(what: str) -> tuple[str, str, bool, bool]:
+DIFFERENCES: dict[str, list[str]] = {
+    "wrap function": ["rank 1 could not go on", "out of luck", "'net.inner'"],
+    "optimizer": ["rank 1 could not go on", "The same model must be passed"],
+    "layers": ["ranks 0 and 1 decided differently", "rank 0:", "rank 1:", "decoder.blocks.2"],
+    "setting": ["ranks 0 and 1 decided differently", "reshard_after_forward"],
+    "shape": ["ranks 0 and 1 decided differently", "7"],
+}
+
+
+def check_one_rank_only(what: str, parts: list[str]) -> None:
     """One rank's model or configuration is another; whatever differs, all ranks raise."""
     is_odd = dist.get_rank() == 1
-    config: dict[str, Any] = {}
-    model: nn.Module = Model(num_blocks=2)
+    config: dict[str, Any] = {"reshard_after_forward": not is_odd} if what == "setting" else {}
+    model: nn.Module = Model(num_blocks=3 if is_odd and what == "layers" else 2)
     if what == "wrap function":
         model = Chain(net=Wrapping(RuntimeError("out of luck") if is_odd else True))
-    elif what == "layers":
-        model = Model(num_blocks=3 if is_odd else 2)
-    elif what == "setting":
-        config = {"reshard_after_forward": not is_odd}
     elif what == "shape":
         model = Chain(net=layer(7 if is_odd else 6))
-    elif what == "optimizer":
-        optimizer = sgd(Model() if is_odd else model)
-    optimizer = optimizer if what == "optimizer" else sgd(model)
+    optimizer = sgd(Model() if is_odd and what == "optimizer" else model)
     before = footprint(model, optimizer)
-    try:
+    with pytest.raises(PlanError if not is_odd else ComposerFSDP2Error) as error:
         prepare_fully_shard(model, optimizer, config, device="cpu")
-    except ComposerFSDP2Error as error:
-        # All ranks are here: a collective finds them.
-        dist.barrier()
-        return type(error).__name__, str(error), footprint(model, optimizer) == before, True
-    return "", "not refused", False, False
+    message = str(error.value)
+    if not is_odd or "decided differently" in parts[0]:
+        assert [part for part in parts if part not in message] == [], message
+    assert footprint(model, optimizer) == before
 
 
-@pytest.mark.parametrize(
-    ("what", "parts"),
-    [
-        ("wrap function", ["rank 1 could not go on", "out of luck", "'net.inner'"]),
-        ("optimizer", ["rank 1 could not go on", "The same model must be passed"]),
-        ("layers", ["ranks 0 and 1 decided differently", "rank 0:", "rank 1:", "decoder.blocks.2"]),
-        ("setting", ["ranks 0 and 1 decided differently", "reshard_after_forward"]),
-        ("shape", ["ranks 0 and 1 decided differently", "7"]),
-    ],
-)
-def test_a_difference_between_ranks_is_an_error_on_each(what: str, parts: list[str]):
+def check_differences() -> None:
+    for_each(check_one_rank_only, {what: (what, parts) for what, parts in DIFFERENCES.items()})
+
+
+def test_a_difference_between_ranks_is_an_error_on_each():
     """A job whose ranks disagree ends at once with both versions in the message, not after a time-out of NCCL."""
-    (kind_0, message_0, untouched_0, _), (_, message_1, untouched_1, _) = run_ranks(check_one_rank_only, 2, what)
-    assert kind_0 == "PlanError"
-    assert [part for part in parts if part not in message_0] == []
-    assert untouched_0 and untouched_1
-    if "decided differently" in message_0:
-        assert message_1 == message_0
+    run_ranks(check_differences, 2)
 
 
 def test_without_a_process_group():
@@ -379,20 +364,3 @@ def test_without_a_process_group():
     ):
         prepare_fully_shard(model, optimizer, {}, device="cpu")
     assert footprint(model, optimizer) == before
-
-
-def check_again() -> str:
-    model = Model()
-    prepare_fully_shard(model, None, {}, device="cpu")
-    model(tokens(0)).sum().backward()
-    try:
-        prepare_fully_shard(model, None, {}, device="cpu")
-    except PlanError as error:
-        model(tokens(0)).sum().backward()
-        return str(error)
-    return ""
-
-
-def test_a_second_call_is_refused_and_the_model_trains_on():
-    """Sharding twice by accident does not break the run."""
-    assert all("'decoder' is sharded already, by FSDP2" in message for message in run_ranks(check_again, 2))

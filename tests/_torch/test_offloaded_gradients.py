@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from support.cases import all_of
 from support.models import Chain, features, layer
 from support.ranks import run_ranks
 from support.training import HSDP_2X2
@@ -81,6 +83,7 @@ def trained_once(config: dict[str, Any]) -> nn.Module:
 
 
 def check_events() -> None:
+    """torch 2.7 waited on the other stream, and the optimizer read gradients that were still on their way."""
     model, log = trained_once(HSDP_2X2), Log()
     as_on_a_gpu(model, log)
     model(features(1)).sum().backward()
@@ -91,13 +94,14 @@ def check_events() -> None:
     assert {event.number for event in log.synchronized} <= {event.number for event in of_stream[1:]}
 
 
-def test_replicas_are_waited_for_on_their_stream():
-    """torch 2.7 waited on the other stream, and the optimizer read gradients that were still on their way."""
-    run_ranks(check_events, 4)
-
-
 def check_kept() -> None:
-    """Each unit lets go of one buffer, when its backward is finished, and not before."""
+    """Each unit lets go of one buffer, when its backward is finished, and not before: memory that the stream of the
+    reductions gives to the next unit while it is copied is another unit's gradient.
+
+    pytorch#180665, which torch 2.7.0 and 2.13.0 do not have: a unit keeps what it reduced over replicas until its
+    backward is finished, when the default stream, on which the next backward's reductions wait, has waited for the
+    copies. A torch that lets go of it earlier fails here.
+    """
     model = trained_once(HSDP_2X2)
     as_on_a_gpu(model, Log())
     reduced: list[weakref.ref[torch.Tensor]] = []
@@ -133,44 +137,37 @@ def check_kept() -> None:
     assert (len(reduced), len(finished)) == (2, 2)
 
 
-def test_what_copies_read_is_kept():
-    """Memory that the reductions' stream gives to the next unit while it is copied is another unit's gradient.
-
-    pytorch#180665, which torch 2.7.0 and 2.13.0 do not have: a unit keeps what it reduced over replicas until its
-    backward is finished, when the default stream, on which the next backward's reductions wait, has waited for the
-    copies. A torch that lets go of it earlier fails here.
-    """
-    run_ranks(check_kept, 4)
-
-
 class LetsGo(FSDPParamGroup):
     def __init__(self) -> None:
         """Of a torch to come, that does not keep it."""
 
 
-def check_refused() -> list[str]:
+def check_refused() -> None:
+    """A torch that lets go is refused with replicas alone, before anything is changed."""
     require_known_torch()  # once in a process, and of the real class
-    text = []
     with mock.patch.object(FSDPParamGroup, "__init__", LetsGo.__init__):
         for config in (HSDP_2X2, {}):
             model = Chain(a=layer(), b=layer())
             before = dict(model.named_parameters())
             plan = plan_sharding(model, translate({"cpu_offload": True, **config}, device="cuda", world_size=4).config)
-            try:
+            with pytest.raises(UnsupportedError if config else Exception) as error:  # there is no CUDA here
                 apply_plan(model, plan)
-            except UnsupportedError as error:
-                text.append(str(error))
+            text = str(error.value)
+            if config:
+                assert "cpu_offload with replicas" in text and "pytorch#180665" in text, text
                 assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
-            except Exception as error:
-                text.append(type(error).__name__)  # there is no CUDA here
-    return text
+            else:
+                assert "cpu_offload" not in text, text
 
 
-def test_a_torch_that_lets_go_is_refused():
-    """With replicas alone, before anything is changed: it would train on wrong gradients."""
-    for with_replicas, without in run_ranks(check_refused, 4):
-        assert "cpu_offload with replicas" in with_replicas and "pytorch#180665" in with_replicas
-        assert "cpu_offload" not in without
+def check_replicas() -> None:
+    all_of(check_events, check_kept, check_refused)
+
+
+def test_gradients_over_replicas():
+    """They are waited for on their stream, and nothing is let go that a copy still reads: else a run trains on wrong
+    gradients, without an error."""
+    run_ranks(check_replicas, 4)
 
 
 def check_hooks() -> None:

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Decoder
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from composer_fsdp2._torch.private_names import keep_class_name
 from composer_fsdp2._torch.repairs import REPAIRS, Repair, repair_cpu_collectives
 from composer_fsdp2._torch.unit import repair_unit
 
@@ -201,32 +199,3 @@ def test_no_repair_outlives_its_bug():
         )
         assert not set(repair.seen_on) & set(repair.not_on)
         assert repair.why
-
-
-def check_class_names() -> list[Any]:
-    class Fresh(Decoder):
-        """Known to no earlier check: fully_shard makes one class for each, once."""
-
-    mesh = init_device_mesh("cpu", (1,))
-    first, second, plain = Fresh(), Fresh(), Fresh()
-    fully_shard(first, mesh=mesh)
-    assert type(first).__name__ != "Fresh", "torch has changed"
-    keep_class_name(first)
-    fully_shard(second, mesh=mesh)
-    keep_class_name(second)
-    keep_class_name(plain)
-    cls = type(first)
-    assert cls is type(second) is not Fresh and issubclass(cls, Fresh)
-    assert type(plain) is Fresh
-    return [
-        cls.__name__,
-        cls.__qualname__ == Fresh.__qualname__,
-        cls.__module__ == Fresh.__module__,
-        type(cls(num_blocks=1)) is Fresh,
-    ]
-
-
-def test_class_names():
-    """`architectures` in a saved config and the metadata of a checkpoint name the user's class; `type(m)(...)` builds
-    an unsharded one; unsharded models keep theirs."""
-    assert run_ranks(check_class_names, 1) == [["Fresh", True, True, True]]

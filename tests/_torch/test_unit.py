@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,10 +13,10 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import for_each
+from support.cases import all_of, for_each
 from support.comparing import full
 from support.ranks import run_ranks
-from support.training import FULL, HSDP_2X2, named_parameters, sgd
+from support.training import FULL, HSDP_2X2, named_parameters, sgd, train_alike
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
@@ -262,10 +261,6 @@ class Halved(Whole):
         return x
 
 
-def in_form(form: str) -> Model:
-    return Model(form)
-
-
 def compiled() -> Model:
     """Its units return dataclasses, and are compiled."""
     model = Model("dataclass")
@@ -336,50 +331,33 @@ class Calling(nn.Module):
         return isinstance(module, Adding | Written | Skipped)
 
 
-def append(losses: list[torch.Tensor], loss: torch.Tensor) -> None:
-    losses.append(loss)
+# An empty container or one that holds a tensor, how a loss is added, and the sum.
+CONTAINERS: dict[
+    str, tuple[Callable[[torch.Tensor], Any], Callable[[Any, torch.Tensor], Any], Callable[[Any], Any]]
+] = {
+    "a list": (lambda x: [], list.append, sum),
+    "a dict": (
+        lambda x: {"first": x},  # whose tensor passes through the unit
+        lambda losses, loss: losses.update({str(len(losses)): loss}),
+        lambda losses: sum(losses.values()),
+    ),
+    "a set": (lambda x: {x.mean()}, set.add, sum),
+    "a field": (
+        lambda x: Out(x.mean()),
+        lambda losses, loss: setattr(losses, "hidden", losses.hidden + loss),
+        lambda losses: losses.hidden,
+    ),
+}
 
 
-def add_item(losses: dict[str, torch.Tensor], loss: torch.Tensor) -> None:
-    losses[str(len(losses))] = loss
-
-
-def add_member(losses: set[torch.Tensor], loss: torch.Tensor) -> None:
-    losses.add(loss)
-
-
-def add_field(losses: Out, loss: torch.Tensor) -> None:
-    losses.hidden = losses.hidden + loss
-
-
-def with_list(layers: Any, x: torch.Tensor) -> torch.Tensor:
-    losses: list[torch.Tensor] = []
-    for layer in layers:
-        x = layer(x, losses)
-    return x * (1 + sum(losses))
-
-
-def with_dict(layers: Any, x: torch.Tensor) -> torch.Tensor:
-    losses = {"first": x}  # whose tensor passes through the unit
-    for layer in layers:
-        x = layer(x, losses=losses)
-    return sum(losses.values()) + x
-
-
-def with_set(layers: Any, x: torch.Tensor) -> torch.Tensor:
-    first = x.mean()
-    losses = {first}
-    for layer in layers:
-        x = layer(x, losses)
-    assert first in losses
-    return x * (1 + sum(losses))
-
-
-def with_field(layers: Any, x: torch.Tensor) -> torch.Tensor:
-    losses = Out(x.mean())
-    for layer in layers:
-        x = layer(x, losses)
-    return x * losses.hidden
+def add_to(name: str, layers: Any, x: torch.Tensor) -> torch.Tensor:
+    make, _, total = CONTAINERS[name]
+    losses = make(x)
+    first = set() if name == "a field" else set(tensors_in(losses))
+    for number, layer in enumerate(layers):
+        x = layer(x, losses=losses) if number else layer(x, losses)
+    assert first <= set(tensors_in(losses)), "what the caller put in is another tensor"
+    return x * (1 + total(losses))
 
 
 def write_twice(layers: Any, x: torch.Tensor) -> torch.Tensor:
@@ -410,10 +388,10 @@ def add_to_skipped(layers: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 OTHERS |= {
-    "a list added to": partial(whole, partial(Calling, partial(Adding, append), with_list)),
-    "a dict added to": partial(whole, partial(Calling, partial(Adding, add_item), with_dict)),
-    "a set added to": partial(whole, partial(Calling, partial(Adding, add_member), with_set)),
-    "a field added to": partial(whole, partial(Calling, partial(Adding, add_field), with_field)),
+    f"{name} added to": partial(whole, partial(Calling, partial(Adding, CONTAINERS[name][1]), partial(add_to, name)))
+    for name in CONTAINERS
+}
+OTHERS |= {
     "a tensor passed twice and written to": partial(whole, partial(Calling, Written, write_twice)),
     "a view written to beside its base": partial(whole, partial(Calling, Written, write_view)),
     "two slices written to": partial(whole, partial(Calling, Written, write_slices)),
@@ -451,68 +429,45 @@ def batch(seed: int) -> torch.Tensor:
     return torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_trains(build: Callable[[], nn.Module], shard: Shard, **options: Any) -> None:
-    """Three steps, evaluations between them, and one process with all batches, in float64."""
-    torch.set_default_dtype(torch.float64)
+def assert_trains(build: Callable[[], nn.Module], **config: Any) -> None:
+    """As in one process with all batches, in float64; an evaluation is a forward without gradients."""
     torch.manual_seed(0)
-    model = build()
-    reference = copy.deepcopy(model)
-    before, optimizer, theirs = parameters_of(reference), sgd(model), sgd(reference)
-    shard(model, optimizer, **options)
-    optimizer = sgd(model) if shard is fsdp1 else optimizer
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for step in range(3):
-        with torch.no_grad():
-            evaluated = model(batch(step * size + rank))
-        output = model(batch(step * size + rank))
-        torch.testing.assert_close(evaluated, output, rtol=1e-12, atol=1e-14)
-        output.square().mean().backward()
-        for peer in range(size):
-            (reference(batch(step * size + peer)).square().mean() / size).backward()
-        for each in (optimizer, theirs):
-            each.step()
-            each.zero_grad()
-    found, expected = parameters_of(model), parameters_of(reference)
-    assert found.keys() == expected.keys()
-    for name, parameter in expected.items():
-        torch.testing.assert_close(found[name], parameter, rtol=1e-12, atol=1e-14)
-        assert not torch.equal(parameter, before[name]), f"{name} was not trained"
+    model = train_alike(build, config, batch)
+    with torch.no_grad():
+        evaluated = model(batch(0))
+    torch.testing.assert_close(evaluated, model(batch(0)), rtol=1e-12, atol=1e-14)
+    with torch.no_grad():
+        torch.testing.assert_close(evaluated, model(batch(0)), rtol=1e-12, atol=1e-14)
 
 
 RECOMPUTED = {"activation_checkpointing": True, "activation_checkpointing_reentrant": False}
-NO_SHARD = {"sharding_strategy": "NO_SHARD"}
 
 
-def check_forms() -> None:
-    forms = {name: partial(in_form, name) for name in FORMS}
-    cases: dict[str, tuple[Any, ...]] = {name: (build, ours) for name, build in (forms | OTHERS).items()}
-    cases["a view that the loss writes to"] = (partial(whole, Viewed, Halved), ours)
-    cases["an LSTM whose weights cuDNN moves"] = (partial(whole, FlatteningRecurrent), ours)
-    for_each(assert_trains, cases)
-    kept = {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "NONE", "forward_prefetch": True}
-    others = {"recomputed": RECOMPUTED, "kept": kept, "offloaded": {"cpu_offload": True}, "NO_SHARD": NO_SHARD}
-    for name in ("dataclass", "PackedSequence", "set"):
-        build = partial(assert_trains, forms[name], ours)
-        for_each(lambda options, build=build: build(**options), {key: (value,) for key, value in others.items()})
+KEPT = {"sharding_strategy": "SHARD_GRAD_OP", "backward_prefetch": "NONE", "forward_prefetch": True}
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    **{name: (partial(Model, name), {}) for name in FORMS},
+    **{name: (build, {}) for name, build in OTHERS.items()},
+    "a view that the loss writes to": (partial(whole, Viewed, Halved), {}),
+    "an LSTM whose weights cuDNN moves": (partial(whole, FlatteningRecurrent), {}),
+    "dataclass, recomputed": (partial(Model, "dataclass"), RECOMPUTED),
+    "dataclass, offloaded": (partial(Model, "dataclass"), {"cpu_offload": True}),
+    "PackedSequence, kept": (partial(Model, "PackedSequence"), KEPT),
+    "set, recomputed": (partial(Model, "set"), RECOMPUTED),
+    "set, NO_SHARD": (partial(Model, "set"), {"sharding_strategy": "NO_SHARD"}),
+}
 
 
-def check_replicas() -> None:
-    forms = {name: (partial(in_form, name), ours) for name in ("dataclass", "PackedSequence")}
-    for_each(lambda *each: assert_trains(*each, **HSDP_2X2), forms | {"an LSTM": (OTHERS["an LSTM as unit"], ours)})
-
-
-def check_forms_of_fsdp1() -> None:
-    builds = {name: partial(in_form, name) for name in IN_FSDP1} | OTHERS
-    for_each(assert_trains, {name: (build, fsdp1) for name, build in builds.items()})
+def check_cases(names: list[str], config: dict[str, Any]) -> None:
+    for_each(lambda name: assert_trains(CASES[name][0], **CASES[name][1], **config), {name: (name,) for name in names})
 
 
 def test_all_that_fsdp1_walked_trains():
     """A root that returns a dataclass would stay as it was, without an error; a block that does would end the run."""
-    run_ranks(check_forms, 2)
+    run_ranks(check_cases, 2, [*CASES], {})
 
 
 def check_compiled() -> None:
-    assert_trains(compiled, ours)
+    assert_trains(compiled)
 
 
 @pytest.mark.slow
@@ -523,12 +478,7 @@ def test_compiled_units_train():
 
 def test_replicas_train():
     """Gradients of a block that returns a dataclass would not be averaged over replicas."""
-    run_ranks(check_replicas, 4)
-
-
-def test_fsdp1_trains_these():
-    """The list of forms that have to train would be ours, not FSDP1's."""
-    run_ranks(check_forms_of_fsdp1, 2)
+    run_ranks(check_cases, 4, ["dataclass", "PackedSequence", "an LSTM as unit"], HSDP_2X2)
 
 
 # --- casts
@@ -544,6 +494,7 @@ def dtypes_seen(form: str, shard: Shard, **options: Any) -> list[torch.dtype]:
 
 
 def check_casts() -> None:
+    """A block with bf16 weights would get fp32 from a dataclass, and raise."""
     low = torch.bfloat16
     theirs = MixedPrecision(param_dtype=low, reduce_dtype=low, cast_forward_inputs=True)
     own = {"mixed_precision": theirs}
@@ -552,11 +503,6 @@ def check_casts() -> None:
         assert found == expected == [low] * 4, (form, found, expected)
     for form in FORMS.keys() - IN_FSDP1.keys() | {"PackedSequence"}:
         assert dtypes_seen(form, ours, **own) == [low] * 4, form
-
-
-def test_inputs_are_cast_wherever_they_are():
-    """A block with bf16 weights would get fp32 from a dataclass, and raise."""
-    run_ranks(check_casts, 2)
 
 
 # --- outputs without a hook
@@ -599,6 +545,7 @@ class Around(nn.Module):
 
 
 def check_guard() -> None:
+    """An output of a class that can not be walked would leave a root untrained, without an error."""
     model = Whole(Hiding(Plain))
     ours(model, None)
     with pytest.raises(PlanError, match=r"the root unit \(Hiding\) returned Plain, .* in Plain\.hidden.*dataclass"):
@@ -628,13 +575,8 @@ def check_guard() -> None:
                 after(model)
 
 
-def test_a_unit_without_a_backward_hook_is_an_error():
-    """An output of a class that can not be walked would leave a root untrained, without an error."""
-    run_ranks(check_guard, 2)
-
-
 def check_legitimate() -> None:
-    """Outputs without a gradient, or with one that the unit does not need."""
+    """Outputs without a gradient, or with one that the unit does not need: they train as they should."""
     for returned in (
         lambda hidden: None,
         lambda hidden: hidden.argmax(-1),
@@ -674,11 +616,6 @@ class Frozenly(Around):
         return self.inside(self.last(x)).hidden
 
 
-def test_what_needs_no_hook_is_no_error():
-    """The guard would end runs that train as they should."""
-    run_ranks(check_legitimate, 2)
-
-
 class Cache:
     """As a KV cache: pytree knows it, FSDP1 did not."""
 
@@ -707,6 +644,7 @@ class Caching(nn.Module):
 
 
 def check_caches() -> None:
+    """Cached decoding, and auxiliary losses in a list, would lose what a unit adds to them, without an error."""
     with contextlib.suppress(ValueError):  # of another test on these ranks
         register_pytree_node(
             Cache,
@@ -726,11 +664,6 @@ def check_caches() -> None:
                 model.encoder(batch(0)[0][:2], cache, seen)
             assert cache.num_updates == len(seen) == 2 and len(cache.keys) == 3, (shard, options, is_training)
             assert cache.keys[0] is given  # what the caller put in
-
-
-def test_a_cache_keeps_what_units_add():
-    """Cached decoding, and auxiliary losses in a list, would lose what a unit adds to them, without an error."""
-    run_ranks(check_caches, 2)
 
 
 def test_values_without_a_change_are_the_same_objects():
@@ -819,6 +752,7 @@ def copies_alive(shard: Shard, *, is_recomputed: bool) -> dict[str, Any]:
 
 
 def check_copies() -> None:
+    """Every rank would have all weights in bf16 until the forward ends: 14 GB of 7B parameters."""
     for is_recomputed in (True, False):
         found, expected = (copies_alive(shard, is_recomputed=is_recomputed) for shard in (ours, fsdp1))
         assert found.keys() == expected.keys()
@@ -830,12 +764,8 @@ def check_copies() -> None:
         assert found["False: after forward, at most"] == (0, 16 * 32 * 2)
 
 
-def test_autocast_keeps_no_copies_of_weights():
-    """Every rank would have all weights in bf16 until the forward ends: 14 GB of 7B parameters."""
-    run_ranks(check_copies, 2)
-
-
 def check_cache_after_an_error() -> None:
+    """The script's other models under autocast would cast their weights each time."""
     model = Whole(Hiding(lambda hidden: hidden.no_such_attribute))
     ours(model, None)
     with pytest.raises(AttributeError):
@@ -845,6 +775,19 @@ def check_cache_after_an_error() -> None:
     assert torch.is_autocast_cache_enabled()
 
 
-def test_autocasts_cache_is_on_again_after_an_error():
-    """The script's other models under autocast would cast their weights each time."""
-    run_ranks(check_cache_after_an_error, 2)
+def check_inputs_and_outputs() -> None:
+    all_of(check_casts, check_guard, check_legitimate, check_caches)
+
+
+def test_inputs_and_outputs():
+    """Casts of what lies in containers, outputs that no backward hook can be on, and caches that units add to."""
+    run_ranks(check_inputs_and_outputs, 2)
+
+
+def check_autocast() -> None:
+    all_of(check_copies, check_cache_after_an_error)
+
+
+def test_autocast_keeps_no_copies_of_weights():
+    """Its cache is off within a unit, and on again afterwards, also after an error."""
+    run_ranks(check_autocast, 2)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Block, Chain, FakeMetric, Model, features, layer, tokens
+from support.models import Block, Chain, FakeMetric, Model, layer, tokens
 from support.ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -33,68 +34,59 @@ class Choosing(Chain):
         return isinstance(module, Block)
 
 
-def test_the_models_function_chooses():
-    """A Composer model's own hook decides, as under FSDP1; the caller learns what was wrapped."""
-    model = Model(num_blocks=2)
-    assert apply_activation_checkpointing(model) == ["decoder.blocks.0", "decoder.blocks.1"]
-    assert wrapped_paths(model) == ["decoder.blocks.0", "decoder.blocks.1"]
-    assert isinstance(model.decoder.blocks[0]._checkpoint_wrapped_module, Block)
+def marked(model: nn.Module, **children: bool) -> nn.Module:
+    for name, value in children.items():
+        model.net.get_submodule(name)._activation_checkpointing = value
+    return model
 
 
-@pytest.mark.parametrize(("attribute", "is_wrapped"), [(True, True), (False, False)])
-def test_the_attribute_goes_first(attribute: bool, is_wrapped: bool):
-    """One marked module goes its own way, against the model's function and against check_fn."""
-    for options in ({}, {"check_fn": lambda module: not attribute}):
-        model = Chain(net=Choosing(a=Block(), b=layer()))
-        chosen = model.net.a if not attribute else model.net.b
-        chosen._activation_checkpointing = attribute
-        path = "net.a" if not attribute else "net.b"
-        assert (path in apply_activation_checkpointing(model, **options)) is is_wrapped
+def choosing() -> nn.Module:
+    return Chain(net=Choosing(a=Block(), b=layer()))
 
 
-def test_check_fn_goes_before_the_models_function():
-    """A script can choose other modules than the model would."""
-    model = Chain(net=Choosing(a=Block(), b=layer()))
-    assert apply_activation_checkpointing(model, check_fn=lambda module: module is model.net.b) == ["net.b"]
-
-
-def test_a_plain_model_with_check_fn():
-    """Usable with any nn.Module, without hooks, direct children included."""
-    model = nn.Sequential(layer(), nn.Sequential(layer(), layer()))
-    paths = apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
-    assert paths == ["0", "1.0", "1.1"]
-    assert wrapped_paths(model) == paths
-    model(features(0)).sum().backward()
-
-
-def test_children_before_parents():
-    """Nested choices nest: the inner wrapper stays inside the outer one."""
-    model = Chain(net=Chain(inner=Chain(deep=layer())))
-    paths = apply_activation_checkpointing(model, check_fn=lambda module: True)
-    assert paths == ["net.inner.deep", "net.inner", "net"]
-    assert wrapped_paths(model) == sorted(paths)
-
-
-def test_nothing_is_chosen():
-    """Without hooks nothing is wrapped, and a function's false-like answer counts as false."""
-    assert apply_activation_checkpointing(nn.Sequential(layer())) == []
-    assert apply_activation_checkpointing(Model(), check_fn=lambda module: None) == []
-    assert apply_activation_checkpointing(Model(), checkpoint=False) == []
-
-
-def test_excluded_children_and_metrics_are_passed_over():
-    """What FSDP1 did not look at is not wrapped."""
-    model = Chain(kept=layer(), left=layer())
+def with_excluded() -> nn.Module:
+    model = Chain(kept=layer(), left=layer(), metric=FakeMetric())
     model.left._fsdp_wrap = False
-    model.add_module("metric", FakeMetric())
-    assert apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear)) == ["kept"]
+    return model
 
 
-def test_wrapped_modules_are_not_wrapped_again():
-    """A model that checkpoints some layers itself keeps them as they are; calling twice changes nothing."""
+ANY, LINEAR = {"check_fn": lambda module: True}, {"check_fn": lambda module: isinstance(module, nn.Linear)}
+BELOW_A = ("net.a.fc_in", "net.a.fc_out")
+Case = tuple[Callable[[], nn.Module], dict[str, Any], list[str]]
+CASES: dict[str, Case] = {
+    "the model's function": (Model, {}, ["decoder.blocks.0", "decoder.blocks.1"]),
+    # One marked module goes its own way.
+    "marked, against the function": (lambda: marked(choosing(), a=False, b=True), {}, ["net.b"]),
+    "marked, against check_fn": (lambda: marked(choosing(), a=True, b=False), LINEAR, ["net.a", *BELOW_A]),
+    "check_fn goes before the function": (choosing, LINEAR, [*BELOW_A, "net.b"]),
+    "a plain model, direct children included": (
+        lambda: nn.Sequential(layer(), nn.Sequential(layer(), layer())), LINEAR, ["0", "1.0", "1.1"]
+    ),
+    # The inner wrapper stays inside the outer one.
+    "nested": (lambda: Chain(net=Chain(inner=Chain(deep=layer()))), ANY, ["net", "net.inner", "net.inner.deep"]),
+    "no hooks": (lambda: nn.Sequential(layer()), {}, []),
+    "an answer that is like false": (Model, {"check_fn": lambda module: None}, []),
+    "switched off": (Model, {"checkpoint": False}, []),
+    # What FSDP1 did not look at.
+    "excluded children and metrics": (with_excluded, LINEAR, ["kept"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_which_modules_are_wrapped(name: str):
+    """The caller learns what was wrapped: as under FSDP1, and once, also where it asks twice."""
+    build, options, expected = CASES[name]
+    model = build()
+    assert sorted(apply_activation_checkpointing(model, **options)) == expected == wrapped_paths(model)
+    assert apply_activation_checkpointing(model, **options) == []
+
+
+def test_what_the_model_checkpoints_itself():
+    """It keeps these layers as they are; children are wrapped before what is around them."""
     model = Chain(net=Choosing(a=checkpoint_wrapper(Block()), b=Block()))
     assert apply_activation_checkpointing(model) == ["net.b"]
-    assert apply_activation_checkpointing(model) == []
+    paths = apply_activation_checkpointing(Chain(net=Chain(inner=Chain(deep=layer()))), **ANY)
+    assert paths == ["net.inner.deep", "net.inner", "net"]
 
 
 def test_a_module_in_two_places_is_wrapped_once():
@@ -107,15 +99,18 @@ def test_a_module_in_two_places_is_wrapped_once():
     assert isinstance(model.net.a, CheckpointWrapper) and model.net.a._checkpoint_wrapped_module is shared
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("checkpoint", [True, False])
-@pytest.mark.parametrize("cpu_offload", [True, False])
+@pytest.mark.parametrize(
+    ("checkpoint", "cpu_offload", "reentrant"), [(1, 1, 1), (1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 1)]
+)
 @pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT:FutureWarning")
 def test_which_wrappers(checkpoint: bool, cpu_offload: bool, reentrant: bool):
-    """Each switch does its own part, offloading around recomputing, as Composer nested them; results do not change."""
+    """Each switch does its own part, offloading around recomputing, as Composer nested them; results do not change, and
+    a recomputed layer runs again."""
     torch.manual_seed(0)
     model, plain = Model(), Model()
     plain.load_state_dict(model.state_dict())
+    calls: list[int] = []
+    model.decoder.blocks[0].fc_in.register_forward_hook(lambda *_: calls.append(0))
     apply_activation_checkpointing(model, checkpoint=checkpoint, cpu_offload=cpu_offload, reentrant=reentrant)
     found, module = [], model.decoder.blocks[0]
     while not isinstance(module, Block):
@@ -129,18 +124,7 @@ def test_which_wrappers(checkpoint: bool, cpu_offload: bool, reentrant: bool):
         each(tokens(0)).square().mean().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-def test_activations_are_recomputed():
-    """The memory is saved in fact: a wrapped block runs again in backward, another does not."""
-    calls: list[str] = []
-    model = Model()
-    for name, block in model.decoder.blocks.named_children():
-        block.fc_in.register_forward_hook(lambda *_, name=name: calls.append(name))
-    model.decoder.blocks[1]._activation_checkpointing = False
-    apply_activation_checkpointing(model)
-    model(tokens(0)).sum().backward()
-    assert sorted(calls) == ["0", "0", "1"]
+    assert len(calls) == 1 + checkpoint
 
 
 def test_a_function_that_raises_names_the_module():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import for_each
+from support.cases import all_of, for_each
 from support.comparing import full
-from support.models import WIDTH, Block, Chain, Decoder, Model, features, layer, tie, tokens
+from support.examples import IS_THOROUGH
+from support.models import WIDTH, Block, Chain, Model, features, layer, tie, tokens
 from support.ranks import run_ranks
-from support.training import FULL, adamw, assert_close, named_parameters, sgd, train_alike
+from support.training import FULL, HSDP_2X2, assert_close, named_parameters, sgd, train_alike
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import FSDPModule
@@ -25,7 +26,6 @@ from composer_fsdp2 import (
     ConfigError,
     MeshSpec,
     PlanError,
-    Prefetch,
     ShardingConfig,
     ShardingPlan,
     apply_plan,
@@ -39,44 +39,35 @@ from composer_fsdp2.sharding.sharded import sharded_roots
 # --- every setting
 
 AC = {"activation_checkpointing": True}
-SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
-    "default": (2, {}),
-    "one rank": (1, {}),
-    "SHARD_GRAD_OP": (2, {"sharding_strategy": "SHARD_GRAD_OP"}),
-    "NO_SHARD": (2, {"sharding_strategy": "NO_SHARD"}),
-    "2 replicas of one rank": (2, {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}),
-    "1 replica of two ranks": (2, {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 1}),
-    "reshard to 1": (2, {"reshard_after_forward": 1}),
-    "reshard to all": (2, {"reshard_after_forward": 2}),
-    "cpu_offload": (2, {"cpu_offload": True}),
-    "sync_module_states": (2, {"sync_module_states": True}),
-    "forward_prefetch": (2, {"forward_prefetch": True}),
-    "forward_prefetch of 2": (2, {"forward_prefetch": True, "forward_prefetch_limit": 2}),
-    "backward_prefetch NONE": (2, {"backward_prefetch": "NONE"}),
-    "backward_prefetch of 2": (2, {"backward_prefetch_limit": 2}),
-    "all prefetch": (2, {"forward_prefetch": True, "forward_prefetch_limit": 3, "backward_prefetch_limit": 3}),
-    "reentrant": (2, AC),
-    "not reentrant": (2, {**AC, "activation_checkpointing_reentrant": False}),
-    "activations offloaded": (2, {"activation_cpu_offload": True}),
-    "reentrant, offloaded": (2, {**AC, "activation_cpu_offload": True}),
-    "not reentrant, offloaded": (
-        2,
-        {**AC, "activation_cpu_offload": True, "activation_checkpointing_reentrant": False},
-    ),
-    "reentrant, prefetch, SHARD_GRAD_OP": (2, {**AC, "forward_prefetch": True, "sharding_strategy": "SHARD_GRAD_OP"}),
-    "reentrant, cpu_offload": (2, {**AC, "cpu_offload": True}),
-    "4 ranks": (4, {}),
-    "4 ranks, reshard to 2": (4, {"reshard_after_forward": 2}),
-    "4 ranks, NO_SHARD": (4, {"sharding_strategy": "NO_SHARD"}),
-    "HYBRID_SHARD 2 x 2": (4, {"sharding_strategy": "HYBRID_SHARD", "data_parallel_replicate_degree": 2}),
-    "_HYBRID_SHARD_ZERO2 2 x 2": (
-        4,
-        {
-            "sharding_strategy": "_HYBRID_SHARD_ZERO2",
-            "data_parallel_shard_degree": 2,
-            "data_parallel_replicate_degree": 2,
-        },
-    ),
+ZERO_2, NO_SHARD = {"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "NO_SHARD"}
+OFFLOADED, NOT_REENTRANT = {"activation_cpu_offload": True}, AC | {"activation_checkpointing_reentrant": False}
+HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
+# By the number of ranks; more combinations are drawn in test_apply_properties.py.
+SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one rank": {}},
+    2: {
+        "default": {},
+        "SHARD_GRAD_OP": ZERO_2 | {"forward_prefetch": True},
+        "NO_SHARD": NO_SHARD,
+        "2 replicas of one rank": HYBRID | {"data_parallel_replicate_degree": 2},
+        "1 replica of two ranks": HYBRID | {"data_parallel_replicate_degree": 1},
+        "reshard to 1": {"reshard_after_forward": 1},
+        "reshard to all": {"reshard_after_forward": 2, "backward_prefetch_limit": 2},
+        "cpu_offload, reentrant": AC | {"cpu_offload": True},
+        "cpu_offload": {"cpu_offload": True},
+        "backward_prefetch NONE": {"backward_prefetch": "NONE", "sync_module_states": True},
+        "all prefetch": {"forward_prefetch": True, "forward_prefetch_limit": 3, "backward_prefetch_limit": 3},
+        "not reentrant": NOT_REENTRANT,
+        "activations offloaded": OFFLOADED,
+        "not reentrant, offloaded": NOT_REENTRANT | OFFLOADED,
+        "reentrant, prefetch, SHARD_GRAD_OP": AC | ZERO_2 | {"forward_prefetch": True},
+    },
+    4: {
+        "reshard to 2": {"reshard_after_forward": 2},
+        "HYBRID_SHARD 2 x 2": HSDP_2X2,
+        "_HYBRID_SHARD_ZERO2 2 x 2": HSDP_2X2 | {"sharding_strategy": "_HYBRID_SHARD_ZERO2"},
+        "4 ranks": {},
+    },
 }
 
 
@@ -85,68 +76,39 @@ def check_setting(config: dict[str, Any], tied: bool) -> None:
     train_alike(lambda: Model(num_blocks=3, tied=tied), config, tokens)
 
 
-def check_settings(tied: bool, world_size: int) -> None:
-    for_each(check_setting, {name: (config, tied) for name, (size, config) in SETTINGS.items() if size == world_size})
+def check_settings(world_size: int) -> None:
+    """Tied and untied in turn."""
+    settings = enumerate(SETTINGS[world_size].items())
+    both = (False, True) if IS_THOROUGH else (False,)
+    for_each(check_setting, {f"{k}, {i}": (v, (n + i) % 2 == 1) for n, (k, v) in settings for i in both})
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_trains_as_unsharded(tied: bool, world_size: int):
+@pytest.mark.parametrize("world_size", SETTINGS)
+def test_trains_as_unsharded(world_size: int):
     """No setting changes what is learnt."""
-    run_ranks(check_settings, world_size, tied, world_size)
+    run_ranks(check_settings, world_size, world_size)
 
 
-def check_adamw() -> None:
-    train_alike(Model, {}, tokens, optimizer=adamw, rtol=1e-9, atol=1e-12, num_steps=3)
+def check_float32(configs: list[dict[str, Any]]) -> None:
+    def check(config: dict[str, Any]) -> None:
+        train_alike(Model, config, tokens, dtype=torch.float32, rtol=1e-4, atol=1e-6)
 
-
-def test_adamw():
-    """The optimizer of nearly every run steps on shards as it would on full parameters."""
-    run_ranks(check_adamw, 2)
-
-
-def check_float32(config: dict[str, Any]) -> None:
-    train_alike(Model, config, tokens, dtype=torch.float32, rtol=1e-4, atol=1e-6)
+    for_each(check, {f"{config}": (config,) for config in configs})
 
 
 @pytest.mark.parametrize(
-    ("world_size", "config"),
-    [
-        (2, {}),
-        (2, {"sharding_strategy": "NO_SHARD"}),
-        (4, {"data_parallel_replicate_degree": 2}),
-        (1, {}),
-        (1, {"sharding_strategy": "NO_SHARD"}),
-    ],
+    ("world_size", "configs"), [(2, [{}, NO_SHARD]), (4, [{"data_parallel_replicate_degree": 2}]), (1, [{}, NO_SHARD])]
 )
-def test_gradients_are_means_in_fp32(world_size: int, config: dict[str, Any]):
+def test_gradients_are_means_in_fp32(world_size: int, configs: list[dict[str, Any]]):
     """On torch 2.7 gloo sums fp32 gradients in silence, and raises on 2-D meshes: CPU runs would train with a learning
     rate that grows with the number of ranks. (float64, as above, takes another path in torch.)"""
-    run_ranks(check_float32, world_size, config)
-
-
-def check_accumulation() -> None:
-    torch.set_default_dtype(torch.float64)
-    model, reference = Model(), Model()
-    reference.load_state_dict(model.state_dict())
-    prepare_fully_shard(model, None, FULL, device="cpu")
-    for seed in range(2):
-        model(tokens(2 * seed + dist.get_rank())).square().mean().backward()
-        for rank in range(2):
-            (reference(tokens(2 * seed + rank)).square().mean() / 2).backward()
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(full(model.get_parameter(name).grad), parameter.grad, rtol=1e-12, atol=1e-14)
-
-
-def test_gradients_accumulate_over_microbatches():
-    """Two microbatches before a step add up, as they did."""
-    run_ranks(check_accumulation, 2)
+    run_ranks(check_float32, world_size, configs)
 
 
 # --- what the settings do
 
 
-def check_after_forward(config: dict[str, Any]) -> tuple[list[int], int]:
+def held_around_forward(config: dict[str, Any]) -> tuple[list[int], int]:
     """How much of a block's weight this rank holds before a forward, after it and after a reshard; its full size."""
     model = Model()
     prepare_fully_shard(model, None, config, device="cpu")
@@ -164,22 +126,30 @@ def check_after_forward(config: dict[str, Any]) -> tuple[list[int], int]:
     return seen, weight().numel()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "config", "fractions"),
-    [
-        (2, {}, [2, 2, 2]),
-        (2, {"sharding_strategy": "SHARD_GRAD_OP"}, [2, 1, 2]),
-        (2, {"sharding_strategy": "NO_SHARD"}, [1, 1, 1]),
-        (4, {"reshard_after_forward": 2}, [4, 2, 4]),
-        (4, {"data_parallel_replicate_degree": 2}, [2, 2, 2]),
-        (4, {"data_parallel_replicate_degree": 2, "sharding_strategy": "_HYBRID_SHARD_ZERO2"}, [2, 1, 2]),
-    ],
-)
-def test_memory_held_after_forward(world_size: int, config: dict[str, Any], fractions: list[int]):
+# What of a weight a rank holds before a forward, after it, and after a reshard: one part of so many.
+FRACTIONS: dict[int, tuple[tuple[dict[str, Any], list[int]], ...]] = {
+    2: (({}, [2, 2, 2]), (ZERO_2, [2, 1, 2]), (NO_SHARD, [1, 1, 1])),
+    4: (
+        ({"reshard_after_forward": 2}, [4, 2, 4]),
+        (HSDP_2X2, [2, 2, 2]),
+        (HSDP_2X2 | {"sharding_strategy": "_HYBRID_SHARD_ZERO2"}, [2, 1, 2]),
+    ),
+}
+
+
+def check_held(world_size: int) -> None:
+    def check(config: dict[str, Any], fractions: list[int]) -> None:
+        held, numel = held_around_forward(config)
+        assert held == [numel // fraction for fraction in fractions], held
+
+    for_each(check, {f"{config}": (config, fractions) for config, fractions in FRACTIONS[world_size]})
+
+
+@pytest.mark.parametrize("world_size", FRACTIONS)
+def test_memory_held_after_forward(world_size: int):
     """SHARD_GRAD_OP keeps parameters for backward, FULL_SHARD frees them, an integer keeps a part; a plan that ran out
     of memory or out of speed would be the first sign of a mix-up."""
-    for held, numel in run_ranks(check_after_forward, world_size, config):
-        assert held == [numel // fraction for fraction in fractions]
+    run_ranks(check_held, world_size, world_size)
 
 
 class OnlyBlocks(nn.Module):
@@ -191,43 +161,6 @@ class OnlyBlocks(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
-
-
-def check_only_blocks() -> list[bool]:
-    model = train_alike(OnlyBlocks, {}, features)
-    model(features(0))
-    return [isinstance(parameter, DTensor) for parameter in model.parameters()]
-
-
-def test_blocks_without_a_parameter_above_them_are_freed_after_forward():
-    """torch never frees a root: if each block were one, FULL_SHARD would hold the whole model after forward."""
-    assert all(all(freed) for freed in run_ranks(check_only_blocks, 2))
-
-
-def check_unit_settings() -> tuple[bool, bool]:
-    class Net(Chain):
-        pass
-
-    answers = {"a": {"reshard_after_forward": False}, "b": True}
-    model = Chain(net=Net(answers, a=layer(), b=layer(), rest=layer()))
-    prepare_fully_shard(model, None, {}, device="cpu")
-    model(features(0))
-    return isinstance(model.net.a.weight, DTensor), isinstance(model.net.b.weight, DTensor)
-
-
-def test_settings_of_one_module_hold_for_it():
-    """A wrap function's dict changes its own module and no other."""
-    assert run_ranks(check_unit_settings, 2) == [(False, True)] * 2
-
-
-def check_offload() -> set[str]:
-    model = train_alike(Model, {"cpu_offload": True}, tokens)
-    return {str(parameter.device) for parameter in model.parameters()}
-
-
-def test_cpu_offload_keeps_parameters_on_the_cpu():
-    """Offload trains where no host memory can be pinned, too; torch's own default policy fails there."""
-    assert run_ranks(check_offload, 2) == [{"cpu"}] * 2
 
 
 def record_prefetch(config: dict[str, Any]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
@@ -259,126 +192,43 @@ def test_prefetch_reaches_torch():
     assert backward == {path: [path] for path in [*blocks, "decoder"]}
 
 
-# --- ties
+def check_only_blocks() -> None:
+    """torch never frees a root: if each block were one, FULL_SHARD would hold the whole model after forward."""
+    model = train_alike(OnlyBlocks, {}, features)
+    model(features(0))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def parent_and_child() -> nn.Module:
-    model = Chain(net=Chain({"inner": True}, inner=Chain(tied=layer(), more=layer()), head=layer()))
-    tie(model.net.inner.tied, model.net.head)
-    return model
+def check_unit_settings() -> None:
+    """A wrap function's dict changes its own module and no other."""
+    answers = {"a": {"reshard_after_forward": False}, "b": True}
+    model = Chain(net=Chain(answers, a=layer(), b=layer(), rest=layer()))
+    prepare_fully_shard(model, None, {}, device="cpu")
+    model(features(0))
+    assert not isinstance(model.net.a.weight, DTensor) and isinstance(model.net.b.weight, DTensor)
 
 
-def siblings() -> nn.Module:
-    model = Chain(net=Chain({"a": True, "b": True, "c": True}, a=layer(), b=Block(), c=layer(), rest=layer()))
-    tie(model.net.a, model.net.c)
-    return model
+def check_reshard() -> None:
+    """After an evaluation a root stays gathered, but checkpoints and optimizers see its shards; reshard frees the
+    memory, and training goes on afterwards."""
+    model = Model()
+    prepare_fully_shard(model, None, ZERO_2, device="cpu")
+    with torch.no_grad():
+        model(tokens(0))
+    [group] = groups_of(state_of(model.decoder))
+    assert group.is_unsharded and all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    reshard(model)
+    assert not group.is_unsharded and all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model(tokens(0)).sum().backward()
 
 
-def siblings_and_nothing_else() -> nn.Module:
-    model = Chain(net=Chain({"a": True, "b": True, "c": True}, a=layer(), b=layer(), c=layer()))
-    tie(model.net.a, model.net.c)
-    return model
+def check_freed() -> None:
+    all_of(check_only_blocks, check_unit_settings, check_reshard)
 
 
-def common_ancestor() -> nn.Module:
-    pair = Chain(a=layer(), b=layer())
-    model = Chain(net=Chain({"pair.a": True, "pair.b": True}, pair=pair, rest=layer()))
-    tie(pair.a, pair.b)
-    return model
-
-
-def three() -> nn.Module:
-    model = Chain(net=Chain({"a": True, "b": True, "c": True}, a=layer(), x=layer(), b=layer(), y=layer(), c=layer()))
-    tie(model.net.a, model.net.b, model.net.c)
-    return model
-
-
-def chained() -> nn.Module:
-    parts = {name: Chain(left=layer(), right=layer()) for name in "abc"}
-    model = Chain(net=Chain(dict.fromkeys(parts, True), **parts, rest=layer()))
-    tie(parts["a"].right, parts["b"].left)
-    tie(parts["b"].right, parts["c"].left)
-    return model
-
-
-def across_children() -> nn.Module:
-    model = Chain(a=Chain({"inner": True}, inner=Block(), tied=layer()), b=Chain(tied=layer()), c=layer())
-    tie(model.a.tied, model.b.tied)
-    return model
-
-
-def with_an_excluded_child() -> nn.Module:
-    model = Chain(kept=Chain(tied=layer(), own=layer()), left=Chain(tied=layer()))
-    model.left._fsdp_wrap = False
-    tie(model.kept.tied, model.left.tied)
-    return model
-
-
-class Weighted(Chain):
-    """A chain with a weight of its own."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + torch.tanh(x @ self.weight))
-
-
-def with_the_model() -> nn.Module:
-    model = Weighted(net=Chain({"inner": True}, inner=Block(), tied=layer()))
-    model.weight = model.net.tied.weight
-    return model
-
-
-def nested_units_between() -> nn.Module:
-    inner = Chain(middle=Chain(tied=layer(), deep=Block()), other=layer())
-    answers = {"inner": True, "inner.middle": True, "inner.middle.deep": True, "head": True}
-    model = Chain(net=Chain(answers, inner=inner, between=layer(), head=layer(), rest=layer()))
-    tie(inner.middle.tied, model.net.head)
-    return model
-
-
-def module_in_two_places() -> nn.Module:
-    shared = Block()
-    return Chain(net=Chain({"a": True, "c": True}, a=shared, b=layer(), c=Chain(again=shared, more=layer())))
-
-
-TIES: dict[str, Callable[[], nn.Module]] = {
-    build.__name__: build
-    for build in (
-        parent_and_child,
-        siblings,
-        siblings_and_nothing_else,
-        common_ancestor,
-        three,
-        chained,
-        across_children,
-        with_an_excluded_child,
-        with_the_model,
-        nested_units_between,
-        module_in_two_places,
-    )
-}
-
-
-def check_tie(name: str, config: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    groups = plan_sharding(TIES[name](), ShardingConfig()).tie_groups
-    model = train_alike(TIES[name], config, features, num_steps=3)
-    assert groups
-    for names in groups:
-        assert len({id(model.get_parameter(name)) for name in names}) == 1, f"{names} came apart"
-
-
-def check_ties(config: dict[str, Any]) -> None:
-    for_each(check_tie, {name: (name, config) for name in TIES})
-
-
-@pytest.mark.parametrize(
-    "config",
-    [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, AC | {"sync_module_states": True}],
-    ids=["", "ZeRO-2", "sync"],
-)
-def test_tied_parameters_stay_tied(config: dict[str, Any]):
-    """Two modules that share a weight share it after sharding, and learn it together (torch 2.7 alone unties them)."""
-    run_ranks(check_ties, 2, config)
+def test_what_is_freed_when():
+    """Of roots without parameters, of units with settings of their own, and after an evaluation."""
+    run_ranks(check_freed, 2)
 
 
 # --- what stays as it was
@@ -387,68 +237,38 @@ def test_tied_parameters_stay_tied(config: dict[str, Any]):
 def check_names(config: dict[str, Any]) -> None:
     model = Model(tied=True)
     keys = list(model.state_dict())
-    modules = {path: (type(module).__name__, type(module).__module__) for path, module in model.named_modules()}
     prepare_fully_shard(model, None, config, device="cpu")
     assert list(model.state_dict()) == keys
-    assert list(named_parameters(model)) == [
-        name for name in keys if "scale" not in name and name != "decoder.head.weight"
-    ]
-    if not config:
-        now = {path: (type(module).__name__, type(module).__module__) for path, module in model.named_modules()}
-        assert now == modules, "a class has another name"
-        assert type(model.decoder).__qualname__ == "Decoder"
-    assert isinstance(model.decoder, Decoder) and isinstance(model.decoder, FSDPModule)
+    names = [name for name in keys if "scale" not in name and name != "decoder.head.weight"]
+    assert list(named_parameters(model)) == names
 
 
-@pytest.mark.parametrize("config", [{}, AC, {**AC, "activation_cpu_offload": True}])
-def test_names_stay(config: dict[str, Any]):
-    """Checkpoints have the same keys; Hugging Face's `architectures` and user code see the model's own class names."""
-    run_ranks(check_names, 2, config)
-
-
-def check_nesting(config: dict[str, Any]) -> list[str]:
+def check_nesting(config: dict[str, Any], expected: list[str]) -> None:
     model = Model()
     prepare_fully_shard(model, None, config, device="cpu")
     module, seen = model.decoder.blocks[0], []
-    while True:
+    while not seen or not isinstance(module, Block):
+        module = module._checkpoint_wrapped_module if seen else module
         kinds = [kind for kind in (CheckpointWrapper, OffloadWrapper, Block) if isinstance(module, kind)]
         seen.append(("FSDP " if isinstance(module, FSDPModule) else "") + kinds[0].__name__)
-        if isinstance(module, Block):
-            return seen
-        module = module._checkpoint_wrapped_module
+    assert seen == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "nesting"),
-    [
+def check_names_and_nesting() -> None:
+    cases: list[tuple[dict[str, Any], list[str]]] = [
         ({}, ["FSDP Block"]),
         (AC, ["FSDP CheckpointWrapper", "Block"]),
-        ({"activation_cpu_offload": True}, ["FSDP OffloadWrapper", "Block"]),
-        ({**AC, "activation_cpu_offload": True}, ["FSDP OffloadWrapper", "CheckpointWrapper", "Block"]),
-    ],
-)
-def test_the_unit_surrounds_the_checkpointing(config: dict[str, Any], nesting: list[str]):
-    """FSDP(AC(block)), FSDP1's nesting: the other way round recomputes in the wrong dtype (pytorch#159359)."""
-    assert run_ranks(check_nesting, 1, config) == [nesting]
+        (OFFLOADED, ["FSDP OffloadWrapper", "Block"]),
+        (AC | OFFLOADED, ["FSDP OffloadWrapper", "CheckpointWrapper", "Block"]),
+    ]
+    for_each(check_names, {f"{config}": (config,) for config, _ in cases})
+    for_each(check_nesting, {f"{config}": (config, nesting) for config, nesting in cases})
 
 
-def check_reshard() -> None:
-    model = Model()
-    prepare_fully_shard(model, None, {"sharding_strategy": "SHARD_GRAD_OP"}, device="cpu")
-    with torch.no_grad():
-        model(tokens(0))
-    [group] = groups_of(state_of(model.decoder))
-    assert group.is_unsharded and all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    reshard(model)
-    assert not group.is_unsharded and all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    output = model(tokens(0))
-    output.sum().backward()
-
-
-def test_reshard_after_evaluation():
-    """After an evaluation a root stays gathered, but checkpoints and optimizers see its shards; reshard frees the
-    memory, and training goes on afterwards."""
-    run_ranks(check_reshard, 2)
+def test_names_stay_and_the_unit_surrounds_the_checkpointing():
+    """Checkpoints have the same keys. FSDP(AC(block)), FSDP1's nesting: the other way round recomputes in the wrong
+    dtype (pytorch#159359)."""
+    run_ranks(check_names_and_nesting, 1)
 
 
 # --- entry points beside forward
@@ -465,6 +285,7 @@ class Entered(Chain):
 
 
 def check_entry_points() -> None:
+    """Evaluation and generation of a model with tied children find full parameters, not shards."""
     torch.set_default_dtype(torch.float64)
     model, reference = (Entered(a=layer(), b=layer()) for _ in range(2))
     tie(model.a, model.b)
@@ -477,12 +298,8 @@ def check_entry_points() -> None:
             torch.testing.assert_close(enter(model), enter(reference), rtol=1e-12, atol=1e-14)
 
 
-def test_other_ways_into_a_model_that_is_a_unit():
-    """Evaluation and generation of a model with tied children find full parameters, not shards."""
-    run_ranks(check_entry_points, 2)
-
-
 def check_children_by_themselves() -> None:
+    """A ComposerModel's eval_forward or loss may use one of its networks alone: each is a root."""
     torch.set_default_dtype(torch.float64)
     model, reference = (Chain(a=Block(), b=Block()) for _ in range(2))
     reference.load_state_dict(model.state_dict())
@@ -492,16 +309,33 @@ def check_children_by_themselves() -> None:
     assert [path for path, _ in sharded_roots(model)] == ["a", "b"]
 
 
-def test_children_may_be_called_one_by_one():
-    """A ComposerModel's eval_forward or loss may use one of its networks alone: each is a root."""
-    run_ranks(check_children_by_themselves, 2)
+def check_left_out_gradients() -> None:
+    """What FSDP1 did not wrap is the user's own: the same object, not sharded, its gradients not averaged."""
+    model = Chain(kept=layer(), left=layer())
+    model.left._fsdp_wrap = False
+    left = model.left.weight
+    optimizer = sgd(model)
+    prepare_fully_shard(model, optimizer, FULL, device="cpu")
+    model(features(dist.get_rank())).square().mean().backward()
+    gradients = [torch.empty_like(left.grad) for _ in range(2)]
+    dist.all_gather(gradients, left.grad)
+    assert model.left.weight is left and not torch.equal(*gradients)
+
+
+def check_ways_in() -> None:
+    all_of(check_entry_points, check_children_by_themselves, check_left_out_gradients)
+
+
+def test_ways_in_beside_forward():
+    """Composer's and the user's own, and what lies beside all units."""
+    run_ranks(check_ways_in, 2)
 
 
 # --- awkward parameters
 
 
 class Awkward(nn.Module):
-    """Transposed and strided weights, one of a single row and one without elements beside usual ones."""
+    """Transposed and strided weights, one of a single row, one of one element, and an adapter of rank zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,24 +343,26 @@ class Awkward(nn.Module):
         self.strided = nn.Parameter(torch.randn(4, 12)[:, ::2])
         self.row = nn.Parameter(torch.randn(1, 6))
         self.gain = nn.Parameter(torch.randn(1))
+        self.down, self.up = nn.Parameter(torch.randn(6, 0)), nn.Parameter(torch.randn(0, 6))
         self.conv = nn.Conv2d(1, 3, 2).to(memory_format=torch.channels_last)
         assert not self.turned.is_contiguous() and not self.strided.is_contiguous()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x @ self.turned.t() @ self.strided + self.row * self.gain
+        y = x @ self.turned.t() @ self.strided + self.row * self.gain + x @ self.down @ self.up
         return y.sum(-1) + self.conv(y[:, None, None].expand(-1, 1, 2, -1)).mean((1, 2, 3))
 
 
-def check_awkward(config: dict[str, Any]) -> None:
-    train_alike(lambda: Chain(net=Awkward()), config, features)
+def check_awkward() -> None:
+    configs = ({}, {"sync_module_states": True}, ZERO_2)
+    cases = {f"{config}": (lambda: Chain(net=Awkward()), config, features) for config in configs}
+    for_each(train_alike, cases)
 
 
-@pytest.mark.parametrize("config", [{}, {"sync_module_states": True}, {"sharding_strategy": "SHARD_GRAD_OP"}])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_awkward_layouts_and_sizes(world_size: int, config: dict[str, Any]):
-    """A transposed weight, a channels_last convolution and a parameter with fewer rows than ranks need no change of
-    the model; fully_shard by itself refuses the first two."""
-    run_ranks(check_awkward, world_size, config)
+def test_awkward_layouts_and_sizes(world_size: int):
+    """A transposed weight, a channels_last convolution, a parameter with fewer rows than ranks and one without elements
+    need no change of the model; fully_shard by itself refuses the first two, and fails in a backward of the last."""
+    run_ranks(check_awkward, world_size)
 
 
 class Experts(nn.Module):
@@ -560,11 +396,14 @@ def check_experts(config: dict[str, Any]) -> None:
     assert all(grad is None for name, grad in grads.items() if name.startswith("0.spare."))
 
 
-@pytest.mark.parametrize("config", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "NO_SHARD"}])
-def test_ranks_that_read_different_parameters(config: dict[str, Any]):
+def check_all_experts() -> None:
+    for_each(check_experts, {f"{config}": (config,) for config in ({}, ZERO_2, NO_SHARD)})
+
+
+def test_ranks_that_read_different_parameters():
     """The gradient of one expert would be added to another's, in silence; FSDP1 gave those unread one of zero, and the
     parameters of an unread unit none."""
-    run_ranks(check_experts, 2, config)
+    run_ranks(check_all_experts, 2)
 
 
 # --- errors before anything has happened
@@ -586,71 +425,48 @@ def without_parts() -> Iterator[tuple[nn.Module, ShardingPlan]]:
     yield model, replace(plan_sharding(model, config), caching=("net.trunk",))
 
 
-def check_another_models_plan() -> list[str]:
+def check_another_models_plan() -> None:
+    """The message has the first difference, and the model is untouched."""
     small, planned = Model(num_blocks=1), Model(num_blocks=2)
     plan = plan_sharding(planned, ShardingConfig())
-    messages = []
     others = [small, Model(num_blocks=3), Model(num_blocks=2, tied=True), Model(num_blocks=2).half()]
     pairs = [*((model, plan) for model in others), *without_parts()]
-    for model, plan in pairs:
+    parts = ["no module 'decoder.blocks.1'", "decoder.blocks.2", "decoder.embed.weight", "float16"]
+    parts += ["no module 'net.act'", "no module 'net.b'", "no parameter left.weight", "no module 'net.trunk'"]
+    for (model, plan), part in zip(pairs, parts, strict=True):
         types = [type(module) for module in model.modules()]
         parameters = list(model.parameters())
-        try:
+        with pytest.raises(PlanError, match="made for another model") as error:
             apply_plan(model, plan)
-        except PlanError as error:
-            messages.append(str(error))
+        assert part in str(error.value), error.value
         assert all(parameter.requires_grad for parameter in parameters)
         assert [type(module) for module in model.modules()] == types
         assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
-    return messages
+
+
+def check_applied_twice() -> None:
+    """A model that is sharded already is refused, also with a plan of its twin that is not."""
+    model, other = Model(), Model()
+    apply_plan(model, plan_sharding(model, ShardingConfig()))
+    with pytest.raises(PlanError, match="sharded already, by FSDP2"):
+        apply_plan(model, plan_sharding(other, ShardingConfig()))
+
+
+def check_wrong_world() -> None:
+    model = Model()
+    plan = plan_sharding(model, ShardingConfig(mesh=MeshSpec.of_degrees(shard=3)))
+    with pytest.raises(ConfigError, match="makes 3 ranks, but the world size is 2"):
+        apply_plan(model, plan)
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def check_other_plans() -> None:
+    all_of(check_another_models_plan, check_applied_twice, check_wrong_world)
 
 
 def test_plan_of_another_model():
-    """A plan that was kept while the model changed is refused by the first difference, and the model is untouched."""
-    for messages in run_ranks(check_another_models_plan, 2):
-        assert len(messages) == 8
-        parts = ["no module 'decoder.blocks.1'", "decoder.blocks.2", "decoder.embed.weight", "float16"]
-        parts += ["no module 'net.act'", "no module 'net.b'", "no parameter left.weight", "no module 'net.trunk'"]
-        assert all("made for another model" in message for message in messages)
-        assert [part for part, message in zip(parts, messages, strict=True) if part not in message] == []
-
-
-def check_plan_and_apply() -> None:
-    torch.set_default_dtype(torch.float64)
-    model, reference = Model(), Model()
-    reference.load_state_dict(model.state_dict())
-    config = ShardingConfig(
-        prefetch=Prefetch(forward=1), activation_checkpointing=ActivationCheckpointing(checkpoint=True, reentrant=False)
-    )
-    apply_plan(model, plan_sharding(model, config))
-    torch.testing.assert_close(model(tokens(0)), reference(tokens(0)), rtol=1e-12, atol=1e-14)
-    try:
-        apply_plan(model, plan_sharding(reference, config))
-    except PlanError as error:
-        assert "sharded already, by FSDP2" in str(error)  # noqa: PT017  on a rank, without pytest
-    else:
-        raise AssertionError("sharded twice")
-
-
-def test_plan_then_apply():
-    """The two steps by themselves, without prepare_fully_shard, do the same; a second time is refused."""
-    run_ranks(check_plan_and_apply, 2)
-
-
-def check_wrong_world() -> str:
-    model = Model()
-    plan = plan_sharding(model, ShardingConfig(mesh=MeshSpec.of_degrees(shard=3)))
-    try:
-        apply_plan(model, plan)
-    except ConfigError as error:
-        assert not any(isinstance(module, FSDPModule) for module in model.modules())
-        return str(error)
-    return ""
-
-
-def test_plan_for_another_number_of_ranks():
-    """A plan made for 3 ranks is not carried out on 2."""
-    assert all("makes 3 ranks, but the world size is 2" in message for message in run_ranks(check_wrong_world, 2))
+    """A plan that was kept while the model, or the number of ranks, changed is refused."""
+    run_ranks(check_other_plans, 2)
 
 
 def test_apply_needs_a_process_group():
@@ -658,21 +474,3 @@ def test_apply_needs_a_process_group():
     model = Model()
     with pytest.raises(ConfigError, match=r"apply_plan needs a process group.*composer -n N.*torchrun"):
         apply_plan(model, plan_sharding(model, ShardingConfig()))
-
-
-def check_left_out_gradients() -> tuple[bool, bool]:
-    torch.set_default_dtype(torch.float64)
-    model = Chain(kept=layer(), left=layer())
-    model.left._fsdp_wrap = False
-    left = model.left.weight
-    optimizer = sgd(model)
-    prepare_fully_shard(model, optimizer, FULL, device="cpu")
-    model(features(dist.get_rank())).square().mean().backward()
-    gradients = [torch.empty_like(left.grad) for _ in range(2)]
-    dist.all_gather(gradients, left.grad)
-    return model.left.weight is left, torch.equal(*gradients)
-
-
-def test_left_out_parameters_are_left_alone():
-    """What FSDP1 did not wrap is the user's own: the same object, not sharded, its gradients not averaged."""
-    assert run_ranks(check_left_out_gradients, 2) == [(True, False)] * 2

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import full
-from support.models import Block, Chain, FakeMetric, Model, features, layer, tokens
+from support.models import Block, Chain, FakeMetric, Model, features, layer
 from support.ranks import run_ranks
-from support.training import FULL, train_alike
+from support.training import train_alike
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import FSDPModule
@@ -106,13 +105,6 @@ def test_the_policy_takes_the_place_of_the_models_function():
     assert hooked.checkpointed == ("decoder.blocks.0", "decoder.blocks.1") and not hooked.notes
 
 
-def test_the_attribute_goes_first():
-    """A module that its author marked keeps its way, as beside the model's function."""
-    model = layers()
-    model.net.a._activation_checkpointing, model.net.c._activation_checkpointing = False, True
-    assert plan_of(model, "Block").checkpointed == ("net.b", "net.c")
-
-
 def test_a_class_that_is_chosen_in_vain_is_told():
     """Parts that FSDP1 left out are not recomputed; the memory that they take is no surprise then."""
     model = Chain(net=layer(), left=Chain(a=Block()), metric=FakeMetric())
@@ -125,17 +117,16 @@ def test_a_class_that_is_chosen_in_vain_is_told():
     assert plan.checkpointed == () and any("names ModuleList, and none is chosen" in note for note in plan.notes)
 
 
-def test_compiled_layers_are_wrapped_from_outside():
-    """A compiled layer calls itself past a wrapper inside it."""
-    model = Chain(net=Chain(a=torch.compile(Block(), backend="eager"), b=Block()))
-    plan = plan_of(model, "Block")
-    assert plan.checkpointed == ("net.a", "net.b") and not plan.notes
-
-
-def test_nothing_is_chosen_where_nothing_is_recomputed():
-    """A plan whose configuration says false keeps to it; translate refuses the policy beside it."""
+def test_which_modules_are_chosen():
+    """None by a plan whose configuration says false. A module that its author marked keeps its way, as beside the
+    model's function. A compiled layer is wrapped from outside: it calls itself past a wrapper inside it."""
     assert plan_of(Model(), "Linear", checkpoint=False).checkpointed == ()
     assert plan_of(Model(), "Linear", checkpoint=False, cpu_offload=True).checkpointed != ()
+    model = layers()
+    model.net.a._activation_checkpointing, model.net.c._activation_checkpointing = False, True
+    assert plan_of(model, "Block").checkpointed == ("net.b", "net.c")
+    plan = plan_of(Chain(net=Chain(a=torch.compile(Block(), backend="eager"), b=Block())), "Block")
+    assert plan.checkpointed == ("net.a", "net.b") and not plan.notes
 
 
 def test_a_policy_is_never_reentrant():
@@ -144,26 +135,6 @@ def test_a_policy_is_never_reentrant():
     plan = plan_sharding(Model(), ShardingConfig(activation_checkpointing=asked))
     assert not plan.config.activation_checkpointing.reentrant
     assert any("activation_checkpointing_reentrant is off" in note for note in plan.notes)
-
-
-def check_embeddings_learn() -> None:
-    """Beside Composer's default, which is reentrant."""
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.table = nn.Embedding(8, 4)
-
-        def forward(self, words: torch.Tensor) -> torch.Tensor:
-            return self.table(words)
-
-    model = Chain(net=Chain(words=Words(), head=nn.Linear(4, 4)))
-    section = {"activation_checkpointing": True, "activation_checkpointing_policy": ["Words"]}
-    prepare_fully_shard(model, None, section, device="cpu")
-    model(torch.arange(4)).sum().backward()
-    # Not only there: what a backward does not reach gets zeros beside the others of its unit.
-    assert all(full(parameter.grad).any() for parameter in model.parameters())
 
 
 # --- training
@@ -201,29 +172,8 @@ def check_recomputed(config: dict[str, Any], num_recomputed: int, wrapper: type[
         assert all(isinstance(getattr(model.net, name), wrapper) for name in paths)
 
 
-def check_all_recomputed() -> None:
-    check_embeddings_learn()
-    on = {"activation_checkpointing": True}
-    check_recomputed({}, 0, None)
-    check_recomputed(on, 0, None)  # no hooks: nothing
-    check_recomputed(on | POLICY, 3, CheckpointWrapper)
-    check_recomputed(on | POLICY | {"activation_checkpointing_reentrant": False}, 3, CheckpointWrapper)
-    check_recomputed({"activation_cpu_offload": True} | POLICY, 0, OffloadWrapper)
-
-
-def test_each_chosen_module_runs_once_more_and_the_numbers_stay():
-    """Losses, gradients and parameters are those of one process, with and without; a layer runs again once."""
-    run_ranks(check_all_recomputed, 2)
-
-
-def check_nesting() -> None:
-    model = Model()
-    config = {"activation_checkpointing": True, "activation_checkpointing_policy": ["Block"]}
-    prepare_fully_shard(model, None, FULL | config, device="cpu")
-    for block in model.decoder.blocks:
-        assert isinstance(block, FSDPModule) and isinstance(block, CheckpointWrapper)
-        assert isinstance(block._checkpoint_wrapped_module, Block)
-    model(tokens(0)).sum().backward()
+def check_wrong() -> None:
+    """What is wrong is found before anything is wrapped."""
     for wrong, error in (
         ({"activation_checkpointing": False}, ConfigError),
         ({"activation_checkpointing": None}, ConfigError),
@@ -231,10 +181,20 @@ def check_nesting() -> None:
     ):
         untouched = Model()
         with pytest.raises(error):
-            prepare_fully_shard(untouched, None, config | wrong, device="cpu")
+            prepare_fully_shard(untouched, None, {"activation_checkpointing": True} | POLICY | wrong, device="cpu")
         assert not any(isinstance(module, CheckpointWrapper | FSDPModule) for module in untouched.modules())
 
 
-def test_recomputation_stays_inside_the_unit():
-    """FSDP(AC(block)), FSDP1's nesting; what is wrong is found before anything is wrapped."""
-    run_ranks(check_nesting, 2)
+def check_all_recomputed() -> None:
+    check_wrong()
+    on = {"activation_checkpointing": True}
+    check_recomputed(on, 0, None)  # no hooks: nothing
+    check_recomputed(on | POLICY, 3, CheckpointWrapper)
+    check_recomputed(on | POLICY | {"activation_checkpointing_reentrant": False}, 3, CheckpointWrapper)
+    check_recomputed({"activation_cpu_offload": True} | POLICY, 0, OffloadWrapper)
+
+
+@pytest.mark.any_torch
+def test_each_chosen_module_runs_once_more_and_the_numbers_stay():
+    """Losses, gradients and parameters are those of one process, with and without; a layer runs again once."""
+    run_ranks(check_all_recomputed, 2)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import for_each
+from support.cases import all_of, for_each
 from support.comparing import full
 from support.models import Block, Chain, Model, features, layer, tied_model, tokens
 from support.ranks import run_ranks
@@ -133,24 +133,20 @@ def test_running_statistics_of_frozen_modules_are_told():
     assert not plan_of(model, "frozen", "free.fc").notes
 
 
-def test_names_have_no_wrappers_in_them():
-    """A layer that the user checkpoints or compiles keeps the name that it had."""
-    model = Chain(net=Chain(a=checkpoint_wrapper(Block()), b=torch.compile(Block(), backend="eager"), c=layer()))
-    names = choose_frozen(model, ["net.a.fc_in", "b.fc_out"]).names
+def test_a_prefix_may_have_wrappers_in_it():
+    """A layer that the user checkpoints or compiles keeps the name that it had; and a name may be copied from
+    ``named_parameters`` of the model as it is, or of one that was compiled then."""
+    model = Chain(net=Chain(a=checkpoint_wrapper(Block()), b=torch.compile(Block(), backend="eager"), c=Block()))
+    written = ["net.a._checkpoint_wrapped_module.fc_in", "net.b._orig_mod.fc_out.weight", "c._orig_mod.fc_in"]
+    names = choose_frozen(model, ["net.a.fc_in", "net.b.fc_out.weight", "net.c.fc_in"]).names
+    assert choose_frozen(model, written).names == names
     assert names == (
         "net.a._checkpoint_wrapped_module.fc_in.weight",
         "net.a._checkpoint_wrapped_module.fc_in.bias",
         "net.b._orig_mod.fc_out.weight",
-        "net.b._orig_mod.fc_out.bias",
+        "net.c.fc_in.weight",
+        "net.c.fc_in.bias",
     )
-
-
-def test_a_prefix_may_have_wrappers_in_it():
-    """A name copied from ``named_parameters`` of the model as it is, or of one that was compiled then."""
-    model = Chain(net=Chain(a=checkpoint_wrapper(Block()), b=torch.compile(Block(), backend="eager"), c=Block()))
-    written = ["net.a._checkpoint_wrapped_module.fc_in", "net.b._orig_mod.fc_out.weight", "c._orig_mod.fc_in"]
-    plain = ["net.a.fc_in", "net.b.fc_out.weight", "net.c.fc_in"]
-    assert choose_frozen(model, written).names == choose_frozen(model, plain).names
     with pytest.raises(PlanError, match=r"at or under 'net\.b\._orig_mod\.fc' "):
         choose_frozen(model, ["net.b._orig_mod.fc"])
 
@@ -221,8 +217,7 @@ def check_failure_changes_nothing() -> None:
 
 
 def check_done() -> None:
-    checks = (check_apply, check_ranks_differ, check_failure_changes_nothing)
-    for_each(lambda check: check(), {check.__name__: (check,) for check in checks})
+    all_of(check_apply, check_ranks_differ, check_failure_changes_nothing)
 
 
 def test_it_is_done_in_apply_on_all_ranks_or_none():

@@ -1,11 +1,10 @@
-"""Meta models: the values of one process whatever the number of ranks, and never more than one unit whole at a time."""
+"""Where values come from: drawn as in one process, sent by rank 0, or left as they are; one unit whole at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import random
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
-from support.cases import for_each
-from support.comparing import assert_same, full
-from support.examples import examples
-from support.models import Block, Chain, Decoder, Model, layer, tie
+from support.cases import all_of, for_each
+from support.comparing import assert_same, full, own_name
+from support.examples import IS_THOROUGH, examples
+from support.memory import HostMemory
+from support.models import Block, Chain, FakeMetric, Model, layer, tie
 from support.random_models import Tree
 from support.random_models import build as build_tree
 from support.random_models import trees as random_trees
@@ -26,14 +26,12 @@ from support.ranks import run_ranks
 from support.training import FULL
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from composer_fsdp2 import PlanError, ShardingConfig, plan_sharding, prepare_fully_shard
 
 SEED = 100
 ODD = 5  # rows that divide by neither 2 nor 4
-NUM_TREES = 12
+NUM_TREES = 60 if IS_THOROUGH else 6
 
 
 # --- models on the meta device
@@ -74,21 +72,6 @@ def nested() -> nn.Module:
     inner = Chain(drawn=Drawn(), deep=Chain(block=Block(ODD), shared=shared, other=Chain(again=shared)))
     answers = {"inner": True, "inner.deep": True, "inner.deep.block": True, "last": True}
     return Chain(net=Chain(answers, first=nn.Linear(ODD, ODD), inner=inner, last=Drawn(), end=Drawn()))
-
-
-def tied_units() -> nn.Module:
-    """Ties of three across units, which become one group."""
-    blocks = {name: Chain(own=Block(ODD), tied=layer(ODD)) for name in "abc"}
-    model = Chain(net=Chain(dict.fromkeys("abc", True), **blocks, rest=nn.Linear(ODD, ODD)))
-    tie(*(each.tied for each in blocks.values()))
-    return model
-
-
-def tied_children() -> nn.Module:
-    """A tie across direct children makes the model the unit; what each child says of its own part still holds."""
-    model = Chain(a=Chain({"block": True}, block=Block(ODD), tied=layer(ODD)), b=Hooked(ODD), c=layer(ODD))
-    tie(model.a.tied, model.b.tied)
-    return model
 
 
 class Hooked(nn.Module):
@@ -184,8 +167,7 @@ def some_trees() -> list[Tree]:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    build.__name__: build
-    for build in (decoder, tied_decoder, nested, tied_units, tied_children, hooked, partly_real, turned)
+    build.__name__: build for build in (decoder, tied_decoder, nested, hooked, partly_real, turned)
 }
 
 
@@ -257,8 +239,9 @@ def make_empty(model: nn.Module, module: nn.Module) -> None:
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole parameters and all buffers, also those that a state dict leaves out."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: full(tensor).clone() for name, tensor in tensors}
+    return {own_name(name): full(tensor).clone() for name, tensor in tensors}
 
 
 # --- any number of ranks
@@ -267,6 +250,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def check_values(model: str | Tree, config: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
     """Each rank's own seed is another."""
     built = build(model)
+    trained = [parameter.requires_grad for parameter in built.parameters()]
     torch.manual_seed(SEED + dist.get_rank())
     before = torch.get_rng_state()
     prepare_fully_shard(built, None, FULL | config, device="cpu")
@@ -274,6 +258,7 @@ def check_values(model: str | Tree, config: dict[str, Any], expected: dict[str, 
     drawn = values_of(built)
     assert not any(value.is_meta or value.isnan().any() for value in drawn.values())
     assert_same(drawn, expected)
+    assert [parameter.requires_grad for parameter in built.parameters()] == trained
 
 
 def check_all_values(cases: dict[str, tuple[Any, ...]]) -> None:
@@ -281,22 +266,21 @@ def check_all_values(cases: dict[str, tuple[Any, ...]]) -> None:
 
 
 CONFIGS: dict[int, list[dict[str, Any]]] = {
-    1: [{}, {"sync_module_states": True}, {"sharding_strategy": "SHARD_GRAD_OP"}],
-    2: [{}, {"sync_module_states": True}, {"sharding_strategy": "SHARD_GRAD_OP"}],
-    4: [{}, {"data_parallel_replicate_degree": 2}],
+    1: [{}],
+    2: [{}, {"sync_module_states": True, "sharding_strategy": "SHARD_GRAD_OP"}],
+    4: [{"data_parallel_replicate_degree": 2}],
 }
 
 
-@pytest.mark.parametrize("world_size", CONFIGS)
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.any_torch), 2, 4])
 def test_one_seed_means_one_model(world_size: int):
     """A run on another number of GPUs starts from the same bits, those that one process draws with FSDP1's lookup:
     with ties, shared modules, nested units, hooks, random trees."""
-    expected = {name: (model, drawn_by_one_process(model)) for name, model in named_models().items()}
-    cases = {
-        f"{name}, {config}": (model, config, values)
-        for name, (model, values) in expected.items()
-        for config in CONFIGS[world_size]
-    }
+    names = named_models() if world_size == 2 else {name: name for name in MODELS}
+    expected = {name: (model, drawn_by_one_process(model)) for name, model in names.items()}
+    chosen = [(name, config) for name in names for config in CONFIGS[world_size]]
+    chosen += [("hooked", {"activation_checkpointing": True}), ("tied_decoder", {"cpu_offload": True})]
+    cases = {f"{name}, {config}": (expected[name][0], config, expected[name][1]) for name, config in chosen}
     run_ranks(check_all_values, world_size, cases)
 
 
@@ -364,72 +348,28 @@ def test_an_initialisation_by_class_names():
 # --- memory
 
 
-class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of the CPU storages that operators have made and somebody still holds."""
-
-    def __init__(self, known: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.now_bytes = self.peak_bytes = 0
-        self._sizes: dict[int, int] = {}
-        self._alive: dict[int, Any] = {}
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known if not tensor.is_meta}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if isinstance(local, torch.Tensor) and local.device.type == "cpu":
-                self._note(local.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)  # torch keeps one Python object for a storage as long as the storage lives
-        if key in self._sizes or storage.data_ptr() in self._known:
-            return
-        self._sizes[key] = storage.nbytes()
-        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
-        self.now_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-
-    def _forget(self, key: int) -> None:
-        self.now_bytes -= self._sizes.pop(key)
-        del self._alive[key]
-
-
 WIDTH = 64
 
 
-class Layers(nn.Module):
+def layers(turned: bool) -> nn.Module:
     """Six equal units of four layers, and a smaller one above; ``turned`` weights lie transposed in memory."""
-
-    def __init__(self, *, turned: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Chain(**{name: layer(WIDTH) for name in "abcd"}) for _ in range(6))
-        self.end = layer(WIDTH)
-        if turned:
-            for each in self.modules():
-                if isinstance(each, nn.Linear):
-                    each.weight = nn.Parameter(each.weight.detach().t().contiguous().t())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.end(x)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return type(module) is Chain
-
-    def activation_checkpointing_fn(self, module: nn.Module) -> bool:
-        return type(module) is Chain
+    blocks = {f"block{i}": Chain(**{name: layer(WIDTH) for name in "abcd"}) for i in range(6)}
+    model = nn.Sequential(Chain(dict.fromkeys(blocks, True), **blocks, end=layer(WIDTH)))
+    for block in blocks.values():
+        block._activation_checkpointing = True
+    for each in model.modules() if turned else ():
+        if isinstance(each, nn.Linear):
+            each.weight = nn.Parameter(each.weight.detach().t().contiguous().t())
+    return model
 
 
 def peak(device: str, turned: bool, with_optimizer: bool, config: dict[str, Any]) -> tuple[int, int, int]:
     """The peak while sharding, this rank's shards, and the largest unit, in bytes."""
     with torch.device(device):
-        model = nn.Sequential(Layers(turned=turned))
+        model = layers(turned)
     optimizer = torch.optim.AdamW(model.parameters()) if with_optimizer else None
     unit_bytes = 4 * max(unit.numel for unit in plan_sharding(model, ShardingConfig()).units)
-    with LiveStorages([*model.parameters()]) as live:
+    with HostMemory() as live:
         prepare_fully_shard(model, optimizer, FULL | config, device="cpu")
     shards = [parameter.to_local().untyped_storage() for parameter in model.parameters()]
     return live.peak_bytes, sum(storage.nbytes() for storage in shards), unit_bytes
@@ -447,20 +387,15 @@ def check_one_unit_above_the_shards(
 def check_peaks(device: str, turned: bool) -> None:
     # Random states on their way between ranks, 5 KiB each; gloo lets go of what it has sent last a little later.
     slack_bytes = 16384
-    of_configs: list[tuple[dict[str, Any], int]] = [
-        ({}, slack_bytes),
-        ({"sync_module_states": True}, slack_bytes + 4 * WIDTH * WIDTH),
-        ({"activation_checkpointing": True}, slack_bytes),
-    ]
     cases = {
-        f"{config}, {with_optimizer}": (device, turned, with_optimizer, config, slack)
-        for with_optimizer in (False, True)
-        for config, slack in of_configs
+        "default": (device, turned, False, {}, slack_bytes),
+        "sent": (device, turned, True, {"sync_module_states": True}, slack_bytes + 4 * WIDTH * WIDTH),
+        "recomputed": (device, turned, True, {"activation_checkpointing": True}, slack_bytes),
     }
     for_each(check_one_unit_above_the_shards, cases)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_a_meta_model_is_whole_one_unit_at_a_time(world_size: int):
     """A model that fits on no single GPU can be made on many: at its peak a rank holds its shards and one unit, with an
     optimizer and without."""
@@ -473,17 +408,7 @@ def test_a_model_with_values_moves_unit_by_unit():
     run_ranks(check_peaks, 4, "cpu", True)
 
 
-# --- the models above
-
-
-def test_models_are_what_they_say():
-    """The models that the first test walks over have the shapes that its docstring promises."""
-    notes = {name: plan_sharding(build(name), ShardingConfig()) for name in MODELS}
-    assert [len(unit.modules) for unit in notes["tied_units"].units].count(3) == 1
-    assert [unit.name for unit in notes["tied_children"].roots] == [""]
-    assert isinstance(build("decoder").decoder, Decoder)
-    assert {len(names) for names in notes["nested"].tie_groups} == {2} and len(notes["nested"].units) == 5
-    assert sum(bool(plan_sharding(build(tree), ShardingConfig()).tie_groups) for tree in some_trees()) >= 3
+# --- other generators
 
 
 class DrawnElsewhere(nn.Module):
@@ -521,3 +446,166 @@ def expected_of_other_generators() -> list[list[float]]:
 def test_generators_of_python_and_numpy():
     """Ranks that are seeded differently would each fill their rows from another model."""
     assert run_ranks(check_other_generators, 2) == [(expected_of_other_generators(), True)] * 2
+
+
+# --- what would never get a value
+
+
+class Bare(nn.Module):
+    """Has a parameter and no way to fill it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def uninitialisable() -> nn.Module:
+    return Chain(fine=layer(), net=Chain(inner=Bare()))
+
+
+def left_out_on_meta() -> nn.Module:
+    model = Chain(fine=layer(), left=Chain(inner=nn.Linear(2, 2, device="meta")))
+    model.left._fsdp_wrap = False
+    return model
+
+
+def own_on_meta() -> nn.Module:
+    model = Model()
+    model.own = nn.Parameter(torch.empty(2, device="meta"))
+    return model
+
+
+def mixed(*on_meta: int) -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return Model(tied=True, device="meta" if dist.get_rank() in on_meta else None)
+
+
+def unlike_buffers() -> nn.Module:
+    """A cache whose length is what this rank has seen so far."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("cache", torch.zeros(dist.get_rank() + 1), persistent=False)
+    return model
+
+
+SENT = {"sync_module_states": True}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "uninitialisable": (
+        uninitialisable,
+        {},
+        r"'net\.inner' \(Bare\)(?s:.*)reset_parameters\(\)(?s:.*)param_init_fn\(module\)",
+    ),
+    "left out": (left_out_on_meta, {}, r"left\.inner\.weight is on the meta device.*no unit holds it"),
+    "the model's own": (own_on_meta, {}, "own is on the meta device"),
+    "rank 1 on meta": (
+        functools.partial(mixed, 1),
+        {},
+        r"Detected mixed initialization.*ranks \[1\].*sync_module_states",
+    ),
+    "rank 0 on meta": (functools.partial(mixed, 0), {}, r"Detected mixed initialization.*ranks \[0\]"),
+    "rank 0 to send": (functools.partial(mixed, 0), SENT, "rank 0's model is on the meta device"),
+    "buffers to send": (unlike_buffers, SENT, r"buffer 0.cache is \(1,\)[^\n]*\n.*buffer 0.cache is \(2,\)"),
+}
+
+
+def check_refused(build: Callable[[], nn.Module], config: dict[str, Any], message: str) -> None:
+    model = build()
+    before = [(type(module), len(module._forward_pre_hooks)) for module in model.modules()]
+    parameters = list(model.parameters())
+    with pytest.raises(PlanError, match=message):
+        prepare_fully_shard(model, None, config, device="cpu")
+    assert [(type(module), len(module._forward_pre_hooks)) for module in model.modules()] == before
+    assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
+
+
+def check_all_refused() -> None:
+    for_each(check_refused, REFUSED)
+
+
+def test_what_would_never_get_a_value():
+    """A module that nobody can initialise is named on every rank, before anything is touched; where only some ranks
+    have values, in FSDP1's words: none trains on what memory held, or waits for a broadcast that does not fit."""
+    run_ranks(check_all_refused, 2)
+
+
+# --- meta on some ranks
+
+
+# --- rank 0's values
+
+
+class Kinds(nn.Module):
+    """Tensors of many dtypes and shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5))
+        self.column = nn.Parameter(torch.randn(5, 3).t())
+        self.none = nn.Parameter(torch.randn(0, 4))
+        for name, dtype in {"half": torch.float16, "low": torch.bfloat16, "fine": torch.float64}.items():
+            self.register_buffer(f"{name}_", torch.randn(3).to(dtype))
+        self.register_buffer("count", torch.randint(1000, ()))
+        self.register_buffer("mask", torch.rand(7) > 0.5, persistent=False)
+        self.register_buffer("complex", torch.randn(2, dtype=torch.complex64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def check_sync(sync: bool) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = Chain(net=Chain({"kinds": True}, kinds=Kinds(), rest=layer(), tied=layer()))
+    tie(model.net.rest, model.net.tied)
+    own = values_of(model)
+    first: list[Any] = [own]
+    dist.broadcast_object_list(first)
+    prepare_fully_shard(model, None, FULL | {"sync_module_states": sync}, device="cpu")
+    if sync:
+        assert_same(values_of(model), first[0])
+    else:
+        assert torch.equal(model.net.kinds.count, own["net.kinds.count"])
+
+
+def check_mixed() -> None:
+    """A checkpoint read by rank 0 alone reaches every rank, non-persistent buffers included."""
+    model = mixed(1)
+    expected: list[Any] = [values_of(model) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(expected)
+    prepare_fully_shard(model, None, SENT, device="cpu")
+    assert_same(values_of(model), expected[0])
+    assert model.decoder.embed.weight is model.decoder.head.weight
+
+
+def check_left_out() -> None:
+    """Excluded children, metrics and the model's own parameters keep each rank's values, as under FSDP1."""
+    torch.manual_seed(dist.get_rank())
+    model = Chain(
+        net=Chain(tied=layer(), more=layer()), left=Chain(inner=nn.BatchNorm1d(6), tied=layer()), metric=FakeMetric()
+    )
+    model.left._fsdp_wrap = False
+    nn.init.normal_(model.left.inner.weight)
+    model.left.inner.running_mean.normal_()
+    model.own = nn.Parameter(torch.randn(2))
+    kept = {
+        name: (tensor, tensor.detach().clone())
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if name.startswith(("left.inner", "metric", "own"))
+    }
+    assert len(kept) == 7
+    prepare_fully_shard(model, None, SENT, device="cpu")
+    now = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, (tensor, value) in kept.items():
+        assert now[name] is tensor and torch.equal(tensor, value), f"{name} was touched"
+    assert isinstance(model.net.more.weight, DTensor)
+
+
+def check_sent() -> None:
+    for_each(check_sync, {"sent": (True,), "each its own": (False,)})
+    all_of(check_mixed, check_left_out)
+
+
+def test_sync_module_states():
+    """Ranks that loaded or drew different values start from rank 0's, of every dtype; without it nothing is sent."""
+    run_ranks(check_sent, 2)

@@ -117,6 +117,7 @@ def check_node_that_dies() -> None:
         long_work(dies if rank == 3 else lambda: None, "copying", error_type=CheckpointError)
 
 
+@pytest.mark.any_torch
 def test_a_node_that_dies_with_finished_ranks():
     """A working rank died with the finished one that watched it, and the others waited for it for ever."""
     with pytest.raises(RankError) as caught:
@@ -136,23 +137,21 @@ def check_absent() -> str:
     return str(caught.value)
 
 
+@pytest.mark.any_torch
 def test_a_rank_that_never_comes():
     """Ranks that diverged end with the rank's number; the others were not told."""
     assert "rank 1 has stopped responding" in run_ranks(check_absent, 2)[0]
 
 
+def check_one_rank() -> int | None:
+    return long_work(lambda: threading.active_count(), "unpacking", ranks=[0]) - threading.active_count()
+
+
+@pytest.mark.any_torch
 def test_alone():
-    """A script on one process needs no store, and no thread."""
+    """A script on one process needs no store, and no thread; Composer starts a process group on a single GPU too."""
     before = threading.active_count()
     assert long_work(lambda: threading.active_count(), "unpacking", ranks=[0]) == before
-
-
-def check_one_rank() -> int | None:
-    return long_work(lambda: threading.active_count(), "unpacking") - threading.active_count()
-
-
-def test_a_world_of_one():
-    """Composer starts a process group on a single GPU too."""
     assert run_ranks(check_one_rank, 1) == [0]
 
 
@@ -196,6 +195,7 @@ def stores_of_many_ranks(num_workers: int, work: Callable[[int, list[Any]], None
     return stores
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("num_workers", [1, 64])
 def test_messages_do_not_grow_with_the_ranks(num_workers: int):
     """At 1,024 ranks a store that is asked by each about each would be what all wait for: a million messages."""
@@ -205,13 +205,14 @@ def test_messages_do_not_grow_with_the_ranks(num_workers: int):
     assert max(len(store.keys) for store in stores) < 40
 
 
+@pytest.mark.any_torch
 def test_the_last_working_rank_is_watched():
     """63 ranks that have finished are passed in a few steps, without a message of each about each."""
     watched: list[int | None] = []
 
     def work(rank: int, calls: list[Any]) -> None:
         if rank == 40:
-            time.sleep(4)
+            time.sleep(3)
             watched.extend(call._watched() for call in calls)
 
     stores = stores_of_many_ranks(64, work)

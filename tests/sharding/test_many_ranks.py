@@ -19,6 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer_fsdp2 import prepare_fully_shard
 
+pytestmark = pytest.mark.any_torch
+
 NUM_RANKS = 1024
 
 

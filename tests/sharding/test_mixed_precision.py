@@ -93,50 +93,47 @@ def check_dtypes(config: dict[str, Any], precision: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("mixed_precision", ["DEFAULT", "PURE"])
-@pytest.mark.parametrize(("precision", "low"), [("amp_bf16", BF16), ("amp_fp16", F16), ("amp_fp8", BF16)])
-def test_dtypes_inside(mixed_precision: str, precision: str, low: torch.dtype):
-    """Layers compute in the low dtype, batch norms in fp32; a block's mask is not cast (inputs are cast at roots
-    only); gradients, parameters and what a checkpoint holds stay fp32."""
-    for seen in run_ranks(check_dtypes, 2, {"mixed_precision": mixed_precision}, precision):
-        assert seen["net.first"] == [[low], [str(low)], low]
-        assert seen["net.masked"][0] == [low, F32], "the mask was cast"
-        assert seen["net.masked.proj"] == [[low], [str(low)], low]
-        assert seen["net.norm"][:2] == [[F32], ["torch.float32"]]
-        assert seen["output"] == low
-        assert seen["gradients"] == seen["parameters"] == {F32}
-        assert seen["buffers"] == [low, low, torch.int64, F32]
-        assert set(seen["state_dict"].values()) == {F32, torch.int64}
-        assert "net.scale" in seen["state_dict"] and "net.hidden" not in seen["state_dict"]
+def check_low(seen: dict[str, Any], low: torch.dtype) -> None:
+    """A block's mask is not cast (inputs are cast at roots only); gradients, parameters and what a checkpoint holds are
+    fp32."""
+    assert seen["net.first"] == [[low], [str(low)], low], seen
+    assert seen["net.masked"][0] == [low, F32], "the mask was cast"
+    assert seen["net.masked.proj"] == [[low], [str(low)], low], seen
+    assert seen["net.norm"][:2] == [[F32], ["torch.float32"]], seen
+    assert seen["output"] == low, seen
+    assert seen["gradients"] == seen["parameters"] == {F32}, seen
+    assert seen["buffers"] == [low, low, torch.int64, F32], seen
+    assert set(seen["state_dict"].values()) == {F32, torch.int64}, seen
+    assert "net.scale" in seen["state_dict"] and "net.hidden" not in seen["state_dict"], seen
 
 
-@pytest.mark.parametrize("precision", ["amp_bf16", "fp32"])
-def test_full_casts_nothing(precision: str):
-    """FULL trains in the model's own dtype whatever the precision says, as under FSDP1."""
-    for seen in run_ranks(check_dtypes, 2, {"mixed_precision": "FULL"}, precision):
-        assert seen["net.first"] == [[F32], ["torch.float32"], F32]
-        assert seen["net.norm"][0] == [F32]
-        assert seen["buffers"] == [F32, F32, torch.int64, F32]
-
-
-def test_each_dtype_of_a_dict_counts():
-    """param_dtype alone leaves buffers as they are; buffer_dtype alone leaves parameters."""
-    for seen in run_ranks(check_dtypes, 2, {"mixed_precision": {"param_dtype": "bf16"}}, "fp32"):
-        assert seen["net.masked.proj"][1] == ["torch.bfloat16"]
-        assert seen["buffers"][:2] == [F32, F32]
-    for seen in run_ranks(check_dtypes, 2, {"mixed_precision": {"buffer_dtype": "bf16"}}, "fp32"):
-        assert seen["net.first"][1] == ["torch.float32"]
-        assert seen["buffers"][:2] == [BF16, BF16]
-
-
-def test_objects_of_torch():
-    """FSDP1's MixedPrecision without a cast at the root leaves inputs alone; FSDP2's policy casts at each unit."""
+def check_all_dtypes() -> None:
+    for mixed_precision in ("DEFAULT", "PURE"):
+        for precision, low in (("amp_bf16", BF16), ("amp_fp16", F16), ("amp_fp8", BF16)):
+            check_low(check_dtypes({"mixed_precision": mixed_precision}, precision), low)
+    for precision in ("amp_bf16", "fp32"):  # FULL trains in the model's own dtype whatever the precision says
+        seen = check_dtypes({"mixed_precision": "FULL"}, precision)
+        assert seen["net.first"] == [[F32], ["torch.float32"], F32], seen
+        assert seen["net.norm"][0] == [F32] and seen["buffers"] == [F32, F32, torch.int64, F32], seen
+    # param_dtype alone leaves buffers as they are; buffer_dtype alone leaves parameters.
+    seen = check_dtypes({"mixed_precision": {"param_dtype": "bf16"}}, "fp32")
+    assert seen["net.masked.proj"][1] == ["torch.bfloat16"] and seen["buffers"][:2] == [F32, F32], seen
+    seen = check_dtypes({"mixed_precision": {"buffer_dtype": "bf16"}}, "fp32")
+    assert seen["net.first"][1] == ["torch.float32"] and seen["buffers"][:2] == [BF16, BF16], seen
+    # FSDP1's object without a cast at the root leaves inputs alone; FSDP2's policy casts at each unit.
     plain = MixedPrecision(param_dtype=BF16, cast_root_forward_inputs=False)
-    for seen in run_ranks(check_inputs, 2, {"mixed_precision": plain}):
-        assert seen == {"net": [F32], "net.masked": [BF16, F32]}
+    assert check_inputs({"mixed_precision": plain}) == {"net": [F32], "net.masked": [BF16, F32]}
     policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F32)
-    for seen in run_ranks(check_inputs, 2, {"mp_policy": policy}):
-        assert seen == {"net": [BF16], "net.masked": [BF16, BF16]}
+    assert check_inputs({"mp_policy": policy}) == {"net": [BF16], "net.masked": [BF16, BF16]}
+    # Inputs are bf16 also where the first child has nothing to shard, as FSDP1's root cast them.
+    assert check_root_without_parameters() == BF16
+    for affine in (True, False):
+        check_batch_norm(affine)
+
+
+def test_dtypes_inside():
+    """As under FSDP1, by presets, dicts and torch's objects: layers compute in the low dtype, batch norms in fp32."""
+    run_ranks(check_all_dtypes, 2)
 
 
 class Caster(Net):
@@ -185,7 +182,8 @@ def test_gradients_are_reduced_in_the_right_dtype(mixed_precision: str):
 
 
 def check_batch_norm(affine: bool) -> None:
-    """By hand: a linear layer in bf16, its output normalised in fp32 and handed on in bf16."""
+    """By hand: a linear layer in bf16, its output normalised in fp32 and handed on in bf16. Statistics are those that
+    FSDP1 gathered, digit for digit (torch, _override_module_mixed_precision)."""
     torch.manual_seed(0)
     model = Whole(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=affine)))
     linear, norm = copy.deepcopy(model.net[0]).to(BF16), copy.deepcopy(model.net[1])
@@ -197,20 +195,8 @@ def check_batch_norm(affine: bool) -> None:
     assert model.net[1].running_var.dtype == F32
 
 
-@pytest.mark.parametrize("affine", [True, False])
-def test_batch_norm_computes_in_fp32(affine: bool):
-    """Statistics of a bf16 run are those that FSDP1 gathered, digit for digit, with weights or without (torch,
-    _override_module_mixed_precision)."""
-    run_ranks(check_batch_norm, 2, affine)
-
-
 def check_root_without_parameters() -> torch.dtype:
     model = nn.Module()
     model.scale, model.block = nn.Tanh(), Block()
     prepare_fully_shard(model, None, {}, precision="amp_bf16", device="cpu")
     return model.scale(features(0)).dtype
-
-
-def test_a_first_child_without_parameters_casts():
-    """Inputs enter the model in bf16 also where the first child has nothing to shard, as FSDP1's root cast them."""
-    assert run_ranks(check_root_without_parameters, 2) == [BF16] * 2

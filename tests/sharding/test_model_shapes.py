@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.cases import for_each
@@ -20,9 +19,9 @@ from support.training import FULL, adamw, assert_close, compare_training, named_
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 
 from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard, reshard
+from composer_fsdp2.sharding.ties import tie_groups
 
 ODD = 5  # rows: 3 and 2 on two ranks; 2, 2, 1 and none on four
 ODD_VOCABULARY = 101
@@ -32,11 +31,11 @@ NOT_REENTRANT = {**AC, "activation_checkpointing_reentrant": False}
 ZERO_2 = {"sharding_strategy": "SHARD_GRAD_OP"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
-    "SHARD_GRAD_OP": ZERO_2,
-    "reentrant": AC,
+    "SHARD_GRAD_OP, reentrant": ZERO_2 | AC,
     "not reentrant": NOT_REENTRANT,
-    "SHARD_GRAD_OP, not reentrant": ZERO_2 | NOT_REENTRANT,
 }
+if IS_THOROUGH:
+    SETTINGS |= {"SHARD_GRAD_OP": ZERO_2, "reentrant": AC, "SHARD_GRAD_OP, not reentrant": ZERO_2 | NOT_REENTRANT}
 
 
 def unit(module: nn.Module, *, recomputed: bool = False) -> Any:
@@ -63,7 +62,10 @@ def check_shape(
     build: Callable[[], nn.Module], inputs: Callable[[int], torch.Tensor], settings: dict[str, dict[str, Any]]
 ) -> None:
     def check(config: dict[str, Any]) -> None:
-        train_alike(build, config, inputs, optimizer=adamw, rtol=1e-9, atol=1e-12)
+        ties = tie_groups(build())
+        model = train_alike(build, config, inputs, optimizer=adamw, rtol=1e-9, atol=1e-12)
+        now = {own_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+        assert all(len({id(now[name]) for name in names}) == 1 for names in ties), f"{ties} came apart"
 
     for_each(check, {f"{build.__name__}, {name}": (config,) for name, config in settings.items()})
 
@@ -90,114 +92,59 @@ def tied_children() -> nn.Module:
     return Chain(embed=net.embed, first=net.blocks[0], second=net.blocks[1], norm=net.norm, head=net.head)
 
 
-class Table(nn.Module):
-    """Another name for the shared weight, which is no module's ``weight``."""
+class Weighted(Chain):
+    """A chain with a weight of its own, which is also its layer's."""
 
-    def __init__(self, table: nn.Parameter) -> None:
-        super().__init__()
-        self.table = table
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__(**children)
+        self.weight = self.net.tied.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(functional.linear(x, self.table))
+        return super().forward(x + torch.tanh(x @ self.weight))
 
 
-def tied_four_times() -> nn.Module:
-    """In three units and the one above them."""
-    first = unit(layer(ODD))
-    others = {"b": unit(layer(ODD), recomputed=True), "c": unit(Table(first.weight), recomputed=True), "d": layer(ODD)}
-    tie(first, others["b"], others["d"])
-    return Chain(net=Chain(a=first, between=block(), **others))
+def tied_with_the_model() -> nn.Module:
+    return Weighted(net=Chain(inner=block(), tied=layer(ODD)))
 
 
-def tied_in_many_children() -> nn.Module:
-    """Five direct children hold one weight, and two of them another."""
-    layers = [nn.Linear(ODD, ODD) for _ in range(5)]
-    tie(*layers)
-    layers[4].bias = layers[1].bias
-    return Chain(**{f"child{i}": Chain(own=layer(ODD), tied=each) for i, each in enumerate(layers)})
+def tied_with_an_excluded_child() -> nn.Module:
+    model = Chain(kept=Chain(tied=layer(ODD), own=layer(ODD)), left=Chain(tied=layer(ODD)))
+    model.left._fsdp_wrap = False
+    tie(model.kept.tied, model.left.tied)
+    return model
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(
-    ("build", "inputs"),
-    [
-        (tied_units, odd_tokens),
-        (tied_children, odd_tokens),
-        (tied_four_times, odd_features),
-        (tied_in_many_children, odd_features),
-    ],
+def tied_in_a_chain() -> nn.Module:
+    parts = {name: unit(Chain(left=layer(ODD), right=layer(ODD))) for name in "abc"}
+    tie(parts["a"].right, parts["b"].left)
+    tie(parts["b"].right, parts["c"].left)
+    return Chain(net=Chain(**parts, rest=layer(ODD)))
+
+
+TIED: tuple[tuple[Callable[[], nn.Module], Any], ...] = (
+    (tied_units, odd_tokens),
+    (tied_children, odd_tokens),
+    (tied_in_a_chain, odd_features),
+    (tied_with_the_model, odd_features),
+    (tied_with_an_excluded_child, odd_features),
 )
-def test_ties_whose_rows_do_not_divide(build: Callable[[], nn.Module], inputs: Any, world_size: int):
+
+
+def check_ties(first: int, settings: dict[str, dict[str, Any]]) -> None:
+    """The first of them in all settings, the others in one."""
+    last = dict([*settings.items()][-1:])
+    cases = enumerate(TIED) if dist.get_world_size() == 2 else enumerate(TIED[:first])
+    for_each(
+        check_shape,
+        {each.__name__: (each, inputs, settings if number < first else last) for number, (each, inputs) in cases},
+    )
+
+
+def test_ties_whose_rows_do_not_divide():
     """A vocabulary of 101 tied to the head: with fully_shard alone the two come apart on torch 2.7, and the last
     rank's rows of one of them never learn (pytorch#176076)."""
-    settings = SETTINGS if world_size == 2 else {"4 ranks, not reentrant": NOT_REENTRANT}
-    run_ranks(check_shape, world_size, build, inputs, settings)
-
-
-# --- sizes
-
-
-class Small(nn.Module):
-    """Parameters with one row or two beside a usual one; each rank but the first holds nothing of most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.row = nn.Parameter(torch.randn(1, ODD))
-        self.gain = nn.Parameter(torch.randn(1))
-        self.pair = nn.Parameter(torch.randn(2, ODD))
-        self.last = nn.Linear(ODD, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = (x * self.gain + self.row) @ self.pair.t()
-        return self.last(torch.tanh(x) @ self.pair)
-
-
-def small() -> nn.Module:
-    """Units with nothing but a row, and a unit without a row on any rank but the first."""
-    one = unit(nn.Linear(ODD, 1, bias=False))
-    return Chain(net=Chain(small=unit(Small()), gain=nn.Linear(1, ODD), row=one, bias=nn.Linear(1, 3)))
-
-
-def check_small(config: dict[str, Any], norm_type: float) -> list[int]:
-    """Two steps before sharding, so that the optimizer has state to cut; then clipped ones."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    model = small()
-    ours = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    for seed in range(2):
-        model(odd_features(seed)).square().mean().backward()
-        ours.step()
-        ours.zero_grad()
-    reference, theirs = copy.deepcopy((model, ours))
-    prepare_fully_shard(model, ours, FULL | config, device="cpu")
-    world_size = dist.get_world_size()
-    for step in range(3):
-        model(odd_features(step * world_size + dist.get_rank())).square().mean().backward()
-        for peer in range(world_size):
-            (reference(odd_features(step * world_size + peer)).square().mean() / world_size).backward()
-        expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e-3, norm_type)
-        (norm,) = clip_grad_norm_(model, 1e-3, norm_type).values()
-        assert expected > 1e-2, "nothing to clip"
-        assert_close(f"step {step}, norm", full(norm), expected, rtol=1e-9, atol=0)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-        for name, parameter in reference.named_parameters():
-            assert_close(f"step {step}, {name}", full(model.get_parameter(name)), parameter, rtol=1e-9, atol=1e-12)
-    return [parameter.to_local().numel() for parameter in model.parameters()]
-
-
-def check_all_small() -> dict[str, list[int]]:
-    configs = (SETTINGS["FULL_SHARD"], ZERO_2, {"sharding_strategy": "NO_SHARD"})
-    return for_each(check_small, {f"{c}, {norm}": (c, norm) for c in configs for norm in (2.0, float("inf"))})
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_parameters_smaller_than_the_world(world_size: int):
-    """A gain of one element lives on one rank: the others neither fail nor wait, when it is gathered, clipped (by a
-    norm, or a largest value, of nothing), stepped on with AdamW's state from before sharding, and read again."""
-    for name, held in run_ranks(check_all_small, world_size)[-1].items():
-        assert (0 in held[:2]) == ("NO_SHARD" not in name), f"{name}: {held}"
+    run_ranks(check_ties, 2, 3, SETTINGS)
+    run_ranks(check_ties, 4, 2, {"4 ranks, not reentrant": NOT_REENTRANT})
 
 
 # --- frozen
@@ -256,17 +203,10 @@ def check_all_freezing() -> None:
 def test_frozen_beside_trainable():
     """Fine-tuning a part of a model: what is frozen stays, also what is frozen or thawed between two steps (Foundry's
     LayerFreezing), and after an evaluation."""
-    run_ranks(check_shape, 2, frozen, odd_features, SETTINGS)
     run_ranks(check_all_freezing, 2)
 
 
 # --- modules in several places
-
-
-def twice_in_one_unit() -> nn.Module:
-    """The same layer at two paths, neither of them a unit."""
-    shared = nn.Linear(ODD, ODD)
-    return Chain(net=Chain(inlet=layer(ODD), inner=block(), a=shared, b=Chain(own=layer(ODD), again=shared)))
 
 
 class Pair(nn.Module):
@@ -291,11 +231,6 @@ def unit_in_two_units() -> nn.Module:
     return Chain(net=Chain(inlet=layer(ODD), **pairs, outlet=layer(ODD)))
 
 
-def in_two_children() -> nn.Module:
-    shared = block()
-    return Chain(a=Chain(inlet=layer(ODD), shared=shared), b=Chain(own=layer(ODD), again=shared))
-
-
 class Repeated(nn.Module):
     """One unit runs three times in a forward, and another before and after it."""
 
@@ -317,16 +252,16 @@ def repeated() -> nn.Module:
     return Chain(net=Repeated())
 
 
-@pytest.mark.parametrize(
-    "build",
-    [twice_in_one_unit, in_two_units, unit_in_two_units, in_two_children, repeated],
-    ids=lambda build: build.__name__,
-)
-def test_modules_that_run_more_than_once(build: Callable[[], nn.Module]):
+def check_shared() -> None:
+    settings = SETTINGS | {"prefetch": {"forward_prefetch": True, "backward_prefetch_limit": 2}}
+    builds = (in_two_units, unit_in_two_units, repeated)
+    for_each(check_shape, {build.__name__: (build, odd_features, settings) for build in builds})
+
+
+def test_modules_that_run_more_than_once():
     """Layers shared across a network (ALBERT, recurrent depth) get the gradients of all their uses, gathered and freed
     between them, and recomputed."""
-    prefetched = {"prefetch": {"forward_prefetch": True, "backward_prefetch_limit": 2}}
-    run_ranks(check_shape, 2, build, odd_features, SETTINGS | prefetched)
+    run_ranks(check_shared, 2)
 
 
 # --- parameters that no unit can shard with the others
@@ -345,6 +280,17 @@ class Scaled(Block):
         return x * self.positive if x.detach().sum() > 0 else x
 
 
+class OnlyScalar(nn.Module):
+    """A unit that has nothing to shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
 class Contrastive(nn.Module):
     """CLIP's temperature in the root, scalars in blocks, one of them shared by two, and one that nothing reads."""
 
@@ -352,13 +298,13 @@ class Contrastive(nn.Module):
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(2.0))
         self.unread = nn.Parameter(torch.tensor(3.0))
-        self.inlet = layer(ODD)
+        self.inlet, self.scalar = layer(ODD), unit(OnlyScalar())
         self.blocks = nn.ModuleList(unit(Scaled(), recomputed=True) for _ in range(3))
         self.blocks[2].gain = self.blocks[1].gain
         self.frozen = nn.Parameter(torch.tensor(0.5), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inlet(x)
+        x = self.scalar(self.inlet(x))
         for each in self.blocks:
             x = each(x)
         return x * self.temperature.exp() + self.frozen
@@ -378,7 +324,7 @@ def check_scalars(config: dict[str, Any]) -> None:
     ours.zero_grad()
     reference, theirs = copy.deepcopy((model, ours))
     scalars = {name: parameter for name, parameter in model.named_parameters() if not parameter.dim()}
-    assert len(scalars) == 8, list(scalars)
+    assert len(scalars) == 9, list(scalars)
     prepare_fully_shard(model, ours, FULL | config, device="cpu")
     for name, parameter in scalars.items():
         assert named_parameters(model)[name] is parameter, f"{name} is another object"
@@ -414,9 +360,8 @@ def check_all_scalars(settings: dict[str, dict[str, Any]]) -> None:
 def test_scalars():
     """A temperature stays whole on every rank and has the mean of all ranks' gradients, also where some ranks did not
     read it: without it each rank would train its own; fully_shard and FSDP1 refuse scalars."""
-    run_ranks(check_shape, 2, contrastive, odd_features, SETTINGS)
     more = {"NO_SHARD": {"sharding_strategy": "NO_SHARD"}, "cpu_offload": {"cpu_offload": True}}
-    run_ranks(check_all_scalars, 2, {"not reentrant": NOT_REENTRANT, "SHARD_GRAD_OP": ZERO_2} | more)
+    run_ranks(check_all_scalars, 2, SETTINGS | more)
     run_ranks(check_all_scalars, 4, {"2 x 2": {"data_parallel_replicate_degree": 2}})
 
 
@@ -460,8 +405,21 @@ def check_adapters(config: dict[str, Any]) -> None:
     assert isinstance(named_parameters(model)["net.block0.a.down.weight"], DTensor)
 
 
+def check_adapters_computing_low() -> None:
+    """Computed in bf16 throughout: a layer that upcasts its input for the adapter meets no weight in another dtype."""
+    torch.set_default_dtype(torch.float64)
+    model = Chain(net=Chain({"a": True}, a=Adapted(), b=Adapted()))
+    seen: list[torch.dtype] = []
+    model.net.b.down.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    low = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+    prepare_fully_shard(model, None, {"mixed_precision": low}, device="cpu")
+    model(odd_features(dist.get_rank())).sum().backward()
+    assert model.net.b.down.weight.grad.dtype == torch.float32 and seen == [torch.bfloat16], seen
+
+
 def check_all_adapters(settings: dict[str, dict[str, Any]]) -> None:
     for_each(check_adapters, {name: (config,) for name, config in settings.items()})
+    check_adapters_computing_low()
 
 
 def test_adapters_of_another_dtype():
@@ -477,24 +435,8 @@ def policy() -> nn.Module:
     return Chain(inlet=layer(ODD), a=unit(Pair(layer(ODD), block())), b=block(), outlet=nn.Linear(ODD, 1))
 
 
-class Preference(nn.Module):
-    """Direct Preference Optimization: one loss of a chosen and a rejected answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.policy = policy()
-
-    def forward(self, pair: torch.Tensor) -> torch.Tensor:
-        chosen, rejected = self.policy(pair[0]), self.policy(pair[1])
-        return functional.logsigmoid(chosen - rejected)
-
-
-def pairs(seed: int) -> torch.Tensor:
-    return torch.stack([odd_features(2 * seed), odd_features(2 * seed + 1)])
-
-
-def check_several_backwards(config: dict[str, Any], is_reversed: bool) -> None:
-    """Two forwards, one without gradients between them, then a backward for each, in either order."""
+def check_several_backwards(config: dict[str, Any], how: str) -> None:
+    """Two forwards, one without gradients between them, then a backward for each, in either order, or one for both."""
     torch.set_default_dtype(torch.float64)
     model = nn.Sequential(policy())
     reference = copy.deepcopy(model)
@@ -508,7 +450,7 @@ def check_several_backwards(config: dict[str, Any], is_reversed: bool) -> None:
                 losses.append(torch.stack(outputs).square().mean())
                 with torch.no_grad():
                     each(odd_features(3))
-            for loss in reversed(losses) if is_reversed else losses:
+            for loss in {"in order": losses, "reversed": losses[::-1], "at once": [losses[0] + losses[1]]}[how]:
                 loss.backward()
     for name, parameter in reference.named_parameters():
         gradient = named_parameters(model)[name].grad
@@ -517,22 +459,15 @@ def check_several_backwards(config: dict[str, Any], is_reversed: bool) -> None:
 
 
 def check_all_backwards() -> None:
-    cases = {
-        f"{name}, reversed {is_reversed}": (config, is_reversed)
-        for name, config in SETTINGS.items()
-        for is_reversed in (False, True)
-    }
+    ways = ("in order", "reversed", "at once")
+    cases = {f"{name}, {how}": (config, how) for name, config in SETTINGS.items() for how in ways}
     for_each(check_several_backwards, cases)
 
 
-def test_two_forwards_before_one_backward():
-    """Preference training under activation checkpointing, which plain FSDP2 was reported to fail (pytorch#153354,
-    #171779): parameters must be gathered for the recomputation of both forwards."""
-    run_ranks(check_shape, 2, Preference, pairs, SETTINGS)
-
-
-def test_two_forwards_then_two_backwards():
-    """Losses that are differentiated one by one find the parameters gathered again after the first."""
+def test_two_forwards_before_a_backward():
+    """Preference training (DPO: one loss of a chosen and a rejected answer) under activation checkpointing, which plain
+    FSDP2 was reported to fail (pytorch#153354, #171779): parameters must be gathered for the recomputation of both
+    forwards, and losses that are differentiated one by one find them gathered again after the first."""
     run_ranks(check_all_backwards, 2)
 
 
@@ -590,7 +525,7 @@ def check_generate(config: dict[str, Any]) -> int:
     ours, theirs = sgd(model), sgd(reference)
     prepare_fully_shard(model, ours, FULL | config, device="cpu")
     seen: set[int] = set()
-    for step in range(3):
+    for step in range(2):
         for seed in range(2):
             x = odd_tokens(100 * step + 10 * seed + dist.get_rank())
             with torch.no_grad():
@@ -602,15 +537,14 @@ def check_generate(config: dict[str, Any]) -> int:
     return len(seen)
 
 
-def check_all_generate(settings: list[str]) -> dict[str, int]:
-    return for_each(check_generate, {name: (SETTINGS[name],) for name in settings})
+def check_all_generate() -> dict[str, int]:
+    return for_each(check_generate, {name: (config,) for name, config in SETTINGS.items()})
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_generate_is_a_way_in(world_size: int):
+def test_generate_is_a_way_in():
     """A model that generates through its own layers (T5 runs its encoder first, peft calls the inner model) finds
     full parameters without a word from the user, before training and after each step."""
-    for seen in run_ranks(check_all_generate, world_size, [*SETTINGS] if world_size == 2 else ["FULL_SHARD"]):
+    for seen in run_ranks(check_all_generate, 2):
         assert min(seen.values()) > 10, seen
 
 
@@ -632,15 +566,15 @@ def check_registered(config: dict[str, Any]) -> None:
             assert_close(f"{method}, {name}", full(gradient), parameter.grad, rtol=1e-12, atol=1e-14)
 
 
-def check_all_registered(settings: list[str]) -> None:
-    for_each(check_registered, {name: (SETTINGS[name],) for name in settings})
+def check_all_registered() -> None:
+    # A checkpointed unit is its wrapper, which has no method of the module's own.
+    for_each(check_registered, {"FULL_SHARD": ({},), "SHARD_GRAD_OP": (ZERO_2,)})
 
 
 def test_methods_that_the_user_registers():
     """torch's register_fsdp_forward_method works on what we sharded, for roots and units, with gradients, and where
     such a method calls the module itself."""
-    # A checkpointed unit is its wrapper, which has no method of the module's own.
-    run_ranks(check_all_registered, 2, ["FULL_SHARD", "SHARD_GRAD_OP"])
+    run_ranks(check_all_registered, 2)
 
 
 # --- compiled
@@ -667,13 +601,15 @@ def compiled(way: str, backend: Any) -> nn.Module:
     return model
 
 
-WAYS_TO_COMPILE = (
-    "in place",
-    "replaced",
-    "replaced and chosen by attribute",
-    "one layer",
-    "the child in place",
-    "the child replaced",
+COMPILED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("in place", {}),
+    ("in place", NOT_REENTRANT),
+    ("replaced", {}),
+    ("replaced", AC),
+    ("replaced and chosen by attribute", NOT_REENTRANT),
+    ("one layer", {}),
+    ("the child in place", {}),
+    ("the child replaced", AC),
 )
 
 
@@ -687,7 +623,7 @@ def check_compiled(way: str, config: dict[str, Any]) -> None:
         num_graphs += 1
         return graph.forward
 
-    has_two = way in ("in place", "replaced") and (IS_THOROUGH or not config)
+    has_two = way in ("in place", "replaced") if IS_THOROUGH else (way, config) == ("in place", {})
     for backend in (count, "aot_eager") if has_two else (count,):
         model, reference = compiled(way, backend), compiled("not", None)
         keys, names = list(model.state_dict()), list(dict(model.named_parameters()))
@@ -718,16 +654,17 @@ def check_compiled(way: str, config: dict[str, Any]) -> None:
     assert num_graphs >= 1, "nothing was compiled"
 
 
-def check_all_compiled(way: str) -> None:
-    for_each(check_compiled, {f"{way}, {config}": (way, config) for config in ({}, AC, NOT_REENTRANT)})
+def check_all_compiled() -> None:
+    ways = dict.fromkeys(way for way, _ in COMPILED)
+    cases = [(way, config) for way in ways for config in ({}, AC, NOT_REENTRANT)] if IS_THOROUGH else COMPILED
+    for_each(check_compiled, {f"{way}, {config}": (way, config) for way, config in cases})
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("way", WAYS_TO_COMPILE)
-def test_blocks_compiled_before_sharding(way: str):
+def test_blocks_compiled_before_sharding():
     """torch.compile per block, as one graph without breaks: what is compiled must stay inside of the hooks that gather
     parameters and of the checkpointing, or it computes with shards, or remembers what it should recompute."""
-    run_ranks(check_all_compiled, 2, way)
+    run_ranks(check_all_compiled, 2)
 
 
 # --- what user code sees

@@ -12,7 +12,7 @@ from support.cases import for_each
 from support.comparing import full
 from support.models import Chain, Model, layer, tie, tokens
 from support.ranks import run_ranks
-from support.training import FULL, adamw, assert_close, compare_training, sgd
+from support.training import FULL, adamw, assert_close, compare_training, named_parameters, sgd
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -66,7 +66,8 @@ def start(make: str, tied: bool, num_steps_before: int) -> tuple[nn.Module, nn.M
 
 
 def describe(optimizer: Optimizer, model: nn.Module) -> list[Any]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    """By the names from before activation checkpointing."""
+    names = {parameter: name for name, parameter in named_parameters(model).items()}
     return [
         ({key: value for key, value in group.items() if key != "params"}, [names[p] for p in group["params"]])
         for group in optimizer.param_groups
@@ -85,7 +86,7 @@ def check_continues(make: str, tied: bool, num_steps_before: int, config: dict[s
 
 
 def compare_state(ours: Optimizer, theirs: Optimizer, model: nn.Module, reference: nn.Module) -> None:
-    sharded = dict(model.named_parameters())
+    sharded = named_parameters(model)
     for name, parameter in reference.named_parameters():
         assert set(ours.state[sharded[name]]) == set(theirs.state[parameter]), name
         for key, expected in theirs.state[parameter].items():
@@ -98,96 +99,41 @@ def compare_state(ours: Optimizer, theirs: Optimizer, model: nn.Module, referenc
             assert_close(f"{name}.{key}", full(actual), expected, rtol=1e-9, atol=1e-12)
 
 
-def check_all_continue() -> None:
-    cases = {
-        f"{make}, {'tied' if tied else 'untied'}, {num_steps_before} steps before": (make, tied, num_steps_before, {})
-        for make in OPTIMIZERS
-        for tied in (False, True)
-        for num_steps_before in (0, 2)
-    }
-    for_each(check_continues, cases)
+# By the number of ranks: which optimizer, whether the model is tied, the steps before, and the configuration.
+CASES: dict[int, dict[str, tuple[str, bool, int, dict[str, Any]]]] = {
+    2: {
+        **{f"{make}, new": (make, i % 2 == 0, 0, {}) for i, make in enumerate(OPTIMIZERS)},
+        **{f"{make}, with state": (make, i % 2 == 1, 2, {}) for i, make in enumerate(OPTIMIZERS)},
+        "cpu_offload": ("AdamW", True, 2, {"cpu_offload": True}),
+        "NO_SHARD": ("AdamW", True, 2, {"sharding_strategy": "NO_SHARD"}),
+        "recomputed": ("AdamW", True, 2, {"activation_checkpointing": True}),
+    },
+    4: {"replicas": ("AdamW", True, 2, {"data_parallel_replicate_degree": 2}), "shards": ("AdamW", True, 2, {})},
+}
 
 
-def test_training_goes_on_as_unsharded():
-    """Groups, options, subsets and momentum survive sharding; FSDP1 dropped existing state without a word."""
-    run_ranks(check_all_continue, 2)
+def check_all_continue(world_size: int) -> None:
+    for_each(check_continues, CASES[world_size])
 
 
-@pytest.mark.parametrize(
-    ("world_size", "config"),
-    [
-        (4, {"data_parallel_replicate_degree": 2}),
-        (4, {}),
-        (2, {"cpu_offload": True}),
-        (2, {"sharding_strategy": "NO_SHARD"}),
-        (2, {"activation_checkpointing": True}),
-    ],
-)
-def test_state_is_cut_as_the_parameters_are(world_size: int, config: dict[str, Any]):
-    """Momentum follows its parameter onto 2-D meshes, to the CPU and behind checkpointing wrappers."""
-    check = check_continues if not config.get("activation_checkpointing") else check_state_behind_wrappers
-    run_ranks(check, world_size, "AdamW", True, 2, config)
+@pytest.mark.parametrize("world_size", CASES)
+def test_training_goes_on_as_unsharded(world_size: int):
+    """Groups, options, subsets and momentum survive sharding, and follow parameters onto 2-D meshes, to the CPU and
+    behind checkpointing wrappers; FSDP1 dropped existing state without a word."""
+    run_ranks(check_all_continue, world_size, world_size)
 
 
-def check_state_behind_wrappers(make: str, tied: bool, num_steps_before: int, config: dict[str, Any]) -> None:
-    model, reference, ours, theirs = start(make, tied, num_steps_before)
-    prepare_fully_shard(model, ours, FULL | config, device="cpu")
-    compare_training(model, reference, ours, theirs, tokens, rtol=1e-9, atol=1e-12)
-
-
-def check_scheduler() -> tuple[list[float], list[float]]:
-    model = Model()
-    optimizer = grouped(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    groups = list(optimizer.param_groups)
-    prepare_fully_shard(model, optimizer, {}, device="cpu")
-    rates = []
-    for _ in range(2):
-        model(tokens(0)).sum().backward()
-        optimizer.step()
-        scheduler.step()
-        rates.append(groups[0]["lr"])
-    return rates, [group["lr"] for group in optimizer.param_groups]
-
-
-def test_a_scheduler_keeps_its_hold_on_the_groups():
-    """Schedulers and callbacks hold group objects; the learning rate that they set is the one that is used."""
-    for rates, now in run_ranks(check_scheduler, 2):
-        assert rates == [0.05 / 2, 0.05 / 3]
-        assert now == [0.05 / 3, 0.1 / 3]
-
-
-def check_none_and_after() -> None:
+def check_afterwards() -> None:
     torch.set_default_dtype(torch.float64)
-
-    def check(optimizers: Any) -> None:
-        model = Model()
-        reference = copy.deepcopy(model)
-        prepare_fully_shard(model, optimizers, FULL, device="cpu")
-        compare_training(model, reference, adamw(model), adamw(reference), tokens, rtol=1e-9, atol=1e-12)
-
-    for_each(check, {f"{optimizers}": (optimizers,) for optimizers in (None, [], ())})
+    model = Model()
+    reference = copy.deepcopy(model)
+    prepare_fully_shard(model, [], FULL, device="cpu")
+    compare_training(model, reference, adamw(model), adamw(reference), tokens, rtol=1e-9, atol=1e-12)
 
 
 def test_an_optimizer_built_afterwards():
     """Scripts that build the optimizer after sharding pass None, or nothing in a list."""
-    run_ranks(check_none_and_after, 2)
-
-
-def check_frozen() -> None:
-    torch.set_default_dtype(torch.float64)
-    model = Model()
-    model.decoder.embed.requires_grad_(False)
-    reference = copy.deepcopy(model)
-    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
-    prepare_fully_shard(model, ours, FULL, device="cpu")
-    assert not model.decoder.embed.weight.requires_grad
-    compare_training(model, reference, ours, theirs, tokens)
-
-
-def test_frozen_parameters():
-    """Frozen layers stay frozen, in a group of the optimizer or not."""
-    run_ranks(check_frozen, 2)
+    run_ranks(check_afterwards, 2)
 
 
 # --- what is refused

@@ -1,4 +1,6 @@
-"""The plan is a value: decided without touching the model, the same for the same model, and complete."""
+"""The plan is a value: what it says of each unit, and what cannot be planned.
+
+That planning only reads, and repeats itself, is in test_plan_properties.py."""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.models import Block, Chain, Model, layer, tie
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
@@ -52,51 +53,6 @@ def names_of(unit: ShardUnit) -> list[str]:
 
 
 # --- a value
-
-
-def footprint(model: nn.Module) -> list[Any]:
-    """What somebody could notice: classes, hooks, attributes, and the tensors with their contents."""
-    seen: list[Any] = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        hooks = [len(value) for name, value in vars(module).items() if name.endswith("_hooks")]
-        seen.append((path, type(module), id(module), sorted(vars(module)), hooks))
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        value = None if tensor.is_meta else tensor.detach().clone().tolist()
-        seen.append((name, id(tensor), tensor._version, tensor.requires_grad, str(tensor.dtype), value))
-    return seen
-
-
-def test_planning_only_reads():
-    """A plan can be looked at before the decision to shard; nobody needs to build the model again."""
-    model = Model(tied=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = footprint(model)
-    groups, group = optimizer.param_groups, optimizer.param_groups[0]
-    plan_sharding(
-        model,
-        ShardingConfig(mixed_precision=LOW, activation_checkpointing=ActivationCheckpointing(checkpoint=True)),
-        optimizers=optimizer,
-    )
-    assert footprint(model) == before
-    assert optimizer.param_groups is groups and optimizer.param_groups[0] is group
-    assert model(torch.zeros(1, 2, dtype=torch.long)).shape == (1, 2, 11)
-
-
-def test_planning_needs_neither_values_nor_ranks():
-    """A model that fits on no single machine can be planned on a laptop."""
-    assert not dist.is_initialized()
-    on_meta = plan_of(Model(device="meta"))
-    assert on_meta == plan_of(Model())
-    assert all(parameter.is_meta for parameter in Model(device="meta").parameters())
-
-
-def test_a_plan_is_the_same_each_time():
-    """Ranks that build the same model decide the same; a changed model or setting shows in the digest."""
-    plans = [plan_of(Model(tied=True)) for _ in range(2)]
-    assert plans[0] == plans[1] and plans[0].digest == plans[1].digest
-    others = [plan_of(Model()), plan_of(Model(tied=True), reshard_after_forward=False), plan_of(Model(num_blocks=3))]
-    assert len({plan.digest for plan in [plans[0], *others]}) == 4
-    assert all(plan != plans[0] for plan in others)
 
 
 def test_every_part_of_a_plan_is_in_its_digest():
@@ -195,20 +151,19 @@ def test_only_roots_cast_their_inputs():
 
 
 def test_batch_norms_compute_in_fp32():
-    """Running statistics do not degrade in bf16: their unit takes and gives bf16, and computes in fp32."""
-    model = Chain(child=Chain({}, first=layer(), norm=nn.BatchNorm1d(6)))
-    policy = unit_at(plan_of(model, mixed_precision=LOW), "child.norm").mixed_precision
-    assert (policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs) == (FLOAT, BFLOAT, True)
-
-
-def test_a_batch_norm_follows_the_unit_around_it():
-    """In the one block that is bf16 a batch norm gives back bf16; elsewhere, in an fp32 model, it is not a unit."""
+    """Running statistics do not degrade in bf16: their unit takes and gives bf16, and computes in fp32, whatever its
+    wrap function said of dtypes, as under FSDP1; the rest of that holds. So in the one block that is bf16; elsewhere,
+    in an fp32 model, a batch norm is no unit."""
+    expected = MixedPrecision(param_dtype=FLOAT, output_dtype=BFLOAT, cast_forward_inputs=True)
+    written = {"mixed_precision": "PURE", "reshard_after_forward": False}
+    for answers in ({}, {"norm": written}):
+        model = Chain(child=Chain(answers, first=layer(), norm=nn.BatchNorm1d(6)))
+        unit = unit_at(plan_of(model, mixed_precision=LOW), "child.norm")
+        assert unit.mixed_precision == expected and unit.reshard_after_forward is not bool(answers)
     blocks = {name: Chain(first=layer(), norm=nn.BatchNorm1d(6)) for name in "ab"}
-    model = Chain(child=Chain({"a": {"mp_policy": mixed_precision_policy(LOW)}, "b": True}, **blocks))
-    plan = plan_of(model)
+    plan = plan_of(Chain(child=Chain({"a": {"mp_policy": mixed_precision_policy(LOW)}, "b": True}, **blocks)))
     assert [unit.name for unit in plan.units] == ["child.a.norm", "child.a", "child.b", "child"]
-    policy = unit_at(plan, "child.a.norm").mixed_precision
-    assert (policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs) == (FLOAT, BFLOAT, True)
+    assert unit_at(plan, "child.a.norm").mixed_precision == expected
 
 
 def test_settings_of_single_units():
@@ -258,15 +213,6 @@ def test_settings_without_effect_are_in_the_notes():
     assert "child.inner is not a unit of its own" in note and "its own settings (cpu_offload) have no effect" in note
 
 
-def test_settings_of_a_batch_norm():
-    """A batch norm computes in fp32 whatever its wrap function said of dtypes, as under FSDP1; the rest holds."""
-    written = {"mixed_precision": "PURE", "reshard_after_forward": False}
-    model = Chain(child=Chain({"norm": written}, norm=nn.BatchNorm1d(6), rest=layer()))
-    unit = unit_at(plan_of(model, mixed_precision=LOW), "child.norm")
-    assert unit.mixed_precision == MixedPrecision(param_dtype=FLOAT, output_dtype=BFLOAT, cast_forward_inputs=True)
-    assert unit.reshard_after_forward is False
-
-
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
@@ -306,31 +252,7 @@ def test_prefetch_lists(prefetch: Prefetch, forward: list[tuple[str, ...]], back
     assert [unit.backward_prefetch for unit in plan.units] == backward
 
 
-def test_prefetch_stays_below_one_root():
-    """A direct child is called when its owner decides to; gathering another child's units ahead would be a guess."""
-    model = Chain(
-        one=Chain({"a": True}, a=layer(), rest=layer()), two=Chain({"a": True}, a=layer(), rest=layer()), three=layer()
-    )
-    plan = plan_of(model, prefetch=Prefetch(forward=3, backward=3))
-    for unit in plan.units:
-        for name in (*unit.forward_prefetch, *(unit.backward_prefetch or ())):
-            assert name.split(".")[0] == unit.name.split(".")[0]
-
-
-def test_checkpointed_modules_are_in_the_plan():
-    """What will be recomputed can be read before it is; without the setting nothing is chosen."""
-    chosen = plan_of(Model(), activation_checkpointing=ActivationCheckpointing(cpu_offload=True)).checkpointed
-    assert chosen == ("decoder.blocks.0", "decoder.blocks.1")
-    assert plan_of(Model()).checkpointed == ()
-
-
 # --- what cannot be planned
-
-
-def test_nothing_to_shard():
-    """Passing the inner model instead of the one around it is found, with the way out."""
-    with pytest.raises(PlanError, match=r"nothing to shard: Linear has no direct child.*pass the module that contains"):
-        plan_of(nn.Linear(2, 2))
 
 
 def test_two_dtypes_in_one_unit():
@@ -405,6 +327,7 @@ def test_ignored_modules():
     assert plan.ignored == ("child.kept.inner.weight", "child.tied.weight")
     assert [spec.name for spec in plan.units[0].parameters] == ["child.rest.weight"]
     assert "ignored: child.kept (2 parameters): unsharded on every rank" in plan.explain()
+    assert plan_sharding(model, plan.config) == plan, "a plan's own configuration names modules by path"
 
 
 def test_ignored_modules_that_cannot_be():
@@ -416,6 +339,8 @@ def test_ignored_modules_that_cannot_be():
         plan_of(model, ignored_modules=(model,))
     with pytest.raises(PlanError, match="nothing to shard"):
         plan_of(model, ignored_modules=(model.child,))
+    with pytest.raises(PlanError, match=r"ignored_modules\[0\] \('chil'\) is not part of the model"):
+        plan_of(model, ignored_modules=("chil",))
 
 
 def test_gradients_in_low_precision():
@@ -431,15 +356,6 @@ def test_gradients_in_low_precision():
     assert "keep_low_precision_grads: child.weight" in note
     model.child.requires_grad_(False)
     plan_of(model, mixed_precision=low)
-
-
-def test_ignored_modules_by_path():
-    """A plan's own configuration names modules, and can be planned with again."""
-    model = Chain(child=Chain(kept=layer(), rest=layer()))
-    plan = plan_of(model, ignored_modules=(model.child.kept,))
-    assert plan_sharding(model, plan.config) == plan
-    with pytest.raises(PlanError, match=r"ignored_modules\[0\] \('child.keept'\) is not part of the model"):
-        plan_of(model, ignored_modules=("child.keept",))
 
 
 def test_units_with_ranks_of_their_own():
@@ -465,12 +381,6 @@ def test_resolving_where_each_unit_has_ranks_of_its_own():
     assert plan.resolve(4).mesh == MeshSpec.of_degrees(shard=4)
 
 
-def test_optimizer_of_another_model():
-    """The commonest mistake of a script, in FSDP1's words."""
-    with pytest.raises(PlanError, match="The same model must be passed to the optimizer and trainer"):
-        plan_sharding(Model(), ShardingConfig(), optimizers=torch.optim.SGD(Model().parameters(), lr=0.1))
-
-
 # --- time
 
 
@@ -487,10 +397,9 @@ def seconds_to_plan(model: nn.Module, config: ShardingConfig) -> float:
     return time.process_time() - begin_s
 
 
-@pytest.mark.parametrize("prefetch", [Prefetch(), Prefetch(forward=2, backward=2)], ids=["default", "prefetch"])
-def test_planning_time_grows_with_the_model_and_not_faster(prefetch: Prefetch):
+def test_planning_time_grows_with_the_model_and_not_faster():
     """A model of 4000 modules is planned while nobody notices; planning must not cost minutes of a thousand GPUs."""
-    config = ShardingConfig(prefetch=prefetch)
+    config = ShardingConfig(prefetch=Prefetch(forward=2, backward=2))
     small, large = many_blocks(330), many_blocks(1320)
     assert sum(1 for _ in large.modules()) > 3900
     seconds_to_plan(small, config)

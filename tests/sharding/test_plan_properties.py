@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -97,7 +95,7 @@ def footprint(model: nn.Module) -> list[Any]:
     return [
         *((path, id(module), type(module), _frozen(vars(module))) for path, module in model.named_modules()),
         *(
-            (name, id(tensor), tensor.requires_grad, tensor.grad)
+            (name, id(tensor), tensor._version, tensor.requires_grad, tensor.grad)
             for name, tensor in model.state_dict(keep_vars=True).items()
         ),
     ]
@@ -109,7 +107,7 @@ def _frozen(attributes: dict[str, Any]) -> dict[str, Any]:
 
 @given(any_tree(), CONFIGS)
 @found(lambda tree: (tree, ShardingConfig()))
-@examples(60)
+@examples(30)
 def test_every_tree_has_a_plan_that_can_be_carried_out(tree: Tree, config: ShardingConfig):
     """Whatever is nested, shared, tied, ignored or chosen: a parameter that is forgotten would train on each rank for
     itself, one that lies in two units would come apart, units in another order would be lost; without an error."""
@@ -224,7 +222,7 @@ def at_or_above(path: str) -> list[str]:
 
 
 @given(any_tree(), CONFIGS)
-@examples(40)
+@examples(15)
 def test_planning_only_reads_and_repeats_itself(tree: Tree, config: ShardingConfig):
     """A plan can be looked at before anything is done; planning again, or the same model built again, with values or
     without, gives the same plan."""
@@ -242,12 +240,11 @@ def test_planning_only_reads_and_repeats_itself(tree: Tree, config: ShardingConf
     assert plan.explain() == str(plan)
 
 
-@functools.cache
 def some_cases() -> list[tuple[Tree, ShardingConfig]]:
     cases: list[tuple[Tree, ShardingConfig]] = []
 
     @given(any_tree(), CONFIGS)
-    @examples(150)
+    @examples(60)
     def collect(tree: Tree, config: ShardingConfig) -> None:
         cases.append((tree, config))
 
@@ -263,41 +260,8 @@ def digests_of(cases: list[tuple[Tree, ShardingConfig]]) -> list[str | None]:
 def test_ranks_make_the_same_plan():
     """Ranks that decided differently would wait for each other for ever. Each process has other addresses and hashes,
     so an order that comes from a set of modules would differ."""
-    cases = some_cases()[-400 if IS_THOROUGH else -80 :]  # the first ones are the simplest
+    cases = some_cases()[-400 if IS_THOROUGH else -30 :]  # the first ones are the simplest
     here = digests_of(cases)
     for digests in run_ranks(digests_of, 2, cases):
         differing = [case for case, ours, theirs in zip(cases, here, digests, strict=True) if ours != theirs]
         assert not differing, f"a rank plans something else for {differing[0]}"
-
-
-def test_the_trees_have_what_the_properties_are_about():
-    """The properties above would say little about trees without ties, groups, containers and left-out parameters."""
-    seen: collections.Counter[str] = collections.Counter()
-    for tree, config in some_cases():
-        model = build(tree)
-        if (plan := plan_of(tree, config, model)) is not None:
-            seen.update(what for what, is_there in features_of(tree, model, plan).items() if is_there)
-            rare = [what for what in features_of(tree, model, plan) if seen[what] < 3]
-    assert not rare, f"seldom {rare}: {seen}"
-
-
-def features_of(tree: Tree, model: nn.Module, plan: ShardingPlan) -> dict[str, bool]:
-    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-    children = [{name.split(".")[0] for name in names} for names in plan.tie_groups]
-    return {
-        "tie": bool(plan.tie_groups),
-        "tie of more than two": any(len(names) > 2 for names in plan.tie_groups),
-        "tie across direct children": any(len(names) > 1 for names in children),
-        "group": any(len(unit.modules) > 1 for unit in plan.units),
-        "the model as a unit": any(not unit.name for unit in plan.units),
-        "left out": bool(plan.left_out),
-        "ignored": bool(plan.ignored),
-        "replicated": bool(plan.replicated),
-        "scalar": any(not spec.shape for spec in plan.replicated),
-        "unit of another dtype": len({spec.dtype for unit in plan.units for spec in unit.parameters}) > 1,
-        "many units": len(plan.units) > 3,
-        "module in two places": len(paths) > sum(1 for _ in model.modules()),
-        "container": any(part.kind in ("list", "dict") for part in tree),
-        "prefetch": any(unit.forward_prefetch or unit.backward_prefetch for unit in plan.units),
-        "frozen": any(not parameter.requires_grad for parameter in model.parameters()),
-    }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from support.models import Chain, FakeMetric, Model, layer, tie
+from support.models import Block, Chain, FakeMetric, Model, layer, tie
 from torch import nn
 
 from composer_fsdp2 import PlanError, ShardingConfig, plan_sharding
@@ -17,6 +19,8 @@ from composer_fsdp2.sharding.select import Selection
 from composer_fsdp2.sharding.select import select_units as select_chosen
 
 pytestmark = pytest.mark.any_torch
+
+BELOW = {"shard_below_unwrapped": True}
 
 # What a wrap function's {"reshard_after_forward": False} becomes.
 KEPT = UnitOverrides(reshard_after_forward=False, given={"reshard_after_forward": False})
@@ -36,58 +40,303 @@ def units_of(model: nn.Module, **options: Any) -> dict[str, list[str]]:
     }
 
 
-def left_out_of(model: nn.Module) -> dict[str, str]:
-    return {name: left.reason for left in select_units(model).left_out for name in left.names}
-
-
 def roots_of(selection: Selection) -> list[str]:
     return ["+".join(unit.paths) for unit in selection.units if unit.is_root]
 
 
+def marked(model: nn.Module, **paths: bool) -> nn.Module:
+    """With ``_fsdp_wrap`` on modules; a path has ``_`` for each dot."""
+    for path, value in paths.items():
+        model.get_submodule(path.replace("_", "."))._fsdp_wrap = value  # type: ignore[assignment]
+    return model
+
+
+def tied(model: nn.Module, *paths: str) -> nn.Module:
+    tie(*map(model.get_submodule, paths))
+    return model
+
+
+def having(model: nn.Module, **members: Any) -> nn.Module:
+    for name, member in members.items():
+        setattr(model, name, member)
+    return model
+
+
+def in_two_places() -> nn.Module:
+    shared = layer()
+    return Chain(child=Chain({"a": True}, a=shared, b=Chain(again=shared), rest=layer()))
+
+
+def registered_twice() -> nn.Module:
+    first, second = layer(), layer()
+    return Chain(fc1=first, fc2=second, module=Chain(first=first, second=second))
+
+
+def sharing_its_own() -> nn.Module:
+    model = Chain(child=Chain({"inner": True}, inner=layer(), tied=layer()))
+    return having(model, own=model.child.tied.weight)
+
+
+def chained() -> nn.Module:
+    parts = {name: Chain(left=layer(), right=layer()) for name in "abc"}
+    tie(parts["a"].right, parts["b"].left)
+    tie(parts["b"].right, parts["c"].left)
+    return Chain(child=Chain(dict.fromkeys(parts, True), **parts, rest=layer()))
+
+
+def across_levels() -> nn.Module:
+    inner = Chain(middle=Chain(tied=layer()), deep=Chain(rest=layer()))
+    answers = dict.fromkeys(("inner", "inner.middle", "inner.deep", "head"), True)
+    return tied(
+        Chain(child=Chain(answers, inner=inner, head=layer(), rest=layer())), "child.head", "child.inner.middle.tied"
+    )
+
+
+ABC = dict.fromkeys("abc", True)
+INNER = {"inner": True}
+LIST = nn.ModuleList
+BLOCKS = ("decoder.blocks.0", "decoder.blocks.1")
+
+
+@dataclass(kw_only=True)
+class Case:
+    """A model, and its units: in order, groups joined by '+', each with its parameters where they are told. And, if
+    told, its roots, what is left out and why, and a part of a note."""
+
+    build: Callable[[], nn.Module]
+    units: dict[str, list[str]] | list[str]
+    roots: list[str] | None = None
+    left: dict[str, str] | list[str] | None = None
+    note: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
 # --- what FSDP1 chose
 
+CASES: dict[str, Case] = {
+    # A ComposerModel's own methods may call its children one by one: each gathers its parameters by itself.
+    "direct children are the roots": Case(
+        build=lambda: Chain(first=layer(), second=Chain(inner=layer())),
+        units={"first": ["first.weight"], "second": ["second.inner.weight"]},
+        roots=["first", "second"],
+    ),
+    # Children before parents, as FSDP1 wrapped them.
+    "blocks that the direct child's function chooses": Case(
+        build=lambda: Model(num_blocks=2),
+        units={
+            **{path: [f"{path}.{name}" for name, _ in Block().named_parameters()] for path in BLOCKS},
+            "decoder": [f"decoder.{name}" for name in ("embed.weight", "norm.weight", "norm.bias", "head.weight")],
+        },
+        roots=["decoder"],
+    ),
+    "a function is not asked about its own child": Case(
+        build=lambda: Chain(child=Chain({"": True, "inner": False}, inner=layer())), units=["child"]
+    ),
+    "functions further down are not asked": Case(
+        build=lambda: Chain(child=Chain(inner=Chain({"deep": True}, deep=layer()))), units=["child"]
+    ),
+    # An empty dict was False to FSDP1, one with settings wraps.
+    "answers": Case(
+        build=lambda: Chain(
+            child=Chain({"a": {}, "b": {"reshard_after_forward": False}, "c": False}, a=layer(), b=layer(), c=layer())
+        ),
+        units=["child.b", "child"],
+    ),
+    # PEFT and Foundry mark single modules; the mark wins over the model's function.
+    "marks go before the function": Case(
+        build=lambda: marked(
+            Chain(child=Chain({"a": True}, a=layer(), b=layer(), c=layer())), child_a=False, child_b=True
+        ),
+        units=["child.b", "child"],
+    ),
+    "marks without a function": Case(
+        build=lambda: marked(Chain(child=nn.Sequential(layer(), layer())), child_1=True), units=["child.1", "child"]
+    ),
+    "None is no function": Case(
+        build=lambda: Chain(child=having(layer(), fsdp_wrap_fn=None)), units=["child"]
+    ),
+    "an excluded child with all below it": Case(
+        build=lambda: marked(
+            Chain(kept=layer(), left=Chain({"inner": True}, inner=layer())), left=False, left_inner=True
+        ),
+        units=["kept"],
+        left={"left.inner.weight": "left: _fsdp_wrap is False on it"},
+    ),
+    "the model's own parameters": Case(
+        build=lambda: having(Chain(child=layer()), own=layer().weight),
+        units=["child"],
+        left={"own": "the model's own parameter: only its children are sharded, as under FSDP1"},
+    ),
+    # Metrics that keep state (an LPIPS network, say) are neither sharded nor moved.
+    "metrics": Case(
+        build=lambda: Chain(net=layer(), metric=type("Accuracy", (FakeMetric,), {})()),
+        units=["net"],
+        left={"metric.inner.weight": "metric: a metric"},
+    ),
+    "a user's own class of that name": Case(
+        build=lambda: nn.ModuleDict({"metric": type("Metric", (nn.Linear,), {})(2, 2)}), units=["metric"]
+    ),
+    # A ModuleList has no forward to gather in, and fully_shard refuses it: its members take its place.
+    "members of a container are the roots": Case(
+        build=lambda: Chain(towers=LIST([layer(), nn.ModuleDict({"a": Chain(INNER, inner=layer())})])),
+        units={"towers.0": ["towers.0.weight"], "towers.1.a": ["towers.1.a.inner.weight"]},
+        roots=["towers.0", "towers.1.a"],
+        note="towers (ModuleList) has no forward",
+    ),
+    # FSDP1 only warned.
+    "a chosen container stays in the unit above": Case(
+        build=lambda: Chain(
+            child=Chain({"blocks": True, "blocks.0": True}, rest=layer(), blocks=LIST([layer(), layer()]))
+        ),
+        units={"child.blocks.0": ["child.blocks.0.weight"], "child": ["child.rest.weight", "child.blocks.1.weight"]},
+        note="child.blocks (ModuleList) was chosen, but has no forward",
+    ),
+    # Nobody calls a ParameterList, so only the model's own forward can gather what it holds.
+    "a container with parameters of its own": Case(
+        build=lambda: Chain(bias=nn.ParameterList([layer().weight]), inner=layer()),
+        units={"inner": ["inner.weight"], "": ["bias.0"]},
+        roots=[""],
+    ),
+    "modules without parameters are no units": Case(
+        build=lambda: Chain(
+            child=Chain({"act": True, "empty": True}, act=nn.Tanh(), empty=Chain(), rest=layer()), only=nn.Tanh()
+        ),
+        units=["child"],
+    ),
+    # Without it each block would be a root, whose parameters torch keeps gathered after forward.
+    "a root above units only": Case(
+        build=lambda: Chain(child=Chain({"a": True, "b": True}, a=layer(), b=layer())),
+        units={"child.a": ["child.a.weight"], "child.b": ["child.b.weight"], "child": []},
+        roots=["child"],
+    ),
+    # A first child hands bf16 on, as FSDP1's root did.
+    "a root without parameters casts its inputs": Case(
+        build=lambda: Chain(scale=nn.Tanh(), net=layer()), units=["scale", "net"], options={"low_precision": True}
+    ),
+    "a module in two places of one child": Case(
+        build=in_two_places, units={"child.a": ["child.a.weight"], "child": ["child.rest.weight"]}
+    ),
+    # `self.fc1 = fc1` beside `Sequential(fc1, ...)`, as in Composer's own examples: the model gathers, and the child is
+    # still one that `summon_full_params` and `_fsdp_wrapped_module` are found on.
+    "a direct child whose modules are all registered twice": Case(
+        build=registered_twice, units={"fc1": ["fc1.weight"], "fc2": ["fc2.weight"], "module": [], "": []}, roots=[""]
+    ),
+    # --- ties
+    "a tie with the unit above": Case(
+        build=lambda: tied(
+            Chain(child=Chain(INNER, inner=Chain(deep=layer(), more=layer()), head=layer())),
+            "child.head", "child.inner.deep",
+        ),
+        units={"child": ["child.inner.deep.weight", "child.inner.more.weight"]},
+        note="child.inner is not a unit of its own",
+    ),
+    # Embedding and head are gathered together, and the layers between them are not.
+    "tied siblings are a group": Case(
+        build=lambda: tied(
+            Chain(child=Chain(ABC, a=layer(), b=layer(), c=layer(), rest=layer())), "child.a", "child.c"
+        ),
+        units={
+            "child.b": ["child.b.weight"], "child.a+child.c": ["child.a.weight"], "child": ["child.rest.weight"]
+        },
+    ),
+    # Which would gather no more than the group.
+    "tied siblings with nothing beside them are their parent": Case(
+        build=lambda: tied(
+            Chain(child=Chain({"pair.a": True, "pair.b": True}, pair=Chain(a=layer(), b=layer()), rest=layer())),
+            "child.pair.a", "child.pair.b",
+        ),
+        units={"child.pair": ["child.pair.a.weight"], "child": ["child.rest.weight"]},
+    ),
+    "a common ancestor without forward": Case(
+        build=lambda: tied(
+            Chain(child=Chain({"blocks.0": True, "blocks.1": True}, blocks=LIST([layer(), layer()]))),
+            "child.blocks.0", "child.blocks.1",
+        ),
+        units={"child": ["child.blocks.0.weight"]},
+    ),
+    "a tie of three": Case(
+        build=lambda: tied(
+            Chain(child=Chain(ABC, a=layer(), b=layer(), c=layer(), rest=layer())), "child.a", "child.b", "child.c"
+        ),
+        units={"child.a+child.b+child.c": ["child.a.weight"], "child": ["child.rest.weight"]},
+    ),
+    "a chain of ties": Case(build=chained, units=["child.a+child.b+child.c", "child"]),
+    # Two roots cannot share a parameter; the model's own forward gathers it for both.
+    "a tie across direct children": Case(
+        build=lambda: tied(
+            Chain(a=Chain(INNER, inner=layer(), tied=layer()), b=Chain(tied=layer()), c=layer()), "a.tied", "b.tied"
+        ),
+        units={"a.inner": ["a.inner.weight"], "c": ["c.weight"], "": ["a.tied.weight"]},
+        roots=[""],
+    ),
+    "a tie with the model's own parameter": Case(
+        build=sharing_its_own, units={"child.inner": ["child.inner.weight"], "": ["own"]}, left={}
+    ),
+    "a tie with an excluded child": Case(
+        build=lambda: tied(
+            marked(Chain(kept=Chain(tied=layer()), left=Chain(tied=layer(), alone=layer())), left=False),
+            "kept.tied", "left.tied",
+        ),
+        units={"": ["kept.tied.weight"]},
+        left=["left.alone.weight"],
+    ),
+    "a tie inside an excluded child": Case(
+        build=lambda: tied(
+            marked(Chain(kept=layer(), left=Chain(a=layer(), b=layer())), left=False), "left.a", "left.b"
+        ),
+        units=["kept"],
+        left=["left.a.weight"],
+    ),
+    # A unit between the two places stays one, gathered by itself inside the group's span.
+    "a tie across levels of nesting": Case(
+        build=across_levels,
+        units={
+            "child.inner.deep": ["child.inner.deep.rest.weight"],
+            "child.inner.middle+child.head": ["child.inner.middle.tied.weight"],
+            "child": ["child.rest.weight"],
+        },
+    ),
+    # --- FSDP2's configuration: the outermost chosen modules below `_fsdp_wrap = False` are roots
+    "FSDP2: no unit in a metric": Case(
+        build=lambda: Chain(child=layer(), metric=FakeMetric()), units=["child"], options=BELOW
+    ),
+    "FSDP2: a unit inside of a chosen one": Case(
+        build=lambda: marked(
+            Chain(
+                child=Chain(
+                    {"outer": True, "outer.inner.deep": True},
+                    outer=Chain(inner=Chain(deep=layer(), other=layer()), last=layer()),
+                    beside=layer(),
+                )
+            ),
+            child=False,
+        ),
+        units=["child.outer.inner.deep", "child.outer"],
+        roots=["child.outer"],
+        options=BELOW,
+    ),
+    # The model itself gathers; Composer's FSDP2 refuses it.
+    "FSDP2: an unwrapped child that shares with a unit": Case(
+        build=lambda: tied(
+            marked(Chain(child=Chain(INNER, inner=layer(), outer=layer())), child=False), "child.inner", "child.outer"
+        ),
+        units={"": ["child.inner.weight"]},
+        options=BELOW,
+    ),
+}  # fmt: skip
 
-def test_direct_children_are_the_roots():
-    """A ComposerModel's own methods may call its children one by one: each gathers its parameters by itself."""
-    model = Chain(first=layer(), second=Chain(inner=layer()))
-    assert units_of(model) == {"first": ["first.weight"], "second": ["second.inner.weight"]}
-    assert roots_of(select_units(model)) == ["first", "second"]
 
-
-def test_wrap_function_of_the_direct_child_decides_below_it():
-    """A model's blocks are units of their own, children before parents, as FSDP1 wrapped them."""
-    model = Model(num_blocks=2)
-    units = units_of(model)
-    assert list(units) == ["decoder.blocks.0", "decoder.blocks.1", "decoder"]
-    assert units["decoder.blocks.1"] == [f"decoder.blocks.1.{n}" for n, _ in model.decoder.blocks[1].named_parameters()]
-    assert units["decoder"] == [
-        "decoder.embed.weight",
-        "decoder.norm.weight",
-        "decoder.norm.bias",
-        "decoder.head.weight",
-    ]
-    assert roots_of(select_units(model)) == ["decoder"]
-
-
-def test_wrap_function_is_never_asked_about_its_own_child():
-    """FSDP1 did not ask about the direct child itself; a function that says True there makes no second unit."""
-    model = Chain(child=Chain({"": True, "inner": False}, inner=layer()))
-    assert list(units_of(model)) == ["child"]
-
-
-def test_wrap_functions_further_down_are_not_asked():
-    """Only the direct child's function counts, as under FSDP1."""
-    model = Chain(child=Chain(inner=Chain({"deep": True}, deep=layer())))
-    assert list(units_of(model)) == ["child"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "is_unit"), [(True, True), (False, False), ({}, False), ({"reshard_after_forward": False}, True)]
-)
-def test_answers_of_a_wrap_function(answer: Any, is_unit: bool):
-    """An empty dict was False to FSDP1, one with settings wraps."""
-    model = Chain(child=Chain({"inner": answer}, inner=layer(), other=layer()))
-    assert list(units_of(model)) == (["child.inner", "child"] if is_unit else ["child"])
+@pytest.mark.parametrize("name", CASES)
+def test_units(name: str):
+    """Another choice costs memory or speed, gathers too late, or trains what was to be left alone."""
+    case = CASES[name]
+    units, selection = units_of(case.build(), **case.options), select_units(case.build(), **case.options)
+    assert list(units) == list(case.units)
+    assert not isinstance(case.units, dict) or units == case.units
+    assert case.roots is None or roots_of(selection) == case.roots
+    left = {name: left.reason for left in selection.left_out for name in left.names}
+    assert case.left is None or left == case.left or list(left) == case.left
+    assert any(case.note in note for note in selection.notes) or not case.note
 
 
 def test_settings_of_a_wrap_function_are_the_units_own():
@@ -99,114 +348,12 @@ def test_settings_of_a_wrap_function_are_the_units_own():
     assert by_path["child.other"].overrides == by_path["child"].overrides == UnitOverrides()
 
 
-@pytest.mark.parametrize(("attribute", "answer", "is_unit"), [(True, False, True), (False, True, False)])
-def test_attribute_goes_before_the_function(attribute: bool, answer: bool, is_unit: bool):
-    """PEFT and Foundry mark single modules; the mark wins over the model's function."""
-    model = Chain(child=Chain({"inner": answer}, inner=layer(), other=layer()))
-    model.child.inner._fsdp_wrap = attribute
-    assert ("child.inner" in units_of(model)) is is_unit
-
-
-def test_attribute_works_without_a_function():
-    """A plain nn.Module with marks needs no hook."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    model[0][1]._fsdp_wrap = True
-    assert list(units_of(model)) == ["0.1", "0"]
-
-
-def test_excluded_child_is_skipped_with_all_below_it():
-    """`_fsdp_wrap = False` on a direct child leaves it whole, what it would wrap included, and the report says so."""
-    model = Chain(kept=layer(), left=Chain({"inner": True}, inner=layer()))
-    model.left._fsdp_wrap = False
-    model.left.inner._fsdp_wrap = True
-    assert list(units_of(model)) == ["kept"]
-    assert left_out_of(model) == {"left.inner.weight": "left: _fsdp_wrap is False on it"}
-
-
-def test_own_parameters_of_the_model_are_left_out():
-    """FSDP1 wrapped children only; a parameter on the model itself stays whole and is reported."""
-    model = Model()
-    model.own = nn.Parameter(nn.init.ones_(layer().weight.data))
-    assert "decoder" in units_of(model)
-    assert left_out_of(model) == {"own": "the model's own parameter: only its children are sharded, as under FSDP1"}
-
-
-def test_metrics_are_skipped():
-    """Metrics that keep state (an LPIPS network, say) are neither sharded nor moved."""
-    metric = type("Accuracy", (FakeMetric,), {})()
-    model = Chain(net=layer())
-    model.add_module("metric", metric)
-    assert list(units_of(model)) == ["net"]
-    assert left_out_of(model) == {"metric.inner.weight": "metric: a metric"}
-
-
-def test_a_users_metric_class_is_a_module_like_others():
-    """Only torchmetrics' own classes are skipped, not any class that is called Metric."""
-    own = type("Metric", (nn.Linear,), {})(2, 2)
-    assert list(units_of(nn.ModuleDict({"metric": own}))) == ["metric"]
-
-
-def test_members_of_a_container_are_the_roots():
-    """A ModuleList has no forward to gather in, and fully_shard refuses it: its members take its place."""
-    model = Chain()
-    model.towers = nn.ModuleList([layer(), nn.ModuleDict({"a": Chain({"inner": True}, inner=layer())})])
-    assert units_of(model) == {"towers.0": ["towers.0.weight"], "towers.1.a": ["towers.1.a.inner.weight"]}
-    assert roots_of(select_units(model)) == ["towers.0", "towers.1.a"]
-    assert any("towers (ModuleList) has no forward" in note for note in select_units(model).notes)
-
-
-def test_a_chosen_container_stays_in_the_unit_above():
-    """A wrap function that picks a ModuleList does not stop the run; FSDP1 only warned."""
-    model = Chain(child=Chain({"blocks": True, "blocks.0": True}, rest=layer()))
-    model.child.blocks = nn.ModuleList([layer(), layer()])
-    assert units_of(model) == {
-        "child.blocks.0": ["child.blocks.0.weight"],
-        "child": ["child.rest.weight", "child.blocks.1.weight"],
-    }
-    assert any("child.blocks (ModuleList) was chosen, but has no forward" in note for note in select_units(model).notes)
-
-
-def test_container_with_parameters_of_its_own_needs_the_model():
-    """Nobody calls a ParameterList, so only the model's own forward can gather what it holds."""
-    model = Chain()
-    model.bias = nn.ParameterList([nn.Parameter(layer().weight.data)])
-    model.inner = layer()
-    assert units_of(model) == {"inner": ["inner.weight"], "": ["bias.0"]}
-    assert roots_of(select_units(model)) == [""]
-
-
-def test_modules_without_parameters_are_no_units():
-    """An activation function that the wrap function picks costs no call."""
-    model = Chain(child=Chain({"act": True, "empty": True}, act=nn.Tanh(), empty=Chain(), rest=layer()), only=nn.Tanh())
-    assert list(units_of(model)) == ["child"]
-
-
-def test_root_above_units_only_stays_a_root():
-    """Without a root above them, blocks would each be one: torch keeps a root's parameters gathered after forward, so
-    a model that is nothing but chosen blocks would need the memory of the whole model."""
-    model = Chain(child=Chain({"a": True, "b": True}, a=layer(), b=layer()))
-    assert units_of(model) == {"child.a": ["child.a.weight"], "child.b": ["child.b.weight"], "child": []}
-    assert roots_of(select_units(model)) == ["child"]
-
-
-def test_root_without_parameters_still_casts_its_inputs():
-    """In bf16 a first child without parameters hands bf16 on, as FSDP1's root did."""
-    assert list(units_of(Chain(scale=nn.Tanh(), net=layer()), low_precision=True)) == ["scale", "net"]
-
-
 def test_batch_norms_are_units_of_their_own_in_low_precision():
     """Running statistics are kept in fp32 (FSDP1's MixedPrecision._module_classes_to_ignore); fp32 needs no unit."""
     model = Chain(child=Chain({}, first=layer(), norm=nn.BatchNorm1d(6)))
     assert list(units_of(model)) == ["child"]
     assert list(units_of(model, low_precision=True)) == ["child.norm", "child"]
     assert [unit.full_precision for unit in select_units(model, low_precision=True).units] == [True, False]
-
-
-def test_module_in_two_places_of_one_child_is_one_unit():
-    """A layer that is called twice is gathered under one unit, wherever it is called."""
-    shared = layer()
-    model = Chain(child=Chain({"a": True}, a=shared, b=Chain(again=shared), rest=layer()))
-    assert units_of(model) == {"child.a": ["child.a.weight"], "child": ["child.rest.weight"]}
 
 
 @pytest.mark.parametrize(
@@ -288,120 +435,7 @@ def test_a_unit_of_one_child_is_not_asked_about_by_the_next():
     assert first.asked == [shared, first.b] and second.asked == [second.own]
 
 
-def test_what_cannot_be_called_is_no_wrap_function():
-    """A model that sets the attribute to None has no function, as under FSDP1."""
-    model = Chain(child=layer())
-    model.child.fsdp_wrap_fn = None
-    assert list(units_of(model)) == ["child"]
-
-
 # --- ties
-
-
-def test_tie_with_the_unit_above_stays_there():
-    """An embedding shared with the head of the root: the block that holds it is gathered with the root."""
-    model = Chain(child=Chain({"inner": True}, inner=Chain(deep=layer(), more=layer()), head=layer()))
-    tie(model.child.head, model.child.inner.deep)
-    assert units_of(model) == {"child": ["child.inner.deep.weight", "child.inner.more.weight"]}
-    assert any("child.inner is not a unit of its own" in note for note in select_units(model).notes)
-
-
-def test_tied_siblings_become_one_group():
-    """Embedding and head, each chosen as a unit, are gathered together, and the layers between them are not."""
-    model = Chain(child=Chain({"a": True, "b": True, "c": True}, a=layer(), b=layer(), c=layer(), rest=layer()))
-    tie(model.child.a, model.child.c)
-    assert units_of(model) == {
-        "child.b": ["child.b.weight"],
-        "child.a+child.c": ["child.a.weight"],
-        "child": ["child.rest.weight"],
-    }
-
-
-def test_tied_siblings_with_nothing_beside_them_become_their_parent():
-    """Where the common parent would gather no more than the group, it is the unit, which is the simpler call."""
-    pair = Chain(a=layer(), b=layer())
-    model = Chain(child=Chain({"pair.a": True, "pair.b": True}, pair=pair, rest=layer()))
-    tie(pair.a, pair.b)
-    assert units_of(model) == {"child.pair": ["child.pair.a.weight"], "child": ["child.rest.weight"]}
-
-
-def test_common_ancestor_without_forward_is_passed_over():
-    """Members of a ModuleList cannot meet in the list itself, which nobody calls."""
-    model = Chain(child=Chain({"blocks.0": True, "blocks.1": True}))
-    model.child.blocks = nn.ModuleList([layer(), layer()])
-    tie(*model.child.blocks)
-    units = units_of(model)
-    assert list(units.values()) == [["child.blocks.0.weight"]]
-    assert "child.blocks" not in units
-
-
-def test_ties_of_three():
-    """A chain of ties ends in one unit, not in two."""
-    answers = {"a": True, "b": True, "c": True}
-    model = Chain(child=Chain(answers, a=layer(), b=layer(), c=layer(), rest=layer()))
-    tie(model.child.a, model.child.b, model.child.c)
-    assert units_of(model) == {"child.a+child.b+child.c": ["child.a.weight"], "child": ["child.rest.weight"]}
-
-
-def test_ties_that_chain_through_a_shared_neighbour():
-    """a and b share one parameter, b and c another: all three are gathered together."""
-    parts = {name: Chain(left=layer(), right=layer()) for name in "abc"}
-    model = Chain(child=Chain(dict.fromkeys(parts, True), **parts, rest=layer()))
-    tie(parts["a"].right, parts["b"].left)
-    tie(parts["b"].right, parts["c"].left)
-    assert list(units_of(model)) == ["child.a+child.b+child.c", "child"]
-
-
-def test_tie_across_direct_children_makes_the_model_the_unit():
-    """Two roots cannot share a parameter; the model's own forward gathers it for both."""
-    model = Chain(a=Chain({"inner": True}, inner=layer(), tied=layer()), b=Chain(tied=layer()), c=layer())
-    tie(model.a.tied, model.b.tied)
-    assert units_of(model) == {"a.inner": ["a.inner.weight"], "c": ["c.weight"], "": ["a.tied.weight"]}
-    assert roots_of(select_units(model)) == [""]
-
-
-def test_tie_with_the_models_own_parameter():
-    """A weight registered on the model and in a child is sharded with the model, not left out and not twice."""
-    model = Chain(child=Chain({"inner": True}, inner=layer(), tied=layer()))
-    model.own = model.child.tied.weight
-    assert units_of(model) == {"child.inner": ["child.inner.weight"], "": ["own"]}
-    assert left_out_of(model) == {}
-
-
-def test_tie_with_an_excluded_child():
-    """What an excluded child shares is sharded with the model; the rest of that child stays out."""
-    model = Chain(kept=Chain(tied=layer()), left=Chain(tied=layer(), alone=layer()))
-    model.left._fsdp_wrap = False
-    tie(model.kept.tied, model.left.tied)
-    assert units_of(model) == {"": ["kept.tied.weight"]}
-    assert list(left_out_of(model)) == ["left.alone.weight"]
-
-
-def test_tie_inside_an_excluded_child_stays_out():
-    """A tie that FSDP1 never saw makes no unit."""
-    model = Chain(kept=layer(), left=Chain(a=layer(), b=layer()))
-    model.left._fsdp_wrap = False
-    tie(model.left.a, model.left.b)
-    assert list(units_of(model)) == ["kept"]
-    assert list(left_out_of(model)) == ["left.a.weight"]
-
-
-def test_tie_across_levels_of_nesting():
-    """A unit between the two places of a tie stays a unit, gathered by itself inside the group's or ancestor's span."""
-    inner = Chain(middle=Chain(tied=layer()), deep=Chain(rest=layer()))
-    model = Chain(
-        child=Chain(
-            {"inner": True, "inner.middle": True, "inner.deep": True, "head": True},
-            inner=inner,
-            head=layer(),
-            rest=layer(),
-        )
-    )
-    tie(model.child.head, inner.middle.tied)
-    units = units_of(model)
-    assert units["child.inner.deep"] == ["child.inner.deep.rest.weight"]
-    (owner,) = [name for name, names in units.items() if "child.inner.middle.tied.weight" in names]
-    assert owner == "child.inner.middle+child.head"
 
 
 def test_groups_inside_each_other_fall_back_to_ancestors():
@@ -483,61 +517,16 @@ def test_nothing_is_read_twice_from_a_changing_function():
 # --- FSDP2's configuration
 
 
-def below_unwrapped(model: nn.Module) -> dict[str, list[str]]:
-    return units_of(model, shard_below_unwrapped=True)
-
-
 def test_fsdp2_shards_below_a_child_that_is_not_wrapped():
     """Under FSDP2's configuration the outermost chosen modules below `_fsdp_wrap = False` are roots; under FSDP1's the
     child is left out whole."""
     model = Model(num_blocks=2)
     model.decoder._fsdp_wrap = False
     assert units_of(model) == {}
-    assert list(below_unwrapped(model)) == ["decoder.blocks.0", "decoder.blocks.1"]
+    assert list(units_of(model, **BELOW)) == ["decoder.blocks.0", "decoder.blocks.1"]
     selection = select_units(model, shard_below_unwrapped=True)
     assert roots_of(selection) == ["decoder.blocks.0", "decoder.blocks.1"]
     [left] = selection.left_out
     assert left.names == ("decoder.embed.weight", "decoder.norm.weight", "decoder.norm.bias", "decoder.head.weight")
     model.decoder.head._fsdp_wrap = True
-    assert "decoder.head" in below_unwrapped(model)
-
-
-def test_fsdp2_shards_inside_the_roots_below_an_unwrapped_child_as_anywhere():
-    """A chosen module below a chosen one is a unit inside of it, with settings of its own."""
-    inner = Chain(deep=layer(), other=layer())
-    answers = {"outer": {"reshard_after_forward": False}, "outer.inner.deep": True}
-    child = Chain(answers, outer=Chain(inner=inner, last=layer()), beside=layer())
-    child._fsdp_wrap = False
-    model = Chain(child=child)
-    assert list(below_unwrapped(model)) == ["child.outer.inner.deep", "child.outer"]
-    selection = select_units(model, shard_below_unwrapped=True)
-    assert roots_of(selection) == ["child.outer"]
-    assert [unit.overrides for unit in selection.units] == [UnitOverrides(), KEPT]
-
-
-def test_a_metric_is_no_unit_for_fsdp2_either():
-    """Composer's FSDP2 looks for nothing in a metric."""
-    model = Chain(child=layer(), metric=FakeMetric())
-    assert list(below_unwrapped(model)) == ["child"]
-
-
-def test_an_unwrapped_child_that_shares_with_a_unit():
-    """A weight that a block shares with what lies outside of any unit is gathered by the model itself; Composer's FSDP2
-    refuses the model."""
-    child = Chain({"inner": True}, inner=layer(), outer=layer())
-    child._fsdp_wrap = False
-    tie(child.inner, child.outer)
-    assert below_unwrapped(Chain(child=child)) == {"": ["child.inner.weight"]}
-
-
-# --- what scripts ask for
-
-
-def test_a_direct_child_whose_parameters_all_lie_in_modules_registered_twice():
-    """`self.fc1 = fc1` beside `Sequential(fc1, ...)`, as in Composer's own examples: the model gathers, and the child
-    is still one that `summon_full_params` and `_fsdp_wrapped_module` are found on."""
-    first, second = layer(), layer()
-    model = Chain(fc1=first, fc2=second, module=Chain(first=first, second=second))
-    units = units_of(model)
-    assert units["module"] == []
-    assert roots_of(select_units(model)) == [""]
+    assert "decoder.head" in units_of(model, **BELOW)

@@ -47,6 +47,11 @@ def for_each(check: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]]) ->
     return results
 
 
+def all_of(*checks: Callable[[], Any]) -> None:
+    """Several checks in one call of the ranks, as ``for_each``. Called on all ranks."""
+    for_each(lambda check: check(), {check.__name__: (check,) for check in checks})
+
+
 def _all_ended(store: dist.Store, number: int) -> bool:
     try:
         store.wait([f"{number}/{rank}" for rank in range(dist.get_world_size())], PEER_GRACE)

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import for_each
+from support.cases import all_of, for_each
 from support.comparing import full
 from support.models import Block, Chain, features, layer, tie, tied_model, tokens
 from support.ranks import run_ranks
@@ -103,11 +103,10 @@ def gradients(name: str, config: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
     return model, reference
 
 
-NORM_TYPES = (2.0, 1.0, 3.0, math.inf)
-MAX_NORMS = {"clips": 1e-3, "lets through": 1e6}
+NORM_TYPES = (2.0, 3.0, math.inf)
 
 
-def check_clipping(names: Sequence[str], config: dict[str, Any], norm_types: Sequence[float], what: list[str]) -> None:
+def check_clipping(names: Sequence[str], config: dict[str, Any], norm_types: Sequence[float]) -> None:
     for name in names:
         sharded, whole = gradients(name, config)
         ours, theirs = saved_gradients(sharded), saved_gradients(whole)
@@ -117,7 +116,9 @@ def check_clipping(names: Sequence[str], config: dict[str, Any], norm_types: Seq
             restore_gradients(whole, theirs)  # noqa: B023
             check_clipped(name, sharded, whole, max_norm, norm_type)  # noqa: B023
 
-        for_each(clip, {f"{name}, {n}, {m}": (n, MAX_NORMS[m]) for n in norm_types for m in what})
+        # Of which the last lets everything through.
+        limits = [*((norm_type, 1e-3) for norm_type in norm_types), (2.0, 1e6)]
+        for_each(clip, {f"{name}, {limit}": limit for limit in limits})
 
 
 def counted(run: Callable[[], Any]) -> tuple[Any, int]:
@@ -152,27 +153,34 @@ def check_clipped(name: str, model: nn.Module, reference: nn.Module, max_norm: f
         assert_close(path, full(model.get_parameter(path).grad), expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_clips_as_the_unsharded_model(name: str):
-    """The norm that is logged and the step that is taken are those of torch.nn.utils.clip_grad_norm_ on each root;
-    a rank with an empty shard neither fails (torch's own does, for inf) nor makes others wait."""
-    run_ranks(check_clipping, 2, [name], {}, NORM_TYPES, [*MAX_NORMS])
-
-
-@pytest.mark.parametrize(
-    ("world_size", "config"),
-    [
-        (4, {"data_parallel_replicate_degree": 2}),
-        (4, {}),
-        (2, {"sharding_strategy": "NO_SHARD"}),
-        (2, {"data_parallel_replicate_degree": 1}),
-        (2, {"cpu_offload": True}),
-        (1, {}),
-    ],
+MESHES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (4, REPLICAS),
+    (4, {}),
+    (2, UNSHARDED),
+    (2, {"data_parallel_replicate_degree": 1}),
+    (2, {"cpu_offload": True}),
+    (1, {}),
 )
-def test_meshes_and_offload(world_size: int, config: dict[str, Any]):
-    """Replicas are not counted twice, and offloaded gradients are counted at all."""
-    run_ranks(check_clipping, world_size, ["one root", "thin", "several roots"], config, (2.0, math.inf), ["clips"])
+FEW_MODELS = ("thin", "several roots")
+
+
+def check_meshes(world_size: int) -> None:
+    """All models and norms on two ranks, some of them on every mesh."""
+    if world_size == 2:
+        check_clipping([*MODELS], {}, NORM_TYPES)
+        check_adaptive([*MODELS], {})
+    for config in (config for size, config in MESHES if size == world_size):
+        check_clipping(FEW_MODELS, config, (2.0, math.inf))
+        check_adaptive(FEW_MODELS, config)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_clips_as_the_unsharded_model(world_size: int):
+    """The norm that is logged and the step that is taken are those of torch.nn.utils.clip_grad_norm_ on each root;
+    a rank with an empty shard neither fails (torch's own does, for inf) nor makes others wait; replicas are not counted
+    twice, and offloaded gradients are counted at all. Adaptive: a row's norm is the whole row's, a bias's the whole
+    bias's, wherever their parts lie."""
+    run_ranks(check_meshes, world_size, world_size)
 
 
 def mesh_of_all() -> DeviceMesh:
@@ -194,7 +202,8 @@ OWN_MESHES: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]], bool]]
 
 
 def check_own_meshes() -> dict[str, float]:
-    return for_each(check_own_mesh, {f"{name}, {p}": (name, p) for name in OWN_MESHES for p in NORM_TYPES})
+    cases = {name: (name, norm) for name, norm in zip(OWN_MESHES, itertools.cycle(NORM_TYPES), strict=False)}
+    return for_each(check_own_mesh, cases | {f"{name}, inf": (name, math.inf) for name in OWN_MESHES})
 
 
 def check_own_mesh(name: str, norm_type: float) -> float:
@@ -255,80 +264,56 @@ def test_replicas_stay_alike_beside_a_module_that_is_not_averaged():
     assert first[-1] == 1, "no all-reduce is needed for the root that all ranks have alike"
 
 
-def check_left_out() -> tuple[list[str], bool]:
-    torch.manual_seed(0)
+def check_left_out() -> None:
+    """FSDP1 clipped what it wrapped; the rest is the user's."""
     model = Chain(net=layer(), left=layer())
     model.left._fsdp_wrap = False
     prepare_fully_shard(model, None, {}, device="cpu")
     model(features(0)).sum().backward()
     before = model.left.weight.grad.clone()
-    return list(clip_grad_norm_(model, 1e-3)), torch.equal(model.left.weight.grad, before)
-
-
-def test_parameters_outside_every_root_are_not_touched():
-    """FSDP1 clipped what it wrapped; the rest is the user's."""
-    assert run_ranks(check_left_out, 2) == [(["net"], True)] * 2
+    assert list(clip_grad_norm_(model, 1e-3)) == ["net"] and torch.equal(model.left.weight.grad, before)
 
 
 def check_foreign() -> None:
+    """An error that names no cause would be looked for in the gradients."""
     model = Chain(a=layer())
     fully_shard(model)
     with pytest.raises(PlanError, match="Chain was sharded by fully_shard itself"):
         clip_grad_norm_(model, 1.0)
 
 
-def test_a_model_that_others_sharded_is_refused():
-    """An error that names no cause would be looked for in the gradients."""
-    run_ranks(check_foreign, 2)
-
-
-def check_orders() -> list[str]:
+def two_roots() -> nn.Module:
     model = Chain(a=layer(), b=layer())
     prepare_fully_shard(model, None, {}, device="cpu")
-    model(features(dist.get_rank())).sum().backward()
-    said = []
-    for order in (0, -math.inf, math.nan):
-        with pytest.raises(CallError) as raised:
-            clip_grad_norm_(model, 1.0, order)
-        said.append(str(raised.value))
-    return said
+    return model
 
 
-def test_an_order_that_is_no_norm_is_refused():
+def check_orders() -> None:
     """0 ended in ZeroDivisionError, and -inf clipped by the largest value."""
-    for said in run_ranks(check_orders, 2):
-        assert [each.split(";")[0] for each in said] == ["norm_type is 0", "norm_type is -inf", "norm_type is nan"]
+    model = two_roots()
+    model(features(dist.get_rank())).sum().backward()
+    for order in (0, -math.inf, math.nan):
+        with pytest.raises(CallError, match=f"norm_type is {order};"):
+            clip_grad_norm_(model, 1.0, order)
 
 
-def check_without_gradients() -> dict[str, float]:
-    model = Chain(a=layer(), b=layer())
-    prepare_fully_shard(model, None, {}, device="cpu")
-    model.a(features(dist.get_rank())).sum().backward()
-    return {path: norm.item() for path, norm in clip_grad_norm_(model, 1.0).items()}
-
-
-def test_a_root_without_gradients_has_norm_zero():
+def check_without_gradients() -> None:
     """A network that this step did not use neither fails nor leaves a rank waiting."""
-    for norms in run_ranks(check_without_gradients, 2):
-        assert norms["b"] == 0.0 and norms["a"] > 0
+    model = two_roots()
+    model.a(features(dist.get_rank())).sum().backward()
+    norms = clip_grad_norm_(model, 1.0)
+    assert norms["b"].item() == 0.0 and norms["a"].item() > 0, norms
 
 
-def check_gradients_on_one_rank() -> tuple[float, float]:
-    """The other rank's are gone: a script dropped them there."""
-    model = Chain(a=layer(), b=layer())
-    prepare_fully_shard(model, None, {}, device="cpu")
+def check_gradients_on_one_rank() -> None:
+    """A script dropped the other rank's; whether ranks communicate is decided by the parameters, which all have."""
+    model = two_roots()
     model(features(0)).sum().backward()
-    own = torch.stack([parameter.grad.to_local().norm() for parameter in model.a.parameters()]).norm().item()
+    own = torch.stack([parameter.grad.to_local().norm() for parameter in model.a.parameters()]).norm()
+    dist.broadcast(own, src=0)
     if dist.get_rank() == 1:
         model.a.zero_grad()
-    norm = clip_grad_norm_(model, 1.0)["a"].item()
-    return own, norm
-
-
-def test_a_rank_without_gradients_does_not_leave_the_others_waiting():
-    """Whether ranks communicate is decided by the parameters, which all have alike."""
-    (own, norm), (_, norm_of_other) = run_ranks(check_gradients_on_one_rank, 2)
-    assert norm == norm_of_other == pytest.approx(own)
+    assert_close("norm", clip_grad_norm_(model, 1.0)["a"], own, rtol=1e-6, atol=0)
 
 
 def check_low_precision() -> None:
@@ -342,26 +327,17 @@ def check_low_precision() -> None:
     assert math.isclose(norm.item(), expected, rel_tol=1e-5), (norm, expected)
 
 
-def test_norms_of_low_precision_gradients():
-    """The norm of a bf16 model is as exact as FSDP1's."""
-    run_ranks(check_low_precision, 2)
-
-
-def check_not_finite() -> tuple[bool, bool]:
-    model = Chain(net=layer())
-    prepare_fully_shard(model, None, {}, device="cpu")
+def check_not_finite() -> None:
+    """A loss scaler's check sees the same norm everywhere; nobody steps alone."""
+    model = two_roots()
     scale = math.inf if dist.get_rank() == 1 else 1.0
     (model(features(0)).sum() * scale).backward()
-    (norm,) = clip_grad_norm_(model, 1.0).values()
-    return bool(torch.isfinite(norm)), bool(torch.isfinite(full(model.net.weight.grad)).all())
+    assert not any(norm.isfinite() for norm in clip_grad_norm_(model, 1.0).values())
+    assert not full(model.b.weight.grad).isfinite().all()
 
 
-def test_an_overflow_is_seen_on_every_rank():
-    """A loss scaler's check sees the same norm everywhere; nobody steps alone."""
-    assert run_ranks(check_not_finite, 2) == [(False, False)] * 2
-
-
-def check_after_evaluation() -> float:
+def check_after_evaluation() -> None:
+    """After it a root shows gathered parameters, which have no gradients: nothing would be clipped, without a word."""
     model = Chain(net=layer())
     prepare_fully_shard(model, None, FULL, device="cpu")
     (100 * model(features(0)).sum()).backward()
@@ -369,12 +345,18 @@ def check_after_evaluation() -> float:
         model(features(0))
     clip_grad_norm_(model, 1e-3)
     model.net.reshard()
-    return full(model.net.weight.grad).norm().item()
+    assert full(model.net.weight.grad).norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_an_evaluation_before_clipping_changes_nothing():
-    """After it a root shows gathered parameters, which have no gradients: nothing would be clipped, without a word."""
-    assert run_ranks(check_after_evaluation, 2) == pytest.approx([1e-3, 1e-3], rel=1e-3)
+def check_edges() -> None:
+    all_of(check_left_out, check_foreign, check_orders, check_without_gradients, check_gradients_on_one_rank)
+    all_of(check_low_precision, check_not_finite, check_after_evaluation)
+    all_of(check_special_values, check_adaptive_low_precision)
+
+
+def test_edge_cases():
+    """What is left out, gradients that are missing, infinite or in bf16, and errors that name what is wrong."""
+    run_ranks(check_edges, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -390,7 +372,7 @@ def rows(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def check_adaptive(names: list[str], config: dict[str, Any]) -> None:
+def check_adaptive(names: Sequence[str], config: dict[str, Any]) -> None:
     def check(name: str, quantile: float) -> None:
         model, reference = gradients(name, config)
         ratios = [(grad.norm() / weights.norm()).item() for weights, grad in rows(reference)]
@@ -406,24 +388,7 @@ def check_adaptive(names: list[str], config: dict[str, Any]) -> None:
             else:
                 assert ours is None or not full(ours).any(), f"{name}, {path}"
 
-    for_each(check, {f"{case}": case for case in itertools.product(names, (0.0, 0.5, 1.0))})
-
-
-@pytest.mark.parametrize(
-    ("world_size", "config"),
-    [
-        (2, {}),
-        (2, {"sharding_strategy": "NO_SHARD"}),
-        (2, {"cpu_offload": True}),
-        (1, {}),
-        (4, {}),
-        (4, {"data_parallel_replicate_degree": 2}),
-    ],
-)
-def test_adaptive_clipping_is_the_whole_models(world_size: int, config: dict[str, Any]):
-    """A row's norm is the whole row's, a bias's the whole bias's, wherever their parts lie."""
-    names = [*MODELS] if world_size == 2 else ["thin", "several roots", "shapes"]
-    run_ranks(check_adaptive, world_size, names, config)
+    for_each(check, {f"{case}": case for case in itertools.product(names, (0.0, 0.5))})
 
 
 def check_special_values() -> None:
@@ -442,11 +407,6 @@ def check_special_values() -> None:
     torch.testing.assert_close(full(model.net.weight.grad), expected, equal_nan=True)
     # The bias holds NaN on one rank: neither rank scales its part.
     torch.testing.assert_close(full(model.net.bias.grad), torch.tensor([1, 1, math.nan, math.nan]), equal_nan=True)
-
-
-def test_adaptive_clipping_of_zeros_and_nan():
-    """Zero weights stop their gradient, as unsharded; NaN stays where it is and is seen by the same parameters."""
-    run_ranks(check_special_values, 2)
 
 
 def check_adaptive_plain() -> tuple[float, float, float, int]:
@@ -494,11 +454,6 @@ def check_adaptive_low_precision() -> None:
         assert torch.equal(full(model.get_parameter(path).grad), parameter.grad), path
 
 
-def test_adaptive_clipping_in_low_precision():
-    """A bf16 run takes the step that it took unsharded."""
-    run_ranks(check_adaptive_low_precision, 2)
-
-
 def check_dtypes() -> None:
     """A layer of float64 with fewer rows than ranks, alone and beside one of float32."""
 
@@ -524,8 +479,7 @@ def check_dtypes() -> None:
         (norm,) = clip_grad_norm_(model, 1e-3, norm_type).values()
         torch.testing.assert_close(norm.double(), expected.double(), rtol=1e-6, atol=0)
 
-    dtypes, norm_types = (torch.float64, torch.float32), (2.0, math.inf)
-    for_each(check, {f"{dtype}, {order}": (dtype, order) for dtype in dtypes for order in norm_types})
+    for_each(check, {f"{dtype}": (dtype, 2.0) for dtype in (torch.float64, torch.float32)})
 
 
 def test_ranks_without_rows_send_numbers_of_the_others_dtype():

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import math
 import os
 import resource
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import for_each
+from support.cases import all_of, for_each
 from support.ranks import run_ranks
 
 from composer_fsdp2.config.mesh import GroupRule, MeshSpec, RankGroups
@@ -22,32 +25,11 @@ from composer_fsdp2.errors import ControlGroupError, RanksDivergedError
 from composer_fsdp2.sharding.meshes import device_meshes
 from composer_fsdp2.training import control as control_module
 from composer_fsdp2.training import node as node_module
-from composer_fsdp2.training.control import Control, Question, connect, control, num_rounds
+from composer_fsdp2.training.control import Control, Question, connect, control
 from composer_fsdp2.training.guard import CollectiveGuard
 from composer_fsdp2.training.out_of_memory import OutOfMemoryVote
 
 SOON = timedelta(seconds=60)
-
-
-def simulated(num_ranks: int, numbers: list[int]) -> tuple[list[int], list[int]]:
-    """What every rank has in the end, and how many messages each waited for, with the rounds of all ranks in step."""
-    held, waited = list(numbers), [0] * num_ranks
-    for number in range(num_rounds(num_ranks)):
-        heard = [held[(rank - (1 << number)) % num_ranks] for rank in range(num_ranks)]
-        held = [max(pair) for pair in zip(held, heard, strict=True)]
-        waited = [count + 1 for count in waited]
-    return held, waited
-
-
-@pytest.mark.any_torch
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8, 13, 512, 1000, 1024])
-def test_whoever_votes_is_heard_by_all(num_ranks: int):
-    """Simulated, for many nodes: ten messages one after the other at 1,024, where gloo's ring takes 2,046."""
-    for voter in {0, num_ranks // 2, num_ranks - 1}:
-        held, waited = simulated(num_ranks, [int(rank == voter) for rank in range(num_ranks)])
-        assert held == [1] * num_ranks
-        assert set(waited) == {num_rounds(num_ranks)}
-    assert 2 ** num_rounds(num_ranks) >= num_ranks > 2 ** (num_rounds(num_ranks) - 1) or num_ranks == 1
 
 
 def on_nodes_of(size: int) -> Control:
@@ -74,17 +56,20 @@ def check_largest(ranks_a_node: int) -> int:
     return messages.call_count // num_ranks // 2
 
 
-def check_nodes() -> dict[str, int]:
-    return for_each(check_largest, {f"nodes of {size}": (size,) for size in (1, 2, 3, dist.get_world_size())})
+def check_nodes() -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sizes = {1, 2, 3, num_ranks}
+    counts = for_each(check_largest, {f"{size}": (size,) for size in sizes})
+    for size in sizes:
+        num_nodes = math.ceil(num_ranks / size)
+        assert counts[f"{size}"] == (0 if rank % size else math.ceil(math.log2(num_nodes))), (size, counts)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_largest_of_all_ranks(num_ranks: int):
-    """However they lie on nodes; each node's first rank waits for ceil(log2 nodes) messages over gloo."""
-    for rank, counts in enumerate(run_ranks(check_nodes, num_ranks)):
-        for size in (1, 2, 3, num_ranks):
-            expected = num_rounds(-(-num_ranks // size)) if rank % size == 0 else 0
-            assert counts[f"nodes of {size}"] == expected, (rank, size)
+    """However they lie on nodes; each node's first rank waits for ceil(log2 nodes) messages over gloo, one after the
+    other: ten at 1,024 nodes, where gloo's ring takes 2,046."""
+    run_ranks(check_nodes, num_ranks)
 
 
 def check_one_group(ranks_a_node: int) -> int:
@@ -101,13 +86,10 @@ def check_one_group(ranks_a_node: int) -> int:
     return made.call_count
 
 
-def check_groups() -> list[int]:
-    return [check_one_group(size) for size in (1, 2)]
-
-
-def test_votes_and_guards_share_one_group():
-    """And on one node there is none: gloo's sockets to every other rank are what ulimit -n ends."""
-    assert run_ranks(check_groups, 2, fresh=True) == [[1, 0]] * 2
+def check_groups() -> None:
+    """Votes and guards share one; and on one node there is none: gloo's sockets to every other rank are what ulimit -n
+    ends."""
+    assert [check_one_group(size) for size in (1, 2)] == [1, 0]
 
 
 class Splitting:
@@ -186,32 +168,61 @@ def error_of(ask: Any) -> tuple[str, float]:
     return str(error.value), time.monotonic() - start
 
 
-def check_late(ranks_a_node: int, late: int) -> tuple[str, float]:
+Wait = Callable[[Control], Any]
+
+
+def side_by_side(cases: dict[str, tuple[int, Wait]]) -> dict[str, Any]:
+    """What each gave, by name: each a connection of its own over nodes of so many ranks, on which all have met once.
+    Cases spend their seconds on waiting, so they run at once, each on a thread."""
+    connected = {name: on_nodes_of(ranks_a_node) for name, (ranks_a_node, _) in cases.items()}
+    for each in connected.values():
+        largest(each, [0])
+    with ThreadPoolExecutor(len(cases)) as threads:
+        waiting = {name: threads.submit(wait, connected[name]) for name, (_, wait) in cases.items()}
+        found = {name: each.result() for name, each in waiting.items()}
+    dist.barrier()
+    return found
+
+
+def comes_late(late: int, connected: Control) -> tuple[str, float]:
     """One rank comes when the others have given up; the group itself would wait two minutes for it."""
-    connected = on_nodes_of(ranks_a_node)
-    largest(connected, [0])
     if dist.get_rank() == late:
         time.sleep(3.5)  # and longer than the others collect reports
     message = error_of(lambda: largest(connected, [dist.get_rank()], timedelta(seconds=1)))
     assert not connected.is_open
     # A script that catches it and asks again must not get the answer of the question before.
     error_of(lambda: largest(connected, [0]))
-    dist.barrier()
     return message
 
 
-def check_all_late() -> dict[str, tuple[str, float]]:
-    cases = {f"{name}, rank {late}": (size, late) for name, size in LAYOUTS.items() for late in (0, 1, 3)}
-    return for_each(check_late, cases)
+def ends(connected: Control) -> float:
+    if dist.get_rank() == 3:
+        connected.close()  # as the kernel does for a process that ends
+        return 0
+    if dist.get_rank() == 1:
+        time.sleep(1)
+    return error_of(lambda: largest(connected, [0], timedelta(minutes=5)))[1]
 
 
-def test_a_rank_that_comes_late():
-    """It must not be let through by numbers that the others left behind, and go on alone; they name it."""
-    of_ranks = run_ranks(check_all_late, 4, timeout_s=240)
-    for name in of_ranks[0]:
-        late = int(name[-1])
-        for rank, message in enumerate(of_ranks):
-            text, seconds = message[name]
+def check_late_and_ended() -> dict[str, Any]:
+    cases = {
+        f"{name}, rank {late}": (size, partial(comes_late, late))
+        for name, size in LAYOUTS.items()
+        for late in (0, 1, 3)
+    }
+    return side_by_side(cases | {f"{name}, rank 3 ends": (size, ends) for name, size in LAYOUTS.items()})
+
+
+def test_a_rank_that_comes_late_or_ends():
+    """A late one must not be let through by numbers that the others left behind, and go on alone; they name it. Of one
+    that ends the others learn at once, whatever their limit, also while they wait for another one."""
+    of_ranks = run_ranks(check_late_and_ended, 4, timeout_s=120)
+    for rank, of_rank in enumerate(of_ranks):
+        for name, found in of_rank.items():
+            if name.endswith("ends"):
+                assert found < 10, of_rank
+                continue
+            (text, seconds), late = found, int(name[-1])
             assert "did not meet within 1 s" in text and "Look at the test" in text, text
             assert seconds < 10, f"{name}: rank {rank} waited {seconds} s"
             for other in range(4):
@@ -219,55 +230,45 @@ def test_a_rank_that_comes_late():
                 assert f"  rank {other} {expected}" in text, f"{name}: rank {rank} says {text}"
 
 
-def check_skew(ranks_a_node: int) -> tuple[str, float]:
+def comes_half_way(connected: Control) -> tuple[str, float]:
     """Rank 3 never comes; rank 2 comes when half of the others' time is over."""
-    connected = on_nodes_of(ranks_a_node)
-    message = "", 0.0
     if dist.get_rank() == 2:
         time.sleep(2)
-    if dist.get_rank() != 3:
-        message = error_of(lambda: largest(connected, [0], timedelta(seconds=4)))
-    dist.barrier()
-    return message
+    if dist.get_rank() == 3:
+        return "", 0.0
+    return error_of(lambda: largest(connected, [0], timedelta(seconds=4)))
 
 
-def check_all_skews() -> dict[str, tuple[str, float]]:
-    return for_each(check_skew, {name: (size,) for name, size in LAYOUTS.items()})
+def gives_up(which: int, connected: Control) -> list[int] | str:
+    """Ranks 0 to 2 are a node. One of them gives up while the first one still waits for the other node, rank 3."""
+    time.sleep(3 if dist.get_rank() == 3 else 0)
+    try:
+        return largest(connected, [0], timedelta(seconds=1 if dist.get_rank() == which else 20))
+    except RanksDivergedError as error:
+        return str(error)
 
 
+def check_given_up() -> dict[str, Any]:
+    cases = {name: (size, comes_half_way) for name, size in LAYOUTS.items()}
+    return side_by_side(cases | {f"rank {which} of three": (3, partial(gives_up, which)) for which in (1, 2)})
+
+
+@pytest.mark.any_torch
 def test_who_gives_up_tells_the_others():
-    """On its node: so those that came later are not named as missing, and wait no longer than the first.
-
-    Between nodes a rank may not hear of it before its own limit is over.
-    """
-    of_ranks = run_ranks(check_all_skews, 4, timeout_s=120)
-    for name in LAYOUTS:
-        for rank in range(3):
-            text, seconds = of_ranks[rank][name]
+    """On its node: so those that came later are not named as missing, and wait no longer than the first; between nodes
+    a rank may not hear of it before its own limit is over. While an answer is on its way to a node of which one gave
+    up, none of them gets it: half of the node would go on without the other half."""
+    of_ranks = run_ranks(check_given_up, 4, timeout_s=120)
+    for rank, of_rank in enumerate(of_ranks[:3]):
+        for name in LAYOUTS:
+            text, seconds = of_rank[name]
             missing = [line for line in text.splitlines() if "has not come, or still waits" in line]
             assert "  rank 3 has not come, or still waits" in missing, f"{name}: {text}"
             assert len(missing) == 1 or name == "two nodes", f"{name}: rank {rank} says {text}"
             assert seconds < (4 if rank < 2 or name == "two nodes" else 2) + 3.5, f"{name}: rank {rank}, {seconds} s"
-
-
-def check_between(gives_up: int) -> list[int] | str:
-    """Ranks 0 to 2 are a node. One of them gives up while the first one still waits for the other node, rank 3."""
-    connected = on_nodes_of(3)
-    largest(connected, [0])
-    time.sleep(3 if dist.get_rank() == 3 else 0)
-    try:
-        return largest(connected, [0], timedelta(seconds=1 if dist.get_rank() == gives_up else 20))
-    except RanksDivergedError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-
-
-@pytest.mark.parametrize("gives_up", [1, 2])
-def test_who_gives_up_while_the_answer_is_on_its_way(gives_up: int):
-    """None of its node gets the answer: half of it would go on without the other half."""
-    for rank, found in enumerate(run_ranks(check_between, 4, gives_up)[:3]):
-        assert isinstance(found, str), f"rank {rank} goes on with {found}"
+        for which in (1, 2):
+            found = of_rank[f"rank {which} of three"]
+            assert isinstance(found, str), f"rank {rank} goes on with {found}"
 
 
 def check_different(ranks_a_node: int) -> tuple[str, float]:
@@ -283,57 +284,32 @@ def check_different(ranks_a_node: int) -> tuple[str, float]:
     return message
 
 
-def check_all_different() -> dict[str, tuple[str, float]]:
-    return for_each(check_different, {name: (size,) for name, size in LAYOUTS.items()})
+def check_questions() -> None:
+    """A vote that meets a guard's question must not take its numbers for votes; gloo ended the process where the
+    numbers were not as many."""
+    for name, (text, seconds) in for_each(check_different, {name: (size,) for name, size in LAYOUTS.items()}).items():
+        assert "are at different operations" in text, f"{name}: {text}"
+        assert "rank 0 stands before clipping (a guard)" in text, f"{name}: {text}"
+        assert "rank 1 stands before an all-gather (a vote)" in text, f"{name}: {text}"
+        assert seconds < 10
 
 
 def test_different_questions():
-    """A vote that meets a guard's question must not take its numbers for votes; gloo ended the process where the
-    numbers were not as many."""
-    for message in run_ranks(check_all_different, 4, timeout_s=120):
-        for name, (text, seconds) in message.items():
-            assert "are at different operations" in text, f"{name}: {text}"
-            assert "rank 0 stands before clipping (a guard)" in text, f"{name}: {text}"
-            assert "rank 1 stands before an all-gather (a vote)" in text, f"{name}: {text}"
-            assert seconds < 10
+    """Ranks that have diverged may ask for something else at the same time."""
+    run_ranks(check_questions, 4, timeout_s=120)
 
 
-def check_killed(ranks_a_node: int) -> float:
-    connected = on_nodes_of(ranks_a_node)
-    largest(connected, [0])
-    if dist.get_rank() == 3:
-        connected.close()  # as the kernel does for a process that ends
-        return 0
-    if dist.get_rank() == 1:
-        time.sleep(1)
-    return error_of(lambda: largest(connected, [0], timedelta(minutes=5)))[1]
-
-
-def check_all_killed() -> dict[str, float]:
-    return for_each(check_killed, {name: (size,) for name, size in LAYOUTS.items()})
-
-
-def test_a_rank_that_ends():
-    """The others learn of it at once, whatever their limit, also while they wait for another one."""
-    for of_rank in run_ranks(check_all_killed, 4, timeout_s=120):
-        assert all(seconds < 10 for seconds in of_rank.values()), of_rank
-
-
-def check_made_anew() -> tuple[list[int], list[int], bool]:
-    first = control()
-    if dist.get_rank() == 1:
+def check_made_anew() -> None:
+    """A script that catches the error, and makes another model, is not at the mercy of the one before."""
+    first, rank = control(), dist.get_rank()
+    if rank == 1:
         first.close()
     second = control()
-    before = largest(second, [dist.get_rank()])
-    return before, largest(control(), [-dist.get_rank()]), first is second
+    assert second is not first and largest(second, [rank]) == [1] and largest(control(), [-rank]) == [0]
 
 
-def test_made_anew_where_a_rank_gave_up():
-    """A script that catches the error, and makes another model, is not at the mercy of the one before."""
-    assert run_ranks(check_made_anew, 2) == [([1], [0], False)] * 2
-
-
-def check_interrupted() -> str:
+def check_interrupted() -> None:
+    """By Ctrl-C: the answer that is not waited for is not the next question's."""
     connected = on_nodes_of(2)
     if dist.get_rank() == 0:
         with (
@@ -341,18 +317,21 @@ def check_interrupted() -> str:
             pytest.raises(KeyboardInterrupt),
         ):
             largest(connected, [0])
-        return "interrupted"
-    return error_of(lambda: largest(connected, [0]))[0]
+    else:
+        assert "rank 0 has not come" in error_of(lambda: largest(connected, [0]))[0]
 
 
-def test_ctrl_c():
-    """The answer that is not waited for is not the next question's."""
-    interrupted, of_other = run_ranks(check_interrupted, 2)
-    assert interrupted == "interrupted" and "rank 0 has not come" in of_other
+def check_errors() -> None:
+    all_of(check_made_anew, check_interrupted)
 
 
-def check_forked() -> float:
-    """A rank that is gone is gone, though a child that it forked (a loader's worker) lives on."""
+def test_after_an_error():
+    """A rank that gave up, or was interrupted, gets no answer to an earlier question."""
+    run_ranks(check_errors, 2)
+
+
+def check_forked() -> None:
+    """A rank that is gone is gone, though a child that it forked (a loader's worker) lives on: it inherits sockets."""
     connected = control()
     if dist.get_rank() == 1:
         child = os.fork()
@@ -363,14 +342,8 @@ def check_forked() -> float:
             os._exit(0)
         os.waitpid(child, 0)
         connected.let_go()  # as the kernel does for a killed process: the socket is closed, and not shut down
-        return 0
-    return error_of(lambda: largest(connected, [0], timedelta(seconds=30)))[1]
-
-
-def test_children_do_not_keep_a_dead_rank_alive():
-    """They inherit its sockets."""
-    seconds, _ = run_ranks(check_forked, 2, fresh=True)
-    assert seconds < 6
+    else:
+        assert error_of(lambda: largest(connected, [0], timedelta(seconds=30)))[1] < 6
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -394,31 +367,28 @@ def test_ranks_of_one_name_that_do_not_reach_each_other():
     assert run_ranks(check_unreachable, 3) == [[2, 0]] * 3
 
 
-def check_no_group(fails_on: tuple[int, ...]) -> str:
+def check_no_group(fails_on: tuple[int, ...]) -> None:
+    """On every rank, with what to set. The failing call is a fake: 1,024 sockets a rank are not to be had here."""
+
     def failing(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("Gloo connectFullMesh failed with [...] Too many open files")
 
-    control_module.CONNECT_WITHIN = timedelta(seconds=3)
     with (
+        mock.patch.object(control_module, "CONNECT_WITHIN", timedelta(seconds=1)),
         mock.patch.object(dist, "new_group", failing) if dist.get_rank() in fails_on else mock.MagicMock(),
         pytest.raises(ControlGroupError) as error,
     ):
         on_nodes_of(1)
-    return str(error.value)
+    message = str(error.value)
+    assert "GLOO_SOCKET_IFNAME" in message and "ulimit -n" in message, message
+    assert "2 of 2" in message or "1 of 2" in message, message
 
 
-def check_no_groups() -> dict[str, str]:
-    return for_each(check_no_group, {"on all": ((0, 1),), "on one": ((1,),)})
+def check_no_groups() -> None:
+    for_each(check_no_group, {"on all": ((0, 1),), "on one": ((1,),)})
 
 
-def test_no_gloo_group_can_be_had():
-    """On every rank, with what to set. The failing call is a fake: 1,024 sockets a rank are not to be had here."""
-    for message in itertools.chain.from_iterable(each.values() for each in run_ranks(check_no_groups, 2, fresh=True)):
-        assert "GLOO_SOCKET_IFNAME" in message and "ulimit -n" in message
-        assert "2 of 2" in message or "1 of 2" in message
-
-
-def check_out_of_files(rank: int, left: int) -> str:
+def check_out_of_files(rank: int, left: int) -> None:
     """``rank`` may open ``left`` files more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
@@ -437,27 +407,27 @@ def check_out_of_files(rank: int, left: int) -> str:
         for descriptor in held:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return str(error.value)
+    message = str(error.value)
+    assert "ulimit -n" in message and "Too many open files" in message, message
 
 
-def check_all_out_of_files() -> dict[str, str]:
+def check_files() -> None:
     cases = {
         "the first cannot listen": (0, 0),
         "the first cannot accept": (0, 2),
         "another cannot connect": (1, 0),
     }
-    return for_each(check_out_of_files, cases)
+    for_each(check_out_of_files, cases)
 
 
 def test_no_more_files():
     """Every rank is told, and with what to set, whoever it is that has none left."""
-    for of_rank in run_ranks(check_all_out_of_files, 3, fresh=True):
-        for name, message in of_rank.items():
-            assert "ulimit -n" in message and "Too many open files" in message, f"{name}: {message}"
+    run_ranks(check_files, 3, fresh=True)
 
 
-def check_by_device() -> tuple[list[int], str, float]:
-    """gloo connects nothing, on ranks whose default group is another backend's; it is gloo's here, on the CPU."""
+def check_by_device() -> None:
+    """gloo connects nothing, on ranks whose default group is another backend's; it is gloo's here, on the CPU. On GPUs
+    a run whose hosts' names lead nowhere votes over NCCL, rather than not at all; within the limit too."""
     new_group = dist.new_group
 
     def failing(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
@@ -471,17 +441,21 @@ def check_by_device() -> tuple[list[int], str, float]:
     ):
         connected = on_nodes_of(1)
     rank = dist.get_rank()
-    numbers = largest(connected, [rank, -rank, -(2**62)])
+    assert largest(connected, [rank, -rank, -(2**62)]) == [1, 0, -(2**62)]
     assert largest(connected, [int(rank == 1)]) == [1] and largest(connected, [0]) == [0]
     if rank == 1:
         time.sleep(4)
-        return numbers, "", 0
-    return numbers, *error_of(lambda: largest(connected, [0], timedelta(seconds=1)))
+    else:
+        message, seconds = error_of(lambda: largest(connected, [0], timedelta(seconds=1)))
+        assert "rank 1 has not come" in message and 1 <= seconds < 4, (message, seconds)
 
 
-def test_the_devices_backend_where_gloo_cannot_connect():
-    """On GPUs a run whose hosts' names lead nowhere votes over NCCL, rather than not at all; within the limit too."""
-    of_ranks = run_ranks(check_by_device, 2, fresh=True)
-    assert [numbers for numbers, _, _ in of_ranks] == [[1, 0, -(2**62)]] * 2
-    _, message, seconds = of_ranks[0]
-    assert "rank 1 has not come" in message and 1 <= seconds < 4
+def check_connections() -> None:
+    # Last what leaves ranks with different numbers of groups.
+    all_of(check_groups, check_by_device, check_forked, check_no_groups)
+
+
+def test_connections():
+    """As few as there must be; an error, or the device's backend, where there can be none; and none that outlives a
+    rank."""
+    run_ranks(check_connections, 2, fresh=True)

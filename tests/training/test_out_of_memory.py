@@ -22,7 +22,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import language, reader
+from support.cases import all_of, for_each
 from support.comparing import full
+from support.examples import IS_THOROUGH
 from support.experts import MoELanguage
 from support.models import VOCABULARY, Chain, Model, tie
 from support.ranks import run_ranks
@@ -33,6 +35,7 @@ from torch.distributed.tensor import DTensor, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import begin_microbatch, prepare_fully_shard
+from composer_fsdp2._torch import collectives
 from composer_fsdp2._torch.collectives import watch_collectives
 from composer_fsdp2._torch.private_names import random_of_dtensors
 from composer_fsdp2.sharding.agree import gather
@@ -49,7 +52,8 @@ TIME_LIMIT_S = 180  # a hang
 
 
 class OutOfMemoryAt(TorchDispatchMode):
-    """Raises what CUDA raises in place of one operation, by its number; collectives are no operations of a rank's."""
+    """Raises what CUDA raises in place of one operation, by its number; also of those on the parts of DTensors.
+    Collectives are no operations of a rank's."""
 
     def __init__(self, number: int | None) -> None:
         super().__init__()
@@ -58,8 +62,10 @@ class OutOfMemoryAt(TorchDispatchMode):
         self.raised = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
         # A vote and a guard's numbers lie in the host's memory, of which there is enough.
-        if func.namespace != "c10d" and not IN_HOST_MEMORY:
+        if func.namespace not in ("c10d", "_c10d_functional", "_dtensor") and not IN_HOST_MEMORY:
             self.count += 1
             if self.count == self.number:
                 self.raised = True
@@ -117,21 +123,31 @@ def run_batch(model: nn.Module, microbatches: Sequence[torch.Tensor]) -> None:
         (model.body(x).square().mean() / len(microbatches)).backward()
 
 
-def train(model: nn.Module, votes: OutOfMemoryVote, fails_at: int | None, size: int) -> tuple[int, int, bool]:
-    """One batch, halved until it fits; the size that did, the operations of the first attempt, whether one failed."""
+Build = Callable[[], tuple[nn.Module, Callable[[int], None]]]  # a model, and its batch in parts of so many rows
+
+
+def attempt(
+    build: Build, size: int, fails_at: int | None = None
+) -> tuple[int, OutOfMemoryAt, int, dict[str, torch.Tensor]]:
+    """One batch of a new model, halved until it fits: the size that did, whether an attempt failed here, the operations
+    of the first one, and what is left of the last."""
+    model, run = build()
+    votes, failing = Vote(model), OutOfMemoryAt(fails_at)
+    votes.start()
+    torch.manual_seed(1 + dist.get_rank())
+    random.seed(1)
     snapshot = BatchSnapshot.take(model)
-    batch = batch_of(dist.get_rank())
-    failing = OutOfMemoryAt(fails_at)
-    microbatches = batch.split(size)
     with failing:
-        done = votes.succeeded(functools.partial(run_batch, model, microbatches))
+        done = votes.succeeded(functools.partial(run, size))
     num_operations = failing.count
     while not done:
         model.zero_grad()
         snapshot.restore()
         size //= 2
-        done = votes.succeeded(functools.partial(run_batch, model, batch.split(size)))
-    return size, num_operations, failing.raised
+        done = votes.succeeded(functools.partial(run, size))
+    votes.stop()
+    assert all(isinstance(p, DTensor) for p in model.parameters() if p.dim())
+    return size, failing, num_operations, state_of(model)
 
 
 def batch_of(rank: int) -> torch.Tensor:
@@ -143,97 +159,75 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return values | {name: buffer.clone() for name, buffer in model.named_buffers()} | {"next": torch.rand(3)}
 
 
-def begin(seed: int) -> None:
-    torch.manual_seed(seed + dist.get_rank())
-    random.seed(seed)
+def points_of(num_operations: Sequence[int], num_points: int, number: int) -> list[tuple[int, int]]:
+    """Ranks and their operations to fail at (shards are uneven, and so are their numbers): all, or a few, of which the
+    last ones are where the first units' reductions are under way. Others for each ``number``."""
+    num_ranks = len(num_operations)
+    if num_points >= sum(num_operations):
+        return [(rank, point) for rank, count in enumerate(num_operations) for point in range(1, count + 1)]
+    ranks = [(number + each) % num_ranks for each in range(num_points)]
+    within = (0.5, 0.2, 0.8)[number % 3]
+    return [(rank, 1 + int((each + within) / num_points * num_operations[rank])) for each, rank in enumerate(ranks)]
 
 
-def points_of(num_operations: int, num_points: int) -> list[int]:
-    """Operations to fail at: all, or a few, of which one is where the first units' reductions are under way."""
-    in_backward = num_operations * 5 // 6
-    others = [point for point in range(1, num_operations + 1) if point != in_backward]
-    return sorted([in_backward, *random.Random(0).sample(others, min(num_points - 1, len(others)))])
+def check(build: Build, size: int, num_points: int, number: int) -> None:
+    _, _, _, expected = attempt(build, size // 2)
+    for _ in range(2):  # torch looks up once how DTensors of these shapes are computed
+        _, _, total, _ = attempt(build, size)
+    for rank, point in points_of(gather(total), num_points, number):
+        found, failing, _, state = attempt(build, size, point if dist.get_rank() == rank else None)
+        where = f"rank {rank}, operation {point}"
+        assert failing.raised == (dist.get_rank() == rank), where
+        assert found == size // 2, where
+        for name, value in state.items():
+            assert_close(f"{where}: {name}", value, expected[name], rtol=0, atol=0)
 
 
-def check(config: dict[str, Any], num_points: int) -> None:
-    model = model_for(config)
-    _, total, _ = train(model, Vote(model), None, 8)
-    model = model_for(config)
-    begin(1)
-    assert train(model, Vote(model), None, 4)[0] == 4
-    expected = state_of(model)
-    for failing, num_operations in enumerate(gather(total)):  # shards are uneven, and so are these
-        for point in points_of(num_operations, num_points):
-            model = model_for(config)
-            votes = Vote(model)
-            votes.start()
-            begin(1)
-            size, _, raised = train(model, votes, point if dist.get_rank() == failing else None, 8)
-            where = f"{config}, rank {failing}, operation {point} of {num_operations}"
-            assert raised == (dist.get_rank() == failing), where
-            assert size == 4, where
-            assert all(isinstance(p, DTensor) for p in model.parameters() if p.dim()), where
-            for name, value in state_of(model).items():
-                assert_close(f"{where}: {name}", value, expected[name], rtol=0, atol=0)
-            votes.stop()
-
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "FULL_SHARD": {},
-    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
-    "recomputed": {"activation_checkpointing": True},
-    "accumulated": {"gradient_sync": "last", "reshard_after_backward": False},
-    "guarded": {"collective_guard": 20},
+# By the number of ranks.
+CONFIGS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "FULL_SHARD": {},
+        "SHARD_GRAD_OP, recomputed": {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing": True},
+        "accumulated, guarded": {"gradient_sync": "last", "reshard_after_backward": False, "collective_guard": 20},
+    },
+    4: {
+        "replicas deferred": HSDP_2X2 | {"gradient_sync": "defer_replica"},
+        "kept in twos": {"reshard_after_forward": 2},
+    },
 }
-OF_FOUR_RANKS: dict[str, dict[str, Any]] = {
-    "replicas": HSDP_2X2,
-    "replicas deferred": HSDP_2X2 | {"gradient_sync": "defer_replica"},
-    "kept in twos": {"reshard_after_forward": 2},
-}
+
+
+def plain(config: dict[str, Any]) -> tuple[nn.Module, Callable[[int], None]]:
+    model, batch = model_for(config), batch_of(dist.get_rank())
+    return model, lambda size: run_batch(model, batch.split(size))
 
 
 def check_all(configs: dict[str, dict[str, Any]], num_points: int) -> None:
+    cases = {
+        name: (functools.partial(plain, config), 8, num_points, i) for i, (name, config) in enumerate(configs.items())
+    }
     with mock.patch.object(CollectiveGuard, "check", in_host_memory()(CollectiveGuard.check)):
-        for config in configs.values():
-            check(config, num_points)
+        for_each(check, cases)
 
 
-def test_out_of_memory_anywhere():
-    """Gradients, buffers and random numbers of the repeated batch are those of a run that began with its size."""
-    run_ranks(check_all, 2, CONFIGS, 5, timeout_s=TIME_LIMIT_S)
-
-
-def test_out_of_memory_on_two_axes():
-    """A reduction over replicas that was put off is dropped with the batch."""
-    run_ranks(check_all, 4, OF_FOUR_RANKS, 4, timeout_s=TIME_LIMIT_S)
-
-
-@pytest.mark.slow
-def test_out_of_memory_at_more_points_on_two_axes():
-    """As above, at more operations of each rank."""
-    run_ranks(check_all, 4, OF_FOUR_RANKS, 8, timeout_s=TIME_LIMIT_S)
+@pytest.mark.parametrize("num_ranks", CONFIGS)
+def test_out_of_memory_anywhere(num_ranks: int):
+    """Gradients, buffers and random numbers of the repeated batch are those of a run that began with its size; a
+    reduction over replicas that was put off is dropped with the batch."""
+    run_ranks(
+        check_all, num_ranks, CONFIGS[num_ranks], 16 if IS_THOROUGH else 4 - num_ranks // 4, timeout_s=TIME_LIMIT_S
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS[2])
 def test_out_of_memory_everywhere(name: str):
     """Every operation of a batch, on each rank."""
-    run_ranks(check_all, 2, {name: CONFIGS[name]}, 1_000_000, timeout_s=1800)
+    run_ranks(check_all, 2, {name: CONFIGS[2][name]}, 1_000_000, timeout_s=1800)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks that divide layers, sequences or experts
-
-
-class InsideAt(OutOfMemoryAt):
-    """Operations on the parts of DTensors, too, and what their collectives allocate."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        if func.namespace in ("_c10d_functional", "_dtensor"):
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def divided_model(kind: str, degree: int | None = None) -> tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
@@ -247,6 +241,7 @@ def divided_model(kind: str, degree: int | None = None) -> tuple[nn.Module, Call
     experts = {"expert_parallel_degree": degree} if kind == "experts" else {}
     split = {"tensor_parallel_degree": degree, "layer_plan": DIVIDED[kind]()} if kind in DIVIDED else None
     model: nn.Module = MoELanguage() if experts else language.Language()
+    del model.model.layers[1:]
     prepare_fully_shard(model, None, FULL | experts, device="cpu", tensor_parallel=split)
     return model, lambda rows: language.loss_of(model, rows)
 
@@ -254,74 +249,45 @@ def divided_model(kind: str, degree: int | None = None) -> tuple[nn.Module, Call
 DIVIDED: dict[str, Callable[[], Any]] = {"tensor": language.layer_plan, "sequence": language.sequence_plan}
 
 
-def train_divided(kind: str, fails_at: int | None, size: int) -> tuple[dict[str, torch.Tensor], int, bool]:
-    """As ``train``, from the beginning; the gradients, and whether the first attempt failed here."""
+def divided(kind: str) -> tuple[nn.Module, Callable[[int], None]]:
     model, loss_of = divided_model(kind)
     own_rows = dist.get_rank() if kind == "experts" else 0  # of experts, each rank has its own
     rows = language.batch(own_rows, 4) % reader.VOCABULARY
-    votes, failing = Vote(model), InsideAt(fails_at)
-    votes.start()
 
-    def run() -> None:
+    def run(size: int) -> None:
         for part in rows.split(size):
             (loss_of(part) * len(part) / len(rows)).backward()
 
-    with failing:
-        done = votes.succeeded(run)
-    num_operations = failing.count
-    while not done:
-        model.zero_grad()
-        size = 2
-        done = votes.succeeded(run)
-    votes.stop()
-    return {name: full(p.grad) for name, p in model.named_parameters()}, num_operations, failing.raised
-
-
-def check_divided(kind: str, num_points: int) -> None:
-    expected, _, _ = train_divided(kind, None, 2)
-    train_divided(kind, None, 4)  # torch looks up once how DTensors of these shapes are computed
-    _, total, _ = train_divided(kind, None, 4)
-    for failing, num_operations in enumerate(gather(total)):
-        for point in points_of(num_operations, num_points):
-            where = f"{kind}, rank {failing}, operation {point} of {num_operations}"
-            found, _, raised = train_divided(kind, point if dist.get_rank() == failing else None, 4)
-            assert raised == (dist.get_rank() == failing), where
-            for name, value in found.items():
-                assert_close(f"{where}: {name}", value, expected[name], rtol=0, atol=0)
+    return model, run
 
 
 def check_all_divided(num_points: int) -> None:
-    for kind in (*DIVIDED, "context", "experts"):
-        check_divided(kind, num_points)
+    kinds = (*DIVIDED, "context", "experts")
+    # Before the vote on one of these, room is made for all that it takes: nothing fails after the vote.
+    launches = {name: in_host_memory()(launch) for name, launch in collectives._functional.items()}
+    of_torch = vars(torch.distributed._functional_collectives)  # which get them when votes stop
+    with mock.patch.dict(of_torch), mock.patch.dict(collectives._functional, launches):
+        for_each(check, {kind: (functools.partial(divided, kind), 4, num_points, i) for i, kind in enumerate(kinds)})
 
 
 def test_out_of_memory_between_collectives_of_divided_layers():
     """In attention, say: the others would wait in an all-to-all, and then for the device, for ever."""
-    run_ranks(check_all_divided, 2, 7, timeout_s=TIME_LIMIT_S)
+    run_ranks(check_all_divided, 2, 14 if IS_THOROUGH else 3, timeout_s=TIME_LIMIT_S)
 
 
-class TiedSiblings(nn.Module):
+def tied_siblings() -> nn.Module:
     """Blocks that share a parameter: one unit of several modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6)) for _ in range(3))
-        self.head = nn.Linear(6, 6)
-        tie(self.blocks[0][0], self.blocks[2][0])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.Sequential)
+    blocks = {name: nn.Sequential(nn.Linear(6, 6)) for name in "abc"}
+    tie(blocks["a"][0], blocks["c"][0])
+    return Chain(net=Chain(dict.fromkeys(blocks, True), **blocks, head=nn.Linear(6, 6)))
 
 
 def check_nothing_left() -> None:
+    """A run that evaluates a thousand times starts and stops votes as often; and a second Trainer in the process needs
+    the memory of the first."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    model = Chain(net=TiedSiblings())
+    model = tied_siblings()
     prepare_fully_shard(model, None, FULL, precision="fp32")
     states = [unit._get_fsdp_state() for unit in model.modules() if isinstance(unit, FSDPModule)]
     watched = [*states, *(state._fsdp_param_group for state in states if hasattr(state, "_fsdp_param_group"))]
@@ -344,13 +310,8 @@ def check_nothing_left() -> None:
     assert _fsdp_collectives.dist is dist
 
 
-def test_votes_leave_nothing_behind():
-    """A run that evaluates a thousand times starts and stops them a thousand times; and a second Trainer in the process
-    needs the memory of the first."""
-    run_ranks(check_nothing_left, 2)
-
-
-def check_part() -> list[bool]:
+def check_part() -> None:
+    """The forward of an encoder alone begins there, and so does the way back."""
     model = model_for({})
     part = model.body.inner.decoder.blocks[0]
     votes = OutOfMemoryVote(model)
@@ -362,18 +323,15 @@ def check_part() -> list[bool]:
 
     handle = part.fc_out.register_forward_hook(fail)
     x = torch.randn(2, 6)
-    done = [votes.succeeded(lambda: part(x).sum().backward())]
+    assert not votes.succeeded(lambda: part(x).sum().backward())
     handle.remove()
     assert all(isinstance(p, DTensor) for p in part.parameters())
-    return [*done, votes.succeeded(lambda: part(x).sum().backward())]
-
-
-def test_a_part_that_is_called_by_itself():
-    """The forward of an encoder alone begins there, and so does the way back."""
-    assert run_ranks(check_part, 2) == [[False, True]] * 2
+    assert votes.succeeded(lambda: part(x).sum().backward())
+    votes.stop()
 
 
 def check_settings() -> None:
+    """A loop of one's own that goes on without microbatches would train without communicating after a reset."""
     model = model_for({"gradient_sync": "last", "reshard_after_backward": False})
     begin_microbatch(model, is_last=False)
     model.body(batch_of(0)).square().mean().backward()
@@ -382,24 +340,15 @@ def check_settings() -> None:
     assert all(isinstance(p, DTensor) and isinstance(p.grad, DTensor) for p in model.parameters() if p.dim())
 
 
-def test_after_a_reset_nothing_is_put_off():
-    """A loop of one's own that goes on without microbatches would train without communicating."""
-    run_ranks(check_settings, 2)
-
-
-def check_default_device() -> bool:
+def check_default_device() -> None:
+    """Under torch.set_default_device("cuda") a rank would need memory of the device to say that there is none."""
     model = model_for({"collective_guard": 20})
     votes = OutOfMemoryVote(model)
     votes.start()
     with torch.device("meta"):  # as a script's torch.set_default_device
         model.body.inner.decoder.blocks[0](torch.randn(2, 6, device="cpu"))
+    votes.stop()
     reset(model)
-    return True
-
-
-def test_votes_stay_in_host_memory():
-    """Under torch.set_default_device("cuda") a rank would need memory of the device to say that there is none."""
-    assert run_ranks(check_default_device, 2) == [True, True]
 
 
 def test_buffers_that_a_forward_replaces():
@@ -420,7 +369,7 @@ def check_inside_a_collective(folder: str) -> list[str]:
     """Rank 1 fails in the launch itself, for which all have voted; the notes and the text of each rank's error."""
     from torch.distributed import distributed_c10d
 
-    rank, num_ranks, limit = dist.get_rank(), dist.get_world_size(), timedelta(seconds=4)
+    rank, num_ranks, limit = dist.get_rank(), dist.get_world_size(), timedelta(seconds=2)
     distributed_c10d._update_default_pg(None)
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
@@ -476,34 +425,29 @@ def groups_in_warm_up(model: nn.Module) -> dict[tuple[int, ...], set[str]]:
     return seen
 
 
-def check_warm_up() -> dict[tuple[int, ...], set[str]]:
-    return groups_in_warm_up(model_for(HSDP_2X2))
+def check_warm_up() -> dict[str, dict[tuple[int, ...], set[str]]]:
+    seen = {"replicas": groups_in_warm_up(model_for(HSDP_2X2))}
+    return seen | {
+        kind: groups_in_warm_up(divided_model(kind, degree=2)[0]) for kind in (*DIVIDED, "context", "experts")
+    }
 
 
 def test_every_axis_is_used_before_the_first_vote():
-    """NCCL takes its own memory at an axis' first collective; in a full batch, one rank alone would fail inside it."""
-    for rank, seen in enumerate(run_ranks(check_warm_up, 4)):
-        shard, replicate = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
-        for ranks in (shard, replicate):
-            assert seen[ranks] == {ALL_GATHER, REDUCE_SCATTER, "all_reduce"}, (ranks, seen)
+    """NCCL takes its own memory at an axis' first collective; in a full batch, one rank alone would fail inside it. The
+    same of the groups along which layers, sequences and experts are divided."""
+    sums = {ALL_GATHER, REDUCE_SCATTER, "all_reduce"}
+    for rank, of_kinds in enumerate(run_ranks(check_warm_up, 4)):
+        neighbours, replicas = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
+        assert of_kinds["replicas"][neighbours] == of_kinds["replicas"][replicas] == sums, of_kinds
+        for kind in DIVIDED:
+            assert sums <= of_kinds[kind][neighbours], (kind, of_kinds)
+        for kind in ("context", "experts"):
+            assert sums | {"all_to_all_single"} <= of_kinds[kind][neighbours], (kind, of_kinds)
 
 
-def check_warm_up_of_divided(kind: str) -> dict[tuple[int, ...], set[str]]:
-    return groups_in_warm_up(divided_model(kind, degree=2)[0])
-
-
-@pytest.mark.parametrize(
-    ("kind", "exchanges"), [("tensor", False), ("sequence", False), ("context", True), ("experts", True)]
-)
-def test_axes_that_divide_layers_are_used_before_the_first_vote(kind: str, exchanges: bool):
-    """The same of the groups along which layers, sequences and experts are divided."""
-    wanted = {ALL_GATHER, REDUCE_SCATTER, "all_reduce"} | ({"all_to_all_single"} if exchanges else set())
-    for rank, seen in enumerate(run_ranks(check_warm_up_of_divided, 4, kind)):
-        assert wanted <= seen[(rank // 2 * 2, rank // 2 * 2 + 1)], seen
-
-
-def check_exchange_of_split_layers() -> tuple[list[str], list[str]]:
-    """What is announced and what is launched; torch's operator for NCCL is played, as gloo has none."""
+def check_exchange_of_split_layers() -> None:
+    """A split layer that moves from one sharded dimension to another calls another function on a GPU than on a CPU:
+    torch's operator for NCCL is played, as gloo has none."""
     model, _ = divided_model("tensor")
     announced: list[str] = []
     launched: list[str] = []
@@ -519,13 +463,7 @@ def check_exchange_of_split_layers() -> tuple[list[str], list[str]]:
         exchange(torch.ones(2, 2), 0, 1, SimpleNamespace(device_type="cuda"), 0)
     stop()
     assert placement_types.shard_dim_alltoall is not exchange, "still watched"
-    return announced, launched
-
-
-def test_an_exchange_between_dimensions_is_voted_on():
-    """A split layer that moves from one sharded dimension to another calls another function on a GPU than on a CPU."""
-    for announced, launched in run_ranks(check_exchange_of_split_layers, 2):
-        assert announced == launched == ["all-to-all"]
+    assert announced == launched == ["all-to-all"], (announced, launched)
 
 
 def test_random_states_of_dtensors_are_put_back():
@@ -539,8 +477,10 @@ def test_random_states_of_dtensors_are_put_back():
         assert not tracker.rng_states["parallel-rng"].any()
 
 
-def check_reset_waits() -> list[str]:
-    """What a reset does after an error within a block, whose parameters are gathered then."""
+def check_reset_waits() -> None:
+    """After an error within a block, whose parameters are gathered then: what an fp16 reduction divides on a stream of
+    its own would be divided after the memory has another owner. The CPU stands in for a device: nothing is given back
+    before it is waited for."""
 
     def fail(*unused: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory (injected)")
@@ -565,16 +505,7 @@ def check_reset_waits() -> list[str]:
         mock.patch.object(torch.cpu, "synchronize", synchronize),
     ):
         reset(model)
-    return order
-
-
-def test_the_way_back_waits_for_the_device():
-    """What an fp16 reduction divides on a stream of its own would be divided after the memory has another owner.
-
-    The CPU stands in for a device: nothing is given back before it is waited for.
-    """
-    for order in run_ranks(check_reset_waits, 2):
-        assert order[0] == "device" and "memory" in order, order
+    assert order[0] == "device" and "memory" in order, order
 
 
 @pytest.mark.parametrize(
@@ -591,7 +522,8 @@ def test_libraries_that_are_out_of_memory(error: RuntimeError, is_repeated: bool
     assert is_out_of_memory(error) == is_repeated
 
 
-def check_nccls_memory() -> str:
+def check_nccls_memory() -> None:
+    """The others are inside the collective: a vote would be an answer to nobody. The error says what may be set."""
     model = model_for({})
     votes = OutOfMemoryVote(model)
     votes.start()
@@ -599,13 +531,17 @@ def check_nccls_memory() -> str:
     def run() -> None:
         raise dist.DistBackendError("ncclUnhandledCudaError: ... Cuda failure 2 'out of memory'")
 
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="device_train_microbatch_size") as caught:
         votes.succeeded(run)
     votes.stop()
-    return str(caught.value)
+    assert "NCCL_BUFFSIZE" in str(caught.value)
 
 
-def test_nccl_out_of_memory_says_what_to_do():
-    """The others are inside the collective: a vote would be an answer to nobody. The error says what may be set."""
-    for text in run_ranks(check_nccls_memory, 2):
-        assert "device_train_microbatch_size" in text and "NCCL_BUFFSIZE" in text
+def check_votes() -> None:
+    all_of(check_nothing_left, check_part, check_settings, check_default_device, check_exchange_of_split_layers)
+    all_of(check_reset_waits, check_nccls_memory)
+
+
+def test_votes_and_the_way_back():
+    """What is voted on, what a vote costs and leaves behind, and what a reset waits for."""
+    run_ranks(check_votes, 2)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.cases import for_each
+from support.cases import all_of, for_each
 from support.comparing import full
-from support.models import WIDTH, Model, ModelWithScalar, tokens
+from support.examples import IS_THOROUGH
+from support.models import WIDTH, Chain, Model, ModelWithScalar, tokens
 from support.ranks import run_ranks
 from support.training import FULL, HSDP_2X2, assert_gradients
 from torch import nn
@@ -66,7 +67,6 @@ def compiled(model: nn.Module, output: torch.Tensor) -> torch.Tensor:
 
 TERMS: dict[str, Term] = {
     "l2": l2, "orthogonality": orthogonality, "projected": projected, "tied logits": tied_logits, "norms": norms,
-    "compiled": compiled,
 }  # fmt: skip
 
 
@@ -116,7 +116,6 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "FULL_SHARD": {},
     "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
     "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
     "gathered between microbatches": {"gradient_sync": "last", "reshard_after_backward": False},
@@ -124,46 +123,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_terms() -> None:
-    cases: dict[str, Any] = {name: (term, {}) for name, term in TERMS.items()}
-    cases |= {name: (all_terms, CONFIGS[name]) for name in CONFIGS}
-    for_each(check_term, cases | {"replicated": (l2, {}, ModelWithScalar)})
+def check_terms(world_size: int) -> None:
+    cases: dict[str, Any] = {name: (all_terms, config) for name, config in CONFIGS.items()}
+    cases |= {"compiled": (compiled, {}), "replicated": (l2, {}, ModelWithScalar)}
+    cases |= {name: (term, {}) for name, term in TERMS.items()} if IS_THOROUGH else {"default": (all_terms, {})}
+    if world_size == 4:
+        cases = {"deferred": (all_terms, HSDP_2X2 | {"gradient_sync": "defer_replica"})}
+    for_each(check_term, cases)
 
 
-def test_a_penalty_trains_as_in_one_process():
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_penalty_trains_as_in_one_process(world_size: int):
     """A loss that uses parameters, of a block or the root, gives the numbers of one process, to the last digits: where
-    FSDP1 gave them, and for what it computed of 1-D shards."""
-    run_ranks(check_terms, 2)
-
-
-def check_terms_with_replicas() -> None:
-    configs = {"HSDP": HSDP_2X2, "deferred": HSDP_2X2 | {"gradient_sync": "defer_replica"}}
-    for_each(check_term, {name: (all_terms, config) for name, config in configs.items()})
-
-
-def test_a_penalty_with_replicas():
-    """Its gradient is averaged once, over shards and replicas, also where the other gradients wait for the last
-    microbatch."""
-    run_ranks(check_terms_with_replicas, 4)
-
-
-def check_recipe(config: dict[str, Any]) -> None:
-    """The page's: without the block, each penalty in full."""
-
-    def in_full(model: nn.Module, output: torch.Tensor) -> Any:
-        squares = [parameter.pow(2).sum() for parameter in model.parameters()]
-        return sum(each.full_tensor() if isinstance(each, DTensor) else each for each in squares)
-
-    check_term(in_full, config)
-
-
-def test_the_recipe_without_a_trainer():
-    """penalty.full_tensor() is right in a loop of one's own."""
-    run_ranks(for_each_config, 2)
-
-
-def for_each_config() -> None:
-    for_each(check_recipe, {name: (config,) for name, config in CONFIGS.items()})
+    FSDP1 gave them, and for what it computed of 1-D shards. Its gradient is averaged once, over shards and replicas,
+    also where the other gradients wait for the last microbatch."""
+    run_ranks(check_terms, world_size, world_size)
 
 
 def check_shown_between_steps(config: dict[str, Any], optimizer: Callable[..., torch.optim.Optimizer]) -> None:
@@ -203,7 +177,7 @@ OPTIMIZERS = {
 
 def check_all_shown() -> None:
     cases = {name: (CONFIGS[name], OPTIMIZERS["foreach"]) for name in CONFIGS}
-    cases |= {how: ({}, OPTIMIZERS[how]) for how in OPTIMIZERS}
+    cases |= {how: ({}, OPTIMIZERS[how]) for how in ("one by one", "fused")}
     for_each(check_shown_between_steps, cases)
 
 
@@ -242,9 +216,10 @@ def check_attributes(config: dict[str, Any], device: str, tied: bool) -> None:
 
 
 def check_all_attributes() -> None:
+    configs = {"FULL_SHARD": {}} | {name: CONFIGS[name] for name in ("SHARD_GRAD_OP", "NO_SHARD")}
     cases = {
-        f"{name}, {device}": (CONFIGS[name], device, device == "meta")
-        for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+        f"{name}, {device}": (config, device, device == "meta")
+        for name, config in configs.items()
         for device in ("cpu", "meta")
     }
     for_each(check_attributes, cases)
@@ -256,7 +231,8 @@ def test_what_a_script_noted_on_a_parameter_stays():
     run_ranks(check_all_attributes, 2)
 
 
-def check_hooks() -> list[str]:
+def check_hooks() -> None:
+    """FSDP1 ran none of them either, without a word; the log says which, and where to register them."""
     model = Model()
     fired: list[str] = []
     weight = model.decoder.head.weight
@@ -269,63 +245,52 @@ def check_hooks() -> list[str]:
     assert fired == ["DTensor"], fired
     plan = find_kept(model, ShardingPlan)
     assert plan is not None
-    return [note for note in plan.notes if "hook" in note]
-
-
-def test_hooks_of_parameters_are_named():
-    """FSDP1 ran none of them either, without a word; the log says which, and where to register them."""
-    for notes in run_ranks(check_hooks, 2):
-        assert len(notes) == 1, notes
-        assert notes[0].startswith("decoder.norm.weight, decoder.head.weight: hooks"), notes
-        assert "after sharding" in notes[0]
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encode(x)
+    [note] = [note for note in plan.notes if "hook" in note]
+    assert note.startswith("decoder.norm.weight, decoder.head.weight: hooks") and "after sharding" in note, note
 
 
 class Encoding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = Encoder()
+        self.encoder = Encoder(layer=nn.Linear(4, 4))
 
     def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
-        if how == "encode":
-            return self.encoder.encode(x)
-        if how == "layer":
-            return self.encoder.layer(x)
         if how == "weight":
             return x @ self.encoder.layer.weight
-        return self.encoder(x).sum() + self.encoder.layer.weight.sum()
+        return self.encoder.encode(x) if how == "encode" else self.encoder.layer(x)
 
 
-def check_explained() -> dict[str, str]:
+class Encoder(Chain):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def check_explained() -> None:
+    """Not only an operator's name: which parameter, in which method of which module, and the line to write."""
     model = Encoding()
     prepare_fully_shard(model, None, FULL, device="cpu")
-    notes = {}
-    for how in ("encode", "layer", "weight"):
-        with contextlib.suppress(RuntimeError):
-            try:
-                model(torch.ones(2, 4), how)
-            except RuntimeError as error:
-                explain_mixed(model, error)
-                [notes[how]] = error.__notes__
-                raise
-    return notes
+    for how, parts in (
+        (
+            "encode",
+            [
+                "encoder.layer.weight, encoder.layer.bias are sharded within encoder.encode()",
+                'register_fsdp_forward_method(model.encoder, "encode")',
+            ],
+        ),
+        ("layer", ["outside of the forward of its unit, encoder"]),
+        ("weight", ["test_outside_forward.py:", "full_tensor()"]),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.ones(2, 4), how)
+        explain_mixed(model, caught.value)
+        [note] = caught.value.__notes__
+        assert all(part in note for part in parts), note
 
 
-def test_an_error_that_says_what_to_write():
-    """Not only an operator's name: which parameter, in which method of which module, and the line to write."""
-    for notes in run_ranks(check_explained, 2):
-        assert "encoder.layer.weight, encoder.layer.bias are sharded within encoder.encode()" in notes["encode"]
-        assert 'register_fsdp_forward_method(model.encoder, "encode")' in notes["encode"]
-        assert "outside of the forward of its unit, encoder" in notes["layer"]
-        assert "test_outside_forward.py:" in notes["weight"] and "full_tensor()" in notes["weight"]
+def check_told() -> None:
+    all_of(check_hooks, check_explained)
+
+
+def test_what_a_script_is_told():
+    """Of hooks that will not run, and of parameters that it uses where they are shards."""
+    run_ranks(check_told, 2)

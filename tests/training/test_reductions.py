@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import all_of, for_each
 from support.comparing import full
 from support.models import Chain, layer
 from support.ranks import run_ranks
@@ -56,40 +58,35 @@ def check_settle(config: dict[str, Any]) -> None:
         assert settled[key] == pytest.approx(value, rel=1e-6), key
 
 
-@pytest.mark.parametrize(
-    ("world_size", "config"),
-    [
-        (2, {}),
-        (2, {"sharding_strategy": "NO_SHARD"}),
-        (2, {"cpu_offload": True}),
-        (1, {}),
-        (4, {"data_parallel_replicate_degree": 2}),
-    ],
-)
-def test_metrics_of_sharded_parameters(world_size: int, config: dict[str, Any]):
+CONFIGS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{}, {"sharding_strategy": "NO_SHARD"}, {"cpu_offload": True}],
+    4: [{"data_parallel_replicate_degree": 2}],
+}
+
+
+def check_all(world_size: int) -> None:
+    for_each(check_settle, {f"{config}": (config,) for config in CONFIGS[world_size]})
+
+
+@pytest.mark.parametrize("world_size", CONFIGS)
+def test_metrics_of_sharded_parameters(world_size: int):
     """The number is the full parameter's: not this rank's part, nor counted once for each replica."""
-    run_ranks(check_settle, world_size, config)
+    run_ranks(check_all, world_size, world_size)
 
 
-def check_few_collectives() -> int:
+def check_few_collectives() -> None:
+    """Thousands of metrics cost one all-reduce, not one each."""
     model = build()
     prepare_fully_shard(model, None, FULL, device="cpu")
     values = {path: torch.linalg.vector_norm(p.detach()) for path, p in model.named_parameters()}
-    calls, all_reduce = [], dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), all_reduce(*args, **kwargs))
-    try:
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         settle(values)
-    finally:
-        dist.all_reduce = all_reduce
-    return len(calls)
+    assert all_reduce.call_count == 1
 
 
-def test_one_collective():
-    """Thousands of metrics cost one all-reduce, not one each."""
-    assert run_ranks(check_few_collectives, 2) == [1, 1]
-
-
-def check_large() -> float:
+def check_large() -> None:
+    """A gradient that explodes is logged as the number that it is: only the sum of squares was infinite."""
     model = Chain(net=nn.Linear(4, 4, bias=False))
     prepare_fully_shard(model, None, FULL, device="cpu")
     with torch.no_grad():
@@ -97,10 +94,13 @@ def check_large() -> float:
         model.net.weight.to_local()[0, 0] = 1.5e19
     norm = torch.linalg.vector_norm(model.net.weight.detach())
     assert norm.full_tensor().isinf()
-    return settle({"norm": norm})["norm"]
+    assert settle({"norm": norm})["norm"] == pytest.approx(2**0.5 * 1.5e19)
 
 
-def test_squares_that_fit_no_fp32():
-    """A gradient that explodes is logged as the number that it is: only the sum of squares was infinite."""
-    for norm in run_ranks(check_large, 2):
-        assert norm == pytest.approx(2**0.5 * 1.5e19)
+def check_few_and_large() -> None:
+    all_of(check_few_collectives, check_large)
+
+
+def test_one_collective_and_squares_that_fit_no_fp32():
+    """Logging is neither slow nor infinite."""
+    run_ranks(check_few_and_large, 2)
