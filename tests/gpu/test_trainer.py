@@ -19,7 +19,7 @@ from support.gpus import Ranks, Recorder, on_gpus
 from support.memory import run_out_of_memory
 from support.oracle import FSDP1_ON, FSDP2
 from support.saved import named, read
-from support.trainers import build_model, close, fit, largest_difference, make_trainer, on_gpu, optimizer_state
+from support.trainers import build_model, close, fit, largest_difference, make_trainer, optimizer_state
 
 from composer_fsdp2._torch.parts import local_tensor
 
@@ -39,7 +39,6 @@ def composers(device: str) -> Any:
 
 # Relative. Sums are taken in another order, and on a GPU in bf16 or fp16: of losses of about 3 in a few batches.
 TOLERANCES = {"fp32": 1e-5, "amp_bf16": 1e-2, "amp_fp16": 5e-3}
-PRECISIONS = {"cuda": ("fp32", "amp_bf16", "amp_fp16"), "cpu": ("fp32",)}  # Composer has no other on the CPU
 CURVE = {"batches": 10, "optimizer": "decoupled_adamw", "clip": ("norm", 0.5)}
 
 
@@ -57,11 +56,11 @@ def check_curves(device: str) -> dict[str, float]:
         return difference
 
     configs: dict[str, dict[str, Any]] = {"DEFAULT": {}, "PURE": {"mixed_precision": "PURE"}}
-    cases = {f"{precision} {name}": (precision, c) for precision in PRECISIONS[device] for name, c in configs.items()}
+    cases = {f"{precision} {name}": (precision, c) for precision in TOLERANCES for name, c in configs.items()}
     return for_each(check, cases)
 
 
-@on_gpus(2, packages=COMPOSER)
+@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/parity/ has the CPU's
 def test_curves_are_fsdp1s(ranks: Ranks, record_property: Recorder):
     """A run that was moved in the middle of training goes on as if it had not been, in every precision."""
     differences = ranks.run(check_curves)[0]
@@ -171,41 +170,34 @@ def test_async_saves_hold_their_batch(ranks: Ranks, tmp_path: Path):
 class HungryStep(torch.optim.SGD):
     """Adam's first step allocates its state."""
 
-    device = "cpu"
-
     def step(self, closure: Any = None) -> Any:
         loss = closure() if closure is not None else None
         if dist.get_rank() == 1:
-            run_out_of_memory(self.device)
+            run_out_of_memory("cuda")
         super().step()
         return loss
 
 
 def check_first_step(device: str, dist_timeout_s: float) -> str:
-    # A Trainer refuses 'auto' on the CPU.
-    with FSDP2(), on_gpu() if device == "cpu" else contextlib.nullcontext():
+    with FSDP2():
         model = build_model()
-        optimizer = HungryStep(model.parameters(), lr=0.1)
-        optimizer.device = device
         trainer = make_trainer(
             {},
             model=model,
             microbatch="auto",
-            optimizer=optimizer,
+            optimizer=HungryStep(model.parameters(), lr=0.1),
             dist_timeout=dist_timeout_s,
             precision="fp32",  # a scaler could skip the first step
             device=composers(device),
         )
-        try:
+        with pytest.raises(RuntimeError) as raised:
             trainer.fit()
-        except RuntimeError as error:
-            return str(error)
-    raise AssertionError("nothing raised")
+        return str(raised.value)
 
 
-@on_gpus(2, packages=COMPOSER)
+@on_gpus(2, packages=COMPOSER, rehearsal=0)  # tests/compat/test_auto_microbatch.py has the CPU's
 def test_a_gpu_runs_out_of_memory_in_the_first_step(ranks: Ranks):
     """What cannot be repeated is said at once, with what to set, and the other rank does not wait for ever."""
-    of_waiting, of_failing = ranks.run(check_first_step, 2 if ranks.is_rehearsal else 30, fresh=True)
+    of_waiting, of_failing = ranks.run(check_first_step, 30, fresh=True)
     assert "after the gradients were there" in of_failing and "below 4" in of_failing, of_failing
     assert "did not meet within" in of_waiting and "rank 1 has not come" in of_waiting, of_waiting

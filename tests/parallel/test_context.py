@@ -57,16 +57,10 @@ def check_gradients(degree: int, *, length: int = 12, num_kv_heads: int = 2, ten
 def check_all_gradients() -> None:
     recomputed = {"activation_checkpointing": True}
     cases: dict[str, tuple[int, dict[str, Any]]] = {
-        "2 of 4 ranks": (2, {}),
-        "all ranks": (4, {}),
-        "a length that they cannot divide": (4, {"length": 9}),
-        "one head of keys and values": (4, {"num_kv_heads": 1}),
-        "as many as of queries": (2, {"num_kv_heads": 4}),
-        "recomputed": (2, recomputed),
+        "a length that they cannot divide, one head of keys and values": (4, {"length": 9, "num_kv_heads": 1}),
+        "as many heads as of queries, recomputed": (2, {"num_kv_heads": 4, **recomputed}),
         "recomputed, not reentrant": (4, recomputed | {"activation_checkpointing_reentrant": False}),
-        "replicas": (2, {"data_parallel_replicate_degree": 2}),
         "NO_SHARD": (2, {"sharding_strategy": "NO_SHARD"}),
-        "layers split, too": (2, {"tensor": 2}),
         "layers split, recomputed, replicas": (2, {"tensor": 2, **recomputed, "data_parallel_replicate_degree": 2}),
     }
     for_each(lambda degree, options: check_gradients(degree, **options), cases)

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism beside one process: every loss, norm and parameter of ten steps."""
+"""Tensor and sequence parallelism beside one process: every loss, norm and parameter of three steps."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from support.cases import for_each
 from support.clips import CLIPS, Clip, assert_same_gradients, check_summoned
 from support.comparing import full_parameters
 from support.language import MLP, Language, batch, layer_plan, loss_of, sequence_plan
+from support.legality import compare_training
 from support.ranks import run_ranks
 from support.training import FULL
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from composer_fsdp2 import (
     PlanError,
-    begin_microbatch,
-    clip_grad_norm_,
     prepare_fully_shard,
 )
 from composer_fsdp2._torch.counting import Collectives
@@ -83,7 +81,6 @@ def check_training(
     by_script: bool = False,
     steps_before: int = 0,
     num_microbatches: int = 1,
-    num_steps: int = 10,
 ) -> None:
     model = build(tied=tied)
     prepare(model)
@@ -92,7 +89,6 @@ def check_training(
     if by_script:
         split_by_script(model, plan())
     ours = make(model)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (ours, theirs)]
     for step in range(steps_before):
         for each, optimizer in ((model, ours), (reference, theirs)):
             loss_of(each, batch(100 + step, 2)).backward()
@@ -101,66 +97,34 @@ def check_training(
     prepare_fully_shard(
         model, ours, FULL | config, device="cpu", tensor_parallel=None if by_script else tensor_parallel(plan())
     )
-    num_sequences = 2 * num_microbatches * dist.get_world_size() // TENSOR
-    for step in range(num_steps):
-        tokens = batch(step, num_sequences)
-        expected = loss_of(reference, tokens)
-        expected.backward()
-        expected_norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        loss = torch.zeros(())
-        for number, microbatch in enumerate(share(tokens).chunk(num_microbatches)):
-            begin_microbatch(model, is_last=number == num_microbatches - 1)
-            part = loss_of(model, microbatch) / num_microbatches
-            part.backward()
-            loss += part.detach()
-        dist.all_reduce(loss)
-        torch.testing.assert_close(loss / dist.get_world_size(), expected.detach(), rtol=0, atol=ATOL)
-        norm = clip_grad_norm_(model, 0.5)["model"]
-        torch.testing.assert_close(norm, expected_norm, rtol=0, atol=ATOL)
-        for optimizer, scheduler in zip((ours, theirs), schedulers, strict=True):
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    assert_same_parameters(model, reference)
+    compare_training(model, reference, ours, theirs, num_steps=3, num_microbatches=num_microbatches, num_shared=TENSOR)
     if tied:
         assert model.model.head.weight is model.model.embedding.weight
 
 
-def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
-    expected = dict(reference.named_parameters())
-    found = full_parameters(model)
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name].detach(), rtol=0, atol=ATOL, msg=lambda text, n=name: n + text)
-
-
 def check_all_trainings() -> None:
+    """Each setting once, and in twos where neither changes what the other does (order/ has one setting a row)."""
     recomputed = {"activation_checkpointing": True}
+    kept = {"sharding_strategy": "SHARD_GRAD_OP", "activation_checkpointing_reentrant": False}
     replicas = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
     cases: dict[str, dict[str, Any]] = {
-        "layers": {"config": {}, "plan": lambda: layer_plan(ends=False), "num_steps": 3},
-        "layers, embedding and head": {"config": {}},
-        "with sequence parallelism": {"config": {}, "plan": sequence_plan},
         "recomputed, several groups": {"config": recomputed, "make": grouped},
-        "sequence, recomputed, not reentrant": {
-            "config": recomputed | {"activation_checkpointing_reentrant": False},
-            "plan": sequence_plan,
-            "num_steps": 3,
-        },
+        "sequence, recomputed, not reentrant, kept gathered": {"config": recomputed | kept, "plan": sequence_plan},
         "replicas, tied": {"config": replicas, "tied": True},
-        "tied, neither planned": {"config": {}, "tied": True, "plan": lambda: layer_plan(ends=False), "num_steps": 3},
-        "kept gathered": {"config": {"sharding_strategy": "SHARD_GRAD_OP"}, "num_steps": 3},
-        "frozen, microbatches": {"config": {}, "prepare": freeze_some, "num_microbatches": 2},
-        "microbatches, reduced in the last": {
-            "config": {"gradient_sync": "last"},
-            "num_microbatches": 2,
-            "num_steps": 3,
+        "tied, neither planned, offloaded": {
+            "config": {"cpu_offload": True},
+            "tied": True,
+            "plan": lambda: layer_plan(ends=False),
         },
-        "offloaded": {"config": {"cpu_offload": True}, "num_steps": 3},
-        "state from before": {"config": {}, "steps_before": 2, "num_steps": 3},
-        "state from before, tied": {"config": {}, "steps_before": 2, "tied": True, "num_steps": 3},
-        "split by the script": {"config": {}, "by_script": True, "num_steps": 3},
-        "split by the script, sequence": {"config": {}, "by_script": True, "plan": sequence_plan, "num_steps": 3},
+        "frozen, microbatches": {"config": {}, "prepare": freeze_some, "num_microbatches": 2},
+        "sequence, microbatches, reduced in the last": {
+            "config": {"gradient_sync": "last"},
+            "plan": sequence_plan,
+            "num_microbatches": 2,
+        },
+        "state from before, tied": {"config": {}, "steps_before": 2, "tied": True},
+        "split by the script": {"config": {}, "by_script": True},
+        "split by the script, sequence": {"config": {}, "by_script": True, "plan": sequence_plan},
     }
     for_each(lambda options: check_training(**options), {name: (options,) for name, options in cases.items()})
 
@@ -231,29 +195,34 @@ def drawn(device: str, seed: int = 3) -> Drawn:
 
 
 def check_initialisation(start: str, *, by_script: bool) -> None:
-    """The values that sharding without split layers gives, from the same random state."""
+    """The values that sharding without split layers gives, from the same random state, and no more to send for them."""
     rank = dist.get_rank()
     config: dict[str, Any] = {"sync_module_states": start != "meta"}
+    device = "cpu" if start != "meta" and (start != "mixed" or rank == 0) else "meta"
     expected = drawn("meta" if start == "meta" else "cpu")
-    torch.manual_seed(5)
-    prepare_fully_shard(expected, None, FULL | config, device="cpu")
-    if start == "mixed":
-        model = drawn("cpu" if rank == 0 else "meta")
-    else:  # "unlike": what rank 0 has goes out, of a split model what the first rank of each group of copies has
-        model = drawn(start if start == "meta" else "cpu", seed=3 + (rank // TENSOR if start == "unlike" else 0))
+    # "unlike": what rank 0 has goes out, of a split model what the first rank of each group of copies has.
+    model = drawn(device, seed=3 + (rank // TENSOR if start == "unlike" else 0))
     if by_script:
         split_by_script(model, drawn_plan())
-    torch.manual_seed(5)
-    prepare_fully_shard(
-        model, None, FULL | config, device="cpu", tensor_parallel=None if by_script else tensor_parallel(drawn_plan())
-    )
+    splits = [None, None if by_script else tensor_parallel(drawn_plan())]
+    sent = []
+    for each, split in zip((expected, model), splits, strict=True):
+        torch.manual_seed(5)
+        with Collectives() as counted:
+            prepare_fully_shard(each, None, FULL | config, device="cpu", tensor_parallel=split)
+        names = ("broadcast_", "scatter_")
+        sent.append({name: found["bytes"] for name, found in counted.counts.items() if name in names})
     wanted = full_parameters(expected)
     for name, value in full_parameters(model).items():
         torch.testing.assert_close(value, wanted[name], rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+    # At the start of a large run rank 0 of each group would send every split weight, one after the other, to ranks
+    # that drew or received it a moment before.
+    if not by_script and start != "unlike":
+        assert sent[0] == sent[1], sent
 
 
 def check_initialisations() -> None:
-    names = [(start, by_script) for start in ("meta", "mixed", "unlike") for by_script in (False, True)]
+    names = [(start, by_script) for start in ("meta", "mixed", "unlike", "alike") for by_script in (False, True)]
     cases = {f"{start}{', split by the script' * by_script}": (start, by_script) for start, by_script in names}
     del cases["mixed, split by the script"]  # rank 0 has a part alone: refused, below
     for_each(lambda start, by_script: check_initialisation(start, by_script=by_script), cases)
@@ -261,35 +230,13 @@ def check_initialisations() -> None:
     split_by_script(model, drawn_plan(), src_data_rank=None)  # by itself torch would send, and wait for ever
     with pytest.raises(PlanError, match="rank 0, the only one with values"):
         prepare_fully_shard(model, None, FULL | {"sync_module_states": True}, device="cpu")
+    check_own_values()
 
 
 def test_split_weights_start_with_the_values_of_an_unsplit_model():
-    """From the meta device each of the ranks that split a weight would draw the same numbers for its own part."""
+    """From the meta device each of the ranks that split a weight would draw the same numbers for its own part; and
+    parts of different weights would be added up: no rank's model, and none that one process could train."""
     run_ranks(check_initialisations, 4)
-
-
-def sends_of_preparing(start: str, *, splits: bool) -> dict[str, int]:
-    """The bytes of each collective that sends values."""
-    model = drawn("meta" if start == "meta" or (start == "mixed" and dist.get_rank()) else "cpu")
-    config = FULL | {"sync_module_states": start != "meta"}
-    split = tensor_parallel(drawn_plan()) if splits else None
-    with Collectives() as sent:
-        prepare_fully_shard(model, None, config, device="cpu", tensor_parallel=split)
-    return {name: each["bytes"] for name, each in sent.counts.items() if name in ("broadcast_", "scatter_")}
-
-
-def check_sends() -> None:
-    def compare(start: str) -> None:
-        unsplit, split = (sends_of_preparing(start, splits=splits) for splits in (False, True))
-        assert split == unsplit, (split, unsplit)
-
-    for_each(compare, {start: (start,) for start in ("meta", "mixed", "alike")})
-
-
-def test_what_every_rank_has_is_not_sent():
-    """At the start of a large run rank 0 of each group would send every split weight, one after the other, to ranks
-    that drew or received it a moment before."""
-    run_ranks(check_sends, 4)
 
 
 def check_own_values() -> None:
@@ -301,11 +248,6 @@ def check_own_values() -> None:
     biases = [torch.empty_like(bias) for _ in range(dist.get_world_size())]
     dist.all_gather(biases, bias)
     assert torch.equal(biases[0], biases[1]) and torch.equal(biases[2], biases[3]), biases
-
-
-def test_ranks_that_split_a_layer_start_with_one_ranks_values():
-    """Parts of different weights would be added up: no rank's model, and none that one process could train."""
-    run_ranks(check_own_values, 4)
 
 
 # --- gradients and full parameters
@@ -328,11 +270,6 @@ def check_gradients() -> None:
     for_each(clipped, CLIPS)
 
 
-def test_gradients_are_clipped_as_in_one_process():
-    """By any norm: parameters that are split and those that are not have different numbers of copies."""
-    run_ranks(check_gradients, 4)
-
-
 def check_full_parameters() -> None:
     model = build(tied=True)
     reference = copy.deepcopy(model)
@@ -345,8 +282,10 @@ def check_full_parameters() -> None:
     loss_of(model, share(batch(2, 4))).backward()
 
 
-def test_full_parameters_are_seen_and_written():
-    """Within summon_full_params a split weight is whole, and what is written into it stays."""
+def test_gradients_are_clipped_and_full_parameters_seen_as_in_one_process():
+    """By any norm: parameters that are split and those that are not have different numbers of copies. Within
+    summon_full_params a split weight is whole, and what is written into it stays."""
+    run_ranks(check_gradients, 4)
     run_ranks(check_full_parameters, 4)
 
 
@@ -375,26 +314,6 @@ def check_draws() -> None:
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=0, atol=ATOL)
     assert_same_gradients(model, reference, atol=ATOL)
-
-
-def check_masks_of_two_dtypes() -> list[str]:
-    errors = []
-    mesh = init_device_mesh("cpu", (TENSOR,))
-    for dtype in (torch.float32, torch.float64):
-        model = nn.Sequential(nn.Embedding(8, 4, dtype=dtype))
-        parallelize_module(model, mesh, {"0": RowwiseParallel(input_layouts=Replicate())})
-        try:
-            model(torch.arange(6).view(2, 3))
-        except AssertionError as error:
-            errors.append(f"{dtype}: {type(error).__name__}")
-    return errors
-
-
-@pytest.mark.any_torch  # of 2.7: 2.13 has mended it
-def test_torch_mixes_up_the_masks_of_split_embeddings():
-    """torch 2.7, without us: of two split embeddings that differ in dtype alone, the second one's lookup raises, as its
-    cache of redistributions takes their placements for one. So tests of split models compute in float64."""
-    assert run_ranks(check_masks_of_two_dtypes, TENSOR, fresh=True) == [["torch.float64: AssertionError"]] * TENSOR
 
 
 def test_a_dropout_drops_the_same_on_the_ranks_that_split_a_layer():

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from composer_fsdp2 import ComposerFSDP2Error, clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2 import ComposerFSDP2Error, begin_microbatch, clip_grad_norm_, prepare_fully_shard
 
 TENSOR = 2
 VOCABULARY = 20  # of the smallest model
@@ -122,25 +122,61 @@ def assert_steps_are_those_of_one_process(
     model: nn.Module, reference: nn.Module, row: Carried, optimizer: torch.optim.Optimizer
 ) -> None:
     """Two steps of clipped gradients, on batches of which each block of ranks has a part."""
-    groups = dist.get_world_size() // row.num_shared
+
+    def loss(each: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return row.loss(each, tokens % VOCABULARY)
+
     theirs = row.optimizer(reference.parameters())
-    for step in range(2):
-        tokens = batch(step, 2 * groups) % VOCABULARY
-        row.loss(reference, tokens).backward()
-        row.loss(model, tokens.chunk(groups)[dist.get_rank() // row.num_shared]).backward()
-        norm = clip_grad_norm_(model, 0.1)["model"]
-        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-        torch.testing.assert_close(norm, expected, rtol=0, atol=_tolerance(*reference.parameters()), check_dtype=False)
-        for each in (optimizer, theirs):
-            each.step()
-            each.zero_grad()
+    compare_training(model, reference, optimizer, theirs, num_steps=2, num_shared=row.num_shared, loss=loss)
+
+
+def compare_training(
+    model: nn.Module,
+    reference: nn.Module,
+    ours: torch.optim.Optimizer,
+    theirs: torch.optim.Optimizer,
+    *,
+    num_steps: int,
+    num_microbatches: int = 1,
+    num_shared: int = 1,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor] = loss_of,
+) -> None:
+    """The loss and the clipped norm of each step, with a rate that falls, and the parameters at the end.
+
+    Args:
+        num_shared: How many consecutive ranks share a batch.
+        loss: Of a model and this rank's tokens.
+    """
+    groups, group = dist.get_world_size() // num_shared, dist.get_rank() // num_shared
+    tolerance = _tolerance(*reference.parameters())
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (ours, theirs)]
+    for step in range(num_steps):
+        tokens = batch(step, 2 * num_microbatches * groups)
+        expected = loss(reference, tokens)
+        expected.backward()
+        total = torch.zeros((), dtype=expected.dtype)
+        for number, microbatch in enumerate(tokens.chunk(groups)[group].chunk(num_microbatches)):
+            begin_microbatch(model, is_last=number == num_microbatches - 1)
+            part = loss(model, microbatch) / num_microbatches
+            part.backward()
+            total += part.detach()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total / dist.get_world_size(), expected.detach(), rtol=0, atol=tolerance)
+        norm, wanted = clip_grad_norm_(model, 0.1)["model"], nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        torch.testing.assert_close(norm, wanted, rtol=0, atol=tolerance, check_dtype=False)
+        for optimizer, scheduler in zip((ours, theirs), schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
     assert_same_parameters(model, reference)
 
 
 def assert_same_parameters(model: nn.Module, reference: nn.Module) -> None:
     wanted = dict(reference.named_parameters())
     tolerance = _tolerance(*wanted.values())
-    for name, value in full_parameters(model).items():
+    found = full_parameters(model)
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
         torch.testing.assert_close(
             value, wanted[name].detach(), rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
